@@ -207,7 +207,7 @@ def test_a_chat_is_streamed_and_left(pipe: AsyncEngine) -> None:
 
 
 def test_an_answer_is_stopped(pipe: AsyncEngine) -> None:
-    """tests/unit/test_offline_pipeline_sessions.py has the other ways to stop it."""
+    """tests/unit/test_offline_pipeline.py has the other ways to stop it."""
 
     async def run() -> list[GenOut]:
         found = []

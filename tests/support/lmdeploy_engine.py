@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,14 +22,13 @@ NUM_TOKENS = len(ANSWER) + 1  # a byte each, and the one that ends it
 Make = Callable[..., tuple[AsyncEngine, PlaybackOffline]]
 
 
-@contextlib.contextmanager
-def engines(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    """Yields `make(**arguments of pipeline)`, which makes an engine with constant answers, and the engine's fakes."""
+def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """A fixture: yields `make(**arguments of pipeline)`, which returns an engine with constant answers and its fake."""
     made: list[PlaybackOffline] = []
 
     def build(says: str = ANSWER, has_template: bool = True, **arguments: Any) -> tuple[AsyncEngine, PlaybackOffline]:
         def offline(config: OfflineConfig) -> PlaybackOffline:
-            made.append(PlaybackOffline(folder, config, says, has_template))
+            made.append(PlaybackOffline(tmp_path, config, says, has_template))
             return made[-1]
 
         monkeypatch.setattr(setup, "Offline", offline)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import sys
+import shlex
+import shutil
 from pathlib import Path
 
+import pytest
+
+from ranktable_tools import npu
+
+CAT = shutil.which("cat")
 DATA = Path(__file__).parents[1] / "data" / "npu"
-PROGRAM = """#!{python} -S
-import pathlib, sys
-wanted = " ".join(["$", pathlib.Path(sys.argv[0]).name, *sys.argv[1:]])
-answers = pathlib.Path({session!r}).read_text().split("\\n$ ")
-for answer in answers:
-    command, _, printed = answer.removeprefix("$ ").partition("\\n")
-    if "$ " + command == wanted:
-        text, _, code = printed.partition("[exit ")
-        sys.stdout.write(text if text.endswith("\\n") else text + "\\n")
-        sys.exit(int(code.strip().rstrip("]") or 0))
-sys.exit(1)
-"""
 
 
 def recorded(machine: str) -> str:
@@ -48,12 +42,29 @@ def whole() -> str:
 
 
 def install(folder: Path, session: str, programs: tuple[str, ...] = ("npu-smi", "hccn_tool")) -> Path:
-    """Returns a folder for PATH with those programs."""
+    """Returns a folder for PATH with those programs: shell scripts, which start sooner than Python."""
     bin_folder = folder / "bin"
-    bin_folder.mkdir()
-    (folder / "session.txt").write_text(session, "utf-8")
+    bin_folder.mkdir(exist_ok=True)
     for name in programs:
+        cases = []
+        for at, part in enumerate(f"\n{session}".split(f"\n$ {name} ")[1:]):
+            command, _, rest = part.partition("\n")
+            text, _, code = rest.partition("\n$ ")[0].partition("[exit ")
+            answer_file = bin_folder / f"{name}.{at}"
+            answer_file.write_text(text if text.endswith("\n") else f"{text}\n", "utf-8")
+            status = int(code.strip().rstrip("]") or 0)
+            cases.append(f"{shlex.quote(command)}) {CAT} {answer_file}; exit {status};;")
         file = bin_folder / name
-        file.write_text(PROGRAM.format(python=sys.executable, session=str(folder / "session.txt")), "utf-8")
+        file.write_text("\n".join(["#!/bin/sh", 'case "$*" in', *cases, "esac", "exit 1", ""]), "utf-8")
         file.chmod(0o755)
     return bin_folder
+
+
+def start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, session: str, programs: tuple[str, ...] = ("npu-smi", "hccn_tool")
+) -> None:
+    """Makes this machine that of a session: its programs are first on PATH, /etc/hccn.conf is `folder`'s."""
+    monkeypatch.setenv("PATH", str(install(folder, session, programs)))
+    monkeypatch.setattr(npu, "HCCN_CONF", folder / "hccn.conf")
+    for name in ("_HCCN_TOOL", "_NPU_SMI"):
+        monkeypatch.setattr(npu, name, str(folder / "no" / name))

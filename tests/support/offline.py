@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -51,17 +51,24 @@ class FakeOffline:
 MakeLLM = Callable[..., tuple[LLM, FakeOffline]]
 
 
-def make_fake_llm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[MakeLLM, list[FakeOffline]]:
-    """Returns `make(text, **arguments)`, which makes an LLM that says that text, and the list of their engines."""
+def same(**fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Given and expected: fields whose names and values the engine has as they are given."""
+    return fields, fields
+
+
+def fake_llms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeLLM]:
+    """A fixture: yields `make(text, **arguments)`, which makes an LLM that says that text."""
     made: list[FakeOffline] = []
 
     def make(text: str = "", dtype_on_disk: str = "bfloat16", **arguments: Any) -> tuple[LLM, FakeOffline]:
         def offline(config: OfflineConfig) -> FakeOffline:
-            made.append(FakeOffline(config, folder, text, dtype_on_disk))
+            made.append(FakeOffline(config, tmp_path, text, dtype_on_disk))
             return made[-1]
 
         monkeypatch.setattr("pd_cluster.offline.llm.Offline", offline)
-        llm = LLM(**{"model": str(folder), **arguments})
+        llm = LLM(**{"model": str(tmp_path), **arguments})
         return llm, made[-1]
 
-    return make, made
+    yield make
+    for each in made:
+        each.close()

@@ -25,25 +25,16 @@ from ranktable_tools.keys import write_keys
 VARIABLES = [f"PD_CLUSTER_{way}{what}_FILE" for way in ("", "SERVE_") for what in ("ADMIN_TOKEN", "SECRET")]
 TOKEN = "a-token-of-some-length"
 Answer = Callable[[httpx.Request], httpx.Response]
+Answers = Callable[[Answer], list[httpx.Request]]
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    return {
-        "instance_id": "decode-0",
-        "role": "decode",
-        "next_role": None,
-        "service": "in",
-        "drain_timeout_s": 0.0,
-        "state": "ready",
-        "reason": None,
-        "num_outstanding": 0,
-        "kv_sent_nbytes": 0,
-        **changes,
-    }
+    known = {"instance_id": "decode-0", "role": "decode", "next_role": None, "service": "in", "drain_timeout_s": 0.0}
+    return {**known, "state": "ready", "reason": None, "num_outstanding": 0, "kv_sent_nbytes": 0, **changes}
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[httpx.Request]]:
+def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
     """Gives this answer to every request; the requests are kept."""
     asked: list[httpx.Request] = []
 
@@ -90,7 +81,7 @@ def invoke(*words: str) -> Any:
     return CliRunner().invoke(app, ["instances", *words])
 
 
-def test_a_drain_is_waited_for(answers: Callable[[Answer], list[httpx.Request]], token_file: Path) -> None:
+def test_a_drain_is_waited_for(answers: Answers, token_file: Path) -> None:
     busy = entry(service="out", state="draining", num_outstanding=2)
     asked = answers(states(busy, busy, {**busy, "num_outstanding": 1}, entry(service="out", state="drained")))
     done = invoke("drain", "decode-0", "--timeout=7", f"--admin-token-file={token_file}")
@@ -102,27 +93,24 @@ def test_a_drain_is_waited_for(answers: Callable[[Answer], list[httpx.Request]],
     assert {request.headers["authorization"] for request in asked} == {f"Bearer {TOKEN}"}
 
 
-COMMANDS: list[tuple[list[str], dict[str, Any] | None, str]] = [
-    (["remove", "decode-0"], None, "decode-0 has left; its process may be ended"),
-    (["role", "decode-0", "prefill"], entry(role="prefill"), "decode-0 is prefill"),
-    (["add", "decode-0", "--port=8090"], entry(), "decode-0 is here"),
-    (["drain", "decode-0", "--undo"], entry(), "decode-0 is in service"),
-    (["drain", "decode-0", "--no-wait"], entry(), "decode-0: asked; `pd-cluster instances` shows how far it is"),
-]
+def test_one_line_says_that_it_is_done(answers: Answers) -> None:
+    commands: list[tuple[str, dict[str, Any] | None, str]] = [
+        ("remove decode-0", None, "decode-0 has left; its process may be ended"),
+        ("role decode-0 prefill", entry(role="prefill"), "decode-0 is prefill"),
+        ("add decode-0 --port=8090", entry(), "decode-0 is here"),
+        ("drain decode-0 --undo", entry(), "decode-0 is in service"),
+        ("drain decode-0 --no-wait", entry(), "decode-0: asked; `pd-cluster instances` shows how far it is"),
+    ]
+    for words, then, said in commands:
+        answers(states(entry(state="unreachable", next_role="prefill"), then))
+        done = invoke(*words.split())
+        assert (done.exit_code, done.stdout) == (0, said + "\n")
 
 
-@pytest.mark.parametrize(("words", "then", "said"), COMMANDS, ids=[" ".join(words) for words, _, _ in COMMANDS])
-def test_one_line_says_that_it_is_done(
-    answers: Callable[[Answer], list[httpx.Request]], words: list[str], then: dict[str, Any] | None, said: str
-) -> None:
-    answers(states(entry(state="unreachable", next_role="prefill"), then))
-    done = invoke(*words)
-    assert (done.exit_code, done.stdout) == (0, said + "\n")
-
-
-def test_what_does_not_end_is_given_up(
-    answers: Callable[[Answer], list[httpx.Request]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_end_is_given_up(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers(states(entry(state="connecting"), entry(state="failed", reason="it serves another model")))
+    done = invoke("add", "decode-0", "--port=8090")
+    assert str(done.exception) == "decode-0 is in the list and cannot serve: it serves another model"
     answers(states(entry(service="out", state="draining", num_outstanding=1)))
     monkeypatch.setattr(operate, "MARGIN_S", 0.0)
     done = invoke("drain", "decode-0", "--timeout=0")
@@ -130,31 +118,17 @@ def test_what_does_not_end_is_given_up(
     assert str(done.exception) == "decode-0 is not done after 0 s: draining, 1 request there"
 
 
-def test_who_cannot_join_says_why(answers: Callable[[Answer], list[httpx.Request]]) -> None:
-    answers(states(entry(state="connecting"), entry(state="failed", reason="it serves another model")))
-    done = invoke("add", "decode-0", "--port=8090")
-    assert str(done.exception) == "decode-0 is in the list and cannot serve: it serves another model"
-
-
-@pytest.mark.parametrize(
-    ("response", "kind", "said"),
-    [
+def test_refusals_are_passed_on(answers: Answers) -> None:
+    for response, kind, said in (
         (httpx.Response(401, json={"error": {"message": "x"}}), Unauthorized, "--admin-token-file FILE"),
         (httpx.Response(409, json={"error": {"message": "it is the last"}}), PdClusterError, "it is the last"),
         (httpx.Response(500, text="?"), PdClusterError, "does not answer as a scheduler's admin address (HTTP 500)"),
         (httpx.Response(404, json=[]), PdClusterError, "does not answer as a scheduler's admin address (HTTP 404)"),
-    ],
-)
-def test_refusals_are_passed_on(
-    answers: Callable[[Answer], list[httpx.Request]], response: httpx.Response, kind: type[Exception], said: str
-) -> None:
-    answers(lambda request: response)
-    done = invoke("remove", "decode-0")
-    assert isinstance(done.exception, kind)
-    assert said in str(done.exception)
-
-
-def test_undo_has_no_deadline() -> None:
+    ):
+        answers(lambda request, response=response: response)  # type: ignore[misc]
+        done = invoke("remove", "decode-0")
+        assert isinstance(done.exception, kind)
+        assert said in str(done.exception)
     for more in ("--force", "--timeout=1"):
         assert str(invoke("drain", "decode-0", "--undo", more).exception).startswith("--undo: goes with neither")
 
@@ -179,9 +153,7 @@ def test_where_the_token_comes_from(token_file: Path, tmp_path: Path) -> None:
         Admin("u", "/nowhere").token()
 
 
-def test_options_before_the_command_hold_for_it(
-    answers: Callable[[Answer], list[httpx.Request]], token_file: Path
-) -> None:
+def test_options_before_the_command_hold_for_it(answers: Answers, token_file: Path) -> None:
     asked = answers(states(None))
     invoke("--admin=http://one:1", f"--admin-token-file={token_file}", "remove", "decode-0")
     invoke("--admin=http://one:1", "remove", "decode-0", "--admin=http://two:2")

@@ -14,7 +14,7 @@ from pd_cluster.cluster.processes.launcher import plan_cluster
 from pd_cluster.cluster.processes.rank_process import environment
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.flags import normalize
-from pd_cluster.settings.http import KEYS_VARIABLE, HttpConfig
+from pd_cluster.settings.http import KEYS_VARIABLE
 from pd_cluster.settings.options import SECRET_VARIABLES, ServeOptions, without_keys
 from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.settings.routing import AdminSettings
@@ -34,20 +34,14 @@ def chat_of(*argv: str) -> ChatConfig:
 
 
 @contextlib.contextmanager
-def refused(start: str) -> Iterator[None]:
+def refused(start: str) -> Iterator[pytest.ExceptionInfo[ConfigError]]:
     with pytest.raises(ConfigError) as caught:
-        yield
+        yield caught
     assert str(caught.value).startswith(start)
     assert "\n" not in str(caught.value)
 
 
 # ---- in front of the API
-
-
-def test_without_flags_it_is_as_vllm_has_it() -> None:
-    assert options().http({}) == HttpConfig()
-    assert HttpConfig().allowed_origins == ("*",)
-    assert chat_of() == ChatConfig()
 
 
 def test_keys_of_the_command_line_come_before_the_variable() -> None:
@@ -57,21 +51,34 @@ def test_keys_of_the_command_line_come_before_the_variable() -> None:
     assert options("--api-key=a", "--api-key=b").http({}).api_keys == ("a", "b")
 
 
-@pytest.mark.parametrize(
-    ("argv", "env", "start"),
-    [
+def test_keys_that_nobody_can_send_are_refused_unseen() -> None:
+    wrong: list[tuple[list[str], dict[str, str], str]] = [
         (["--api-key="], {}, "--api-key: empty"),
         (["--api-key", "sk-good", ""], {}, "--api-key, key 2 of 2: empty"),
         ([], {"VLLM_API_KEY": ""}, "VLLM_API_KEY: empty"),
         (["--api-key", "sk-\xe9"], {}, "--api-key: keys have printable ASCII characters only"),
         ([], {"VLLM_API_KEY": "sk-1\n"}, "VLLM_API_KEY: keys have printable ASCII characters only"),
-    ],
-)
-def test_keys_that_nobody_can_send_are_refused_unseen(argv: list[str], env: dict[str, str], start: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        options(*argv).http(env)
-    assert str(caught.value).startswith(start)
-    assert "sk-" not in str(caught.value)
+        # tenants
+        (["--api-key", "sk-1", "sk-2", "--api-key-tenant=a"], {}, "--api-key-tenant: 1 for 2 of --api-key; give"),
+        (["--api-key-tenant=a"], {}, "--api-key-tenant: 1 for 0 of VLLM_API_KEY; give"),
+        (["--api-key=sk-1", "--api-key-tenant="], {}, "--api-key-tenant '': "),
+        (["--api-key=sk-1", "--api-key-tenant=a b"], {}, "--api-key-tenant 'a b': "),
+        (
+            ["--api-key", "sk-1", "sk-1", "--api-key-tenant", "a", "b"],
+            {},
+            "--api-key-tenant 'b': key 2 of --api-key is",
+        ),
+        # other keys, and what goes with them
+        (["--max-connections=0"], {}, "--max-connections 0: must be at least 1"),
+        (["--api-key=a", "--metrics-key=a"], {}, "--metrics-key: is one of the API keys, too"),
+        (["--ssl-keyfile=k"], {}, "--ssl-keyfile k: needs --ssl-certfile FILE"),
+        (["--ssl-certfile=c", "--ssl-cert-reqs=3"], {}, "--ssl-cert-reqs 3: expected 0, 1 or 2"),
+        (["--metrics-key=a b"], {}, "--metrics-key: keys have printable ASCII characters only"),
+    ]
+    for argv, env, start in wrong:
+        with refused(start) as caught:
+            options(*argv).http(env)
+        assert "sk-" not in str(caught.value)
 
 
 def test_keys_have_tenants_in_their_order() -> None:
@@ -85,80 +92,26 @@ def test_keys_have_tenants_in_their_order() -> None:
     assert options("--api-key=sk-a", "--shared-prefix-cache").http({}).shares_prefix_cache
 
 
-@pytest.mark.parametrize(
-    ("argv", "start"),
-    [
-        (["--api-key", "sk-1", "sk-2", "--api-key-tenant=a"], "--api-key-tenant: 1 for 2 of --api-key; give a name"),
-        (["--api-key-tenant=a"], "--api-key-tenant: 1 for 0 of VLLM_API_KEY; give a name"),
-        (["--api-key=sk-1", "--api-key-tenant="], "--api-key-tenant '': expected 1 to 64 letters"),
-        (["--api-key=sk-1", "--api-key-tenant=a b"], "--api-key-tenant 'a b': expected 1 to 64 letters"),
-        (
-            ["--api-key", "sk-1", "sk-1", "--api-key-tenant", "a", "b"],
-            "--api-key-tenant 'b': key 2 of --api-key is 'a'",
-        ),
-    ],
-)
-def test_tenants_that_are_none_are_refused(argv: list[str], start: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        options(*argv).http({})
-    assert str(caught.value).startswith(start)
-    assert "sk-" not in str(caught.value)
-
-
-def test_keys_are_not_shown_with_the_options() -> None:
-    assert "sk-secret" not in repr(options("--api-key=sk-secret"))
-    assert "sk-secret" not in repr(Launch(api_keys=["sk-secret"], metrics_key="sk-secret"))
-
-
-def test_a_started_cluster_has_its_keys_on_no_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_are_on_no_command_line_and_at_no_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     *workers, scheduler = plan_cluster(Launch(api_keys=["sk-a", "sk-b"], metrics_key="sk-m"), tmp_path)
     assert not any("sk-" in part for member in (*workers, scheduler) for part in member.command)
     assert not any("sk-" in value for member in workers for value in member.env.values())
     monkeypatch.setenv(KEYS_VARIABLE, scheduler.env[KEYS_VARIABLE])
     assert options().http({}).api_keys == ("sk-a", "sk-b")
-
-
-def test_cors_is_closed_where_there_are_keys() -> None:
-    assert options().http({}).allowed_origins == ("*",)
-    assert options("--api-key=sk-1").http({}).allowed_origins == ()
-    assert options().http({"VLLM_API_KEY": "sk-1"}).allowed_origins == ()
-    given = """--allowed-origins=["*"]"""
-    assert options("--api-key=sk-1", given).http({}).allowed_origins == ("*",)
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--max-connections=0"], "--max-connections 0: must be at least 1"),
-        (["--api-key=a", "--metrics-key=a"], "--metrics-key: is one of the API keys, too"),
-        (["--ssl-keyfile=k"], "--ssl-keyfile k: needs --ssl-certfile FILE"),
-        (["--ssl-certfile=c", "--ssl-cert-reqs=3"], "--ssl-cert-reqs 3: expected 0, 1 or 2"),
-        (["--metrics-key=a b"], "--metrics-key: keys have printable ASCII characters only"),
-    ],
-)
-def test_limits_and_keys_that_make_no_sense(argv: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        options(*argv).http({})
-
-
-def test_names_of_the_admin_port() -> None:
-    assert options("--admin-allowed-hosts", " pd.Example,10.0.0.5,[fd00::5] ").read(AdminSettings).admin_hosts == {
-        "pd.example",
-        "10.0.0.5",
-        "[fd00::5]",
-    }
-    with pytest.raises(ConfigError, match="--admin-allowed-hosts 'pd:9001': expected names without a port"):
-        options("--admin-allowed-hosts=pd:9001").read(AdminSettings)
-
-
-def test_workers_get_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "sk-secret" not in repr(options("--api-key=sk-secret"))
+    assert "sk-secret" not in repr(Launch(api_keys=["sk-secret"], metrics_key="sk-secret"))
     for name in SECRET_VARIABLES:
         monkeypatch.setenv(name, "sk-1")
     assert "sk-1" not in without_keys(os.environ).values()
     assert "sk-1" not in environment(1, os.environ).values()
 
 
-def test_cors_as_json_lists() -> None:
+def test_cors_is_closed_where_there_are_keys_and_has_json_lists() -> None:
+    assert options().http({}).allowed_origins == ("*",)
+    assert options("--api-key=sk-1").http({}).allowed_origins == ()
+    assert options().http({"VLLM_API_KEY": "sk-1"}).allowed_origins == ()
+    given = """--allowed-origins=["*"]"""
+    assert options("--api-key=sk-1", given).http({}).allowed_origins == ("*",)
     argv = ['--allowed-origins=["https://a.example", "http://localhost:3000"]', "--allow-credentials"]
     http = options(*argv, "--allowed-methods", '["GET"]', "--allowed-headers", "[]").http({})
     assert http.allowed_origins == ("https://a.example", "http://localhost:3000")
@@ -166,24 +119,28 @@ def test_cors_as_json_lists() -> None:
     assert options("--allowed-origins=[]").http({}).allowed_origins == ()
 
 
+def test_names_of_the_admin_port() -> None:
+    given = options("--admin-allowed-hosts", " pd.Example,10.0.0.5,[fd00::5] ")
+    assert given.read(AdminSettings).admin_hosts == {"pd.example", "10.0.0.5", "[fd00::5]"}
+    with pytest.raises(ConfigError, match="--admin-allowed-hosts 'pd:9001': expected names without a port"):
+        options("--admin-allowed-hosts=pd:9001").read(AdminSettings)
+
+
 @pytest.mark.parametrize("flag", ["--allowed-origins", "--allowed-methods", "--allowed-headers"])
-@pytest.mark.parametrize("value", ["*", '"*"', "[1]", "{}", "[*]", "['*']", "", '["a b"]', '["\\n"]', '[""]'])
-def test_what_is_no_list_of_strings_names_the_flag_and_a_way_out(flag: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{flag} .*: expected ") as caught:
-        options(f"{flag}={value}").http({})
-    assert '"*"' in str(caught.value)
+def test_what_is_no_list_of_strings_names_the_flag_and_a_way_out(flag: str) -> None:
+    for value in ("*", '"*"', "[1]", "{}", "['*']", "", '["a b"]', '["\\n"]', '[""]'):
+        with pytest.raises(ConfigError, match=rf"^{flag} .*: expected ") as caught:
+            options(f"{flag}={value}").http({})
+        assert '"*"' in str(caught.value)
 
 
-@pytest.mark.parametrize("origin", ["https://a.example/", "https://a.example/page", "a.example"])
-def test_an_origin_that_no_browser_sends(origin: str) -> None:
-    with refused(f"--allowed-origins {origin!r}: "):
-        options(f'--allowed-origins=["{origin}"]').http({})
-
-
-@pytest.mark.parametrize("given", ["api", "//api", "/a b", "/a?b", "/a#b", "/%61", "http://a/b", "/<script>"])
-def test_what_is_no_root_path(given: str) -> None:
-    with refused(f"--root-path {given!r}: expected a path such as /api"):
-        options(f"--root-path={given}").http({})
+def test_origins_and_paths_that_no_browser_sends() -> None:
+    for origin in ("https://a.example/", "https://a.example/page", "a.example"):
+        with refused(f"--allowed-origins {origin!r}: "):
+            options(f'--allowed-origins=["{origin}"]').http({})
+    for given in ("api", "//api", "/a b", "/a?b", "/a#b", "/%61", "http://a/b", "/<script>"):
+        with refused(f"--root-path {given!r}: expected a path such as /api"):
+            options(f"--root-path={given}").http({})
 
 
 # ---- chats
@@ -198,13 +155,12 @@ def test_chat_flags() -> None:
     assert options("--return-tokens-as-token-ids")["return_tokens_as_token_ids"]
 
 
-@pytest.mark.parametrize(
-    ("flag", "needed"),
-    [("--enable-auto-tool-choice", "--tool-call-parser"), ("--enable-reasoning", "--reasoning-parser")],
-)
-def test_a_switch_without_its_parser(flag: str, needed: str) -> None:
-    with refused(f"{flag}: needs {needed} NAME"):
-        chat_of(flag)
+def test_a_switch_without_its_parser() -> None:
+    for flag, needed in (
+        *(("--enable-auto-tool-choice", "--tool-call-parser"), ("--enable-reasoning", "--reasoning-parser")),
+    ):
+        with refused(f"{flag}: needs {needed} NAME"):
+            chat_of(flag)
 
 
 def test_a_reasoning_parser_in_a_config_of_vllm() -> None:
@@ -212,26 +168,21 @@ def test_a_reasoning_parser_in_a_config_of_vllm() -> None:
         named = f'{flag}={{"reasoning_parser": "qwen3"}}'
         assert options(named).chat().reasoning_parser == "qwen3"
         assert options(named, "--reasoning-parser=qwen3", "--enable-reasoning").chat().reasoning_parser == "qwen3"
-        with pytest.raises(
-            ConfigError, match=f"{flag}: reasoning_parser 'qwen3' is not that of --reasoning-parser glm45"
-        ):
+        with refused(f"{flag}: reasoning_parser 'qwen3' is not that of --reasoning-parser glm45"):
             options(named, "--reasoning-parser=glm45").chat()
 
 
-@pytest.mark.parametrize(
-    ("flag", "message"),
-    [
+def test_what_is_wrong_with_a_config_of_vllm() -> None:
+    for flag, message in (
         ('--structured-outputs-config={"backend": "mine"}', "backend 'mine': expected one of auto"),
         ('--structured-outputs-config={"disable_any_whitespace": 1}', "expected `bool`, got `int`"),
         ('--reasoning-config={"reasoning_start_str": "<t>"}', "unknown field `reasoning_start_str`; known are reason"),
         ('--default-chat-template-kwargs={"tools": []}', "tools: is a field of requests"),
         ("--chat-template-content-format=xml", "expected one of auto, string, openai"),
-    ],
-)
-def test_what_is_wrong_with_a_config_of_vllm(flag: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as caught:
-        options(flag).chat()
-    assert flag.partition("=")[0] in str(caught.value)
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            options(flag).chat()
+        assert flag.partition("=")[0] in str(caught.value)
 
 
 SOURCE = "{% for m in messages %}{{ m.content }}\n{% endfor %}gr\xfc\xdfe \U0001f600"
@@ -241,9 +192,8 @@ def test_a_template_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "template.jinja"
     file.write_text(SOURCE, encoding="utf-8")
     assert chat_of(f"--chat-template={file}").template == SOURCE
-
-
-def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:
+    # workers get the same flags, and their hosts need not have the file
+    assert options("--model=m", f"--chat-template={tmp_path / 'nothing'}").engine().block_size is None
     wrong = tmp_path / "wrong.jinja"
     wrong.write_bytes(b"\xff\xfe{{ }}")
     for path in (tmp_path / "nothing.jinja", tmp_path, wrong):
@@ -251,8 +201,3 @@ def test_a_template_that_cannot_be_read(tmp_path: Path) -> None:
             chat_of(f"--chat-template={path}")
     with refused("--chat-template: the template on one line has a wrong escape"):
         chat_of("--chat-template={{ 1 }}\\x")
-
-
-def test_the_file_is_read_by_who_needs_it_only(tmp_path: Path) -> None:
-    """Workers get the same flags, and their hosts need not have the file."""
-    assert options("--model=m", f"--chat-template={tmp_path / 'nothing'}").engine().block_size is None

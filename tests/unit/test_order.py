@@ -9,39 +9,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from pd_cluster import wire
+from pd_cluster import types, wire
 from pd_cluster.engine.legs import request_of
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope, chain_hashes
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import (
-    OWN,
-    Image,
-    LegEnd,
-    Order,
-    Request,
-    Resumed,
-    RopePositions,
-    Sampling,
-    Span,
-    TokenOutput,
-    resume,
-    sibling,
-)
+from pd_cluster.types import OWN, Image, LegEnd, Order, Request, Resumed, RopePositions, Sampling, Span, TokenOutput
 from tests.support.router_world import PROMPT, World, rest_of, token
 from tests.support.toy_model import ToyRunner
 
 SCOPE = PrefixScope("model", Numerics())
 # A value of each type that is no field's default.
-ODD = {
-    int: 7,
-    str: "odd",
-    bool: True,
-    tuple: (Span(0, 2, b"odd"),),
-    type(None): RopePositions(((0, 2, 4, 6, 8),), 4),
-}
+ODD = {int: 7, str: "odd", bool: True, tuple: (Span(0, 2, b"odd"),), type(None): RopePositions(((0, 2, 4, 6, 8),), 4)}
 NOT_GIVEN = msgspec.NODEFAULT
 
 
@@ -64,7 +45,7 @@ def submit_of(order: Order) -> wire.Submit:
 
 async def test_every_attempt_is_told_the_whole_order() -> None:
     world = World()
-    order = Order(PROMPT, Sampling(max_tokens=4), **odd_fields())  # type: ignore[arg-type]
+    order = Order(PROMPT, Sampling(max_tokens=4), **odd_fields())
     serving, first, rid = await world.begin(order.sampling, **odd_fields())
     world.lose("prefill-0")  # before the first token
     while len(world.mailbox.of(wire.Submit)) < 4:
@@ -80,6 +61,7 @@ async def test_every_attempt_is_told_the_whole_order() -> None:
     orders = [(body.leg, body.order) for _, body in world.mailbox.of(wire.Submit)]
     assert [own for leg, own in orders if leg != "decode"] == [order] * 3
     assert [own for leg, own in orders if leg == "decode"] == [order.without_pixels()] * 2
+    assert order.without_pixels() != order, "a leg that continues alone has them again"
     assert world.mailbox.of(wire.Submit)[-1][1].resumed
     rest.cancel()
     await asyncio.gather(rest, return_exceptions=True)
@@ -93,7 +75,7 @@ async def test_every_attempt_is_told_the_whole_order() -> None:
     ids=["n", "beams"],
 )
 def test_every_sequence_of_an_engine_has_the_whole_order(sampling: Sampling, num_swap_blocks: int) -> None:
-    orders = [Order([at, 5, 6, 7, 8], sampling, **odd_fields()) for at in (1, 2)]  # type: ignore[arg-type]
+    orders = [Order([at, 5, 6, 7, 8], sampling, **odd_fields()) for at in (1, 2)]
     scheduler = StepScheduler(BlockPool(12), 4, 8, 16, SCOPE, BlockPool(num_swap_blocks))
     core = EngineCore(ToyRunner(12, 4, num_swap_blocks), scheduler)
     wanted = {}
@@ -111,31 +93,9 @@ def test_every_sequence_of_an_engine_has_the_whole_order(sampling: Sampling, num
     assert scheduler.num_preemptions > 0
 
 
-async def test_a_decode_leg_gets_no_pixels() -> None:
-    """A leg that continues alone has them again."""
-    world = World()
-    fields = {"spans": (Span(0, 1, b"d"),), "images": (Image(2, 2, b"pixels"),)}
-    order = Order(PROMPT, Sampling(max_tokens=4), **fields)  # type: ignore[arg-type]
-    serving, first, rid = await world.begin(order.sampling, **fields)
-    (prefill, one), (decode, other) = world.mailbox.of(wire.Submit)
-    assert one.order == order
-    assert other.order == order.without_pixels() != order
-    world.outputs(prefill, token(rid, 0, 5))
-    assert (await first).token_id == 5
-    rest = asyncio.ensure_future(rest_of(serving))
-    world.lose(decode.removeprefix("to-"))
-    while len(world.mailbox.of(wire.Submit)) < 3:
-        await asyncio.sleep(0)
-    _, last = world.mailbox.of(wire.Submit)[-1]
-    assert (last.leg, last.order) == ("hybrid", order)
-    rest.cancel()
-    await asyncio.gather(rest, return_exceptions=True)
-    await serving.aclose()
-
-
 def test_a_resumed_sequence_has_the_whole_order() -> None:
-    order = Order([1, 2], Sampling(n=2), **odd_fields())  # type: ignore[arg-type]
-    request = resume(request_of(submit_of(order), "client", 3.0), Resumed(1, [9]))
+    order = Order([1, 2], Sampling(n=2), **odd_fields())
+    request = types.resume(request_of(submit_of(order), "client", 3.0), Resumed(1, [9]))
     assert (request.order, request.index, request.output_token_ids, request.arrival_s) == (order, 1, [9], 3.0)
 
 
@@ -145,7 +105,7 @@ def test_siblings_share_what_is_the_requests_and_nothing_that_changes_with_one_o
     parent = Request("r", order, attempt=2, arrival_s=3.0, leg="decode", transfer_id="t", peer="p", client="c")
     parent.kv_precision, parent.num_cached_tokens = "int8", 1
     parent.prompt_logprobs.append(None)
-    child = sibling(parent, index=1)
+    child = types.sibling(parent, index=1)
     own = {each.name for each in fields(Request) if each.metadata == OWN}
     of_order = {each.name for each in fields(Request) if not each.init}
     shared = {"request_id", "order", "attempt", "arrival_s", "leg", "transfer_id", "peer", "client"}
@@ -188,23 +148,26 @@ def test_blocks_are_shared_up_to_the_first_span_of_another_content() -> None:
         assert not {*one[2:]} & {*other[2:]}
     assert cat == hashes(Span(10, 14, b"cat"))
     assert cat == [*cat[:3], *chain_hashes(cat[2], tokens[12:], 4, 12, (Span(10, 14, b"cat"),))]
-    assert (
-        hashes(Span(8, 10, b"cat"), Span(10, 12, b"dog"))[2:] != hashes(Span(8, 10, b"dog"), Span(10, 12, b"cat"))[2:]
-    )
+    swapped = hashes(Span(8, 10, b"dog"), Span(10, 12, b"cat"))
+    assert hashes(Span(8, 10, b"cat"), Span(10, 12, b"dog"))[2:] != swapped[2:]
 
 
-def test_requests_of_different_spans_share_no_blocks_behind_them() -> None:
-    """An engine finds the blocks before the span, and a router predicts the same."""
-    scheduler = StepScheduler(BlockPool(32), 4, 4, 64, prefix=SCOPE)
-    found = []
-    for at, content in enumerate([b"cat", b"dog", b"cat"]):
-        order = Order([5] * 17, Sampling(max_tokens=1), spans=(Span(9, 11, content),))
-        request = Request(f"r{at}", order, arrival_s=float(at))
-        scheduler.add(request)
-        scheduler.computed(scheduler.plan())
-        found.append(request.num_cached_tokens)
-        scheduler.finish(request)
-    assert found == [0, 8, 16]
+def test_requests_of_different_contents_share_no_blocks_behind_them() -> None:
+    """An engine finds the blocks before a span, or another rotary position, and a router predicts the same."""
+    spans = [{"spans": (Span(9, 11, content),)} for content in (b"cat", b"dog", b"cat")]
+    rows = [(tuple(i + gap * (i >= 9) for i in range(17)), gap) for gap in (3, 4, 3)]
+    positions = [{"rope_positions": RopePositions((row,), gap)} for row, gap in rows]
+    for contents in (spans, positions):
+        scheduler = StepScheduler(BlockPool(32), 4, 4, 64, prefix=SCOPE)
+        found = []
+        for at, own in enumerate(contents):
+            order = Order([5] * 17, Sampling(max_tokens=1), **own)  # type: ignore[arg-type]
+            request = Request(f"r{at}", order, arrival_s=float(at))
+            scheduler.add(request)
+            scheduler.computed(scheduler.plan())
+            found.append(request.num_cached_tokens)
+            scheduler.finish(request)
+        assert found == [0, 8, 16]
 
 
 def test_blocks_are_shared_as_long_as_their_rotary_positions_are_equal() -> None:
@@ -225,16 +188,3 @@ def test_blocks_are_shared_as_long_as_their_rotary_positions_are_equal() -> None
     assert hashes(indices, delta=1)[3:] != plain[3:]
     continued = chain_hashes(hashes(gap)[1], tokens[8:], 4, 8, (), RopePositions((gap,)))
     assert hashes(gap)[2:] == continued
-
-
-def test_requests_of_different_rotary_positions_share_no_blocks_behind_them() -> None:
-    scheduler = StepScheduler(BlockPool(32), 4, 4, 64, prefix=SCOPE)
-    found = []
-    for at, gap in enumerate([3, 4, 3]):
-        own = RopePositions((tuple(i + gap * (i >= 9) for i in range(17)),), gap)
-        request = Request(f"r{at}", Order([5] * 17, Sampling(max_tokens=1), rope_positions=own))
-        scheduler.add(request)
-        scheduler.computed(scheduler.plan())
-        found.append(request.num_cached_tokens)
-        scheduler.finish(request)
-    assert found == [0, 8, 16]

@@ -8,29 +8,23 @@ import random
 from typing import Any
 
 import msgspec
-import pytest
 
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.overview.history import DURATIONS, RATES, WINDOW_S, History, quantile
+from pd_cluster.cluster.overview.history import RATES, WINDOW_S, History, quantile
 from pd_cluster.cluster.overview.marks import EventMarks
 from pd_cluster.cluster.overview.problems import problems_of
 from pd_cluster.cluster.overview.tiers import tiers_of
 from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Histogram, Outcome, RequestStats
-from pd_cluster.reports import Buckets, Busy, InstanceInfo
+from pd_cluster.reports import Busy
 from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.wire import Load
 from tests.support.elastic_world import ElasticWorld
-
-UNSHOWN = {
-    "prompt_tokens_computed",
-    *(name for name in COUNTERS if name.endswith(("_read", "_refused", "_hits", "_queries"))),
-}
+from tests.support.router_world import info_of
 
 
 def test_every_count_that_matters_has_a_rate() -> None:
-    shown = {name for names in RATES.values() for name in names}
-    assert set(COUNTERS) - shown == UNSHOWN
+    shown = {name for names in RATES.values() for name in names} | {"prompt_tokens_computed"}
+    assert not [name for name in {*COUNTERS} - shown if not name.endswith(("_read", "_refused", "_hits", "_queries"))]
 
 
 def test_quantiles_lie_in_the_bucket_of_the_true_one() -> None:
@@ -47,20 +41,6 @@ def test_quantiles_lie_in_the_bucket_of_the_true_one() -> None:
             assert abs(bisect.bisect_left(bounds, found) - bisect.bisect_left(bounds, true)) <= 1
     assert quantile(bounds, [0] * (len(bounds) + 1), 0.5) is None
     assert quantile(bounds, [0] * len(bounds) + [3], 0.5) == bounds[-1]
-
-
-@pytest.mark.parametrize("name", ["ttft", "tpot", "itl"])
-@pytest.mark.parametrize("true_s", [0.0007, 0.002, 0.0055])
-def test_short_times_are_told_apart(name: str, true_s: float) -> None:
-    """A median is that of its bucket, which is at most 2.5 times as long as the one before."""
-    history, none, source = History(), RequestStats(lambda: 0.0).snapshot(), DURATIONS[name]
-    history.note(1000.0, 0.0, none, 0, 0)
-    histogram = Histogram(BOUNDS[source])
-    for _ in range(9):
-        histogram.observe(true_s)
-    found = none.histograms | {source: Buckets(histogram.counts, 0)}
-    history.note(1001.0, 1.0, msgspec.structs.replace(none, histograms=found), 0, 0)
-    assert true_s / 2.5 < history.samples()[0][f"{name}_p50_s"] < true_s * 2.5
 
 
 def test_rates_are_of_one_second_and_percentiles_of_a_window() -> None:
@@ -83,23 +63,18 @@ def test_rates_are_of_one_second_and_percentiles_of_a_window() -> None:
     assert history.total("tokens_per_s", 5) == 0
 
 
-def test_the_history_is_bounded() -> None:
+def test_the_history_and_marks_are_bounded() -> None:
     stats, history = RequestStats(lambda: 0.0), History(num_samples=5)
+    instances, marks = ElasticWorld().membership.instances, EventMarks(max_marks=4)
     for at in range(20):
         history.note(float(at), float(at), stats.snapshot(), 0, 0)
+        for each in instances:
+            each.state = "ready" if at % 2 else "unreachable"
+        marks.look(float(at), instances)
     assert [sample["at_s"] for sample in history.samples()] == [15, 16, 17, 18, 19]
-
-
-def info_of(instance: Instance, epoch: int) -> InstanceInfo:
-    return InstanceInfo(
-        name=instance.name,
-        role=instance.role,
-        state="ready",
-        server_ip=instance.host,
-        device_ids=instance.device_ids,
-        epoch=epoch,
-        pid=1,
-    )
+    kept = marks.since()
+    assert len(kept) == 4
+    assert kept[-1].number - kept[0].number == 3
 
 
 def _texts(marks: EventMarks, since: int = 0) -> list[tuple[str, str, str]]:
@@ -129,7 +104,7 @@ def test_deaths_returns_roles_and_leaving_are_marks() -> None:
     marks.look(3.0, instances)
     assert _texts(marks, number + 1) == [("up", lost.name, "is ready")]
     for epoch in (1, 2):
-        lost.info = info_of(lost, epoch)
+        lost.info = info_of(lost.name, lost.role, epoch=epoch)
         marks.look(4.0, instances)
     assert _texts(marks, number + 2) == [("up", lost.name, "is ready again, as another process")]
     lost.role = "decode" if lost.role == "prefill" else "prefill"
@@ -139,17 +114,6 @@ def test_deaths_returns_roles_and_leaving_are_marks() -> None:
     marks.look(7.0, [each for each in instances if each is not lost])
     kinds = [(kind, text.split()[0:2]) for kind, _, text in _texts(marks, number + 3)]
     assert kinds == [("change", ["is", lost.role]), ("change", ["is", "drained"]), ("change", ["has", "left"])]
-
-
-def test_marks_are_bounded() -> None:
-    instances, marks = ElasticWorld().membership.instances, EventMarks(max_marks=4)
-    for at in range(20):
-        for each in instances:
-            each.state = "ready" if at % 2 else "unreachable"
-        marks.look(float(at), instances)
-    kept = marks.since()
-    assert len(kept) == 4
-    assert kept[-1].number - kept[0].number == 3
 
 
 def _problems(world: ElasticWorld, history: History | None = None, **routing: Any) -> list[tuple[str, str]]:
@@ -180,6 +144,10 @@ def test_a_cluster_that_was_put_to_sleep_is_no_alarm() -> None:
         each.state, each.load = "ready", Load(sleep_level=1)
     assert [text for severity, text in _problems(world) if severity != "notice" and "takes requests" in text] == []
     assert ("notice", "the cluster is asleep, and serves no request") in _problems(world)
+    for role in ("prefill", "decode"):
+        for each in world.membership.instances:
+            each.state, each.load = "unreachable" if each.role == role else "ready", Load()
+        assert any(text.startswith(f"no {role} instance takes requests") for _, text in _problems(world))
 
 
 def test_failed_requests_are_critical_for_a_minute_and_promises_are_held() -> None:
@@ -202,9 +170,8 @@ def test_failed_requests_are_critical_for_a_minute_and_promises_are_held() -> No
 async def test_an_overview_looks_at_each_change_and_notes_once_a_second() -> None:
     world, stats, now = ElasticWorld(), RequestStats(lambda: 0.0), [100.0]
     roster = world.membership
-    overview = Overview(
-        roster, lambda: (stats.snapshot(), Busy(0, 2, 1)), RoutingConfig(), lambda: now[0], lambda: now[0]
-    )
+    figures = lambda: (stats.snapshot(), Busy(0, 2, 1))  # noqa: E731
+    overview = Overview(roster, figures, RoutingConfig(), lambda: now[0], lambda: now[0])
     running = asyncio.ensure_future(overview.run())
     try:
         async with asyncio.timeout(20):
@@ -226,24 +193,10 @@ async def test_an_overview_looks_at_each_change_and_notes_once_a_second() -> Non
     assert (body["num_running"], body["num_queued"], body["started_s"]) == (2, 1, 100.0)
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_role_that_nobody_has_is_named(role: str) -> None:
-    world = ElasticWorld()
-    for each in world.membership.instances:
-        each.state = "unreachable" if each.role == role else "ready"
-    assert any(text.startswith(f"no {role} instance takes requests") for _, text in _problems(world))
-
-
 def test_tiers_are_listed_as_far_as_there_are_any() -> None:
     pool = Load(num_blocks=10, num_held_blocks=3, num_cached_blocks=2, num_prefix_hit_tokens=40)
     assert [tier["name"] for tier in tiers_of(pool)] == ["pool"]
-    whole = msgspec.structs.replace(
-        pool,
-        num_host_cache_blocks=7,
-        num_host_hit_tokens=32,
-        tier_token_s={"host": 1e-5},
-        num_swap_blocks=8,
-        num_free_swap_blocks=6,
-    )
+    host = {"num_host_cache_blocks": 7, "num_host_hit_tokens": 32, "tier_token_s": {"host": 1e-5}}
+    whole = msgspec.structs.replace(pool, **host, num_swap_blocks=8, num_free_swap_blocks=6)
     found = [tuple(tier.values()) for tier in tiers_of(whole)]
     assert found == [("pool", 10, 5, 40, None), ("host cache", None, 7, 32, 1e-5), ("swap", 8, 2, None, None)]

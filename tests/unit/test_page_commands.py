@@ -93,63 +93,46 @@ def test_command_lines_parse(page: Path, monkeypatch: pytest.MonkeyPatch) -> Non
                 raise AssertionError(f"{line}: {error}") from error
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_command_lines_of_benchmarks_parse(page: Path) -> None:
+def test_command_lines_of_benchmarks_parse() -> None:
     command: Any = typer.main.get_command(benchmarks_app)
-    text = " ".join(page.read_text("utf-8").split())
-    for line in re.findall(r"`python -m benchmarks ([^`…]+)`", text):
-        name, *words = shlex.split(line)
-        try:
-            command.commands[name].make_context(name, words)
-        except Exception as error:
-            raise AssertionError(f"python -m benchmarks {line}: {error}") from error
+    for page in PAGES:
+        text = " ".join(page.read_text("utf-8").split())
+        for line in re.findall(r"`python -m benchmarks ([^`…]+)`", text):
+            name, *words = shlex.split(line)
+            try:
+                command.commands[name].make_context(name, words)
+            except Exception as error:
+                raise AssertionError(f"{page}: python -m benchmarks {line}: {error}") from error
 
 
-@pytest.mark.parametrize("flag", ["--quantization=int8", "--kv_cache_dtype", "--kv-cache-memory-bytes", "--nnodes=2"])
 def test_up_says_where_flags_of_instances_go(
-    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["pd-cluster", "up", "--model", "m", flag, "int8"])
-    with pytest.raises(SystemExit) as caught:
-        main()
-    assert caught.value.code == 1
-    name = flag.partition("=")[0].replace("_", "-")
-    assert capsys.readouterr().err == (
-        f"pd-cluster: {name} is a flag of `pd-cluster serve`; give it after --, as in `pd-cluster up -- {flag}`\n"
-    )
+    def said(*argv: str) -> str:
+        monkeypatch.setattr("sys.argv", ["pd-cluster", "up", *argv])
+        with pytest.raises(SystemExit) as caught:
+            main()
+        assert caught.value.code == 1
+        return capsys.readouterr().err
+
+    for flag in ("--quantization=int8", "--kv_cache_dtype", "--nnodes=2"):
+        name = flag.partition("=")[0].replace("_", "-")
+        expected = f"{name} is a flag of `pd-cluster serve`; give it after --, as in `pd-cluster up -- {flag}`\n"
+        assert said("--model", "m", flag, "int8") == f"pd-cluster: {expected}"
+    for flag in ("--api-key", "--metrics-key", "--hf-token"):
+        assert "sk-1" not in (shown := said(f"{flag}=sk-1"))
+        assert shown.endswith(f"`pd-cluster up -- {flag}`\n")
+    for short in (["-tp", "9999"], ["-tp=9999"]):
+        shown = said(*short, "--", "--nnodes", "2")
+        assert shown.startswith("pd-cluster: --nnodes 2: not supported"), "-tp was read before it"
 
 
-@pytest.mark.parametrize("flag", ["--api-key", "--metrics-key", "--hf-token"])
-def test_up_shows_no_secret_that_is_in_the_wrong_place(
-    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["pd-cluster", "up", f"{flag}=sk-1"])
-    with pytest.raises(SystemExit):
-        main()
-    assert "sk-1" not in (shown := capsys.readouterr().err)
-    assert shown.endswith(f"`pd-cluster up -- {flag}`\n")
-
-
-@pytest.mark.parametrize("flag", [["-tp", "9999"], ["-tp=9999"]])
-def test_up_takes_vllms_short_forms(
-    flag: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["pd-cluster", "up", *flag, "--", "--nnodes", "2"])
-    with pytest.raises(SystemExit):
-        main()
-    assert capsys.readouterr().err.startswith("pd-cluster: --nnodes 2: not supported"), "-tp was read before it"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_no_command_is_in_a_block_without_a_language(page: Path) -> None:
-    """Otherwise no test would read it."""
-    for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL):
-        assert language or not COMMAND_LINE.search(block), block
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_no_command_is_in_an_indented_block(page: Path) -> None:
-    """No test would read it either."""
-    text = re.sub(r"^ *```.*?^ *```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
-    blocks = re.findall(r"(?<=\n\n)((?: {4}.*\n)+)", text)
-    assert not [block for block in blocks if COMMAND_LINE.search(block)]
+def test_no_command_is_where_no_test_would_read_it() -> None:
+    """In a block without a language, or an indented one."""
+    for page in PAGES:
+        text = page.read_text("utf-8")
+        for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```", text, re.MULTILINE | re.DOTALL):
+            assert language or not COMMAND_LINE.search(block), (page, block)
+        plain = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+        blocks = re.findall(r"(?<=\n\n)((?: {4}.*\n)+)", plain)
+        assert not [(page, block) for block in blocks if COMMAND_LINE.search(block)]

@@ -39,25 +39,19 @@ def test_the_documents_example(tmp_path: Path) -> None:
         ReplyFormat("mine")
 
 
-@pytest.mark.parametrize(
-    ("text", "problem"),
-    [
+def test_what_is_wrong_with_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    for text, problem in (
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("import no_such_module", "ModuleNotFoundError"),
         ("FORMATS = {}", "must define FORMATS"),
         ("x = 1", "must define FORMATS"),
         ("FORMATS = {'hermes': 1}", "FORMATS has 'hermes'; a name must be a text that no built-in parser has"),
         ("FORMATS = {'mine': 1}", r"FORMATS\['mine'\] lacks read, calls, perhaps"),
-    ],
-)
-def test_what_is_wrong_with_a_file(tmp_path: Path, text: str, problem: str) -> None:
-    file = tmp_path / "bad.py"
-    file.write_text(text)
-    with pytest.raises(ConfigError, match=rf"--tool-parser-plugin .*bad\.py: .*{problem}"):
-        formats_of(str(file))
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    ):
+        file.write_text(text)
+        with pytest.raises(ConfigError, match=rf"--tool-parser-plugin .*bad\.py: .*{problem}"):
+            formats_of(str(file))
     with pytest.raises(ConfigError, match="there is no such file"):
         formats_of(str(tmp_path / "none.py"))
     assert formats_of("") == {}

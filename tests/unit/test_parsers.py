@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Sequence
 
 import pytest
 
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pd_cluster.parsers.reply import ReplyFormat, ToolChoice, own_tool_parser
+from pd_cluster.parsers.reply import ReplyFormat, Tool, ToolChoice, own_tool_parser
 from pd_cluster.parsers.stream import TextStream
 from pd_cluster.parsers.table import FORMATS, begins_of
 
@@ -35,8 +36,9 @@ def read(
     choice: ToolChoice = "auto",
     prompt_end: str = "",
     most_calls: int | None = None,
+    tools: Sequence[Tool] = (),
 ) -> list[Part]:
-    reader = form.reader(choice, prompt_end, most_calls)
+    reader = form.reader(choice, prompt_end, most_calls, tools)
     parts = [part for piece in pieces for part in reader.feed(piece)]
     parts += reader.finish()
     begun = [part.index for part in parts if isinstance(part, CallBegin)]
@@ -50,145 +52,78 @@ def call(index: int, name: str, arguments: str = "{}") -> list[Part]:
 
 # ---- tool calls, format by format
 
+Case = tuple[str, list[Part]]
+F, G = '{"name":"f","arguments":{}}', '{"name":"g","arguments":{}}'
 BOTH = [*call(0, "f"), *call(1, "g")]
-HERMES = [
-    ("Hello.", [Content("Hello.")]),
+
+
+def tagged(*texts: str) -> str:
+    return "\n".join(f"<tool_call>{text}</tool_call>" for text in texts)
+
+
+def plain(*texts: str) -> list[Case]:
+    """Texts without a call."""
+    return [(text, [Content(text)]) for text in texts]
+
+
+HERMES: list[Case] = [
     ("", []),
-    (" \n", [Content(" \n")]),
-    ('<tool_call>\n{"name": "f", "arguments": {"a": [1]}}\n</tool_call>', call(0, "f", '{"a": [1]}')),
-    (
-        'Yes.\n<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"g","arguments":{}}</tool_call>\n',
-        [Content("Yes.\n"), *call(0, "f"), *call(1, "g")],
-    ),
-    (
-        '<tool_call>{"name":"f","arguments":{}}</tool_call>\n so \n<tool_call>{"name":"g","arguments":{}}</tool_call>.',
-        [*call(0, "f"), Content("\n so \n"), *call(1, "g"), Content(".")],
-    ),
-    (
-        '<tool_call>{"name":"f","arguments":{"a":"}</tool_call>\\"{"}}</tool_call>.',
-        [*call(0, "f", '{"a":"}</tool_call>\\"{"}'), Content(".")],
-    ),
-    ('<tool_call>{"arguments": {"a": 1}, "name": "f"}</tool_call>', call(0, "f", '{"a": 1}')),
-    (
-        '<tool_call>{"id":[{}],"name":"\\u00e9","parameters": {"a" : 1 } , "x":1}</tool_call>',
-        call(0, "é", '{"a" : 1 }'),
-    ),
-    (
-        '<tool_call>{"name":"f","arguments":" {\\"a\\": \\"\\\\n\\ud83d\\ude00\\"}"}</tool_call>',
-        call(0, "f", '{"a": "\\n😀"}'),
-    ),
-    ('<tool_call>{"arguments":"{}","name":"f"}</tool_call>', call(0, "f")),
-    ('<tool_call>{"name":"f"}</tool_call>', call(0, "f")),
+    (tagged('\n{"name": "f", "arguments": {"a": [1]}}\n'), call(0, "f", '{"a": [1]}')),
+    (f"Yes.\n{tagged(F, G)}\n", [Content("Yes.\n"), *BOTH]),
+    (f"{tagged(F)}\n so \n{tagged(G)}.", [*call(0, "f"), Content("\n so \n"), *call(1, "g"), Content(".")]),
+    (tagged(F.replace("{}", '{"a":"}</tool_call>\\"{"}')), call(0, "f", '{"a":"}</tool_call>\\"{"}')),
+    (tagged('{"id":[{}],"name":"\\u00e9","parameters": {"a" : 1 } , "x":1}'), call(0, "é", '{"a" : 1 }')),
+    (tagged(F.replace("{}", '" {\\"a\\": \\"\\\\n\\ud83d\\ude00\\"}"')), call(0, "f", '{"a": "\\n😀"}')),
+    (tagged('{"name":"f"}'), call(0, "f")),
     # not quite a call
-    ('<tool_call>{"name":"f","arguments":{"a":1}</tool_call>ok', [*call(0, "f", '{"a":1}'), Content("ok")]),
-    ('<tool_call>{"name":"f","arguments":{"a":1}}}</tool_call>ok', [*call(0, "f", '{"a":1}'), Content("ok")]),
-    ('<tool_call>{"name":"f","arguments":{a}}</tool_call>ok', [*call(0, "f", "{a}}"), Content("ok")]),
-    ('<tool_call>{"name":"f","arguments":{"a', call(0, "f", '{"a')),
-    ('<tool_call>{"name":"f","arguments":{}}<tool_call>{"name":"g","arguments":{}}', [*call(0, "f"), *call(1, "g")]),
-    ('<tool_call>{"name":"f","arguments":{}}</tool_ca', call(0, "f")),
-    ('<tool_call><tool_call>{"name":"f","arguments":{}}', [Content("<tool_call>"), *call(0, "f")]),
-    ('<tool_call>{"name":"f","arguments":{}}\nI asked.', [*call(0, "f"), Content("\nI asked.")]),
-    ('<tool_call>{"name":"f","arguments":{}} so</tool_call>.', [*call(0, "f"), Content(" so.")]),
-    *(
-        (f'<tool_call>{before}{{"name":"f","arguments":{{}}}}{between}{{"name":"g","arguments":{{}}}}{after}', BOTH)
-        for before, between, after in (("", "\n", "</tool_call>"), ("[", ",", "]</tool_call>"), ("", "}, ", "\n"))
-    ),
-    (
-        '<tool_call>{"name":"f","arguments":{}}, {"a":1}</tool_call>',
-        [*call(0, "f"), Content(', {"a":1}')],
-    ),
-    (
-        '<tool_call>{"name":"f","arguments":{"a" <tool_call>{"name":"g","arguments":{}}</tool_call>',
-        [*call(0, "f", '{"a" '), *call(1, "g")],
-    ),
-    (
-        '<tool_call>{"name": "f", "argu<tool_call>{"name":"g","arguments":{}}</tool_call>',
-        [Content('<tool_call>{"name": "f", "argu'), *call(0, "g")],
-    ),
-    ("<tool_call></tool_call>", []),
+    (tagged(F.replace("{}}", '{"a":1}')) + "ok", [*call(0, "f", '{"a":1}'), Content("ok")]),
+    (tagged(F.replace("{}}", '{"a":1}}}')) + "ok", [*call(0, "f", '{"a":1}'), Content("ok")]),
+    (f"{tagged(F.replace('{}', '{a}'))}ok", [*call(0, "f", "{a}}"), Content("ok")]),
+    (f"<tool_call>{F}<tool_call>{G}", BOTH),
+    (f"<tool_call><tool_call>{F}", [Content("<tool_call>"), *call(0, "f")]),
+    (f"<tool_call>{F}\nI asked.", [*call(0, "f"), Content("\nI asked.")]),
+    (f"{tagged(F + ' so')}.", [*call(0, "f"), Content(" so.")]),
+    *((text, BOTH) for text in (tagged(f"{F}\n{G}"), tagged(f"[{F},{G}]"), f"<tool_call>{F}}}, {G}\n")),
+    (tagged(F + ', {"a":1}'), [*call(0, "f"), Content(', {"a":1}')]),
+    ("<tool_call>" + F.replace("{}}", '{"a" ') + tagged(G), [*call(0, "f", '{"a" '), *call(1, "g")]),
+    (f'<tool_call>{{"name": "f", "argu{tagged(G)}', [Content('<tool_call>{"name": "f", "argu'), *call(0, "g")]),
     ("So.\n<tool_call>\n</tool_call>", [Content("So.\n")]),
-    *(
-        (text, [Content(text)])
-        for text in (
-            "<tool_call>hello</tool_call>",
-            "a <tool_cal b",
-            "a <tool_cal",
-            '<tool_call>\n{"na',
-            '<tool_call>{"name": "f", "arguments"',
-            '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
-            '<tool_call>{"name": "f", "arguments": "a {"}</tool_call>',
-            '<tool_call>{"name": "f", "arguments": null}</tool_call>',
-            '<tool_call>{"name": "", "arguments": {}}</tool_call>',
-            '<tool_call>{"name": 5, "arguments": {}}</tool_call>',
-            '<tool_call>{"arguments": {"a": 1}}</tool_call>',
-            '<tool_call>{"arguments": {oops}, "name": "f"}</tool_call>',
-            "<tool_call>{}</tool_call>",
-        )
-    ),
+    *plain(" \n", tagged("hello"), "a <tool_cal b", '<tool_call>\n{"na', tagged('{"arguments": {oops}, "name": "f"}')),
+    *plain(*(tagged(F.replace("{}", wrong)) for wrong in ("[1]", '"a {"'))),
+    *plain(*(tagged(F.replace('"f"', wrong)) for wrong in ('""', "5")), tagged('{"arguments": {"a": 1}}')),
 ]
-LLAMA3 = [
+LLAMA3: list[Case] = [
     ('{"name": "f", "parameters": {"a": 1}}', call(0, "f", '{"a": 1}')),
     ('\n<|python_tag|> {"name": "f", "arguments": {}}\n', call(0, "f")),
-    (
-        '{"type":"function","name":"f","parameters":{}}; {"name":"g","parameters":{}} ;\n',
-        [*call(0, "f"), *call(1, "g")],
-    ),
-    ('{"name":"f","parameters":{}}\n{"name":"g","parameters":{}}', [*call(0, "f"), *call(1, "g")]),
+    ('{"type":"function","name":"f","parameters":{}}; {"name":"g","parameters":{}} ;\n', BOTH),
+    ('{"name":"f","parameters":{}}\n{"name":"g","parameters":{}}', BOTH),
     ('{"name":"f","parameters":{}} done', [*call(0, "f"), Content(" done")]),
     ('{"name":"f","parameters":{}};{"a":1}', [*call(0, "f"), Content(';{"a":1}')]),
     ('{"name":"f","parameters":{"a":tru}} ; x', call(0, "f", '{"a":tru}} ; x')),
     ('So {: {"name": "f", "parameters": {}} done', [Content("So {: "), *call(0, "f"), Content(" done")]),
     ('So.<|python_tag|>{"name":"f","parameters":{}}', [Content("So."), *call(0, "f")]),
-    *(
-        (text, [Content(text)])
-        for text in (
-            "Hello {",
-            '{"name": "Bob"}',
-            '{"name": "Bob", "parameters": 3}',
-            '{"answer": [1, 2]}\n',
-            "<|python_tag|>print(1)",
-            " ; x",
-            "{",
-        )
-    ),
+    *plain("Hello {", '{"name": "Bob"}', '{"name": "Bob", "parameters": 3}', '{"answer": [1, 2]}\n', " ; x", "{"),
+    *plain("<|python_tag|>print(1)"),
 ]
-MISTRAL = [
+MISTRAL: list[Case] = [
     ('[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}]', call(0, "f", '{"a": 1}')),
-    (
-        'Well.[TOOL_CALLS][{"arguments":{},"name":"f"}, {"name":"g","arguments":{}}]\n',
-        [Content("Well."), *call(0, "f"), *call(1, "g")],
-    ),
+    (f'Well.[TOOL_CALLS][{{"arguments":{{}},"name":"f"}}, {G}]\n', [Content("Well."), *BOTH]),
     ('[TOOL_CALLS]f{"a": 1}', call(0, "f", '{"a": 1}')),
     ('[TOOL_CALLS]f.x-1[ARGS]{"a": 1}[TOOL_CALLS]g[ARGS] {}', [*call(0, "f.x-1", '{"a": 1}'), *call(1, "g")]),
     ("[TOOL_CALLS]f[CALL_ID]a1B2c3D4e[ARGS]{}", call(0, "f")),
-    ('[TOOL_CALLS][{"name":"f","arguments":{}}] so', [*call(0, "f"), Content(" so")]),
-    ('[TOOL_CALLS][{"name":"f","arguments":{}}, oops]', [*call(0, "f"), Content(", oops]")]),
+    (f"[TOOL_CALLS][{F}] so", [*call(0, "f"), Content(" so")]),
+    (f"[TOOL_CALLS][{F}, oops]", [*call(0, "f"), Content(", oops]")]),
     ("[TOOL_CALLS]f{oops}[TOOL_CALLS]g{}", [*call(0, "f", "{oops}"), *call(1, "g")]),
     ('[TOOL_CALLS][{"name":"f","arguments":{oops', call(0, "f", "{oops")),
-    ('[TOOL_CALLS][{"name":"f","arguments":{}}', call(0, "f")),
-    ('[TOOL_CALLS]{"name":"f","arguments":{}}', call(0, "f")),
-    (
-        '[TOOL_CALLS] {"name":"f","arguments":{}}, {"name":"g","arguments":{}} so',
-        [*call(0, "f"), *call(1, "g"), Content(" so")],
-    ),
-    ("[TOOL_CALLS][]", []),
+    (f"[TOOL_CALLS]{F}", call(0, "f")),
+    (f"[TOOL_CALLS] {F}, {G} so", [*BOTH, Content(" so")]),
     ("Hm.[TOOL_CALLS][ ] so", [Content("Hm. so")]),
-    *(
-        (text, [Content(text)])
-        for text in (
-            "[TOOL_CALLS]",
-            "[TOOL_CALLS] so I",
-            "[TOOL_CALLS]f g{}",
-            "a [TOOL_",
-            "[TOOL_CALLS]{}",
-        )
-    ),
+    *plain("[TOOL_CALLS]", "[TOOL_CALLS] so I", "[TOOL_CALLS]f g{}", "a [TOOL_", "[TOOL_CALLS]{}"),
 ]
 CASES = [
-    *(("hermes", text, parts) for text, parts in HERMES),
-    *(("qwen3", text, parts) for text, parts in HERMES),
-    *(("llama3_json", text, parts) for text, parts in LLAMA3),
-    *(("mistral", text, parts) for text, parts in MISTRAL),
+    (parser, text, parts)
+    for parser, cases in (("hermes", HERMES), ("llama3_json", LLAMA3), ("mistral", MISTRAL))
+    for text, parts in cases
 ]
 
 
@@ -200,22 +135,17 @@ def test_calls_are_told_from_content(parser: str, text: str, parts: list[Part]) 
         assert read(form, list(text), choice) == parts
 
 
-@pytest.mark.parametrize(
-    ("text", "parts"),
-    [
-        ('[{"name": "f", "parameters": {"a": 1}}]', call(0, "f", '{"a": 1}')),
-        (' [{"name":"f","parameters":{}},{"name":"g","parameters":{}}]\n', [*call(0, "f"), *call(1, "g")]),
+def test_without_a_tool_parser_calls_are_an_array_that_a_guide_makes() -> None:
+    for text, parts in (
+        (' [{"name":"f","parameters":{}},{"name":"g","parameters":{}}]\n', BOTH),
         ('[{"name":"f","parameters":{"a":"x', call(0, "f", '{"a":"x')),
         ('[{"na', [Content('[{"na')]),
         ("", []),
         ("Hello", [Content("Hello")]),
-    ],
-)
-def test_without_a_tool_parser_calls_are_an_array_that_a_guide_makes(text: str, parts: list[Part]) -> None:
-    for choice in ("required", "named"):
-        assert read(ReplyFormat(), [text], choice) == parts
-        assert read(ReplyFormat(), list(text), choice) == parts
-    assert read(ReplyFormat(), [text]) == ([Content(text)] if text else [])
+    ):
+        for choice in ("required", "named"):
+            assert read(ReplyFormat(), [text], choice) == read(ReplyFormat(), list(text), choice) == parts
+        assert read(ReplyFormat(), [text]) == ([Content(text)] if text else [])
 
 
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
@@ -224,27 +154,16 @@ def test_without_tools_everything_is_content(parser: str) -> None:
         assert read(ReplyFormat(parser), list(text), "none") == ([Content(text)] if text else [])
 
 
-@pytest.mark.parametrize(
-    ("parser", "text", "content"),
-    [
-        (
-            "hermes",
-            'a<tool_call>{"name":"f","arguments":{}}</tool_call>\n<tool_call>{"name":"g","arguments":{}}</tool_call>b',
-            "b",
-        ),
-        ("llama3_json", '{"name":"f","parameters":{}}; {"name":"g","parameters":{}}', ""),
-        ("mistral", 'a[TOOL_CALLS][{"name":"f","arguments":{}},{"name":"g","arguments":{}}]', ""),
-        ("mistral", "a[TOOL_CALLS]f{}[TOOL_CALLS]g{}", ""),
-    ],
-)
-def test_calls_beyond_the_limit_leave_no_trace(parser: str, text: str, content: str) -> None:
-    before = [Content("a")] if text.startswith("a") else []
-    after = [Content(content)] if content else []
-    assert read(ReplyFormat(parser), list(text), most_calls=1) == [*before, *call(0, "f"), *after]
-    assert read(ReplyFormat(parser), [text], most_calls=2) == [*before, *call(0, "f"), *call(1, "g"), *after]
-
-
-# ---- as it comes
+def test_calls_beyond_the_limit_leave_no_trace() -> None:
+    for parser, text, after in (
+        ("hermes", f"a{tagged(F, G)}b", [Content("b")]),
+        ("llama3_json", '{"name":"f","parameters":{}}; {"name":"g","parameters":{}}', []),
+        ("mistral", f"a[TOOL_CALLS][{F},{G}]", []),
+        ("mistral", "a[TOOL_CALLS]f{}[TOOL_CALLS]g{}", []),
+    ):
+        before = [Content("a")] if text.startswith("a") else []
+        assert read(ReplyFormat(parser), list(text), most_calls=1) == [*before, *call(0, "f"), *after]
+        assert read(ReplyFormat(parser), [text], most_calls=2) == [*before, *BOTH, *after]
 
 
 def test_a_call_is_told_as_soon_as_it_can_be() -> None:
@@ -261,72 +180,16 @@ def test_a_call_is_told_as_soon_as_it_can_be() -> None:
     assert reader.finish() == []
 
 
-def test_what_a_call_said_is_not_remembered() -> None:
-    """Only what may yet turn out to be content is."""
-    reader = ReplyFormat("hermes").reader("auto", "")
-    reader.feed('<tool_call>{"name": "f", "argu')
-    assert reader._stream._kept
-    reader.feed('ments": {"a": "')
-    assert not reader._stream._kept
-    reader.feed("b" * 99)
-    assert not reader._stream._kept
-
-
-def test_no_more_is_held_back_than_could_become_a_marker() -> None:
-    text = "a < b <t <tool_c [TOOL </thin <<tool_call"
-    for parser, longest in (("hermes", "<tool_call"), ("mistral", "[TOOL_CALLS"), ("llama3_json", "<|python_ta")):
-        reader = ReplyFormat(parser, "qwen3").reader("auto", "")
-        shown = ""
-        for at, letter in enumerate(text):
-            shown += "".join(part[-1] for part in reader.feed(letter))
-            held = text[len(shown) : at + 1]
-            assert longest.startswith(held), held
-
-
 SNIPPETS = [
-    *(
-        "<think>",
-        "</think>",
-        "<tool_call>",
-        "</tool_call>",
-        "<tool_call",
-        "[TOOL_CALLS]",
-        "[ARGS]",
-        "[CALL_ID]",
-        "<|python_tag|>",
-    ),
-    *(
-        '{"name": "f", "arguments": {"a": 1}}',
-        '{"name":"g","parameters":',
-        '"arguments": "{\\"b\\": \\u00e9}"',
-        '{"x": "\\"}"}',
-    ),
-    *(
-        "{",
-        "}",
-        "[",
-        "]",
-        ",",
-        ";",
-        '"',
-        "\\",
-        " ",
-        "\n",
-        "a",
-        "é",
-        "f",
-        '"name":',
-        '"f"',
-        '"arguments":',
-        "1.5",
-        "tru",
-        "<",
-        "[T",
-    ),
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_call"),
+    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|python_tag|>", "[T"),
+    *('{"name": "f", "arguments": {"a": 1}}', '{"name":"g","parameters":', '{"x": "\\"}"}'),
+    *('"arguments": "{\\"b\\": \\u00e9}"', '"name":', '"f"', '"arguments":', "1.5", "tru"),
+    *'{}[],;"\\ \naéf<',
 ]
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(20))
 def test_how_the_text_is_cut_changes_nothing(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(25):
@@ -341,9 +204,8 @@ def test_how_the_text_is_cut_changes_nothing(seed: int) -> None:
         assert read(form, list(text), choice, prompt_end, most_calls) == whole, text
 
 
-LONG = json.dumps({"a": ["x" * 20, {"b\n": [1.5, True]}] * 800, "c": "é\\" * 8000, "d": 0}).replace(
-    "0}", "1" + "0" * 8000 + "}"
-)
+LONG = json.dumps({"a": ["x" * 20, {"b\n": [1.5, True]}] * 200, "c": "é\\" * 2000, "d": 0})
+LONG = LONG.replace("0}", "1" + "0" * 2000 + "}")
 
 
 @pytest.mark.parametrize(
@@ -353,8 +215,6 @@ LONG = json.dumps({"a": ["x" * 20, {"b\n": [1.5, True]}] * 800, "c": "é\\" * 80
         ("hermes", f'<tool_call>{{"name": "f", "arguments": {LONG}}}</tool_call>'),
         ("hermes", f'<tool_call>{{"arguments": {json.dumps(LONG)}, "name": "f"}}</tool_call>'),
         ("hermes", f'<tool_call>{{"x": {LONG}, "name": 1}}</tool_call>'),
-        ("llama3_json", f'{{"name": "f", "parameters": {LONG}}}'),
-        ("mistral", f"[TOOL_CALLS]f{LONG}"),
         ("mistral", f"[TOOL_CALLS]f{{oops {LONG}"),
         ("hermes", f"{LONG} <tool_cal {' ' * 9000}<tool_call>"),
     ],
@@ -389,13 +249,9 @@ def test_no_character_is_looked_at_again_and_again(parser: str, text: str, monke
         ("qwen3", "", "<thin", "", "<thin"),
         ("qwen3", "assistant\n", "Hi <think>Hm.</think>", "", "Hi <think>Hm.</think>"),
         ("qwen3", "<think>\n", "Hm.\n</think>\nHi", "Hm.", "Hi"),
-        ("qwen3", "<think>", "<think>Hm.</think>Hi", "Hm.", "Hi"),
         ("qwen3", "<think>\n\n</think>\n\n", "Hi</think>", "", "Hi</think>"),
-        ("qwen3", "<think>a</think><think> ", "Hm.", "Hm.", ""),
         ("qwen3", "<think>Be brief.\n", "Hm.</think>Hi", "Hm.", "Hi"),
         ("qwen3", "<think></think>\nAnswer: ", "Hi</think>", "", "Hi</think>"),
-        ("deepseek_r1", "<think></think>\nAnswer: ", "Hi</think>", "", "Hi</think>"),
-        ("qwen3", "", "<think>Hm. </thin", "Hm. </thin", ""),
         ("qwen3", "", "<think>\n\n</think>\n\nHi <think>x</think>", "", "Hi <think>x</think>"),
         ("deepseek_r1", "", "Hm.</think>\n\nHi", "Hm.", "Hi"),
         ("deepseek_r1", "", "<think>\nHm.</think>Hi ", "Hm.", "Hi "),
@@ -438,58 +294,18 @@ def test_a_call_ends_reasoning_that_is_never_closed(parser: str, text: str, part
         assert read(form, pieces, "none") == [Reasoning(f"{thought}{text}".strip(" \t\r\n"))]
 
 
-@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "kimi_k2", "deepseek_v31", "minimax_m2", "seed_oss"])
-def test_calls_of_every_markup_end_reasoning_that_is_never_closed(parser: str) -> None:
-    form = ReplyFormat(parser, "deepseek_r1")
-    calls = {
-        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
-        "glm45": "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
-        "kimi_k2": '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"a": 1}'
-        "<|tool_call_end|><|tool_calls_section_end|>",
-        "deepseek_v31": '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{"a": 1}<｜tool▁call▁end｜>'
-        "<｜tool▁calls▁end｜>",
-        "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">1</parameter>\n</invoke>\n'
-        "</minimax:tool_call>",
-        "seed_oss": "<seed:tool_call><function=f><parameter=a>1</parameter></function></seed:tool_call>",
-    }
-    for text in (f"so\n{calls[parser]}", f"<think>so {calls[parser]}\n"):
-        for pieces in ([text], list(text)):
-            assert read(form, pieces) == [Reasoning("so"), *call(0, "f", '{"a": 1}')]
-            closed = [*pieces, "</think>", "Hi"]
-            assert read(form, closed)[1:] == [Content("Hi")]
-
-
 # ---- special cases of formats
 
 
-def test_markers_are_those_of_the_two_parsers() -> None:
+def test_markers_and_ids_are_those_of_the_formats() -> None:
     assert ReplyFormat().markers == frozenset()
     assert ReplyFormat("hermes", "qwen3").markers == {"<tool_call>", "</tool_call>", "<think>", "</think>"}
-    assert ReplyFormat("llama3_json").markers == {"<|python_tag|>"}
-    assert "[TOOL_CALLS]" in ReplyFormat("mistral", "deepseek_r1").markers
-
-
-@pytest.mark.parametrize("parser", TOOL_PARSERS)
-def test_ids_of_calls_are_new_and_of_the_models_own_shape(parser: str) -> None:
-    shape = "[a-zA-Z0-9]{9}" if parser == "mistral" else "call_[0-9a-f]{24}"
-    ids = {ReplyFormat(parser).call_id("f", at) for at in range(100)}
-    assert len(ids) == 100
-    assert all(re.fullmatch(shape, each) for each in ids)
-
-
-def test_ids_of_kimi_s_calls_are_all_that_its_template_writes_of_them() -> None:
-    form = ReplyFormat("kimi_k2")
-    assert [form.call_id("f", 0), form.call_id("g-x.y", 12)] == ["functions.f:0", "functions.g-x.y:12"]
-
-
-@pytest.mark.parametrize(
-    ("config", "parser"),
-    [
-        ({"tool_call_parser": "hermes"}, "hermes"),
-        ({}, ""),
-        ({"tool_call_parser": "unknown"}, ""),
-        ({"tool_call_parser": 1}, ""),
-    ],
-)
-def test_a_folder_may_name_its_parser(config: dict[str, object], parser: str) -> None:
-    assert own_tool_parser(config) == parser
+    for parser, shape in (("", "call_[0-9a-f]{24}"), ("hermes", "call_[0-9a-f]{24}"), ("mistral", "[a-zA-Z0-9]{9}")):
+        ids = {ReplyFormat(parser).call_id("f", at) for at in range(100)}
+        assert len(ids) == 100
+        assert all(re.fullmatch(shape, each) for each in ids)
+    kimi = ReplyFormat("kimi_k2")  # its template writes nothing else of them
+    assert [kimi.call_id("f", 0), kimi.call_id("g-x.y", 12)] == ["functions.f:0", "functions.g-x.y:12"]
+    for config, parser in (({"tool_call_parser": "hermes"}, "hermes"), ({}, ""), ({"tool_call_parser": "unknown"}, "")):
+        assert own_tool_parser(config) == parser
+    assert own_tool_parser({"tool_call_parser": 1}) == ""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
 
 import pytest
 
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pd_cluster.parsers.reply import ReplyFormat, Tool, ToolChoice
-from tests.unit.test_parsers import call, joined
+from pd_cluster.parsers.reply import ReplyFormat, Tool
+from tests.unit.test_parsers import call
+from tests.unit.test_parsers import read as read_parts
 
 WEATHER = Tool(
     "f",
@@ -29,19 +31,27 @@ WEATHER = Tool(
 )
 TOOLS = (WEATHER, Tool("g", {}))
 
+Cases = list[tuple[str, list[Part] | None]]
+
+
+def plain(*texts: str) -> Cases:
+    """Texts without a call."""
+    return [(text, [Content(text)]) for text in texts]
+
+
 SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 ALL_BEGIN, ALL_END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
-V3 = [
+V3_CALL = BEGIN + "function" + SEP + "{}\n```json\n{}\n```" + END
+V3: Cases = [
     (
-        f'{ALL_BEGIN}{BEGIN}function{SEP}f\n```json\n{{"a": 1}}\n```{END}\n{BEGIN}function{SEP}g\n```json\n{{}}\n```'
-        f"{END}{ALL_END}",
+        ALL_BEGIN + V3_CALL.format("f", '{"a": 1}') + "\n" + V3_CALL.format("g", "{}") + ALL_END,
         [*call(0, "f", '{"a": 1}'), *call(1, "g")],
     ),
-    (f"So.{ALL_BEGIN}{BEGIN}function{SEP}f\n```json\n{{oops}}\n```{END}{ALL_END}", None),
-    (f"{ALL_BEGIN}no call", [Content(f"{ALL_BEGIN}no call")]),
+    (f"So.{ALL_BEGIN}{V3_CALL.format('f', '{oops}')}{ALL_END}", None),
+    *plain(f"{ALL_BEGIN}no call"),
     (f"{ALL_BEGIN}{BEGIN}function{SEP}f", None),
 ]
-V31 = [
+V31: Cases = [
     (
         f'Well.{ALL_BEGIN}{BEGIN}f{SEP}{{"a": "</x>"}}{END}{BEGIN}g{SEP}{{}}{END}{ALL_END}',
         [Content("Well."), *call(0, "f", '{"a": "</x>"}'), *call(1, "g")],
@@ -51,91 +61,79 @@ V31 = [
     (f"{BEGIN}f g{SEP}{{}}", [Content(f"{BEGIN}f g{SEP}{{}}")]),
 ]
 SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
-KIMI = [
+KIMI_CALL = "<|tool_call_begin|>functions.{}<|tool_call_argument_begin|>{}"
+KIMI: Cases = [
     (
-        f"I look.{SECTION}<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
-        f'{{"a": [1]}}<|tool_call_end|><|tool_call_begin|>functions.g-x.y:12<|tool_call_argument_begin|>{{}}'
-        f"<|tool_call_end|>{SECTION_END}",
+        f"I look.{SECTION}"
+        + "<|tool_call_end|>".join(
+            [KIMI_CALL.format("f:0", '{"a": [1]}'), KIMI_CALL.format("g-x.y:12", "{}"), SECTION_END]
+        ),
         [Content("I look."), *call(0, "f", '{"a": [1]}'), *call(1, "g-x.y")],
     ),
     (f"{SECTION}{SECTION_END} so", [Content(" so")]),
     (
-        f"{SECTION}<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{{}} so <|tool_call_begin|>functions.g:1"
-        f"<|tool_call_argument_begin|>{{oops{SECTION_END}.",
+        f"{SECTION}{KIMI_CALL.format('f:0', '{} so ')}{KIMI_CALL.format('g:1', '{oops')}{SECTION_END}.",
         [*call(0, "f"), Content(" so "), *call(1, "g", "{oops"), Content(".")],
     ),
-    (f"{SECTION}<|tool_call_begin|>functions.f:0", [Content(f"{SECTION}<|tool_call_begin|>functions.f:0")]),
+    *plain(f"{SECTION}<|tool_call_begin|>functions.f:0"),
 ]
-QWEN = [
+
+
+def function(name: str, **parameters: str) -> str:
+    inner = "".join(f"<parameter={name}>\n{value}\n</parameter>\n" for name, value in parameters.items())
+    return f"<function={name}>\n{inner}</function>"
+
+
+def tagged(*functions: str) -> str:
+    return "\n".join(f"<tool_call>\n{each}\n</tool_call>" for each in functions)
+
+
+TYPES = {"city": "12", "flag": "True", "any": "12", "list": "[1, {}]", "free": '{"a": 1}', "other": "abc"}
+TAGS = "<parameter=x>\n<tool> </function>.<function=y>"
+QWEN: Cases = [
     (
-        'Yes.\n<tool_call>\n<function=f>\n<parameter=city>\nNew "York"\n\nUS\n</parameter>\n<parameter=days>\n3\n'
-        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        "Yes.\n" + tagged(function("f", city='New "York"\n\nUS', days="3"), function("g")),
         [Content("Yes.\n"), *call(0, "f", '{"city": "New \\"York\\"\\n\\nUS", "days": 3}'), *call(1, "g")],
     ),
     (  # types: a number as a text stays a text, and the words of Python are understood
-        "<tool_call>\n<function=f>\n<parameter=city>\n12\n</parameter>\n<parameter=flag>\nTrue\n</parameter>\n"
-        '<parameter=any>\n12\n</parameter>\n<parameter=list>\n[1, {}]\n</parameter>\n<parameter=free>\n{"a": 1}\n'
-        "</parameter>\n<parameter=other>\nabc\n</parameter>\n</function>\n</tool_call>",
+        tagged(function("f", **TYPES)),
         call(0, "f", '{"city": "12", "flag": true, "any": "12", "list": [1, {}], "free": {"a": 1}, "other": "abc"}'),
     ),
-    (
-        "<function=f>\n<parameter=days>\nmany\n</parameter>\n</function>.",
-        [*call(0, "f", '{"days": "many"}'), Content(".")],
-    ),
+    (f"{function('f', days='many')}.", [*call(0, "f", '{"days": "many"}'), Content(".")]),
     ("<tool_call>\n<function=f>\n<parameter=city>\nBer\nlin", call(0, "f", '{"city": "Ber\\nlin')),
     ("<tool_call>\n<function=f>\n<parameter=days>\n12", call(0, "f", '{"days": 12')),
     ("<tool_call>\n<function=f>\n</tool_call>so", [*call(0, "f"), Content("so")]),
-    ("<tool_call>hello</tool_call>", [Content("<tool_call>hello</tool_call>")]),
+    *plain("<tool_call>hello</tool_call>", "<function=a b>", "<function="),
     ("<tool_call>\n\n</tool_call> so", [Content(" so")]),
     (  # end markers that are missing: of values, of calls, of both
-        "<tool_call>\n<function=f>\n<parameter=city>\nBonn\n<parameter=days>\n3\n</function>\n</tool_call>\n"
-        "<tool_call>\n<function=g>\n</function>\n</tool_call>",
-        [*call(0, "f", '{"city": "Bonn", "days": 3}'), *call(1, "g")],
-    ),
-    (
         "<tool_call>\n<function=f>\n<parameter=days>\n3\n</tool_call>\n<tool_call>\n<function=f>\n<parameter=city>\n"
-        "Bonn\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        f"Bonn\n{tagged(function('g'))}",
         [*call(0, "f", '{"days": 3}'), *call(1, "f", '{"city": "Bonn"}'), *call(2, "g")],
     ),
     (  # two calls between one pair of markers, and text where none belongs
-        "<tool_call>\n<function=f>\nso\n<parameter=days>\n3\n</parameter>\n</function>\nand\n<function=g>\n"
-        "</function>\n</tool_call>",
+        tagged(function("f", days="3").replace("f>", "f>\nso") + "\nand\n" + function("g")),
         [
             *(CallBegin(0, "f"), CallArguments(0, "{"), Content("so\n"), CallArguments(0, '"days": 3}')),
             *(Content("\nand\n"), *call(1, "g")),
         ],
     ),
-    (  # tags that are text of a value
-        "<tool_call>\n<function=f>\n<parameter=city>\n<parameter=x>\n<tool> </function>.<function=y>\n"
-        "</parameter>\n</function>\n</tool_call>",
-        call(0, "f", '{"city": "<parameter=x>\\n<tool> </function>.<function=y>"}'),
-    ),
+    (tagged(function("f", city=TAGS)), call(0, "f", f'{{"city": {json.dumps(TAGS)}}}')),  # that are text of a value
     *(  # other spellings of values that the schema wants
         (f"<tool_call><function=f><parameter={key}>{text}</parameter></function></tool_call>", call(0, "f", shown))
         for key, text, shown in (
-            ("flag", "TRUE", '{"flag": true}'),
-            ("flag", "none", '{"flag": null}'),
-            ("flag", "yes", '{"flag": "yes"}'),
-            ("days", "+3", '{"days": 3}'),
-            ("days", '"3"', '{"days": 3}'),
-            ("share", ".5", '{"share": 0.5}'),
-            ("share", "5.", '{"share": 5.0}'),
-            ("share", "-.5e1", '{"share": -5.0}'),
-            ("list", "['a', True]", '{"list": ["a", true]}'),
-            ("city", ".5", '{"city": ".5"}'),
-            ("any", "TRUE", '{"any": "TRUE"}'),
-            ("free", ".5", '{"free": ".5"}'),
+            *(("flag", "TRUE", '{"flag": true}'), ("flag", "yes", '{"flag": "yes"}'), ("days", "+3", '{"days": 3}')),
+            *(("days", '"3"', '{"days": 3}'), ("share", ".5", '{"share": 0.5}'), ("share", "-.5e1", '{"share": -5.0}')),
+            *(("list", "['a', True]", '{"list": ["a", true]}'), ("city", ".5", '{"city": ".5"}')),
+            *(("any", "TRUE", '{"any": "TRUE"}'), ("free", ".5", '{"free": ".5"}')),
         )
     ),
-    ("<function=a b>", [Content("<function=a b>")]),
-    ("<function=", [Content("<function=")]),
 ]
-SEED = [
+SEED: Cases = [
     (text.replace("tool_call>", "seed:tool_call>").replace("</seed:", "</seed:"), parts)
     for text, parts in QWEN
     if parts is not None and "tool_call>" in text and parts[0] != Content("<tool_call>hello</tool_call>")
 ]
-GLM = [
+GLM: Cases = [
     (
         "Hm.<tool_call>f\n<arg_key>city</arg_key>\n<arg_value>Köln & Bonn\n</arg_value>\n<arg_key>days</arg_key>\n"
         "<arg_value>2</arg_value>\n</tool_call>\n<tool_call>g</tool_call>",
@@ -156,7 +154,7 @@ GLM = [
     ("<tool_call>f\n<arg_key>ci", call(0, "f", '{"ci')),
     ("<tool_call>\n{}</tool_call>", [Content("<tool_call>\n{}</tool_call>")]),
 ]
-MINIMAX = [
+MINIMAX: Cases = [
     (
         '<minimax:tool_call>\n<invoke name="f">\n<parameter name="city">San "F"</parameter>\n<parameter name="list">[1]'
         '</parameter>\n</invoke>\n<invoke name="g">\n</invoke>\n</minimax:tool_call>\n',
@@ -172,28 +170,19 @@ MINIMAX = [
 ONE, TWO = '{"name": "f", "arguments": {"a": 1}}', '{"name": "g", "arguments": {}}'
 BOTH = [*call(0, "f", '{"a": 1}'), *call(1, "g")]
 LISTED = """[f(city='New "York"', days=-2, flag=True, list=[1, {'a': None}], free={"b": "\\u00e9"}), g()]"""
-LISTED_PARTS = [
-    *call(
-        0,
-        "f",
-        '{"city": "New \\"York\\"", "days": -2, "flag": true, "list": [1, {"a": null}], "free": {"b": "\\u00e9"}}',
-    ),
-    *call(1, "g"),
-]
-PYTHONIC: list[tuple[str, list[Part] | None]] = [
+LISTED_ARGUMENTS = (
+    '{"city": "New \\"York\\"", "days": -2, "flag": true, "list": [1, {"a": null}], "free": {"b": "\\u00e9"}}'
+)
+LISTED_PARTS = [*call(0, "f", LISTED_ARGUMENTS), *call(1, "g")]
+PYTHONIC: Cases = [
     (
-        """[f(city='New "York"', days=-2, flag=True), g()]""",
-        [*call(0, "f", '{"city": "New \\"York\\"", "days": -2, "flag": true}'), *call(1, "g")],
+        "[f(city='a', days=-2, flag=True), g()]",
+        [*call(0, "f", '{"city": "a", "days": -2, "flag": true}'), *call(1, "g")],
     ),
-    (LISTED, LISTED_PARTS),
     (f"\n{LISTED} so", [*LISTED_PARTS, Content(" so")]),
     ("[ f ( city = 'a, (b)]\\'' , days=(1, 2), ) ]", call(0, "f", '{"city": "a, (b)]\'", "days": [1, 2]}')),
     ("[f(city='\\ud800')]", call(0, "f", '{"city": "\ufffd"}')),
-    ("[1, 2]", [Content("[1, 2]")]),
-    ("[f](http://x)", [Content("[f](http://x)")]),
-    ("[f(x)]", [Content("[f(x)]")]),
-    ("[f(", [Content("[f(")]),
-    ("So [g()]", [Content("So [g()]")]),
+    *plain("[1, 2]", "[f](http://x)", "[f(x)]", "[f(", "So [g()]"),
 ]
 TORN = [
     ("[f(city='Ber", """{"city": 'Ber"""),
@@ -203,11 +192,10 @@ TORN = [
     ("[f(days=1, 2)]", '{"days": 1, 2)]'),
     (f"[f(days={'[' * 500}", f'{{"days": {"[" * 500}'),
 ]
-CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
+CASES: dict[str, Cases] = {
     "deepseek_v3": V3,
     "deepseek_v31": V31,
     "glm45": GLM,
-    "glm47": GLM,
     "granite": [
         (f"<|tool_call|>[{ONE}, {TWO}]", BOTH),
         (f"<tool_call>[{ONE}]", BOTH[:2]),
@@ -221,10 +209,7 @@ CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
         (f"<tool_calls>{ONE}, {TWO}</tool_calls>", BOTH),
     ],
     "internlm": [
-        (
-            'a<|action_start|><|plugin|>{"name": "f", "parameters": {"a": 1}}<|action_end|>\n',
-            [Content("a"), *BOTH[:2]],
-        ),
+        ('a<|action_start|><|plugin|>{"name": "f", "parameters": {"a": 1}}<|action_end|>\n', [Content("a"), *BOTH[:2]]),
         ("<|action_start|><|plugin|>x", [Content("<|action_start|><|plugin|>x")]),
     ],
     "kimi_k2": KIMI,
@@ -235,10 +220,7 @@ CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
         *PYTHONIC,
         ("<|python_start|>so", [Content("<|python_start|>so")]),
         ("<|python_start|>[]<|python_end|> so", [Content(" so")]),
-        (
-            "<|python_start|>[f(days=x)]<|python_end|> so",
-            [CallBegin(0, "f"), CallArguments(0, '{"days": x)]'), Content(" so")],
-        ),
+        ("<|python_start|>[f(days=x)]<|python_end|> so", [*call(0, "f", '{"days": x)]'), Content(" so")]),
     ],
     "phi4_mini": [
         (f"functools[{ONE}, {TWO}]", BOTH),
@@ -246,17 +228,11 @@ CASES: dict[str, list[tuple[str, list[Part] | None]]] = {
     ],
     "pythonic": PYTHONIC,
     "qwen3_coder": QWEN,
-    "qwen3_xml": QWEN,
     "seed_oss": SEED,
 }
 
 
-def read(
-    form: ReplyFormat, pieces: list[str], choice: ToolChoice = "auto", prompt_end: str = "", most: int | None = None
-) -> list[Part]:
-    reader = form.reader(choice, prompt_end, most, TOOLS)
-    parts = [part for piece in pieces for part in reader.feed(piece)]
-    return joined([*parts, *reader.finish()])
+read = partial(read_parts, tools=TOOLS)
 
 
 def cut(text: str, rng: random.Random) -> list[str]:
@@ -273,18 +249,12 @@ def test_calls_of_the_cards(parser: str) -> None:
         if parts is not None:
             assert whole == parts, text
         assert read(form, list(text)) == whole, text
-        for _ in range(10):
+        for _ in range(5):
             assert read(form, cut(text, rng)) == whole, text
         assert read(form, [text], "none") == [Content(text)]
-
-
-@pytest.mark.parametrize("parser", CASES)
-def test_calls_beyond_the_limit_leave_no_trace(parser: str) -> None:
-    texts = [text for text, parts in CASES[parser] if parts is not None and CallBegin(1, "g") in parts]
-    for text in texts:
-        parts = read(ReplyFormat(parser), list(text), most=1)
-        assert [part for part in parts if isinstance(part, CallBegin)] == [CallBegin(0, "f")]
-        assert not [part for part in parts if isinstance(part, CallArguments) and part.index]
+        if parts is not None and CallBegin(1, "g") in parts:  # one beyond the limit leaves no trace
+            less = read(form, list(text), most_calls=1)
+            assert {part.index for part in less if isinstance(part, CallBegin | CallArguments)} == {0}
 
 
 @pytest.mark.parametrize("parser", CASES)
@@ -292,24 +262,14 @@ def test_how_random_text_is_cut_changes_nothing(parser: str) -> None:
     rng = random.Random(parser)
     form = ReplyFormat(parser, "qwen3")
     bits = [*form.markers, *(mark[:-1] for mark in form.markers), "f", "g", "\n", " ", "{", "}", "[", "]", ONE, '"a"']
-    bits += [
-        "<function=",
-        "<parameter=city>",
-        "<parameter=days>",
-        ">",
-        "3",
-        "functions.f:0",
-        "```json",
-        "é",
-        "function",
-    ]
+    bits += ["<function=", "<parameter=city>", "<parameter=days>", ">", "3", "functions.f:0", "```json", "é"]
     bits += [text[: rng.randint(1, len(text))] for text, _ in CASES[parser] for _ in range(3)]
-    for _ in range(400):
+    for _ in range(80):
         text = "".join(rng.choices(bits, k=rng.randint(1, 14)))
         most = rng.choice([None, 1])
-        whole = read(form, [text], most=most)
-        assert read(form, list(text), most=most) == whole, text
-        assert read(form, cut(text, rng), most=most) == whole, text
+        whole = read(form, [text], most_calls=most)
+        assert read(form, list(text), most_calls=most) == whole, text
+        assert read(form, cut(text, rng), most_calls=most) == whole, text
 
 
 @pytest.mark.parametrize(("text", "arguments"), TORN)
@@ -372,10 +332,18 @@ def test_reasoning_of_the_cards(parser: str, prompt_end: str, text: str, reasoni
         assert read(form, cut(text, rng), prompt_end=prompt_end) == expected
 
 
-def test_a_section_of_calls_ends_the_thinking() -> None:
-    text = f"<think>so{KIMI[0][0].removeprefix('I look.')}"
-    form = ReplyFormat("kimi_k2", "kimi_k2")
-    assert read(form, list(text))[:3] == [Reasoning("so"), *call(0, "f", '{"a": [1]}')]
+@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "kimi_k2", "deepseek_v31", "minimax_m2", "seed_oss"])
+def test_calls_of_every_markup_end_reasoning_that_is_never_closed(parser: str) -> None:
+    text, parts = CASES[parser][0]
+    assert parts is not None
+    at = 0 if parser == "minimax_m2" else 1
+    before = "".join(part[-1] for part in parts[:at])
+    form = ReplyFormat(parser, "deepseek_r1")
+    tools = () if parser == "kimi_k2" else TOOLS  # the second of its calls is of no tool there
+    for pieces in ([f"<think>so {text}"], [f"so {text}"], list(f"<think>so {text}")):
+        assert read(form, pieces, tools=tools) == [Reasoning(f"so {before}".strip()), *parts[at:]]
+        closed = [*pieces, "</think>", "Hi"]
+        assert read(form, closed, tools=tools) == [Reasoning(f"so {text}".strip()), Content("Hi")]
 
 
 def test_calls_within_an_answer() -> None:
@@ -383,16 +351,3 @@ def test_calls_within_an_answer() -> None:
     form = ReplyFormat("hunyuan_a13b", "hunyuan_a13b")
     expected = [Reasoning("so"), Content("I look.\n"), *BOTH[:2]]
     assert read(form, list(text)) == read(form, [text]) == expected
-
-
-def test_arguments_are_json() -> None:
-    for parser, cases in CASES.items():
-        for text, parts in cases:
-            torn = text.endswith(("lin", "12", "Ber", "ci", '"a": "')) or "oops" in text or "=x)" in text
-            if parts is None or torn:
-                continue
-            found: dict[int, str] = {}
-            for part in read(ReplyFormat(parser), [text]):
-                if isinstance(part, CallArguments):
-                    found[part.index] = found.get(part.index, "") + part.text
-            assert all(isinstance(json.loads(each), dict) for each in found.values())

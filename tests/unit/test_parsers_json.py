@@ -62,7 +62,7 @@ def scanned(pieces: Iterator[str]) -> tuple[bool, str, str]:
     return found[0], "".join(taken), "".join(rest)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", range(40))
 def test_a_value_is_taken_whole_and_verbatim(seed: int) -> None:
     rng = random.Random(seed)
     value = [random_value(rng)]
@@ -73,7 +73,7 @@ def test_a_value_is_taken_whole_and_verbatim(seed: int) -> None:
         assert not scanned(iter(text[: rng.randrange(len(text))]))[0]  # cut short
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", range(150))
 def test_what_the_library_refuses_is_refused(seed: int) -> None:
     """One character of a text is another: both still read it, or neither does."""
     rng = random.Random(seed)
@@ -92,24 +92,16 @@ def test_what_the_library_refuses_is_refused(seed: int) -> None:
     assert (is_value and not text[len(taken) :].strip(BLANKS)) == is_good, text
 
 
-@pytest.mark.parametrize(
-    "text", ["NaN", "Infinity", "01", "1.", ".5", "+1", "1e", "tru", "nul", "-", "", "'a'", "[1,]", '{"a"}']
-)
-def test_what_is_no_json(text: str) -> None:
-    assert not scanned(iter(text))[0]
+NO_JSON = [
+    *("NaN", "Infinity", "01", "1.", ".5", "+1", "1e", "tru", "nul", "-", "", "'a'", "[1,]", '{"a"}'),
+    *("[1}", '{"a":1]', '{"a":1,}', "[,1]", '{,"a":1}', "{1:2}", '{"a":,}', "[1 2]", "[[]"),
+]
 
 
-@pytest.mark.parametrize("text", ["[1}", '{"a":1]', '{"a":1,}', "[,1]", '{,"a":1}', "{1:2}", '{"a":,}', "[1 2]", "[[]"])
-def test_what_does_not_close_as_it_opened(text: str) -> None:
-    assert not scanned(iter(text))[0]
-
-
-def test_strings_of_models_may_hold_anything() -> None:
+def test_what_is_json_and_what_is_none() -> None:
+    assert [text for text in NO_JSON if scanned(iter(text))[0]] == []
     for text in ('["a\nb\tc"]', r'["it\'s \d"]', r'["\u12"]', r'["\\"]'):
         assert scanned(iter(text))[:2] == (True, text)
-
-
-def test_nesting_is_bounded() -> None:
     for opening, closing in (("[", "]"), ('{"a":', "}")):
         for depth in (MAX_DEPTH, MAX_DEPTH + 1, 100_000):
             text = opening * depth + "1" + closing * depth
@@ -125,7 +117,7 @@ def decoded(pieces: Iterator[str]) -> str:
     return "".join(found)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(20))
 def test_escapes_stand_for_what_the_library_says(seed: int) -> None:
     rng = random.Random(seed)
     text = "".join(rng.choices(LETTERS + "\\u😀𝄞", k=30))

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pd_cluster.parsers.parts import CallBegin, Part
+from pd_cluster.parsers.parts import CallBegin
 from pd_cluster.parsers.reply import ReplyFormat, Tool
 from pd_cluster.parsers.table import FORMATS
-from tests.unit.test_parsers import joined
+from tests.unit.test_parsers import read
 
-NUM_DAMAGED = 150  # of each kind, for each format
+NUM_DAMAGED = 30  # of each kind, for each format
 WORD = re.compile(r"w[0-9]+x")
 BORDER = re.compile(r"(?<=[<>{}\[\](),:=|\"'`\s｜])|(?=[<>{}\[\](),:=|\"'`\s｜])")
 PIECE = re.compile(r"</?[^<>\s]*>?|[{}\[\](),:=\"'`]|w[0-9]+x|\S+")
@@ -67,11 +67,6 @@ CALLS |= {"glm47": CALLS["glm45"], "granite4": HERMES, "qwen3": HERMES, "qwen3_x
 REASONING = {"openai": "openai_gptoss"}
 
 
-def parts_of(form: ReplyFormat, pieces: list[str]) -> list[Part]:
-    reader = form.reader("auto", "", None, TOOLS)
-    return joined([*(part for piece in pieces for part in reader.feed(piece)), *reader.finish()])
-
-
 def around(parser: str, calls: str) -> str:
     if parser == "openai":
         thought = "<|channel|>analysis<|message|>w7x.<|end|><|start|>assistant"
@@ -119,11 +114,12 @@ def test_no_word_is_lost(parser: str, damaged: Callable[[str, random.Random], It
     form = ReplyFormat(parser, REASONING.get(parser, "qwen3"))
     text = around(parser, CALLS[parser])
     assert (
-        sum(isinstance(part, CallBegin) for part in parts_of(form, [text])) == text.count("w2x") or "pythonic" in parser
+        sum(isinstance(part, CallBegin) for part in read(form, [text], tools=TOOLS)) == text.count("w2x")
+        or "pythonic" in parser
     )
     for each in (text, *damaged(text, rng)):
         at = rng.randint(0, len(each))
-        parts = parts_of(form, [each[:at], each[at:]])
-        assert parts == parts_of(form, [each])
+        parts = read(form, [each[:at], each[at:]], tools=TOOLS)
+        assert parts == read(form, [each], tools=TOOLS)
         shown = " ".join(str(field) for part in parts for field in part)
         assert sorted(WORD.findall(each)) == sorted(WORD.findall(shown)), each

@@ -7,14 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from pd_cluster.engine.handover.tails import Tails
-from pd_cluster.engine.step.patience import (
-    MOST_COMING,
-    MOST_LANDING_S,
-    MOST_LANDING_SHARE,
-    MOST_WAIT_S,
-    LandingWait,
-    Patience,
-)
+from pd_cluster.engine.step import patience
+from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault
@@ -47,26 +41,20 @@ class World:
         return request
 
 
-@pytest.mark.parametrize(("num_running", "num_coming"), [(1, MOST_COMING + 1), (4, 4 * MOST_COMING + 1), (1, 50)])
-def test_a_step_waits_while_many_more_are_on_their_way(num_running: int, num_coming: int) -> None:
-    world = World(num_running, num_coming)
-    assert world.patience.waits
-    world.coming.num = MOST_COMING * num_running
-    assert not world.patience.waits
+def test_a_step_waits_while_many_more_are_on_their_way() -> None:
+    for num_running, num_coming in ((1, patience.MOST_COMING + 1), (4, 4 * patience.MOST_COMING + 1), (1, 50)):
+        world = World(num_running, num_coming)
+        assert world.patience.waits
+        world.coming.num = patience.MOST_COMING * num_running
+        assert not world.patience.waits
+    assert not World(0, 50).patience.waits, "nobody waits where nobody runs"
 
 
-def test_nobody_waits_where_nobody_runs() -> None:
-    assert not World(0, 50).patience.waits
-
-
-def test_one_who_is_read_along_ends_the_wait() -> None:
+def test_one_who_is_read_along_and_prompts_to_compute_here_end_the_wait() -> None:
     world = World(3, 50)
     assert world.patience.waits
     world.land("streamed", batch="")
     assert not world.patience.waits
-
-
-def test_prompts_to_compute_here_end_the_wait() -> None:
     world = World(3, 50)
     world.scheduler.add(Request("resumed", Order([1, 2, 3], Sampling(max_tokens=4), batch="a")))
     assert not world.patience.waits
@@ -77,7 +65,7 @@ def test_prompts_to_compute_here_end_the_wait() -> None:
 
 def test_the_wait_has_an_end() -> None:
     world = World(3, 50)
-    world.now_s += MOST_WAIT_S
+    world.now_s += patience.MOST_WAIT_S
     assert world.patience.waits
     world.now_s += 0.01
     assert not world.patience.waits
@@ -88,65 +76,60 @@ def test_the_wait_has_an_end() -> None:
 # ---- for a landing
 
 
-class Landings:
+@dataclass
+class Waiting:
+    """A LandingWait with a clock, for an instance whose next landing is expected after `imminent_s`."""
+
     imminent_s: float | None = None
+    now_s: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.wait = LandingWait(self, lambda: self.now_s)
 
     def await_no_longer(self) -> None:
         self.imminent_s = None
 
+    def left_s(self, step_s: float, num_running: int = 2) -> float:
+        return self.wait.left_s(step_s, num_running)
+
 
 def test_a_step_waits_a_moment_for_what_is_about_to_join() -> None:
-    now_s, landings = [100.0], Landings()
-    wait = LandingWait(landings, lambda: now_s[0])
-    assert wait.left_s(0.04, 2) == 0
-    landings.imminent_s = 0.0
-    assert wait.left_s(0.04, 2) == pytest.approx(0.04 * MOST_LANDING_SHARE)
-    now_s[0] += 0.004
-    assert wait.left_s(0.04, 2) == pytest.approx(0.04 * MOST_LANDING_SHARE - 0.004)
-    landings.imminent_s = None  # it has joined
-    assert wait.left_s(0.04, 2) == 0
+    world = Waiting()
+    assert world.left_s(0.04) == 0
+    world.imminent_s = 0.0
+    assert Waiting(0.0).left_s(0.0) == 0, "no step waits before one has been measured"
+    assert world.left_s(0.04) == pytest.approx(0.04 * patience.MOST_LANDING_SHARE)
+    world.now_s += 0.004
+    assert world.left_s(0.04) == pytest.approx(0.04 * patience.MOST_LANDING_SHARE - 0.004)
+    world.imminent_s = None  # it has joined
+    assert world.left_s(0.04) == 0
+    world = Waiting(0.003)
+    assert world.left_s(0.04, 20) == 0, "many lose no more than one gains"
+    assert world.left_s(0.04, 10) == pytest.approx(0.004)
 
 
 def test_a_late_one_is_not_waited_for_again() -> None:
     """Otherwise an instance that stands still there would slow every step of this one."""
-    now_s, landings = [100.0], Landings()
-    wait = LandingWait(landings, lambda: now_s[0])
-    landings.imminent_s = 0.0
-    assert wait.left_s(9.0, 2) == pytest.approx(MOST_LANDING_S)
-    now_s[0] += MOST_LANDING_S
-    assert wait.left_s(9.0, 2) == 0
-    assert landings.imminent_s is None
-    landings.imminent_s = 0.0  # another one
-    assert wait.left_s(9.0, 2) == pytest.approx(MOST_LANDING_S)
-
-
-def test_no_step_waits_before_one_has_been_measured() -> None:
-    landings = Landings()
-    landings.imminent_s = 0.0
-    assert LandingWait(landings, lambda: 100.0).left_s(0.0, 2) == 0
-
-
-def test_many_lose_no_more_than_one_gains() -> None:
-    landings = Landings()
-    landings.imminent_s = 0.003
-    wait = LandingWait(landings, lambda: 100.0)
-    assert wait.left_s(0.04, 20) == 0
-    assert wait.left_s(0.04, 10) == pytest.approx(0.004)
+    world = Waiting(0.0)
+    assert world.left_s(9.0) == pytest.approx(patience.MOST_LANDING_S)
+    world.now_s += patience.MOST_LANDING_S
+    assert world.left_s(9.0) == 0
+    assert world.imminent_s is None
+    world.imminent_s = 0.0  # another one
+    assert world.left_s(9.0) == pytest.approx(patience.MOST_LANDING_S)
 
 
 def test_no_step_waits_in_vain() -> None:
     """What is expected too late for this step is not waited for, and may be at the next one."""
-    now_s, landings = [100.0], Landings()
-    wait = LandingWait(landings, lambda: now_s[0])
-    landings.imminent_s = 0.012
-    assert wait.left_s(0.04, 2) == 0
-    landings.imminent_s = 0.008
-    assert wait.left_s(0.04, 2) == pytest.approx(0.04 * MOST_LANDING_SHARE)
-    now_s[0] += 0.009
-    landings.imminent_s = 0.0  # overdue
-    assert wait.left_s(0.04, 2) == pytest.approx(0.001)
-    landings.imminent_s = 0.012  # the first has joined, and this is another one
-    assert wait.left_s(0.04, 2) == 0
+    world = Waiting(0.012)
+    assert world.left_s(0.04) == 0
+    world.imminent_s = 0.008
+    assert world.left_s(0.04) == pytest.approx(0.04 * patience.MOST_LANDING_SHARE)
+    world.now_s += 0.009
+    world.imminent_s = 0.0  # overdue
+    assert world.left_s(0.04) == pytest.approx(0.001)
+    world.imminent_s = 0.012  # the first has joined, and this is another one
+    assert world.left_s(0.04) == 0
 
 
 def test_the_end_of_a_transfer_takes_as_long_as_those_before() -> None:

@@ -7,7 +7,6 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,86 +25,69 @@ from tests.support.transports import WAIT_S, Link
 HOST = "127.0.0.1"
 
 
-class Open(NamedTuple):
-    sender: PayloadSender
-    receiver: PayloadReceiver
-    keys: KeyPair
-
-
 @contextmanager
-def opened() -> Iterator[Open]:
+def ends() -> Iterator[tuple[KeyPair, PayloadSender, PayloadReceiver]]:
+    """The sender's keys and both ends, not connected."""
     keys = KeyPair.of(b"")
     receiver, sender = PayloadReceiver(HOST, keys.public), PayloadSender(keys)
     try:
-        connecting = threading.Thread(target=connect, args=(sender, receiver))
-        connecting.start()
-        receiver.accept(WAIT_S)
-        connecting.join(WAIT_S)
-        yield Open(sender, receiver, keys)
+        yield keys, sender, receiver
     finally:
         sender.close()
         receiver.close()
 
 
-def connect(sender: PayloadSender, receiver: PayloadReceiver, timeout_s: float = WAIT_S) -> None:
-    sender.connect(HOST, receiver.port, receiver.public_key, timeout_s)
+@contextmanager
+def opened() -> Iterator[tuple[PayloadSender, PayloadReceiver]]:
+    with ends() as (_, sender, receiver):
+        meet(sender, receiver, receiver.port)
+        yield sender, receiver
+
+
+def meet(sender: PayloadSender, receiver: PayloadReceiver, port: int) -> None:
+    connecting = threading.Thread(target=sender.connect, args=(HOST, port, receiver.public_key, WAIT_S))
+    connecting.start()
+    receiver.accept(WAIT_S)
+    connecting.join(WAIT_S)
 
 
 def test_payloads_of_any_size_come_in_order() -> None:
-    with opened() as pair:
+    with opened() as (sender, receiver):
         payloads = [secrets.token_bytes(nbytes) for nbytes in (1, 100, 1 << 16, 5 << 20)]
-        works = [pair.sender.send(memoryview(each), tag) for tag, each in enumerate(payloads)]
+        works = [sender.send(memoryview(each), tag) for tag, each in enumerate(payloads)]
         for tag, each in enumerate(payloads):
-            assert pair.receiver.receive(len(each), tag, WAIT_S) == each
+            assert receiver.receive(len(each), tag, WAIT_S) == each
         for work in works:
             work.wait(WAIT_S)
 
 
-def test_another_payload_than_the_announced_one_is_refused() -> None:
-    for nbytes, tag, reason in ((3, 8, "another payload"), (4, 7, "3 bytes came for 4")):
-        with opened() as pair:
-            pair.sender.send(memoryview(b"abc"), 7)
-            with pytest.raises(PayloadError, match=reason):
-                pair.receiver.receive(nbytes, tag, WAIT_S)
-
-
 def test_only_the_peer_is_admitted_and_only_once() -> None:
     """Before it has come, and afterwards, when even its own keys open nothing."""
-    keys = KeyPair.of(b"")
-    receiver, sender = PayloadReceiver(HOST, keys.public), PayloadSender(keys)
 
-    def is_refused(stranger: KeyPair, server_key: bytes) -> bool:
+    def is_refused(stranger: KeyPair, port: int, server_key: bytes) -> bool:
         other = PayloadSender(stranger)
         try:
             with pytest.raises(PayloadError, match="did not"):
-                other.connect(HOST, receiver.port, server_key, 1.0)
+                other.connect(HOST, port, server_key, 1.0)
             return True
         finally:
             other.close()
 
-    try:
-        assert is_refused(KeyPair.of(b""), receiver.public_key)
-        assert is_refused(keys, KeyPair.of(b"").public), "the receiver proves its key, too"
-        connecting = threading.Thread(target=connect, args=(sender, receiver))
-        connecting.start()
-        receiver.accept(WAIT_S)
-        connecting.join(WAIT_S)
-        assert is_refused(KeyPair.of(b""), receiver.public_key)
-        assert is_refused(keys, receiver.public_key)
+    with ends() as (keys, sender, receiver):
+        assert is_refused(KeyPair.of(b""), receiver.port, receiver.public_key)
+        assert is_refused(keys, receiver.port, KeyPair.of(b"").public), "the receiver proves its key, too"
+        meet(sender, receiver, receiver.port)
+        assert is_refused(KeyPair.of(b""), receiver.port, receiver.public_key)
+        assert is_refused(keys, receiver.port, receiver.public_key)
         sender.send(memoryview(b"still"), 0)
         assert receiver.receive(5, 0, WAIT_S) == b"still"
-    finally:
-        sender.close()
-        receiver.close()
 
 
 def test_nothing_is_readable_on_the_way() -> None:
     """A relay between the two ends sees no run of the payload's bytes."""
-    keys = KeyPair.of(b"")
-    receiver, sender = PayloadReceiver(HOST, keys.public), PayloadSender(keys)
     secret = b"a prompt that nobody else may read " * 1000
-    with socket.create_server((HOST, 0)) as listening:
-        seen = bytearray()
+    seen = bytearray()
+    with ends() as (_, sender, receiver), socket.create_server((HOST, 0)) as listening:
 
         def relay() -> None:
             near, _ = listening.accept()
@@ -117,11 +99,7 @@ def test_nothing_is_readable_on_the_way() -> None:
 
         relaying = threading.Thread(target=relay, daemon=True)
         relaying.start()
-        port = listening.getsockname()[1]
-        accepting = threading.Thread(target=receiver.accept, args=(WAIT_S,))
-        accepting.start()
-        sender.connect(HOST, port, receiver.public_key, WAIT_S)
-        accepting.join(WAIT_S)
+        meet(sender, receiver, listening.getsockname()[1])
         sender.send(memoryview(secret), 0).wait(WAIT_S)
         assert receiver.receive(len(secret), 0, WAIT_S) == secret
         sender.close()
@@ -129,6 +107,14 @@ def test_nothing_is_readable_on_the_way() -> None:
         relaying.join(WAIT_S)
     assert len(seen) > len(secret)
     assert secret[:16] not in seen
+
+
+def test_another_payload_than_the_announced_one_is_refused() -> None:
+    for nbytes, tag, reason in ((3, 8, "another payload"), (4, 7, "3 bytes came for 4")):
+        with opened() as (sender, receiver):
+            sender.send(memoryview(b"abc"), 7)
+            with pytest.raises(PayloadError, match=reason):
+                receiver.receive(nbytes, tag, WAIT_S)
 
 
 def pump(source: socket.socket, target: socket.socket, seen: bytearray) -> None:
@@ -143,24 +129,21 @@ def pump(source: socket.socket, target: socket.socket, seen: bytearray) -> None:
 
 
 def test_a_sender_hears_of_a_receiver_that_is_gone() -> None:
-    with opened() as pair:
-        pair.receiver.close()
+    def send_many() -> None:
+        for tag in range(1000):  # it may hear of the other end's after a few
+            sender.send(memoryview(bytes(1 << 20)), tag).wait(WAIT_S)
+
+    with opened() as (sender, receiver):
+        receiver.close()
         with pytest.raises(PayloadError, match="the connection was closed"):
-            send_many(pair.sender)
-
-
-def send_many(sender: PayloadSender) -> None:
-    for tag in range(1000):  # it may hear of the other end's after a few
-        sender.send(memoryview(bytes(1 << 20)), tag).wait(WAIT_S)
+            send_many()
 
 
 def test_a_receiver_waits_no_longer_than_told() -> None:
-    with opened() as pair, pytest.raises(PayloadError, match=r"nothing came within 0\.05 s"):
-        pair.receiver.receive(1, 0, 0.05)
-    receiver = PayloadReceiver(HOST, KeyPair.of(b"").public)
-    with pytest.raises(PayloadError, match=r"did not connect within 0\.05 s"):
+    with opened() as (_, receiver), pytest.raises(PayloadError, match=r"nothing came within 0\.05 s"):
+        receiver.receive(1, 0, 0.05)
+    with ends() as (*_, receiver), pytest.raises(PayloadError, match=r"did not connect within 0\.05 s"):
         receiver.accept(0.05)
-    receiver.close()
 
 
 @pytest.mark.parametrize("rank", [SENDER, RECEIVER])

@@ -53,6 +53,7 @@ def test_sizes_are_sums_over_planes() -> None:
     assert [plane.shape for plane in pool.memory.planes(1)] == [(5, 4, 1, 512), (5, 4, 1, 64)]
     assert pool.nbytes == 2 * LAYOUT.block_nbytes
     assert shape_of(LAYOUT, 7) == (7, 3, 4 * 576)
+    assert KVLayout.from_info(LAYOUT.to_info()) == LAYOUT
 
 
 def test_planes_share_no_memory_and_leave_none() -> None:
@@ -153,7 +154,3 @@ def test_pools_of_other_planes_are_no_pair() -> None:
         broken = replace(LAYOUT, planes=planes)
         with pytest.raises(LinkError, match="makes no sense"):
             check_pair(broken, broken)
-
-
-def test_the_wire_keeps_planes() -> None:
-    assert KVLayout.from_info(LAYOUT.to_info()) == LAYOUT

@@ -9,25 +9,15 @@ import pytest
 
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.prefixes import Prompt
-from pd_cluster.cluster.routing.policy import (
-    ADAPTER_TOKENS,
-    MAX_LOCAL_TOKENS,
-    POLICIES,
-    WAKE_SLACK_TOKENS,
-    RoutingRequest,
-    alone,
-    awaits_pair,
-    is_served,
-    least_loaded,
-    refused_links,
-    why_unavailable,
-)
+from pd_cluster.cluster.routing import policy as routing
+from pd_cluster.cluster.routing.policy import RoutingRequest, least_loaded
 from pd_cluster.errors import Unavailable
 from pd_cluster.reports import InstanceState
 from pd_cluster.types import LinkState, Order, Role, Sampling
 from pd_cluster.types.variants import short_name
 from pd_cluster.wire import Load
 
+NAMES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 ASK = RoutingRequest(Prompt(Order([1, 2, 3], Sampling())))
 
 
@@ -53,43 +43,25 @@ def why_not(*instances: Instance) -> str:
     return str(caught.value)
 
 
-def test_the_least_loaded_of_each_role() -> None:
-    p0, p1 = instance("prefill-0", tokens=5), instance("prefill-1", tokens=4)
-    d0, d1 = instance("decode-0", tokens=9), instance("decode-1", tokens=10)
-    for prefill in (p0, p1):
-        link(prefill, d0, d1)
-    assert chosen(p0, p1, d0, d1) == "prefill-1 decode-0"
-
-
-def test_ties_go_to_the_tables_order() -> None:
-    p0, p1, d0, d1 = (instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"))
-    for prefill in (p0, p1):
-        link(prefill, d0, d1)
-    assert chosen(p0, p1, d0, d1) == "prefill-0 decode-0"
-
-
-def test_decode_s_load_comes_before_prefill_s() -> None:
-    p0, p1 = instance("prefill-0"), instance("prefill-1", tokens=1000)
-    d0, d1 = instance("decode-0", tokens=2), instance("decode-1", tokens=1)
-    link(p0, d0)
-    link(p1, d1)
-    assert chosen(p0, p1, d0, d1) == "prefill-1 decode-1"
-
-
-@pytest.mark.parametrize("state", ["unreachable", "loading", "connecting", "failed"])
-def test_only_ready_instances_serve(state: InstanceState) -> None:
-    p0, d0, d1 = instance("prefill-0"), instance("decode-0", state), instance("decode-1", tokens=99)
-    link(p0, d0, d1)
-    assert chosen(p0, d0, d1) == "prefill-0 decode-1"
-    assert chosen(p0, d0) == "prefill-0 prefill-0"
-    p0.state = state
-    assert why_not(p0, d0).startswith("no prefill and no decode instance is ready: ")
+def test_only_ready_instances_serve() -> None:
+    states: list[InstanceState] = ["unreachable", "loading", "connecting", "failed"]
+    for state in states:
+        p0, d0, d1 = instance("prefill-0"), instance("decode-0", state), instance("decode-1", tokens=99)
+        link(p0, d0, d1)
+        assert chosen(p0, d0, d1) == "prefill-0 decode-1"
+        assert chosen(p0, d0) == "prefill-0 prefill-0"
+        p0.state = state
+        assert why_not(p0, d0).startswith("no prefill and no decode instance is ready: ")
+    p0.reason = "it serves another model"
+    assert why_not(p0, d0).endswith("prefill-0 is failed (it serves another model); decode-0 is failed")
+    assert why_not() == "there is no prefill and no decode instance"
+    assert chosen(instance("decode-0")) == "decode-0 decode-0"
 
 
 @pytest.mark.parametrize("policy", ["least-loaded", "prefix-aware", "predicted-ttft"])
 def test_an_adapter_in_memory_attracts_its_requests(policy: str) -> None:
     """Until as many tokens are ahead there as reading it again counts for; requests of the model go elsewhere."""
-    p0, p1, d0, d1 = (instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"))
+    p0, p1, d0, d1 = (instance(name) for name in NAMES)
     for prefill in (p0, p1):
         link(prefill, d0, d1)
     adapter, other = "ab" * 32, "cd" * 32
@@ -97,18 +69,20 @@ def test_an_adapter_in_memory_attracts_its_requests(policy: str) -> None:
         each.load = msgspec.structs.replace(each.load, adapters=(short_name(present),))
 
     def chosen_for(digest: str) -> str:
-        prompt = Prompt(Order([1] * (MAX_LOCAL_TOKENS + 1), Sampling()))  # a decode instance leaves it to others
+        prompt = Prompt(
+            Order([1] * (routing.MAX_LOCAL_TOKENS + 1), Sampling())
+        )  # a decode instance leaves it to others
         ask = RoutingRequest(prompt, adapter=digest)
-        return " ".join(each.name for each in POLICIES[policy]((p0, p1, d0, d1), ask))
+        return " ".join(each.name for each in routing.POLICIES[policy]((p0, p1, d0, d1), ask))
 
     assert chosen_for("") == "prefill-0 decode-0"
     assert chosen_for(adapter) == "prefill-1 decode-0"
     assert chosen_for(other) == "prefill-0 decode-1"
     for each in (p1, d0):
-        each.outstanding_tokens = ADAPTER_TOKENS - 1
+        each.outstanding_tokens = routing.ADAPTER_TOKENS - 1
     assert chosen_for(adapter) == "prefill-1 decode-0"
     for each in (p1, d0):
-        each.outstanding_tokens = ADAPTER_TOKENS + 1
+        each.outstanding_tokens = routing.ADAPTER_TOKENS + 1
     assert chosen_for(adapter) == "prefill-0 decode-1"
     for each in (p0, p1, d0, d1):  # none limits its memory: all have it
         each.load = msgspec.structs.replace(each.load, adapters=None)
@@ -118,7 +92,7 @@ def test_an_adapter_in_memory_attracts_its_requests(policy: str) -> None:
 def test_against_every_pair() -> None:
     """Random clusters: the choice is a linked pair of ready instances, and no other such pair is better."""
     num_alone = num_unavailable = 0
-    for seed in range(500):
+    for seed in range(300):
         rng = random.Random(seed)
         states: list[InstanceState] = ["ready", "ready", "ready", "failed"]
         names = [f"{role}-{i}" for role in ("prefill", "decode") for i in range(rng.randrange(4))]
@@ -141,20 +115,8 @@ def test_against_every_pair() -> None:
         else:
             num_unavailable += 1
             why_not(*instances)
-    assert num_alone > 20
-    assert num_unavailable > 20
-
-
-def test_why_nobody_can_serve() -> None:
-    p0, d0 = instance("prefill-0", "failed", reason="it serves another model"), instance("decode-0", "loading")
-    assert why_not(p0, d0) == (
-        "no prefill and no decode instance is ready: prefill-0 is failed (it serves another model); decode-0 is loading"
-    )
-
-
-def test_why_a_cluster_without_a_role_cannot_serve() -> None:
-    assert why_not() == "there is no prefill and no decode instance"
-    assert chosen(instance("decode-0")) == "decode-0 decode-0"
+    assert num_alone > 10
+    assert num_unavailable > 10
 
 
 def test_what_an_instance_was_before_does_not_count() -> None:
@@ -163,46 +125,46 @@ def test_what_an_instance_was_before_does_not_count() -> None:
     encoder = Instance("encode-0", "encode", "127.0.0.1", 1, ["0"], state="ready")
     link(p0, d0, d1, state="refused: dtype float32 and bfloat16")
     assert chosen(p0, d0, d1, encoder) == "decode-0 decode-0"
-    assert why_unavailable((p0, d0)).endswith("prefill-0 to decode-0: refused: dtype float32 and bfloat16")
-    assert is_served((p0,))
-    assert not is_served((encoder,))
+    assert routing.why_unavailable((p0, d0)).endswith("prefill-0 to decode-0: refused: dtype float32 and bfloat16")
+    assert routing.is_served((p0,))
+    assert not routing.is_served((encoder,))
     assert why_not(encoder) == "there is no prefill and no decode instance"
     link(p0, d1)
-    assert alone((p0, d0, d1))[0] is d1, "one that others can reach comes first"
+    assert routing.alone((p0, d0, d1))[0] is d1, "one that others can reach comes first"
 
 
 def test_the_first_pair_is_awaited_for_a_moment() -> None:
     """One instance is here; the other is on its way, or its link is; but not for ever, and not for the dead."""
     p0, d0 = instance("prefill-0", "loading"), instance("decode-0")
     d0.ready_s = 100.0
-    assert awaits_pair((p0, d0), 103.0, 3.5)
-    assert not awaits_pair((p0, d0), 103.5, 3.5), "it may load for an hour, or die again and again"
+    assert routing.awaits_pair((p0, d0), 103.0, 3.5)
+    assert not routing.awaits_pair((p0, d0), 103.5, 3.5), "it may load for an hour, or die again and again"
     p0.state, p0.reason = "unreachable", ""
-    assert awaits_pair((p0, d0), 103.0, 3.5), "it has not been asked yet"
+    assert routing.awaits_pair((p0, d0), 103.0, 3.5), "it has not been asked yet"
     p0.reason = "nobody answers"
-    assert not awaits_pair((p0, d0), 100.0, 3.5)
+    assert not routing.awaits_pair((p0, d0), 100.0, 3.5)
     p0.state, p0.reason, p0.ready_s = "ready", "", 101.0
-    assert awaits_pair((p0, d0), 103.0, 3.5)
+    assert routing.awaits_pair((p0, d0), 103.0, 3.5)
     link(p0, d0, state="refused: x")
-    assert not awaits_pair((p0, d0), 103.0, 3.5)
+    assert not routing.awaits_pair((p0, d0), 103.0, 3.5)
     link(p0, d0)
-    assert not awaits_pair((p0, d0), 103.0, 3.5)
-    assert not awaits_pair((), 0.0, 3.5)
+    assert not routing.awaits_pair((p0, d0), 103.0, 3.5)
+    assert not routing.awaits_pair((), 0.0, 3.5)
 
 
 def test_links_to_the_dead_are_not_reported() -> None:
     p0, d0, d1 = instance("prefill-0"), instance("decode-0", "unreachable"), instance("decode-1")
     link(p0, d0, d1, state="opening")
-    assert refused_links([p0, d0, d1]) == ["prefill-0 to decode-1: opening"]
+    assert routing.refused_links([p0, d0, d1]) == ["prefill-0 to decode-1: opening"]
 
 
 def test_a_link_at_rest_is_opened_only_for_a_considerable_gain() -> None:
     p0, d0, d1 = (instance(name) for name in ("prefill-0", "decode-0", "decode-1"))
     link(p0, d0, state="up (hccl)")
     link(p0, d1, state="resting")
-    d0.outstanding_tokens = WAKE_SLACK_TOKENS - 1
+    d0.outstanding_tokens = routing.WAKE_SLACK_TOKENS - 1
     assert chosen(p0, d0, d1) == "prefill-0 decode-0"
-    d0.outstanding_tokens = WAKE_SLACK_TOKENS
+    d0.outstanding_tokens = routing.WAKE_SLACK_TOKENS
     assert chosen(p0, d0, d1) == "prefill-0 decode-1"
     link(p0, d0, state="resting")
     d0.outstanding_tokens, d1.outstanding_tokens = 0, 1

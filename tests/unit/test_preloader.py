@@ -117,13 +117,6 @@ def test_a_rank_has_its_own_files_one_thread_and_no_other(preloader: Preloader, 
         assert other.fork.pid in children_of(preloader.pid)
 
 
-def test_what_it_was_asked_for_is_what_it_does(preloader: Preloader) -> None:
-    """A configuration that is none ends it with code 1, as a rank that was started by command line."""
-    with Rank(preloader) as rank:
-        rank.channel.sendall(b"no configuration\n")
-        assert rank.code() == 1
-
-
 # ---- what ends it
 
 
@@ -144,20 +137,33 @@ def test_how_it_ended_is_told(preloader: Preloader) -> None:
     with Rank(preloader) as rank:
         rank.channel.close()  # its parent's end: nothing can wait
         assert rank.code() == 1
+    with Rank(preloader) as rank:
+        rank.channel.sendall(b"no configuration\n")
+        assert rank.code() == 1, "as a rank that was started by command line"
+
+
+STARTER = r"""
+import os, signal, socket, time
+from pd_cluster.cluster.processes.rank_process import environment
+from pd_cluster.engine.start.preloader import Preloader
+env = environment(1, os.environ)
+preloader = Preloader.start(env, "")
+ours, theirs = socket.socketpair()
+fork = preloader.ask(env, [theirs.fileno()])
+assert fork.wait(60)
+while not fork.accept():
+    assert fork.wait(60)
+while "State:\tS" not in open(f"/proc/{fork.pid}/status").read():
+    time.sleep(0.01)  # until it waits for its configuration
+os.kill(fork.pid, signal.SIGSTOP)
+print(preloader.pid, fork.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 def test_nothing_outlives_a_killed_starter() -> None:
-    code = (
-        "import os, signal\n"
-        "from tests.unit.test_preloader import Preloader, Rank, env\n"
-        "preloader = Preloader.start(env(), '')\n"
-        "rank = Rank(preloader)\n"
-        "os.kill(rank.fork.pid, signal.SIGSTOP)\n"
-        "print(preloader.pid, rank.fork.pid, flush=True)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT_S, cwd=root)
+    done = subprocess.run([sys.executable, "-c", STARTER], capture_output=True, text=True, timeout=WAIT_S, cwd=root)
     pids = [int(pid) for pid in done.stdout.split()]
     assert len(pids) == 2, done.stderr
     until(lambda: all(map(is_gone, pids)))
@@ -166,18 +172,19 @@ def test_nothing_outlives_a_killed_starter() -> None:
 # ---- what the preloader does not do
 
 
-def test_another_environment_is_refused_by_name(preloader: Preloader) -> None:
+def test_another_environment_is_refused_by_name(preloader: Preloader, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that was started by a worker in a network namespace of its own must be in it, too."""
     with pytest.raises(NotForked, match=r"its environment is not the preloader's: MALLOC_ARENA_MAX, OMP_NUM_THREADS"):
         Rank(preloader, MALLOC_ARENA_MAX="1", OMP_NUM_THREADS="17")
     with Rank(preloader, PD_CLUSTER_ANYTHING="1", NODE_PORTS="1,2"):
         pass
-
-
-def test_other_surroundings_are_refused_by_name(preloader: Preloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that was started by a worker in a network namespace of its own must be in it."""
+    num_files = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(NotForked, match="what it needs cannot be told"):
+        preloader.ask({"A": "\udcff"}, [0])
+    assert len(os.listdir("/proc/self/fd")) == num_files
     found = preloading.surroundings()
     assert "net:" in found["net namespace"]
-    monkeypatch.setattr(preloading, "surroundings", lambda: {**found, "net namespace": "net:[1]", "niceness": "5"})
+    monkeypatch.setattr(preloading, "surroundings", lambda: {**found, "net namespace": "net:[1]", "niceness": "-20"})
     with pytest.raises(NotForked, match="its net namespace, niceness is not the preloader's"):
         Rank(preloader)
 
@@ -200,13 +207,6 @@ def test_bad_requests_are_refused_and_disturb_nobody(preloader: Preloader) -> No
         pass
 
 
-def test_an_environment_that_cannot_be_told_is_no_fork(preloader: Preloader) -> None:
-    num_files = len(os.listdir("/proc/self/fd"))
-    with pytest.raises(NotForked, match="what it needs cannot be told"):
-        preloader.ask({"A": "\udcff"}, [0])
-    assert len(os.listdir("/proc/self/fd")) == num_files
-
-
 def test_one_that_nobody_waits_for_any_more_is_ended(preloader: Preloader) -> None:
     before = {*children_of(preloader.pid)}
     ours, theirs = socket.socketpair()
@@ -219,32 +219,33 @@ def test_one_that_nobody_waits_for_any_more_is_ended(preloader: Preloader) -> No
 # ---- without it
 
 
-def test_ranks_go_on_when_it_is_killed_and_others_must_be_spawned(own: Preloader) -> None:
-    with Rank(own) as rank:
+def test_ranks_go_on_when_it_is_stopped_or_killed_and_others_must_be_spawned(
+    own: Preloader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stopped one costs a running rank only its exit code; what it was asked for, it dies of."""
+    monkeypatch.setattr(preloading, "CODE_TIMEOUT_S", 0.05)
+    ours, theirs = socket.socketpair()
+    with Rank(own) as rank, Rank(own) as other, ours, theirs:
+        os.kill(own.pid, signal.SIGSTOP)
+        asked = own.ask(env(), [theirs.fileno()])
+        assert not asked.wait(0)
+        nothing_of_whoever_asks_waits_in(own)
+        rank.fork.kill()
+        assert rank.code() is None
         os.kill(own.pid, signal.SIGKILL)
         until(lambda: not own.is_alive)
-        assert not rank.fork.wait(0)
+        assert asked.wait(WAIT_S)
+        with pytest.raises(NotForked, match="has ended"):
+            asked.accept()
+        assert not other.fork.wait(0)
         with pytest.raises(NotForked, match="the preloader is gone or has too much to do"):
             Rank(own)
-        rank.fork.kill()
-        assert rank.code() is None  # nobody can tell
+        other.fork.kill()
+        assert other.code() is None  # nobody can tell
 
 
-def test_a_request_that_it_dies_of_is_not_forked(own: Preloader) -> None:
-    os.kill(own.pid, signal.SIGSTOP)
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        fork = own.ask(env(), [theirs.fileno()])
-        assert not fork.wait(0)
-        os.kill(own.pid, signal.SIGKILL)
-        assert fork.wait(WAIT_S)
-        with pytest.raises(NotForked, match="has ended"):
-            fork.accept()
-
-
-def test_nothing_of_whoever_asks_waits_in_a_stopped_one(own: Preloader) -> None:
+def nothing_of_whoever_asks_waits_in(own: Preloader) -> None:
     """Its files would keep other processes from seeing their ends. It fails at once with a full socket, too."""
-    os.kill(own.pid, signal.SIGSTOP)
     reader, writer = os.pipe()
     forks: list[Fork] = []
 
@@ -262,34 +263,20 @@ def test_nothing_of_whoever_asks_waits_in_a_stopped_one(own: Preloader) -> None:
     os.close(reader)
 
 
-def test_a_stopped_one_costs_a_running_rank_only_its_code(own: Preloader, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preloading, "CODE_TIMEOUT_S", 0.05)
-    with Rank(own) as rank:
-        os.kill(own.pid, signal.SIGSTOP)
-        rank.fork.kill()
-        assert rank.code() is None
-
-
 # ---- where there is none
 
 
-def test_a_number_that_is_no_preloader_s_is_none() -> None:
-    with socket.socket() as other:
+def test_drivers_and_old_kernels_forbid_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:  # numbers that are no preloader's
         for value in ("x", "100000", str(other.fileno())):
             assert Preloader.inherited({preloading.VARIABLE: value}) is None
     assert Preloader.inherited({}) is None
+    for device, files, is_safe in (
+        *(("cpu", ["/"], True), ("auto", [], True), ("auto", ["/"], False), ("cuda", [], False), ("npu", [], False)),
+    ):
+        monkeypatch.setattr(preloading, "DEVICE_FILES", files)
+        assert forks_are_safe(device) == is_safe
 
-
-@pytest.mark.parametrize(
-    ("device", "files", "is_safe"),
-    [("cpu", ["/"], True), ("auto", [], True), ("auto", ["/"], False), ("cuda", [], False), ("npu", [], False)],
-)
-def test_drivers_forbid_it(device: str, files: list[str], is_safe: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preloading, "DEVICE_FILES", files)
-    assert forks_are_safe(device) == is_safe
-
-
-def test_old_kernels_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(pid: int) -> int:
         raise OSError(38, "Function not implemented")
 

@@ -21,6 +21,9 @@ def test_a_folder_is_made_for_this_user_alone(tmp_path: Path) -> None:
     os.close(open_folder(tmp_path / "a", "b/c", "--kept"))
     assert [(tmp_path / name).stat().st_mode & 0o777 for name in ("a", "a/b", "a/b/c")] == [0o700] * 3
     check_folder(tmp_path / "a", "--kept", ("missing",))
+    (tmp_path / "a").chmod(0o755)
+    with pytest.raises(ConfigError, match="with mode 0700"):
+        check_folder(tmp_path / "a", "--kept")
 
 
 @pytest.mark.parametrize("part", ["a", "a/b"])
@@ -33,27 +36,25 @@ def test_a_link_in_a_folders_place_is_refused(tmp_path: Path, part: str) -> None
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_folder_that_others_can_open_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a").chmod(0o755)
-    with pytest.raises(ConfigError, match="with mode 0700"):
-        check_folder(tmp_path / "a", "--kept")
-
-
-@pytest.mark.parametrize("flags", [READ, APPEND, CREATE])
-@pytest.mark.parametrize("what", ["link", "pipe", "folder"])
-def test_only_plain_files_are_opened(tmp_path: Path, flags: int, what: str) -> None:
-    (tmp_path / "outside").write_text("theirs")
-    file = tmp_path / "file"
+def spoiled(file: Path, what: str) -> Path:
+    """Puts something in the place of a file: a link to `outside`, a pipe or a folder."""
+    (file.parent / "outside").write_text("theirs\n")
     if what == "link":
-        file.symlink_to(tmp_path / "outside")
+        file.symlink_to(file.parent / "outside")
     elif what == "pipe":
         os.mkfifo(file)
     else:
         file.mkdir()
-    with pytest.raises(OSError, match=str(file)):
-        open_own(file, flags)
-    assert (tmp_path / "outside").read_text() == "theirs"
+    return file
+
+
+@pytest.mark.parametrize("what", ["link", "pipe", "folder"])
+def test_only_plain_files_are_opened(tmp_path: Path, what: str) -> None:
+    file = spoiled(tmp_path / "file", what)
+    for flags in (READ, APPEND, CREATE):
+        with pytest.raises(OSError, match=str(file)):
+            open_own(file, flags)
+    assert (tmp_path / "outside").read_text() == "theirs\n"
 
 
 def test_a_whole_file_replaces_a_link_and_not_its_target(tmp_path: Path) -> None:
@@ -71,12 +72,7 @@ def test_a_whole_file_replaces_a_link_and_not_its_target(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("what", ["link", "pipe"])
 def test_lines_go_into_files_alone(tmp_path: Path, what: str, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "outside").write_text("theirs\n")
-    file = file_of(tmp_path, "decode-0")
-    if what == "link":
-        file.symlink_to(tmp_path / "outside")
-    else:
-        os.mkfifo(file)
+    file = spoiled(file_of(tmp_path, "decode-0"), what)
     kept = LogFile(tmp_path, "decode-0")
     with caplog.at_level(logging.WARNING):
         kept.write("one")

@@ -26,22 +26,16 @@ from tests.support.fake_device import install
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, planes=keys_and_values(8), block_size=4, dtype="float32")
 
 
-@pytest.mark.parametrize(
-    ("num_tokens", "num_seqs", "max_len", "lens"),
-    [(10, 3, 100, [4, 3, 3]), (2, 5, 100, [1, 1]), (40, 2, 8, [8, 8]), (7, 1, 100, [7])],
-)
-def test_the_largest_step_has_as_many_tokens_and_sequences_as_may_be(
-    num_tokens: int, num_seqs: int, max_len: int, lens: list[int]
-) -> None:
-    chunks = profile.largest_step(num_tokens, num_seqs, max_len, LAYOUT)
-    assert [count for _, count in chunks] == lens
-    assert all(request.num_logit_rows(count) == 1 for request, count in chunks)
-    blocks = [block for request, _ in chunks for block in request.block_table]
-    assert blocks == list(range(len(blocks)))
-
-
-def test_on_cpu_nothing_is_run() -> None:
-    assert profile.peak_of_a_step(cast(CausalLM, None), LAYOUT, 12, 2, 64, CPU) == 0
+def test_the_largest_step_has_as_many_tokens_and_sequences_as_may_be() -> None:
+    for num_tokens, num_seqs, max_len, lens in (
+        *((10, 3, 100, [4, 3, 3]), (2, 5, 100, [1, 1]), (40, 2, 8, [8, 8]), (7, 1, 100, [7])),
+    ):
+        chunks = profile.largest_step(num_tokens, num_seqs, max_len, LAYOUT)
+        assert [count for _, count in chunks] == lens
+        assert all(request.num_logit_rows(count) == 1 for request, count in chunks)
+        blocks = [block for request, _ in chunks for block in request.block_table]
+        assert blocks == list(range(len(blocks)))
+    assert profile.peak_of_a_step(cast(CausalLM, None), LAYOUT, 12, 2, 64, CPU) == 0, "on CPU nothing is run"
 
 
 @pytest.fixture
@@ -80,18 +74,13 @@ def test_graphs_take_the_largest_one_s_memory_and_their_logits(
         batches.append(batch)
         return torch.zeros(len(batch.sample_rows), 7)
 
-    nbytes = profile.nbytes_of_graphs(cast(CausalLM, model), LAYOUT, 6, Device("cuda"))
-    assert (batches[0].num_tokens, batches[0].num_seqs) == (6, 6)
-    assert nbytes == 5000 + 6 * 7 * 4
-    profile.nbytes_of_graphs(cast(CausalLM, model), LAYOUT, 6, Device("cuda"), num_tokens=20)
-    assert (batches[1].num_tokens, batches[1].num_seqs) == (20, 6)
-    profile.nbytes_of_graphs(cast(CausalLM, model), LAYOUT, 6, Device("cuda"), num_tokens=2)
-    assert (batches[2].num_tokens, batches[2].num_seqs) == (6, 6)
+    assert profile.nbytes_of_graphs(cast(CausalLM, model), LAYOUT, 6, Device("cuda")) == 5000 + 6 * 7 * 4
+    for num_tokens in (20, 2):
+        profile.nbytes_of_graphs(cast(CausalLM, model), LAYOUT, 6, Device("cuda"), num_tokens=num_tokens)
+    assert [(batch.num_tokens, batch.num_seqs) for batch in batches] == [(6, 6), (20, 6), (6, 6)]
 
 
-def test_graphs_that_do_not_fit_name_their_flags(
-    measured: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_does_not_fit_names_its_flags(measured: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "reserved_nbytes", lambda device: 0)
 
     def model(batch: ForwardBatch) -> torch.Tensor:
@@ -99,12 +88,6 @@ def test_graphs_that_do_not_fit_name_their_flags(
 
     with pytest.raises(ConfigError, match=r"graphs of 6 sequences do not fit cuda:0; .*--graph-sizes.*--enforce-eager"):
         profile.nbytes_of_graphs(cast(CausalLM, model), LAYOUT, 6, Device("cuda"))
-
-
-def test_a_step_that_does_not_fit_names_its_flag(measured: Callable[[Any], int]) -> None:
-    def model(batch: ForwardBatch) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
     with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 12: .* does not fit cuda:0 .*give fewer"):
         measured(model)
 
@@ -127,23 +110,20 @@ def test_the_workspace_of_decode_is_that_of_its_largest_plan() -> None:
         assert profile.decode_workspace_nbytes(cast(CausalLM, Model()), LAYOUT, 256, 20_000) == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "total", "num_tokens"),
-    [("cuda", 85_520_809_984, 8192), ("cuda", 70_000_000_000, 8192), ("cuda", 69_999_999_999, 2048),
-     ("cuda", 24 << 30, 2048), ("npu", 96 << 30, 2048), ("cpu", 0, 2048)],
-)  # fmt: skip
 def test_a_large_gpu_takes_large_steps_by_default(
-    kind: DeviceKind,
-    total: int,
-    num_tokens: int,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first is an H100's memory as CUDA reports it."""
-    monkeypatch.setattr(install(monkeypatch), "mem_get_info", lambda index: (total // 2, total), raising=False)
-    device = Device(kind)
-    with caplog.at_level("INFO"):
-        assert sizing.num_step_tokens(EngineConfig(model="m"), device) == num_tokens
-    assert f"steps of at most {num_tokens} tokens, the default for {device.torch_name}" in caplog.text
-    given = EngineConfig(model="m", max_num_batched_tokens=100)
-    assert sizing.num_step_tokens(given, device) == 100
+    memories: list[tuple[DeviceKind, int, int]] = [
+        *(("cuda", 85_520_809_984, 8192), ("cuda", 70_000_000_000, 8192), ("cuda", 69_999_999_999, 2048)),
+        *(("npu", 96 << 30, 2048), ("cpu", 0, 2048)),
+    ]
+    gpu = install(monkeypatch)
+    for kind, total, num_tokens in memories:
+        monkeypatch.setattr(gpu, "mem_get_info", lambda index, total=total: (total // 2, total), raising=False)
+        device = Device(kind)
+        with caplog.at_level("INFO"):
+            assert sizing.num_step_tokens(EngineConfig(model="m"), device) == num_tokens
+        assert f"steps of at most {num_tokens} tokens, the default for {device.torch_name}" in caplog.text
+        given = EngineConfig(model="m", max_num_batched_tokens=100)
+        assert sizing.num_step_tokens(given, device) == 100

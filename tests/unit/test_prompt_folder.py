@@ -39,12 +39,6 @@ def test_what_is_read(tmp_path: Path) -> None:
     assert PromptFolder.read(other).digest != soft.digest
 
 
-def test_names_of_other_variants() -> None:
-    assert num_virtual_tokens("") == num_virtual_tokens("ab" * 32) == num_virtual_tokens("prompt-0-" + "ab" * 32) == 0
-    assert num_virtual_tokens("prompt-x-y") == num_virtual_tokens("-1-") == 0
-    assert lora_of("ab" * 32) == "ab" * 32
-
-
 def test_either_kind_by_its_config(tmp_path: Path) -> None:
     assert isinstance(read_adapter(write(tmp_path / "a"), 16), PromptFolder)
     lora = write_lora(tmp_path / "b")
@@ -60,22 +54,6 @@ def test_a_file_that_changes_is_noticed(tmp_path: Path) -> None:
     write(tmp_path / "a", {"prompt_embeddings": torch.zeros(4, 8)})
     with pytest.raises(ModelError, match="changed while it was loaded"):
         folder.weights()
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"peft_type": "MULTITASK_PROMPT_TUNING"}, "peft_type 'MULTITASK_PROMPT_TUNING': not one of"),
-        ({"num_virtual_tokens": 5}, "num_virtual_tokens 5, but prompt_embeddings has 4 rows"),
-        ({"num_virtual_tokens": None}, "num_virtual_tokens None, but"),
-        ({"num_transformer_submodules": 2}, "num_transformer_submodules 2: only decoders"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save: whole modules"),
-        ({"something_new": 3}, "something_new 3: this field is not known here"),
-    ],
-)
-def test_configs_that_are_refused(tmp_path: Path, changes: dict[str, Any], why: str) -> None:
-    with pytest.raises(ModelError, match=why):
-        PromptFolder.read(write(tmp_path / "a", **changes))
 
 
 def _link_out(folder: Path) -> None:
@@ -101,6 +79,12 @@ def _cut(folder: Path) -> None:
         (lambda folder: write(folder, {"other": torch.ones(4, 8)}), "'other': a prompt adapter has only"),
         (lambda folder: write(folder, {"prompt_embeddings": torch.ones(4)}), "expected a matrix"),
         (lambda folder: write(folder, {"prompt_embeddings": torch.ones(4, 8).int()}), "dtype 'I32'"),
+        (lambda folder: write(folder, peft_type="MULTITASK_PROMPT_TUNING"), "peft_type 'MULTITASK_PROMPT_TUNING': not"),
+        (lambda folder: write(folder, num_virtual_tokens=5), "num_virtual_tokens 5, but prompt_embeddings has 4 rows"),
+        (lambda folder: write(folder, num_virtual_tokens=None), "num_virtual_tokens None, but"),
+        (lambda folder: write(folder, num_transformer_submodules=2), "num_transformer_submodules 2: only decoders"),
+        (lambda folder: write(folder, modules_to_save=["lm_head"]), "modules_to_save: whole modules"),
+        (lambda folder: write(folder, something_new=3), "something_new 3: this field is not known here"),
     ],
 )
 def test_folders_that_are_refused(tmp_path: Path, spoil: Callable[[Path], Any], why: str) -> None:
@@ -110,8 +94,11 @@ def test_folders_that_are_refused(tmp_path: Path, spoil: Callable[[Path], Any], 
         PromptFolder.read(folder)
 
 
-def test_the_limit_of_virtual_tokens(tmp_path: Path) -> None:
+def test_limits_and_names_of_virtual_tokens(tmp_path: Path) -> None:
     folder = write(tmp_path / "a")
     assert PromptFolder.read(folder, 4).num_tokens == 4
     with pytest.raises(ModelError, match="num_virtual_tokens 4 is above --max-prompt-adapter-token 3; raise that"):
         PromptFolder.read(folder, 3)
+    assert num_virtual_tokens("") == num_virtual_tokens("ab" * 32) == num_virtual_tokens("prompt-0-" + "ab" * 32) == 0
+    assert num_virtual_tokens("prompt-x-y") == num_virtual_tokens("-1-") == 0
+    assert lora_of("ab" * 32) == "ab" * 32

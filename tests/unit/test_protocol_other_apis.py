@@ -13,22 +13,15 @@ import pytest
 from pd_cluster.api.document.document import document
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema import parse as parsing
+from pd_cluster.service.schema import protocol
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.messages_protocol import MessagesRequest
 from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest, parse_pooling
-from pd_cluster.service.schema.protocol import (
-    CHAT_ONLY,
-    HARMLESS,
-    NOT_YET,
-    SGLANGS,
-    CompletionRequest,
-    GenerateRequest,
-    GenerationRequest,
-)
+from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest, GenerationRequest
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.service.schema.tokens_protocol import TokensRequest
-from tests.support.parsing import MINIMAL, OTHERS, kinds, parsed, refused
+from tests.support.parsing import MINIMAL, OTHERS, parsed, refused
 
 
 def test_numbers_of_other_apis_may_be_written_so_too() -> None:
@@ -40,79 +33,43 @@ def test_numbers_of_other_apis_may_be_written_so_too() -> None:
     assert (made.repetition_penalty, made.stop_token_ids) == (1.1, [3])
 
 
-@pytest.mark.parametrize("number", [0, 0.0])
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [(ResponsesRequest, "watermarking"), (ResponsesRequest, "background"), (MessagesRequest, "watermarking")],
-)
-def test_zero_is_not_false(kind: Any, name: str, number: float) -> None:
+def test_zero_is_not_false() -> None:
     """As the document of the API says."""
-    body = dict(OTHERS)[kind]
-    parse(json.dumps({**body, name: False}).encode(), kind, has_own_names=True)
-    with pytest.raises(RequestError, match=f"^{name}: {number}: Input should be False$"):
-        parse(json.dumps({**body, name: number}).encode(), kind, has_own_names=True)
+    bodies = dict(OTHERS)
+    for kind, name in (
+        *((ResponsesRequest, "watermarking"), (ResponsesRequest, "background"), (MessagesRequest, "watermarking")),
+    ):
+        parse(json.dumps({**bodies[kind], name: False}).encode(), kind, has_own_names=True)
+        for number in (0, 0.0):
+            with pytest.raises(RequestError, match=f"^{name}: {number}: Input should be False$"):
+                parse(json.dumps({**bodies[kind], name: number}).encode(), kind, has_own_names=True)
 
 
 VLLM_SAMPLING = [
-    "n",
-    "best_of",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "use_beam_search",
-    "length_penalty",
-    "early_stopping",
-    "stop",
-    "stop_token_ids",
-    "include_stop_str_in_output",
-    "ignore_eos",
-    "max_tokens",
-    "min_tokens",
-    "prompt_logprobs",
-    "detokenize",
-    "skip_special_tokens",
-    "spaces_between_special_tokens",
-    "logits_processors",
-    "truncate_prompt_tokens",
-    "bad_words",
-    "guided_decoding",
-    "structured_outputs",
-    "logit_bias",
-    "allowed_token_ids",
-    "extra_args",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "guided_whitespace_pattern",
-    "thinking_token_budget",
+    *("n", "best_of", "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k"),
+    *("min_p", "seed", "use_beam_search", "length_penalty", "early_stopping", "stop", "stop_token_ids", "ignore_eos"),
+    *("include_stop_str_in_output", "max_tokens", "min_tokens", "prompt_logprobs", "detokenize", "skip_special_tokens"),
+    *("spaces_between_special_tokens", "logits_processors", "truncate_prompt_tokens", "bad_words", "guided_decoding"),
+    *("structured_outputs", "logit_bias", "allowed_token_ids", "extra_args", "guided_json", "guided_regex"),
+    *("guided_choice", "guided_grammar", "guided_whitespace_pattern", "thinking_token_budget"),
 ]
 
 
-@pytest.mark.parametrize("name", VLLM_SAMPLING)
-def test_every_sampling_parameter_of_vllm_is_honoured_or_refused(name: str) -> None:
+def test_every_sampling_parameter_of_vllm_is_honoured_or_refused() -> None:
     """The parameters are 0.6.0's and today's. Each honoured one has a test of its effect in tests/api."""
-    assert (name in ChatCompletionRequest.model_fields) != (name in NOT_YET)
+    for name in VLLM_SAMPLING:
+        assert (name in ChatCompletionRequest.model_fields) != (name in protocol.NOT_YET), name
+    assert all("logprobs" in kind.model_fields for kind in MINIMAL)
 
 
-@kinds
-def test_logprobs_is_a_field_of_every_kind(kind: type[GenerationRequest]) -> None:
-    assert "logprobs" in kind.model_fields
-
-
-@pytest.mark.parametrize("kind", [CompletionRequest, GenerateRequest])
-@pytest.mark.parametrize("name", CHAT_ONLY)
-def test_what_is_for_chats_is_refused_elsewhere(kind: type[GenerationRequest], name: str) -> None:
-    for neutral in (None, *CHAT_ONLY[name]):
-        parsed(kind, **{name: neutral})
-    error = refused(json.dumps({**MINIMAL[kind], name: ["something", {"else": 1}]}).encode(), kind)
-    assert error.param == name
-    assert "/v1/chat/completions" in str(error)
+def test_what_is_for_chats_is_refused_elsewhere() -> None:
+    for kind in (CompletionRequest, GenerateRequest):
+        for name in protocol.CHAT_ONLY:
+            for neutral in (None, *protocol.CHAT_ONLY[name]):
+                parsed(kind, **{name: neutral})
+            error = refused(json.dumps({**MINIMAL[kind], name: ["something", {"else": 1}]}).encode(), kind)
+            assert error.param == name
+            assert "/v1/chat/completions" in str(error)
 
 
 def test_unknown_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -146,12 +103,11 @@ def test_sessions_of_tokens_have_an_effect_and_no_line_in_the_log(caplog: pytest
     assert (made.session_id, made.prompt_cache_key) == ("a", "b")
 
 
-KEPT = ("kv_transfer_params", "ec_transfer_params", "prompt_embeds", "logprob_token_ids", "repetition_detection")
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_parameters_that_would_change_the_answer_are_not_ignored(name: str) -> None:
-    assert refused(json.dumps({"prompt": "a", name: {"host": "10.0.0.1"}}).encode()).param == name
+def test_parameters_that_would_change_the_answer_are_not_ignored() -> None:
+    for name in (
+        *("kv_transfer_params", "ec_transfer_params", "prompt_embeds", "logprob_token_ids", "repetition_detection"),
+    ):
+        assert refused(json.dumps({"prompt": "a", name: {"host": "10.0.0.1"}}).encode()).param == name
 
 
 # Fields of vLLM 0.32's requests that OpenAI's have not; what samples is in VLLM_SAMPLING.
@@ -190,9 +146,9 @@ VLLMS_OF_EMBEDDING = {
 def test_every_field_of_vllms_routes_is_known() -> None:
     """Honoured, refused by name, or known to say nothing about the answer."""
     for fields, model, other in (
-        (VLLMS_OF_ALL | {"add_special_tokens", "echo"}, CompletionRequest, {*NOT_YET, *HARMLESS}),
-        (VLLMS_OF_ALL | VLLMS_OF_CHATS, ChatCompletionRequest, {*NOT_YET, *HARMLESS}),
-        (VLLMS_OF_RESPONSES, ResponsesRequest, HARMLESS),
+        (VLLMS_OF_ALL | {"add_special_tokens", "echo"}, CompletionRequest, {*protocol.NOT_YET, *protocol.HARMLESS}),
+        (VLLMS_OF_ALL | VLLMS_OF_CHATS, ChatCompletionRequest, {*protocol.NOT_YET, *protocol.HARMLESS}),
+        (VLLMS_OF_RESPONSES, ResponsesRequest, protocol.HARMLESS),
         (VLLMS_OF_TOKENS, TokensRequest, set()),
         (VLLMS_OF_EMBEDDING, EmbeddingRequest, EmbeddingRequest.REFUSED.keys()),
         (VLLMS_OF_RANKING, RerankRequest, RerankRequest.REFUSED.keys()),
@@ -224,31 +180,27 @@ def test_items_are_documents_of_another_name() -> None:
             parse_pooling(json.dumps(wrong).encode(), ScoreRequest).pairs()
 
 
-@pytest.mark.parametrize(
-    ("name", "neutral", "wrong"),
-    [("max_tokens_per_query", 0, 9), ("max_tokens_per_doc", 0, 9), ("padding", "do_not_pad", "x")],
-)
-def test_rankings_are_not_cut_or_padded_otherwise(name: str, neutral: Any, wrong: Any) -> None:
-    for kind, pair in ((RerankRequest, {"query": "a"}), (ScoreRequest, {"queries": "a"})):
-        parse_pooling(json.dumps({**pair, "documents": ["b"], name: neutral}).encode(), kind)
-        with pytest.raises(RequestError, match=f"{name}: .* is not supported"):
-            parse_pooling(json.dumps({**pair, "documents": ["b"], name: wrong}).encode(), kind)
+def test_rankings_are_not_cut_or_padded_otherwise() -> None:
+    others: list[tuple[str, Any, Any]] = [("max_tokens_per_query", 0, 9), ("padding", "do_not_pad", "x")]
+    for name, neutral, wrong in (*others, ("max_tokens_per_doc", 0, 9)):
+        for kind, pair in ((RerankRequest, {"query": "a"}), (ScoreRequest, {"queries": "a"})):
+            parse_pooling(json.dumps({**pair, "documents": ["b"], name: neutral}).encode(), kind)
+            with pytest.raises(RequestError, match=f"{name}: .* is not supported"):
+                parse_pooling(json.dumps({**pair, "documents": ["b"], name: wrong}).encode(), kind)
 
 
-@pytest.mark.parametrize("name", SGLANGS)
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
-def test_sglangs_names_are_refused_with_those_there_are(name: str, kind: type[GenerationRequest]) -> None:
-    """They were taken, and had no effect."""
-    neutral, way_out = SGLANGS[name]
-    for value in (None, *neutral):
-        parse(json.dumps({**MINIMAL[kind], name: value}).encode(), kind)
-    with pytest.raises(RequestError, match=rf"^{name}: .* is not a name here; {re.escape(way_out)}$") as caught:
-        parse(json.dumps({**MINIMAL[kind], name: True if neutral == (False,) else "x"}).encode(), kind)
-    assert caught.value.param == name
+def test_sglangs_names_are_refused_with_those_there_are(kind: type[GenerationRequest]) -> None:
+    for name, (neutral, way_out) in protocol.SGLANGS.items():
+        for value in (None, *neutral):
+            parse(json.dumps({**MINIMAL[kind], name: value}).encode(), kind)
+        with pytest.raises(RequestError, match=rf"^{name}: .* is not a name here; {re.escape(way_out)}$") as caught:
+            parse(json.dumps({**MINIMAL[kind], name: True if neutral == (False,) else "x"}).encode(), kind)
+        assert caught.value.param == name
 
 
 def test_what_changes_nothing_is_documented() -> None:
     """By the server itself, and on the page for clients."""
     told = document("tiny", openai=True, has_keys=False)["info"]["description"]
     page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text("utf-8")
-    assert [name for name in HARMLESS if name not in told or f"`{name}`" not in page] == []
+    assert [name for name in protocol.HARMLESS if name not in told or f"`{name}`" not in page] == []

@@ -7,7 +7,6 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -89,6 +88,9 @@ async def test_a_key_or_a_link_shows_figures_and_nothing_else(tmp_path: Path) ->
             assert "prefill-0 is unreachable" in [each["text"] for each in found["problems"]]
             text = json.dumps(found)
             assert not [secret for secret in SECRETS if secret in text]
+        headers = {"Origin": "https://localhost:9000"}  # a page behind a proxy with TLS
+        answer = await client.post("/dashboard/api/session", json={"api_key": KEY}, headers=headers)
+        assert "secure" in answer.headers["set-cookie"].lower()
 
 
 async def test_there_are_no_commands_logs_requests_or_chats(tmp_path: Path) -> None:
@@ -127,39 +129,24 @@ async def test_it_answers_under_its_own_names_only(tmp_path: Path) -> None:
                 assert is_known or "is no name of this port" in answer.text
 
 
-@pytest.mark.parametrize(
-    ("names", "host", "scheme", "is_known"),
-    [
-        (HostNames(is_local=False), "10.0.0.5:9001", "http", True),
-        (HostNames(is_local=False), "[fd00::5]:9001", "http", True),
-        (HostNames(is_local=False), socket.gethostname(), "http", True),
-        (HostNames(is_local=False), "evil.example", "http", False),
-        (HostNames(is_local=False), "", "http", False),
-        (HostNames(), "10.0.0.5:9001", "http", False),
-        (HostNames(), "ops.example", "https", True),  # the browser has compared it with the certificate
-    ],
-)
-def test_which_names_are_a_port_s_own(names: HostNames, host: str, scheme: str, is_known: bool) -> None:
-    headers = [(b"host", host.encode())]
-    scope = {"type": "http", "scheme": scheme, "server": ("x", 1), "path": "/", "query_string": b"", "headers": headers}
-    assert names.has(Request(scope)) == is_known
-    assert names.has(Request({**scope, "server": None}))  # a Unix socket
-
-
-async def test_a_key_ends_no_sessions_of_others(tmp_path: Path) -> None:
-    world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
-    cookie, _ = world.sessions.begin()
-    async with world.client() as client:
-        for _ in range(100):
-            await login(client, api_key=KEY)
-        client.cookies.clear()
-        answer = await client.get("/dashboard/api/overview", headers={"Cookie": f"{COOKIE}={cookie}"})
-        assert answer.status_code == 200
+def test_which_names_are_a_port_s_own() -> None:
+    far, near = HostNames(is_local=False), HostNames()
+    for names, host, scheme, is_known in (
+        *((far, host, "http", True) for host in ("10.0.0.5:9001", "[fd00::5]:9001", socket.gethostname())),
+        *((far, host, "http", False) for host in ("evil.example", "")),
+        (near, "10.0.0.5:9001", "http", False),
+        (near, "ops.example", "https", True),  # the browser has compared it with the certificate
+    ):
+        about = {"type": "http", "scheme": scheme, "server": ("x", 1), "path": "/", "query_string": b""}
+        scope = {**about, "headers": [(b"host", host.encode())]}
+        assert names.has(Request(scope)) == is_known
+        assert names.has(Request({**scope, "server": None}))  # a Unix socket
 
 
 async def test_a_session_looks_no_more_often_than_its_page_needs(tmp_path: Path) -> None:
     now_s = [100.0]
     world = World(tmp_path, HttpConfig(api_keys=(KEY,)), clock=lambda: now_s[0])
+    other, _ = world.sessions.begin()
     async with world.client() as client:
         await login(client, api_key=KEY)
         found = [await client.get("/dashboard/api/overview") for _ in range(int(MOST_LOOKS) + 1)]
@@ -170,6 +157,11 @@ async def test_a_session_looks_no_more_often_than_its_page_needs(tmp_path: Path)
         for _ in range(100):  # a page, for a minute
             now_s[0] += 0.5
             assert (await client.get("/dashboard/api/overview")).status_code == 200
+        for _ in range(100):  # a key ends no sessions of others
+            await login(client, api_key=KEY)
+        client.cookies.clear()
+        answer = await client.get("/dashboard/api/overview", headers={"Cookie": f"{COOKIE}={other}"})
+        assert answer.status_code == 200
 
 
 def test_pages_that_ask_for_the_same_share_an_answer() -> None:
@@ -188,14 +180,6 @@ def test_pages_that_ask_for_the_same_share_an_answer() -> None:
     assert len(shared._kept) == MOST_SHARED
 
 
-async def test_the_cookie_of_a_page_behind_a_proxy_with_tls_is_secure(tmp_path: Path) -> None:
-    world = World(tmp_path, HttpConfig(api_keys=(KEY,)))
-    async with world.client() as client:
-        headers = {"Origin": "https://localhost:9000"}
-        answer = await client.post("/dashboard/api/session", json={"api_key": KEY}, headers=headers)
-        assert "secure" in answer.headers["set-cookie"].lower()
-
-
 async def test_wrong_keys_and_foreign_pages_get_nothing(tmp_path: Path) -> None:
     world = World(tmp_path, HttpConfig(api_keys=(KEY,), allowed_origins=("*",), allow_credentials=True))
     async with world.client() as client:
@@ -210,9 +194,7 @@ async def test_wrong_keys_and_foreign_pages_get_nothing(tmp_path: Path) -> None:
         assert not client.cookies
         await login(client, api_key=KEY)
         answer = await client.get("/dashboard/api/overview", headers={"Origin": "http://evil.example"})
-        assert "access-control-allow-origin" not in answer.headers, (
-            "no other page reads it, whatever CORS allows the API"
-        )
+        assert "access-control-allow-origin" not in answer.headers, "no other page reads it, whatever CORS allows"
 
 
 async def test_a_withdrawn_key_ends_its_session(tmp_path: Path) -> None:
@@ -254,32 +236,13 @@ async def test_without_the_flag_there_is_none(tmp_path: Path) -> None:
             assert (await client.get(path)).status_code == 404
 
 
-@pytest.mark.parametrize(
-    ("http", "host", "entrance", "said"),
-    [
-        ({}, "0.0.0.0", {}, "--host 0.0.0.0 is reached without TLS; give --ssl-certfile FILE, or --host 127.0.0.1"),
-        ({}, "127.0.0.1", {"api_workers": 2}, "not with --api-workers 2"),
-    ],
-)
-def test_no_cookie_crosses_a_network_in_plain_text(
-    http: dict[str, Any], host: str, entrance: dict[str, Any], said: str
-) -> None:
-    config = HttpConfig(**{"has_public_dashboard": True, **http})
-    with pytest.raises(ConfigError) as raised:
-        check_public_dashboard(config, host, EntranceSettings(**entrance))
-    assert str(raised.value).startswith("--public-dashboard: ")
-    assert said in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("http", "host", "entrance"),
-    [
-        ({"tls": Tls(certfile="c.pem")}, "0.0.0.0", {}),
-        ({}, "127.0.0.1", {}),
-        ({}, "0.0.0.0", {"uds": "/run/a.socket"}),
-        ({"has_public_dashboard": False}, "0.0.0.0", {"api_workers": 2}),
-    ],
-)
-def test_the_rest_is_let_through(http: dict[str, Any], host: str, entrance: dict[str, Any]) -> None:
-    config = HttpConfig(**{"has_public_dashboard": True, **http})
-    check_public_dashboard(config, host, EntranceSettings(**entrance))
+def test_no_cookie_crosses_a_network_in_plain_text() -> None:
+    open_to_all = HttpConfig(has_public_dashboard=True)
+    check_public_dashboard(HttpConfig(has_public_dashboard=True, tls=Tls("c.pem")), "0.0.0.0", EntranceSettings())
+    check_public_dashboard(open_to_all, "127.0.0.1", EntranceSettings())
+    check_public_dashboard(open_to_all, "0.0.0.0", EntranceSettings(uds="/run/a.socket"))
+    check_public_dashboard(HttpConfig(), "0.0.0.0", EntranceSettings(api_workers=2))
+    with pytest.raises(ConfigError, match=r"^--public-dashboard: .*--host 0.0.0.0 is reached without TLS"):
+        check_public_dashboard(open_to_all, "0.0.0.0", EntranceSettings())
+    with pytest.raises(ConfigError, match=r"^--public-dashboard: .*not with --api-workers 2"):
+        check_public_dashboard(open_to_all, "127.0.0.1", EntranceSettings(api_workers=2))

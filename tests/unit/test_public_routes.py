@@ -47,20 +47,14 @@ def error_of(answer: Answer) -> tuple[int, str, str | None, str | None]:
 # ---- models
 
 
-@pytest.mark.parametrize("name", [*NAMES, "/models/tiny"])
-def test_a_model_by_each_of_its_names(asked: Ask, name: str) -> None:
-    model = asked("GET", f"/v1/models/{name}").json()
-    assert (model["id"], model["object"], model["root"]) == (name, "model", "/models/tiny")
-    assert model["max_model_len"] == MAX_MODEL_LEN
-
-
-def test_the_list_has_what_each_of_them_says(asked: Ask) -> None:
+def test_a_model_by_each_of_its_names(asked: Ask) -> None:
+    models = {name: asked("GET", f"/v1/models/{name}").json() for name in [*NAMES, "/models/tiny"]}
+    for name, model in models.items():
+        assert (model["id"], model["object"], model["root"]) == (name, "model", "/models/tiny")
+        assert model["max_model_len"] == MAX_MODEL_LEN
     listed = asked("GET", "/v1/models").json()
-    assert listed["data"] == [asked("GET", f"/v1/models/{name}").json() for name in NAMES]
+    assert listed["data"] == [models[name] for name in NAMES]
     assert asked("GET", "/v1/models/").json() == listed
-
-
-def test_a_model_that_is_not_here(asked: Ask) -> None:
     answer = asked("GET", "/v1/models/gpt-4o")
     assert error_of(answer) == (404, "invalid_request_error", "model", "model_not_found")
     assert "tiny, org/tiny" in answer.json()["error"]["message"]
@@ -70,19 +64,18 @@ def test_a_model_that_is_not_here(asked: Ask) -> None:
 
 
 @pytest.mark.parametrize("special", [True, False])
-@pytest.mark.parametrize("text", ["", "hello", "caf\xe9 \U0001f600", "<|user|>hello"])
-def test_a_text_as_tokens_and_back(asked: Ask, text: str, special: bool) -> None:
-    answer = post(
-        asked, "/tokenize", prompt=text, add_special_tokens=special, return_token_strs=True, model="tiny"
-    ).json()
-    ids = RUST.encode(text, add_special_tokens=special).ids
-    assert (ids[:1] == [257]) == special
-    assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), MAX_MODEL_LEN)
-    assert len(answer["token_strs"]) == len(ids)
-    if text.isascii():
-        assert "".join(answer["token_strs"]).endswith(text)
-    if not special:
-        assert post(asked, "/detokenize", tokens=answer["tokens"]).json() == {"prompt": text}
+def test_a_text_as_tokens_and_back(asked: Ask, special: bool) -> None:
+    for text in ("", "hello", "caf\xe9 \U0001f600", "<|user|>hello"):
+        fields = {"add_special_tokens": special, "return_token_strs": True, "model": "tiny"}
+        answer = post(asked, "/tokenize", prompt=text, **fields).json()
+        ids = RUST.encode(text, add_special_tokens=special).ids
+        assert (ids[:1] == [257]) == special
+        assert (answer["tokens"], answer["count"], answer["max_model_len"]) == (ids, len(ids), MAX_MODEL_LEN)
+        assert len(answer["token_strs"]) == len(ids)
+        if text.isascii():
+            assert "".join(answer["token_strs"]).endswith(text)
+        if not special:  # no tokens are no text
+            assert post(asked, "/detokenize", tokens=answer["tokens"]).json() == {"prompt": text}
 
 
 def test_a_conversation_as_its_template_writes_it(asked: Ask) -> None:
@@ -92,9 +85,6 @@ def test_a_conversation_as_its_template_writes_it(asked: Ask) -> None:
     assert set(answer) == {"count", "max_model_len", "tokens"}
     shorter = post(asked, "/tokenize", messages=messages, add_generation_prompt=False).json()
     assert shorter["count"] < answer["count"]
-
-
-def test_a_text_that_is_too_long_to_generate_from_is_counted(asked: Ask) -> None:
     text = "a" * 5 * MAX_MODEL_LEN
     answer = post(asked, "/tokenize", prompt=text, add_special_tokens=False).json()
     assert answer["tokens"] == RUST.encode(text, add_special_tokens=False).ids
@@ -102,36 +92,24 @@ def test_a_text_that_is_too_long_to_generate_from_is_counted(asked: Ask) -> None
     assert post(asked, "/detokenize", tokens=answer["tokens"]).json() == {"prompt": text}
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
+def test_what_cannot_be_tokenized_names_the_field(asked: Ask) -> None:
+    chat = [{"role": "user", "content": "a"}]
+    wrong: list[tuple[str, dict[str, Any], str]] = [
         ("/tokenize", {}, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "a"}]}, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": chat}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
         ("/detokenize", {"tokens": [0] * (MAX_TOKENS + 1)}, "tokens"),
-    ],
-)
-def test_what_cannot_be_tokenized_names_the_field(asked: Ask, path: str, fields: Any, param: str) -> None:
-    status, kind, found, _ = error_of(post(asked, path, **fields))
-    assert (status, kind, found) == (400, "invalid_request_error", param)
-
-
-@pytest.mark.parametrize("fields", [{"prompt": "a"}, {"messages": [{"role": "user", "content": "a"}]}, {"tokens": [1]}])
-def test_tokens_of_a_model_that_is_not_here(asked: Ask, fields: Any) -> None:
-    path = "/detokenize" if "tokens" in fields else "/tokenize"
-    assert error_of(post(asked, path, **fields, model="gpt-4o"))[0::3] == (404, "model_not_found")
-
-
-@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"messages": ' + b"[" * 40_000])
-def test_bodies_that_are_no_request(asked: Ask, body: bytes) -> None:
-    for path in ("/tokenize", "/detokenize"):
-        assert error_of(asked("POST", path, [], body))[:2] == (400, "invalid_request_error")
-
-
-def test_no_tokens_are_no_text(asked: Ask) -> None:
-    assert post(asked, "/detokenize", tokens=[]).json() == {"prompt": ""}
+    ]
+    for path, fields, param in wrong:
+        assert error_of(post(asked, path, **fields))[:3] == (400, "invalid_request_error", param)
+    for fields in ({"prompt": "a"}, {"messages": chat}, {"tokens": [1]}):
+        path = "/detokenize" if "tokens" in fields else "/tokenize"
+        assert error_of(post(asked, path, **fields, model="gpt-4o"))[0::3] == (404, "model_not_found")
+    for body in (b"", b"[]", b"{", b"\xff", b"[" * 100_000, b'{"messages": ' + b"[" * 40_000):
+        for path in ("/tokenize", "/detokenize"):
+            assert error_of(asked("POST", path, [], body))[:2] == (400, "invalid_request_error")
 
 
 def test_the_tokenizer_is_shown_where_the_operator_says_so(asked: Ask, tmp_path: Path) -> None:
@@ -147,13 +125,10 @@ def test_the_tokenizer_is_shown_where_the_operator_says_so(asked: Ask, tmp_path:
 # ---- probes and the like
 
 
-@pytest.mark.parametrize("path", ["/health", "/ping", "/live", "/metrics", "/version", "/v1/models", "/v1/models/tiny"])
-def test_head_is_get_without_a_body_for_the_server_to_send(asked: Ask, path: str) -> None:
-    get, head = asked("GET", path), asked("HEAD", path)
-    assert (head.status, head.headers["content-type"]) == (get.status, get.headers["content-type"])
-
-
-def test_ping_is_health(asked: Ask) -> None:
+def test_head_is_get_without_a_body_and_ping_is_health(asked: Ask) -> None:
+    for path in ("/health", "/ping", "/live", "/metrics", "/version", "/v1/models", "/v1/models/tiny"):
+        get, head = asked("GET", path), asked("HEAD", path)
+        assert (head.status, head.headers["content-type"]) == (get.status, get.headers["content-type"]), path
     health = asked("GET", "/health")
     assert (health.status, health.json()["status"]) == (503, "unavailable")
     assert asked("GET", "/ping").body == asked("POST", "/ping").body == health.body
@@ -167,32 +142,35 @@ def test_the_plain_server_has_its_own_routes_only(plain: Ask) -> None:
         assert error_of(plain("POST", path, [], {"prompt": "a", "tokens": [1]}))[0] == 404
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "/v1/audio/speech", "/instances", "/v1/chat/completions/x"])
-def test_an_unknown_path(asked: Ask, path: str) -> None:
-    answer = asked("POST", path)
-    assert error_of(answer) == (404, "invalid_request_error", None, "unknown_url")
-    assert path in answer.json()["error"]["message"]
+def test_an_unknown_path(asked: Ask) -> None:
+    for path in ("/", "/v1", "/v1/audio/speech", "/instances", "/v1/chat/completions/x"):
+        answer = asked("POST", path)
+        assert error_of(answer) == (404, "invalid_request_error", None, "unknown_url")
+        assert path in answer.json()["error"]["message"]
+    for path, way_out in (  # routes that others have
+        *(("/v1/batches", "run-batch"), ("/v1/files", "run-batch"), ("/v1/messages/batches", "run-batch")),
+        ("/v1/audio/transcriptions", "no sound"),
+    ):
+        answer = asked("POST", path, [], {})
+        assert error_of(answer) == (404, "invalid_request_error", None, "unknown_url")
+        assert way_out in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "allowed"),
-    [
+def test_a_wrong_method_is_told_the_right_ones(asked: Ask) -> None:
+    for method, path, allowed in (
         ("GET", "/v1/chat/completions", {"POST"}),
         ("POST", "/v1/models/tiny", {"GET", "HEAD"}),
-        ("POST", "/health", {"GET", "HEAD"}),
         ("OPTIONS", "/tokenize", {"POST"}),
-    ],
-)
-def test_a_wrong_method_is_told_the_right_ones(asked: Ask, method: str, path: str, allowed: set[str]) -> None:
-    answer = asked(method, path)
-    assert error_of(answer) == (405, "invalid_request_error", None, "method_not_supported")
-    assert set(answer.headers["allow"].split(", ")) == allowed
+    ):
+        answer = asked(method, path)
+        assert error_of(answer) == (405, "invalid_request_error", None, "method_not_supported")
+        assert set(answer.headers["allow"].split(", ")) == allowed
 
 
 # ---- the document's page
 
 
-def test_the_page_asks_nobody_else(asked: Ask) -> None:
+def test_the_page_asks_nobody_else_and_can_be_left_out(asked: Ask, tmp_path: Path) -> None:
     page = asked("GET", "/docs").body.decode()
     assert not re.findall(r"(?:https?:)?//[^\s/]", re.sub(r"<!--.*?-->", "", page))
     files = re.findall(r'(?:src|href)="([^"]+)"', page)
@@ -202,9 +180,6 @@ def test_the_page_asks_nobody_else(asked: Ask) -> None:
         assert (answer.status, len(answer.body) > 1000) == (200, True), file
     assert asked("GET", "/openapi.json").json()["openapi"].startswith("3.1")
     assert asked("GET", "/redoc").status == 404
-
-
-def test_the_page_can_be_left_out(tmp_path: Path) -> None:
     app, _ = make_app(tmp_path, HttpConfig(has_docs=False))
     for path in ("/docs", "/openapi.json", "/redoc", "/static-offline-docs/swagger-ui.css"):
         assert ask(app, "GET", path).status == 404, path
@@ -214,7 +189,8 @@ def test_the_page_can_be_left_out(tmp_path: Path) -> None:
 # ---- x-request-id
 
 
-def test_answers_name_the_request(tmp_path: Path) -> None:
+def test_answers_name_the_request(asked: Ask, tmp_path: Path) -> None:
+    assert "x-request-id" not in asked("GET", "/health", [("x-request-id", "mine")]).headers
     app, _ = make_app(tmp_path, HttpConfig(returns_request_ids=True, api_keys=("k",)))
     assert ask(app, "GET", "/health", [("x-request-id", "mine")]).headers["x-request-id"] == "mine"
     new = {ask(app, "GET", "/v1/models").headers["x-request-id"] for _ in range(3)}  # also of a 401
@@ -222,22 +198,3 @@ def test_answers_name_the_request(tmp_path: Path) -> None:
     assert all(len(each) == 32 for each in new)
     long = "x" * 10_000
     assert ask(app, "GET", "/health", [("x-request-id", long)]).headers["x-request-id"] != long
-
-
-def test_answers_do_not_name_it_unless_asked_to(asked: Ask) -> None:
-    assert "x-request-id" not in asked("GET", "/health", [("x-request-id", "mine")]).headers
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "way_out"),
-    [
-        ("POST", "/v1/batches", "run-batch"),
-        ("POST", "/v1/files", "run-batch"),
-        ("POST", "/v1/messages/batches", "run-batch"),
-        ("POST", "/v1/audio/transcriptions", "no sound"),
-    ],
-)
-def test_routes_that_others_have_name_a_way_out(asked: Ask, method: str, path: str, way_out: str) -> None:
-    answer = asked(method, path, [], {})
-    assert error_of(answer) == (404, "invalid_request_error", None, "unknown_url")
-    assert way_out in answer.json()["error"]["message"]

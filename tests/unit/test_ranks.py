@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import queue
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster.processes.ranks import Ranks
+from pd_cluster.engine import build, hang
+from pd_cluster.engine.handover.events import StopEngine
 from pd_cluster.engine.handover.links import PeerProgress, Side
 from pd_cluster.engine.handover.out_links import OutLinks
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel
-from pd_cluster.engine.ranks.lead import Watch
+from pd_cluster.engine.ranks.follower import LaneHost
+from pd_cluster.engine.ranks.lead import ALL_LAYERS, LeadRunner, Watch
 from pd_cluster.errors import InstanceLost
 from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.model.batch import StepInput
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.transport.events import Drained
 
 WAIT_S = 60.0
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
@@ -31,12 +38,10 @@ LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block
 @contextmanager
 def channel_pair(timeout_s: float = WAIT_S) -> Iterator[tuple[Channel, Channel]]:
     ours, theirs = socket.socketpair()
-    pair = (
-        Channel(ours.detach(), to.FromFollower, timeout_s),
-        Channel(theirs.detach(), to.ToFollower, timeout_s),
-    )
+    ends = ((ours, to.FromFollower), (theirs, to.ToFollower))
+    pair = tuple(Channel(end.detach(), kind, timeout_s) for end, kind in ends)
     try:
-        yield pair
+        yield pair  # type: ignore[misc]
     finally:
         for end in pair:
             end.close()
@@ -78,21 +83,18 @@ def test_what_a_message_raises_is_kept() -> None:
 # ---- who is lost
 
 
-def test_a_follower_that_does_not_answer_is_lost() -> None:
-    """This holds when nothing is computed, too; the other follower answers, and stays."""
+def test_a_follower_that_does_not_answer_or_whose_socket_ends_is_lost() -> None:
+    """This holds when nothing is computed, too; the other follower answers, and stays until its end."""
     with channel_pair() as (silent, _), channel_pair() as (lead, follower):
         follower.start("follower", lambda message: follower.send(to.Pong()), lambda: None)
         lost: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
         Watch([silent, lead], lambda message: None, lambda rank, why: lost.put((rank, why)), 0.5).start()
         assert lost.get(timeout=WAIT_S) == (1, "has not answered for 0.5 s")
-
-
-def test_a_follower_whose_socket_ends_is_lost() -> None:
     with channel_pair() as (lead, follower):
-        lost: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-        Watch([lead], lambda message: None, lambda rank, why: lost.put((rank, why)), WAIT_S).start()
+        gone: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
+        Watch([lead], lambda message: None, lambda rank, why: gone.put((rank, why)), WAIT_S).start()
         follower.close()
-        assert lost.get(timeout=WAIT_S) == (1, "is gone")
+        assert gone.get(timeout=WAIT_S) == (1, "is gone")
 
 
 @pytest.mark.parametrize(
@@ -132,23 +134,17 @@ class World:
         self.ends = [End([]), End(None)]  # the second is on another rank, which has not told what it offers
         side = Side("prefill-0@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions())
         ends = iter(self.ends)
-        self.links = OutLinks(
-            side,
-            SimpleNamespace(
-                connect=lambda *_: "c", disconnect=lambda _: None, send=lambda _, body: self.sent.append(body)
-            ),  # type: ignore[arg-type]
-            SimpleNamespace(send_end=lambda *_: next(ends)),  # type: ignore[arg-type]
-            lambda event: None,
-            lambda conn, reason: None,
-            PeerProgress(lambda: 0.0),
-            lambda: 0.0,
-            Timeouts(),
-        )
-        info = wire.PeerInfo(
-            name="decode-0", epoch=2, role="decode", host="h", control_port=1, public_key=b"", tp_size=2
-        )
-        self.links.set_peers([info])
+        conns: Any = SimpleNamespace(connect=lambda *_: "c", disconnect=lambda _: None, send=self.send)
+        lanes: Any = SimpleNamespace(send_end=lambda *_: next(ends))
+        ignored: Any = lambda *_: None  # noqa: E731
+        progress = PeerProgress(lambda: 0.0)
+        self.links = OutLinks(side, conns, lanes, ignored, ignored, progress, lambda: 0.0, Timeouts())
+        about: dict[str, Any] = {"host": "h", "control_port": 1, "public_key": b"", "tp_size": 2}
+        self.links.set_peers([wire.PeerInfo(name="decode-0", epoch=2, role="decode", **about)])
         self.links.on_opened("c")
+
+    def send(self, conn: str, body: wire.Body) -> None:
+        self.sent.append(body)
 
     @property
     def state(self) -> str:
@@ -163,17 +159,12 @@ class World:
         return opened.link_id
 
 
-def test_a_link_is_announced_when_every_rank_has_its_end() -> None:
-    world = World()
-    assert world.sent == []
-    world.announce()
-    world.links.on_offered("c")
-    assert len(world.sent) == 1
-
-
 def test_a_link_is_up_when_all_of_its_lanes_are() -> None:
     world = World()
+    assert world.sent == [], "a link is announced when every rank has its end, once"
     link_id = world.announce()
+    world.links.on_offered("c")
+    assert len(world.sent) == 1
     world.links.on_ready("c", wire.LinkReady(link_id, "shm", "", 0))
     assert world.state == "opening"
     world.links.on_ready("c", wire.LinkReady(link_id, "dist", "", 7))  # no such lane
@@ -192,13 +183,13 @@ def test_lanes_of_unequal_precision_are_tried_again() -> None:
     assert all(end.is_closed for end in world.ends)
 
 
-@pytest.mark.parametrize(("tp_size", "tp_rank"), [(2, 0), (4, 1), (1, 0)])
-def test_an_answer_from_another_rank_is_refused(tp_size: int, tp_rank: int) -> None:
-    world = World()
-    link_id = world.announce()
-    layout = dataclasses.replace(LAYOUT, tp_size=tp_size, tp_rank=tp_rank)
-    world.links.on_answer("c", wire.LinkAnswer(link_id, "shm", layout.to_info(), 1))
-    assert world.state == f"refused: rank {tp_rank} of {tp_size} of decode-0 answered for rank 1 of 2"
+def test_an_answer_from_another_rank_is_refused() -> None:
+    for tp_size, tp_rank in ((2, 0), (4, 1)):
+        world = World()
+        link_id = world.announce()
+        layout = dataclasses.replace(LAYOUT, tp_size=tp_size, tp_rank=tp_rank)
+        world.links.on_answer("c", wire.LinkAnswer(link_id, "shm", layout.to_info(), 1))
+        assert world.state == f"refused: rank {tp_rank} of {tp_size} of decode-0 answered for rank 1 of 2"
 
 
 class Closes(int):
@@ -224,3 +215,135 @@ def test_a_key_of_a_lane_that_is_closed_meanwhile_goes_nowhere() -> None:
     assert world.state.startswith("waiting")
     world.links.meet("c", wire.LinkValue("dist", "key", b"", 1))
     assert len(met) <= 2
+
+
+# ---- rank 0's messages to its followers about steps, and work that a follower delays until it has rank 0's progress
+
+
+AT = ("conn", 1)
+
+
+# ---- rank 0
+
+
+class Runner:
+    """Launches what it may; the steps have numbers in place of blocks."""
+
+    eos_token_ids, vocab_size, goes_ahead, held = frozenset[int](), 8, True, None
+    pool = SimpleNamespace(layout=LAYOUT)
+
+    def __init__(self) -> None:
+        self.may_launch = True
+        self.progress_inside: list[to.Reached] = []
+        self.lead: LeadRunner | None = None
+
+    def can_launch(self, requests: Any) -> bool:
+        return self.may_launch
+
+    def step_of(self, chunks: Any) -> StepInput:
+        return StepInput(np.array([[1, 5, 2, 1]]), np.array([7]), np.array([3, 4]))
+
+    def sparing_pixels(self, parts: Any) -> list[Any]:
+        return list(parts)
+
+    def launch_step(self, step: StepInput, chunks: Any, after: Any, on_layer: Any) -> str:
+        assert self.lead is not None
+        self.progress_inside.append(self.lead.progress)
+        return "tokens"
+
+
+def lead_of(runner: Runner) -> tuple[LeadRunner, list[to.Step]]:
+    from msgspec import msgpack
+
+    told: list[to.Step] = []
+    follower = SimpleNamespace(send_encoded=lambda data: told.append(msgpack.decode(data, type=to.Step)))
+    runner.lead = LeadRunner(runner, [follower])  # type: ignore[arg-type,list-item]
+    return runner.lead, told
+
+
+def test_followers_are_told_of_every_step_that_is_launched() -> None:
+    runner = Runner()
+    lead, told = lead_of(runner)
+    for runner.may_launch in (False, True):
+        assert lead.can_launch([]) == runner.may_launch, "what its device can choose"
+    assert (lead.progress, told) == (to.Reached(0, ALL_LAYERS), [])
+    assert lead.goes_ahead
+    assert lead.launch([]) == "tokens"  # type: ignore[comparison-overlap]
+    assert lead.progress == to.Reached(1, ALL_LAYERS)
+    assert lead.launch([], SimpleNamespace()) == "tokens"  # type: ignore[arg-type,comparison-overlap]
+    assert lead.progress == to.Reached(2, ALL_LAYERS)
+    assert runner.progress_inside == [to.Reached(1, 0), to.Reached(2, 0)]
+    assert [(step.is_ahead, step.by_layers) for step in told] == [(False, False), (True, False)]
+    assert np.frombuffer(told[0].input_ids, np.int64).tolist() == [7]
+    assert np.frombuffer(told[1].rows, np.int64).tolist() == [1, 5, 2, 1]
+
+
+# ---- a follower's ends of lanes
+
+
+class Receiving:
+    """A ReceiveEnd that records its calls, and the transfers that they name."""
+
+    received_nbytes = num_dropped = 0
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *args: self.done.append(" ".join([name, *(each for each in args if isinstance(each, str))]))
+
+
+def test_blocks_are_landed_in_when_what_still_writes_to_them_was_launched_here() -> None:
+    """Rank 0 had launched step 2 when it released them; this rank knows of step 2, and is at step 1."""
+    end, sent = Receiving(), list[Any]()
+    host = LaneHost(SimpleNamespace(receive_end=lambda *_: end), LAYOUT, sent.append)  # type: ignore[arg-type]
+    opened: Any = None
+    host.handle(to.OpenReceive(*AT, "p", opened))
+    host.handle(to.StartReceive(*AT))
+    host.reached(to.Reached(1, ALL_LAYERS))
+    host.handle(to.Begin(*AT, "t", [3], 0, 4, to.Reached(2, ALL_LAYERS)))
+    host.handle(to.Value(*AT, wire.LinkValue("dist", "0/0", b"")))  # what two ranks agree about waits for no step
+    host.handle(to.Frame(*AT, wire.KVFrame(0, b"", b"", 1)))
+    host.handle(to.Forget(*AT, "t"))
+    host.handle(to.CloseReceive(*AT))
+    host.handle(to.Forget(*AT, "u"))
+    host.handle(to.Value("another", 1, wire.LinkValue("dist", "k", b"")))  # an end that is not here
+    assert end.done == ["start", "meet"]
+    host.reached(to.Reached(2, 1))
+    assert end.done == ["start", "meet"]
+    assert not sent
+    host.reached(to.Reached(2, ALL_LAYERS))
+    assert end.done == ["start", "meet", "begin t", "put", "forget t", "close"]
+    assert [message.event for message in sent] == [Drained("u")]
+
+
+# ---- a rank is lost
+
+
+def test_who_has_lost_a_rank_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[float] = []
+    monkeypatch.setattr(build, "end_within", ends.append)
+    inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    told: list[str] = []
+    build.a_rank_is_lost(4, 3.0, inbox, told.append, 2, "has not answered for 3 s")
+    assert told == ["rank 2 of 4 has not answered for 3 s"]
+    event = inbox.get_nowait()
+    assert isinstance(event, StopEngine)
+    assert isinstance(event.error, InstanceLost)
+    assert ends == [6.0]
+
+
+def test_a_last_deadline_is_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier deadline is not put off, either."""
+    armed: list[float] = [math.inf]
+    clock = [100.0]
+    monkeypatch.setattr(hang.faulthandler, "dump_traceback_later", lambda s, exit: armed.append(clock[0] + s))
+    for step_limit_s, ends_at_s in ((600.0, 106.0), (4.0, 104.0)):
+        clock[0] = 100.0
+        monkeypatch.setattr(hang, "_alarm", alarm := hang._Alarm())
+        came_round = hang.ends_when_hung(step_limit_s, lambda: clock[0])
+        came_round()
+        alarm.make_final(clock[0], 6.0)
+        clock[0] += 3
+        came_round()
+        assert armed[-1] == ends_at_s

@@ -27,28 +27,28 @@ def written(folder: Path, *options: str, expected: int = 0) -> Path:
     return folder / "global_ranktable_10.0.0.1.json"
 
 
-@pytest.mark.parametrize(
-    ("options", "mode"),
-    [
-        ([], 0o600),
-        (["--file-mode", "0640"], 0o640),
-        (["--file-mode=640"], 0o640),
-        (["--file-mode", "0o644"], 0o644),
-        (["--group", str(os.getgid())], 0o640),
-        (["--group", str(os.getgid()), "--file-mode", "0600"], 0o600),
-    ],
-)
-def test_both_command_lines_and_merge_write_with_the_mode(tmp_path: Path, options: list[str], mode: int) -> None:
+def test_both_command_lines_and_merge_write_with_the_mode(tmp_path: Path) -> None:
+    own = str(os.getgid())
     old = os.umask(0o077)
     try:
-        table = written(tmp_path / "a", *options)
-        assert cli.reference_main(["--mode", "gen", *GEN, *HERE, "--save-dir", str(tmp_path / "b"), *options]) == 0
-        listed = ["--global-ranktable-list", str(table)]
-        assert cli.main(["merge", *listed, "--save-dir", str(tmp_path / "c"), *options]) == 0
-        assert cli.reference_main(["--mode", "merge", *listed, "--save-dir", str(tmp_path / "d"), *options]) == 0
+        for at, (options, mode) in enumerate(
+            [
+                ([], 0o600),
+                (["--file-mode=640"], 0o640),
+                (["--file-mode", "0o644"], 0o644),
+                (["--group", own], 0o640),
+                (["--group", own, "--file-mode", "0600"], 0o600),
+            ]
+        ):
+            folders = [tmp_path / f"{name}{at}" for name in "abcd"]
+            table = written(folders[0], *options)
+            assert cli.reference_main(["--mode", "gen", *GEN, *HERE, "--save-dir", str(folders[1]), *options]) == 0
+            listed = ["--global-ranktable-list", str(table), *options, "--save-dir"]
+            assert cli.main(["merge", *listed, str(folders[2])]) == 0
+            assert cli.reference_main(["--mode", "merge", *listed, str(folders[3])]) == 0
+            assert [modes(folder) for folder in folders] == [{mode}] * 4
     finally:
         os.umask(old)
-    assert [modes(tmp_path / name) for name in "abcd"] == [{mode}] * 4
 
 
 def test_a_group_by_its_name(tmp_path: Path) -> None:
@@ -71,31 +71,22 @@ def test_a_mode_for_everybody_says_what_that_means(tmp_path: Path, capsys: pytes
     assert len(permission_warnings([table])) == 1
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "words"),
-    [
+def test_a_wrong_value_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for option, value, words in (
         ("--file-mode", "0777", "only the owner can write, such as 0640"),
-        ("--file-mode", "0660", "such as 0640"),
-        ("--file-mode", "0440", "such as 0640"),
-        ("--file-mode", "u=rw", "octal"),
-        ("--file-mode", "0698", "octal"),
-        ("--file-mode", "4640", "octal"),
-        ("--group", "no-such-group-here", "no such group; give its number, as `id -g` prints it"),
-        ("--group", "99999999999", "no such group"),
+        *(("--file-mode", wrong, "such as 0640") for wrong in ("0660", "0440")),
+        *(("--file-mode", wrong, "octal") for wrong in ("u=rw", "0698", "4640")),
+        *(("--group", wrong, "no such group") for wrong in ("no-such-group-here", "99999999999")),
         ("--group", "-1", ""),
-    ],
-)
-def test_a_wrong_value_is_one_line(
-    tmp_path: Path, option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for main, head in ((cli.main, ["gen"]), (cli.reference_main, ["--mode", "gen"])):
-        with pytest.raises(SystemExit) as caught:
-            main([*head, *GEN, option, value, "--save-dir", str(tmp_path)])
-        assert caught.value.code == 2
-        err = capsys.readouterr().err
-        assert err.count("\n") == 1
-        assert f"{option}" in err
-        assert words in err
+    ):
+        for main, head in ((cli.main, ["gen"]), (cli.reference_main, ["--mode", "gen"])):
+            with pytest.raises(SystemExit) as caught:
+                main([*head, *GEN, option, value, "--save-dir", str(tmp_path)])
+            assert caught.value.code == 2
+            err = capsys.readouterr().err
+            assert err.count("\n") == 1
+            assert option in err
+            assert words in err
     assert not list(tmp_path.iterdir())
 
 

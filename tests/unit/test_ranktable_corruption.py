@@ -52,7 +52,7 @@ def corrupt(value: dict, rng: random.Random) -> str:
 
 
 def test_a_corrupted_table_is_refused_at_its_field() -> None:
-    for seed in range(1000):
+    for seed in range(300):
         value = TABLE.to_dict()
         field = corrupt(value, random.Random(seed))
         with pytest.raises(RankTableError) as caught:
@@ -65,7 +65,7 @@ def test_a_corrupted_table_is_refused_at_its_field() -> None:
 
 def test_foreign_fields_are_kept_wherever_they_are() -> None:
     """They may have any name and value; a written table reads as the same again."""
-    for seed in range(300):
+    for seed in range(100):
         rng = random.Random(seed)
         value = TABLE.to_dict()
         for path in rng.sample([(), *places(value)], 5):
@@ -79,7 +79,7 @@ def test_foreign_fields_are_kept_wherever_they_are() -> None:
         assert parse_global(json.loads(text.encode()), "g.json").to_json() == text, f"seed {seed}"
 
 
-@settings(derandomize=True, database=None, deadline=None, max_examples=300)
+@settings(derandomize=True, database=None, deadline=None, max_examples=100)
 @given(st.data())
 def test_damaged_bytes_raise_nothing_else(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     text = bytearray(TABLE.to_json().encode())

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from ranktable_tools import check, cli, load_global, load_local, locate, npu
-from ranktable_tools.npu import Chip
+from pd_cluster.devices import hccl
+from ranktable_tools import check, cli, load_global, load_local, locate, npu, probe, vnpu
+from ranktable_tools.errors import RankTableError
+from ranktable_tools.npu import Chip, Npu
 from tests.support import npu_machine
 from tests.support.npu_machine import answer, recorded
 
@@ -18,20 +21,16 @@ GLOBAL = "global_ranktable_10.0.0.18.json"
 
 
 class Machine:
-    """Its programs are first on PATH, its /etc/hccn.conf is the only one."""
+    """Writes tables of a machine that `start` makes of a recorded session."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
         self._patch = monkeypatch
 
     def start(self, session: str, conf: str = "", programs: tuple[str, ...] = ("npu-smi", "hccn_tool")) -> None:
-        file = self.folder / "hccn.conf"
+        npu_machine.start(self.folder, self._patch, session, programs)
         if conf:
-            file.write_text((npu_machine.DATA / conf).read_text("utf-8"))
-        self._patch.setenv("PATH", str(npu_machine.install(self.folder, session, programs)))
-        self._patch.setattr(npu, "HCCN_CONF", file)
-        self._patch.setattr(npu, "_HCCN_TOOL", str(self.folder / "no" / "hccn_tool"))
-        self._patch.setattr(npu, "_NPU_SMI", str(self.folder / "no" / "npu-smi"))
+            (self.folder / "hccn.conf").write_text((npu_machine.DATA / conf).read_text("utf-8"))
 
     def gen(self, *more: str, code: int = 0) -> Path:
         assert cli.main([*GEN, *(more or LISTS), "--save-dir", str(self.folder)]) == code
@@ -53,25 +52,24 @@ def test_recorded_lists_and_maps() -> None:
         listed = answer(name, "npu-smi info -l")
         assert npu.parse_npu_smi_list(listed) == list(range(8))
         assert npu.parse_npu_smi_count(listed) == 8
-        chips = npu.parse_npu_smi_map(answer(name, "npu-smi info -m"))
+        mapped = answer(name, "npu-smi info -m")
+        model = "Ascend910" if name == "a3" else "Ascend 910B3"
+        assert npu.parse_npu_smi_chip_names(mapped) == [model] * 8 * chips_of_a_card
+        chips = npu.parse_npu_smi_map(mapped)
         assert [chip.logic_id for chip in chips] == list(range(8 * chips_of_a_card))
     assert chips[5] == Chip(npu_id=2, chip_id=1, logic_id=5, phy_id=5)
     assert npu.parse_npu_smi_count("NPU ID : 4") is None
 
 
-@pytest.mark.parametrize(
-    ("text", "sdid"),
-    [
+def test_a_place_in_a_super_pod() -> None:
+    for text, sdid in (
         (answer("a3", "npu-smi info -t spod-info -i 2 -c 1"), str((4 << 22) | (2 << 18) | (1 << 16) | 5)),
         ("\tSDID                           : 0\n\tSuper Pod Size : 384\n", "0"),
         (answer("a2", "npu-smi info -t spod-info -i 0 -c 0"), None),
         ("\tSDID                           : 4294967295\n", None),
         ("\tSDID                           : NA\n\tServer Index : 4\n", None),
-        ("", None),
-    ],
-)
-def test_a_place_in_a_super_pod(text: str, sdid: str | None) -> None:
-    assert npu.parse_spod_info(text) == sdid
+    ):
+        assert npu.parse_spod_info(text) == sdid
 
 
 def test_hccn_conf_of_both_families() -> None:
@@ -83,18 +81,14 @@ def test_hccn_conf_of_both_families() -> None:
     assert npu.parse_hccn_conf(both) == {0: "192.0.2.1", 1: "2001:db8::2"}
 
 
-def test_an_a2_machine(machine: Machine) -> None:
+@pytest.mark.parametrize(("name", "prefix"), [("a2", "192.0.2.2"), ("a2_ipv6", "2001:db8:a2::2")])
+def test_an_a2_machine(machine: Machine, name: str, prefix: str) -> None:
     """Its chips' own addresses, not those of the vNICs; version 1.0 without a word of super pods."""
-    machine.start(recorded("a2"))
-    assert machine.devices() == [(str(i), f"192.0.2.{20 + i}", None) for i in (4, 5, 6, 7)]
+    machine.start(recorded(name))
+    assert machine.devices() == [(str(i), f"{prefix}{i}", None) for i in (4, 5, 6, 7)]
     for file in machine.folder.glob("*_ranktable_*.json"):
         assert json.loads(file.read_text())["version"] == "1.0"
         assert "super" not in file.read_text()
-
-
-def test_an_a2_machine_with_ipv6_alone(machine: Machine) -> None:
-    machine.start(recorded("a2_ipv6"))
-    assert machine.devices() == [(str(i), f"2001:db8:a2::{20 + i}", None) for i in (4, 5, 6, 7)]
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("a2", "192.0.2.2"), ("a2_ipv6", "2001:db8:a2::2"), ("a3", "192.0.2.12")])
@@ -131,11 +125,8 @@ def test_a_super_device_id_survives_gen_merge_load_show(machine: Machine, capsys
     table = load_global(merged)
     assert table.version == "1.2"  # the higher of the two: 1.2 only adds a field that a device may have
     assert [d.super_device_id for d in table.prefill[0].device] == ["17301508", "17367045"]
-    assert {locate(table, load_local(file)) for file in local_tables} == {
-        ("scheduler", 0),
-        ("prefill", 0),
-        ("decode", 1),
-    }
+    located = {locate(table, load_local(file)) for file in local_tables}
+    assert located == {("scheduler", 0), ("prefill", 0), ("decode", 1)}
     assert check(merged, local_tables) == []
     capsys.readouterr()
     assert cli.main(["show", str(merged)]) == 0
@@ -145,14 +136,12 @@ def test_a_super_device_id_survives_gen_merge_load_show(machine: Machine, capsys
     assert shown[4].split()[-1] == "7"
 
 
-def test_addresses_by_hand_keep_the_super_device_ids(machine: Machine) -> None:
+def test_with_one_of_the_programs_alone(machine: Machine) -> None:
+    """Addresses by hand keep the super device ids. A container without npu-smi has as good a table as is known."""
     machine.start(recorded("a3"), programs=("npu-smi",))
     devices = machine.devices("--prefill-server-list", "0", "--device-ip", "0=203.0.113.99")
     assert devices == [("0", "203.0.113.99", "16777216")]
-
-
-def test_nothing_but_hccn_tool(machine: Machine) -> None:
-    """A container without npu-smi: the table is as good as what is known."""
+    (machine.folder / "bin" / "npu-smi").unlink()
     machine.start(recorded("a3"), programs=("hccn_tool",))
     assert machine.devices("--prefill-server-list", "4") == [("4", "192.0.2.124", None)]
 
@@ -164,26 +153,21 @@ def test_without_any_address_the_way_out_is_said(
     machine.start(recorded("a2"), programs=programs)
     machine.gen(code=1)
     error = capsys.readouterr().err
-    assert "mount /etc/hccn.conf and hccn_tool into the container, or say --device-ip 4=ADDRESS" in error.replace(
-        str(machine.folder), "/etc"
-    )
+    assert f"mount {machine.folder}/hccn.conf and hccn_tool into the container, or say --device-ip 4=ADDRESS" in error
     seen = "npu-smi sees 0, 1, 2, 3, 4, 5, 6, 7 on 8 cards" if programs else "npu-smi sees no device"
     assert seen in error
     assert error.count("\n") == 1
 
 
-@pytest.mark.parametrize(("name", "wanted"), [("a2", "8"), ("a3", "16")])
-def test_a_device_that_is_not_there(
-    machine: Machine, capsys: pytest.CaptureFixture[str], name: str, wanted: str
-) -> None:
+def test_a_device_that_is_not_there(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
     """Though hccn.conf, which a container gets of its host, has its address."""
-    machine.start(recorded(name), f"{name}_hccn.conf")
+    machine.start(recorded("a3"), "a3_hccn.conf")
     with machine.folder.joinpath("hccn.conf").open("a") as conf:
-        conf.write(f"address_{wanted}=192.0.2.250\n")
-    machine.gen("--prefill-server-list", "0", wanted, code=1)
+        conf.write("address_16=192.0.2.250\n")
+    machine.gen("--prefill-server-list", "0", "16", code=1)
+    there = ", ".join(map(str, range(16)))
     error = capsys.readouterr().err
-    there = ", ".join(map(str, range(int(wanted))))
-    assert f"NPU {wanted}: found nothing, expected a device that is there and up (npu-smi sees {there} on 8" in error
+    assert f"NPU 16: found nothing, expected a device that is there and up (npu-smi sees {there} on 8" in error
 
 
 def test_chips_that_are_down_are_not_there(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -213,9 +197,205 @@ def test_a_container_that_sees_two_cards_takes_either_of_their_names() -> None:
     assert [chip.device_ids for chip in chips] == [[0, 4], [1, 5]]
 
 
-def test_a_machine_with_these_programs_is_an_npu_machine(machine: Machine) -> None:
-    """`--device auto` on a machine with the recorded programs is `--device npu`."""
-    machine.start(recorded("a2"))
-    argv = [word for word in GEN if word not in ("--device", "npu")]
-    assert cli.main([*argv, *LISTS, "--save-dir", str(machine.folder)]) == 0
-    assert load_global(machine.folder / GLOBAL).prefill[0].device[0].device_ip == "192.0.2.24"
+# ---- `pd-ranktable gen` on machines with vNPUs, and on a machine of chips that no worker computes on
+
+
+HOST = "10.0.0.18"
+
+
+@pytest.fixture
+def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An A2 machine whose NPU 4 is divided in two, NPU 5 into one part. Returns the folder for tables."""
+    dev = tmp_path / "dev"
+    dev.mkdir()
+    for name in ("davinci0", "davinci4", "vdavinci164", "vdavinci165", "vdavinci180", "davinci_manager"):
+        (dev / name).touch()
+    monkeypatch.setattr(vnpu, "DEV", dev)
+    npu_machine.start(tmp_path, monkeypatch, recorded("a2"))
+    return tmp_path
+
+
+def gen(folder: Path, *arguments: str) -> int:
+    return cli.main([*GEN, *arguments, "--save-dir", str(folder)])
+
+
+def test_a_vnpu_has_its_own_id_and_the_host_s_address(host: Path) -> None:
+    assert gen(host, "--prefill-server-list", "164", "--decode-server-list", "180", "0") == 0
+    table = load_global(host / f"global_ranktable_{HOST}.json")
+    found = [(server.device[0].device_id, server.device[0].device_ip) for server in table.instances]
+    assert found == [("164", HOST), ("180", HOST), ("0", "192.0.2.20")]
+    assert [hccl.is_wanted("auto", server) for server in table.instances] == [False, False, True]
+    local = host / f"local_ranktable_{HOST}_164.json"
+    assert json.loads(local.read_text())["server_list"][0]["device"][0]["device_id"] == "164"
+    assert check(host / f"global_ranktable_{HOST}.json", [local]) == []
+    (host / "dev" / "vdavinci164").rename(host / "dev" / "davinci164")
+    assert vnpu.present() == [164, 165, 180]
+    assert gen(host, "--prefill-server-list", "164", "--decode-server-list", "165") == 0
+
+
+def test_a_machine_whose_every_npu_is_divided_is_an_npu_machine(host: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(host / "nothing"))
+    for file in (host / "dev").glob("davinci*"):
+        file.unlink()
+    assert probe.detect_kind() == "npu"
+    for file in (host / "dev").glob("vdavinci*"):
+        file.unlink()
+    assert probe.detect_kind() != "npu"
+
+
+def test_a_vnpu_that_cannot_serve_is_refused(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, said in (
+        ("--prefill-server-list 166", "vNPU 166: found nothing, expected the device file of a vNPU (there are 1"),
+        ("--prefill-server-list 164,165", "--prefill-server-list[0]: found '164,165', expected one device"),
+        ("--decode-server-list 0,164", "--decode-server-list[0]: found '0,164', expected one device"),
+        ("--prefill-server-list 164 --decode-server-list 3,4", "[0]: found 164, expected a vNPU of an NPU that no ins"),
+    ):
+        assert gen(host, *given.split()) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
+
+
+def test_an_absent_vnpu_says_how_one_is_made(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for file in (host / "dev").glob("vdavinci*"):
+        file.unlink()
+    assert gen(host, "--prefill-server-list", "117") == 1
+    error = capsys.readouterr().err
+    assert "there is none" in error
+    assert f"npu-smi set -t create-vnpu -i 1 -c 0, or say --device-ip 117={HOST}" in error
+    assert gen(host, "--prefill-server-list", "117", "--device-ip", f"117={HOST}") == 0
+
+
+def test_ids_above_99_are_nothing_special_on_a_cpu(tmp_path: Path) -> None:
+    argv = ["gen", "--device", "cpu", "--server-ip", HOST, "--prefill-server-list", "100,101"]
+    assert cli.main([*argv, "--save-dir", str(tmp_path)]) == 0
+
+
+def test_the_310_series_is_refused_by_name(
+    host: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, card in (
+        *(("Ascend 310P3", ["0"]), ("Ascend310P1", ["0", "--device-ip", "0=192.0.2.1"]), ("Ascend 310B4", ["164"])),
+    ):
+        npu_machine.start(host, monkeypatch, recorded("a2").replace("Ascend 910B3", name))
+        assert gen(host, "--prefill-server-list", *card) == 1
+        error = capsys.readouterr().err
+        assert f"npu-smi info -m: Chip Name: found '{name}', expected a chip of Atlas A2 or A3" in error
+        assert error.count("\n") == 1
+
+
+# ---- output of the vendors' programs, in the layout of their manuals, and its interpretation
+
+
+NPU_SMI_LIST = """\tTotal Count                    : 2
+
+\tNPU ID                         : 4
+\tProduct Name                   : IT21HMDB01-B2
+\tChip Count                     : 1
+
+\tNPU ID                         : 5
+\tChip Count                     : 1
+"""
+NPU_SMI_MAP = """\tNPU ID              Chip ID             Chip Logic ID       Chip Name
+\t4                   0                   0                   Ascend 910B3
+\t4                   1                   -                   Mcu
+\t5                   0                   1                   Ascend 910B3
+\t5                   1                   -                   Mcu
+"""
+NPU_SMI_MAP_A3 = """NPU ID      Chip ID     Chip Logic ID     Chip Phy-ID     Chip Name
+0           0           0                 8               Ascend910
+0           1           1                 9               Ascend910
+0           2           -                 -               Mcu
+"""
+NVIDIA_SMI_LIST = """GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-5a1f0e4c-0000-0000-0000-000000000000)
+  MIG 1g.10gb     Device  0: (UUID: MIG-6b1f0e4c-0000-0000-0000-000000000000)
+GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-5a1f0e4c-0000-0000-0000-000000000001)
+"""
+HCCN_CONF = "address_0=10.0.0.10\nnetmask_0=255.255.255.0\n address_11 = 10.0.0.21 \naddress_2=\naddress_3=x\n"
+
+
+def answering(answers: dict[str, str]) -> probe.Run:
+    """Programs whose arguments (less the program's folder) are in `answers`; the rest aren't there."""
+
+    def run(command: Sequence[str]) -> str | None:
+        return answers.get(" ".join([Path(command[0]).name, *command[1:]]))
+
+    return run
+
+
+def test_hccn_tool() -> None:
+    for text, address in (
+        ("ipaddr:10.0.0.10\nnetmask:255.255.255.0\n", "10.0.0.10"),
+        ("netmask:64\nipaddr:2001:db8::10\n", "2001:db8::10"),
+        ("ipv6_address:2001:db8::10\nprefix_length:64\n", "2001:db8::10"),
+        ("vnic ipaddr: 192.168.0.3\nvnic netmask: 255.255.0.0\n", "192.168.0.3"),
+        ("hccn_tool failed: device 4 not found\n", None),
+        ("", None),
+    ):
+        assert npu.parse_hccn_tool(text) == address
+
+
+def test_printed_lists() -> None:
+    assert npu.parse_hccn_conf(HCCN_CONF) == {0: "10.0.0.10", 11: "10.0.0.21"}
+    assert npu.parse_npu_smi_list(NPU_SMI_LIST) == [4, 5]
+    assert npu.parse_npu_smi_map(NPU_SMI_MAP) == [Chip(4, 0, 0), Chip(5, 0, 1)]
+    assert npu.parse_npu_smi_map(NPU_SMI_MAP_A3) == [Chip(0, 0, 0, 8), Chip(0, 1, 1, 9)]
+    assert npu.parse_npu_smi_map("dcmi model initialized failed") == []
+    assert probe.parse_nvidia_smi_list(NVIDIA_SMI_LIST) == [0, 1]
+
+
+def test_npu_addresses_come_from_three_places(tmp_path: Path) -> None:
+    conf = tmp_path / "hccn.conf"
+    conf.write_text("address_6=10.0.0.26\n")
+    run = answering(
+        {
+            "hccn_tool -i 4 -ip -g": "ipaddr:10.0.0.24\nnetmask:255.255.255.0\n",
+            "hccn_tool -i 5 -ip -g": "not set",
+            "hccn_tool -i 5 -vnic -g": "ipaddr:10.0.0.25\n",
+        }
+    )
+    found = probe.find_devices("npu", [4, 5, 6], "10.0.0.1", {}, run, conf)
+    assert found == {4: Npu("10.0.0.24"), 5: Npu("10.0.0.25"), 6: Npu("10.0.0.26")}
+
+
+def test_gpus_are_looked_for_where_nvidia_smi_is() -> None:
+    run = answering({"nvidia-smi -L": NVIDIA_SMI_LIST})
+    assert probe.find_devices("gpu", [0, 1], "10.0.0.1", {}, run) == dict.fromkeys((0, 1), Npu("10.0.0.1"))
+    with pytest.raises(RankTableError, match="found 2, expected one of 0, 1"):
+        probe.find_devices("gpu", [1, 2], "10.0.0.1", {}, run)
+    assert probe.find_devices("gpu", [2], "10.0.0.1", {2: "10.0.0.2"}, run) == {2: Npu("10.0.0.2")}
+    assert probe.find_devices("gpu", [7], "10.0.0.1", {}, answering({})) == {7: Npu("10.0.0.1")}
+    slots = probe.find_devices("cpu", [0, 90], "localhost", {}, answering({}))
+    assert slots == dict.fromkeys((0, 90), Npu("localhost"))
+
+
+def test_the_kind_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    there: set[str] = set()
+    monkeypatch.setattr(probe.shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setattr(probe.glob, "glob", lambda pattern: [pattern] if pattern in there else [])
+    for present, kind in (
+        *(({"npu-smi"}, "npu"), ({"hccn_tool", "nvidia-smi"}, "npu"), ({"/dev/davinci*"}, "npu")),
+        *(({"nvidia-smi"}, "gpu"), ({"/dev/nvidia0"}, "gpu"), (set(), "cpu")),
+    ):
+        there.clear()
+        there.update(present)
+        assert probe.detect_kind() == kind
+
+
+def test_programs_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe.run_program(["echo", "ipaddr:10.0.0.1"]) == "ipaddr:10.0.0.1\n"
+    assert probe.run_program(["false"]) is None
+    assert probe.run_program(["no-such-program-here"]) is None
+    monkeypatch.setattr(probe, "_PROGRAM_TIMEOUT_S", 0.05)
+    assert probe.run_program(["sleep", "5"]) is None
+
+
+def test_the_default_address_is_one_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    address = probe.default_server_ip()
+    assert address is None or probe.is_ip(address)
+
+    def no_network(*_: object) -> None:
+        raise OSError("no route")
+
+    monkeypatch.setattr(probe.socket, "socket", no_network)
+    assert probe.default_server_ip() is None

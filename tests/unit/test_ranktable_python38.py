@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "pd_ranktable_tools.py"
 FILES = [*sorted((ROOT / "ranktable_tools").glob("*.py")), SCRIPT]
@@ -31,20 +29,20 @@ def evaluated(node: ast.AST) -> Iterator[ast.AST]:
                 yield from evaluated(child)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_the_syntax_is_that_of_3_8(file: Path) -> None:
-    tree = ast.parse(file.read_text(encoding="utf-8"), feature_version=(3, 8))
-    nodes = list(evaluated(tree))
-    has_annotations = any(isinstance(node, ast.AnnAssign | ast.arg) for node in ast.walk(tree))
-    imported = [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert "annotations" in imported or not has_annotations
-    for node in nodes:
-        if isinstance(node, ast.Subscript):
-            name = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
-            assert name not in PLAIN, f"line {node.lineno}: {ast.unparse(node)} is evaluated"
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-            sides = {getattr(side, "id", "") for side in (node.left, node.right)}
-            assert not sides & {"str", "int", "None", "float", "bytes", "dict", "Path"}, ast.unparse(node)
+def test_the_syntax_is_that_of_3_8() -> None:
+    for file in FILES:
+        tree = ast.parse(file.read_text(encoding="utf-8"), feature_version=(3, 8))
+        nodes = list(evaluated(tree))
+        has_annotations = any(isinstance(node, ast.AnnAssign | ast.arg) for node in ast.walk(tree))
+        imported = [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+        assert "annotations" in imported or not has_annotations, file
+        for node in nodes:
+            if isinstance(node, ast.Subscript):
+                name = node.value.attr if isinstance(node.value, ast.Attribute) else getattr(node.value, "id", "")
+                assert name not in PLAIN, f"{file} line {node.lineno}: {ast.unparse(node)} is evaluated"
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+                sides = {getattr(side, "id", "") for side in (node.left, node.right)}
+                assert not sides & {"str", "int", "None", "float", "bytes", "dict", "Path"}, (file, ast.unparse(node))
 
 
 def test_the_libraries_are_those_of_3_8() -> None:
@@ -55,12 +53,9 @@ def test_the_libraries_are_those_of_3_8() -> None:
 
 
 def test_an_older_python_is_told_so() -> None:
-    code = (
-        "import runpy, sys; sys.version_info, sys.version = (3, 7, 9), '3.7.9 (default)'; runpy.run_path(sys.argv[1])"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(SCRIPT)], capture_output=True, text=True, timeout=60, check=False
-    )
+    older = "sys.version_info, sys.version = (3, 7, 9), '3.7.9 (default)'"
+    command = [sys.executable, "-c", f"import runpy, sys; {older}; runpy.run_path(sys.argv[1])", str(SCRIPT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     line = "pd_ranktable_tools.py: needs Python 3.8 or newer, and this is 3.7.9\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", line)
     ast.parse(SCRIPT.read_text(encoding="utf-8"), feature_version=(3, 4))

@@ -1,19 +1,13 @@
 """Reading rank tables: the reference document's own, wrong ones, other programs'."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from ranktable_tools.errors import MISSING
-from ranktable_tools.schema import (
-    RankTableError,
-    load_global,
-    load_local,
-    locate,
-    parse_global,
-    parse_local,
-)
+from ranktable_tools.schema import RankTableError, load_global, load_local, locate, parse_global, parse_local
 
 # The reference document's example, its starred addresses filled in.
 DOCUMENT_GLOBAL = """{ "version": "1.0", "status": "completed", "server_group_list": [ { "group_id": "0",
@@ -38,10 +32,19 @@ def document_local() -> dict:
     return json.loads(DOCUMENT_LOCAL)
 
 
-def put(value: object, path: list, replacement: object) -> None:
-    for part in path[:-1]:
+def put(value: object, field: str, replacement: object) -> None:
+    """Replaces a value at its place as errors write it, such as `a[0].b`."""
+    *path, last = [int(part) if part.isdigit() else part for part in re.findall(r"\w+", field)]
+    for part in path:
         value = value[part]  # type: ignore[index]
-    value[path[-1]] = replacement  # type: ignore[index]
+    value[last] = replacement  # type: ignore[index]
+
+
+def refused(field: str, replacement: object) -> RankTableError:
+    """The document's table with another value."""
+    value = document()
+    put(value, field, replacement)
+    return refusal(value)
 
 
 def refusal(value: object) -> RankTableError:
@@ -58,7 +61,7 @@ def local_refusal(value: object) -> RankTableError:
 
 def test_the_documents_tables_are_read(tmp_path: Path) -> None:
     (tmp_path / "g.json").write_text(DOCUMENT_GLOBAL)
-    (tmp_path / "l.json").write_text(DOCUMENT_LOCAL)
+    (tmp_path / "l.json").write_text(DOCUMENT_LOCAL, encoding="utf-8-sig")  # a byte order mark is no fault
     table, local = load_global(tmp_path / "g.json"), load_local(tmp_path / "l.json")
     assert table.scheduler is not None
     assert table.scheduler.server_ip == "localhost"
@@ -78,13 +81,10 @@ def test_either_spelling_of_the_file_name_is_read(tmp_path: Path) -> None:
     assert local.file == str(tmp_path / "local_ranktable_10.0.0.18_67.json")
 
 
-def test_devices_come_in_order_of_rank() -> None:
+def test_devices_come_in_order_of_rank_and_keep_super_device_id() -> None:
     value = document()
     value["server_group_list"][1]["server_list"][0]["device"].reverse()
     assert parse_global(value, "g.json") == parse_global(document(), "g.json")
-
-
-def test_version_1_2_keeps_super_device_id() -> None:
     value = document()
     value["version"] = "1.2"
     value["server_group_list"][1]["server_list"][0]["device"][0]["super_device_id"] = "4294967295"
@@ -93,34 +93,28 @@ def test_version_1_2_keeps_super_device_id() -> None:
     assert table.to_dict() == value
 
 
-@pytest.mark.parametrize("address", ["169.254.7.1", "fd00::1", "10.0.0.1", "localhost", "node-3.cluster"])
-def test_addresses_and_names(address: str) -> None:
-    value = document()
-    value["server_group_list"][0]["server_list"][0]["server_ip"] = address
-    assert parse_global(value, "g.json").to_dict() == value
+def test_addresses_and_names() -> None:
+    for address in ("169.254.7.1", "fd00::1", "10.0.0.1", "localhost", "node-3.cluster"):
+        value = document()
+        value["server_group_list"][0]["server_list"][0]["server_ip"] = address
+        assert parse_global(value, "g.json").to_dict() == value
 
 
-@pytest.mark.parametrize(
-    "address",
-    [
+def test_what_is_no_address() -> None:
+    field = "server_group_list[0].server_list[0].server_ip"
+    for address in (
         *("10.**.**.18", "0.0,0,0", "10.0.0.300", "a b", "fe80::1%../x", ""),
         *("0.0.0.0", "0.1.2.3", "::", "224.0.0.1", "255.255.255.255", "240.0.0.1", "ff02::1", "4000::1"),
         *("::ffff:224.0.0.1", "::ffff:255.255.255.255", "::10.0.0.1", "fe80::1", "fe80::1%eth0"),
-    ],
-)
-def test_what_is_no_address(address: str) -> None:
-    value = document()
-    value["server_group_list"][0]["server_list"][0]["server_ip"] = address
-    error = refusal(value)
-    assert error.field == "server_group_list[0].server_list[0].server_ip"
-    assert error.value == address
+    ):
+        error = refused(field, address)
+        assert (error.field, error.value) == (field, address)
 
 
 def test_an_error_is_one_line_that_names_all() -> None:
-    value = document()
-    value["server_group_list"][1]["server_list"][0]["device"][1]["rank_id"] = "7"
-    line = str(refusal(value))
-    assert line.startswith("g.json: server_group_list[1].server_list[0].device[1].rank_id: found '7', expected ")
+    field = "server_group_list[1].server_list[0].device[1].rank_id"
+    line = str(refused(field, "7"))
+    assert line.startswith(f"g.json: {field}: found '7', expected ")
     assert "\n" not in line
 
 
@@ -133,29 +127,21 @@ def test_a_missing_field_names_what_looks_like_it() -> None:
     assert "is 'devise_ip' meant to be it?" in str(error)
 
 
-@pytest.mark.parametrize(
-    ("path", "replacement", "field"),
-    [
-        (["server_group_list", 1, "group_id"], "2", "server_group_list[1].group_id"),
-        (["server_group_list", 2, "server_count"], "3", "server_group_list[2].server_count"),
-        (["status"], "initializing", "status"),
-        (["version"], "2.0", "version"),
-        (
-            ["server_group_list", 2, "server_list", 0, "device", 1, "rank_id"],
-            "0",
-            "server_group_list[2].server_list[0].device[1].rank_id",
+def test_a_wrong_value_is_named() -> None:
+    scheduler, *groups = document()["server_group_list"]
+    for field, replacement in (
+        *(
+            ("server_group_list", wrong)
+            for wrong in ([], [scheduler], [scheduler, groups[0]], [scheduler, *groups * 2])
         ),
-        (
-            ["server_group_list", 0, "server_list", 0, "device"],
-            [{"device_id": "1", "device_ip": "10.0.0.1", "rank_id": "0"}],
-            "server_group_list[0].server_list[0].device",
-        ),
-    ],
-)
-def test_a_wrong_value_is_named(path: list, replacement: object, field: str) -> None:
-    value = document()
-    put(value, path, replacement)
-    assert refusal(value).field == field
+        *(("version", wrong) for wrong in ("2.0", 1.0)),
+        ("status", "initializing"),
+        ("server_group_list[1].group_id", "2"),
+        ("server_group_list[2].server_count", "3"),
+        ("server_group_list[2].server_list[0].device[1].rank_id", "0"),
+        ("server_group_list[0].server_list[0].device", groups[0]["server_list"][0]["device"][:1]),
+    ):
+        assert refused(field, replacement).field == field
 
 
 def test_a_device_belongs_to_one_instance(tmp_path: Path) -> None:
@@ -178,23 +164,17 @@ def test_two_schedulers_are_refused() -> None:
     assert refusal(value).field == "server_group_list[0].server_list[1]"
 
 
-@pytest.mark.parametrize(
-    ("value", "name"),
-    [
-        (
-            {"status": "completed", "version": "1.0", "server_count": "1", "server_list": []},
-            "HCCL table of one",
-        ),
+def test_other_programs_tables_are_refused_by_name() -> None:
+    for value, name in (
+        ({"status": "completed", "version": "1.0", "server_count": "1", "server_list": []}, "HCCL table of one"),
         ({"status": "completed", "group_count": "1", "group_list": []}, "group_list"),
         ({"version": "1.2", "prefill_device_list": [], "decode_device_list": []}, "vllm-ascend"),
         ({"server_group_list": [{"group_id": "0", "server_count": 1, "server_list": []}]}, "omni-infer"),
         (document_local(), "local rank table"),
-    ],
-)
-def test_other_programs_tables_are_refused_by_name(value: dict, name: str) -> None:
-    line = str(refusal(value))
-    assert name in line
-    assert "pd-ranktable gen" in line or "GLOBAL_RANK_TABLE_FILE_PATH" in line
+    ):
+        line = str(refusal(value))
+        assert name in line
+        assert "pd-ranktable gen" in line or "GLOBAL_RANK_TABLE_FILE_PATH" in line
 
 
 def test_a_controller_in_the_place_of_prefill() -> None:
@@ -208,27 +188,25 @@ def test_a_controller_in_the_place_of_prefill() -> None:
 
 def test_local_tables() -> None:
     assert "a global rank table" in str(local_refusal(document()))
-    assert local_refusal({**document_local(), "group_id": "2"}).field == "group_id"
-    assert local_refusal({**document_local(), "server_count": 1}).field == "server_count"
-    assert local_refusal({**document_local(), "server_list": []}).field == "server_list"
-    for nothing in ({}, None, "", 0):
+    servers = document_local()["server_list"]
+    wrong_values: list[tuple[str, object]] = [
+        *(("version", "2.0"), ("version", 1.0), ("status", "initializing"), ("group_id", "1"), ("group_id", "2")),
+        *(("server_count", "2"), ("server_count", 1), ("server_list", []), ("server_list", servers * 2)),
+        *(("server_list[0].device", nothing) for nothing in ({}, None, "", 0)),
+    ]
+    for field, wrong in wrong_values:
         value = document_local()
-        value["server_list"][0]["device"] = nothing
-        assert local_refusal(value).field == "server_list[0].device"
+        put(value, field, wrong)
+        assert local_refusal(value).field == field
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("device_ip", "29.0.0.57"), ("super_device_id", "8"), ("device_id", "9")],
-)
-def test_locate_names_both_files_and_what_differs(field: str, value: str) -> None:
-    other = document_local()
-    other["server_list"][0]["device"][0][field] = value
-    with pytest.raises(RankTableError) as caught:
-        locate(parse_global(document(), "g.json"), parse_local(other, "l.json"))
-    assert caught.value.field == f"server_list[0].device[0].{field}"
-    assert str(caught.value).startswith("l.json: ")
-    assert "g.json" in str(caught.value)
+def test_locate_names_both_files_and_what_differs() -> None:
+    for field, value in (("device_ip", "29.0.0.57"), ("super_device_id", "8"), ("device_id", "9")):
+        other = document_local()
+        other["server_list"][0]["device"][0][field] = value
+        with pytest.raises(RankTableError, match=r"^l\.json: .*g\.json") as caught:
+            locate(parse_global(document(), "g.json"), parse_local(other, "l.json"))
+        assert caught.value.field == f"server_list[0].device[0].{field}"
 
 
 def test_locate_finds_no_entry() -> None:
@@ -265,8 +243,3 @@ def test_files_that_are_no_tables(tmp_path: Path) -> None:
         with pytest.raises(RankTableError) as caught:
             load_global(path)
         assert caught.value.file == str(path)
-
-
-def test_a_byte_order_mark_is_no_fault(tmp_path: Path) -> None:
-    (tmp_path / "g.json").write_text(DOCUMENT_GLOBAL, encoding="utf-8-sig")
-    assert load_global(tmp_path / "g.json") == parse_global(document(), "")

@@ -34,13 +34,13 @@ class Exact:
         self.level = min(self.limit, self.level + number)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_buckets_hold_what_exact_ones_hold(seed: int) -> None:
     rng = random.Random(seed)
     limit = rng.choice([1, 7, 60, 1000, MOST_A_MINUTE])
     bucket, exact = Bucket.full(limit), Exact(limit)
     num_refused = 0
-    for _ in range(2000):
+    for _ in range(1000):
         elapsed_ns = rng.choice([0, 1, 999, rng.randrange(10**9), rng.randrange(2 * MINUTE_NS)])
         bucket = bucket.after(elapsed_ns)
         exact.wait(elapsed_ns)
@@ -59,36 +59,24 @@ def test_buckets_hold_what_exact_ones_hold(seed: int) -> None:
             exact.level -= number
         assert Fraction(bucket.units, MINUTE_NS) == exact.level
         assert bucket.units < 1 << 63
-    assert num_refused > 50
+    assert num_refused > 25
 
 
 def test_no_limit_lets_everything_in() -> None:
     none = Bucket.full(0)
     assert (none.wait_ns(10**12), none.less(5), none.after(5), none.reset_ns) == (0, none, none, 0)
     assert none.limited(60) == Bucket.full(60), "a limit that is new begins with a minute's worth"
-
-
-def test_another_limit_keeps_what_is_left() -> None:
     used = Bucket.full(100).less(70)
-    assert used.limited(1000).remaining == used.limited(50).remaining == 30
+    assert used.limited(1000).remaining == used.limited(50).remaining == 30, "another limit keeps what is left"
     assert used.limited(20).remaining == 20
 
 
-@pytest.mark.parametrize(
-    ("nanoseconds", "text"),
-    [
-        (0, "0s"),
-        (1, "1ms"),
-        (17 * 10**6, "17ms"),
-        (10**9, "1s"),
-        (1_200_000_000, "1.2s"),
-        (59_999_999_999, "1m0s"),
-        (360 * 10**9, "6m0s"),
-        (61_001 * 10**6, "1m1.001s"),
-    ],
-)
-def test_durations_are_as_go_writes_them(nanoseconds: int, text: str) -> None:
-    assert go_duration(nanoseconds) == text
+def test_durations_are_as_go_writes_them() -> None:
+    for nanoseconds, text in (
+        *((0, "0s"), (1, "1ms"), (17 * 10**6, "17ms"), (10**9, "1s"), (1_200_000_000, "1.2s")),
+        *((59_999_999_999, "1m0s"), (360 * 10**9, "6m0s"), (61_001 * 10**6, "1m1.001s")),
+    ):
+        assert go_duration(nanoseconds) == text
 
 
 # ---- the memory
@@ -115,6 +103,8 @@ def test_a_record_is_its_keys_alone() -> None:
     assert left(memory.take(SLOT, other)) == (True, 7, 8)
     memory.clear(SLOT)
     assert memory.take(SLOT, other) is None
+    fcntl.lockf(memory.fd, fcntl.LOCK_EX, 1, SLOT + 1)  # the kernel's: what this process holds does not keep it out
+    assert left(memory.take(SLOT + 1, TAG)) == (True, 4, 0)
 
 
 CHILD = """
@@ -135,13 +125,9 @@ else:
 
 
 def child(memory: RateMemory, what: int) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", CHILD, *map(str, (memory.fd, SLOT, TAG, what))],
-        pass_fds=[memory.fd],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", CHILD, *map(str, (memory.fd, SLOT, TAG, what))]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, pass_fds=[memory.fd], stdin=pipe, stdout=pipe, text=True)
 
 
 def said(process: subprocess.Popen[str]) -> str:
@@ -250,11 +236,3 @@ def test_a_death_between_two_words_gives_the_key_nothing(num_writes: int) -> Non
         assert requests == tokens == (500 if num_writes else 600)
     else:
         assert max(requests, tokens) <= 500, "what the time has brought is lost"
-
-
-def test_locks_are_the_kernels() -> None:
-    """A lock that this process holds does not keep it out, and another's byte is another lock."""
-    memory = RateMemory.create()
-    memory.set_limits(SLOT, TAG, 1, 1)
-    fcntl.lockf(memory.fd, fcntl.LOCK_EX, 1, SLOT)
-    assert left(memory.take(SLOT, TAG)) == (True, 1, 1)

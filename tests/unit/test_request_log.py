@@ -49,13 +49,9 @@ def logged(
     return [record.getMessage() for record in caplog.records]
 
 
-def test_a_request_has_numbers_and_no_text(caplog: pytest.LogCaptureFixture) -> None:
-    begun, _ = logged(caplog, request_log(), pieces_of("x"), 9)
-    assert begun == "request cmpl-a: 3 tokens in the prompt, max_tokens 9"
-
-
 def test_an_answer_is_logged_once_and_cut(caplog: pytest.LogCaptureFixture) -> None:
-    _, ended = logged(caplog, request_log(most_chars=5), pieces_of("ab\n", "cdef"), 9)
+    begun, ended = logged(caplog, request_log(most_chars=5), pieces_of("ab\n", "cdef"), 9)
+    assert begun == "request cmpl-a: 3 tokens in the prompt, max_tokens 9", "numbers, and no text"
     assert ended == r"request cmpl-a, choice 0: stop after 2 tokens: 'ab\ncd' and 2 characters more"
 
 
@@ -81,15 +77,12 @@ def test_whole_answers(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("given", "logs"),
-    [
+def test_when_there_is_an_access_log() -> None:
+    given: list[tuple[dict[str, object], bool]] = [
         ({}, False),
         ({"access_log": True}, True),
         ({"disable_access_log_for_endpoints": "/health, /ping"}, True),
         ({"disable_access_log_for_endpoints": "/health", "disable_uvicorn_access_log": True}, False),
-    ],
-)
-def test_when_there_is_an_access_log(given: dict[str, object], logs: bool) -> None:
-    settings = ServeOptions(**given).read(RequestLogSettings)
-    assert settings.logs_access is logs
+    ]
+    for options, logs in given:
+        assert ServeOptions(**options).read(RequestLogSettings).logs_access is logs

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,9 +36,11 @@ LINE_END = "<!-- end of requirements -->"
 STATES = ("proven", "refused", "not yet", "not applicable")
 
 ROW = re.compile(r"\| `(?P<prefix>[A-Z]{2})-(?P<number>\d{3})` \| (?P<ask>\S.*) \| (?P<proof>\S.*) \|")
-PROOF_TESTS = re.compile(r"`[^`]+`(?:, `[^`]+`)*(?P<slow> \(slow\))?")
-PROOF_REFUSED = re.compile(r"refused: [^`\s][^`]*, `[^`]+`(?:, `[^`]+`)*")
-PROOF_NOT_APPLICABLE = re.compile(r"not applicable \((?:operator|vendor)\): \S.*")
+TESTS = r"`[^`]+`(?:, `[^`]+`)*"
+PROOFS = [  # of STATES
+    *(re.compile(rf"{TESTS}(?: \(slow\))?"), re.compile(rf"refused: [^`\s][^`]*, {TESTS}")),
+    *(re.compile("not yet"), re.compile(r"not applicable \((?:operator|vendor)\): \S.*")),
+]
 # Modules with a stand-in for the engine: tests of what they make show what reaches an engine, not what it does.
 STAND_INS = (
     *("tests.support.playback", "tests.support.playback_offline", "tests.support.offline", "tests.support.toy_model"),
@@ -54,20 +57,11 @@ class Row(NamedTuple):
     proof: str
 
     def state(self) -> str:
-        """Returns one of STATES, or malformed."""
-        if self.proof == "not yet":
-            return "not yet"
-        if PROOF_NOT_APPLICABLE.fullmatch(self.proof):
-            return "not applicable"
-        if PROOF_REFUSED.fullmatch(self.proof):
-            return "refused"
-        return "proven" if PROOF_TESTS.fullmatch(self.proof) else "malformed"
+        """Returns one of STATES; the empty text where the proof has none of their forms."""
+        return next((state for state, form in zip(STATES, PROOFS, strict=True) if form.fullmatch(self.proof)), "")
 
     def node_ids(self) -> list[str]:
         return re.findall(r"`([^`]+)`", self.proof) if self.state() in ("proven", "refused") else []
-
-    def says_slow(self) -> bool:
-        return self.proof.endswith(" (slow)")
 
     def __str__(self) -> str:
         return f"{self.prefix}-{self.number:03d}"
@@ -75,21 +69,12 @@ class Row(NamedTuple):
 
 def sections(page: str) -> dict[str, list[str]]:
     """Title of each document's section -> its lines. Raises ValueError when the sections aren't DOCUMENTS."""
-    found: dict[str, list[str]] = {}
-    lines: list[str] = []
-    for line in page.splitlines():
-        if line.startswith("## "):
-            title = line.removeprefix("## ").strip()
-            if title in found:
-                raise ValueError(f"section {title!r} is there twice")
-            lines = found[title] = []
-        else:
-            lines.append(line)
+    _, *parts = re.split(r"^## ", page, flags=re.MULTILINE)
+    found = [(part.partition("\n")[0].strip(), part.splitlines()[1:]) for part in parts]
     wanted = [title for title, _ in DOCUMENTS.values()]
-    found.pop("Summary", None)
-    if list(found) != wanted:
-        raise ValueError(f"sections are {list(found)}, not {wanted}")
-    return found
+    if (titles := [title for title, _ in found if title != "Summary"]) != wanted:
+        raise ValueError(f"sections are {titles}, not {wanted}")
+    return {title: lines for title, lines in found if title != "Summary"}
 
 
 def rows(page: str) -> Iterator[Row]:
@@ -102,83 +87,41 @@ def rows(page: str) -> Iterator[Row]:
 
 def form_complaints(page: str) -> list[str]:
     """Lines that mean to be a table and aren't one, and proofs of none of the four forms."""
-    complaints = []
-    for lines in sections(page).values():
-        for position, line in enumerate(lines):
-            if line in TABLE_HEAD:
-                at = TABLE_HEAD.index(line)
-                if lines[position - at : position - at + 2] != TABLE_HEAD:
-                    complaints.append(f"half a table head: {line}")
-            elif line.lstrip().startswith("|"):
-                num_cells = len(UNESCAPED_PIPE.findall(line)) - 1
-                if num_cells != 3 or not ROW.fullmatch(line):
-                    complaints.append(f"not a row `| id | ask | proof |`: {line}")
-                elif not lines[position - 1].startswith("|"):
-                    complaints.append(f"a row outside of a table: {line}")
-            elif "|" in line:
-                complaints.append(f"a row that doesn't begin with a bar: {line}")
-    complaints += [f"{row}: no known form of proof: {row.proof}" for row in rows(page) if row.state() == "malformed"]
-    return complaints
+    lines = [line for lines in sections(page).values() for line in lines if "|" in line and line not in TABLE_HEAD]
+    complaints = [f"not a row `| id | ask | proof |`: {line}" for line in lines if not is_row(line)]
+    return complaints + [f"{row}: no known form of proof: {row.proof}" for row in rows(page) if not row.state()]
+
+
+def is_row(line: str) -> bool:
+    return ROW.fullmatch(line) is not None and len(UNESCAPED_PIPE.findall(line)) == 4
 
 
 def id_complaints(page: str) -> list[str]:
     """Ids count 1, 2, 3… within their document, under its prefix, and none has gone."""
     complaints = []
     for prefix, (title, num_rows_at_least) in DOCUMENTS.items():
-        mine = [row for row in rows(page) if row.title == title]
-        for number, row in enumerate(mine, start=1):
-            if (row.prefix, row.number) != (prefix, number):
-                complaints.append(f"{title}: found {row} where {prefix}-{number:03d} belongs")
-                break
-        if len(mine) < num_rows_at_least:
-            complaints.append(f"{title}: {len(mine)} rows, at least {num_rows_at_least} wanted: rows aren't removed")
+        mine = [str(row) for row in rows(page) if row.title == title]
+        expected = [f"{prefix}-{number:03d}" for number in range(1, max(len(mine), num_rows_at_least) + 1)]
+        wrong = next((f"found {a}, expected {b}" for a, b in zip_longest(mine, expected) if a != b), None)
+        complaints += [f"{title}: {wrong}; rows aren't removed"] if wrong else []
     return complaints
 
 
 @cache
 def collected(path: Path) -> dict[str, bool]:
-    """Returns a file's tests as pytest would collect them (`test_a`, `TestB::test_c`) -> whether each is slow.
+    """Returns a file's test functions -> whether each is slow.
 
     A test that is always skipped proves nothing and isn't in it. Marks of single parameters aren't seen.
     """
-    return dict(collect(ast.parse(path.read_text(encoding="utf-8")).body))
-
-
-def collect(body: list[ast.stmt], is_slow: bool = False) -> Iterator[tuple[str, bool]]:
-    classes: dict[str, list[tuple[str, bool]]] = {}
-    is_slow = is_slow or any(is_slow_module(node) for node in body)
-    for node in flatten(body):
-        match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                if name.startswith("test") and not has_mark(node.decorator_list, "skip"):
-                    yield name, is_slow or has_mark(node.decorator_list, "slow")
-            case ast.ClassDef(name=name) if not has_mark(node.decorator_list, "skip"):
-                inherited = [n for base in node.bases if isinstance(base, ast.Name) for n in classes.get(base.id, [])]
-                slow = is_slow or has_mark(node.decorator_list, "slow")
-                classes[name] = [*collect(node.body, slow), *((each, slow or its) for each, its in inherited)]
-                if name.startswith("Test"):
-                    yield from ((f"{name}::{member}", its) for member, its in classes[name])
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Attribute(attr="TestCase")):
-                yield f"{name}::runTest", is_slow  # hypothesis: TestPool = PoolMachine.TestCase
-
-
-def flatten(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """A body's statements, those under `if`, `try` and `with` too."""
-    for node in body:
-        yield node
-        if isinstance(node, ast.If | ast.Try | ast.With):
-            for inner in ("body", "orelse", "finalbody"):
-                yield from flatten(getattr(node, inner, []))
-
-
-def is_slow_module(node: ast.stmt) -> bool:
-    """Returns whether this is `pytestmark = …` with the mark in it."""
-    match node:
-        case ast.Assign(targets=[ast.Name(id="pytestmark")], value=ast.List(elts=marks) | ast.Tuple(elts=marks)):
-            return has_mark(marks, "slow")
-        case ast.Assign(targets=[ast.Name(id="pytestmark")], value=mark):
-            return has_mark([mark], "slow")
-    return False
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    values = [node.value for node in tree.body if isinstance(node, ast.Assign) and "pytestmark" in ast.dump(node)]
+    of_module = [mark for value in values for mark in (value.elts if isinstance(value, ast.List) else [value])]
+    marks = {
+        node.name: [*of_module, *node.decorator_list]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test")
+    }
+    return {name: has_mark(each, "slow") for name, each in marks.items() if not has_mark(each, "skip")}
 
 
 def has_mark(marks: list[ast.expr], name: str) -> bool:
@@ -195,41 +138,30 @@ def has_stand_in(path: Path) -> bool:
     )
 
 
-def proof_complaints(page: str, root: Path = ROOT) -> list[str]:
+def proof_complaints(page: str) -> list[str]:
     """Named tests that aren't there."""
-    return [f"{row}: {why}" for row in rows(page) for node_id in row.node_ids() if (why := why_no_test(node_id, root))]
+    named = [(row, node_id) for row in rows(page) for node_id in row.node_ids()]
+    return [f"{row}: no test {node_id}" for row, node_id in named if find(node_id) is None]
 
 
-def why_no_test(node_id: str, root: Path) -> str:
-    file_name, name = split(node_id)
-    if not re.fullmatch(r"tests/(?:\w+/)*test_\w+\.py", file_name) or not name:
-        return f"{node_id!r} isn't tests/…/test_….py::name"
-    if not (root / file_name).is_file():
-        return f"no file {file_name}"
-    if name not in collected(root / file_name):
-        return f"no test {name!r} in {file_name}"
-    return ""
+def find(node_id: str) -> tuple[Path, bool] | None:
+    """Returns the test's file, and whether the test is slow. None: there is no such test."""
+    found = re.fullmatch(r"(tests/(?:\w+/)*test_\w+\.py)::(\w+)(?:\[.*\])?", node_id)
+    if found is None or not (ROOT / found[1]).is_file() or found[2] not in collected(ROOT / found[1]):
+        return None
+    return ROOT / found[1], collected(ROOT / found[1])[found[2]]
 
 
-def split(node_id: str) -> tuple[str, str]:
-    """Returns the file, and the test without its parameters."""
-    file_name, _, name = node_id.partition("::")
-    return file_name, name.partition("[")[0]
-
-
-def strength_complaints(page: str, root: Path = ROOT) -> list[str]:
+def strength_complaints(page: str) -> list[str]:
     """Returns complaints about proven rows that no quick test or no real engine shows."""
     complaints = []
     for row in rows(page):
-        tests = [split(node_id) for node_id in row.node_ids() if not why_no_test(node_id, root)]
+        tests = [test for node_id in row.node_ids() if (test := find(node_id)) is not None]
         if row.state() != "proven" or not tests:
             continue
-        if row.says_slow() != all(collected(root / file_name)[name] for file_name, name in tests):
-            what = (
-                "has a quick test: take (slow) away" if row.says_slow() else "has slow tests only: say so, with (slow)"
-            )
-            complaints.append(f"{row}: {what}")
-        if all(has_stand_in(root / file_name) for file_name, _ in tests):
+        if row.proof.endswith(" (slow)") != all(is_slow for _, is_slow in tests):
+            complaints.append(f"{row}: a row has (slow) at its end where it has slow tests only")
+        if all(has_stand_in(file) for file, _ in tests):
             complaints.append(f"{row}: only tests with a stand-in for the engine; name one with a real engine")
     return complaints
 
@@ -248,11 +180,11 @@ def summary(page: str) -> str:
 
 
 def summary_complaints(page: str) -> list[str]:
-    if with_summary(page) == page:
-        return []
-    return [
-        f"the summary is out of date: run `python tests/unit/test_requirements.py --fix`, or paste\n\n{summary(page)}\n"
-    ]
+    return (
+        []
+        if with_summary(page) == page
+        else [f"the summary is out of date: run with --fix, or paste\n\n{summary(page)}"]
+    )
 
 
 def with_summary(page: str) -> str:

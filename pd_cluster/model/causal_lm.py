@@ -192,7 +192,7 @@ class JoinsLayers(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class ModelEnds:
     """The parts of a fused model around its layers."""
 
     embed: Callable[[torch.Tensor], torch.Tensor]
@@ -206,7 +206,7 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a loader finds out about a model before it takes it apart."""
+    """A loader finds this out about a model before it takes it apart."""
 
     caches: tuple[LayerCache, ...]
     rope_limit: RopeLimit = NO_POSITIONS
@@ -217,7 +217,13 @@ class FusedCausalLM:
     """Updates the residual stream x in place; the output of a half-layer is added at the next norm."""
 
     def __init__(
-        self, config: Any, ops: Ops, layers: list[FusedLayer], ends: Ends, served: Served, group: Group | None = None
+        self,
+        config: Any,
+        ops: Ops,
+        layers: list[FusedLayer],
+        ends: ModelEnds,
+        served: Served,
+        group: Group | None = None,
     ) -> None:
         self.config, self.ops = config, ops
         self.adapters, self.caches, self.rope_limit = served.adapters, served.caches, served.rope_limit

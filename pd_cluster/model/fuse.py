@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from pd_cluster.model.causal_lm import Ends, FusedCausalLM, Served
+from pd_cluster.model.causal_lm import ModelEnds, FusedCausalLM, Served
 from pd_cluster.model.fuse_attention import has_latents, heads_attention, latent_attention
 from pd_cluster.model.layer_maker import LayerMaker
 from pd_cluster.model.layers.expert_weight import ExpertWeights, experts_of
@@ -101,7 +101,7 @@ def _ropes(inner: Any, config: Any, quirks: Quirks, like: torch.Tensor) -> RopeT
     return RopeTables(inner.rotary_emb, kinds, (width, quirks.pairs_neighbours(config)), like, quirks.turn)
 
 
-def _ends(model: Any, quirks: Quirks, ropes: RopeTables, maker: LayerMaker, share: Share | None) -> Ends:
+def _ends(model: Any, quirks: Quirks, ropes: RopeTables, maker: LayerMaker, share: Share | None) -> ModelEnds:
     """Takes the parts around the layers. The output layer first: it may be packed from the embedding's rows."""
     config, inner, adapters = model.config, model.model, maker.adapters
     tied = model.lm_head.weight is inner.embed_tokens.weight
@@ -123,7 +123,7 @@ def _ends(model: Any, quirks: Quirks, ropes: RopeTables, maker: LayerMaker, shar
     vocab_size = config.vocab_size if share is None else share.plan.vocab_size
     if adapters is not None:
         embed = adapters.beside_embedding(embed, "model.embed_tokens", (vocab_size, config.hidden_size), scale)
-    return Ends(
+    return ModelEnds(
         embed=embed if multipliers.embeddings == 1.0 else _multiplied(embed, multipliers.embeddings),
         ropes=ropes,
         norm=maker.norm(inner, "norm", quirks),

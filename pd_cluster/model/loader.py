@@ -151,10 +151,8 @@ def load_model(
         plain.take_deep_features()
     adapters = adapters_of(checkpoint, share) if checkpoint.takes_adapters else None
     own = replace(layout, dtype=dtype)
-    is_by_modules = layout.has_latents and device.is_accelerator  # whose kernels have no latent attention
-    if (
-        logn is not None or checkpoint.is_unproven or is_by_modules or not can_fuse(model)
-    ):  # some unlisted types use others' classes
+    without_kernels = logn is not None or (layout.has_latents and device.is_accelerator)
+    if without_kernels or checkpoint.is_unproven or not can_fuse(model):  # some unlisted types use others' classes
         is_unproven, by = checkpoint.is_unproven, linears_by(attention)
         num_packed = prove_packing(plain, device, dtype) if is_unproven else pack_modules(model, by)
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
@@ -167,11 +165,15 @@ def load_model(
     served = Served(caches, rope_limit, adapters)
     fused = fuse(model, choose_ops(layout, device, attention, values), served, share)
     bound = ROUNDED if plain.rounds_activations else dtype
-    error = change_of(probe_logits(fused, own, device), expected, bound)
-    if not error <= PROBE_TOLERANCE[bound]:
-        raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
+    _check_change(change_of(probe_logits(fused, own, device), expected, bound), bound, checkpoint)
     log.info("model: %s", fused.kernels)
     return fused
+
+
+def _check_change(error: float, bound: str, checkpoint: Checkpoint) -> None:
+    """Raises ModelError for fused layers that compute something else."""
+    if not error <= PROBE_TOLERANCE[bound]:
+        raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
 
 
 def _check_device(checkpoint: Checkpoint, device: Device) -> None:

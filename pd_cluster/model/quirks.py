@@ -60,7 +60,7 @@ def rope_if_sliding(attention: Any) -> str:
 
 
 class Multipliers(NamedTuple):
-    """Of embeddings, and of what each half of a layer adds; logits are divided."""
+    """Factors of embeddings and of what each half of a layer adds, and the divisor of logits."""
 
     embeddings: float = 1.0
     residual: float = 1.0

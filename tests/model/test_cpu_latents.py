@@ -27,7 +27,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Widths:
-    """Of a head's own query, of the latent, of the rotated part, of a head's value."""
+    """A head's own query, the latent, the rotated part, a head's value."""
 
     num_heads: int
     query: int

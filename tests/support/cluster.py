@@ -30,8 +30,8 @@ from pd_cluster.engine.start.preloader import Preloader, essential, surroundings
 from pd_cluster.transport.table import same_host_choice
 from ranktable_tools.keys import ADMIN_TOKEN_FILE
 
-START_TIMEOUT_S = float(os.environ.get("PD_CLUSTER_TEST_START_S", "90"))
-SETTLE_TIMEOUT_S = 40.0
+START_TIMEOUT_S = float(os.environ.get("PD_CLUSTER_TEST_START_S", "150"))
+SETTLE_TIMEOUT_S = 80.0
 POLL_S = 0.05
 DEVICE = os.environ.get("PD_CLUSTER_TEST_DEVICE", "")  # --device of every worker
 SAME_HOST = same_host_choice(DEVICE or "cpu")  # how two instances of one host exchange KV cache

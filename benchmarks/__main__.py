@@ -38,14 +38,20 @@ def _run(measuring: Coroutine[Any, Any, None]) -> None:
 @app.command("engine")
 def engine(
     workload: Annotated[str, typer.Option(help="uniform,mixed,steps; default: all.")] = "",
+    shape: Annotated[str, typer.Option(help="mla-1B: steps of latent attention; default: a Llama of 125M.")] = "",
     rounds: Rounds = 3,
     threads: Threads = 2,
     quick: Quick = False,
     json: Json = "",
 ) -> None:
     """The engine alone against transformers' generate(), and its steps against what the machine can do."""
-    from benchmarks import engine
+    from benchmarks import engine, latents
 
+    if shape not in ("", latents.NAME) or (shape and workload):
+        raise PdClusterError(f"--shape {shape}: expected {latents.NAME}, without --workload")
+    if shape:
+        latents.run(rounds, threads, quick, json)
+        return
     engine.run(workload, rounds, threads, quick, json)
 
 

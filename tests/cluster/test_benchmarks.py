@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 QUICK = ("kv --quick --transports=shm --rounds=1", "router --quick --streams=20")
 SLOW = (
     "engine --quick --threads=1",
+    "engine --shape=mla-1B --quick --threads=1 --rounds=1",
     "faults --quick",
     "faults --quick --faults=resets,aborts,slow-readers",
     "hog --seconds=2 --attacks=guides",

@@ -297,7 +297,7 @@ def choose_ops(
     if device.is_accelerator or attention.is_asked_for or not are_wanted() or not supports(layout, latent_values):
         return TorchOps()
     try:
-        return CpuOps(pool_dtype=layout.dtype)
+        return CpuOps(pool_dtype=layout.dtype, has_latents=layout.has_latents)
     except KernelsUnavailable as error:
         log.warning("no C kernels, the forward pass is slower: %s", error)
         return TorchOps()

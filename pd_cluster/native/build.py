@@ -1,18 +1,22 @@
 """Compiles the kernels for this machine, once, and caches the result in the user's cache folder.
 
-The file's name identifies everything it depends on, so processes that race build the same file; an unfinished one is
-never visible. Knows nothing of tensors.
+The file's name identifies everything it depends on; processes that want it at once let one of them build it. An
+unfinished one is never visible. Knows nothing of tensors.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import os
 import re
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
@@ -22,6 +26,7 @@ FLAGS = (
 )
 COMPILE_DEADLINE_S = 180.0  # a few seconds, but not where many processes share a core
 VERSION_DEADLINE_S = 60.0
+POLL_S = 0.05
 MOST_TRIES = 3  # of a compilation during which a source changes
 OPENMP = re.compile(r"/lib(gomp|iomp5|omp)\b[^/]*\.so[^/]*$")
 
@@ -74,9 +79,40 @@ def build(flags: tuple[str, ...]) -> Path:
         raise KernelsUnavailable("no C compiler (gcc or cc) on PATH")
     for _ in range(MOST_TRIES):
         target = _target(compiler, flags)
-        if (target.is_file() and not target.is_symlink()) or _compile(compiler, flags, target):
+        if _is_there(target):
             return target
+        with _turn(target):
+            if _is_there(target) or _compile(compiler, flags, target):
+                return target
     raise KernelsUnavailable(f"{FOLDER} changed during each of {MOST_TRIES} compilations")
+
+
+def _is_there(target: Path) -> bool:
+    return target.is_file() and not target.is_symlink()
+
+
+@contextlib.contextmanager
+def _turn(target: Path) -> Iterator[None]:
+    """Lets one process at a time compile this file: those of a cluster start together, and each would take a core.
+
+    Nobody waits longer than a compilation may take. Raises KernelsUnavailable.
+    """
+    lock, until_s = target.with_suffix(".lock"), time.monotonic() + COMPILE_DEADLINE_S
+    try:
+        fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise KernelsUnavailable(f"cannot write to {target.parent}: {error}") from error
+    try:
+        while time.monotonic() < until_s:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(POLL_S)
+        yield
+        lock.unlink(missing_ok=True)  # who waits for it finds the compiled file
+    finally:
+        os.close(fd)
 
 
 def _target(compiler: str, flags: tuple[str, ...]) -> Path:

@@ -317,15 +317,19 @@ def test_one_openmp_library_serves_torch_and_the_kernels(ops: CpuOps) -> None:
         assert len({line.split()[-1] for line in maps if build.OPENMP.search(line.strip())}) == 1
 
 
-def test_processes_that_race_build_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_processes_that_race_one_builds_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a source that is compiled at once: the kernels take seconds, and the other tests build those."""
-    cache, source = tmp_path / "cache", tmp_path / "source"
+    cache, source, compiler, calls = (tmp_path / name for name in ("cache", "source", "compiler", "calls"))
     source.mkdir()
     (source / "kernels.c").write_text("int pd_init(void) { return 0; }\n")
+    compiler.write_text(f'#!/bin/sh\ncase " $* " in *" -o "*) echo >>{calls} ;; esac\nexec gcc "$@"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(build, "FOLDER", source)
     with ThreadPoolExecutor() as pool:
         built = set(pool.map(build.build, [build.FLAGS] * 3))
+    assert calls.read_text() == "\n"
     assert built == set((cache / "pd-cluster").iterdir())
     assert (cache / "pd-cluster").stat().st_mode & 0o777 == 0o700
     assert build.build((*build.FLAGS, "-g0")) not in built

@@ -102,11 +102,23 @@ def _library(flags: tuple[str, ...]) -> ctypes.CDLL:
 @functools.cache
 def _attend_in(flags: tuple[str, ...], pool_dtype: str) -> ctypes.CDLL:
     """Returns the kernels for pools of this dtype: each has a library of its own, compiled when it is wanted."""
-    chosen = (f"-DPOOL={POOLS[pool_dtype]}",) if POOLS[pool_dtype] else ()
-    library = build.load((*flags, *chosen))
-    library.pd_attend.argtypes, library.pd_latents.argtypes = [_Pointer] * 5, [_Pointer] * 7
-    library.pd_attend.restype = library.pd_latents.restype = None
+    library = build.load((*flags, *_chosen(pool_dtype)))
+    library.pd_attend.argtypes = [_Pointer] * 5
+    library.pd_attend.restype = None
     return library
+
+
+@functools.cache
+def _latents_in_pools(flags: tuple[str, ...], pool_dtype: str) -> Any:
+    """Returns the kernel of latent attention for pools of this dtype, likewise."""
+    library = build.load((*flags, *_chosen(pool_dtype), "-DLATENTS"))
+    library.pd_latents.argtypes = [_Pointer] * 7
+    library.pd_latents.restype = None
+    return library.pd_latents
+
+
+def _chosen(pool_dtype: str) -> tuple[str, ...]:
+    return (f"-DPOOL={POOLS[pool_dtype]}",) if POOLS[pool_dtype] else ()
 
 
 def supports(layout: KVLayout, latent_values: Iterable[int] = ()) -> bool:
@@ -125,16 +137,19 @@ class CpuOps:
     """`Ops` in C. Raises KernelsUnavailable when the kernels cannot be built or loaded.
 
     `pool_dtype`: that of the pool which will be served; those of other dtypes compile their attention when they come.
+    `has_latents`: the pool has them.
     """
 
     name = "C"
     attention = "C"
     is_capturable = False  # there are no graphs on a CPU
 
-    def __init__(self, flags: tuple[str, ...] = build.FLAGS, pool_dtype: str = "float32") -> None:
+    def __init__(
+        self, flags: tuple[str, ...] = build.FLAGS, pool_dtype: str = "float32", has_latents: bool = False
+    ) -> None:
         library = _library(flags)
         self._norm, self._gate, self._flags = library.pd_norm, library.pd_gate, flags
-        _attend_in(flags, pool_dtype)
+        (_latents_in_pools if has_latents else _attend_in)(flags, pool_dtype)
         self._layers: dict[Heads, _Bound] = {}
 
     def linear(self, weight: LinearWeight) -> Linear:
@@ -208,7 +223,7 @@ class CpuOps:
         assert queries.is_contiguous()
         address, layer = self.step_address(rope, batch, rope_width), _latents_in(latents, pool)
         out = torch.empty(num_tokens, latents.num_heads * latents.value_width)
-        self._kernels_for(pool.layout.dtype).pd_latents(
+        _latents_in_pools(self._flags, pool.layout.dtype)(
             address, ctypes.addressof(layer), pool.data_ptr(), queries.data_ptr(), latent.data_ptr(),
             rotated.data_ptr(), out.data_ptr(),
         )  # fmt: skip

@@ -135,12 +135,17 @@ def without_what_differs(answer: dict[str, Any]) -> None:
 def test_a_wrong_line_does_not_stop_the_rest(offline: Offline) -> None:
     """None streams, whatever its url; and a wrong url is answered with those there are."""
     nowhere = ["/v1/models", "http://host/v1/embeddings", "x" * 9000]
-    lines = [request("good", CHAT_URL, CHAT), b"{torn", request("stream", MESSAGES_URL, MESSAGES | {"stream": True})]
+    streams = {"stream": (CHAT_URL, CHAT), "message": (MESSAGES_URL, MESSAGES)}
+    lines = [request("good", CHAT_URL, CHAT), b"{torn"]
+    lines += [request(name, url, body | {"stream": True}) for name, (url, body) in streams.items()]
     lines += [*(request(f"nowhere {url[:99]}", url, {}) for url in nowhere), request("too", COMPLETIONS_URL, TEXT)]
     found = answers(offline, [entry_of(at, line) for at, line in enumerate(lines, 1)])
     assert found["good"]["response"]["status_code"] == found["too"]["response"]["status_code"] == 200
     assert (found[None]["response"]["status_code"], found[None]["error"]["line"]) == (400, 2)
-    assert (found["stream"]["response"]["status_code"], found["stream"]["error"]["param"]) == (400, "stream")
+    assert found["stream"]["error"]["param"] == "stream"
+    for name in streams:
+        assert found[name]["response"]["status_code"] == 400
+        assert "stream: true has no place" in found[name]["error"]["message"]
     for url in nowhere:
         each = found[f"nowhere {url[:99]}"]
         assert (each["response"]["status_code"], each["error"]["param"]) == (404, "url")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
-import msgspec
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.links import PeerProgress, Side
 from pd_cluster.engine.handover.out_links import OutLinks
@@ -30,8 +30,12 @@ def d_of(conn: str) -> str:
     return conn.split(">")[1].split("#")[0]
 
 
-def side(name: str) -> Side:
-    return Side(f"{name}@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions())
+def side(name: str, crossing: Crossing) -> Side:
+    return Side(f"{name}@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions(), crossing)
+
+
+def info_of(name: str, host: str) -> wire.PeerInfo:
+    return wire.PeerInfo(name=name, epoch=1, role="decode", host=host, control_port=1, public_key=b"", tp_size=1)
 
 
 def ignored(self: object, *_: object) -> None: ...
@@ -71,9 +75,22 @@ class End:
 
 
 class Net:
-    """Prefill and decode instances whose messages arrive in order."""
+    """Prefill and decode instances whose messages arrive in order.
 
-    def __init__(self, num_p: int, num_d: int, most_p: int, most_d: int, transport: str = "dist") -> None:
+    `hosts`: by instance, of those that the scheduler has named; `trusting`: the instances with --trust-network.
+    """
+
+    def __init__(
+        self,
+        num_p: int,
+        num_d: int,
+        most_p: int,
+        most_d: int,
+        transport: str = "dist",
+        hosts: Mapping[str, str] | None = None,
+        trusting: Collection[str] = (),
+    ) -> None:
+        self._hosts, self._trusting = hosts or {}, trusting
         self.now_s, self.transport, self.works = 0.0, transport, True
         self.most = {"p": most_p, "d": most_d}
         self.mail: deque[tuple[str, bool, wire.Body]] = deque()  # connection, to P, body
@@ -84,6 +101,11 @@ class Net:
         self.p = {f"p{at}": PEnd(self, f"p{at}") for at in range(num_p)}
         for p in self.p.values():
             p.set_peers(list(self.d))
+
+    def side(self, name: str) -> Side:
+        crossing = Crossing(f"{name}@1", name in self._trusting)
+        crossing.hear([info_of(each, host) for each, host in self._hosts.items()])
+        return side(name, crossing)
 
     def check(self) -> None:
         for name, conns in self.pairs.items():
@@ -120,7 +142,9 @@ class PEnd:
             net.most["p"], lambda conn: self.busy[conn] > 0, self._woken, lambda *lost: self.lost.append(lost)
         )
         own, progress = cast(Any, self), PeerProgress(lambda: net.now_s)
-        self.links = OutLinks(side(name), own, own, ignored, ignored, progress, lambda: net.now_s, TIMES, rests=rests)
+        self.links = OutLinks(
+            net.side(name), own, own, ignored, ignored, progress, lambda: net.now_s, TIMES, rests=rests
+        )
 
     def _woken(self, peer: str, conn: str) -> None:
         self.woken.append(peer)
@@ -138,8 +162,7 @@ class PEnd:
         self.busy.clear()
 
     def set_peers(self, names: list[str]) -> None:
-        info = wire.PeerInfo(name="", epoch=1, role="decode", host="h", control_port=1, public_key=b"", tp_size=1)
-        self.links.set_peers([msgspec.structs.replace(info, name=each) for each in names])
+        self.links.set_peers([info_of(each, "h") for each in names])
 
     def send_end(self, conn: str, *_: object) -> End:
         return End(self.net, conn, self.name)
@@ -177,7 +200,7 @@ class DEnd:
     def __init__(self, net: Net, name: str) -> None:
         self.net, self.name, self.places = net, name, LinkPlaces(net.most["d"])
         own, progress = cast(Any, self), PeerProgress(lambda: net.now_s)
-        self.links = InLinks(side(name), own, own, ignored, ignored, progress, places=self.places)
+        self.links = InLinks(net.side(name), own, own, ignored, ignored, progress, places=self.places)
 
     def receive_end(self, conn: str, peer: str, opened: wire.LinkOpen, *_: object) -> End:
         return End(self.net, conn, self.name, opened)

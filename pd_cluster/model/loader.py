@@ -7,7 +7,7 @@ passes, that the numbers are unchanged and every layer used the pool.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -284,7 +284,7 @@ def change_of(logits: torch.Tensor, expected: torch.Tensor, dtype: str) -> float
 
 
 def choose_ops(
-    layout: KVLayout, device: Device = CPU, attention: Attention = SDPA, latent_values: Iterable[int] = ()
+    layout: KVLayout, device: Device = CPU, attention: Attention = SDPA, latent_values: Collection[int] = ()
 ) -> Ops:
     """Chooses the operations of fused layers for a pool. `latent_values`: see cpu/ops.py.
 

@@ -34,7 +34,7 @@ class Steered(LiveCluster):
 
 @pytest.fixture(scope="module")
 def steered(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Steered]:
-    """Of two API processes; tests/api/test_one_process.py does some of this with one."""
+    """Two API processes; tests/api/test_one_process.py does some of this with one."""
     flags = ["--max-model-len=16384", "--num-blocks=3200", "--api-workers=2", "--api-key=sk-hidden"]
     folder = tmp_path_factory.mktemp("steered")
     model = checkpoint("llama", max_position_embeddings=16384)

@@ -272,7 +272,7 @@ def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint
 
 
 class Mistake(NamedTuple):
-    """What an operator gets wrong, and the line that it gives."""
+    """Each mistake of an operator gives one line that names it."""
 
     said: str
     table: str = "0"

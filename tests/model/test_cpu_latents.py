@@ -134,7 +134,7 @@ def reference(layer: Latents, step: Step) -> torch.Tensor:
     ],
 )
 def test_numbers(ops: CpuOps, w: Widths, block_size: int, dtype: str) -> None:
-    """Of single tokens, of a few, and of prompts, some of them behind more keys than are added at once."""
+    """Single tokens, a few, and prompts, some of them behind more keys than are added at once."""
     layer, step = a_layer(w), a_step(w, SEQUENCES if w is SMALL else SEQUENCES[3:8], block_size, dtype)
     assert supports(step.batch.pool.layout, [w.value])
     assert_close(attend(ops, layer, step), reference(layer, step))

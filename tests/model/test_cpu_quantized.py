@@ -306,7 +306,7 @@ def test_layers_are_made_and_used_by_several_threads(flags: tuple[str, ...]) -> 
 
 
 def test_shapes_and_rounding_of_activations(flags: tuple[str, ...]) -> None:
-    """Of rows to codes: ties go to even; the largest magnitude is 127."""
+    """Rows become codes: ties go to even; the largest magnitude is 127."""
     layer = bf16_linear(torch.randn(40, 96).bfloat16(), None, flags=flags)
     assert layer is not None
     x = torch.randn(2, 3, 192)[..., ::2]

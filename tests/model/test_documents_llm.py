@@ -122,7 +122,7 @@ def test_progress_is_a_bar_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_chat_is_its_templates_prompt(llm: LLM, path: Path) -> None:
-    """Of the folder's template, or of the call's with its variables; parts of text are text."""
+    """The folder's template serves, or the call's with its variables; parts of text are text."""
     whole, short = "<|system|>be kind<|user|>hello<|assistant|>", "<|user|>hello<|assistant|>"
     outputs = llm.chat([[SYSTEM, USER], [USER]], GREEDY, use_tqdm=False)
     assert [output.prompt for output in outputs] == [whole, short]

@@ -170,7 +170,7 @@ def test_the_numbers_are_those_of_the_same_weights_in_plain_form(
 def test_forms_are_reordered_as_plain_weights_are(
     tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of heads, or of gates and ups; gpt_oss's experts have biases, too. What cannot be reordered is refused."""
+    """Rows of heads, or of gates and ups; gpt_oss's experts have biases, too. Other forms are refused."""
     plain, other = pair(tmp_path, architecture)
     prompts = [random_prompt(random.Random(2), n) for n in (1, 17, 40)]
     core = make_core(other, max_num_batched_tokens=32, num_blocks=64)

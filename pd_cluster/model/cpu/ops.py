@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,7 +121,7 @@ def _chosen(pool_dtype: str) -> tuple[str, ...]:
     return (f"-DPOOL={POOLS[pool_dtype]}",) if POOLS[pool_dtype] else ()
 
 
-def supports(layout: KVLayout, latent_values: Iterable[int] = ()) -> bool:
+def supports(layout: KVLayout, latent_values: Collection[int] = ()) -> bool:
     """Whether the attention kernels support a pool. `latent_values`: of heads made of latents, the widths of values."""
     if layout.dtype not in POOLS:
         return False

@@ -11,7 +11,8 @@ from benchmarks.peers.kv_floors import FreeBlocks, GlooPeer, make_pool
 from pd_cluster import wire
 from pd_cluster.devices.device import resolve, use
 from pd_cluster.engine.handover.events import Event, HandedOver, Mail
-from pd_cluster.engine.handover.exports import Exports
+from pd_cluster.engine.handover.exports import Exports, ShipSizes
+from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.engine.trip.links import LAYOUT, TIMEOUTS, SendingEnd
 from pd_cluster.engine.trip.spec import Send
@@ -28,9 +29,8 @@ class SendLane(SendingEnd):
         send = Send(lane.secret, NAMES["decode"], lane.port, lane.epoch, 0)
         super().__init__(lane.begin("prefill"), send, pool, lane.options)
         scheduler = StepScheduler(BlockPool(pool.num_blocks), LAYOUT.block_size, 1, 1)  # only its block size is used
-        self._exports = Exports(
-            scheduler, self._links, self._ended, time.monotonic, TIMEOUTS, LAYOUT.num_layers, LAYOUT.block_nbytes
-        )
+        sizes = ShipSizes(LAYOUT.num_layers, LAYOUT.block_nbytes)
+        self._exports = Exports(scheduler, self._table, self, TransferTerms(time.monotonic, TIMEOUTS), sizes)
         self._free = free
         self._requests: dict[str, Request] = {}
         self._credited: list[Request] = []
@@ -73,7 +73,7 @@ class SendLane(SendingEnd):
         self._exports.computed(request, [TokenOutput(request.request_id, 0, 0, 0, 1)])
 
     def urgent(self, conn: str, body: wire.Body) -> bool:
-        """Confirms on the mailbox's thread, as in engine/mail.py."""
+        """Confirms on the mailbox's thread, as Handover.intercept does."""
         if not isinstance(body, wire.Confirm):
             return super().urgent(conn, body)
         held = self._exports.held.answer(conn, body, self.mailbox.send, note_nothing)
@@ -92,7 +92,7 @@ class SendLane(SendingEnd):
             case _:
                 super()._take(event)
 
-    def _ended(self, request: Request, error: str | None) -> None:
+    def export_ended(self, request: Request, error: str | None) -> None:
         if error is not None:
             raise LinkError(error)
         del self._requests[request.transfer_id]

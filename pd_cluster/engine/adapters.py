@@ -11,16 +11,19 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from pd_cluster import wire
 from pd_cluster.checkpoints.prompt_folder import AdapterFolder, read_adapter
 from pd_cluster.engine.adapter_room import AdapterRoom
-from pd_cluster.engine.handover.events import AdapterLoaded
+from pd_cluster.engine.handover.events import AdapterLoaded, Event
 from pd_cluster.engine.held_legs import HeldLegs
+from pd_cluster.engine.stage import Released, Stage
 from pd_cluster.errors import PdClusterError, told
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.types.variants import lora_of, short_name
@@ -64,22 +67,6 @@ def load_from(path: str, digest: str, read: Read, load: Callable[[AdapterFolder]
     return ""
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterHost:
-    """The parts of a worker that its adapters need as they come and go.
-
-    `put` takes an event to the engine's thread. `used` returns the digests of requests that are computed here, or will
-    be. `begin` begins a leg that was held, or, with a reason, leaves it to another instance; `fail` ends it, with the
-    reason.
-    """
-
-    send: Callable[[str, wire.Body], None]
-    put: Callable[[AdapterLoaded], None]
-    used: Callable[[], Collection[str]]
-    begin: Callable[[str, wire.Submit, str], None]
-    fail: Callable[[str, wire.Submit, str], None]
-
-
 class OwnerTurns:
     """When each owner of held legs last had an adapter loaded; those that never had are first."""
 
@@ -100,29 +87,66 @@ class OwnerTurns:
             self._last.popitem(last=False)
 
 
-class WorkerAdapters:
-    """`named`: paths of the adapters of this process's start, by digest.
+class AdapterThread:
+    """Reads adapters beside the steps, one at a time; `put` takes what became of each to the engine's thread."""
 
-    At most `most` LoRA adapters are in memory; None: any number. One that has been loaded once stays known while it is
+    def __init__(self, keeper: Keeper, read: Read, put: Callable[[AdapterLoaded], None]) -> None:
+        self._keeper, self._read, self._put = keeper, read, put
+        self._jobs: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()  # None: there are no more
+        self._thread: threading.Thread | None = None
+
+    def load(self, digest: str, path: str) -> None:
+        self._jobs.put((digest, path))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="adapters", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread once it has loaded what it began."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            digest, path = job
+            self._put(AdapterLoaded(digest, load_from(path, digest, self._read, self._keeper.load_adapter)))
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """The adapters that a model can have. `named`: paths of those of this process's start, by digest.
+
+    At most `most` LoRA adapters are in memory; None: any number.
+    """
+
+    keeper: Keeper
+    thread: AdapterThread
+    named: Mapping[str, str] = field(default_factory=dict)
+    most: int | None = None
+
+
+class WorkerAdapters(Stage):
+    """One that has been loaded once stays known while it is
     wanted. Where there is no room for all, the one that was asked for least recently gives way, and a leg whose adapter
     is not in memory is held until it has been read again.
     """
 
     def __init__(
         self,
-        keeper: Keeper | None,
-        read: Read,
-        host: AdapterHost,
-        named: Mapping[str, str] | None = None,
-        most: int | None = None,
+        source: AdapterSource | None,
+        send: Callable[[str, wire.Body], None],
+        used: Callable[[], Collection[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`keeper` None: the model was loaded without places for adapters."""
-        self._keeper = keeper
-        self._read_folder = read
-        self._host = host
+        """`source` None: the model was loaded without places for adapters.
+
+        `used` returns the digests of requests that are computed here, or will be.
+        """
+        keeper = source.keeper if source is not None else None
+        most = source.most if source is not None else None
+        self._keeper, self._thread = keeper, source.thread if source is not None else None
+        self._send, self._used = send, used
         self._conn = ""  # of the scheduler whose list counts
-        self._paths: dict[str, str] = dict(named or {})  # by digest
+        self._paths: dict[str, str] = dict(source.named) if source is not None else {}  # by digest
         self._is_told = False  # a list has come
         self._proven = set(self._paths)  # have been in memory
         present = [each for each in keeper.variants if lora_of(each)] if keeper is not None else []
@@ -132,12 +156,17 @@ class WorkerAdapters:
         self._turns = OwnerTurns()
         self._loading: set[str] = set()
         self._held = HeldLegs(clock)
-        self._jobs: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()  # None: there are no more
-        self._thread: threading.Thread | None = None
+        self._released: list[Released] = []
 
     # ---- the scheduler's list
 
-    def read(self, conn: str, news: wire.WantedAdapters) -> None:
+    def read(self, conn: str, body: wire.Body, is_scheduler: bool) -> bool:
+        if not is_scheduler or not isinstance(body, wire.WantedAdapters):
+            return False
+        self._follow(conn, body)
+        return True
+
+    def _follow(self, conn: str, news: wire.WantedAdapters) -> None:
         """Follows the list; what failed before is tried again."""
         self._conn, self._is_told = conn, True
         self._paths = {each.digest: each.path for each in news.adapters}
@@ -155,7 +184,13 @@ class WorkerAdapters:
         self._go_on()
         self._report()
 
-    def loaded(self, event: AdapterLoaded) -> None:
+    def handle(self, event: Event) -> bool:
+        if not isinstance(event, AdapterLoaded):
+            return False
+        self._loaded(event)
+        return True
+
+    def _loaded(self, event: AdapterLoaded) -> None:
         digest = event.digest
         self._loading.discard(digest)
         if event.problem:
@@ -178,14 +213,18 @@ class WorkerAdapters:
         if self._keeper is None:
             return
         if self._is_told and (unwanted := self._keeper.variants.keys() - self._paths.keys()):
-            for digest in unwanted - set(self._host.used()) - set(self._held):
+            for digest in unwanted - self._in_use() - set(self._held):
                 self._drop(digest)
         for leg in self._held.take_expired():
-            self._host.fail(leg.conn, leg.submit, "the request's deadline has passed")
+            self._released.append(Released(leg.conn, leg.submit, error="the request's deadline has passed"))
         self._go_on()
 
+    def counted(self, load: wire.Load, schedulers: Mapping[str, str]) -> wire.Load:
+        in_memory = self._in_memory
+        return load if in_memory is None else msgspec.structs.replace(load, adapters=in_memory)
+
     @property
-    def in_memory(self) -> tuple[str, ...] | None:
+    def _in_memory(self) -> tuple[str, ...] | None:
         """Short names of the LoRA adapters that requests find here at once; None: all that there are."""
         if self._keeper is None or self._room is None:
             return None
@@ -196,7 +235,7 @@ class WorkerAdapters:
     # ---- legs
 
     def admits(self, conn: str, submit: wire.Submit) -> bool:
-        """Whether a leg may begin; otherwise it is held here until its adapter is in memory again."""
+        """Holds a leg until its adapter is in memory again."""
         digest = submit.order.variant
         if not digest or self._keeper is None or digest not in self._proven:
             return True
@@ -211,21 +250,26 @@ class WorkerAdapters:
         return False
 
     def abort(self, conn: str, abort: wire.Abort) -> None:
-        """Forgets a leg that is held, if its client no longer wants it."""
         self._held.abort(conn, abort)
 
-    def closed(self, conn: str) -> None:
-        """Forgets the legs of a scheduler that is gone."""
+    def closed(self, conn: str, reason: str, was_scheduler: bool) -> None:
         self._held.closed(conn)
 
     def release_all(self) -> None:
-        """Begins every leg that is held, whatever becomes of it: the worker takes nothing more."""
         for digest in self._held:
             self._release(digest)
 
     def _release(self, digest: str, why: str = "") -> None:
         for leg in self._held.take(digest):
-            self._host.begin(leg.conn, leg.submit, why)
+            self._released.append(Released(leg.conn, leg.submit, why))
+
+    def released(self) -> list[Released]:
+        released, self._released = self._released, []
+        return released
+
+    def _in_use(self) -> set[str]:
+        """Returns the adapters of requests that have begun, or are about to."""
+        return {*self._used(), *(leg.submit.order.variant for leg in self._released)}
 
     # ---- room
 
@@ -270,7 +314,7 @@ class WorkerAdapters:
         present = [each for each in self._keeper.variants if lora_of(each)]
         if self._room.has_one_free([*present, *(each for each in self._loading if lora_of(each))]):
             return True
-        used = {*self._host.used(), *(each for each in self._held if self._is_open(each))}
+        used = {*self._in_use(), *(each for each in self._held if self._is_open(each))}
         given_up = self._room.next_out(present, used)
         if given_up is None:
             return False
@@ -288,22 +332,14 @@ class WorkerAdapters:
     def _load(self, digest: str) -> None:
         self._turns.took(self._held.owners(digest))
         self._loading.add(digest)
-        self._jobs.put((digest, self._paths[digest]))
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="adapters", daemon=True)
-            self._thread.start()
+        assert self._thread is not None
+        self._thread.load(digest, self._paths[digest])
 
     def close(self) -> None:
-        """Ends the thread once it has loaded what it began."""
-        self._jobs.put(None)
-
-    def _work(self) -> None:
-        assert self._keeper is not None
-        while (job := self._jobs.get()) is not None:
-            digest, path = job
-            self._host.put(AdapterLoaded(digest, load_from(path, digest, self._read_folder, self._keeper.load_adapter)))
+        if self._thread is not None:
+            self._thread.close()
 
     def _report(self) -> None:
         problems = {digest: why[:1000] for digest, why in self._problems.items() if digest in self._paths}
         known = [digest for digest in self._paths if digest in self._proven]
-        self._host.send(self._conn, wire.AdapterStates(known, problems))
+        self._send(self._conn, wire.AdapterStates(known, problems))

@@ -14,18 +14,17 @@ CLOSES_AFTER_S = 0.5  # in which others hear that a worker drains, and what they
 
 class WorkerDrain:
     def __init__(self, drain_timeout_s: float, clock: Callable[[], float]) -> None:
-        self._clock = clock
+        self.clock = clock
         self._wait_s = min(CLOSES_AFTER_S, drain_timeout_s / 2)
         self._heard_s = math.inf
         self.has_begun = False
 
-    def begin(self, say: Callable[[], None]) -> None:
-        """Begins the drain unless it has begun. `say` lets others hear of it."""
+    def begin(self) -> None:
+        """Begins the drain unless it has begun. The caller lets others hear of it at once."""
         self.has_begun = True
-        say()
-        self._heard_s = min(self._heard_s, self._clock() + self._wait_s)
+        self._heard_s = min(self._heard_s, self.clock() + self._wait_s)
 
     @property
     def is_heard(self) -> bool:
         """Whether what others sent before they heard of the drain has arrived."""
-        return self._clock() >= self._heard_s
+        return self.clock() >= self._heard_s

@@ -8,26 +8,27 @@ from collections.abc import Mapping
 import msgspec
 
 from pd_cluster import wire
+from pd_cluster.engine.stage import Stage
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.event_log import EventBatch, EventLog
 from pd_cluster.net.event_publisher import EventPublisher
 from pd_cluster.types import Tier
 
 
-class KVEvents:
-    """On the engine's thread."""
+class KVEvents(Stage):
+    """Follows the prefix cache."""
 
     def __init__(self, blocks: BlockPool, block_size: int, publisher: EventPublisher) -> None:
         self._log = blocks.log = EventLog(block_size)
         self._publisher = publisher
 
-    def tick(self, changes: Mapping[bytes, Tier | None]) -> None:
-        """Publishes one batch, if there is anything in it. `changes`: the blocks' since the last call."""
+    def blocks_changed(self, changes: Mapping[bytes, Tier | None]) -> None:
+        """Publishes one batch, if there is anything in it."""
         self._log.moved(changes)
         if events := self._log.take():
             self._publisher.publish(EventBatch(time.time(), events))
 
-    def counted(self, load: wire.Load) -> wire.Load:
+    def counted(self, load: wire.Load, schedulers: Mapping[str, str]) -> wire.Load:
         return msgspec.structs.replace(
             load,
             num_kv_event_batches=self._publisher.num_published,

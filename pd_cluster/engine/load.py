@@ -2,31 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from pd_cluster import wire
-from pd_cluster.engine.handover.exports import Exports
-from pd_cluster.engine.handover.imports import Imports
-from pd_cluster.engine.handover.in_links import InLinks
-from pd_cluster.engine.handover.out_links import OutLinks
+from pd_cluster.engine.availability import Availability
+from pd_cluster.engine.handover.context import HandoverContext
+from pd_cluster.engine.handover.handover import Handover
+from pd_cluster.engine.legs import Legs
 from pd_cluster.engine.pace import StepPace
+from pd_cluster.engine.stage import Stage
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.scheduler import StepScheduler
-from pd_cluster.types import Status
+from pd_cluster.types import LinkState, Status
+
+LOAD_S = 0.02  # the age that the reported load may have, apart from a step's duration
+
+
+class LoadReport:
+    """The load that heartbeats read, refreshed no more often than they need."""
+
+    def __init__(
+        self, core: EngineCore, legs: Legs, stages: Sequence[Stage], state: Availability, context: HandoverContext
+    ) -> None:
+        self.load = wire.Load()  # read by the mailbox's thread; replaced, never changed
+        self.pace = StepPace()
+        self.is_old = False
+        self.is_shared = False  # the engine, by several schedulers
+        self._core, self._legs, self._stages, self._state = core, legs, stages, state
+        self._post, self._clock = context.post, context.clock
+        self._next_s = 0.0
+
+    def left_s(self) -> float:
+        """Returns how long the load may still be as it is."""
+        return max(0.001, self._next_s - self._clock())
+
+    def publish(self, at_once: bool = False) -> None:
+        """Refreshes the load if it is due.
+
+        Changes of links are sent at once, and changes that metrics show soon: heartbeats alone would be too late.
+        """
+        links, state = dict(self._legs.handover.out_links.states()), self._state
+        for stage in self._stages:
+            links.update(stage.links())
+        was = self.load
+        has_news = (links, state.drain.has_begun, state.sleep.level) != (was.links, was.is_draining, was.sleep_level)
+        now_s = self._clock()
+        self.is_old = not has_news and not at_once and now_s < self._next_s
+        if self.is_old:
+            return
+        self._next_s = now_s + LOAD_S
+        load = load_of(self._core, self._legs.handover, self.pace, state, links)
+        if self.is_shared:  # otherwise there are no others
+            weights = self._legs.table.outstanding()
+            outstanding = {peer: weights.get(conn, 0) for conn, peer in state.schedulers.items()}
+            load = msgspec.structs.replace(load, outstanding=outstanding)
+        for stage in self._stages:
+            load = stage.counted(load, state.schedulers)
+        self.load = load
+        if has_news:
+            self._post.beat()
+        elif was.shown_now != load.shown_now:
+            self._post.beat_soon()
 
 
 def load_of(
-    core: EngineCore,
-    exports: Exports,
-    imports: Imports,
-    out_links: OutLinks,
-    in_links: InLinks,
-    pace: StepPace,
-    is_draining: bool,
-    adapters: tuple[str, ...] | None,
-    sleep_level: wire.SleepLevel,
+    core: EngineCore, handover: Handover, pace: StepPace, state: Availability, links: dict[str, LinkState]
 ) -> wire.Load:
-    scheduler = core.scheduler
+    scheduler, exports, imports, lanes = core.scheduler, handover.exports, handover.imports, handover.in_links.table
     blocks = scheduler.blocks
     to_compute = [r.num_behind for r in scheduler.requests.values() if r.status in (Status.WAITING, Status.RUNNING)]
     statuses = [request.status for request in scheduler.requests.values()]
@@ -54,9 +99,9 @@ def load_of(
         decode_step_s=pace.decode_step_s,
         num_steps=core.num_steps,
         num_landings=imports.num_landings,
-        kv_sent_nbytes=out_links.sent_nbytes,
-        kv_received_nbytes=in_links.received_nbytes,
-        num_dropped_kv_frames=in_links.num_dropped,
+        kv_sent_nbytes=handover.out_links.table.sent_nbytes,
+        kv_received_nbytes=lanes.received_nbytes,
+        num_dropped_kv_frames=lanes.num_dropped,
         num_handed_over=exports.num_handed_over,
         num_failed_handovers=exports.num_failed,
         num_expired_credits=exports.num_expired_credits,
@@ -70,10 +115,9 @@ def load_of(
         num_cache_resets=blocks.num_resets,
         num_quarantined_blocks=imports.num_quarantined_blocks,
         num_leaked_blocks=num_leaked_blocks(scheduler),
-        links=out_links.states(),
-        is_draining=is_draining,
-        adapters=adapters,
-        sleep_level=sleep_level,
+        links=links,
+        is_draining=state.drain.has_begun,
+        sleep_level=state.sleep.level,
     )
 
 

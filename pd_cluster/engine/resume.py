@@ -12,11 +12,11 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import msgspec
 
 from pd_cluster import wire
+from pd_cluster.engine.leg_table import LegTable
 from pd_cluster.engine.outbox import NOBODY, Outbox
 from pd_cluster.types import LegEnd, Order, PromptOutput, Request, TokenOutput
 
@@ -60,17 +60,10 @@ class Record:
         return bool(self.tokens) and self.tokens[-1].finish_reason is not None
 
 
-class Running(Protocol):
-    """The legs of this worker, as far as their readers are concerned. A leg that does not run is ignored."""
-
-    def runs(self, key: str) -> bool: ...
-    def readdress(self, key: str, client: str) -> None: ...
-    def drop_if_it_runs(self, key: str) -> None: ...
-    def abort(self, conn: str, abort: wire.Abort) -> None: ...
-
-
 class Records:
-    def __init__(self, legs: Running, outbox: Outbox, clock: Callable[[], float]) -> None:
+    """Marks legs that nobody will read as unwanted in the table of those that run."""
+
+    def __init__(self, legs: LegTable, outbox: Outbox, clock: Callable[[], float]) -> None:
         self._legs, self._outbox, self._clock = legs, outbox, clock
         self._by_name: dict[bytes, Record] = {}
         self._by_request: dict[str, Record] = {}
@@ -128,7 +121,8 @@ class Records:
     def _release(self, conn: str, release: wire.Release) -> None:
         record = self._by_request.get(release.request_id)
         if record is None:  # forgotten for want of room, while its leg went on
-            self._legs.abort(conn, wire.Abort(release.request_id, release.attempt))
+            if self._legs.client_of(key := f"{release.request_id}#{release.attempt}") == conn:
+                self._legs.unwanted.add(key)
             return
         if record.reader != conn and not (release.then == "forget" and record.former == conn):
             return
@@ -137,7 +131,7 @@ class Records:
         else:
             self._leave(record)
         if release.then != "go on":
-            self._legs.drop_if_it_runs(record.leg_key)
+            self._legs.unwanted.add(record.leg_key)
 
     def closed(self, conn: str) -> None:
         """Lets the legs go on although their scheduler is gone."""
@@ -193,7 +187,7 @@ class Records:
             outbox.add_prompt(conn, record.prompt)
         if record.tokens:
             outbox.add_tokens(conn, record.tokens)
-        if self._legs.runs(record.leg_key):
+        if record.leg_key in self._legs:
             self._legs.readdress(record.leg_key, conn)
         elif not record.is_whole:
             outbox.add_end(conn, LegEnd(request_id, attempt, STOPPED, is_fault=True))
@@ -203,7 +197,7 @@ class Records:
         self._take_from_readers(older, conn)
         self._forget(older)
         if older.leg_key != f"{submit.request_id}#{submit.attempt}":
-            self._legs.drop_if_it_runs(older.leg_key)
+            self._legs.unwanted.add(older.leg_key)
 
     def _take_from_readers(self, record: Record, conn: str) -> None:
         """Ends the record's stream at other schedulers."""
@@ -216,7 +210,7 @@ class Records:
     def expire(self, now_s: float) -> None:
         for record in [each for each in self._by_name.values() if now_s > each.expires_s]:
             self._forget(record)
-            self._legs.drop_if_it_runs(record.leg_key)
+            self._legs.unwanted.add(record.leg_key)
 
     def _leave(self, record: Record, former: str = NOBODY) -> None:
         record.reader, record.former, record.expires_s = NOBODY, former, self._clock() + record.keep.window_s
@@ -235,7 +229,7 @@ class Records:
             log.info("request %s cannot be resumed any more: no room (--resume-memory)", victim.request_id)
             self._forget(victim)
             if victim.reader == NOBODY:
-                self._legs.drop_if_it_runs(victim.leg_key)
+                self._legs.unwanted.add(victim.leg_key)
 
     def _victim(self, growing: Record) -> Record:
         """Returns a record of the tenant with most bytes, its own tenant if that has as many.

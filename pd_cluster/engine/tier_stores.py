@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from pd_cluster import __version__, wire
+from pd_cluster import __version__
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.weight_files import whole_digest
 from pd_cluster.devices.device import product
@@ -72,7 +72,6 @@ def tiers_of(
     host: HostTier,
     runner: ModelRunner,
     orders: Orders,
-    begin: Callable[[str, wire.Submit, str], None],
 ) -> EngineTiers:
     """Returns rank 0's picture of the stores that `open_tiers` has opened on every rank."""
     nbytes = config.kv_disk_cache_size_gib * GIB / max(1, config.engine.num_local_ranks)
@@ -80,4 +79,4 @@ def tiers_of(
     size, num_ranks = scheduler.block_size, config.ranks.size
     lower = {kind: LowerTier(kind, host, capacity[kind], num_ranks, size, time.monotonic) for kind in runner.tiers}
     host.lower = list(lower.values())
-    return EngineTiers(scheduler, lower, orders, begin, time.monotonic)
+    return EngineTiers(scheduler, lower, orders, time.monotonic)

@@ -14,8 +14,10 @@ from typing import Protocol
 import msgspec
 
 from pd_cluster import wire
+from pd_cluster.engine.handover.events import Event
 from pd_cluster.engine.held_legs import HeldLeg, with_rest
 from pd_cluster.engine.legs import request_of
+from pd_cluster.engine.stage import Released, Stage, outstanding_with
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.kv.tier_orders import AnyOrder, LowerKind, TierContents, TierDone
@@ -43,43 +45,38 @@ class _Held:
     hashes: Sequence[bytes]  # of its prompt
 
 
-class EngineTiers:
-    """`begin` begins a leg; its third argument is why not, "" here. `lower`: in the order in which they are asked."""
+class EngineTiers(Stage):
+    """`lower`: in the order in which they are asked."""
 
     def __init__(
         self,
         scheduler: StepScheduler,
         lower: Mapping[LowerKind, LowerTier],
         orders: Orders | None,
-        begin: Callable[[str, wire.Submit, str], None],
         clock: Callable[[], float],
     ) -> None:
-        self._scheduler, self._lower, self._orders, self._begin, self._clock = scheduler, lower, orders, begin, clock
+        self._scheduler, self._lower, self._orders, self._clock = scheduler, lower, orders, clock
         self._held: list[_Held] = []
+        self._released: list[Released] = []
         self.num_late = 0  # legs that began without blocks they had waited for
 
     def of(self, kind: LowerKind) -> LowerTier | None:
         return self._lower.get(kind)
 
-    def __len__(self) -> int:
-        """Counts legs that are held."""
+    @property
+    def num_held(self) -> int:
         return len(self._held)
 
     def counted(self, load: wire.Load, schedulers: Mapping[str, str]) -> wire.Load:
-        """Returns the load with the legs that are held here. `schedulers`: their names by connection."""
         if not self._held:
             return load
-        outstanding = dict(load.outstanding)
-        for held in self._held:
-            if (name := schedulers.get(held.leg.conn, "")) in outstanding:
-                outstanding[name] += held.leg.submit.weight
+        outstanding = outstanding_with(load, [held.leg for held in self._held], schedulers)
         num_waiting = load.num_waiting + len(self._held)
         return msgspec.structs.replace(load, num_waiting=num_waiting, outstanding=outstanding)
 
     # ---- legs
 
     def admits(self, conn: str, submit: wire.Submit) -> bool:
-        """Whether a leg may begin; otherwise it is held, and `begin` follows."""
         if not self._lower or self._scheduler.blocks.tier is None:
             return True
         now_s = self._clock()
@@ -129,7 +126,6 @@ class EngineTiers:
             blocks.tier.touch([each for each in hashes if each not in blocks])  # the device needs no second copy
 
     def abort(self, conn: str, abort: wire.Abort) -> None:
-        """Forgets a leg that is held, if its client no longer wants it."""
         key, is_whole = (conn, abort.request_id, abort.attempt), abort.index == -1
         self._held = [
             held
@@ -137,12 +133,10 @@ class EngineTiers:
             if held.leg.key != key or not (is_whole or held.leg.submit.order.sampling.n == 1)
         ]
 
-    def closed(self, conn: str) -> None:
-        """Forgets the legs of a scheduler that is gone."""
+    def closed(self, conn: str, reason: str, was_scheduler: bool) -> None:
         self._held = [held for held in self._held if held.leg.conn != conn]
 
     def release_all(self) -> None:
-        """Begins every leg that is held."""
         self._release(lambda held: True)
 
     def _release(self, wanted: Callable[[_Held], bool]) -> None:
@@ -150,17 +144,31 @@ class EngineTiers:
         self._held = [held for held in self._held if held not in released]
         for held in released:
             leg = with_rest(held.leg, self._clock())
-            self._begin(leg.conn, leg.submit, "")
+            self._released.append(Released(leg.conn, leg.submit))
+
+    def released(self) -> list[Released]:
+        released, self._released = self._released, []
+        return released
 
     # ---- reports and time
 
-    def opened(self, contents: TierContents) -> None:
+    def handle(self, event: Event) -> bool:
+        match event:
+            case TierDone():
+                self._done(event)
+            case TierContents():
+                self._opened(event)
+            case _:
+                return False
+        return True
+
+    def _opened(self, contents: TierContents) -> None:
         joined = contents.contents
         hashes = [joined[at : at + HASH_NBYTES] for at in range(0, len(joined), HASH_NBYTES)]
         self._lower[contents.kind].opened(contents.rank, hashes)
         self.flush()
 
-    def done(self, report: TierDone) -> None:
+    def _done(self, report: TierDone) -> None:
         lower = self._lower[report.kind]
         found, is_over = lower.done(report)
         if is_over:
@@ -186,14 +194,17 @@ class EngineTiers:
         self._release(lambda held: held.until_s < now_s)
         self.num_late += before - len(self._held)
 
+    def moved(self) -> None:
+        self.flush()
+
     def flush(self) -> None:
         """Has the ranks carry out what has been ordered; all moves so far come first."""
         for kind, lower in self._lower.items():
             if (orders := lower.take_orders()) and self._orders is not None:
                 self._orders.order(kind, orders)
 
-    def clear(self, is_external: bool = False) -> None:
-        """Discards what this instance has written; a store that others share is emptied only if `is_external`."""
+    def cache_reset(self, is_external: bool) -> None:
+        """Discards what this instance has written, and what other instances share only if `is_external`."""
         for lower in self._lower.values():
             if is_external or not lower.is_asked:
                 lower.clear()

@@ -33,7 +33,7 @@ from pd_cluster.settings.timeouts import Timeouts
 if TYPE_CHECKING:
     from pd_cluster.engine.handover.events import Event
     from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd
-    from pd_cluster.engine.worker import Worker
+    from pd_cluster.engine.loop import Loop
     from pd_cluster.model.runner import ModelRunner
 
 log = logging.getLogger(__name__)
@@ -146,7 +146,7 @@ class LocalEngine:
         self._loaded.set_running_or_notify_cancel()  # nobody cancels it from now on
         with contextlib.ExitStack() as ending:  # the worker itself is freed by the next garbage collection
             try:
-                worker, info = self._load(ending)
+                loop, info = self._load(ending)
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)  # they hold the model
                 self._loaded.set_exception(error)
@@ -155,21 +155,28 @@ class LocalEngine:
                 raise
             self._loaded.set_result(info)
             try:
-                worker.run()
+                loop.run()
                 reason = "the engine was closed"
             except Exception as error:  # top of this thread
                 log.exception("the engine has failed")
                 reason = f"the engine has failed: {error}"
         self._call(self._roster.on_closed, NAME, reason)
 
-    def _load(self, ending: contextlib.ExitStack) -> tuple[Worker, InstanceInfo]:
+    def _load(self, ending: contextlib.ExitStack) -> tuple[Loop, InstanceInfo]:
         """`ending` gets what must happen after the worker's end."""
         import torch
 
         from pd_cluster.devices.spinning import Spinning
-        from pd_cluster.engine.build import build_core, limits_of, side_of
+        from pd_cluster.engine.availability import Availability
+        from pd_cluster.engine.build import build_core, legs_of, side_of
+        from pd_cluster.engine.build_worker import adapters_of
+        from pd_cluster.engine.cache_news import CacheNews
+        from pd_cluster.engine.drain import WorkerDrain
+        from pd_cluster.engine.handover.context import HandoverContext
         from pd_cluster.engine.handover.events import ConnOpened
-        from pd_cluster.engine.worker import Worker
+        from pd_cluster.engine.loop import Loop
+        from pd_cluster.engine.sleep import EngineSleep
+        from pd_cluster.engine.worker import Cores, Worker
 
         torch.set_grad_enabled(False)  # per thread
         config = WorkerConfig(
@@ -194,11 +201,16 @@ class LocalEngine:
         ending.callback(runner.let_go)
         if spinning is not None:
             runner.threads.watch(spinning)
-        worker = Worker(config, core, side_of(config, runner), limits_of(runner), self, _NoLanes(), self._inbox)
-        worker.take_adapters(runner.held, runner.held.named)
+        context = HandoverContext(side_of(config, runner), self, _NoLanes(), self._inbox.put, config.timeouts)
+        legs = legs_of(config, core, runner, context)
+        blocks = core.scheduler.blocks
+        stages = [adapters_of(config, runner, None, legs, context), CacheNews(self, blocks)]
+        drain = WorkerDrain(config.timeouts.drain_timeout_s, context.clock)
+        state = Availability(drain, EngineSleep(None, blocks.forget))
+        worker = Worker(core, legs, stages, state, context, Cores())
         self._adapters = dict(runner.held.named)
         self._inbox.put(ConnOpened(NAME, "scheduler@0", "scheduler"))
-        return worker, self._info_of(runner)
+        return Loop(self._inbox, worker), self._info_of(runner)
 
     def _info_of(self, runner: ModelRunner) -> InstanceInfo:
         return InstanceInfo(

@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from pd_cluster.engine.handover.cache_news import CacheNews
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
@@ -23,7 +24,6 @@ from pd_cluster.cluster.routing.policy import (
     session,
 )
 from pd_cluster.cluster.routing.predict import Goals, check_goals, predict_transfer_s, predict_ttft_s, within_tpot
-from pd_cluster.engine.handover.cache_news import CacheNews
 from pd_cluster.engine.pace import StepPace
 from pd_cluster.errors import Overloaded
 from pd_cluster.kv.blocks import BlockPool

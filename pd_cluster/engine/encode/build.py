@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import queue
+import time
+from collections.abc import Callable
 from functools import partial
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
+from pd_cluster.engine.drain import WorkerDrain
 from pd_cluster.engine.encode.encoder_links import EncoderTerms
-from pd_cluster.engine.encode.mail import EncoderMail
-from pd_cluster.engine.encode.worker import EncodeWorker
+from pd_cluster.engine.encode.worker import EncodeWorker, TowerSource
 from pd_cluster.engine.handover.events import Event
 from pd_cluster.model.loader import resolve_dtype
 from pd_cluster.model.parallel.group import Alone
@@ -29,11 +30,11 @@ def terms_of(config: WorkerConfig, model_identity: str, numerics: Numerics) -> E
 
 
 def build_encoder(
-    config: WorkerConfig, inbox: queue.SimpleQueue[Event], device: Device
-) -> tuple[EncodeWorker, Mailbox, EncoderMail, RankReport]:
-    """Binds and loads an encoder; the caller starts the mailbox with its handler, and runs the worker.
+    config: WorkerConfig, device: Device, report: Callable[[Event], None]
+) -> tuple[EncodeWorker, Mailbox, RankReport]:
+    """Binds and loads an encoder. Its model takes images. `report` takes events to the loop's thread.
 
-    The model takes images. Raises ModelError for weights that do not fit.
+    Raises ModelError for weights that do not fit.
     """
     engine = config.engine
     checkpoint = Checkpoint.of(engine)
@@ -44,19 +45,18 @@ def build_encoder(
     control_port = mailbox.bind(config.bind_address, config.kv_port_range)
     numerics = Numerics(device=device.kind, dtype=dtype, hf_overrides=checkpoint.hf_overrides)
     worker = EncodeWorker(
-        tower,
+        TowerSource(tower, None if device.is_accelerator else load),
         terms_of(config, checkpoint.identity, numerics),
         mailbox,
-        inbox,
+        report,
         engine.mm_encoder_cache_tokens,
-        config.timeouts.drain_timeout_s,
-        None if device.is_accelerator else load,
+        WorkerDrain(config.timeouts.drain_timeout_s, time.monotonic),
     )
-    report = RankReport(
+    ready = RankReport(
         state="ready",
         control_port=control_port,
         public_key=mailbox.public_key,
         model_identity=checkpoint.identity,
         numerics=numerics,
     )
-    return worker, mailbox, EncoderMail(inbox, worker), report
+    return worker, mailbox, ready

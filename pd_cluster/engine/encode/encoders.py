@@ -9,16 +9,18 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 
 from pd_cluster import wire
 from pd_cluster.engine.encode.encoder_links import EncoderLinks, EncoderTerms
+from pd_cluster.engine.handover.events import Event
 from pd_cluster.engine.handover.links import Post
 from pd_cluster.engine.held_legs import HeldLeg, with_rest
 from pd_cluster.engine.legs import request_of
+from pd_cluster.engine.stage import Released, Stage, outstanding_with
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.errors import told
@@ -27,7 +29,7 @@ from pd_cluster.model.vision.tower import Tower
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
 from pd_cluster.transport.feature_reader import Shape
-from pd_cluster.types import Image, Request
+from pd_cluster.types import Image, LinkState, Request
 
 log = logging.getLogger(__name__)
 MOST_WAIT = 6  # times --encode-timeout, for an image whose encoder is busy with others
@@ -56,16 +58,15 @@ class _WaitingLeg:
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts of a worker that this needs. `begin` begins a leg; `is_here(leg_key)`: it has begun and not ended."""
+    """The parts of a worker that this needs. `legs`: keys of those that have begun and not ended."""
 
     tower: Callable[[], Tower | None]
     scheduler: StepScheduler
     limits: EngineLimits
-    begin: Callable[[str, wire.Submit], None]
-    is_here: Callable[[str], bool]
+    legs: Container[str]
 
 
-class Encoders:
+class Encoders(Stage):
     def __init__(
         self,
         engine: Engine,
@@ -76,29 +77,27 @@ class Encoders:
         timeouts: Timeouts,
     ) -> None:
         self._engine, self._post, self._clock, self._timeouts = engine, post, clock, timeouts
-        self.links = EncoderLinks(terms, post, report, self._lost, clock, timeouts)
+        self._links = EncoderLinks(terms, post, report, self._lost, clock, timeouts)
         self._asks: dict[bytes, _Ask] = {}  # by ImagePart.key
         self._held: list[_WaitingLeg] = []
+        self._released: list[Released] = []
         self._landed_for: dict[bytes, set[str]] = {}  # keys of legs, by those of images in `Tower.landed`
         self._items = itertools.count(1)
         self._num_landed = self._num_fallbacks = self._landed_nbytes = 0
         self._waited_s = 0.0
 
-    def __len__(self) -> int:
-        """Counts legs that are held."""
+    @property
+    def num_held(self) -> int:
         return len(self._held)
 
+    def links(self) -> Mapping[str, LinkState]:
+        return self._links.states()
+
     def counted(self, load: wire.Load, schedulers: Mapping[str, str]) -> wire.Load:
-        """Returns the load with the legs that are held here, and what encoders did. `schedulers`: by connection."""
-        outstanding = dict(load.outstanding)
-        for held in self._held:
-            if (name := schedulers.get(held.leg.conn, "")) in outstanding:
-                outstanding[name] += held.leg.submit.weight
         return msgspec.structs.replace(
             load,
             num_waiting=load.num_waiting + len(self._held),
-            outstanding=outstanding,
-            links={**load.links, **self.links.states()},
+            outstanding=outstanding_with(load, [held.leg for held in self._held], schedulers),
             num_landed_images=self._num_landed,
             num_encoder_fallbacks=self._num_fallbacks,
             encoder_wait_s=self._waited_s,
@@ -108,7 +107,6 @@ class Encoders:
     # ---- legs
 
     def admits(self, conn: str, submit: wire.Submit) -> bool:
-        """Whether a leg may begin; otherwise it is held, and `begin` follows."""
         tower, images = self._engine.tower(), submit.order.images
         if tower is None or submit.leg == "decode" or not images or len(submit.encoders) != len(images):
             return True
@@ -136,7 +134,7 @@ class Encoders:
                 self._landed_for.setdefault(key, set()).add(leg)
                 continue
             if key not in self._asks:
-                conn, num_tokens = self.links.conn_to(encoder), span.stop - span.start
+                conn, num_tokens = self._links.conn_to(encoder), span.stop - span.start
                 if not conn or not self._has_room_for(num_tokens, tower):
                     continue
                 ask = _Ask(next(self._items), conn, image, num_tokens, self._clock())
@@ -162,13 +160,20 @@ class Encoders:
         return not asked or asked + num_tokens <= MOST_ASKED_TOKENS
 
     def abort(self, conn: str, abort: wire.Abort) -> None:
-        """Forgets a leg that is held, if its client no longer wants it."""
         key, is_whole = (conn, abort.request_id, abort.attempt), abort.index == -1
         self._forget(lambda held: held.leg.key == key and (is_whole or held.leg.submit.order.sampling.n == 1))
 
-    def client_closed(self, conn: str) -> None:
-        """Forgets the legs of a scheduler that is gone."""
-        self._forget(lambda held: held.leg.conn == conn)
+    def opened(self, conn: str, is_scheduler: bool) -> None:
+        if not is_scheduler:
+            self._links.on_opened(conn)
+
+    def closed(self, conn: str, reason: str, was_scheduler: bool) -> None:
+        if was_scheduler:
+            self._forget(lambda held: held.leg.conn == conn)
+        self._links.on_closed(conn, reason)
+
+    def meet(self, conn: str, value: wire.LinkValue) -> None:
+        self._links.meet(conn, value)
 
     def _forget(self, wanted: Callable[[_WaitingLeg], bool]) -> None:
         self._take(wanted)
@@ -181,13 +186,16 @@ class Encoders:
             self._post.send(conn, wire.EncodeAbort(items))
 
     def release_all(self) -> None:
-        """Begins every leg that is held."""
         self._release(lambda held: True)
 
     def _release(self, wanted: Callable[[_WaitingLeg], bool]) -> None:
         for held in self._take(wanted):
             leg = with_rest(held.leg, self._clock())
-            self._engine.begin(leg.conn, leg.submit)
+            self._released.append(Released(leg.conn, leg.submit))
+
+    def released(self) -> list[Released]:
+        released, self._released = self._released, []
+        return released
 
     def _take(self, wanted: Callable[[_WaitingLeg], bool]) -> list[_WaitingLeg]:
         taken = [held for held in self._held if wanted(held)]
@@ -232,29 +240,28 @@ class Encoders:
     def _is_late(self, ask: _Ask, now_s: float) -> bool:
         """Whether the encoder has computed nothing for a while, or its queue is too long."""
         limit_s = self._timeouts.encode_timeout_s
-        still_s = now_s - max(ask.asked_s, self.links.progress_s(ask.conn))
+        still_s = now_s - max(ask.asked_s, self._links.progress_s(ask.conn))
         return still_s > limit_s or now_s - ask.asked_s > MOST_WAIT * limit_s
 
     # ---- events and time
 
-    def set_peers(self, peers: list[wire.PeerInfo]) -> None:
+    def set_peers(self, peers: list[wire.PeerInfo], is_prefill: bool) -> None:
         """Learns which encoders there are; none, while this instance does not prefill."""
-        self.links.set_peers(peers)
+        self._links.set_peers([each for each in peers if each.role == "encode"] if is_prefill else [])
 
-    def read(self, conn: str, body: wire.Body) -> bool:
-        """Handles an encoder's message; False: the message is about something else."""
+    def read(self, conn: str, body: wire.Body, is_scheduler: bool) -> bool:
         match body:
-            case wire.Heartbeat(load) if load is not None and self.links.knows(conn):
-                self.links.heard(conn, load.num_steps)
+            case wire.Heartbeat(load) if load is not None and self._links.knows(conn):
+                self._links.heard(conn, load.num_steps)
             case wire.EncoderAnswer():
-                self.links.on_answer(conn, body)
+                self._links.on_answer(conn, body)
             case wire.EncodeDone():
                 found, tower = self._find(body.item, conn), self._engine.tower()
                 shape = None
                 if found is not None and tower is not None and not found[1].is_read:
                     found[1].is_read = True
                     shape = Shape(tower.shape_of(found[1].image), tower.dtype)
-                self.links.fetch(conn, body, shape)
+                self._links.fetch(conn, body, shape)
             case wire.EncodeFailed():
                 if (found := self._find(body.item, conn)) is not None:
                     self._end(found[0], body.reason)
@@ -262,16 +269,19 @@ class Encoders:
                 return False
         return True
 
-    def handle(self, event: FeatureEvent) -> None:
+    def handle(self, event: Event) -> bool:
         match event:
             case FeaturesRead():
                 self._read(event)
             case EncoderReached() | EncoderUnreached():
-                self.links.handle(event)
+                self._links.handle(event)
+            case _:
+                return False
+        return True
 
     def tick(self) -> None:
         """Keeps the deadlines, and drops features that no leg will use."""
-        self.links.tick()
+        self._links.tick()
         now_s = self._clock()
         for key, ask in [(key, ask) for key, ask in self._asks.items() if self._is_late(ask, now_s)]:
             self._post.send(ask.conn, wire.EncodeAbort([ask.item]))
@@ -281,5 +291,5 @@ class Encoders:
         for key, legs in list(self._landed_for.items()):
             if tower is None or key not in tower.landed:
                 del self._landed_for[key]
-            elif not any(leg in here or self._engine.is_here(leg) for leg in legs):
+            elif not any(leg in here or leg in self._engine.legs for leg in legs):
                 del tower.landed[key], self._landed_for[key]

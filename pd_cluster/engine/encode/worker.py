@@ -1,13 +1,12 @@
 """An encoder: images in, features out, one image at a time. State × event table in docs/protocol.md.
 
-Only the thread that calls `run` computes and owns the queue and the store; the mailbox's thread only puts events into
-`inbox`, and the socket's thread only gives files away. Knows nothing of prompts, tokens or KV cache.
+Only the loop's thread computes and owns the queue and the store; the mailbox's thread only passes keys to pairs, and
+the socket's thread only gives files away. Knows nothing of prompts, tokens or KV cache.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import secrets
 import time
 from collections import OrderedDict, deque
@@ -17,9 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from pd_cluster import wire
+from pd_cluster.engine.availability import Availability
 from pd_cluster.engine.drain import WorkerDrain
 from pd_cluster.engine.encode.encoder_links import EncoderTerms
-from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain, handle_all
+from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail
 from pd_cluster.engine.handover.links import Post
 from pd_cluster.engine.sleep import EngineSleep
 from pd_cluster.model.vision.tower import Tower
@@ -48,73 +48,74 @@ class _Item:
     token: bytes = b""
 
 
+@dataclass(frozen=True, slots=True)
+class TowerSource:
+    """`again` loads the tower after sleep; None: it never sleeps."""
+
+    tower: Tower
+    again: Callable[[], Tower] | None
+
+
 class EncodeWorker:
-    """Computes images for the prefill instances that connect; `run` is its loop."""
+    """Computes images for the prefill instances that connect. Satisfies loop.Job."""
 
     def __init__(
         self,
-        tower: Tower,
+        source: TowerSource,
         terms: EncoderTerms,
         post: Post,
-        inbox: queue.SimpleQueue[Event],
+        report: Callable[[Event], None],
         num_kept_tokens: int,
-        drain_timeout_s: float,
-        load_tower: Callable[[], Tower] | None,
-        clock: Callable[[], float] = time.monotonic,
+        drain: WorkerDrain,
     ) -> None:
-        """`load_tower`: again after sleep; None: it never sleeps."""
-        self.inbox = inbox
-        self.load = wire.Load()  # read by the mailbox's thread; replaced, never changed
-        self._tower: Tower | None = tower
-        self._rules, self._load_tower = tower.rules, load_tower
-        self._terms, self._post, self._clock = terms, post, clock
+        """`report` takes events of pairs to the loop's thread."""
+        self.load = wire.Load()
+        self._tower: Tower | None = source.tower
+        self._rules, self._load_tower = source.tower.rules, source.again
+        self._terms, self._post, self._report, self._clock = terms, post, report, drain.clock
         self._server = FeatureServer()
         self._queue: deque[_Item] = deque()
         self._offers: dict[bytes, _Item] = {}  # by token
         self._kept: OrderedDict[bytes, tuple[Sealed, int]] = OrderedDict()  # by key, with the number of tokens
         self._num_kept_tokens = num_kept_tokens
-        self._schedulers: set[str] = set()
         self._peers: dict[str, str] = {}  # name@epoch of prefill instances that have opened, by connection
         self._pairs: dict[str, PairSender] = {}  # by connection; also read by the mailbox's thread
         self._paired_nbytes = 0  # sent over pairs that are closed
-        self._drain = WorkerDrain(drain_timeout_s, clock)
         self._num_hits = self._num_encoded = self._num_resets = 0
         self._encode_s = self._next_tick_s = 0.0
-        self._sleep = EngineSleep(self._go_to_level if load_tower is not None else None, self._forget)
+        sleep = EngineSleep(self._go_to_level if source.again is not None else None, self._forget)
+        self.state = Availability(drain, sleep, self._peers)
 
-    def run(self, came_round: Callable[[], None] = lambda: None) -> None:
-        """Runs until `StopEngine`, or, after `StartDrain`, until nothing is left. Raises the mailbox's error."""
-        try:
-            while self.turn(came_round):
-                pass
-        finally:
-            self.close()
+    @property
+    def wait_s(self) -> float:
+        return 0.0 if self._queue else IDLE_WAIT_S
 
-    def turn(self, came_round: Callable[[], None] = lambda: None, wait_s: float = IDLE_WAIT_S) -> bool:
-        """Mail in, one image at most, mail out; False once the encoder has ended. Raises the mailbox's error."""
-        if not handle_all(self.inbox, self._handle, 0.0 if self._queue else wait_s):
-            return False
-        came_round()
-        self._tick()
-        if self._sleep.is_due and not self._drain.has_begun and not self._queue:
-            self._sleep.settle()
+    @property
+    def is_idle(self) -> bool:
+        return not self._queue
+
+    @property
+    def is_over(self) -> bool:
+        return not self._num_waiting
+
+    def flush(self) -> None:
+        """Everything is sent at once."""
+
+    def release_all(self) -> None:
+        """Nothing is held."""
+
+    def step(self) -> None:
+        """Computes one image, if one is queued."""
         if self._queue:
-            self._publish()
+            self.publish()
             self._encode(self._queue.popleft())
-        self._publish()
-        return not (self._is_closed and not self._num_waiting and self.inbox.empty())  # else it is refused first
+        self.publish()
 
     def close(self) -> None:
         for conn in list(self._pairs):
             self._part(conn)
         self._server.close()
         self._forget()
-
-    @property
-    def _is_closed(self) -> bool:
-        """Whether it drains, and no prefill instance will ask because it does not know that, or it sleeps."""
-        is_over = not self._schedulers or not self._peers or self._drain.is_heard or bool(self._sleep.closed)
-        return self._drain.has_begun and is_over
 
     @property
     def _num_waiting(self) -> int:
@@ -192,9 +193,9 @@ class EncodeWorker:
 
     def _problem(self, asked: wire.Encode) -> str:
         """Returns why an image is not computed here; "" if it is."""
-        if self._is_closed:
+        if self.state.is_closed:
             return "the encoder stops"
-        if self._sleep.closed:
+        if self.state.sleep.closed:
             return "the encoder sleeps"
         if self._num_waiting >= MOST_WAITING:
             return f"{MOST_WAITING} images wait at the encoder"
@@ -214,7 +215,7 @@ class EncodeWorker:
 
     # ---- time and events
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
         for token in [token for token in self._offers if token not in self._server]:  # they are with the asker
             del self._offers[token]
         now_s = self._clock()
@@ -222,9 +223,9 @@ class EncodeWorker:
             self._next_tick_s = now_s + TICK_S
             self._drop(lambda item: bool(item.token) and now_s > item.until_s)
 
-    def _publish(self) -> None:
+    def publish(self) -> None:
         """Refreshes the load that heartbeats read."""
-        told = self.load
+        told, state = self.load, self.state
         links = {peer: self._link_over(conn) for conn, peer in self._peers.items()}
         paired_nbytes = self._paired_nbytes + sum(pair.sent_nbytes for pair in self._pairs.values())
         self.load = wire.Load(
@@ -236,11 +237,11 @@ class EncodeWorker:
             num_encoded_hits=self._num_hits,
             feature_nbytes=self._server.given_nbytes + paired_nbytes,
             num_cache_resets=self._num_resets,
-            is_draining=self._drain.has_begun,
-            sleep_level=self._sleep.level,
+            is_draining=state.drain.has_begun,
+            sleep_level=state.sleep.level,
             links=links,
         )
-        if (links, self._drain.has_begun, self._sleep.level) != (told.links, told.is_draining, told.sleep_level):
+        if (links, state.drain.has_begun, state.sleep.level) != (told.links, told.is_draining, told.sleep_level):
             self._post.beat()
         elif told.shown_now != self.load.shown_now:
             self._post.beat_soon()
@@ -249,19 +250,19 @@ class EncodeWorker:
         pair = self._pairs.get(conn)
         return LinkState("up", (pair.transport,) if pair is not None and pair.is_open else (SHM,))
 
-    def _handle(self, event: Event) -> None:
+    def handle(self, event: Event) -> None:
         match event:
+            case Mail(conn, peer, body) if conn in self.state.schedulers:
+                self._read_scheduler(conn, peer, body)
             case Mail(conn, peer, body):
                 self._read(conn, peer, body)
-            case StartDrain():
-                self._drain.begin(self._publish)
             case ConnOpened(conn, peer, "scheduler"):
-                self._schedulers.add(conn)
-                if self._drain.has_begun:
+                self.state.schedulers[conn] = peer
+                if self.state.drain.has_begun:
                     self._post.beat()
                 log.info("scheduler %s is here", peer)
             case ConnClosed(conn, peer, _):
-                self._schedulers.discard(conn)
+                self.state.schedulers.pop(conn, None)
                 self._part(conn)
             case LinkFailed(conn, reason) if conn in self._peers:
                 log.warning("the pair with %s has failed: %s", self._peers[conn], reason)
@@ -292,14 +293,31 @@ class EncodeWorker:
                 over,
                 self._terms.place,
                 lambda key, value: self._post.send(conn, wire.LinkValue(over, key, value)),
-                lambda reason: self.inbox.put(LinkFailed(conn, reason)),
+                lambda reason: self._report(LinkFailed(conn, reason)),
             )
         self._post.send(conn, wire.EncoderAnswer("", self._server.name if SHM in common else "", group, over))
 
-    def meet(self, conn: str, value: wire.LinkValue) -> None:
-        """Called on the mailbox's thread."""
+    def intercept(self, conn: str, body: wire.Body) -> bool:
+        """Passes on what an end of a pair waits for, on the mailbox's thread."""
+        if not isinstance(body, wire.LinkValue):
+            return False
         if (pair := self._pairs.get(conn)) is not None:
-            pair.meeting.put(value.key, value.value)
+            pair.meeting.put(body.key, body.value)
+        return True
+
+    def _read_scheduler(self, conn: str, peer: str, body: wire.Body) -> None:
+        match body:
+            case wire.WantedAdapters(adapters):  # a tower has none
+                self._post.send(conn, wire.AdapterStates([each.digest for each in adapters]))
+            case wire.ResetCache():
+                self._forget()
+                self._num_resets += 1
+            case wire.Sleep(level):
+                self.state.sleep.wish(level)
+            case wire.Submit():
+                log.warning("a scheduler sent a request, which is not for an encoder")
+            case _:
+                self._read(conn, peer, body)
 
     def _read(self, conn: str, peer: str, body: wire.Body) -> None:
         match body:
@@ -312,15 +330,6 @@ class EncodeWorker:
             case wire.EncodeAbort(items) if conn in self._peers:
                 unwanted = set(items)
                 self._drop(lambda item: item.conn == conn and item.number in unwanted)
-            case wire.WantedAdapters(adapters) if conn in self._schedulers:  # a tower has none
-                self._post.send(conn, wire.AdapterStates([each.digest for each in adapters]))
-            case wire.ResetCache() if conn in self._schedulers:
-                self._forget()
-                self._num_resets += 1
-            case wire.Sleep(level) if conn in self._schedulers:
-                self._sleep.wish(level)
-            case wire.Submit() if conn in self._schedulers:
-                log.warning("a scheduler sent a request, which is not for an encoder")
             case wire.Heartbeat() | wire.Peers() | wire.Abort():
                 pass
             case _:

@@ -8,19 +8,16 @@ through any order of events.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.held import Held
+from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.step.scheduler import StepScheduler
-from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.types import Note, Request, Status, TokenOutput, note_nothing
+from pd_cluster.types import Request, Status, TokenOutput
 
 MIN_GROUP_NBYTES = 1 << 20  # fewer bytes of finished layers wait for more
-
-Ended = Callable[[Request, str | None], None]  # the leg is over; None: handed over as intended
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,28 +76,40 @@ class Export:
     first_tokens: list[TokenOutput] = field(default_factory=list)
 
 
+class ExportOutcomes(Protocol):
+    def export_ended(self, request: Request, error: str | None) -> None:
+        """The leg is over; None: it was handed over as intended."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShipSizes:
+    """A block's share of each layer decides how many finished layers make a payload."""
+
+    num_layers: int
+    block_nbytes: int
+    min_group_nbytes: int = MIN_GROUP_NBYTES
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Returns a layer's bytes of a block."""
+        return max(1, self.block_nbytes // self.num_layers)
+
+
 class Exports:
     def __init__(
         self,
         scheduler: StepScheduler,
         ports: ExportPorts,
-        ended: Ended,
-        clock: Callable[[], float],
-        timeouts: Timeouts,
-        num_layers: int,
-        block_nbytes: int,
-        min_group_nbytes: int = MIN_GROUP_NBYTES,
-        note: Note = note_nothing,
+        outcomes: ExportOutcomes,
+        terms: TransferTerms,
+        sizes: ShipSizes,
     ) -> None:
         self._scheduler = scheduler
         self._ports = ports
-        self._tell_ended = ended
-        self._clock = clock
-        self._timeouts = timeouts
-        self._num_layers = num_layers
-        self._layer_nbytes = max(1, block_nbytes // num_layers)  # of a block
-        self._min_group_nbytes = min_group_nbytes
-        self._note = note
+        self._outcomes = outcomes
+        self._clock, self._timeouts, self._note = terms.clock, terms.timeouts, terms.note
+        self._num_layers, self._layer_nbytes = sizes.num_layers, sizes.layer_nbytes
+        self._min_group_nbytes = sizes.min_group_nbytes
         self._exports: dict[str, Export] = {}
         self._step: list[Export] = []  # those whose prompts the current step computes
         self.held = Held()
@@ -307,7 +316,7 @@ class Exports:
     def _ended(self, request: Request, error: str | None) -> None:
         self.num_handed_over += error is None
         self.num_failed += error is not None
-        self._tell_ended(request, error)
+        self._outcomes.export_ended(request, error)
 
     def _find(self, conn: str, transfer_id: str) -> Export | None:
         export = self._exports.get(transfer_id)

@@ -1,129 +1,71 @@
 """One worker's links and transfers in both directions: KV cache is handed over and taken in here.
 
-Runs on the engine's thread, except for the calls that mail.py makes on the mailbox's.
+Runs on the engine's thread, except for `intercept`.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from pd_cluster import wire
+from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.events import Event, HandedOver, Offered
-from pd_cluster.engine.handover.exports import Exports
-from pd_cluster.engine.handover.imports import Imports
+from pd_cluster.engine.handover.exports import ExportOutcomes, Exports, ShipSizes
+from pd_cluster.engine.handover.imports import ImportOutcomes, Imports
 from pd_cluster.engine.handover.in_links import InLinks
-from pd_cluster.engine.handover.links import LaneEnds, PeerProgress, Post, Side
+from pd_cluster.engine.handover.in_table import InLanes
+from pd_cluster.engine.handover.links import PeerProgress
 from pd_cluster.engine.handover.out_links import OutLinks
-from pd_cluster.engine.handover.pairs import LinkPlaces, Rests
-from pd_cluster.engine.handover.tails import Tails
+from pd_cluster.engine.handover.out_table import OutLinkTable
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.net.admission import peer_key
-from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, LinkFailed
-from pd_cluster.types import Note, Request, TokenOutput
+from pd_cluster.types import Request
 
 log = logging.getLogger(__name__)
 
 
+class Outcomes(ExportOutcomes, ImportOutcomes, Protocol):
+    """Receives the outcomes of legs."""
+
+
 @dataclass(frozen=True, slots=True)
-class Means:
-    """The surroundings that a worker's links and transfers share.
+class HandoverTerms:
+    """`is_prefill`: the role until the scheduler changes it. An offer reserves room for `growth_tokens` more."""
 
-    `report` takes events from their threads to the engine's thread.
-    """
-
-    side: Side
-    post: Post
-    ends: LaneEnds
-    report: Callable[[Event], None]
-    clock: Callable[[], float]
-    timeouts: Timeouts
-    note: Note
-    kv_open_links: int = 0
-    max_quarantined_blocks: int | None = None  # None: any number
-
-
-class Outcomes(Protocol):
-    """Receives the outcomes of legs; `error` None: handed over, or reported elsewhere."""
-
-    def offered(self, request: Request, num_cached_tokens: int) -> None: ...
-    def export_ended(self, request: Request, error: str | None) -> None: ...
-    def import_ended(self, request: Request, error: str | None) -> None: ...
-    def joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None: ...
+    is_prefill: bool
+    growth_tokens: int
+    vocab_size: int
 
 
 class Handover:
-    """`is_prefill`: the role until the scheduler changes it. An offer reserves room for `growth_tokens` more."""
-
     def __init__(
-        self,
-        means: Means,
-        scheduler: StepScheduler,
-        outcomes: Outcomes,
-        is_prefill: bool,
-        growth_tokens: int,
-        vocab_size: int,
+        self, context: HandoverContext, scheduler: StepScheduler, outcomes: Outcomes, terms: HandoverTerms
     ) -> None:
-        side, clock, timeouts, note = means.side, means.clock, means.timeouts, means.note
-        self.is_prefill = is_prefill
+        layout = context.side.layout
+        self.is_prefill = terms.is_prefill
         self.credits: queue.SimpleQueue[tuple[str, wire.Credit]] = queue.SimpleQueue()  # also read while a step runs
-        self._means = means
+        self._context = context
         self._peers: set[str] = set()  # the live workers, name@epoch
-        self._progress = PeerProgress(clock)
-        self.in_links = InLinks(
-            side,
-            means.post,
-            means.ends,
-            means.report,
-            self._in_down,
-            self._progress,
-            note,
-            LinkPlaces(means.kv_open_links),
-            Tails(clock),
-        )
-        rests = Rests(
-            means.kv_open_links,
-            uses=lambda conn: self.exports.uses(conn),
-            woken=lambda peer, conn: self.exports.link_up(peer, conn),
-            lost=lambda peer, reason: self.exports.link_lost(peer, reason),
-        )
-        self.out_links = OutLinks(
-            side, means.post, means.ends, means.report, self._out_down, self._progress, clock, timeouts, note, rests
-        )
-        self.exports = Exports(
-            scheduler,
-            self.out_links,
-            outcomes.export_ended,
-            clock,
-            timeouts,
-            side.layout.num_layers,
-            side.layout.block_nbytes,
-            note=note,
-        )
-        self.imports = Imports(
-            scheduler,
-            self.in_links,
-            outcomes.import_ended,
-            outcomes.joined,
-            clock,
-            timeouts,
-            growth_tokens,
-            vocab_size,
-            note,
-            outcomes.offered,
-        )
+        self._progress = PeerProgress(context.clock)
+        lanes = InLanes(context, self._progress)
+        self.imports = Imports(scheduler, lanes, outcomes, context.terms, terms.growth_tokens, terms.vocab_size)
+        self.in_links = InLinks(context, lanes, self.imports)
+        table = OutLinkTable(context, self._progress)
+        sizes = ShipSizes(layout.num_layers, layout.block_nbytes)
+        self.exports = Exports(scheduler, table, outcomes, context.terms, sizes)
+        self.out_links = OutLinks(context, table, self.exports)
 
     def tick(self) -> None:
         """Checks deadlines. Raises QuarantineFull."""
         self.out_links.tick()
         self.exports.expire()
         self.imports.expire()
-        if self._means.max_quarantined_blocks is not None:
-            self.imports.check_quarantine(self._means.max_quarantined_blocks)
+        if self._context.max_quarantined_blocks is not None:
+            self.imports.check_quarantine(self._context.max_quarantined_blocks)
 
     def abort(self, request: Request) -> None:
         """Ends transfers that are no longer wanted; landing blocks are freed once nothing writes to them."""
@@ -133,8 +75,8 @@ class Handover:
     def set_peers(self, peers: list[wire.PeerInfo]) -> None:
         """Learns which workers are alive and their current roles, this worker's included."""
         self._peers = {peer_key(each.name, each.epoch) for each in peers}
-        self._means.side.crossing.hear(peers)
-        for own in [each for each in peers if peer_key(each.name, each.epoch) == self._means.side.own]:
+        self._context.side.crossing.hear(peers)
+        for own in [each for each in peers if peer_key(each.name, each.epoch) == self._context.side.own]:
             if self.is_prefill != (own.role == "prefill"):
                 log.info("this instance is %s now", own.role)
             self.is_prefill = own.role == "prefill"
@@ -157,11 +99,29 @@ class Handover:
 
     # ---- events
 
+    def intercept(self, conn: str, body: wire.Body) -> bool:
+        """Takes a message that must not wait for a step, on the mailbox's thread; returns whether it did."""
+        match body:
+            case wire.KVFrame():  # straight to the link's thread
+                self.in_links.route(conn, body)
+            case wire.LinkValue():  # one end of a link waits for it
+                self.in_links.meet(conn, body)
+                self.out_links.meet(conn, body)
+            case wire.Confirm(transfer_id):  # whether a transfer still stands is answered at once
+                if self.exports.held.answer(conn, body, self._context.post.send, self._context.note):
+                    self._context.report(HandedOver(conn, transfer_id))
+            case wire.Credit():  # also read by a running step
+                self.credits.put((conn, body))
+                return False
+            case _:
+                return False
+        return True
+
     def read(self, conn: str, peer: str, body: wire.Body) -> bool:
         """Handles another worker's message about links or transfers; False: the message is about something else."""
         match body:
             case wire.Heartbeat(load):
-                if load is not None and (self.in_links.is_open(conn) or self.out_links.knows(conn)):
+                if load is not None and (self.in_links.table.is_open(conn) or self.out_links.knows(conn)):
                     self._progress.heard(conn, load)
             case wire.LinkOpen() if not self.out_links.knows(conn):
                 self.in_links.on_open(conn, peer, body, peer in self._peers)
@@ -180,7 +140,7 @@ class Handover:
             case wire.LinkQueued():
                 self.out_links.on_queued(conn, body)
             case wire.Offer():
-                if self.in_links.is_open(conn):  # otherwise it has failed here, and the peer is notified
+                if self.in_links.table.is_open(conn):  # otherwise it has failed here, and the peer is notified
                     self.imports.on_offer(conn, body, peer)
             case wire.Credit():
                 while not self.credits.empty():
@@ -220,9 +180,3 @@ class Handover:
     def closed(self, conn: str, reason: str) -> None:
         self.out_links.on_down(conn, reason)
         self.in_links.on_down(conn, reason)
-
-    def _out_down(self, conn: str, reason: str) -> None:
-        self.exports.on_link_down(conn, reason)
-
-    def _in_down(self, conn: str, reason: str) -> None:
-        self.imports.on_link_down(conn, reason)

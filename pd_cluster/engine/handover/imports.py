@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from pd_cluster import wire
+from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.step import beam_groups, beams
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.errors import QuarantineFull
-from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.types import Note, Request, Status, TokenOutput, note_nothing
+from pd_cluster.types import Request, Status, TokenOutput
 
 log = logging.getLogger(__name__)
-
-Ended = Callable[[Request, str | None], None]  # the leg is over here; None: another process reports why
 
 
 class ImportPorts(Protocol):
@@ -72,33 +69,35 @@ class Import:
     is_imminent: bool = False  # all its KV cache is here, and a step may wait for the rest
 
 
+class ImportOutcomes(Protocol):
+    def offered(self, request: Request, num_cached_tokens: int) -> None:
+        """The peer that computes the prompt had so many tokens of it."""
+
+    def joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
+        """The request's KV has arrived; these sequences take part in the next step."""
+
+    def import_ended(self, request: Request, error: str | None) -> None:
+        """The leg is over here; None: another process reports why."""
+
+
 class Imports:
-    """`joined(request, sequences, tokens)`: a request's KV has arrived; these sequences take part in the next step."""
+    """A landing reserves room for `growth_tokens` more than its prompt."""
 
     def __init__(
         self,
         scheduler: StepScheduler,
         ports: ImportPorts,
-        ended: Ended,
-        joined: Callable[[Request, list[Request], list[TokenOutput]], None],
-        clock: Callable[[], float],
-        timeouts: Timeouts,
+        outcomes: ImportOutcomes,
+        terms: TransferTerms,
         growth_tokens: int,
         vocab_size: int,
-        note: Note = note_nothing,
-        offered: Callable[[Request, int], None] = lambda request, num_cached_tokens: None,
     ) -> None:
-        """`offered(request, num_cached_tokens)`: the peer that computes its prompt had so many tokens of it."""
         self._scheduler = scheduler
         self._ports = ports
-        self._ended = ended
-        self._joined = joined
-        self._clock = clock
-        self._timeouts = timeouts
+        self._outcomes = outcomes
+        self._clock, self._timeouts, self._note = terms.clock, terms.timeouts, terms.note
         self._growth_tokens = growth_tokens
         self._vocab_size = vocab_size
-        self._note = note
-        self._offered = offered
         self._imports: dict[str, Import] = {}  # offered ones in the order of their offers
         self.num_landings = 0
         self.num_wanted_tokens = self.num_landed_tokens = 0
@@ -152,7 +151,7 @@ class Imports:
             found.state = ImportState.QUEUED
             self._check_offer(found)
         else:
-            self._ended(request, f"transfer {request.transfer_id} is under way for another request")
+            self._outcomes.import_ended(request, f"transfer {request.transfer_id} is under way for another request")
 
     def on_offer(self, conn: str, offer: wire.Offer, peer: str = "") -> None:
         """Handles an offer of `peer` (name@epoch) over its connection."""
@@ -242,7 +241,7 @@ class Imports:
         self._scheduler.landed(request)
         start = beam_groups.start if request.sampling.beam_width else StepScheduler.start_sequences
         sequences = start(self._scheduler, request, found.first_tokens)
-        self._joined(request, sequences, found.first_tokens)
+        self._outcomes.joined(request, sequences, found.first_tokens)
 
     def on_fault(self, transfer_id: str, reason: str) -> None:
         """Cancels a transfer that the link's thread could not land."""
@@ -295,7 +294,7 @@ class Imports:
             self._ports.send(found.conn, wire.Cancel(found.transfer_id, reason))
             self._give_up(found, reason)
         elif found.request is not None:
-            self._offered(found.request, found.num_cached_tokens)
+            self._outcomes.offered(found.request, found.num_cached_tokens)
 
     def _are_first_tokens(self, request: Request | None, tokens: list[TokenOutput]) -> bool:
         """Whether these are valid tokens for position 0 of each sequence, and at least one sequence continues."""
@@ -319,7 +318,7 @@ class Imports:
         else:
             del self._imports[found.transfer_id]
         if request is not None:
-            self._ended(request, error)
+            self._outcomes.import_ended(request, error)
 
     def _find(self, conn: str, transfer_id: str) -> Import | None:
         found = self._imports.get(transfer_id)

@@ -7,63 +7,41 @@ reports: a landed transfer is confirmed without waiting for a step.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 from pd_cluster import wire
+from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.gather import Gather
-from pd_cluster.engine.handover.links import LaneEnds, PeerProgress, Post, ReceiveEnd, Side
-from pd_cluster.engine.handover.pairs import LinkPlaces, Queued
-from pd_cluster.engine.handover.tails import Tails
+from pd_cluster.engine.handover.in_table import InLanes
+from pd_cluster.engine.handover.links import ReceiveEnd
+from pd_cluster.engine.handover.pairs import Queued
 from pd_cluster.errors import LinkError, called
 from pd_cluster.kv.layout import KVLayout, check_pair, lanes
-from pd_cluster.transport.events import Drained, Landed, LinkEvent, Report
-from pd_cluster.types import Note, note_nothing
+from pd_cluster.transport.events import Landed, LinkEvent, Report
 
 log = logging.getLogger(__name__)
 
 
-class InLinks:
-    """D's end of every link. `down(conn, reason)` is called while the link's threads still acknowledge drains.
+class LinkLosers(Protocol):
+    """The transfers that links carry: Imports."""
 
-    `report` is called on the lanes' threads, once for an event of a whole link.
+    def on_link_down(self, conn: str, reason: str) -> None:
+        """Called while the link's threads still acknowledge drains."""
+
+
+class InLinks:
+    """D's end of every link. Fills the table that it shares with its users.
+
+    The context's `report` is called on the lanes' threads, once for an event of a whole link.
     """
 
-    def __init__(
-        self,
-        side: Side,
-        post: Post,
-        ends: LaneEnds,
-        report: Report,
-        down: Callable[[str, str], None],
-        progress: PeerProgress,
-        note: Note = note_nothing,
-        places: LinkPlaces | None = None,
-        tails: Tails | None = None,
-    ) -> None:
-        self._places = places or LinkPlaces()
-        self._tails = tails or Tails(time.monotonic)
-        self._side = side
-        self._post = post
-        self._make = ends
-        self._report = report
-        self._down = down
-        self._progress = progress
-        self._note = note
-        self._lanes: dict[str, list[ReceiveEnd]] = {}
-        self._link_ids: dict[str, str] = {}
-        self._received_nbytes = 0  # over links that are gone
-        self._num_dropped = 0
-
-    @property
-    def received_nbytes(self) -> int:
-        return self._received_nbytes + sum(map(_received_nbytes, list(self._lanes.values())))
-
-    @property
-    def num_dropped(self) -> int:
-        """Counts KV frames that were not part of their link."""
-        return self._num_dropped + sum(map(_num_dropped, list(self._lanes.values())))
+    def __init__(self, context: HandoverContext, table: InLanes, users: LinkLosers) -> None:
+        self.table = table
+        self._users = users
+        self._context = context
+        self._side, self._post, self._note = context.side, context.post, context.note
+        self._places, self._lanes, self._link_ids = table.places, table.ends, table.link_ids
 
     def on_open(self, conn: str, peer: str, opened: wire.LinkOpen, is_told: bool) -> None:
         """Opens or refuses a link. `is_told`: the scheduler has announced this peer."""
@@ -92,7 +70,7 @@ class InLinks:
         try:
             reports = self._reports(conn, len(opened.lanes))
             for index, report in enumerate(reports):
-                ends.append(self._make.receive_end(conn, peer, opened, index, report, self._note))
+                ends.append(self._context.ends.receive_end(conn, peer, opened, index, report, self._note))
         except LinkError as error:
             self._refuse(conn, peer, opened, error)
             for end in ends:
@@ -113,16 +91,9 @@ class InLinks:
             self.on_down(conn, reason)
 
     def on_down(self, conn: str, reason: str) -> None:
-        self._down(conn, reason)
+        self._users.on_link_down(conn, reason)
         self._places.leave(conn)
-        ends = self._lanes.get(conn)
-        if ends is not None:
-            del self._lanes[conn], self._link_ids[conn]
-            self._received_nbytes += _received_nbytes(ends)
-            self._num_dropped += _num_dropped(ends)
-            for end in ends:
-                end.close()
-        self._progress.forget(conn)
+        self.table.remove(conn)
         while (queued := self._places.next()) is not None:
             self._open(*queued, needs_place=True)
             self._ask_for_places()
@@ -132,9 +103,6 @@ class InLinks:
         if self._link_ids.get(conn) == rest.link_id:
             self.on_down(conn, "it rests")
             self._post.send(conn, rest)
-
-    def is_open(self, conn: str) -> bool:
-        return conn in self._lanes
 
     def route(self, conn: str, frame: wire.KVFrame) -> None:
         """Called on the mailbox's thread."""
@@ -148,44 +116,11 @@ class InLinks:
         if 0 <= value.lane < len(ends):
             ends[value.lane].meet(value)
 
-    # ---- ImportPorts
-
-    def send(self, conn: str, body: wire.Body) -> None:
-        self._post.send(conn, body)
-
-    def precision(self, conn: str) -> str:
-        ends = self._lanes.get(conn)
-        return ends[0].precision if ends else ""  # the first lane's end is in this process, and all lanes are alike
-
-    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
-        """Names the same blocks to every rank."""
-        self._places.use(conn)
-        for end in self._lanes.get(conn, []):
-            end.begin(transfer_id, block_ids, first_token, num_tokens)
-
-    def forget(self, conn: str, transfer_id: str) -> None:
-        ends = self._lanes.get(conn)
-        if not ends:
-            self._tails.note(Drained(transfer_id))
-            self._report(Drained(transfer_id))
-        else:
-            for end in ends:
-                end.forget(transfer_id)
-
-    def left_s(self, transfer_id: str) -> float:
-        return self._tails.left_s(transfer_id)
-
-    def progress_s(self, conn: str) -> float:
-        ends = self._lanes.get(conn)
-        if ends:
-            self._progress.moved(conn, _received_nbytes(ends))
-        return self._progress.at_s(conn)
-
     # ---- inside
 
     def _needs_place(self, opened: wire.LinkOpen) -> bool:
         is_counted = self._places.most or opened.pair == "none"
-        return bool(is_counted) and self._make.needs_pair(opened)
+        return bool(is_counted) and self._context.ends.needs_pair(opened)
 
     def _ask_for_places(self) -> None:
         for conn in self._places.to_ask():
@@ -204,8 +139,8 @@ class InLinks:
         whole = gather.add(lane, event)
         if whole is None:
             return
-        self._tails.note(whole)
-        self._report(whole)
+        self.table.tails.note(whole)
+        self.table.report(whole)
         if isinstance(whole, Landed):
             self._note(whole.transfer_id, "landing complete")
             self._post.send(conn, wire.Confirm(whole.transfer_id))
@@ -237,11 +172,3 @@ class InLinks:
                 f"the prefill instance of {source.tp_size} ranks and the decode instance of {side.layout.tp_size} do "
                 f"not agree about who sends to whom"
             )
-
-
-def _received_nbytes(ends: list[ReceiveEnd]) -> int:
-    return sum(end.received_nbytes for end in ends)
-
-
-def _num_dropped(ends: list[ReceiveEnd]) -> int:
-    return sum(end.num_dropped for end in ends)

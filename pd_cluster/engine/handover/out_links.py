@@ -7,55 +7,51 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.exports import ShipLimits
-from pd_cluster.engine.handover.links import LaneEnds, PeerProgress, Post, Side
+from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.out_link import FIRST_BACKOFF_S, OutLane, OutLink, check_rank, lane_of
+from pd_cluster.engine.handover.out_table import OutLinkTable
 from pd_cluster.engine.handover.pairs import Rests
 from pd_cluster.errors import LinkError, told
 from pd_cluster.kv.layout import KVLayout, check_pair, lanes
 from pd_cluster.net.admission import peer_key
-from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.events import Report
 from pd_cluster.transport.table import are_pairs
-from pd_cluster.types import LinkState, Note, note_nothing
+from pd_cluster.types import LinkState
 
 log = logging.getLogger(__name__)
 
 
-class OutLinks:
-    """P's end of every link. `down(conn, reason)` is called before a link's state is lost."""
+class LinkUsers(Protocol):
+    """The transfers that links carry: Exports."""
 
-    def __init__(
-        self,
-        side: Side,
-        post: Post,
-        ends: LaneEnds,
-        report: Report,
-        down: Callable[[str, str], None],
-        progress: PeerProgress,
-        clock: Callable[[], float],
-        timeouts: Timeouts,
-        note: Note = note_nothing,
-        rests: Rests = Rests(),  # noqa: B008 - frozen
-    ) -> None:
-        self._rests = rests
-        self._side = side
-        self._post = post
-        self._make = ends
-        self._report = report
-        self._down = down
-        self._progress = progress
-        self._clock = clock
-        self._timeouts = timeouts
-        self._note = note
-        self._links: dict[str, OutLink] = {}  # by peer's name@epoch
-        self._by_conn: dict[str, OutLink] = {}
-        self._sent_nbytes = 0  # over links that are gone
+    def uses(self, conn: str) -> bool:
+        """Whether a transfer is under way over this connection."""
+
+    def link_up(self, peer: str, conn: str) -> None:
+        """A link for which transfers wait is up."""
+
+    def link_lost(self, peer: str, reason: str) -> None:
+        """A link for which transfers wait will not come up."""
+
+    def on_link_down(self, conn: str, reason: str) -> None:
+        """Called before the link's state is lost."""
+
+
+class OutLinks:
+    """P's end of every link. Fills the table that it shares with its users."""
+
+    def __init__(self, context: HandoverContext, table: OutLinkTable, users: LinkUsers) -> None:
+        self.table = table
+        self._links, self._by_conn, self._progress = table.by_peer, table.by_conn, table.progress
+        self._users = users
+        self._rests = Rests(context.kv_open_links)
+        self._context = context
+        self._side, self._post = context.side, context.post
+        self._clock, self._timeouts = context.clock, context.timeouts
 
     def set_peers(self, peers: list[wire.PeerInfo]) -> None:
         """Keeps links to exactly these peers."""
@@ -69,11 +65,11 @@ class OutLinks:
 
     def tick(self) -> None:
         now_s = self._clock()
-        self._rests.choose(self._links.values(), now_s)
+        self._rests.choose(self._links.values(), now_s, self._users.uses)
         for link in sorted(self._links.values(), key=lambda each: (each.awaited_s is None, each.awaited_s or 0.0)):
             if link.state.phase == "opening" and now_s >= link.due_s:
                 self._retry(link, f"no answer within {link.patience_s:g} s")
-            elif link.must_rest and link.state.is_open and not self._rests.uses(link.conn):
+            elif link.must_rest and link.state.is_open and not self._users.uses(link.conn):
                 self._rest(link)
             elif link.is_closing and now_s >= link.due_s:
                 self._leave(link)
@@ -86,10 +82,6 @@ class OutLinks:
 
     def states(self) -> dict[str, LinkState]:
         return {peer: link.shown for peer, link in self._links.items()}
-
-    @property
-    def sent_nbytes(self) -> int:
-        return self._sent_nbytes + sum(link.sent_nbytes for link in self._links.values())
 
     # ---- events of the connection
 
@@ -151,7 +143,7 @@ class OutLinks:
             log.info("link to %s is up over %s", link.info.name, link.state.over)
             if link.awaited_s is not None:
                 link.awaited_s = None
-                self._rests.woken(peer_key(link.info.name, link.info.epoch), conn)
+                self._users.link_up(peer_key(link.info.name, link.info.epoch), conn)
 
     def on_rest(self, conn: str, rest: wire.LinkRest) -> None:
         """D has closed its end, or does not open it before a transfer needs it."""
@@ -191,48 +183,6 @@ class OutLinks:
     def knows(self, conn: str) -> bool:
         return conn in self._by_conn
 
-    # ---- ExportPorts
-
-    def link_to(self, peer: str) -> str | None:
-        link = self._links.get(peer)
-        return link.conn if link is not None and link.state.is_open and not link.must_rest else None
-
-    def awaken(self, peer: str) -> bool:
-        link = self._links.get(peer)
-        if link is None or not (link.is_rested or link.must_rest):
-            return False
-        if link.awaited_s is None:
-            link.awaited_s = self._clock()
-        return True
-
-    def send(self, conn: str, body: wire.Body) -> None:
-        self._post.send(conn, body)
-
-    def limits(self, conn: str) -> ShipLimits:
-        link = self._by_conn.get(conn)
-        if link is None or not link.peer_block_size:
-            return ShipLimits(self._side.layout.block_size, self._side.layout.block_nbytes)
-        return ShipLimits(link.peer_block_size, min(lane.end.max_payload_nbytes for lane in link.lanes))
-
-    def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
-        """Sends the same blocks from every rank: each sends its own heads."""
-        link = self._by_conn.get(conn)
-        if link is not None:
-            link.used_s = self._clock()
-            for lane in link.lanes:
-                lane.end.ship(transfer_id, index, piece)
-
-    def ship_end(self, conn: str, end: wire.KVEnd) -> None:
-        for lane in self._lanes_of(conn):
-            lane.end.ship_end(end)
-
-    def drop(self, conn: str, transfer_id: str) -> None:
-        for lane in self._lanes_of(conn):
-            lane.end.drop(transfer_id)
-
-    def progress_s(self, conn: str) -> float:
-        return self._progress.at_s(conn)
-
     # ---- inside
 
     def _start(self, link: OutLink) -> None:
@@ -242,7 +192,7 @@ class OutLinks:
             self._open(link)
 
     def _open(self, link: OutLink) -> None:
-        info, layout = link.info, self._side.layout
+        info, layout, context = link.info, self._side.layout, self._context
         peer_layout = replace(layout, tp_size=info.tp_size, tp_rank=0)
         try:
             check_pair(layout, peer_layout)
@@ -259,7 +209,7 @@ class OutLinks:
         peer = peer_key(info.name, info.epoch)
         try:
             for index, lane in enumerate(lanes(layout, peer_layout)):
-                end = self._make.send_end(conn, link.link_id, peer, index, lane, self._report, self._note)
+                end = context.ends.send_end(conn, link.link_id, peer, index, lane, context.report, context.note)
                 link.lanes.append(OutLane(lane, end))
         except LinkError as error:
             (self._retry if error.retry else self._refuse)(link, error.text)
@@ -288,7 +238,7 @@ class OutLinks:
 
     def _lay_down(self, link: OutLink) -> None:
         link.state, link.is_rested, link.backoff_s = LinkState("resting"), True, FIRST_BACKOFF_S
-        self._sent_nbytes += link.close_lanes()
+        self.table.closed_nbytes += link.close_lanes()
 
     def _leave(self, link: OutLink) -> None:
         """Ends the connection of a link that rests."""
@@ -312,18 +262,14 @@ class OutLinks:
         if self._by_conn.pop(link.conn, None) is not None:
             if link.state.is_open:
                 log.warning("link to %s is down: %s", link.info.name, told(reason))
-            self._down(link.conn, reason)
+            self._users.on_link_down(link.conn, reason)
             self._leave(link)
-            self._sent_nbytes += link.close_lanes()
+            self.table.closed_nbytes += link.close_lanes()
         link.is_rested = False
         if link.awaited_s is not None:
             link.awaited_s = None
-            self._rests.lost(peer_key(link.info.name, link.info.epoch), reason)
+            self._users.link_lost(peer_key(link.info.name, link.info.epoch), reason)
 
     def _find(self, conn: str, link_id: str) -> OutLink | None:
         link = self._by_conn.get(conn)
         return link if link is not None and link.link_id == link_id else None
-
-    def _lanes_of(self, conn: str) -> list[OutLane]:
-        link = self._by_conn.get(conn)
-        return link.lanes if link is not None else []

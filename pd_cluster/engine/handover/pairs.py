@@ -14,21 +14,11 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.out_link import OutLink
 
 
-def _nothing(peer: str, text: str) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Rests:
-    """When P's links rest. `most` links over pairs are open at a time; 0: any number.
-
-    `uses(conn)`: whether a transfer is under way there. `woken(peer, conn)` and `lost(peer, reason)`: a link for which
-    transfers wait is up, or will not be.
-    """
+    """When P's links rest. `most` links over pairs are open at a time; 0: any number."""
 
     most: int = 0
-    uses: Callable[[str], bool] = lambda conn: False
-    woken: Callable[[str, str], None] = _nothing
-    lost: Callable[[str, str], None] = _nothing
 
     def wish(self, link: OutLink, links: Iterable[OutLink]) -> wire.PairWish | None:
         """Returns what to ask for in the link's LinkOpen; None: it must wait for a place."""
@@ -37,10 +27,11 @@ class Rests:
             return "free" if has_room else "none"
         return "now" if has_room else None
 
-    def choose(self, links: Iterable[OutLink], now_s: float) -> None:
+    def choose(self, links: Iterable[OutLink], now_s: float, uses: Callable[[str], bool]) -> None:
         """Marks links that must rest for those that wait for a place: idle ones first, the least recently used first.
 
-        A link that is in use takes no more transfers, and rests when its own have ended.
+        A link that is in use takes no more transfers, and rests when its own have ended. `uses(conn)`: whether a
+        transfer is under way there.
         """
         if not self.most:
             return
@@ -48,7 +39,7 @@ class Rests:
         num_wanted = sum(each.has_place for each in every) + sum(each.waits_for_place(now_s) for each in every)
         able = [each for each in every if each.state.is_open and each.has_place]
         num_leaving = sum(each.must_rest for each in able)
-        rest = sorted((each for each in able if not each.must_rest), key=lambda e: (self.uses(e.conn), e.used_s))
+        rest = sorted((each for each in able if not each.must_rest), key=lambda e: (uses(e.conn), e.used_s))
         for link in rest[: max(0, num_wanted - self.most - num_leaving)]:
             link.must_rest = True
 

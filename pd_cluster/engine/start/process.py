@@ -104,7 +104,7 @@ def _prepare(config: WorkerConfig) -> None:
 
 def _follow(config: WorkerConfig) -> None:
     _prepare(config)
-    from pd_cluster.engine.build import build_follower
+    from pd_cluster.engine.build_worker import build_follower
 
     follower = build_follower(config)
     follower.start()
@@ -114,17 +114,17 @@ def _follow(config: WorkerConfig) -> None:
 def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueue[Event]) -> None:
     started_s = time.monotonic()
     _prepare(config)
-    from pd_cluster.engine.build import build_worker
+    from pd_cluster.engine.build_worker import build_worker
     from pd_cluster.engine.hang import ends_when_hung
 
     tell_lost = partial(_tell_lost, channel)
-    worker, mailbox, mailroom, report = build_worker(config, inbox, tell_lost)
+    loop, mailbox, mailroom, report = build_worker(config, inbox, tell_lost)
     mailbox.start(mailroom)
     layout = report.layout
     what = f"{report.num_blocks} blocks of {layout.block_size} tokens" if layout is not None else "images alone"
     log.info("ready after %.1f s: %s, control port %d", time.monotonic() - started_s, what, report.control_port)
     _tell(channel, report)
-    worker.run(ends_when_hung(config.timeouts.step_timeout_s))
+    loop.run(ends_when_hung(config.timeouts.step_timeout_s))
     mailbox.await_heard(config.timeouts.dead_after_s)  # otherwise a request that has ended would go on elsewhere
     mailbox.close()
 

@@ -33,6 +33,10 @@ Returns what receives how many layers have their writes launched, or None if nob
 """
 
 
+def begin_quietly(plan: StepPlan) -> None:
+    """Begins a step of an engine that hands nothing over."""
+
+
 class Launcher(Protocol):
     goes_ahead: bool  # whether there is a device that computes alongside the host
 
@@ -50,8 +54,8 @@ class Launcher(Protocol):
 
 
 class LookAhead:
-    def __init__(self, runner: Launcher, scheduler: StepScheduler, begins: Begins) -> None:
-        self._runner, self._scheduler, self._begins = runner, scheduler, begins
+    def __init__(self, runner: Launcher, scheduler: StepScheduler) -> None:
+        self._runner, self._scheduler = runner, scheduler
         self._plan: StepPlan | None = None  # of the step that is under way
         self._rows: Mapping[Request, int] = {}  # row of its tokens by request
         self._tokens: Tokens | None = None
@@ -73,11 +77,13 @@ class LookAhead:
         """Whether this is the step under way."""
         return plan is self._plan
 
-    def sample(self, plan: StepPlan, on_layer: OnLayer | None) -> tuple[list[Request], list[Sampled]] | None:
+    def sample(
+        self, plan: StepPlan, on_layer: OnLayer | None, begins: Begins
+    ) -> tuple[list[Request], list[Sampled]] | None:
         """Returns the requests that caught up, and a token of each; launches the next step, if it can, before it waits.
 
         The step is then recorded as computed. Returns None, having done nothing, for a step that does not qualify.
-        `on_layer` is for a step that is not under way yet.
+        `on_layer` is for a step that is not under way yet, `begins` for the next one.
         """
         if not self._runner.goes_ahead:
             return None
@@ -90,15 +96,17 @@ class LookAhead:
         if tokens is None:
             return None
         ready = self._scheduler.computed(plan)
-        self._launch_next(ready, tokens, rows)
+        self._launch_next(ready, tokens, rows, begins)
         chosen = tokens.wait()
         return ready, [chosen[rows[request]] for request in ready]
 
-    def _launch_next(self, ready: Sequence[Request], tokens: Tokens, rows: Mapping[Request, int]) -> None:
+    def _launch_next(
+        self, ready: Sequence[Request], tokens: Tokens, rows: Mapping[Request, int], begins: Begins
+    ) -> None:
         plan = self._scheduler.plan_ahead([request for request in ready if ends_with(request)], self._may_go)
         if plan is None:
             return
-        on_layer = self._begins(plan)
+        on_layer = begins(plan)
         if not plan.chunks:
             return
         sources = [rows[request] if request.num_behind == 0 else None for request, _ in plan.chunks]

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from pd_cluster.engine.step import beam_groups
-from pd_cluster.engine.step.ahead import Begins, LookAhead
+from pd_cluster.engine.step.ahead import Begins, LookAhead, begin_quietly
 from pd_cluster.engine.step.beams import BeamSearch, answer, first_tokens_of
 from pd_cluster.engine.step.outputs import NextTokens, PooledVector, RowOutput
 from pd_cluster.engine.step.plan import Move, StepPlan
@@ -103,9 +103,8 @@ class EngineCore:
         self.sampler = Sampler(runner.vocab_size, runner.eos_token_ids)
         self.times = StepTimes()
         self.num_steps = 0
-        self.begins: Begins = lambda plan: None
-        self.moved: Callable[[], None] = lambda: None  # called after moves
-        self.ahead = LookAhead(runner, scheduler, lambda plan: self.begins(plan))
+        self.after_moves: list[Callable[[], None]] = []  # called after every copy of blocks
+        self.ahead = LookAhead(runner, scheduler)
         self.pooler = Pooler()
         self._clock = clock
         scheduler.move_now = self._move
@@ -116,7 +115,8 @@ class EngineCore:
         self.runner.move(moves)
         if (tier := self.scheduler.blocks.tier) is not None and any(move.kind == "in" for move in moves):
             tier.cost.loaded(len(moves), self._clock() - start_s)  # blocks on their way out cost as much
-        self.moved()
+        for each in self.after_moves:
+            each()
 
     def plan(self) -> StepPlan:
         start_s = self._clock()
@@ -127,16 +127,16 @@ class EngineCore:
         self.times.plan_s += self._clock() - start_s
         return plan
 
-    def run(self, plan: StepPlan) -> StepResult:
+    def run(self, plan: StepPlan, begins: Begins = begin_quietly) -> StepResult:
         """Computes a plan: forward pass, sampling, bookkeeping. A request that is handed over keeps its blocks."""
         result = StepResult(plan)
-        on_layer = None if self.ahead.has_launched(plan) else self.begins(plan)
+        on_layer = None if self.ahead.has_launched(plan) else begins(plan)
         times, start_s = self.times, self._clock()
         if plan.moves:
             self._move(plan.moves)
         if not plan.chunks:
             return result
-        if (chosen := self.ahead.sample(plan, on_layer)) is not None:
+        if (chosen := self.ahead.sample(plan, on_layer, begins)) is not None:
             sampled_s = self._clock()
             times.forward_s += sampled_s - start_s
             ready, sampled = chosen
@@ -170,8 +170,8 @@ class EngineCore:
         self.num_steps += 1
         return result
 
-    def step(self) -> StepResult:
-        return self.run(self.plan())
+    def step(self, begins: Begins = begin_quietly) -> StepResult:
+        return self.run(self.plan(), begins)
 
     def _sample(self, logits: torch.Tensor, ready: list[Request], guided: Masks) -> dict[Request, list[RowOutput]]:
         """Returns the next tokens by request, one output for each of its sequences; `ready` has one row of logits each.

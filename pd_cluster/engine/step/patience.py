@@ -20,6 +20,8 @@ MOST_WAIT_S = 2.0  # since the last landing; then steps continue as usual until 
 class Coming(Protocol):
     """The part of imports that Patience needs."""
 
+    num_landings: int
+
     def num_on_their_way(self, batch: str) -> int: ...
 
 
@@ -31,15 +33,13 @@ class Patience:
 
     def __init__(self, scheduler: StepScheduler, coming: Coming, clock: Callable[[], float]) -> None:
         self._scheduler, self._coming, self._clock = scheduler, coming, clock
-        self._landed_s = float("-inf")
-
-    def landed(self) -> None:
-        """Notes that a sequence joined the running ones."""
-        self._landed_s = self._clock()
+        self._num_landings, self._landed_s = coming.num_landings, float("-inf")
 
     @property
     def waits(self) -> bool:
         """Whether the next step waits. It does not with other batches or none, prompts, or a request without room."""
+        if self._coming.num_landings != self._num_landings:
+            self._num_landings, self._landed_s = self._coming.num_landings, self._clock()
         running = self._scheduler.running
         if not running or not (batch := running[0].batch) or self._scheduler.waiting:
             return False

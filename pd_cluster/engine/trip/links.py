@@ -17,11 +17,14 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.devices.streams import poll
+from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StopEngine
 from pd_cluster.engine.handover.in_links import InLinks
+from pd_cluster.engine.handover.in_table import InLanes
 from pd_cluster.engine.handover.links import LocalLanes, PeerProgress, Side
 from pd_cluster.engine.handover.out_links import OutLinks
+from pd_cluster.engine.handover.out_table import OutLinkTable
 from pd_cluster.engine.trip.spec import (
     BLOCK_NBYTES,
     BLOCK_SIZE,
@@ -46,7 +49,7 @@ from pd_cluster.settings.config import Credentials, WorkerConfig
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.events import Landed, LandFault, LinkEvent, LinkFailed
+from pd_cluster.transport.events import Landed, LandFault, LinkFailed
 from pd_cluster.transport.factory import Transports
 from pd_cluster.transport.table import AUTO
 from pd_cluster.types import TokenOutput
@@ -103,7 +106,8 @@ class LinkEnd(ABC):
         # The blocks are not secret, so a transport that is asked for by name may cross to another host.
         crossing = Crossing(own, trusts_network=begin.kv_transport != AUTO)
         self.side = Side(own, secret, "", Numerics(), LAYOUT, pool.num_blocks, pool.probe_seed, options, crossing)
-        self.lanes = LocalLanes(self.side, Transports(config, pool), self.mailbox.send)
+        lanes = LocalLanes(self.side, Transports(config, pool), self.mailbox.send)
+        self.context = HandoverContext(self.side, self.mailbox, lanes, self.report, TIMEOUTS)
 
     def _wait(self, done: Callable[[], bool], take: Callable[[Event], None], what: str) -> None:
         """Takes events until `done`. Raises LinkError for a failure or after the deadline."""
@@ -127,7 +131,7 @@ class LinkEnd(ABC):
     def urgent(self, conn: str, body: wire.Body) -> bool:
         """Takes a message on the mailbox's thread, if it cannot wait for the caller's; returns whether it did."""
 
-    def report(self, event: LinkEvent) -> None:
+    def report(self, event: Event) -> None:
         self.events.put(event)
 
     # ---- the mailbox's handler
@@ -154,9 +158,8 @@ class SendingEnd(LinkEnd):
 
     def __init__(self, begin: BeginTrips, send: Send, pool: KVPool, options: wire.KVOptions = OPTIONS) -> None:
         super().__init__(begin, send.secret, pool, options)
-        progress = PeerProgress(time.monotonic)
-        post, lanes = self.mailbox, self.lanes
-        self._links = OutLinks(self.side, post, lanes, self.report, self._on_down, progress, time.monotonic, TIMEOUTS)
+        self._table = OutLinkTable(self.context, PeerProgress(time.monotonic))
+        self._links = OutLinks(self.context, self._table, _Users())
         self._peer = peer_key(send.name, send.epoch)
         self._is_credited = self._is_confirmed = self.was_connected = False
         key = self.mailbox.public_key
@@ -174,7 +177,7 @@ class SendingEnd(LinkEnd):
         )
         self.side.crossing.hear([self._own, info])
         self._links.set_peers([info])
-        self._wait(lambda: bool(self._links.link_to(self._peer) or self._reason()), self._take, "the link")
+        self._wait(lambda: bool(self._table.link_to(self._peer) or self._reason()), self._take, "the link")
         if reason := self._reason():
             raise LinkError(reason)
 
@@ -184,22 +187,22 @@ class SendingEnd(LinkEnd):
 
     def trip(self, number: int) -> float:
         """Returns the seconds from the first payload to the confirmation that all blocks have landed."""
-        conn = self._links.link_to(self._peer)
+        conn = self._table.link_to(self._peer)
         if conn is None:
             raise LinkError(f"the link is {self._links.states()[self._peer]}")
         transfer_id, num_tokens = f"trip{number}", NUM_BLOCKS * BLOCK_SIZE
         self._is_credited = self._is_confirmed = False
-        self._links.send(conn, wire.Offer(transfer_id, num_tokens))
+        self._table.send(conn, wire.Offer(transfer_id, num_tokens))
         self._wait(lambda: self._is_credited, self._take, "the receiver's answer")
-        step = max(1, self._links.limits(conn).max_payload_nbytes // BLOCK_NBYTES)
+        step = max(1, self._table.limits(conn).max_payload_nbytes // BLOCK_NBYTES)
         starts = range(0, NUM_BLOCKS, step)
         started_s = time.monotonic()
         for index, start in enumerate(starts):
             blocks = list(range(start, min(start + step, NUM_BLOCKS)))
             piece = wire.KVPiece(start * BLOCK_SIZE, len(blocks) * BLOCK_SIZE, 0, NUM_LAYERS, blocks)
-            self._links.ship(conn, transfer_id, index, piece)
+            self._table.ship(conn, transfer_id, index, piece)
         first_tokens = [TokenOutput(transfer_id, 0, 0, 0, 1)]
-        self._links.ship_end(conn, wire.KVEnd(transfer_id, len(starts), num_tokens, first_tokens))
+        self._table.ship_end(conn, wire.KVEnd(transfer_id, len(starts), num_tokens, first_tokens))
         self._wait(lambda: self._is_confirmed, self._take, "the transfer")
         return time.monotonic() - started_s
 
@@ -229,8 +232,25 @@ class SendingEnd(LinkEnd):
         state = self._links.states()[self._peer]
         return str(state) if state.phase in ("refused", "waiting") else ""
 
-    def _on_down(self, conn: str, reason: str) -> None:
+
+class _Users:
+    """One transfer at a time, which ends with its link."""
+
+    def uses(self, conn: str) -> bool:
+        return False
+
+    def link_up(self, peer: str, conn: str) -> None: ...
+
+    def link_lost(self, peer: str, reason: str) -> None: ...
+
+    def on_link_down(self, conn: str, reason: str) -> None:
         raise LinkError(reason)
+
+
+class _Patient:
+    """Transfers whose sender reports the link's end."""
+
+    def on_link_down(self, conn: str, reason: str) -> None: ...
 
 
 class ReceivingEnd(LinkEnd):
@@ -238,8 +258,8 @@ class ReceivingEnd(LinkEnd):
 
     def __init__(self, begin: BeginTrips, listen: Listen, pool: KVPool, options: wire.KVOptions = OPTIONS) -> None:
         super().__init__(begin, listen.secret, pool, options, listen.port, listen.epoch)
-        progress = PeerProgress(time.monotonic)
-        self._links = InLinks(self.side, self.mailbox, self.lanes, self.report, lambda conn, reason: None, progress)
+        self._lanes = InLanes(self.context, PeerProgress(time.monotonic))
+        self._links = InLinks(self.context, self._lanes, _Patient())
         self._pool = pool
         self._conns: dict[str, str] = {}  # transfer -> connection
         self._num_landed = 0
@@ -266,7 +286,7 @@ class ReceivingEnd(LinkEnd):
         self._thread.join(DEADLINE_S)
         self.mailbox.close()
 
-    def report(self, event: LinkEvent) -> None:
+    def report(self, event: Event) -> None:
         """Counts what has landed on the lane's thread: the sender hears of it next, and may ask for the comparison."""
         self._num_landed += isinstance(event, Landed)
         super().report(event)
@@ -294,8 +314,8 @@ class ReceivingEnd(LinkEnd):
                 self._links.on_open(conn, peer, opened, is_told=True)
             case Mail(conn, _, wire.Offer(transfer_id, num_tokens)):
                 self._conns[transfer_id] = conn
-                self._links.begin(conn, transfer_id, LANDING, 0, num_tokens)
-                self._links.send(conn, wire.Credit(transfer_id))
+                self._lanes.begin(conn, transfer_id, LANDING, 0, num_tokens)
+                self._lanes.send(conn, wire.Credit(transfer_id))
             case LinkFailed(conn, reason):
                 self._links.on_failed(conn, reason)  # the sender reports it
                 self._error = reason

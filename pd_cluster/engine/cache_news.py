@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.links import Post
+from pd_cluster.engine.stage import Stage
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import keys_of
 from pd_cluster.types import TIERS, Tier
@@ -17,23 +18,25 @@ from pd_cluster.types import TIERS, Tier
 MAX_KEYS = 1 << 16  # in one message
 
 
-class CacheNews:
+class CacheNews(Stage):
     def __init__(self, post: Post, blocks: BlockPool) -> None:
         self._post = post
         self._blocks = blocks
         self._clients: set[str] = set()
 
-    def opened(self, client: str) -> None:
-        """Sends all keys to a scheduler that knows none yet."""
-        self._clients.add(client)
-        self._post.send(client, wire.CacheKeys(is_whole=True))
+    def opened(self, conn: str, is_scheduler: bool) -> None:
+        """Sends all keys to a scheduler, which knows none yet."""
+        if not is_scheduler:
+            return
+        self._clients.add(conn)
+        self._post.send(conn, wire.CacheKeys(is_whole=True))
         for news in _added(self._blocks.follow()):
-            self._post.send(client, news)
+            self._post.send(conn, news)
 
-    def closed(self, client: str) -> None:
-        self._clients.discard(client)
+    def closed(self, conn: str, reason: str, was_scheduler: bool) -> None:
+        self._clients.discard(conn)
 
-    def tick(self, changes: Mapping[bytes, Tier | None]) -> None:
+    def blocks_changed(self, changes: Mapping[bytes, Tier | None]) -> None:
         """Sends the blocks' changes since the last call to every connected scheduler."""
         if not changes or not self._clients:
             return

@@ -1,0 +1,75 @@
+"""The links of a worker to decode instances, as transfers use them: shared by Exports and OutLinks.
+
+Knows nothing of how a link opens, rests or closes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import ValuesView
+
+from pd_cluster import wire
+from pd_cluster.engine.handover.context import HandoverContext
+from pd_cluster.engine.handover.exports import ShipLimits
+from pd_cluster.engine.handover.links import PeerProgress
+from pd_cluster.engine.handover.out_link import OutLane, OutLink
+
+
+class OutLinkTable:
+    """Satisfies exports.ExportPorts."""
+
+    def __init__(self, context: HandoverContext, progress: PeerProgress) -> None:
+        self.send = context.post.send
+        self.progress = progress
+        self.by_peer: dict[str, OutLink] = {}  # name@epoch -> link
+        self.by_conn: dict[str, OutLink] = {}
+        self.closed_nbytes = 0  # sent over links that are gone
+        self._layout, self._clock = context.side.layout, context.clock
+
+    @property
+    def links(self) -> ValuesView[OutLink]:
+        return self.by_peer.values()
+
+    @property
+    def sent_nbytes(self) -> int:
+        return self.closed_nbytes + sum(link.sent_nbytes for link in self.links)
+
+    def link_to(self, peer: str) -> str | None:
+        link = self.by_peer.get(peer)
+        return link.conn if link is not None and link.state.is_open and not link.must_rest else None
+
+    def awaken(self, peer: str) -> bool:
+        link = self.by_peer.get(peer)
+        if link is None or not (link.is_rested or link.must_rest):
+            return False
+        if link.awaited_s is None:
+            link.awaited_s = self._clock()
+        return True
+
+    def limits(self, conn: str) -> ShipLimits:
+        link = self.by_conn.get(conn)
+        if link is None or not link.peer_block_size:
+            return ShipLimits(self._layout.block_size, self._layout.block_nbytes)
+        return ShipLimits(link.peer_block_size, min(lane.end.max_payload_nbytes for lane in link.lanes))
+
+    def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
+        """Sends the same blocks from every rank: each sends its own heads."""
+        link = self.by_conn.get(conn)
+        if link is not None:
+            link.used_s = self._clock()
+            for lane in link.lanes:
+                lane.end.ship(transfer_id, index, piece)
+
+    def ship_end(self, conn: str, end: wire.KVEnd) -> None:
+        for lane in self._lanes_of(conn):
+            lane.end.ship_end(end)
+
+    def drop(self, conn: str, transfer_id: str) -> None:
+        for lane in self._lanes_of(conn):
+            lane.end.drop(transfer_id)
+
+    def progress_s(self, conn: str) -> float:
+        return self.progress.at_s(conn)
+
+    def _lanes_of(self, conn: str) -> list[OutLane]:
+        link = self.by_conn.get(conn)
+        return link.lanes if link is not None else []

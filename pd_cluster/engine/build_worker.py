@@ -9,7 +9,8 @@ from dataclasses import replace
 from functools import partial
 
 from pd_cluster.devices.device import Device
-from pd_cluster.engine.adapters import AdapterSource, AdapterThread, WorkerAdapters, reader_of
+from pd_cluster.engine.adapter_thread import AdapterSource, AdapterThread, reader_of
+from pd_cluster.engine.adapters import WorkerAdapters
 from pd_cluster.engine.availability import Availability
 from pd_cluster.engine.build import build_core, device_of, legs_of, limits_of, meet, side_of
 from pd_cluster.engine.cache_news import CacheNews

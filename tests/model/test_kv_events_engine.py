@@ -60,7 +60,7 @@ def published(folder: Path, socket_folder: Path) -> tuple[Mirror, list[bytes], s
                 generate(core, prompts, Sampling(max_tokens=rng.randrange(1, 20), ignore_eos=True))
                 if number == 15:
                     blocks.forget()
-                events.tick(blocks.changes())
+                events.blocks_changed(blocks.changes())
             while (found := reader.next(0 if publisher.num_published == len(payloads) else 500)) is not None:
                 mirror.hear(found[1])
                 payloads.append(msgspec.msgpack.encode(found[1]))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pd_cluster.engine.step.ahead import Begins
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.types import Order, Request, Sampling
@@ -77,8 +78,7 @@ def test_a_step_that_is_followed_by_layers_is_no_graph_on_any_rank(
         for i, prompt in enumerate(prompts):
             core.scheduler.add(Request(f"r{i}", Order(prompt, GREEDY), arrival_s=float(i)))
         steps = itertools.count()
-        core.begins = lambda plan: told.append if next(steps) % 3 == 1 else None
-        found = drive(core)
+        found = drive(core, lambda plan: told.append if next(steps) % 3 == 1 else None)
         assert core.ahead.num_ahead > 0
     for i, prompt in enumerate(prompts):
         assert_same(folder, prompt, found[f"r{i}"], GREEDY.max_tokens)
@@ -86,7 +86,7 @@ def test_a_step_that_is_followed_by_layers_is_no_graph_on_any_rank(
     assert num_captured(runners)[0] > 0
 
 
-def drive(core: EngineCore) -> dict[str, list[int]]:
+def drive(core: EngineCore, begins: Begins) -> dict[str, list[int]]:
     """The host plans every third step."""
     found: dict[str, list[int]] = {}
     at, plan_ahead = 0, core.scheduler.plan_ahead
@@ -94,7 +94,7 @@ def drive(core: EngineCore) -> dict[str, list[int]]:
     for at in range(200):  # noqa: B007  plan_ahead reads it
         if not core.scheduler.requests:
             return found
-        for _, token in core.step().sampled:
+        for _, token in core.step(begins).sampled:
             found.setdefault(token.request_id, []).append(token.token_id)
     raise AssertionError("the engine did not finish")
 

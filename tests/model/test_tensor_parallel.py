@@ -95,8 +95,7 @@ def test_no_step_ends_before_all_ranks_have_written(
 
         monkeypatch.setattr(group, "sum", counted)
         core.scheduler.add(Request("r", Order(random_prompt(random.Random(5), 40), GREEDY)))
-        core.begins = lambda plan: lambda num_layers: events.append(f"layer {num_layers}")
-        core.step()
+        core.step(lambda plan: lambda num_layers: events.append(f"layer {num_layers}"))
         assert events.index("layer 3") < len(events) - 1
         assert events[-1] == "sum"
         core.scheduler.finish(core.scheduler.requests["r#0"])

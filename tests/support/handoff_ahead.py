@@ -69,7 +69,7 @@ class AheadWorld(World):
     def start_p(self) -> None:
         super().start_p()
         self.device = ToyDevice(self.p.memory)
-        self.ahead = LookAhead(self, self.p.scheduler, self._begins)
+        self.ahead = LookAhead(self, self.p.scheduler)
         self.marks: defaultdict[str, deque[int]] = defaultdict(deque)  # by link, of its jobs
         self._is_stepping = False
         self.num_ahead = 0
@@ -113,7 +113,7 @@ class AheadWorld(World):
         if not plan.chunks:
             self.exports.expire()
             return
-        chosen = self.ahead.sample(plan, on_layer)
+        chosen = self.ahead.sample(plan, on_layer, self._begins)
         if chosen is None:
             self.launch(plan.chunks, None, on_layer).wait()
             ready = self.p.scheduler.computed(plan)

@@ -16,8 +16,9 @@ from itertools import accumulate
 
 from pd_cluster import wire
 from pd_cluster.devices.device import CPU
-from pd_cluster.engine.handover.exports import Exports, ShipLimits
+from pd_cluster.engine.handover.exports import Exports, ShipLimits, ShipSizes
 from pd_cluster.engine.handover.imports import Imports
+from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.errors import LinkError
@@ -193,7 +194,11 @@ class World:
         self.p = Engine(*self.p_shape)
         block_nbytes = NUM_LAYERS  # one byte per layer
         self.exports = Exports(
-            self.p.scheduler, self, self._export_ended, self.clock, TIMES, NUM_LAYERS, block_nbytes, self.group_nbytes
+            self.p.scheduler,
+            self,
+            self,
+            TransferTerms(self.clock, TIMES),
+            ShipSizes(NUM_LAYERS, block_nbytes, self.group_nbytes),
         )
         self.p_conn: str | None = None  # as its mailbox knows it
         self.p_link: str | None = None  # as its engine knows it
@@ -207,7 +212,7 @@ class World:
         self.d = Engine(*self.d_shape)
         self.d_side = side = DecodeSide(self)
         self.imports = Imports(
-            self.d.scheduler, side, self._import_ended, self._joined, self.clock, TIMES, growth_tokens=4, vocab_size=999
+            self.d.scheduler, side, self, TransferTerms(self.clock, TIMES), growth_tokens=4, vocab_size=999
         )
         self.patience = Patience(self.d.scheduler, self.imports, self.clock)
         self.landing_wait = LandingWait(self.imports, self.clock)
@@ -587,20 +592,21 @@ class World:
         if engine.legs.pop(request.request_id, None) is not None:
             (self.p_ends if engine is self.p else self.d_ends).add(request.request_id, outcome)
 
-    def _export_ended(self, request: Request, error: str | None) -> None:
+    def export_ended(self, request: Request, error: str | None) -> None:
         assert error is None or request.transfer_id not in self.taken, f"P gives {request.key} up after its word"
         self._end(self.p, request, error or "handed over")
         self.p.scheduler.finish(request)
 
-    def _import_ended(self, request: Request, error: str | None) -> None:
+    def import_ended(self, request: Request, error: str | None) -> None:
         self._end(self.d, request, error or "dropped")
 
-    def _joined(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
+    def offered(self, request: Request, num_cached_tokens: int) -> None: ...
+
+    def joined(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
         """Asserts the central invariant: D commits this request's whole prompt, and P's tokens."""
         assert request.transfer_id in self.taken, f"{request.key} goes on without P's word"
         assert tokens == first_tokens(request)
         del self.d_side.landing[request.transfer_id]
-        self.patience.landed()
         going_on = [t for t in tokens if t.finish_reason is None]
         width = request.sampling.beam_width
         assert [s.index for s in sequences] == (list(range(width)) if width else [t.index for t in going_on])

@@ -54,13 +54,11 @@ class TieredEngine:
             self.lower[kind] = LowerTier(kind, host, size, 1, 8, time.monotonic)
             self.lower[kind].cost.is_worth_it = lambda: True  # type: ignore[method-assign]
         host.lower = list(self.lower.values())
-        self._submits: list[wire.Submit] = []
-        begin = lambda conn, submit, why: self._submits.append(submit)  # noqa: E731
-        self.tiers = EngineTiers(self.core.scheduler, self.lower, self.runner, begin, time.monotonic)
-        self.core.moved = self.tiers.flush
+        self.tiers = EngineTiers(self.core.scheduler, self.lower, self.runner, time.monotonic)
+        self.core.after_moves.append(self.tiers.moved)
         if (disk := self.stores.get("disk")) is not None:
             contents: list[bytes] = disk.read_index()  # type: ignore[attr-defined]
-            self.tiers.opened(TierContents("disk", 0, b"".join(contents)))
+            self.tiers.handle(TierContents("disk", 0, b"".join(contents)))
         self._num_asked = 0
 
     def ask(self, prompt: list[int], max_tokens: int = 4, salt: str = "") -> list[int]:
@@ -72,11 +70,12 @@ class TieredEngine:
         submit = wire.Submit(f"r{self._num_asked}", 0, "", "hybrid", "", order, 0.0)
         if not self.tiers.admits("c", submit):
             stop_s = time.monotonic() + WAIT_S
-            while not self._submits:
+            while not (released := self.tiers.released()):
                 assert time.monotonic() < stop_s, "a leg is held for too long"
                 self._hear(0.02)
                 self.tiers.tick()
-            submit = self._submits.pop()
+            (leg,) = released
+            submit = leg.submit
         request = request_of(submit, "c", float(self._num_asked))
         self.core.scheduler.add(request)
         while self.core.scheduler.requests:
@@ -90,7 +89,7 @@ class TieredEngine:
         except queue.Empty:
             return
         assert isinstance(report, TierDone)
-        self.tiers.done(report)
+        self.tiers.handle(report)
 
     def settle(self) -> None:
         """Waits until nothing is on its way down."""

@@ -4,30 +4,40 @@ from __future__ import annotations
 
 import queue
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from msgspec.structs import replace
 
 from pd_cluster import wire
+from pd_cluster.engine.availability import Availability
+from pd_cluster.engine.cache_news import CacheNews
+from pd_cluster.engine.drain import WorkerDrain
+from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.events import ConnOpened, Event, Mail
 from pd_cluster.engine.handover.exports import ShipLimits
+from pd_cluster.engine.handover.handover import HandoverTerms
 from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd, Side
+from pd_cluster.engine.legs import Legs
+from pd_cluster.engine.loop import Loop
+from pd_cluster.engine.sleep import EngineSleep
+from pd_cluster.engine.stage import Stage
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.scheduler import StepScheduler
-from pd_cluster.engine.worker import Worker
+from pd_cluster.engine.trace import Tracer
+from pd_cluster.engine.worker import Cores, Worker
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.numerics import Numerics
+from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import LegEnd, Order, Resumed, Role, Sampling
 from tests.support.mail import RecordedMail
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner
-from tests.support.transports import make_config
 
 BLOCK_SIZE, NUM_BLOCKS = 4, 16
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, planes=keys_and_values(8), block_size=BLOCK_SIZE, dtype="float32")
@@ -77,25 +87,39 @@ class NoLinks:
         raise AssertionError("no link is opened")
 
 
+StagesOf = Callable[[StepScheduler, Callable[[], float]], list[Stage]]
+
+
 class World:
-    def __init__(self, shares_cores: bool = True, drain_timeout_s: float = 30.0) -> None:
+    """`stages_of` makes stages that hold legs; `go_to_level` lets the engine sleep."""
+
+    def __init__(
+        self,
+        shares_cores: bool = True,
+        drain_timeout_s: float = 30.0,
+        stages_of: StagesOf = lambda scheduler, clock: [],
+        go_to_level: Callable[[wire.SleepLevel], None] | None = None,
+    ) -> None:
         self.now_s = 0.0
         self.post = Post()
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         prefix = PrefixScope("model", Numerics())
         scheduler = StepScheduler(BlockPool(NUM_BLOCKS), BLOCK_SIZE, 4, 16, prefix)
         times = Timeouts(drain_timeout_s=drain_timeout_s)
-        self.worker = Worker(
-            replace(make_config("auto"), name="decode-0", role="decode", timeouts=times),
-            EngineCore(ToyRunner(NUM_BLOCKS, BLOCK_SIZE), scheduler),
-            Side("decode-0@1", b"", "model", Numerics(), LAYOUT, NUM_BLOCKS, 0, wire.KVOptions()),
-            EngineLimits(VOCAB_SIZE, 40, RopeLimit()),
-            self.post,
-            NoLinks(),
-            self.inbox,
-            clock=lambda: self.now_s,
-            shares_cores=shares_cores,
+        side = Side("decode-0@1", b"", "model", Numerics(), LAYOUT, NUM_BLOCKS, 0, wire.KVOptions())
+        clock, lanes = (lambda: self.now_s), cast(Any, NoLinks())
+        self.tracer = Tracer(clock)
+        context = HandoverContext(side, self.post, lanes, self.inbox.put, times, clock, self.tracer)
+        core = EngineCore(ToyRunner(NUM_BLOCKS, BLOCK_SIZE), scheduler)
+        terms = HandoverTerms(
+            is_prefill=False, growth_tokens=EngineConfig(model="").growth_tokens, vocab_size=VOCAB_SIZE
         )
+        legs = Legs.of(context, core, EngineLimits(VOCAB_SIZE, 40, RopeLimit()), terms)
+        sleep = EngineSleep(go_to_level, scheduler.blocks.forget)
+        state = Availability(WorkerDrain(drain_timeout_s, clock), sleep)
+        self.stages = [*stages_of(scheduler, clock), CacheNews(self.post, scheduler.blocks)]
+        self.worker = Worker(core, legs, self.stages, state, context, Cores(shares_cores))
+        self.loop = Loop(self.inbox, self.worker)
         self.inbox.put(ConnOpened(CONN, "scheduler@1", "scheduler"))
 
     def submit(
@@ -117,7 +141,7 @@ class World:
 
     def take_links(self, monkeypatch: pytest.MonkeyPatch) -> Shipped:
         """Gives its engine a link to every peer, `link`, over which whatever it ships is recorded."""
-        links, shipped = self.worker.handover.out_links, Shipped()
+        links, shipped = self.worker.handover.out_links.table, Shipped()
         monkeypatch.setattr(links, "link_to", lambda peer: "link")
         monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
         monkeypatch.setattr(links, "send", lambda conn, body: shipped.sent.append(body))
@@ -131,7 +155,7 @@ class World:
         self.inbox.put(Mail(CONN, "scheduler@1", body))
 
     def step(self) -> None:
-        self.worker.turn(wait_s=0.0)
+        self.loop.turn(wait_s=0.0)
         self.worker.core.scheduler.check()
         self.now_s += 0.2
 
@@ -148,8 +172,8 @@ class World:
 
     def assert_home(self) -> None:
         assert self.worker.core.scheduler.blocks.num_held == 0
-        assert not self.worker.legs.sequences
-        assert not self.worker.legs.deadlines
+        assert not self.worker.legs.table.sequences
+        assert not self.worker.legs.table.deadlines
 
 
 def sampling(n: int = 3, **changes: Any) -> Sampling:

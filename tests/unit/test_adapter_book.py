@@ -16,7 +16,8 @@ from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.cluster.members.adapters import GRACE_S, RETRY_S, AdapterBook
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.adapter_use import AdapterCounts
-from pd_cluster.engine.adapters import AdapterHost, WorkerAdapters, reader_of
+from pd_cluster.engine.adapter_thread import AdapterSource, AdapterThread, reader_of
+from pd_cluster.engine.adapters import WorkerAdapters
 from pd_cluster.engine.handover.events import AdapterLoaded
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.rank_adapters import LeadAdapters
@@ -205,14 +206,20 @@ class WorkerWorld:
         self.left: list[str] = []  # why each of them cannot begin here
         self.failed: list[str] = []
         self.now_s = 0.0
-        used, fail = (lambda: self.used), (lambda conn, submit, why: self.failed.append(why))
-        host = AdapterHost(send=self._send, put=self._put, used=used, begin=self._begin, fail=fail)
-        self.adapters = WorkerAdapters(keeper, reader_of(AdapterSettings()), host, {}, most, lambda: self.now_s)
+        source = None
+        if keeper is not None:
+            source = AdapterSource(keeper, AdapterThread(keeper, reader_of(AdapterSettings()), self._put), {}, most)
+        self.adapters = WorkerAdapters(source, self._send, lambda: self.used, lambda: self.now_s)
 
-    def _begin(self, conn: str, submit: wire.Submit, why: str) -> None:
-        self.begun.append(submit)
-        self.left.append(why)
-        self.used.add(submit.order.variant)
+    def pass_on(self) -> None:
+        """Begins what the adapters have released, as a worker does after each event."""
+        for leg in self.adapters.released():
+            if leg.error:
+                self.failed.append(leg.error)
+                continue
+            self.begun.append(leg.submit)
+            self.left.append(leg.why)
+            self.used.add(leg.submit.order.variant)
 
     def _send(self, conn: str, body: wire.Body) -> None:
         assert conn == "s"
@@ -223,13 +230,19 @@ class WorkerWorld:
         self.events.append(event)
         self.has_event.release()
 
+    def tick(self) -> None:
+        self.adapters.tick()
+        self.pass_on()
+
     def take(self) -> None:
         assert self.has_event.acquire(timeout=TIMEOUT_S)
-        self.adapters.loaded(self.events.pop(0))
+        self.adapters.handle(self.events.pop(0))
+        self.pass_on()
 
     def want(self, *folders: Path, digest: str = "") -> None:
         places = [wire.AdapterPlace(digest or digest_of(folder), str(folder)) for folder in folders]
-        self.adapters.read("s", wire.WantedAdapters(places))
+        self.adapters.read("s", wire.WantedAdapters(places), is_scheduler=True)
+        self.pass_on()
 
 
 def test_a_worker_reports_what_it_has_and_drops_what_nobody_wants(tmp_path: Path) -> None:
@@ -248,14 +261,14 @@ def test_a_worker_reports_what_it_has_and_drops_what_nobody_wants(tmp_path: Path
     assert keeper.variants
     world.want(folder)
     assert world.sent[-1] == wire.AdapterStates([digest])
-    world.adapters.tick()
+    world.tick()
     assert keeper.variants
     world.used = {digest}
     world.want()
-    world.adapters.tick()
+    world.tick()
     assert keeper.variants, "a request has it"
     world.used = set()
-    world.adapters.tick()
+    world.tick()
     assert not keeper.variants
 
 
@@ -302,7 +315,9 @@ class FullWorld(WorkerWorld):
         order = Order([1], Sampling(max_tokens=1), variant=self.digests[at])
         owner = wire.owner_of(client)
         submit = wire.Submit(name, 0, name, "hybrid", "", order, deadline_s, owner=owner)
-        return self.adapters.admits(scheduler, submit)
+        admitted = self.adapters.admits(scheduler, submit)
+        self.pass_on()
+        return admitted
 
     @property
     def present(self) -> list[int]:
@@ -321,7 +336,9 @@ def test_the_least_recently_asked_gives_way_and_a_leg_waits_for_its_adapter(tmp_
     assert not world.admits(0, "c")
     world.take()
     assert world.present == [0, 2]
-    assert world.adapters.in_memory == tuple(sorted(short_name(world.digests[at]) for at in (0, 2)))
+    assert world.adapters.counted(wire.Load(), {}).adapters == tuple(
+        sorted(short_name(world.digests[at]) for at in (0, 2))
+    )
     assert world.begun_names == ["b", "c"]
     assert world.admits(0, "d")
 
@@ -337,7 +354,7 @@ def test_owners_of_held_legs_take_turns(tmp_path: Path) -> None:
     for _ in range(5):
         world.take()
         world.used = set()  # each request ends at once
-        world.adapters.tick()
+        world.tick()
     assert world.begun_names == ["a0", "b", "a1", "a2", "a3"]
 
 
@@ -350,11 +367,11 @@ def test_nobody_waits_for_ever_where_all_are_used(tmp_path: Path) -> None:
     assert not world.admits(0, "b")
     assert world.admits(3, "c")
     assert not world.admits(2, "d"), "it comes behind what waits already"
-    world.adapters.tick()
+    world.tick()
     assert world.present == [2, 3]
     for used, present, begun in ((3, [0, 3], ["b"]), (0, [0, 2], ["b", "d"])):
         world.used = {world.digests[used]}
-        world.adapters.tick()
+        world.tick()
         world.take()
         assert (world.present, world.begun_names) == (present, begun)
 
@@ -365,7 +382,7 @@ def test_a_closed_one_opens_again_if_nobody_needs_its_room(tmp_path: Path) -> No
     assert not world.admits(0, "a")
     assert not world.admits(1, "b")
     world.adapters.abort("s", wire.Abort("a", 0))
-    world.adapters.tick()
+    world.tick()
     assert (world.begun_names, world.present) == (["b"], [1, 2])
 
 
@@ -376,10 +393,11 @@ def test_held_legs_end_with_their_deadline_their_scheduler_or_their_worker(tmp_p
     assert not world.admits(0, "orphan", scheduler="t")
     assert not world.admits(0, "last", deadline_s=60.0)
     world.now_s = 6.0
-    world.adapters.tick()
+    world.tick()
     assert len(world.failed) == 1
-    world.adapters.closed("t")
+    world.adapters.closed("t", "gone", was_scheduler=True)
     world.adapters.release_all()
+    world.pass_on()
     assert [(each.request_id, each.deadline_s) for each in world.begun] == [("last", 54.0)]
 
 

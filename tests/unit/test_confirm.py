@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.in_links import InLinks
+from pd_cluster.engine.handover.in_table import InLanes
 from pd_cluster.engine.handover.links import PeerProgress, Side
 from pd_cluster.kv.layout import KVLayout, keys_and_values, lanes
 from pd_cluster.numerics import Numerics
+from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkEvent, LinkFailed, Report
 from pd_cluster.types import TokenOutput
 
@@ -47,15 +50,10 @@ class End:
 
 def opened_link(num_source_ranks: int) -> End:
     end, source = End(), dataclasses.replace(LAYOUT, tp_size=num_source_ranks)
-    links = InLinks(
-        Side("d@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions()),
-        end,  # type: ignore[arg-type]
-        end,  # type: ignore[arg-type]
-        end.log.append,
-        lambda conn, reason: None,
-        PeerProgress(lambda: 0.0),
-        end.note,
-    )
+    side = Side("d@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions())
+    own: Any = end
+    context = HandoverContext(side, own, own, end.log.append, Timeouts(), lambda: 0.0, own)
+    links = InLinks(context, InLanes(context, PeerProgress(lambda: 0.0)), own)
     ways = [wire.TransportOffer(transport="shm", data=b"")]
     offers = [
         wire.LaneOffer(source_rank=lane.source_rank, target_rank=lane.target_rank, offers=ways, probe_seed=1)

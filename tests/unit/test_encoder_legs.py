@@ -11,6 +11,7 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.engine.encode.encoders import MOST_ASKED_TOKENS, Encoders, Engine
+from pd_cluster.engine.handover.events import Event
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.events import EncoderReached, FeaturesRead
 from pd_cluster.types import Order
@@ -47,20 +48,35 @@ class Prefill:
         scheduler: Any = SimpleNamespace(block_size=4, prompt_hashes=lambda request: hashes, blocks=Blocks(self.cached))
         limits: Any = SimpleNamespace(problem=lambda request, resumed: None)
         tower: Any = self.tower
-        engine = Engine(lambda: tower, scheduler, limits, self._begin, self.here.__contains__)
+        engine = Engine(lambda: tower, scheduler, limits, self.here)
         self.encoders = Encoders(engine, TERMS, self.post, lambda event: None, lambda: self.now_s, Timeouts())
 
-    def _begin(self, conn: str, submit: wire.Submit) -> None:
-        self.begun.append(submit.request_id)
-        self.here.add(f"{submit.request_id}#{submit.attempt}")
+    def pass_on(self) -> None:
+        """Begins what the encoders have released, as a worker does after each event."""
+        for leg in self.encoders.released():
+            self.begun.append(leg.submit.request_id)
+            self.here.add(f"{leg.submit.request_id}#{leg.submit.attempt}")
+
+    def handle(self, event: Event) -> None:
+        self.encoders.handle(event)
+        self.pass_on()
+
+    def read(self, conn: str, body: wire.Body) -> bool:
+        is_known = self.encoders.read(conn, body, is_scheduler=False)
+        self.pass_on()
+        return is_known
+
+    def close(self, conn: str, was_scheduler: bool) -> None:
+        self.encoders.closed(conn, "silence", was_scheduler)
+        self.pass_on()
 
     def link(self, *names: str) -> None:
         """Brings links up; sockets that do not exist are reached."""
-        self.encoders.set_peers([peer(name) for name in names])
+        self.encoders.set_peers([peer(name) for name in names], is_prefill=True)
         for name in names:
-            self.encoders.links.on_opened(f"to-{name}")
-            self.encoders.read(f"to-{name}", wire.EncoderAnswer("", "no-such-socket"))
-            self.encoders.handle(EncoderReached(f"to-{name}", "shm"))
+            self.encoders.opened(f"to-{name}", is_scheduler=False)
+            self.read(f"to-{name}", wire.EncoderAnswer("", "no-such-socket"))
+            self.handle(EncoderReached(f"to-{name}", "shm"))
 
     def submit(self, request_id: str, order: Order, *encoders: str, deadline_s: float = 0.0) -> bool:
         keys = [f"{each}@1" if each else "" for each in encoders]
@@ -73,6 +89,7 @@ class Prefill:
     def tick(self, passed_s: float = 0.0) -> None:
         self.now_s += passed_s
         self.encoders.tick()
+        self.pass_on()
 
 
 @pytest.fixture
@@ -86,9 +103,9 @@ def test_a_leg_begins_when_all_its_images_are_here(prefill: Prefill) -> None:
     assert not prefill.submit("r", order_of(A, B), "encode-0", "encode-1")
     one, other = prefill.asked()
     assert (one.key, other.key) == (A, B)
-    prefill.encoders.handle(FeaturesRead(one.item, FEATURES))
+    prefill.handle(FeaturesRead(one.item, FEATURES))
     assert prefill.begun == []
-    prefill.encoders.handle(FeaturesRead(other.item, FEATURES))
+    prefill.handle(FeaturesRead(other.item, FEATURES))
     assert prefill.begun == ["r"]
     assert prefill.tower.landed.keys() == {A, B}
     load = prefill.encoders.counted(wire.Load(), {})
@@ -108,7 +125,7 @@ def test_what_is_here_or_on_its_way_is_not_asked_for_again(prefill: Prefill) -> 
     assert not prefill.submit("another tenant", order_of(B, salt="x"), "encode-0")
     one, others = prefill.asked()
     assert (one.key, others.key) == (B, B + b"x")
-    prefill.encoders.handle(FeaturesRead(one.item, FEATURES))
+    prefill.handle(FeaturesRead(one.item, FEATURES))
     assert prefill.begun == ["first", "second"]
     assert prefill.submit("third", order_of(B), "encode-0"), "it has landed, and waits for a step"
 
@@ -124,25 +141,25 @@ def test_an_image_in_the_prefix_cache_is_not_asked_for(prefill: Prefill) -> None
 def test_a_failure_of_any_kind_lets_the_leg_begin(prefill: Prefill) -> None:
     for at, fail in enumerate[Callable[[wire.Encode], object]](
         (
-            lambda ask: prefill.encoders.read("to-encode-0", wire.EncodeFailed(ask.item, "full")),
-            lambda ask: prefill.encoders.handle(FeaturesRead(ask.item, None, "torn")),
+            lambda ask: prefill.read("to-encode-0", wire.EncodeFailed(ask.item, "full")),
+            lambda ask: prefill.handle(FeaturesRead(ask.item, None, "torn")),
             lambda ask: prefill.tick(Timeouts().encode_timeout_s + 0.1),
-            lambda ask: prefill.encoders.links.on_closed("to-encode-0", "silence"),
+            lambda ask: prefill.close("to-encode-0", was_scheduler=False),
         )
     ):
         assert not prefill.submit(f"r{at}", order_of(A), "encode-0")
         (ask,) = prefill.asked()
-        prefill.encoders.read("to-encode-1", wire.EncodeFailed(ask.item, "not mine"))
+        prefill.read("to-encode-1", wire.EncodeFailed(ask.item, "not mine"))
         assert len(prefill.begun) == at, "an answer counts only over the link that was asked"
         fail(ask)
         assert prefill.begun[-1] == f"r{at}"
         assert not prefill.tower.landed
-        prefill.encoders.handle(FeaturesRead(ask.item, FEATURES))
+        prefill.handle(FeaturesRead(ask.item, FEATURES))
         assert not prefill.tower.landed, "late"
         assert prefill.encoders.counted(wire.Load(), {}).num_encoder_fallbacks == at + 1
     assert len(prefill.post.take(wire.EncodeAbort)) == 1, "the late one"
     assert prefill.submit("down", order_of(A), "encode-0"), "its link is down"
-    assert prefill.encoders.links.states()["encode-0@1"].phase == "waiting"
+    assert prefill.encoders.links()["encode-0@1"].phase == "waiting"
 
 
 def test_a_busy_encoder_has_more_time_than_one_that_stands_still(prefill: Prefill) -> None:
@@ -150,8 +167,8 @@ def test_a_busy_encoder_has_more_time_than_one_that_stands_still(prefill: Prefil
     assert not prefill.submit("r", order_of(A), "encode-0")
     assert not prefill.submit("q", order_of(B), "encode-1")
     for at in range(1, 8):
-        prefill.encoders.read("to-encode-0", wire.Heartbeat(wire.Load(num_steps=at)))
-        prefill.encoders.read("to-encode-1", wire.Heartbeat(wire.Load(num_steps=5)))
+        prefill.read("to-encode-0", wire.Heartbeat(wire.Load(num_steps=at)))
+        prefill.read("to-encode-1", wire.Heartbeat(wire.Load(num_steps=5)))
         prefill.tick(0.9 * limit_s)
         assert ("q" in prefill.begun) == (at > 1)
         assert ("r" in prefill.begun) == (at > 6)
@@ -163,8 +180,8 @@ def test_an_aborted_leg_is_forgotten_and_its_images_are_too(prefill: Prefill) ->
     one, _ = prefill.asked()
     prefill.encoders.abort("s", wire.Abort("r", 0))
     assert prefill.post.take(wire.EncodeAbort) == [wire.EncodeAbort([one.item])]
-    prefill.encoders.client_closed("s")
-    assert len(prefill.encoders) == 0
+    prefill.close("s", was_scheduler=True)
+    assert prefill.encoders.num_held == 0
     assert prefill.begun == []
 
 
@@ -174,6 +191,7 @@ def test_a_legs_own_deadline_and_a_drain_end_its_wait(prefill: Prefill) -> None:
     assert prefill.begun == ["r"]
     assert not prefill.submit("q", order_of(B), "encode-0")
     prefill.encoders.release_all()
+    prefill.pass_on()
     assert prefill.begun == ["r", "q"]
 
 
@@ -185,14 +203,14 @@ def test_only_so_many_tokens_are_asked_for_at_a_time(prefill: Prefill, num_token
 
 def test_a_refused_encoder_is_asked_for_nothing() -> None:
     prefill = Prefill()
-    prefill.encoders.set_peers([peer("encode-0")])
-    prefill.encoders.links.on_opened("to-encode-0")
+    prefill.encoders.set_peers([peer("encode-0")], is_prefill=True)
+    prefill.encoders.opened("to-encode-0", is_scheduler=False)
     (opening,) = prefill.post.take(wire.EncoderOpen)
     assert (opening.model_identity, opening.transports) == (OPENING.model_identity, ["shm", "dist", "curve"])
-    prefill.encoders.read("to-encode-0", wire.EncoderAnswer("the encoder serves another model"))
-    state = prefill.encoders.links.states()["encode-0@1"]
+    prefill.read("to-encode-0", wire.EncoderAnswer("the encoder serves another model"))
+    state = prefill.encoders.links()["encode-0@1"]
     assert (state.phase, state.reason) == ("refused", "the encoder serves another model")
     assert prefill.post.closed == ["to-encode-0"]
     assert prefill.submit("r", order_of(A), "encode-0")
-    prefill.encoders.set_peers([])
-    assert prefill.encoders.links.states() == {}
+    prefill.encoders.set_peers([], is_prefill=True)
+    assert prefill.encoders.links() == {}

@@ -16,9 +16,10 @@ import torch
 from msgspec.structs import replace
 
 from pd_cluster import wire
-from pd_cluster.engine.drain import CLOSES_AFTER_S
-from pd_cluster.engine.encode.worker import MOST_WAITING, EncodeWorker
+from pd_cluster.engine.drain import CLOSES_AFTER_S, WorkerDrain
+from pd_cluster.engine.encode.worker import MOST_WAITING, EncodeWorker, TowerSource
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain
+from pd_cluster.engine.loop import Loop
 from pd_cluster.transport.features import Sealed, fetch
 from pd_cluster.types import Image
 from tests.support.encoder_values import FEATURES, OPENING, PLACE, SHAPE, TERMS, UP, A, B
@@ -44,7 +45,9 @@ class Encoder:
         self.num_loads = 0  # of the tower, after sleep
         self.post, self.tower, inbox = RecordedMail(), Tower(), queue.SimpleQueue[Event]()
         tower: Any = self.tower
-        self.worker = EncodeWorker(tower, TERMS, self.post, inbox, num_kept_tokens, 30.0, self.load, lambda: self.now_s)
+        drain = WorkerDrain(30.0, lambda: self.now_s)
+        self.worker = EncodeWorker(TowerSource(tower, self.load), TERMS, self.post, inbox.put, num_kept_tokens, drain)
+        self.loop = Loop(inbox, self.worker)
 
     def load(self) -> Any:
         self.num_loads += 1
@@ -64,10 +67,10 @@ OPEN = mail(OPENING)
 def step(encoder: Encoder, *events: Event) -> None:
     """As many rounds of the loop as it takes until nothing is queued."""
     for event in events:
-        encoder.worker.inbox.put(event)
-    encoder.worker.turn(wait_s=0.0)
+        encoder.loop.inbox.put(event)
+    encoder.loop.turn(wait_s=0.0)
     while encoder.worker.load.num_running:
-        encoder.worker.turn(wait_s=0.0)
+        encoder.loop.turn(wait_s=0.0)
 
 
 @pytest.fixture
@@ -211,7 +214,7 @@ SCHEDULER = ConnOpened("s", "scheduler@1", "scheduler")
 
 def put(encoder: Encoder, *events: Event) -> None:
     for event in events:
-        encoder.worker.inbox.put(event)
+        encoder.loop.inbox.put(event)
 
 
 def receive(encoder: Encoder) -> list[int]:
@@ -242,7 +245,7 @@ def test_an_image_that_crosses_the_word_of_a_drain_is_computed(encoder: Encoder)
                 received.extend(receive(encoder))  # nothing is left
                 put(encoder, image_of(3))
 
-    encoder.worker.run(came_round)
+    encoder.loop.run(came_round)
     assert (received, encoder.tower.num_encoded) == ([1], 1)
     assert encoder.post.take(wire.EncodeFailed) == [wire.EncodeFailed(item, "the encoder stops") for item in (2, 3)]
 
@@ -265,7 +268,7 @@ def test_what_comes_during_the_last_image_before_an_encoder_closes_is_answered(e
         next(left)
         received.extend(receive(encoder))
 
-    encoder.worker.run(came_round)
+    encoder.loop.run(came_round)
     assert (received, said) == ([1], [(True, 1)])
     assert [each.item for each in encoder.post.take(wire.EncodeFailed)] == [2]
 
@@ -285,7 +288,7 @@ def test_an_encoder_that_nobody_can_ask_closes_at_once(encoder: Encoder, last: E
     drains = [StartDrain(), Mail("s", "scheduler@1", wire.Sleep(0))]
     rounds = iter([*([last], drains)[:: 1 if is_first else -1], [], []])
     put(encoder, SCHEDULER, OPEN)
-    encoder.worker.run(lambda: put(encoder, *next(rounds)))
+    encoder.loop.run(lambda: put(encoder, *next(rounds)))
     assert encoder.now_s == 0
     assert encoder.worker.load.sleep_level == (2 if is_first and isinstance(last, Mail) else 0)
 

@@ -11,8 +11,9 @@ from multiprocessing import get_context
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.exports import Exports, ShipLimits
+from pd_cluster.engine.handover.exports import Exports, ShipLimits, ShipSizes
 from pd_cluster.engine.handover.imports import Imports
+from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.errors import QuarantineFull
 from pd_cluster.kv.blocks import BlockPool
@@ -95,7 +96,7 @@ class Recorder:
     def __init__(self) -> None:
         self.sent: list[wire.Body] = []
         self.ended: list[str | None] = []
-        self.joined: list[Request] = []
+        self.have_joined: list[Request] = []
         self.sequences: list[Request] = []
         self.tail_s = 0.0
 
@@ -121,12 +122,16 @@ class Recorder:
     def left_s(self, transfer_id: str) -> float:
         return self.tail_s
 
-    def join(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
-        self.joined.append(request)
+    def offered(self, request: Request, num_cached_tokens: int) -> None: ...
+
+    def joined(self, request: Request, sequences: list[Request], tokens: list[TokenOutput]) -> None:
+        self.have_joined.append(request)
         self.sequences += sequences
 
-    def end(self, request: Request, error: str | None) -> None:
+    def export_ended(self, request: Request, error: str | None) -> None:
         self.ended.append(error)
+
+    import_ended = export_ended
 
 
 def make_request(leg: Leg, sampling: Sampling | None = None) -> Request:
@@ -137,7 +142,7 @@ def make_request(leg: Leg, sampling: Sampling | None = None) -> Request:
 def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> None:
     world = Recorder()
     scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
-    exports = Exports(scheduler, world, world.end, lambda: 0.0, Timeouts(), 2, 64)
+    exports = Exports(scheduler, world, world, TransferTerms(lambda: 0.0, Timeouts()), ShipSizes(2, 64))
     request = make_request("prefill")
     scheduler.add(request)
     scheduler.plan()
@@ -150,7 +155,7 @@ def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> Non
 
 def submitted(sampling: Sampling | None = None, clock: Callable[[], float] = lambda: 0.0) -> tuple[Imports, Recorder]:
     world, scheduler = Recorder(), StepScheduler(BlockPool(8), 4, 4, 16)
-    imports = Imports(scheduler, world, world.end, world.join, clock, Timeouts(), growth_tokens=4, vocab_size=100)
+    imports = Imports(scheduler, world, world, TransferTerms(clock, Timeouts()), growth_tokens=4, vocab_size=100)
     imports.submit(make_request("decode", sampling))
     return imports, world
 
@@ -246,7 +251,7 @@ def test_a_transfer_is_not_submitted_twice_and_known_by_the_precision_of_its_lin
     imports.submit(make_request("decode"))
     assert world.ended == ["transfer t is under way for another request"]
     land(imports, TokenOutput("r", 0, 0, 0, 5))
-    assert [request.kv_precision for request in world.joined] == ["int8"]
+    assert [request.kv_precision for request in world.have_joined] == ["int8"]
 
 
 def land(imports: Imports, *tokens: TokenOutput) -> None:

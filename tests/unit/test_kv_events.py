@@ -104,10 +104,10 @@ class Traffic:
         elif draw >= 0.985:
             self.pool.forget()
         if self.rng.random() < 0.3:
-            self.events.tick(self.pool.changes())
+            self.events.blocks_changed(self.pool.changes())
 
     def check(self) -> None:
-        self.events.tick(self.pool.changes())
+        self.events.blocks_changed(self.pool.changes())
         on_device = {number_of(content) for content in self.pool._index._block_of}
         assert self.mirror.hashes("GPU") == on_device
         below = {number_of(content) for content in (self.tier.contents if self.tier is not None else ())}
@@ -187,14 +187,14 @@ def test_what_the_disk_keeps_while_an_instance_sleeps_is_stored_again() -> None:
     contents = [bytes([at]) * 32 for at in range(3)]
     numbers = {number_of(content) for content in contents}
     disk.opened(0, contents)
-    events.tick(pool.changes())
+    events.blocks_changed(pool.changes())
     for _ in range(2):
         assert mirror.hashes("STORAGE") == numbers
         pool.forget()
-        events.tick(pool.changes())
+        events.blocks_changed(pool.changes())
         assert set(host.contents) == set(contents)
     assert mirror.hashes("STORAGE") == numbers
     disk.clear()
     pool.forget()
-    events.tick(pool.changes())
+    events.blocks_changed(pool.changes())
     assert not mirror.hashes("STORAGE")

@@ -8,18 +8,22 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
 import torch
 
 from pd_cluster import wire
+from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.in_links import InLinks
+from pd_cluster.engine.handover.in_table import InLanes
 from pd_cluster.engine.handover.links import LocalLanes, PeerProgress, Side
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.numerics import Numerics
+from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.base import PostKey
 from pd_cluster.transport.dist import NUM_UNDER_WAY, DistReceiver, DistSender
 from pd_cluster.transport.events import Drained, Landed
@@ -250,13 +254,16 @@ def make_in_links(
     side = Side("d@1", b"s", "m", Numerics(), LAYOUT, NUM_BLOCKS, pool.probe_seed, wire.KVOptions())
     post = Post()
     lanes = lanes or LocalLanes(side, Transports(make_config("local"), pool), post.send)
-    links = InLinks(side, post, lanes, events.put, down, PeerProgress(lambda: now[0]))
+    clock = lambda: now[0]  # noqa: E731
+    context = HandoverContext(side, cast(Any, post), lanes, events.put, Timeouts(), clock)
+    users: Any = SimpleNamespace(on_link_down=down)
+    links = InLinks(context, InLanes(context, PeerProgress(clock)), users)
     return links, post, events, now
 
 
 def test_a_link_that_goes_down_acknowledges_drains_first() -> None:
     """Its end makes the thread forget; that must not come after the thread's own end."""
-    links, post, events, _ = make_in_links(random_pool(2), down=lambda conn, reason: links.forget(conn, "t"))
+    links, post, events, _ = make_in_links(random_pool(2), down=lambda conn, reason: links.table.forget(conn, "t"))
     links.on_open("c", "prefill-0@1", OPENED, is_told=True)
     assert isinstance(post.queue.get(timeout=WAIT_S), wire.LinkRefused)
     links.on_down("c", "cut")
@@ -269,14 +276,14 @@ def test_a_peer_that_is_not_known_yet_may_come_again() -> None:
     refused = post.queue.get(timeout=WAIT_S)
     assert isinstance(refused, wire.LinkRefused)
     assert (refused.retry, refused.reason) == (True, "the scheduler has not told d@1 of prefill-0@1")
-    assert not links.is_open("c")
+    assert not links.table.is_open("c")
 
 
 def test_a_link_is_known_before_its_thread_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The peer's probe may come as soon as the answer has left, and must find its way."""
     links, _, _, _ = make_in_links(random_pool(2))
     known: list[bool] = []
-    monkeypatch.setattr(ReceiveThread, "start", lambda self: known.append(links.is_open("c")))
+    monkeypatch.setattr(ReceiveThread, "start", lambda self: known.append(links.table.is_open("c")))
     links.on_open("c", "prefill-0@1", OPENED, is_told=True)
     assert known == [True]
 
@@ -286,9 +293,9 @@ def test_what_lands_is_progress_of_its_sender() -> None:
     lane = OneLane()
     links, _, _, now = make_in_links(random_pool(2), lane)
     links.on_open("c", "prefill-0@1", OPENED, is_told=True)
-    links.progress_s("c")
+    links.table.progress_s("c")
     now[0] = 40.0
     lane.received_nbytes = 5
-    assert links.progress_s("c") == 40.0
+    assert links.table.progress_s("c") == 40.0
     now[0] = 80.0
-    assert links.progress_s("c") == 40.0
+    assert links.table.progress_s("c") == 40.0

@@ -9,11 +9,13 @@ from typing import Any, cast
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.in_links import InLinks
+from pd_cluster.engine.handover.in_table import InLanes
 from pd_cluster.engine.handover.links import PeerProgress, Side
 from pd_cluster.engine.handover.out_links import OutLinks
-from pd_cluster.engine.handover.pairs import LinkPlaces, Rests
+from pd_cluster.engine.handover.out_table import OutLinkTable
 from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
@@ -107,6 +109,9 @@ class Net:
         crossing.hear([info_of(each, host) for each, host in self._hosts.items()])
         return side(name, crossing)
 
+    def context(self, end: Any, name: str, most: int) -> HandoverContext:
+        return HandoverContext(self.side(name), end, end, ignored, TIMES, lambda: self.now_s, kv_open_links=most)
+
     def check(self) -> None:
         for name, conns in self.pairs.items():
             most = self.most[name[0]]
@@ -138,24 +143,30 @@ class PEnd:
         self.busy: Counter[str] = Counter()
         self.woken: list[str] = []
         self.lost: list[tuple[str, str]] = []
-        rests = Rests(
-            net.most["p"], lambda conn: self.busy[conn] > 0, self._woken, lambda *lost: self.lost.append(lost)
-        )
-        own, progress = cast(Any, self), PeerProgress(lambda: net.now_s)
-        self.links = OutLinks(
-            net.side(name), own, own, ignored, ignored, progress, lambda: net.now_s, TIMES, rests=rests
-        )
+        context = net.context(self, name, net.most["p"])
+        self.table = OutLinkTable(context, PeerProgress(context.clock))
+        self.links = OutLinks(context, self.table, self)
 
-    def _woken(self, peer: str, conn: str) -> None:
+    # ---- the transfers
+
+    def uses(self, conn: str) -> bool:
+        return self.busy[conn] > 0
+
+    def link_up(self, peer: str, conn: str) -> None:
         self.woken.append(peer)
         self.busy[conn] += 1
 
+    def link_lost(self, peer: str, reason: str) -> None:
+        self.lost.append((peer, reason))
+
+    on_link_down = ignored
+
     def admit(self, d: str) -> str:
-        conn = self.links.link_to(f"{d}@1")
+        conn = self.table.link_to(f"{d}@1")
         if conn is None:
-            return "awaits" if self.links.awaken(f"{d}@1") else "no link"
+            return "awaits" if self.table.awaken(f"{d}@1") else "no link"
         self.busy[conn] += 1
-        self.links.ship(conn, "t", 0, wire.KVPiece(0, 4, 0, 1, [0]))
+        self.table.ship(conn, "t", 0, wire.KVPiece(0, 4, 0, 1, [0]))
         return "offered"
 
     def end(self) -> None:
@@ -198,9 +209,13 @@ class PEnd:
 
 class DEnd:
     def __init__(self, net: Net, name: str) -> None:
-        self.net, self.name, self.places = net, name, LinkPlaces(net.most["d"])
-        own, progress = cast(Any, self), PeerProgress(lambda: net.now_s)
-        self.links = InLinks(net.side(name), own, own, ignored, ignored, progress, places=self.places)
+        self.net, self.name = net, name
+        context = net.context(self, name, net.most["d"])
+        lanes = InLanes(context, PeerProgress(context.clock))
+        self.places = lanes.places
+        self.links = InLinks(context, lanes, cast(Any, self))
+
+    on_link_down = ignored
 
     def receive_end(self, conn: str, peer: str, opened: wire.LinkOpen, *_: object) -> End:
         return End(self.net, conn, self.name, opened)
@@ -253,7 +268,7 @@ def test_links_in_use_end_their_transfers_first_and_take_no_more() -> None:
     assert [net.hand_over("p0", name) for name in ("d0", "d1", "d2")] == ["offered", "offered", "awaits"]
     net.run()
     assert net.p["p0"].woken == [], "both links are in use"
-    leaving = [name for name in ("d0", "d1") if net.p["p0"].links.link_to(f"{name}@1") is None]
+    leaving = [name for name in ("d0", "d1") if net.p["p0"].table.link_to(f"{name}@1") is None]
     assert len(leaving) == 1, "one of them takes no more transfers"
     assert net.hand_over("p0", leaving[0]) == "awaits"
     net.p["p0"].end()

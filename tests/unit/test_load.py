@@ -7,8 +7,9 @@ from unittest.mock import Mock
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.exports import Exports, ShipLimits
+from pd_cluster.engine.handover.exports import Exports, ShipLimits, ShipSizes
 from pd_cluster.engine.handover.imports import Imports
+from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.load import num_leaked_blocks
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.kv.blocks import BlockPool
@@ -48,9 +49,9 @@ class Exporting:
         ports.limits.return_value = ShipLimits(4, 1 << 20)
         self.ended: list[str | None] = []
         scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
-        self.exports = Exports(
-            scheduler, ports, lambda request, error: self.ended.append(error), lambda: self.now_s, Timeouts(), 2, 64
-        )
+        outcomes = Mock(export_ended=lambda request, error: self.ended.append(error))
+        terms = TransferTerms(lambda: self.now_s, Timeouts())
+        self.exports = Exports(scheduler, ports, outcomes, terms, ShipSizes(2, 64))
         self.request = request_of("prefill")
         scheduler.add(self.request)
         plan = scheduler.plan()
@@ -91,8 +92,8 @@ def test_a_landing_that_stands_still_counts_as_expired() -> None:
     now_s, ports = [0.0], Mock()
     ports.progress_s.return_value = 0.0
     scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
-    ended = Mock()
-    imports = Imports(scheduler, ports, ended, Mock(), lambda: now_s[0], Timeouts(), 4, 100)
+    outcomes = Mock()
+    imports = Imports(scheduler, ports, outcomes, TransferTerms(lambda: now_s[0], Timeouts()), 4, 100)
     imports.submit(request_of("decode"))
     imports.on_offer("c", wire.Offer("r", 8))
     imports.credit()
@@ -101,11 +102,13 @@ def test_a_landing_that_stands_still_counts_as_expired() -> None:
     now_s[0] = 1000.0
     imports.expire()
     imports.expire()  # it drains now, and is not given up twice
-    assert (imports.num_expired, ended.call_count) == (1, 1)
+    assert (imports.num_expired, outcomes.import_ended.call_count) == (1, 1)
 
 
 def test_what_waits_for_its_prompt_is_told_from_what_waits_for_memory() -> None:
-    imports = Imports(StepScheduler(BlockPool(8), 4, 4, 16), Mock(), Mock(), Mock(), lambda: 0.0, Timeouts(), 4, 100)
+    imports = Imports(
+        StepScheduler(BlockPool(8), 4, 4, 16), Mock(), Mock(), TransferTerms(lambda: 0.0, Timeouts()), 4, 100
+    )
     imports.submit(request_of("decode"))
     imports.submit(request_of("decode", "s"))
     assert (imports.num_queued, imports.num_expected) == (2, 2)

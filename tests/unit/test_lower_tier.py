@@ -210,11 +210,11 @@ def test_the_end_of_a_prompt_does_not_displace_its_beginning(kind: LowerKind) ->
     lower = LowerTier(kind, host, 100 if kind == "disk" else 0, 1, 4, lambda: 0.0)
     lower.opened(0, hashes[4:])
     host.lower = [lower]
-    tiers = EngineTiers(scheduler, {kind: lower}, None, lambda *leg: None, lambda: 0.0)
+    tiers = EngineTiers(scheduler, {kind: lower}, None, lambda: 0.0)
     assert not tiers.admits("c", submit)
     if kind == "shared":
         host.touch(others)
-        tiers.done(TierDone(kind, 0, 0, 2))
+        tiers.handle(TierDone(kind, 0, 0, 2))
     assert lower.num_jobs == 1
     assert [each in host for each in hashes] == [True] * 4 + [False] * 2
     assert [each in host for each in others].count(True) == 2

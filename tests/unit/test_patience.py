@@ -18,6 +18,7 @@ from pd_cluster.types import Order, Request, Sampling
 @dataclass
 class Coming:
     num: int = 0
+    num_landings: int = 0
 
     def num_on_their_way(self, batch: str) -> int:
         return self.num if batch == "a 0" else 0
@@ -37,7 +38,8 @@ class World:
         self.scheduler.land(request, 4)
         self.scheduler.landed(request)
         request.output_token_ids.append(5)
-        self.patience.landed()
+        self.coming.num_landings += 1
+        assert self.patience.waits is not None  # it looks before every step
         return request
 
 

@@ -16,10 +16,12 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster.processes.ranks import Ranks
-from pd_cluster.engine import build, hang
+from pd_cluster.engine import build_worker, hang
+from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.events import StopEngine
 from pd_cluster.engine.handover.links import PeerProgress, Side
 from pd_cluster.engine.handover.out_links import OutLinks
+from pd_cluster.engine.handover.out_table import OutLinkTable
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.follower import LaneHost
@@ -136,9 +138,9 @@ class World:
         ends = iter(self.ends)
         conns: Any = SimpleNamespace(connect=lambda *_: "c", disconnect=lambda _: None, send=self.send)
         lanes: Any = SimpleNamespace(send_end=lambda *_: next(ends))
-        ignored: Any = lambda *_: None  # noqa: E731
-        progress = PeerProgress(lambda: 0.0)
-        self.links = OutLinks(side, conns, lanes, ignored, ignored, progress, lambda: 0.0, Timeouts())
+        context = HandoverContext(side, conns, lanes, lambda event: None, Timeouts(), lambda: 0.0)
+        users: Any = SimpleNamespace(on_link_down=lambda conn, reason: None, uses=lambda conn: False)
+        self.links = OutLinks(context, OutLinkTable(context, PeerProgress(lambda: 0.0)), users)
         about: dict[str, Any] = {"host": "h", "control_port": 1, "public_key": b"", "tp_size": 2}
         self.links.set_peers([wire.PeerInfo(name="decode-0", epoch=2, role="decode", **about)])
         self.links.on_opened("c")
@@ -322,10 +324,10 @@ def test_blocks_are_landed_in_when_what_still_writes_to_them_was_launched_here()
 
 def test_who_has_lost_a_rank_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[float] = []
-    monkeypatch.setattr(build, "end_within", ends.append)
+    monkeypatch.setattr(build_worker, "end_within", ends.append)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     told: list[str] = []
-    build.a_rank_is_lost(4, 3.0, inbox, told.append, 2, "has not answered for 3 s")
+    build_worker.a_rank_is_lost(4, 3.0, inbox, told.append, 2, "has not answered for 3 s")
     assert told == ["rank 2 of 4 has not answered for 3 s"]
     event = inbox.get_nowait()
     assert isinstance(event, StopEngine)

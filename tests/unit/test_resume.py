@@ -9,6 +9,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster.routing.resume import KeptStream
+from pd_cluster.engine.leg_table import LegTable
 from pd_cluster.engine.outbox import NOBODY, Outbox
 from pd_cluster.engine.resume import GONE, STOPPED, TAKEN, Records
 from pd_cluster.service.resumption import Recipe, Ticket
@@ -18,25 +19,6 @@ from tests.support.resume_values import DIGEST, OTHER, ROOM, WINDOW_S
 S, S2 = "conn-of-s", "conn-of-s2"
 
 
-class Legs:
-    def __init__(self) -> None:
-        self.clients: dict[str, str] = {}  # of legs that run
-        self.aborted: list[tuple[str, wire.Abort]] = []
-
-    def runs(self, key: str) -> bool:
-        return key in self.clients
-
-    def readdress(self, key: str, client: str) -> None:
-        if key in self.clients:
-            self.clients[key] = client
-
-    def drop_if_it_runs(self, key: str) -> None:
-        self.clients.pop(key, None)
-
-    def abort(self, conn: str, abort: wire.Abort) -> None:
-        self.aborted.append((conn, abort))
-
-
 class World:
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -44,7 +26,7 @@ class World:
         post: Any = SimpleNamespace(send=lambda conn, body: self.sent.append((conn, body)))
         tracer: Any = SimpleNamespace(drain=list)
         self.outbox = Outbox(post, tracer, lambda: self.now_s)
-        self.legs = Legs()
+        self.legs = LegTable()
         self.records = Records(self.legs, self.outbox, lambda: self.now_s)
 
     def open(
@@ -52,9 +34,17 @@ class World:
     ) -> Request:
         keep = wire.Keep(digest, WINDOW_S, room, b"recipe", **more)
         order = Order([1, 2, 3], Sampling(max_tokens=9))
-        self.legs.clients[f"{name}#{attempt}"] = conn
+        request = Request(name, order, attempt=attempt, client=conn)
+        self.legs.add([request], 1, None)
         self.records.open(conn, wire.Submit(name, attempt, "t", "decode", "p@1", order, 0.0, keep=keep))
-        return Request(name, order, attempt=attempt, client=conn)
+        return request
+
+    @property
+    def clients(self) -> dict[str, str | None]:
+        """The readers of the legs that run, once those that nobody wants have been dropped."""
+        while self.legs.unwanted:
+            self.legs.sequences.pop(self.legs.unwanted.pop(), None)
+        return {key: self.legs.client_of(key) for key in self.legs.sequences}
 
     def release(self, name: str = "r", then: Any = "go on", attempt: int = 0, conn: str = S) -> None:
         self.records.read(conn, wire.Release(name, attempt, then))
@@ -63,7 +53,7 @@ class World:
         self.records.note(request, [token(each, last, request.attempt, request.request_id) for each in positions])
 
     def end_leg(self, request: Request) -> None:
-        del self.legs.clients["r#0"]
+        self.legs.remove(request)
         self.records.leg_ended(request)
 
     def found(self, digest: bytes = DIGEST) -> wire.Found:
@@ -104,7 +94,7 @@ def test_a_reader_is_lost_and_another_one_gets_everything(world: World) -> None:
     for position in range(3):
         world.note(request, position)
     world.records.closed(S)
-    assert world.legs.clients == {"r#0": NOBODY}
+    assert world.clients == {"r#0": NOBODY}
     world.note(request, 2, 3)  # one of them again
     found = world.found()
     assert (found.request_id, found.attempt, found.recipe, found.num_tokens) == ("r", 0, b"recipe", 4)
@@ -112,7 +102,7 @@ def test_a_reader_is_lost_and_another_one_gets_everything(world: World) -> None:
     assert [each.position for each in outputs.tokens] == [0, 1, 2, 3]
     assert outputs.prompts == [PromptOutput("r", 0, 2)]
     assert outputs.ended == []
-    assert world.legs.clients == {"r#0": S2}
+    assert world.clients == {"r#0": S2}
     world.now_s = 10 * WINDOW_S
     world.records.expire(world.now_s)
     assert world.found().num_tokens == 4  # it has a reader
@@ -125,7 +115,7 @@ def test_the_later_reader_takes_over(world: World) -> None:
     assert S2 not in told
     world.release(then="forget")  # of a reader that it has no longer
     assert world.found().order is not None
-    assert world.legs.clients == {"r#0": S2}
+    assert world.clients == {"r#0": S2}
     assert world.attach(S2) == {}  # the same one again
     for digest in (OTHER, b"x" * 32):
         assert world.found(digest) == wire.Found(digest)
@@ -139,7 +129,7 @@ def test_after_the_window_there_is_nothing(world: World) -> None:
     world.records.expire(world.now_s)
     assert not world.records
     assert world.records.nbytes == 0
-    assert world.legs.clients == {}
+    assert world.clients == {}
     assert world.attach()[S2][0].ended == [LegEnd("r", 0, GONE, is_fault=True)]
 
 
@@ -149,7 +139,7 @@ def test_after_the_window_there_is_nothing(world: World) -> None:
 def test_what_becomes_of_a_stream_that_is_not_read(world: World, then: Any, runs: bool, stays: bool) -> None:
     world.open()
     world.release(then=then)
-    assert world.legs.runs("r#0") is runs
+    assert ("r#0" in world.clients) is runs
     assert (world.found().order is not None) is stays
 
 
@@ -207,13 +197,13 @@ def test_room_is_made_by_those_without_readers_then_the_growing_one_is_forgotten
     world.note(requests[2], *range(17))  # 2,720 bytes
     assert world.found(b"\1" * 32).order is None
     assert world.found(b"\0" * 32).order is not None
-    assert set(world.legs.clients) == {"r0#0", "r2#0"}
+    assert set(world.clients) == {"r0#0", "r2#0"}
     world.records.note(requests[2], [token(17, top=20)])
     assert world.found(b"\2" * 32).order is None  # alone it is too large: nobody made room for it
     assert world.found(b"\0" * 32).order is not None
-    assert world.legs.clients == {"r0#0": NOBODY, "r2#0": S}  # its reader reads on
+    assert world.clients == {"r0#0": NOBODY, "r2#0": S}  # its reader reads on
     world.release("r2")
-    assert world.legs.aborted == [(S, wire.Abort("r2", 0))]
+    assert set(world.clients) == {"r0#0"}, "its leg went on without a record"
 
 
 def test_a_tenants_streams_take_no_room_of_anothers(world: World) -> None:
@@ -238,7 +228,7 @@ def test_nobody_makes_room_where_it_would_not_be_enough(world: World) -> None:
     world.note(requests[1], *range(16))  # it is read
     world.note(requests[2], *range(4))
     assert [world.found(bytes([at]) * 32).order is None for at in range(3)] == [False, False, True]
-    assert world.legs.runs("r0#0")
+    assert "r0#0" in world.clients
 
 
 @pytest.mark.parametrize("conn", [S, S2])
@@ -249,7 +239,7 @@ def test_the_next_attempt_ends_the_leg_before_and_takes_the_stream_from_another_
     if conn == S:
         world.records.closed(S)  # and it is back: its next attempt comes to the same instance
     world.open(attempt=1, conn=conn)
-    assert world.legs.clients == {"r#1": conn}
+    assert world.clients == {"r#1": conn}
     ended = {to: each.ended for to, outputs in world.told().items() for each in outputs}
     assert ended == ({} if conn == S else {S: [LegEnd("r", 0, TAKEN, is_taken=True)]})
 

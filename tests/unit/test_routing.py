@@ -6,7 +6,6 @@ import random
 from typing import Any
 
 import pytest
-from pd_cluster.engine.handover.cache_news import CacheNews
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
@@ -24,6 +23,7 @@ from pd_cluster.cluster.routing.policy import (
     session,
 )
 from pd_cluster.cluster.routing.predict import Goals, check_goals, predict_transfer_s, predict_ttft_s, within_tpot
+from pd_cluster.engine.cache_news import CacheNews
 from pd_cluster.engine.pace import StepPace
 from pd_cluster.errors import Overloaded
 from pd_cluster.kv.blocks import BlockPool
@@ -100,11 +100,11 @@ def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
         rng = random.Random(seed)
         pool, post = BlockPool(40), RecordedMail()
         news, known = CacheNews(post, pool), {name: KnownBlocks() for name in ("early", "late", "last")}
-        news.opened("early")
+        news.opened("early", is_scheduler=True)
         held: list[list[int]] = []
         for step in range(200):
             if step == 100:
-                news.opened("late")
+                news.opened("late", is_scheduler=True)
             if held and (rng.random() < 0.5 or pool.num_available < 5):
                 pool.release(held.pop(rng.randrange(len(held))))
             else:
@@ -113,9 +113,9 @@ def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
                     pool.remember(block, rng.randbytes(32))
                 held.append(blocks)
             if rng.random() < 0.3:
-                news.tick(pool.changes())
-        news.tick(pool.changes())
-        news.opened("last")
+                news.blocks_changed(pool.changes())
+        news.blocks_changed(pool.changes())
+        news.opened("last", is_scheduler=True)
         for client, body in post.of(wire.CacheKeys):
             known[client].hear(body)
         keys = read_keys(b"".join(body.added for client, body in post.of(wire.CacheKeys) if client == "last"))

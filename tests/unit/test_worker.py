@@ -11,6 +11,7 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.engine import outbox
 from pd_cluster.engine.handover.events import ConnClosed, Mail
+from pd_cluster.engine.step.ahead import Begins
 from pd_cluster.engine.step.beams import are_first_tokens
 from pd_cluster.engine.step.core import StepResult
 from pd_cluster.engine.step.limits import EngineLimits
@@ -70,9 +71,9 @@ def test_what_metrics_show_is_reported_when_it_changes(world: World, monkeypatch
     assert world.post.num_beats <= 1  # of the pool's size
     before, seen = world.post.num_beats, []
 
-    def note(plan: StepPlan) -> StepResult:
+    def note(plan: StepPlan, begins: Begins) -> StepResult:
         seen.append((worker.load.num_running, world.post.num_beats - before))
-        return run(plan)
+        return run(plan, begins)
 
     monkeypatch.setattr(worker.core, "run", note)
     world.submit("r", PROMPT, sampling(n=1, max_tokens=2))

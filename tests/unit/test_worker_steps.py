@@ -11,8 +11,11 @@ from pd_cluster import wire
 from pd_cluster.engine import outbox
 from pd_cluster.engine.drain import CLOSES_AFTER_S
 from pd_cluster.engine.handover.events import ConnClosed, Event, HandedOver, Mail, StartDrain, StopEngine
+from pd_cluster.engine.leg_table import LegTable
 from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS
+from pd_cluster.engine.stage import Released, Stage
 from pd_cluster.engine.step.patience import Patience
+from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.host_tier import HostTier, LoadCost
@@ -53,12 +56,12 @@ def test_the_loop_says_that_it_came_round_between_steps(world: World) -> None:
     def came_round() -> None:
         world.now_s += 1e-6  # far less than what a load may be old
         steps.append(world.worker.core.num_steps)
-        if not world.worker.legs.sequences:
+        if not world.worker.legs.table.sequences:
             running.append(world.worker.load.num_running)
             if len(running) == 2:
                 world.inbox.put(StopEngine())
 
-    world.worker.run(came_round)
+    world.loop.run(came_round)
     assert sorted(set(steps)) == list(range(sampling(1).max_tokens + 1)) == steps[: sampling(1).max_tokens + 1]
     assert running[-1] == 0
 
@@ -106,7 +109,7 @@ def test_a_request_that_crosses_the_word_of_a_drain_is_served(world: World) -> N
             world.now_s += CLOSES_AFTER_S
             world.submit("late", PROMPT, sampling(1))
 
-    world.worker.run(came_round)
+    world.loop.run(came_round)
     assert rounds == [True] * len(rounds)
     assert (beats[1], beats[2]) == (1, 2)
     assert len(found(world, "early")[0]) == sampling(1).max_tokens
@@ -123,9 +126,9 @@ def test_what_comes_during_the_last_step_before_a_worker_closes_is_answered(
     forward = runner.forward
 
     def compute(*args: Any) -> RunnerOutput:
-        at_step.append((world.worker.load.is_draining, world.post.num_beats_at_once, world.worker._is_closed))
+        at_step.append((world.worker.load.is_draining, world.post.num_beats_at_once, world.worker.state.is_closed))
         world.now_s += drain_timeout_s / 2 if len(at_step) == 1 else 0.0
-        if not world.worker.legs.sequences or len(at_step) == sampling().max_tokens:
+        if not world.worker.legs.table.sequences or len(at_step) == sampling().max_tokens:
             world.submit("late", PROMPT, sampling())
         return forward(*args)
 
@@ -133,28 +136,38 @@ def test_what_comes_during_the_last_step_before_a_worker_closes_is_answered(
     world.submit("r", PROMPT, sampling(1))
     world.inbox.put(StartDrain())
     left, rounds = iter(range(100)), list[int]()
-    world.worker.run(lambda: rounds.append(next(left)))
+    world.loop.run(lambda: rounds.append(next(left)))
     assert at_step[:2] == [(True, 1, False), (True, 1, True)]
     assert len(found(world, "r")[0]) == sampling(1).max_tokens
     assert [end.request_id for end in world.post.ended] == ["late"]
 
 
-def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    worker = world.worker
-    held = [wire.Submit("held", 0, "held", "hybrid", "", Order(PROMPT, sampling()), 0.0)]
+def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere() -> None:
+    class Holding(Stage):
+        """Holds every leg until all are released."""
 
-    def release_all() -> None:
-        while held:
-            worker.begin_leg(CONN, held.pop())
+        def __init__(self) -> None:
+            self.held, self.free = list[Released](), list[Released]()
+
+        def admits(self, conn: str, submit: wire.Submit) -> bool:
+            self.held.append(Released(conn, submit))
+            return False
+
+        def release_all(self) -> None:
+            self.free, self.held = self.held, []
+
+        def released(self) -> list[Released]:
+            free, self.free = self.free, []
+            return free
+
+    world = World(stages_of=lambda scheduler, clock: [Holding()])
+    world.submit("held", PROMPT, sampling())
 
     def came_round() -> None:
         world.now_s += CLOSES_AFTER_S / 2
 
-    monkeypatch.setattr(worker.tiers, "release_all", release_all)
     world.inbox.put(StartDrain())
-    worker.run(came_round)
+    world.loop.run(came_round)
     assert world.now_s >= CLOSES_AFTER_S
     assert [(end.request_id, end.is_fault) for end in world.post.ended] == [("held", True)]
 
@@ -168,13 +181,13 @@ def test_a_worker_whose_scheduler_is_gone_closes_at_once(world: World, is_first:
         if (event := next(rounds)) is not None:
             world.inbox.put(event)
 
-    world.worker.run(came_round)
+    world.loop.run(came_round)
     assert world.now_s == 0
 
 
-def test_a_worker_that_sleeps_closes_at_once_and_is_not_woken(world: World) -> None:
+def test_a_worker_that_sleeps_closes_at_once_and_is_not_woken() -> None:
     levels, rounds = list[wire.SleepLevel](), iter(range(3))
-    world.worker.take_sleep(levels.append)
+    world = World(go_to_level=levels.append)
     world.mail(wire.Sleep(1))
 
     def came_round() -> None:
@@ -182,7 +195,7 @@ def test_a_worker_that_sleeps_closes_at_once_and_is_not_woken(world: World) -> N
             world.inbox.put(StartDrain())
             world.mail(wire.Sleep(0))
 
-    world.worker.run(came_round)
+    world.loop.run(came_round)
     assert (next(rounds, "over"), levels) == ("over", [1])
 
 
@@ -203,7 +216,7 @@ def test_layers_leave_before_the_step_has_ended(world: World, ships: Shipped) ->
     assert ships.pieces == [(wire.KVPiece(0, 5, 0, 1, request.block_table), 0)], "not while the step ran"
     assert [end.num_chunks for end in ships.ends] == [1]
     assert worker.handover.exports.held.take("link", "r")
-    world.worker.inbox.put(HandedOver("link", "r"))
+    world.inbox.put(HandedOver("link", "r"))
     world.step()
 
 
@@ -234,7 +247,7 @@ def test_what_the_mail_brought_leaves_before_the_step(monkeypatch: pytest.Monkey
     monkeypatch.setattr(runner, "forward", compute)
     world.submit("r", PROMPT, sampling())
     world.submit("too long", [5] * 41, sampling())
-    world.worker.run()
+    world.loop.run()
     assert ended == [["too long"]]
 
 
@@ -304,7 +317,7 @@ def test_events_go_with_tokens(world: World) -> None:
 def test_events_alone_wait_for_the_next_tick(world: World) -> None:
     world.step()
     for at in range(3):
-        world.worker.tracer.note("t", "landed", start=at)
+        world.tracer.note("t", "landed", start=at)
         world.step()
         world.now_s -= 0.19  # three steps within one tick
     assert told(world) == ["landed"]
@@ -340,12 +353,12 @@ def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full(world: World) 
     share(world, [1, 2, 3])
     world.order("kept", Order([1, 2, 3], sampling(n=1)), weight=5)
     world.step()
-    assert world.worker.legs.outstanding() == {CONN: 5 * (LEAST_WAITING + 1)}
+    assert world.worker.legs.table.outstanding() == {CONN: 5 * (LEAST_WAITING + 1)}
     assert world.worker.load.outstanding == {"scheduler@1": 5 * (LEAST_WAITING + 1), "other@1": 0}
     world.run()
     ended = [(end.request_id, end.is_full, end.is_fault) for end in world.post.ended]
     assert ended == [(f"r{LEAST_WAITING}", True, True)]
-    assert world.worker.legs.outstanding() == {}
+    assert world.worker.legs.table.outstanding() == {}
 
 
 def test_one_attempt_of_two_schedulers_is_computed_for_the_first(world: World) -> None:
@@ -364,7 +377,7 @@ def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere(world: World) ->
     request = Request("r", Order(PROMPT, sampling(n=1)), attempt=1)
     world.worker.core.scheduler.requests[request.key] = request
     world.order("r", request.order, attempt=1)
-    world.worker.turn(wait_s=0.0)
+    world.loop.turn(wait_s=0.0)
     assert world.post.ended == [LegEnd("r", 1, ENDING, is_fault=True)]
 
 
@@ -380,20 +393,22 @@ def test_a_whole_answer_of_a_stream_that_moves_has_its_window(world: World) -> N
         assert len(world.worker.legs.records) == num_records
 
 
-def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting(world: World) -> None:
-    scheduler = world.worker.core.scheduler
+def tiers_of(scheduler: StepScheduler, clock: Callable[[], float]) -> list[Stage]:
     host = scheduler.blocks.tier = HostTier(0, 0, LoadCost(BLOCK_SIZE))
-    lower = LowerTier("shared", host, 0, 1, BLOCK_SIZE, lambda: world.now_s)
+    lower = LowerTier("shared", host, 0, 1, BLOCK_SIZE, clock)
     host.lower = [lower]
-    world.worker.take_tiers(
-        EngineTiers(scheduler, {"shared": lower}, None, world.worker.begin_leg, lambda: world.now_s)
-    )
+    return [EngineTiers(scheduler, {"shared": lower}, None, clock)]
+
+
+def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting() -> None:
+    world = World(stages_of=tiers_of)
+    (tiers, _) = world.stages
     share(world, [1, 2, 3, 4, 5])
     world.step()
-    assert len(world.worker.tiers) == world.worker.load.num_waiting == LEAST_WAITING
+    assert tiers.num_held == world.worker.load.num_waiting == LEAST_WAITING
     assert world.worker.load.outstanding == {"scheduler@1": 5 * LEAST_WAITING, "other@1": 0}
     assert [(end.request_id, end.is_full) for end in world.post.ended] == [(f"r{LEAST_WAITING}", True)]
-    world.worker.tiers.release_all()
+    tiers.release_all()
     world.run()
     assert len(world.post.ended) == 1, "the others are served"
 
@@ -404,7 +419,7 @@ def test_only_schedulers_that_share_the_worker_are_told_of_each_others_legs(
     """Without a fencing number there is one scheduler, and the sums would be made for nobody."""
     world.mail(wire.Peers([peer("decode-0", 1, "decode")]))
     world.another_scheduler()
-    monkeypatch.setattr(world.worker.legs, "outstanding", lambda: pytest.fail("it is summed for nobody"))
+    monkeypatch.setattr(LegTable, "outstanding", lambda self: pytest.fail("it is summed for nobody"))
     world.step()
     assert world.worker.load.outstanding == {}
 

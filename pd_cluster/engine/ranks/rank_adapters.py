@@ -9,7 +9,7 @@ from functools import partial
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.checkpoints.prompt_folder import AdapterFolder, read_adapter
-from pd_cluster.engine.adapters import load_from
+from pd_cluster.engine.adapter_thread import load_from
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.errors import ModelError
 from pd_cluster.model.held_adapters import HeldAdapters

@@ -85,7 +85,7 @@ def import_engine(light: bool) -> None:
         from pd_cluster.model.light_transformers import make_light
 
         make_light()
-    import pd_cluster.engine.build  # noqa: F401
+    import pd_cluster.engine.build_worker  # noqa: F401
 
 
 def _prepare(config: WorkerConfig) -> None:

@@ -24,7 +24,14 @@ from tests.support.prompt_adapters import make_prompt_adapter
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/extending.md").read_text("utf-8")
 SECTIONS = dict(re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL))
-MOST_FILES = {"A routing policy": 1, "A sampling parameter": 4, "A setting": 1, "A transport": 2, "A fused model": 1}
+MOST_FILES = {
+    "A routing policy": 1,
+    "A stage": 2,
+    "A sampling parameter": 4,
+    "A setting": 1,
+    "A transport": 2,
+    "A fused model": 1,
+}
 POLICY = """
 from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.settings.options import ServeOptions
@@ -36,6 +43,24 @@ for each in (instances[0], instances[2]):
     each.num_outstanding = 1
 print(*(each.name for each in POLICIES["fewest-requests"](instances, ASK)))
 print(ServeOptions(routing_policy="fewest-requests").routing(POLICIES).policy)
+"""
+STAGE = """
+import pd_cluster.engine.build_worker
+from pd_cluster.engine.background import Background
+from pd_cluster.types import Order
+from tests.support.worker_world import PROMPT, World, sampling
+world = World(stages_of=lambda scheduler, legs, clock: [Background(legs.table)])
+world.submit("chat", PROMPT, sampling(1))
+world.order("batch", Order(PROMPT, sampling(1), batch="b"))
+world.order("aborted", Order(PROMPT, sampling(1), batch="b"))
+for at in range(40):
+    if at == 1:
+        world.mail(pd_cluster.wire.Abort("aborted", 0))
+    world.step()
+    got = {name: len(world.post.tokens[name][0]) for name in ("chat", "batch", "aborted")}
+    assert not got["batch"] or got["chat"] == sampling().max_tokens, got
+world.assert_home()
+print(got)
 """
 SAMPLING = """
 import pd_cluster
@@ -116,6 +141,11 @@ def test_a_routing_policy(tmp_path: Path) -> None:
     assert run(folder, POLICY).splitlines() == ["prefill-1 decode-1", "fewest-requests"]
     assert "predicted-ttft" in (screen := run(folder, "", "serve", "--help-all", module="pd_cluster"))
     assert "fewest-requests" in screen
+
+
+def test_a_stage(tmp_path: Path) -> None:
+    """A batch begins when the chat has ended; one that is aborted meanwhile never does."""
+    assert run(extended(tmp_path, "A stage"), STAGE) == "{'chat': 8, 'batch': 8, 'aborted': 0}\n"
 
 
 @pytest.mark.slow

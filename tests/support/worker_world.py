@@ -87,7 +87,7 @@ class NoLinks:
         raise AssertionError("no link is opened")
 
 
-StagesOf = Callable[[StepScheduler, Callable[[], float]], list[Stage]]
+StagesOf = Callable[[StepScheduler, Legs, Callable[[], float]], list[Stage]]
 
 
 class World:
@@ -97,7 +97,7 @@ class World:
         self,
         shares_cores: bool = True,
         drain_timeout_s: float = 30.0,
-        stages_of: StagesOf = lambda scheduler, clock: [],
+        stages_of: StagesOf = lambda scheduler, legs, clock: [],
         go_to_level: Callable[[wire.SleepLevel], None] | None = None,
     ) -> None:
         self.now_s = 0.0
@@ -117,7 +117,7 @@ class World:
         legs = Legs.of(context, core, EngineLimits(VOCAB_SIZE, 40, RopeLimit()), terms)
         sleep = EngineSleep(go_to_level, scheduler.blocks.forget)
         state = Availability(WorkerDrain(drain_timeout_s, clock), sleep)
-        self.stages = [*stages_of(scheduler, clock), CacheNews(self.post, scheduler.blocks)]
+        self.stages = [*stages_of(scheduler, legs, clock), CacheNews(self.post, scheduler.blocks)]
         self.worker = Worker(core, legs, self.stages, state, context, Cores(shares_cores))
         self.loop = Loop(self.inbox, self.worker)
         self.inbox.put(ConnOpened(CONN, "scheduler@1", "scheduler"))

@@ -12,6 +12,7 @@ from pd_cluster.engine import outbox
 from pd_cluster.engine.drain import CLOSES_AFTER_S
 from pd_cluster.engine.handover.events import ConnClosed, Event, HandedOver, Mail, StartDrain, StopEngine
 from pd_cluster.engine.leg_table import LegTable
+from pd_cluster.engine.legs import Legs
 from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS
 from pd_cluster.engine.stage import Released, Stage
 from pd_cluster.engine.step.patience import Patience
@@ -160,7 +161,7 @@ def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere() -> No
             free, self.free = self.free, []
             return free
 
-    world = World(stages_of=lambda scheduler, clock: [Holding()])
+    world = World(stages_of=lambda scheduler, legs, clock: [Holding()])
     world.submit("held", PROMPT, sampling())
 
     def came_round() -> None:
@@ -393,7 +394,7 @@ def test_a_whole_answer_of_a_stream_that_moves_has_its_window(world: World) -> N
         assert len(world.worker.legs.records) == num_records
 
 
-def tiers_of(scheduler: StepScheduler, clock: Callable[[], float]) -> list[Stage]:
+def tiers_of(scheduler: StepScheduler, legs: Legs, clock: Callable[[], float]) -> list[Stage]:
     host = scheduler.blocks.tier = HostTier(0, 0, LoadCost(BLOCK_SIZE))
     lower = LowerTier("shared", host, 0, 1, BLOCK_SIZE, clock)
     host.lower = [lower]

@@ -25,7 +25,7 @@ import uvloop
 
 from benchmarks.router.spec import MadeUpWorker, WorkersSpec
 from pd_cluster import wire
-from pd_cluster.net.admission import peer_key
+from pd_cluster.net.admission import Life, peer_key
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.reports import InstanceInfo
 from pd_cluster.settings.processes import PortRange
@@ -88,7 +88,7 @@ class Worker:
         self._landed: set[str] = set()  # before its Submit was read
         self._ends: dict[str, list[LegEnd]] = {}  # conn -> legs handed over with the last step
         self._events: list[wire.TraceEvent] = []
-        self._mailbox = Mailbox(me.name, self.epoch, "worker", spec.credentials, Timeouts())
+        self._mailbox = Mailbox(Life(me.name, self.epoch), "worker", spec.credentials, Timeouts())
         self._port = self._mailbox.bind(HOST, PortRange())
         self._mailbox.start(self)
 

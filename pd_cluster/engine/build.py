@@ -16,7 +16,7 @@ from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.lead import LeadRunner
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.limits import EngineLimits
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix import PrefixScope
@@ -52,14 +52,16 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
     tier = HostTier(num_kept, runner.swap.num_blocks, LoadCost(block_size)) if num_kept and prefix is not None else None
     scheduler = StepScheduler(
         BlockPool(runner.pool.num_blocks, rests=runner.device.is_accelerator, tier=tier),
-        runner.pool.layout.block_size,
-        config.max_num_seqs,
-        runner.max_num_batched_tokens,
+        StepSizes(
+            block_size,
+            config.max_num_seqs,
+            runner.max_num_batched_tokens,
+            config.adapters.max_loras if config.adapters.enable_lora else 0,
+            keeps_pictures=runner.tower is not None and runner.tower.rules.sees_whole,
+        ),
         prefix,
         BlockPool(runner.swap.num_blocks),
         runner.window,
-        config.adapters.max_loras if config.adapters.enable_lora else 0,
-        keeps_pictures=runner.tower is not None and runner.tower.rules.sees_whole,
     )
     guides = Guides(lambda: Compiler(runner.tokenizer_file, runner.vocab_size, runner.eos_token_ids))
     return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler, guides=guides)

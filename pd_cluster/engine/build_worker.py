@@ -39,6 +39,7 @@ from pd_cluster.engine.tier_stores import open_tiers, tiers_of
 from pd_cluster.engine.worker import Cores, Worker
 from pd_cluster.errors import InstanceLost
 from pd_cluster.model.runner import ModelRunner
+from pd_cluster.net.admission import Life
 from pd_cluster.net.event_publisher import EventPublisher
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.reports import RankReport
@@ -88,7 +89,7 @@ def _build_engine(
     with cores.loading():
         core, runner = build_core(config.engine, group, followers, device)
     cores.share(runner.threads)
-    mailbox = Mailbox(config.name, config.epoch, "worker", config.credentials, config.timeouts)
+    mailbox = Mailbox(Life(config.name, config.epoch), "worker", config.credentials, config.timeouts)
     control_port = mailbox.bind(config.bind_address, config.kv_port_range)
     side = side_of(config, runner)
     local = LocalLanes(side, Transports(config, runner.pool), mailbox.send)

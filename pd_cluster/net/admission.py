@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pd_cluster import wire
 from pd_cluster.settings.config import Credentials
@@ -16,6 +16,13 @@ from ranktable_tools import public_keys
 
 JOIN_PORT, JOIN_EPOCH = "join", 0  # a worker cannot know the epoch of a scheduler that it has never met
 SCHEDULER = ""  # in place of a worker's name@epoch
+
+
+class Life(NamedTuple):
+    """One life of a process: after a restart it is another peer."""
+
+    name: str
+    epoch: int
 
 
 def peer_key(name: str, epoch: int) -> str:

@@ -23,10 +23,10 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from pd_cluster import wire
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.net.admission import Admission, peer_key
+from pd_cluster.net.admission import Admission, Life, peer_key
 from pd_cluster.net.connections import Connections, Handler
 from pd_cluster.net.nodes import NODE_REFUSED, READ_AGAIN_S, Nodes, plain
-from pd_cluster.net.opening import Opening
+from pd_cluster.net.opening import Opening, OwnSide
 from pd_cluster.net.sockets import Connection, KeyPair, decode_key, open_router, receive
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import PortRange
@@ -43,31 +43,27 @@ class Mailbox:
 
     def __init__(
         self,
-        name: str,
-        epoch: int,
+        life: Life,
         kind: Literal["scheduler", "worker"],
         credentials: Credentials,
         timeouts: Timeouts,
         clock: Callable[[], float] = time.monotonic,
         admission: type[Admission] = Admission,
     ) -> None:
-        self.name, self.epoch = name, epoch
+        self.name, self.epoch = life
         self.table = credentials.table  # the scheduler's changes while it runs
         self._keys = KeyPair.of(credentials.key)
-        own = peer_key(name, epoch)
+        own = peer_key(*life)
         self._admission = admission(credentials, own, self._keys.public)
         self._nodes = Nodes(credentials, own, self._keys.private, self._keys.public)
         self._timeouts = timeouts
         self._clock = clock
         self._context = zmq.Context()
         self._router: Any = None
-        self._connections = Connections(name, epoch)
+        self._connections = Connections(*life)
         self._opening = Opening(
             self._connections,
-            kind,
-            self._keys,
-            self._admission,
-            self._nodes,
+            OwnSide(kind, self._keys, self._admission, self._nodes),
             lambda: self.table,
             timeouts.connect_timeout_s,
             clock,

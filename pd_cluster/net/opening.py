@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import zmq
@@ -32,25 +33,29 @@ REFUSALS = (NOT_ADMITTED, OTHER_SECRET)  # between S and a worker these last as 
 PERIOD_S, MOST_LINES = 10.0, 20  # in the log, about peers that were not accepted: they choose how often they come
 
 
+@dataclass(frozen=True, slots=True)
+class OwnSide:
+    """How this process greets others, and whom it admits."""
+
+    kind: Literal["scheduler", "worker"]
+    keys: KeyPair
+    admission: Admission
+    nodes: Nodes
+
+
 class Opening:
     """`table` returns the digest of the global rank table; the scheduler's changes while it runs."""
 
     def __init__(
         self,
         connections: Connections,
-        kind: Literal["scheduler", "worker"],
-        keys: KeyPair,
-        admission: Admission,
-        nodes: Nodes,
+        own: OwnSide,
         table: Callable[[], bytes],
         connect_timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
         self._connections = connections
-        self._kind = kind
-        self._keys = keys
-        self._admission = admission
-        self._nodes = nodes
+        self._kind, self._keys, self._admission, self._nodes = own.kind, own.keys, own.admission, own.nodes
         self._table = table
         self._connect_timeout_s = connect_timeout_s
         self._clock = clock

@@ -19,7 +19,7 @@ from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.cluster.routing.predict import Goals
 from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
-from pd_cluster.net.admission import peer_key
+from pd_cluster.net.admission import Life, peer_key
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.service.adapter_names import digests_of
 from pd_cluster.service.service import ServiceConfig, TextService
@@ -110,7 +110,7 @@ class Edge(Generic[RosterT]):
         own = (engine.model, *config.model_names)
         self.adapters = digests_of(engine.adapters, own) if adapters is None else adapters
         name = "scheduler" if index is None else f"scheduler-{index}"
-        self.mailbox = Mailbox(name, secrets.randbits(62), "scheduler", credentials, config.timeouts)
+        self.mailbox = Mailbox(Life(name, secrets.randbits(62)), "scheduler", credentials, config.timeouts)
         try:
             self.roster, self.router = self._routed(roster_of, is_scheduler)
             if is_scheduler:

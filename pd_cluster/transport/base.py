@@ -21,8 +21,10 @@ from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.device_memory import DeviceMemory
+from pd_cluster.transport.events import Report
 from pd_cluster.transport.meeting import Meeting
-from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
+from pd_cluster.types import Note, note_nothing
+from pd_cluster.wire import Body, KVChunk, KVPiece, TransportName, TransportOffer
 
 NO_CHECKSUM = 0
 
@@ -107,6 +109,16 @@ class Peer:
     offer: TransportOffer
     layout: KVLayout
     num_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaneContext:
+    """The connection of a lane's end and its ways out: `post` sends over it, `report` reaches the engine."""
+
+    conn: str
+    post: Callable[[Body], None]
+    report: Report
+    note: Note = note_nothing
 
 
 class Ends(Protocol):

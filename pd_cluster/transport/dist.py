@@ -21,7 +21,6 @@ from pd_cluster.devices import group as device_group
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import LinkError, TransferFailed, first_line
 from pd_cluster.kv.layout import KVLayout, Route
-from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey, Prepared, decode_offer
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.meeting import Meeting
@@ -31,6 +30,7 @@ from pd_cluster.transport.pair import (
     RECEIVER,
     SENDER,
     Backend,
+    PairPlace,
     close_group,
     make_group,
 )
@@ -54,29 +54,16 @@ class GroupOffer(msgspec.Struct, frozen=True):
 
 
 class DistSender:
-    def __init__(
-        self,
-        pool: KVPool,
-        checksum: Checksum,
-        wants_int8: bool,
-        bind_host: str,
-        connect_s: float,
-        transfer_s: float,
-        post: PostKey,
-        backend: Backend = "gloo",
-    ) -> None:
+    def __init__(self, place: LinkContext, checksum: Checksum, post: PostKey, backend: Backend = "gloo") -> None:
         """`post`: sends one key of the meeting to the other end."""
         self.name: TransportName = "dist" if backend == "gloo" else backend
         self.max_payload_nbytes = _most(backend)
-        self.meeting = Meeting(connect_s, post)
-        self._pool = pool
+        self.meeting = Meeting(place.connect_s, post)
+        self._place, self._pool = place, place.pool
         self._checksum = checksum if backend in IN_HOST_MEMORY else Checksum(is_on=False)
-        self._wants_int8 = wants_int8
-        self._bind_host = bind_host
-        self._connect_s = connect_s
-        self._transfer = timedelta(seconds=transfer_s)
+        self._transfer = timedelta(seconds=place.transfer_s)
         self._backend: Backend = backend
-        self._copies = Copies(pool.device, transfer_s)
+        self._copies = Copies(place.pool.device, place.transfer_s)
         self._group_name = secrets.token_hex(16)
         self._group: Any = None
         self._staging: Staging | None = None
@@ -87,11 +74,10 @@ class DistSender:
         return GroupOffer(self._group_name, self._backend, uuid).offer(self.name)
 
     def open(self, peer: KVLayout) -> None:
-        route = Route(self._pool.layout, peer, self._wants_int8)
+        route = Route(self._pool.layout, peer, self._place.wants_int8)
         self._staging = Staging(self._pool, route, self._copies, in_host_memory=self._backend in IN_HOST_MEMORY)
         self._staging.warm()
-        name, host, device = self._group_name, self._bind_host, self._pool.device
-        self._group = make_group(self._backend, self.meeting, name, SENDER, host, self._connect_s, device)
+        self._group = make_group(self._backend, self.meeting, self._group_name, SENDER, _pair_place(self._place))
 
     def prepare(self, piece: KVPiece) -> Prepared:
         assert self._staging is not None
@@ -117,31 +103,17 @@ class DistSender:
 
 
 class DistReceiver:
-    def __init__(
-        self,
-        offer: TransportOffer,
-        pool: KVPool,
-        peer: KVLayout,
-        checksum: Checksum,
-        wants_int8: bool,
-        bind_host: str,
-        connect_s: float,
-        transfer_s: float,
-        post: PostKey,
-    ) -> None:
+    def __init__(self, place: LinkContext, peer: Peer, checksum: Checksum, post: PostKey) -> None:
         """`post`: sends one key of the meeting to the other end. Raises LinkError for an invalid offer."""
-        self.name: TransportName = offer.transport
-        self.meeting = Meeting(connect_s, post)
-        self._offer = decode_offer(offer, GroupOffer)
+        self.name: TransportName = peer.offer.transport
+        self.meeting = Meeting(place.connect_s, post)
+        self._offer = decode_offer(peer.offer, GroupOffer)
         self._backend = _backend_of(self.name)
-        self._pool = pool
+        self._place, self._pool = place, place.pool
         self._checksum = checksum
-        self._route = Route(peer, pool.layout, wants_int8)
-        self._bind_host = bind_host
-        self._connect_s = connect_s
-        self._transfer_s = transfer_s
-        self.copies = Copies(pool.device, transfer_s)
-        self._staging = Staging(pool, self._route, self.copies, in_host_memory=self._backend in IN_HOST_MEMORY)
+        self._route = Route(peer.layout, place.pool.layout, place.wants_int8)
+        self.copies = Copies(place.pool.device, place.transfer_s)
+        self._staging = Staging(place.pool, self._route, self.copies, in_host_memory=self._backend in IN_HOST_MEMORY)
         self._free = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_UNDER_WAY)]
         self._announced: deque[tuple[int, KVChunk]] = deque()  # waiting for a free buffer
         # sequence, work (None once done), buffer, the payload's part of it
@@ -153,8 +125,7 @@ class DistReceiver:
         if problem := _why_no_pair(self.name, self._offer, self._pool.device):
             raise LinkError(problem)
         self._staging.warm()
-        name, host, device = self._offer.address, self._bind_host, self._pool.device
-        self._group = make_group(self._backend, self.meeting, name, RECEIVER, host, self._connect_s, device)
+        self._group = make_group(self._backend, self.meeting, self._offer.address, RECEIVER, _pair_place(self._place))
 
     def expect(self, sequence: int, chunk: KVChunk) -> None:
         self._announced.append((sequence, chunk))
@@ -174,7 +145,7 @@ class DistReceiver:
         self._under_way[0] = (expected, None, buffer, payload)
 
     def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
-        self.arrive(sequence, chunk, self._transfer_s)
+        self.arrive(sequence, chunk, self._place.transfer_s)
         _, _, buffer, payload = self._under_way.popleft()
         try:
             if into is not None:
@@ -212,6 +183,10 @@ class DistReceiver:
             except RuntimeError as error:
                 raise LinkError(f"receiving KV cache failed: {first_line(error)}", retry=True) from error
             self._under_way.append((sequence, work, buffer, payload))
+
+
+def _pair_place(place: LinkContext) -> PairPlace:
+    return PairPlace(place.bind_host, place.connect_s, place.pool.device)
 
 
 def _backend_of(name: TransportName) -> Backend:
@@ -257,11 +232,7 @@ class DistEnds:
         self._place = place
 
     def sender(self, checksum: Checksum, post: PostKey) -> KVSender:
-        at = self._place
-        how = (at.wants_int8, at.bind_host, at.connect_s, at.transfer_s)
-        return DistSender(at.pool, checksum, *how, post, self._backend)
+        return DistSender(self._place, checksum, post, self._backend)
 
     def receiver(self, peer: Peer, checksum: Checksum, post: PostKey) -> KVReceiver:
-        at = self._place
-        how = (at.wants_int8, at.bind_host, at.connect_s, at.transfer_s)
-        return DistReceiver(peer.offer, at.pool, peer.layout, checksum, *how, post)
+        return DistReceiver(self._place, peer, checksum, post)

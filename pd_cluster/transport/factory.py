@@ -11,11 +11,11 @@ from pd_cluster.errors import LinkError, called
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.settings.config import WorkerConfig
-from pd_cluster.transport.base import Checksum, Ends, KVReceiver, KVSender, LinkContext, Peer, PostKey
+from pd_cluster.transport.base import Checksum, Ends, KVReceiver, KVSender, LaneContext, LinkContext, Peer, PostKey
 from pd_cluster.transport.device_memory import DeviceMemory, TorchMemory
 from pd_cluster.transport.events import Report
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
-from pd_cluster.transport.receiving import Probe, ReceiveThread
+from pd_cluster.transport.receiving import AllowedTransports, Probe, ReceiveThread
 from pd_cluster.transport.sending import SendThread
 from pd_cluster.transport.table import Transport, allowed
 from pd_cluster.types import Note, note_nothing
@@ -49,11 +49,8 @@ class Transports:
             senders = self._senders(key, post)
         except (OSError, RuntimeError) as error:
             raise LinkError(f"this instance cannot offer its KV cache: {error}", retry=True) from error
-        rate = self._config.kv_rate_limit_bytes_per_s
-        pool = self._pool
-        return SendThread(
-            conn, senders, Sealer(key), pool.probe_block, post, report, rate, note, pool.probe_seed, pool.device
-        )
+        context = LaneContext(conn, post, report, note)
+        return SendThread(context, senders, Sealer(key), self._pool, self._config.kv_rate_limit_bytes_per_s)
 
     def receive_thread(
         self, conn: str, opened: wire.LinkOpen, key: LinkKey, post: Post, report: Report, note: Note = note_nothing
@@ -79,16 +76,12 @@ class Transports:
             choice = f"{called('kv_transport')} {self._config.kv_transport}"
             impossible.append(f"no transport in common: the other offers {offered}; {choice} here allows {allows}")
         return ReceiveThread(
-            conn,
+            LaneContext(conn, post, report, note),
             opened.link_id,
-            receivers,
+            AllowedTransports(receivers, impossible),
             Probe(self._pool, source, lane.probe_seed),
             Opener(key),
-            post,
-            report,
             self._config.timeouts.connect_timeout_s,
-            note,
-            impossible,
         )
 
     def needs_pair(self, opened: wire.LinkOpen) -> bool:

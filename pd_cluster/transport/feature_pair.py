@@ -21,7 +21,7 @@ from pd_cluster.errors import LinkError, first_line
 from pd_cluster.transport.base import buffer_of
 from pd_cluster.transport.features import PAIRS, FeaturePlace, Sealed
 from pd_cluster.transport.meeting import Meeting
-from pd_cluster.transport.pair import RECEIVER, SENDER, close_group, make_group
+from pd_cluster.transport.pair import RECEIVER, SENDER, PairPlace, close_group, make_group
 from pd_cluster.wire import TransportName
 
 PIECE_NBYTES = 8 << 20
@@ -136,4 +136,4 @@ def _make(name: str, transport: TransportName, meeting: Meeting, rank: int, plac
     """Raises LinkError."""
     if transport not in PAIRS:
         raise LinkError(f"features cannot come over {transport!r}")
-    return make_group(PAIRS[transport], meeting, name, rank, place.host, place.connect_s, CPU)
+    return make_group(PAIRS[transport], meeting, name, rank, PairPlace(place.host, place.connect_s, CPU))

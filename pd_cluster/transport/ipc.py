@@ -19,12 +19,10 @@ import msgspec
 from pd_cluster.devices import device as devices
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import LinkError, first_line
-from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.memory import TORCH_DTYPES, Memory
-from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool
+from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport import unix
 from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey
-from pd_cluster.transport.copies import SETTLE_S
 from pd_cluster.transport.device_memory import DeviceMemory, MemoryPart
 from pd_cluster.transport.one_sided import OneSidedReceiver, OneSidedSender
 from pd_cluster.wire import KVChunk, TransportName, TransportOffer
@@ -76,21 +74,8 @@ class IpcReceiver(OneSidedReceiver):
 
     name: TransportName = "ipc"
 
-    def __init__(
-        self,
-        offer: TransportOffer,
-        pool: KVPool,
-        peer: KVLayout,
-        num_peer_blocks: int,
-        checksum: Checksum,
-        timeout_s: float,
-        memory: DeviceMemory,
-        settle_s: float = SETTLE_S,
-    ) -> None:
-        super().__init__(offer, pool, peer, checksum, settle_s)
-        self._num_blocks = num_peer_blocks + NUM_EXTRA_BLOCKS
-        self._timeout_s = timeout_s
-        self._memory = memory
+    def __init__(self, place: LinkContext, peer: Peer, checksum: Checksum) -> None:
+        super().__init__(place, peer, checksum)
         self._peer: socket.socket | None = None
 
     def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
@@ -109,12 +94,12 @@ class IpcReceiver(OneSidedReceiver):
         layout = self._route.source
         way = type(self._pool.memory)  # the same as P's pool, which is on a device of the same kind
         shapes = way.shapes(layout, self._num_blocks)
-        self._peer = unix.connect(self._offer.address, "device memory", self._timeout_s)
+        self._peer = unix.connect(self._offer.address, "device memory", self._place.connect_s)
         export = self._checked(_read(self._peer, MAX_EXPORT_NBYTES * len(shapes)), len(shapes))
         dtype = TORCH_DTYPES[layout.dtype]
         try:
             of = zip(export.parts, shapes, strict=True)
-            found = [self._memory.map(part, dtype, shape, self._pool.device) for part, shape in of]
+            found = [self._place.memory.map(part, dtype, shape, self._pool.device) for part, shape in of]
         except RuntimeError as error:
             raise LinkError(f"the prefill instance's device memory cannot be mapped: {first_line(error)}") from error
         return way(layout, found)
@@ -204,14 +189,4 @@ class IpcEnds:
         return OneSidedSender(self._name, self._server.name, pool, checksum, devices.uuid(pool.device))
 
     def receiver(self, peer: Peer, checksum: Checksum, post: PostKey) -> KVReceiver:
-        place = self._place
-        return IpcReceiver(
-            peer.offer,
-            place.pool,
-            peer.layout,
-            peer.num_blocks,
-            checksum,
-            place.connect_s,
-            place.memory,
-            place.transfer_s,
-        )
+        return IpcReceiver(self._place, peer, checksum)

@@ -59,4 +59,4 @@ class LocalEnds:
         return OneSidedSender(self._name, offer_pool(self._place.pool), self._place.pool, checksum)
 
     def receiver(self, peer: Peer, checksum: Checksum, post: PostKey) -> KVReceiver:
-        return LocalReceiver(peer.offer, self._place.pool, peer.layout, checksum, self._place.transfer_s)
+        return LocalReceiver(self._place, peer, checksum)

@@ -14,9 +14,9 @@ from pd_cluster.errors import TransferFailed
 from pd_cluster.kv.layout import KVLayout, Route
 from pd_cluster.kv.memory import Memory, Seen
 from pd_cluster.kv.pack import pack, unpack
-from pd_cluster.kv.pool import KVPool, is_block
-from pd_cluster.transport.base import Checksum, Prepared, buffer_of, decode_offer
-from pd_cluster.transport.copies import SETTLE_S, Copies
+from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool, is_block
+from pd_cluster.transport.base import Checksum, LinkContext, Peer, Prepared, buffer_of, decode_offer
+from pd_cluster.transport.copies import Copies
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 MAX_PAYLOAD_NBYTES = 16 << 20
@@ -116,15 +116,14 @@ class OneSidedReceiver(abc.ABC):
     name: TransportName
     meeting = None
 
-    def __init__(
-        self, offer: TransportOffer, pool: KVPool, peer: KVLayout, checksum: Checksum, settle_s: float = SETTLE_S
-    ) -> None:
+    def __init__(self, place: LinkContext, peer: Peer, checksum: Checksum) -> None:
         """Raises LinkError for an invalid offer."""
-        self._offer = decode_offer(offer, PoolAddress)
-        self._pool = pool
+        self._offer = decode_offer(peer.offer, PoolAddress)
+        self._place, self._pool = place, place.pool
+        self._num_blocks = peer.num_blocks + NUM_EXTRA_BLOCKS
         self._checksum = checksum
-        self.copies = Copies(pool.device, settle_s)
-        self._route = Route(peer, pool.layout, one_sided=True)
+        self.copies = Copies(place.pool.device, place.transfer_s)
+        self._route = Route(peer.layout, place.pool.layout, one_sided=True)
         self._reader: OneSidedReader | None = None
         self.precision = self._route.precision
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, ProcessGroupGloo
@@ -30,10 +30,17 @@ IN_HOST_MEMORY: tuple[Backend, ...] = ("gloo", "curve")
 FAILED = "failed"  # a key of a pair: one end has failed
 
 
-def make_group(
-    backend: Backend, meeting: Meeting, name: str, rank: int, host: str, connect_s: float, device: Device
-) -> Any:
+class PairPlace(NamedTuple):
+    """Where one end of a pair is, and how long it waits for the other."""
+
+    host: str
+    connect_s: float
+    device: Device
+
+
+def make_group(backend: Backend, meeting: Meeting, name: str, rank: int, place: PairPlace) -> Any:
     """Creates a pair; `name` is unique to this attempt and the same at both ends. Raises LinkError."""
+    host, connect_s, device = place
     try:
         if backend == "gloo":
             with meeting.held():

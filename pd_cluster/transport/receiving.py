@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -23,11 +23,10 @@ from pd_cluster.kv.block_major import HostBlocks
 from pd_cluster.kv.layout import KVLayout, Route
 from pd_cluster.kv.pack import pack, unpack, vectors_of
 from pd_cluster.kv.pool import KVPool, probe_content
-from pd_cluster.transport.base import KVReceiver
-from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed, Report
+from pd_cluster.transport.base import KVReceiver, LaneContext
+from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed
 from pd_cluster.transport.guard import Opener
 from pd_cluster.transport.landing import Geometry, Lander
-from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)
 
@@ -121,40 +120,40 @@ class Incoming:
             self.error = LinkError(f"internal error: {error}", retry=True)
 
 
+@dataclass(frozen=True, slots=True)
+class AllowedTransports:
+    """The transports that both ends allow, in D's order. `impossible`: why P's other offers do not serve."""
+
+    receivers: list[KVReceiver]
+    impossible: Sequence[str] = ()  # some, if there are no receivers
+
+
 class ReceiveThread:
     """Tries the transports that P offers in D's order of preference, then lands chunks."""
 
     def __init__(
         self,
-        conn: str,
+        context: LaneContext,
         link_id: str,
-        receivers: list[KVReceiver],
+        choice: AllowedTransports,
         probe: Probe,
         opener: Opener,
-        post: Callable[[wire.Body], None],
-        report: Report,
         connect_timeout_s: float,
-        note: Note = note_nothing,
-        impossible: Sequence[str] = (),
     ) -> None:
-        """`impossible`: the reasons why P's other offers do not serve; some, if there are no receivers."""
-        self._conn = conn
-        self._meetings = {each.name: each.meeting for each in receivers if each.meeting is not None}
-        self._impossible = impossible
+        self._conn, self._post, self._report, self._note = context.conn, context.post, context.report, context.note
+        self._meetings = {each.name: each.meeting for each in choice.receivers if each.meeting is not None}
+        self._impossible = choice.impossible
         self._link_id = link_id
-        self._receivers = receivers
+        self._receivers = choice.receivers
         self._receiver: KVReceiver | None = None
         self._probe = probe
         self._incoming = Incoming(opener)
         self._opener = opener
         self._lane = opener.key.lane
-        self._post = post
-        self._report = report
         self._connect_timeout_s = connect_timeout_s
-        self._note = note
         self._geometry = Geometry.of(probe.source, probe.pool.layout)
         self._lander: Lander | None = None
-        self._thread = threading.Thread(target=self._run, name=f"kv-receive {conn}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kv-receive {context.conn}", daemon=True)
 
     def start(self) -> None:
         """Starts the thread once frames of its connection reach `put`: its answer prompts the first of them."""

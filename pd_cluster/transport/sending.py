@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 
 from pd_cluster import wire
-from pd_cluster.devices.device import CPU, Device, use
+from pd_cluster.devices.device import use
 from pd_cluster.devices.streams import Marker, mark
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout
-from pd_cluster.transport.base import KVSender
-from pd_cluster.transport.events import LinkFailed, Report, numbers_of
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.transport.base import KVSender, LaneContext
+from pd_cluster.transport.events import LinkFailed, numbers_of
 from pd_cluster.transport.guard import Sealer
-from pd_cluster.types import Note, note_nothing
 
 log = logging.getLogger(__name__)
 
@@ -39,41 +39,28 @@ class RateLimit:
 
 
 class SendThread:
-    """P's end of a link. `post` sends a frame over the link's connection; the payload follows at once."""
+    """P's end of a lane. A frame is posted over the link's connection; its payload follows at once."""
 
     def __init__(
-        self,
-        conn: str,
-        senders: list[KVSender],
-        sealer: Sealer,
-        probe_block: int,
-        post: Callable[[wire.Body], None],
-        report: Report,
-        bytes_per_s: float = 0.0,
-        note: Note = note_nothing,
-        probe_seed: int = 0,
-        device: Device = CPU,
+        self, context: LaneContext, senders: list[KVSender], sealer: Sealer, pool: KVPool, bytes_per_s: float = 0.0
     ) -> None:
-        """`device`: the pool's; all writes to the pool so far have been launched."""
+        """All writes to the pool so far have been launched."""
         self._meetings = {each.name: each.meeting for each in senders if each.meeting is not None}
-        self._conn = conn
-        self._device = device
-        self._written = mark(device)
+        self._conn, self._post, self._report, self._note = context.conn, context.post, context.report, context.note
+        self._device = pool.device
+        self._written = mark(pool.device)
         self._senders = {sender.name: sender for sender in senders}
         self._sender: KVSender | None = None
         self._sealer = sealer
-        self._probe_block = probe_block
+        self._probe_block = pool.probe_block
         self._probe_piece = wire.KVPiece(0, 0, 0, 0, [])
-        self._post = post
-        self._report = report
         self._pace = RateLimit(bytes_per_s)
-        self._note = note
         self._live: set[str] = set()
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self.probe_seed = probe_seed
+        self.probe_seed = pool.probe_seed
         self.max_payload_nbytes = 0  # of the open transport
         self.sent_nbytes = 0
-        self._thread = threading.Thread(target=self._run, name=f"kv-send {conn}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"kv-send {context.conn}", daemon=True)
         self._thread.start()
 
     @property

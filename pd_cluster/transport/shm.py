@@ -14,12 +14,10 @@ import warnings
 
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.memory import Memory
-from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool, view_blocks
+from pd_cluster.kv.pool import KVPool, view_blocks
 from pd_cluster.transport import unix
 from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey
-from pd_cluster.transport.copies import SETTLE_S
 from pd_cluster.transport.one_sided import OneSidedReceiver, OneSidedSender
 from pd_cluster.wire import TransportName, TransportOffer
 
@@ -44,22 +42,8 @@ class ShmReceiver(OneSidedReceiver):
 
     name: TransportName = "shm"
 
-    def __init__(
-        self,
-        offer: TransportOffer,
-        pool: KVPool,
-        peer: KVLayout,
-        num_peer_blocks: int,
-        checksum: Checksum,
-        timeout_s: float,
-        settle_s: float = SETTLE_S,
-    ) -> None:
-        super().__init__(offer, pool, peer, checksum, settle_s)
-        self._num_blocks = num_peer_blocks + NUM_EXTRA_BLOCKS
-        self._timeout_s = timeout_s
-
     def _source(self) -> Memory:
-        with unix.connect(self._offer.address, "shared memory", self._timeout_s) as peer:
+        with unix.connect(self._offer.address, "shared memory", self._place.connect_s) as peer:
             try:
                 _, fds, _, _ = socket.recv_fds(peer, 2, 1)
             except OSError as error:
@@ -106,7 +90,4 @@ class ShmEnds:
         return OneSidedSender(self._name, self._server.name, self._place.pool, checksum)
 
     def receiver(self, peer: Peer, checksum: Checksum, post: PostKey) -> KVReceiver:
-        place = self._place
-        return ShmReceiver(
-            peer.offer, place.pool, peer.layout, peer.num_blocks, checksum, place.connect_s, place.transfer_s
-        )
+        return ShmReceiver(self._place, peer, checksum)

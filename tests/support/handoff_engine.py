@@ -13,7 +13,7 @@ from pd_cluster import wire
 from pd_cluster.engine.step import beam_groups
 from pd_cluster.engine.step.beams import BeamSearch, candidates_of, first_tokens_of
 from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
@@ -69,7 +69,7 @@ class Engine:
     def __init__(self, num_blocks: int, block_size: int, budget: int, caches: bool) -> None:
         prefix = PrefixScope("model", Numerics()) if caches else None
         blocks = BlockPool(num_blocks, rests=False)  # the worst case for late readers and writers
-        self.scheduler = StepScheduler(blocks, block_size, 6, budget, prefix)
+        self.scheduler = StepScheduler(blocks, StepSizes(block_size, 6, budget), prefix)
         self.memory = Memory(blocks, block_size)
         self.legs: dict[str, list[Request]] = {}
         self.plan: StepPlan | None = None  # the step in progress

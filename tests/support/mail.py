@@ -7,6 +7,7 @@ import time
 from typing import Any, Literal
 
 from pd_cluster import wire
+from pd_cluster.net.admission import Life
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.net.sockets import KeyPair
 from pd_cluster.settings.config import Credentials
@@ -72,7 +73,7 @@ class Box:
         self.ahead_s = 0.0  # of its clock
         self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.beats: queue.SimpleQueue[wire.Heartbeat] = queue.SimpleQueue()
-        self.mailbox = Mailbox(name, epoch, kind, credentials, times, lambda: time.monotonic() + self.ahead_s)
+        self.mailbox = Mailbox(Life(name, epoch), kind, credentials, times, lambda: time.monotonic() + self.ahead_s)
         self.port = self.mailbox.bind("127.0.0.1", PortRange()) if listens else 0
         self.mailbox.start(self)
 

@@ -19,6 +19,7 @@ from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.base import Checksum, Ends, KVReceiver, KVSender, LinkContext, Peer, PostKey
+from pd_cluster.transport.device_memory import DeviceMemory
 from pd_cluster.transport.events import Arrived, LinkEvent
 from pd_cluster.transport.factory import Transports
 from pd_cluster.transport.guard import LinkKey
@@ -67,9 +68,19 @@ def connected(
     return sender, receiver
 
 
+def place_of(
+    pool: KVPool, connect_s: float = WAIT_S, transfer_s: float = WAIT_S, memory: DeviceMemory | None = None
+) -> LinkContext:
+    return LinkContext(pool, memory or MemfdMemory(), False, "127.0.0.1", connect_s, transfer_s)
+
+
+def peer_of(offer: wire.TransportOffer, num_blocks: int = NUM_BLOCKS) -> Peer:
+    return Peer(offer, LAYOUT, num_blocks)
+
+
 def ends_of(name: wire.TransportName, pool: KVPool) -> Ends:
     """Returns the row of the table for a worker with this pool."""
-    return BY_NAME[name].ends(LinkContext(pool, MemfdMemory(), False, "127.0.0.1", WAIT_S, WAIT_S))
+    return BY_NAME[name].ends(place_of(pool))
 
 
 class Pair:

@@ -9,7 +9,7 @@ import pytest
 
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.plan import needs_host
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
@@ -33,7 +33,7 @@ EVERYTHING: dict[str, Any] = {
 def core_that_goes_ahead(max_num_seqs: int = 4) -> EngineCore:
     runner = ToyRunner(NUM_BLOCKS, BLOCK_SIZE)
     runner.goes_ahead = True
-    return EngineCore(runner, StepScheduler(BlockPool(NUM_BLOCKS), BLOCK_SIZE, max_num_seqs, max_num_batched_tokens=32))
+    return EngineCore(runner, StepScheduler(BlockPool(NUM_BLOCKS), StepSizes(BLOCK_SIZE, max_num_seqs, 32)))
 
 
 def run(core: EngineCore, params: Sampling) -> None:
@@ -149,7 +149,9 @@ def test_steps_planned_early_are_those_planned_late(seed: int) -> None:
         runner = ToyRunner(num_blocks, block_size)
         runner.goes_ahead = goes_ahead
         prefix = PrefixScope("model", Numerics()) if rng.random() < 0.7 else None
-        scheduler = StepScheduler(BlockPool(num_blocks), block_size, rng.randrange(2, 6), rng.randrange(3, 20), prefix)
+        scheduler = StepScheduler(
+            BlockPool(num_blocks), StepSizes(block_size, rng.randrange(2, 6), rng.randrange(3, 20)), prefix
+        )
         core = EngineCore(runner, scheduler)
         for at in range(12):
             prompt = [1, 2, 4, 5] * rng.randrange(0, 5) + [rng.randrange(30) for _ in range(rng.randrange(1, 9))]

@@ -17,7 +17,7 @@ import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.errors import GuideError
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
@@ -79,7 +79,7 @@ class World:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
     def run(self, samplings: Sequence[Sampling]) -> list[Outcome]:
-        scheduler = StepScheduler(BlockPool(1024), 4, 64, 256, PrefixScope("toy", Numerics()))
+        scheduler = StepScheduler(BlockPool(1024), StepSizes(4, 64, 256), PrefixScope("toy", Numerics()))
         core = EngineCore(Ends(1024, self.ends), scheduler, guides=self.guides)
         requests = [Request(f"r{at}", Order([4, 5], sampling)) for at, sampling in enumerate(samplings)]
         for request in requests:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +23,7 @@ from pd_cluster.transport.dist import DistReceiver, DistSender, GroupOffer
 from pd_cluster.transport.events import Landed
 from pd_cluster.transport.pair import RECEIVER
 from tests.support.fake_device import FakeGroup, FakeHccl, FakeModule, content, install, put_on
-from tests.support.transports import CHECKSUM, LAYOUT, WAIT_S, Link, Pair, blocks, random_pool
+from tests.support.transports import CHECKSUM, LAYOUT, WAIT_S, Link, Pair, blocks, peer_of, place_of, random_pool
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def group(request: pytest.FixtureRequest, gpu: FakeModule) -> Group:
 def test_two_pools_on_one_device_are_no_pair(group: Group) -> None:
     offer = GroupOffer("", group.name, "GPU-0").offer(group.name)
     pool = put_on(random_pool(2), 0, group.kind)
-    receiver = DistReceiver(offer, pool, LAYOUT, CHECKSUM, False, "127.0.0.1", WAIT_S, WAIT_S, lambda key, value: None)
+    receiver = DistReceiver(place_of(pool), peer_of(offer), CHECKSUM, lambda key, value: None)
     with pytest.raises(LinkError, match=f"both pools are on device GPU-0: {group.name.upper()} takes"):
         receiver.open()
     pool.device = CPU
@@ -58,7 +59,8 @@ def test_two_pools_on_one_device_are_no_pair(group: Group) -> None:
 
 def test_a_payload_that_does_not_come_aborts_the_pair(group: Group) -> None:
     pair = group.pair()
-    pair.receiver._transfer_s = 0.2  # type: ignore[attr-defined]
+    receiver: Any = pair.receiver
+    receiver._place = replace(receiver._place, transfer_s=0.2)
     with pytest.raises(LinkError, match=r"nothing came or left within 0\.2 s"):
         pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
     assert [each.aborted.is_set() for each in FakeGroup.made].count(True) == 1
@@ -119,7 +121,7 @@ def test_hccl_gets_groups_that_are_nobody_elses(gpu: FakeModule) -> None:
 def test_an_hccl_pair_whose_other_end_does_not_come_waits_no_longer_than_it_may(gpu: FakeModule) -> None:
     """HCCL itself would: the next transport is tried all the same."""
     pool = put_on(random_pool(1), 0, "npu")
-    sender = DistSender(pool, CHECKSUM, False, "127.0.0.1", 0.05, WAIT_S, lambda key, value: None, "hccl")
+    sender = DistSender(place_of(pool, connect_s=0.05), CHECKSUM, lambda key, value: None, "hccl")
     with pytest.raises(LinkError, match=r"hccl pair did not come up: .* did not come within 0\.1 s") as caught:
         sender.open(LAYOUT)
     assert caught.value.retry

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 import pytest
 
 from pd_cluster.engine.step.core import EngineCore, StepResult
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix import PrefixScope
@@ -97,12 +97,10 @@ class Traffic:
         self.runner.goes_ahead = launches
         self.scheduler = StepScheduler(
             BlockPool(num_blocks, tier=tier),
-            block_size,
-            max_num_seqs=rng.randrange(2, 10),
-            max_num_batched_tokens=rng.randrange(1, 30),
-            prefix=prefix,
-            swap=BlockPool(num_swap_blocks),
-            window=window,
+            StepSizes(block_size, rng.randrange(2, 10), rng.randrange(1, 30)),
+            prefix,
+            BlockPool(num_swap_blocks),
+            window,
         )
         self.core = EngineCore(self.runner, self.scheduler)
         self.requests: dict[str, Request] = {}

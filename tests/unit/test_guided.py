@@ -16,7 +16,7 @@ import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.errors import GuideError
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
@@ -241,7 +241,7 @@ def test_masks_go_with_everything_else() -> None:
 
 
 def make_core(compiler: Compiler, num_blocks: int = 64) -> EngineCore:
-    scheduler = StepScheduler(BlockPool(num_blocks), 4, 8, 16, PrefixScope("toy", Numerics()))
+    scheduler = StepScheduler(BlockPool(num_blocks), StepSizes(4, 8, 16), PrefixScope("toy", Numerics()))
     return EngineCore(ToyRunner(num_blocks, 4), scheduler, guides=Guides(lambda: compiler))
 
 

@@ -14,7 +14,7 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.exports import Exports, ShipLimits, ShipSizes
 from pd_cluster.engine.handover.imports import Imports
 from pd_cluster.engine.handover.terms import TransferTerms
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.errors import QuarantineFull
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.settings.timeouts import Timeouts
@@ -141,7 +141,7 @@ def make_request(leg: Leg, sampling: Sampling | None = None) -> Request:
 @pytest.mark.parametrize("first_token", [-1, 3, 9, 2**62])
 def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> None:
     world = Recorder()
-    scheduler = StepScheduler(BlockPool(8), 4, 4, 16)
+    scheduler = StepScheduler(BlockPool(8), StepSizes(4, 4, 16))
     exports = Exports(scheduler, world, world, TransferTerms(lambda: 0.0, Timeouts()), ShipSizes(2, 64))
     request = make_request("prefill")
     scheduler.add(request)
@@ -154,7 +154,7 @@ def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> Non
 
 
 def submitted(sampling: Sampling | None = None, clock: Callable[[], float] = lambda: 0.0) -> tuple[Imports, Recorder]:
-    world, scheduler = Recorder(), StepScheduler(BlockPool(8), 4, 4, 16)
+    world, scheduler = Recorder(), StepScheduler(BlockPool(8), StepSizes(4, 4, 16))
     imports = Imports(scheduler, world, world, TransferTerms(clock, Timeouts()), growth_tokens=4, vocab_size=100)
     imports.submit(make_request("decode", sampling))
     return imports, world

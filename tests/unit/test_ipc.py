@@ -30,7 +30,18 @@ from pd_cluster.transport.local import LocalReceiver, offer_pool
 from pd_cluster.transport.one_sided import PoolAddress
 from pd_cluster.transport.table import BY_NAME, allowed
 from tests.support.fake_device import FakeGroup, FakeModule, MemfdMemory, content, install, put_on
-from tests.support.transports import CHECKSUM, LAYOUT, NUM_BLOCKS, WAIT_S, Link, Pair, blocks, random_pool
+from tests.support.transports import (
+    CHECKSUM,
+    LAYOUT,
+    NUM_BLOCKS,
+    WAIT_S,
+    Link,
+    Pair,
+    blocks,
+    peer_of,
+    place_of,
+    random_pool,
+)
 
 
 @pytest.fixture
@@ -56,7 +67,7 @@ def make_receiver(
 ) -> IpcReceiver:
     offer = PoolAddress(server.name, uuid).offer("ipc")
     target = put_on(random_pool(2), 0, kind)
-    return IpcReceiver(offer, target, LAYOUT, num_blocks, CHECKSUM, WAIT_S, MemfdMemory())
+    return IpcReceiver(place_of(target, memory=MemfdMemory()), peer_of(offer, num_blocks), CHECKSUM)
 
 
 def exported(*changes: dict[str, Any], **change: Any) -> bytes:
@@ -229,7 +240,7 @@ def test_a_server_forgets_who_has_hung_up(gpu: FakeModule) -> None:
 
 def test_pools_on_two_devices_are_not_local(gpu: FakeModule) -> None:
     offer = PoolAddress(offer_pool(source := put_on(random_pool(1), 1))).offer("local")
-    receiver = LocalReceiver(offer, put_on(random_pool(2)), LAYOUT, CHECKSUM)
+    receiver = LocalReceiver(place_of(put_on(random_pool(2))), peer_of(offer), CHECKSUM)
     with pytest.raises(LinkError, match="pool is on cuda:1, this one's on cuda:0"):
         receiver.open()
     assert source.device.index == 1

@@ -46,6 +46,8 @@ from tests.support.transports import (
     blocks,
     connected,
     make_config,
+    peer_of,
+    place_of,
     random_pool,
 )
 
@@ -55,7 +57,7 @@ OPENED = wire.LinkOpen(
 
 
 def make_sender(connect_s: float, post: PostKey = lambda key, value: None) -> DistSender:
-    return DistSender(random_pool(1), CHECKSUM, False, "127.0.0.1", connect_s, WAIT_S, post)
+    return DistSender(place_of(random_pool(1), connect_s), CHECKSUM, post)
 
 
 def test_a_peer_that_does_not_join_keeps_no_other_link_waiting() -> None:
@@ -99,7 +101,7 @@ def test_a_probe_that_is_announced_and_does_not_come_stops_no_other_probe() -> N
     joined.join(WAIT_S)
     chunk = wire.KVChunk("", 0, wire.KVPiece(0, 4, 0, 2, [NUM_BLOCKS + 1]), LAYOUT.block_nbytes, 0)
     stalled.put(Sealer(KEY).seal(wire.KVProbe("dist", chunk)))
-    receiver = LocalReceiver(PoolAddress("").offer("local"), target, LAYOUT, CHECKSUM)
+    receiver = LocalReceiver(place_of(target), peer_of(PoolAddress("").offer("local")), CHECKSUM)
     receiver._source = lambda: healthy.memory  # type: ignore[method-assign]
     receiver.open()
     assert Probe(target, LAYOUT, healthy.probe_seed).problem(receiver, 0, chunk, 1.0) == ""
@@ -112,7 +114,7 @@ def test_a_payload_that_does_not_come_ends_the_link_in_time() -> None:
     pool = random_pool(2)
     sender, receiver = connected(
         lambda post: make_sender(WAIT_S, post),
-        lambda offer, post: DistReceiver(offer, pool, LAYOUT, CHECKSUM, False, "127.0.0.1", WAIT_S, 0.3, post),
+        lambda offer, post: DistReceiver(place_of(pool, transfer_s=0.3), peer_of(offer), CHECKSUM, post),
     )
     opening = threading.Thread(target=sender.open, args=(LAYOUT,))
     opening.start()
@@ -176,7 +178,7 @@ def test_the_pools_server_outlives_a_lack_of_descriptors(monkeypatch: pytest.Mon
     server._listener = Failing()  # type: ignore[assignment]
     for _ in range(3):  # the first is taken by the accept that runs already
         offer = PoolAddress(server.name).offer("shm")
-        ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS, CHECKSUM, WAIT_S).open()
+        ShmReceiver(place_of(random_pool(2)), peer_of(offer), CHECKSUM).open()
     assert failures == [2]
     server.close()
 
@@ -184,7 +186,7 @@ def test_the_pools_server_outlives_a_lack_of_descriptors(monkeypatch: pytest.Mon
 def test_a_pool_is_not_handed_to_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
     server = PoolServer(random_pool(1))
     offer = PoolAddress(server.name).offer("shm")
-    receiver = ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS, CHECKSUM, WAIT_S)
+    receiver = ShmReceiver(place_of(random_pool(2)), peer_of(offer), CHECKSUM)
     uids = iter([os.getuid(), 12345])  # D's view of P, then P's view of D
     monkeypatch.setattr("pd_cluster.transport.unix.peer_uid", lambda peer: next(uids))
     with pytest.raises(LinkError, match="another user"):

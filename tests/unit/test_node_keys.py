@@ -20,7 +20,7 @@ from pd_cluster.cluster.members.place import place_alone
 from pd_cluster.commands import cli
 from pd_cluster.errors import ConfigError
 from pd_cluster.net import mailbox as mailbox_module
-from pd_cluster.net.admission import JOIN_EPOCH, JOIN_PORT, JoinAdmission, join_key
+from pd_cluster.net.admission import JOIN_EPOCH, JOIN_PORT, JoinAdmission, Life, join_key
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.net.node_files import NodeKeys, read_node_keys, read_trusted_nodes, write_node_keys
 from pd_cluster.net.nodes import NODE_REFUSED, Nodes
@@ -366,7 +366,7 @@ def test_revocation_cuts_a_nodes_connections_and_says_so(
 def test_a_join_port_asks_for_a_node(box: Callable[..., Box], world: World) -> None:
     port = box("unused", 1, private=SCHEDULER.private)  # only its handler is used
     credentials = Credentials(SECRET, (SCHEDULER.public,), SCHEDULER.private, trusted_nodes=str(world.file))
-    joining = Mailbox(JOIN_PORT, JOIN_EPOCH, "scheduler", credentials, TIMES, admission=JoinAdmission)
+    joining = Mailbox(Life(JOIN_PORT, JOIN_EPOCH), "scheduler", credentials, TIMES, admission=JoinAdmission)
     number = joining.bind("127.0.0.1", PortRange())
     joining.start(port)
     try:

@@ -35,7 +35,7 @@ from pd_cluster.net.node_files import (
     write_public,
 )
 from pd_cluster.net.nodes import Nodes, check_own
-from pd_cluster.net.opening import MOST_LINES, PERIOD_S, Opening
+from pd_cluster.net.opening import MOST_LINES, PERIOD_S, Opening, OwnSide
 from pd_cluster.net.sockets import KeyPair
 from pd_cluster.settings.config import Credentials
 from tests.support.mail import SCHEDULER, SECRET
@@ -171,7 +171,7 @@ def test_peers_that_come_again_and_again_do_not_fill_the_log(pair: Pair, caplog:
     told: list[str] = []
     connections = cast(Any, SimpleNamespace(say_gone=lambda identity, envelope, reason: told.append(reason)))
     listens = Opening(
-        connections, "scheduler", SCHEDULER, cast(Admission, admission), pair.own, bytes, 1.0, lambda: now_s[0]
+        connections, OwnSide("scheduler", SCHEDULER, cast(Admission, admission), pair.own), bytes, 1.0, lambda: now_s[0]
     )
 
     def come(name: str) -> None:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
@@ -29,9 +29,7 @@ class Both:
         window = rng.choice([None, 1, 3, 8, 17])
         self.real = StepScheduler(
             BlockPool(num_blocks),
-            block_size,
-            max_seqs,
-            budget,
+            StepSizes(block_size, max_seqs, budget),
             PrefixScope("model", Numerics()) if caches else None,
             BlockPool(num_swap_blocks),
             window,

@@ -22,7 +22,7 @@ from pd_cluster.transport.shm import PoolServer, ShmReceiver
 from pd_cluster.transport.table import TABLE
 from tests.support.fake_device import FakeModule, content, install
 from tests.support.nixl import needs_nixl
-from tests.support.transports import CHECKSUM, LAYOUT, NUM_BLOCKS, WAIT_S, Pair, blocks, random_pool
+from tests.support.transports import CHECKSUM, LAYOUT, NUM_BLOCKS, WAIT_S, Pair, blocks, peer_of, place_of, random_pool
 
 NAMES: tuple[wire.TransportName, ...] = tuple(each.name for each in TABLE if "cpu" in each.pools and not each.package)
 CHECKED = (*NAMES, "cuda dist", "npu dist")
@@ -170,14 +170,14 @@ def test_shm_is_gone_with_its_server_and_refuses_a_pool_of_another_size() -> Non
     server = PoolServer(random_pool(1))
     offer = PoolAddress(server.name).offer("shm")
     with pytest.raises(LinkError, match="bytes"):
-        ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS + 1, CHECKSUM, WAIT_S).open()
+        ShmReceiver(place_of(random_pool(2)), peer_of(offer, NUM_BLOCKS + 1), CHECKSUM).open()
     server.close()
     with pytest.raises(LinkError, match="cannot be reached"):
-        ShmReceiver(offer, random_pool(2), LAYOUT, NUM_BLOCKS, CHECKSUM, WAIT_S).open()
+        ShmReceiver(place_of(random_pool(2)), peer_of(offer), CHECKSUM).open()
 
 
 def test_dist_gives_up_when_nobody_joins_and_ends_with_its_peer() -> None:
-    sender = DistSender(random_pool(1), CHECKSUM, False, "127.0.0.1", 0.3, 0.3, lambda key, value: None)
+    sender = DistSender(place_of(random_pool(1), 0.3, 0.3), CHECKSUM, lambda key, value: None)
     with pytest.raises(LinkError) as caught:
         sender.open(LAYOUT)
     assert caught.value.retry

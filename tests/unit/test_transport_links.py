@@ -12,15 +12,27 @@ import torch
 from pd_cluster import wire
 from pd_cluster.errors import LinkError, called
 from pd_cluster.numerics import Numerics
-from pd_cluster.transport.base import Prepared
+from pd_cluster.transport.base import LaneContext, Prepared
 from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
 from pd_cluster.transport.factory import Transports
 from pd_cluster.transport.guard import LinkKey, Opener, Sealer
 from pd_cluster.transport.local import LocalReceiver
 from pd_cluster.transport.one_sided import OneSidedSender, PoolAddress
-from pd_cluster.transport.receiving import Probe, ReceiveThread
+from pd_cluster.transport.receiving import AllowedTransports, Probe, ReceiveThread
 from pd_cluster.transport.sending import SendThread
-from tests.support.transports import CHECKSUM, KEY, LAYOUT, NUM_BLOCKS, TOKEN, WAIT_S, Link, make_config, random_pool
+from tests.support.transports import (
+    CHECKSUM,
+    KEY,
+    LAYOUT,
+    NUM_BLOCKS,
+    TOKEN,
+    WAIT_S,
+    Link,
+    make_config,
+    peer_of,
+    place_of,
+    random_pool,
+)
 
 Event = TypeVar("Event", Landed, LinkFailed)
 
@@ -156,9 +168,14 @@ def test_a_link_whose_transports_all_fail_is_refused() -> None:
             raise LinkError("no way", retry=True)
 
     target = random_pool(2)
-    receiver = Broken(PoolAddress("").offer("local"), target, LAYOUT, CHECKSUM)
+    receiver = Broken(place_of(target), peer_of(PoolAddress("").offer("local")), CHECKSUM)
     thread = ReceiveThread(
-        "c", "link", [receiver], Probe(target, LAYOUT, 0), Opener(KEY), answers.put, lambda event: None, WAIT_S
+        LaneContext("c", answers.put, lambda event: None),
+        "link",
+        AllowedTransports([receiver]),
+        Probe(target, LAYOUT, 0),
+        Opener(KEY),
+        WAIT_S,
     )
     thread.start()
     assert isinstance(answers.get(timeout=WAIT_S), wire.LinkAnswer)
@@ -168,7 +185,7 @@ def test_a_link_whose_transports_all_fail_is_refused() -> None:
 
 def test_a_transport_that_was_not_offered_fails_the_link() -> None:
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    thread = SendThread("c", [], Sealer(KEY), 0, lambda body: None, events.put)
+    thread = SendThread(LaneContext("c", lambda body: None, events.put), [], Sealer(KEY), random_pool(1))
     thread.open("dist", LAYOUT, LAYOUT)
     assert events.get(timeout=WAIT_S) == LinkFailed("c", "the decode instance chose dist, which was not offered")
 

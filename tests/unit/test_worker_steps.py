@@ -12,8 +12,7 @@ from pd_cluster.engine import outbox
 from pd_cluster.engine.drain import CLOSES_AFTER_S
 from pd_cluster.engine.handover.events import ConnClosed, Event, HandedOver, Mail, StartDrain, StopEngine
 from pd_cluster.engine.leg_table import LegTable
-from pd_cluster.engine.legs import Legs
-from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS
+from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS, Legs
 from pd_cluster.engine.stage import Released, Stage
 from pd_cluster.engine.step.patience import Patience
 from pd_cluster.engine.step.scheduler import StepScheduler

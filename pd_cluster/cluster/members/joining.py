@@ -18,7 +18,7 @@ import msgspec
 from pd_cluster import wire
 from pd_cluster.cluster.members.place import resolve_hosts
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.net.admission import JOIN_EPOCH, JOIN_PORT, join_key
+from pd_cluster.net.admission import JOIN_EPOCH, JOIN_PORT, Life, join_key
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.net.opening import CUT_SHORT, REFUSALS
 from pd_cluster.settings.config import Credentials
@@ -184,7 +184,7 @@ class JoinMailbox:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         own = msgspec.structs.replace(credentials, key=join_key(credentials.secret))
-        self._mailbox = Mailbox(name, epoch, "worker", own, timeouts)
+        self._mailbox = Mailbox(Life(name, epoch), "worker", own, timeouts)
         self._joining = Joining(addresses, credentials.schedulers, join, self._mailbox, timeouts)
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         self._answered = asyncio.Event()

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.membership import Membership
-from pd_cluster.net.admission import JOIN_EPOCH, JOIN_PORT, JoinAdmission
+from pd_cluster.net.admission import JOIN_EPOCH, JOIN_PORT, JoinAdmission, Life
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.net.nodes import NODE_REFUSED
 from pd_cluster.settings.config import Credentials
@@ -203,7 +203,9 @@ class JoinPort:
     def __init__(self, membership: Membership, credentials: Credentials, timeouts: Timeouts, host: str, port: int):
         self._loop = asyncio.get_running_loop()
         self._fatal: asyncio.Future[None] = self._loop.create_future()
-        self._mailbox = Mailbox(JOIN_PORT, JOIN_EPOCH, "scheduler", credentials, timeouts, admission=JoinAdmission)
+        self._mailbox = Mailbox(
+            Life(JOIN_PORT, JOIN_EPOCH), "scheduler", credentials, timeouts, admission=JoinAdmission
+        )
         self.registrar = Registrar(membership, self._mailbox.send, 2 * timeouts.connect_timeout_s)
         try:
             self._mailbox.bind(host, PortRange(port, port), "join_port")

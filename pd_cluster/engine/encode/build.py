@@ -15,6 +15,7 @@ from pd_cluster.engine.handover.events import Event
 from pd_cluster.model.loader import resolve_dtype
 from pd_cluster.model.parallel.group import Alone
 from pd_cluster.model.parts import load_tower_part
+from pd_cluster.net.admission import Life
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.numerics import Numerics
 from pd_cluster.reports import RankReport
@@ -41,7 +42,7 @@ def build_encoder(
     dtype = resolve_dtype(engine.dtype, checkpoint, device)
     load = partial(load_tower_part, checkpoint, engine, dtype, device, Alone())
     tower = load()
-    mailbox = Mailbox(config.name, config.epoch, "worker", config.credentials, config.timeouts)
+    mailbox = Mailbox(Life(config.name, config.epoch), "worker", config.credentials, config.timeouts)
     control_port = mailbox.bind(config.bind_address, config.kv_port_range)
     numerics = Numerics(device=device.kind, dtype=dtype, hf_overrides=checkpoint.hf_overrides)
     worker = EncodeWorker(

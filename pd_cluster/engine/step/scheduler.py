@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from pd_cluster.engine.step.holdings import Holdings
 from pd_cluster.engine.step.places import StepPlaces
@@ -22,6 +23,16 @@ from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.types import Request, Status, TokenOutput, sibling
 from pd_cluster.types.variants import num_given_tokens
 from pd_cluster.wire import PREEMPTIONS_BOUNDS
+
+
+class StepSizes(NamedTuple):
+    """The limits of a step. `most_adapters` in it; 0: there are none. `keeps_pictures`: no chunk ends inside one."""
+
+    block_size: int  # tokens
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    most_adapters: int = 0
+    keeps_pictures: bool = False
 
 
 class StepScheduler:
@@ -41,21 +52,16 @@ class StepScheduler:
     def __init__(
         self,
         blocks: BlockPool,
-        block_size: int,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
+        sizes: StepSizes,
         prefix: PrefixScope | None = None,
         swap: BlockPool | None = None,
         window: int | None = None,
-        most_adapters: int = 0,
-        keeps_pictures: bool = False,
     ) -> None:
-        """`most_adapters` in a step; 0: there are none. `keeps_pictures`: no chunk ends inside a picture."""
         self.blocks = blocks
         self.swap = swap if swap is not None else BlockPool(0)
-        self.block_size = block_size
-        self._pooling_chunk = chunk = pooling_chunk_of(max_num_batched_tokens, block_size)
-        self._holdings = holdings = Holdings(blocks, self.swap, block_size, prefix, window, chunk)
+        self.block_size, max_num_seqs, max_num_batched_tokens, most_adapters, keeps_pictures = sizes
+        self._pooling_chunk = chunk = pooling_chunk_of(max_num_batched_tokens, self.block_size)
+        self._holdings = holdings = Holdings(blocks, self.swap, self.block_size, prefix, window, chunk)
         self.held, self.num_blocks_for = holdings.held, holdings.num_blocks_for
         self._turns = Turns(most_adapters) if most_adapters else None
         self._keeps_pictures = keeps_pictures

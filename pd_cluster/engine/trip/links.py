@@ -42,7 +42,7 @@ from pd_cluster.engine.trip.spec import (
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool, probe_content
-from pd_cluster.net.admission import peer_key
+from pd_cluster.net.admission import Life, peer_key
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.config import Credentials, WorkerConfig
@@ -100,7 +100,7 @@ class LinkEnd(ABC):
         )
         # The listener pins one key, as a worker pins its scheduler's: nobody else can link to it.
         kind: Literal["scheduler", "worker"] = "scheduler" if begin.role == "prefill" else "worker"
-        self.mailbox = Mailbox(config.name, self.epoch, kind, config.credentials, TIMEOUTS)
+        self.mailbox = Mailbox(Life(config.name, self.epoch), kind, config.credentials, TIMEOUTS)
         self.port = self.mailbox.bind(begin.host, config.kv_port_range)
         own = peer_key(config.name, self.epoch)
         # The blocks are not secret, so a transport that is asked for by name may cross to another host.

@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 
-from pd_cluster.devices.device import Device, bind, use
+from pd_cluster.devices.device import Device
 from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.handover import HandoverTerms
@@ -21,12 +21,12 @@ from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.model.load_runner import load_runner
-from pd_cluster.model.parallel.group import Group, Rendezvous, join
+from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.guided import Guides
 from pd_cluster.net.admission import peer_key
 from pd_cluster.settings.config import WorkerConfig
-from pd_cluster.settings.engine import SYMMETRIC_SUMS, EngineConfig
+from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.text.grammar import Compiler
 
 log = logging.getLogger(__name__)
@@ -91,22 +91,3 @@ def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
 def legs_of(config: WorkerConfig, core: EngineCore, runner: ModelRunner, context: HandoverContext) -> Legs:
     terms = HandoverTerms(config.role == "prefill", config.engine.growth_tokens, runner.vocab_size)
     return Legs.of(context, core, limits_of(runner), terms)
-
-
-def device_of(config: WorkerConfig) -> Device:
-    """Selects this rank's device for this process and returns it. Raises ConfigError."""
-    device = bind(config.engine.device, config.device_ids, config.ranks.rank)
-    if config.environment and not device.is_accelerator and not config.ranks.rank:  # as serve.py gives NPUs
-        log.warning(
-            "this instance computes on the CPU: its rank table gives devices addresses of their own, as NPUs have, but "
-            "no NPU is seen here; --device=npu makes that an error, --device=cpu says that it shall be so"
-        )
-    use(device)
-    return device
-
-
-def meet(config: WorkerConfig, device: Device) -> Group:
-    """Waits until all ranks of this instance have joined and returns their group. Raises InstanceLost."""
-    ranks = config.ranks
-    place = Rendezvous(ranks.store, ranks.rank, ranks.size, config.timeouts.collective_timeout_s)
-    return join(place, device, config.engine.deterministic, SYMMETRIC_SUMS in config.engine.cuda_speedups)

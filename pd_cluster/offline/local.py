@@ -169,7 +169,7 @@ class LocalEngine:
         from pd_cluster.devices.spinning import Spinning
         from pd_cluster.engine.availability import Availability
         from pd_cluster.engine.build import build_core, legs_of, side_of
-        from pd_cluster.engine.build_worker import adapters_of
+        from pd_cluster.engine.build_stages import adapters_of
         from pd_cluster.engine.cache_news import CacheNews
         from pd_cluster.engine.drain import WorkerDrain
         from pd_cluster.engine.handover.context import HandoverContext

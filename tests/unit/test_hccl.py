@@ -15,7 +15,7 @@ from pd_cluster.cluster.processes import rank_process
 from pd_cluster.commands import check, serve
 from pd_cluster.devices import hccl
 from pd_cluster.devices.device import CPU
-from pd_cluster.engine import build
+from pd_cluster.engine.ranks import build
 from pd_cluster.settings.config import Credentials, WorkerConfig
 from pd_cluster.settings.engine import SHIPPED_MODEL, EngineConfig
 from pd_cluster.settings.options import ServeOptions

@@ -8,6 +8,7 @@ from functools import partial
 from pd_cluster.devices.device import Device
 from pd_cluster.engine.availability import Availability
 from pd_cluster.engine.build import build_core, legs_of, side_of
+from pd_cluster.engine.build_ranks import Inbox, a_rank_is_lost, device_of, ears_of, meet
 from pd_cluster.engine.build_stages import stages_of
 from pd_cluster.engine.drain import WorkerDrain
 from pd_cluster.engine.encode.build import build_encoder
@@ -18,7 +19,6 @@ from pd_cluster.engine.host_cores import HostCores
 from pd_cluster.engine.loop import Loop
 from pd_cluster.engine.mail import Mailroom
 from pd_cluster.engine.ranks import rank_messages as to
-from pd_cluster.engine.ranks.build import Inbox, a_rank_is_lost, device_of, ears_of, meet
 from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.lead import LeadRunner, Watch
 from pd_cluster.engine.ranks.remote_lanes import RankLanes

@@ -15,7 +15,7 @@ from pd_cluster.cluster.processes import rank_process
 from pd_cluster.commands import check, serve
 from pd_cluster.devices import hccl
 from pd_cluster.devices.device import CPU
-from pd_cluster.engine.ranks import build
+from pd_cluster.engine import build_ranks
 from pd_cluster.settings.config import Credentials, WorkerConfig
 from pd_cluster.settings.engine import SHIPPED_MODEL, EngineConfig
 from pd_cluster.settings.options import ServeOptions
@@ -170,11 +170,11 @@ def test_a_rank_process_starts_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cpu_in_an_npus_place_is_told(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """It serves, but an operator who wrote NPUs into the table does not want that; one rank says it."""
-    monkeypatch.setattr(build, "bind", lambda name, device_ids, rank: CPU)
+    monkeypatch.setattr(build_ranks, "bind", lambda name, device_ids, rank: CPU)
     for environment, num_told in (({}, 0), (OURS, 1)):
         config = worker_config(environment)
         follower = msgspec.structs.replace(config, ranks=msgspec.structs.replace(config.ranks, rank=1))
-        assert build.device_of(config) == build.device_of(follower) == CPU
+        assert build_ranks.device_of(config) == build_ranks.device_of(follower) == CPU
         assert caplog.text.count("computes on the CPU") == num_told
 
 

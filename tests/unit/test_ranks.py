@@ -17,13 +17,12 @@ from msgspec import Raw, ValidationError, msgpack
 
 from pd_cluster import wire
 from pd_cluster.cluster.processes.ranks import Ranks
-from pd_cluster.engine import hang
+from pd_cluster.engine import build_ranks, hang
 from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.events import Offered, StopEngine
 from pd_cluster.engine.handover.links import PeerProgress, ReceiveEnd, SendEnd, Side
 from pd_cluster.engine.handover.out_links import OutLinks
 from pd_cluster.engine.handover.out_table import OutLinkTable
-from pd_cluster.engine.ranks import build as ranks_build
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.follower import LaneHost
@@ -407,10 +406,10 @@ def test_only_methods_of_ends_are_called_with_arguments_of_their_types() -> None
 
 def test_who_has_lost_a_rank_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     ends: list[float] = []
-    monkeypatch.setattr(ranks_build, "end_within", ends.append)
+    monkeypatch.setattr(build_ranks, "end_within", ends.append)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     told: list[str] = []
-    ranks_build.a_rank_is_lost(4, 3.0, inbox, told.append, 2, "has not answered for 3 s")
+    build_ranks.a_rank_is_lost(4, 3.0, inbox, told.append, 2, "has not answered for 3 s")
     assert told == ["rank 2 of 4 has not answered for 3 s"]
     event = inbox.get_nowait()
     assert isinstance(event, StopEngine)

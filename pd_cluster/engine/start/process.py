@@ -104,7 +104,7 @@ def _prepare(config: WorkerConfig) -> None:
 
 def _follow(config: WorkerConfig) -> None:
     _prepare(config)
-    from pd_cluster.engine.ranks.build import build_follower
+    from pd_cluster.engine.build_ranks import build_follower
 
     follower = build_follower(config)
     follower.start()

@@ -13,25 +13,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import Raw, ValidationError, msgpack
 
 from pd_cluster import wire
 from pd_cluster.cluster.processes.ranks import Ranks
 from pd_cluster.engine import build_worker, hang
 from pd_cluster.engine.handover.context import HandoverContext
-from pd_cluster.engine.handover.events import StopEngine
-from pd_cluster.engine.handover.links import PeerProgress, Side
+from pd_cluster.engine.handover.events import Offered, StopEngine
+from pd_cluster.engine.handover.links import PeerProgress, ReceiveEnd, SendEnd, Side
 from pd_cluster.engine.handover.out_links import OutLinks
 from pd_cluster.engine.handover.out_table import OutLinkTable
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.follower import LaneHost
 from pd_cluster.engine.ranks.lead import ALL_LAYERS, LeadRunner, Watch
-from pd_cluster.errors import InstanceLost
-from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.engine.ranks.remote_lanes import RankLanes
+from pd_cluster.errors import InstanceLost, LinkError
+from pd_cluster.kv.layout import KVLayout, Lane, keys_and_values
 from pd_cluster.model.batch import StepInput
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.events import Drained
+from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed
+from pd_cluster.types import note_nothing
 
 WAIT_S = 60.0
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
@@ -255,8 +258,6 @@ class Runner:
 
 
 def lead_of(runner: Runner) -> tuple[LeadRunner, list[to.Step]]:
-    from msgspec import msgpack
-
     told: list[to.Step] = []
     follower = SimpleNamespace(send_encoded=lambda data: told.append(msgpack.decode(data, type=to.Step)))
     runner.lead = LeadRunner(runner, [follower])  # type: ignore[arg-type,list-item]
@@ -283,40 +284,121 @@ def test_followers_are_told_of_every_step_that_is_launched() -> None:
 # ---- a follower's ends of lanes
 
 
-class Receiving:
-    """A ReceiveEnd that records its calls, and the transfers that they name."""
+class RecordingEnd:
+    """An end of a lane that records its calls."""
 
-    received_nbytes = num_dropped = 0
+    offers, max_payloads = list[wire.TransportOffer](), {"shm": 9}
+    received_nbytes = num_dropped = sent_nbytes = probe_seed = 0
 
     def __init__(self) -> None:
-        self.done: list[str] = []
+        self.done: list[tuple[Any, ...]] = []
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *args: self.done.append(" ".join([name, *(each for each in args if isinstance(each, str))]))
+        return lambda *args: self.done.append((name, *args))
+
+
+class TwoRanks:
+    """Rank 0's view of the ends on rank 1, and rank 1's host of them; messages between them are encoded."""
+
+    def __init__(self) -> None:
+        self.end = RecordingEnd()
+        self.can_open = True
+        self.progress = to.Reached(2, ALL_LAYERS)
+        self.reported: list[LinkEvent] = []
+        self.told: list[Offered] = []
+        ends: Any = SimpleNamespace(send_end=self.open, receive_end=self.open)
+        self.host = LaneHost(ends, self.to_lead)
+        channel: Any = SimpleNamespace(send=self.to_follower)
+        unused: Any = None  # rank 0's own lanes, and the mailbox
+        self.lanes = RankLanes(unused, [channel], lambda: self.progress, unused, self.told.append)
+
+    def open(self, *_: object) -> RecordingEnd:
+        if not self.can_open:
+            raise LinkError("no room")
+        return self.end
+
+    def to_follower(self, message: to.RankMessage) -> None:
+        decoded: Any = msgpack.decode(msgpack.encode(message), type=to.ToFollower)
+        self.host.handle(decoded)
+
+    def to_lead(self, message: to.RankMessage) -> None:
+        decoded: Any = msgpack.decode(msgpack.encode(message), type=to.FromFollower)
+        self.lanes.hear(decoded)
+
+    def sending(self) -> SendEnd:
+        return self.lanes.send_end("conn", "id", "d@1", 1, Lane(1, 0), self.reported.append, note_nothing)
+
+    def receiving(self) -> ReceiveEnd:
+        lane_offers = [wire.LaneOffer(source_rank=0, target_rank=rank, offers=[], probe_seed=0) for rank in range(2)]
+        about: dict[str, Any] = {"model_identity": "m", "numerics": Numerics(), "num_blocks": 8}
+        about |= {"options": wire.KVOptions(), "lanes": lane_offers}
+        opened = wire.LinkOpen(link_id="id", layout=LAYOUT.to_info(), **about)
+        return self.lanes.receive_end("conn", "p@1", opened, 1, self.reported.append, note_nothing)
+
+
+def test_calls_of_ends_on_other_ranks_are_made_there() -> None:
+    ranks = TwoRanks()
+    ranks.host.reached(to.Reached(2, ALL_LAYERS))
+    end = ranks.sending()
+    assert (end.offers, ranks.told) == ([], [Offered("conn")])
+    value, piece = wire.LinkValue("dist", "0/0", b"x", 1), wire.KVPiece(0, 4, 0, 2, [5])
+    last = wire.KVEnd(transfer_id="t", num_chunks=1, num_tokens=4, first_tokens=[])
+    end.open("shm", LAYOUT, dataclasses.replace(LAYOUT, tp_size=2))
+    assert end.max_payload_nbytes == 9
+    end.meet(value)
+    end.settle()
+    end.probe()
+    end.ship("t", 0, piece)
+    end.ship_end(last)
+    end.drop("t")
+    end.close()
+    end.probe()  # it is closed
+    opened = ("open", "shm", LAYOUT, dataclasses.replace(LAYOUT, tp_size=2))
+    shipped = [("ship", "t", 0, piece), ("ship_end", last), ("drop", "t"), ("close",)]
+    assert ranks.end.done == [opened, ("meet", value), ("settle",), ("probe",), *shipped]
 
 
 def test_blocks_are_landed_in_when_what_still_writes_to_them_was_launched_here() -> None:
     """Rank 0 had launched step 2 when it released them; this rank knows of step 2, and is at step 1."""
-    end, sent = Receiving(), list[Any]()
-    host = LaneHost(SimpleNamespace(receive_end=lambda *_: end), LAYOUT, sent.append)  # type: ignore[arg-type]
-    opened: Any = None
-    host.handle(to.OpenReceive(*AT, "p", opened))
-    host.handle(to.StartReceive(*AT))
-    host.reached(to.Reached(1, ALL_LAYERS))
-    host.handle(to.Begin(*AT, "t", [3], 0, 4, to.Reached(2, ALL_LAYERS)))
-    host.handle(to.Value(*AT, wire.LinkValue("dist", "0/0", b"")))  # what two ranks agree about waits for no step
-    host.handle(to.Frame(*AT, wire.KVFrame(0, b"", b"", 1)))
-    host.handle(to.Forget(*AT, "t"))
-    host.handle(to.CloseReceive(*AT))
-    host.handle(to.Forget(*AT, "u"))
-    host.handle(to.Value("another", 1, wire.LinkValue("dist", "k", b"")))  # an end that is not here
-    assert end.done == ["start", "meet"]
-    host.reached(to.Reached(2, 1))
-    assert end.done == ["start", "meet"]
-    assert not sent
-    host.reached(to.Reached(2, ALL_LAYERS))
-    assert end.done == ["start", "meet", "begin t", "put", "forget t", "close"]
-    assert [message.event for message in sent] == [Drained("u")]
+    ranks = TwoRanks()
+    end, value, frame = ranks.receiving(), wire.LinkValue("dist", "0/0", b""), wire.KVFrame(0, b"", b"", 1)
+    end.start()
+    ranks.host.reached(to.Reached(1, ALL_LAYERS))
+    end.begin("t", [3], 0, 4)
+    end.meet(value)  # what two ranks agree about waits for no step
+    end.put(frame)
+    end.forget("t")
+    end.close()
+    assert ranks.end.done == [("start",), ("meet", value)]
+    ranks.host.reached(to.Reached(2, 1))
+    assert ranks.end.done == [("start",), ("meet", value)]
+    ranks.host.reached(to.Reached(2, ALL_LAYERS))
+    rest = [("begin", "t", [3], 0, 4), ("put", frame), ("forget", "t"), ("close",)]
+    assert ranks.end.done == [("start",), ("meet", value), *rest]
+
+
+def test_an_end_that_cannot_be_opened_there_fails_and_has_nothing_under_way() -> None:
+    ranks = TwoRanks()
+    ranks.can_open = False
+    end = ranks.receiving()
+    end.start()
+    end.begin("t", [3], 0, 4)
+    end.forget("t")
+    end.close()
+    assert ranks.reported == [LinkFailed("conn", "no room"), Drained("t")]
+    assert ranks.end.done == []
+
+
+def test_only_methods_of_ends_are_called_with_arguments_of_their_types() -> None:
+    ranks = TwoRanks()
+    assert not hasattr(ranks.sending(), "begin"), "a method of D's ends"
+    for method, arguments in (("begin", ("t", [3], 0, 4)), ("_run", ()), ("__init__", ()), ("offers", ())):
+        with pytest.raises(ValidationError, match=f"has no method {method}"):
+            ranks.to_follower(to.Call(*AT, method, Raw(msgpack.encode(arguments)), None))
+    for arguments in ((), (1,), ("t", "u")):
+        with pytest.raises(ValidationError):
+            ranks.to_follower(to.Call(*AT, "drop", Raw(msgpack.encode(arguments)), None))
+    assert ranks.end.done == []
 
 
 # ---- a rank is lost

@@ -13,24 +13,23 @@ import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.links import LocalLanes
+from pd_cluster.engine.handover.links import LocalLanes, ReceiveEnd, SendEnd
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel
+from pd_cluster.engine.ranks.lane_calls import RECEIVE_CALLS, SEND_CALLS, LaneCalls
 from pd_cluster.engine.ranks.lead import ALL_LAYERS
 from pd_cluster.engine.ranks.rank_adapters import load_share
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import KVLayout
 from pd_cluster.model.batch import NUM_COLUMNS, StepInput
 from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.virtual_rows import NUM_COLUMNS as VIRTUAL_COLUMNS
 from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed
-from pd_cluster.transport.receiving import ReceiveThread
-from pd_cluster.transport.sending import SendThread
 from pd_cluster.types import note_nothing
 
 log = logging.getLogger(__name__)
@@ -64,51 +63,39 @@ class Gate:
             self._jobs.popleft()[1]()
 
 
+class _Held(NamedTuple):
+    end: SendEnd | ReceiveEnd
+    calls: LaneCalls
+    gate: Gate
+    moved: Callable[[], tuple[int, int]]  # total bytes, and frames dropped
+
+
 class LaneHost:
     """This rank's ends of lanes. `send` messages rank 0.
 
     Sending and receiving wait for steps, each in its own order.
     """
 
-    def __init__(self, lanes: LocalLanes, layout: KVLayout, send: Callable[[to.RankMessage], None]) -> None:
+    def __init__(self, lanes: LocalLanes, send: Callable[[to.RankMessage], None]) -> None:
         self._lanes = lanes
-        self._layout = layout
         self._send = send
         self._sending, self._receiving = Gate(), Gate()
-        self._sends: dict[At, SendThread] = {}
-        self._receives: dict[At, ReceiveThread] = {}
+        self._held: dict[At, _Held] = {}
         self._counted: dict[At, tuple[int, int]] = {}
 
-    def handle(self, message: to.ToFollower) -> None:
+    def handle(self, message: to.ToLanes) -> None:
         """Handles a message, on the channel's thread."""
-        at = message.conn, message.lane  # type: ignore[union-attr]  # steps and moves do not come here
-        match message:
-            case to.OpenSend():
-                self._open_send(message)
-            case to.OpenReceive():
-                self._open_receive(message)
-            case to.Value():  # at once: the end waits for it inside another call
-                end = self._sends.get(at) or self._receives.get(at)
-                if end is not None:
-                    end.meet(message.value)
-            case to.Ship() | to.ShipEnd() | to.Drop() | to.CloseSend() | to.Open() | to.Settle() | to.SendProbe():
-                thread = self._sends.get(at)
-                if thread is not None:
-                    after = message.after if isinstance(message, (to.Ship, to.ShipEnd)) else to.Reached()
-                    self._sending.add(after, partial(self._do_send, thread, message))
-                if isinstance(message, to.CloseSend):
-                    self._sends.pop(at, None)
-                    self._counted.pop(at, None)
-            case to.StartReceive() | to.Frame() | to.Begin() | to.Forget() | to.CloseReceive():
-                receive = self._receives.get(at)
-                after = message.after if isinstance(message, to.Begin) else to.Reached()
-                if receive is not None:
-                    self._receiving.add(after, partial(self._do_receive, receive, message))
-                elif isinstance(message, to.Forget):
-                    self._receiving.add(after, partial(self._report, at, Drained(message.transfer_id)))
-                if isinstance(message, to.CloseReceive):
-                    self._receives.pop(at, None)
-                    self._counted.pop(at, None)
+        at = message.conn, message.lane
+        if isinstance(message, to.Call):
+            self._call(at, message)
+            return
+        try:
+            if isinstance(message, to.OpenSend):
+                self._open_send(at, message)
+            else:
+                self._open_receive(at, message)
+        except LinkError as error:
+            self._report(at, LinkFailed(message.conn, str(error)))
 
     def reached(self, progress: to.Reached) -> None:
         """Runs jobs that waited for this progress, on the thread that computes."""
@@ -117,80 +104,42 @@ class LaneHost:
 
     def count(self) -> None:
         """Reports what has moved since the last call."""
-        for at, send in list(self._sends.items()):
-            self._tell_count(at, send.sent_nbytes, 0)
-        for at, receive in list(self._receives.items()):
-            self._tell_count(at, receive.received_nbytes, receive.num_dropped)
-
-    def _tell_count(self, at: At, nbytes: int, num_dropped: int) -> None:
-        if self._counted.get(at, (0, 0)) != (nbytes, num_dropped):
-            self._counted[at] = nbytes, num_dropped
-            self._send(to.Counted(*at, nbytes, num_dropped))
+        for at, held in list(self._held.items()):
+            if (moved := held.moved()) != self._counted.get(at, (0, 0)):
+                self._counted[at] = moved
+                self._send(to.Counted(*at, *moved))
 
     def _report(self, at: At, event: LinkEvent) -> None:
         self._send(to.Reported(*at, event))
 
-    def _open_send(self, message: to.OpenSend) -> None:
-        at = message.conn, message.lane
-        try:
-            thread = self._lanes.send_end(
-                message.conn,
-                message.link_id,
-                message.peer,
-                message.lane,
-                message.between,
-                partial(self._report, at),
-                note_nothing,
-            )
-        except LinkError as error:
-            self._report(at, LinkFailed(message.conn, str(error)))
+    def _open_send(self, at: At, message: to.OpenSend) -> None:
+        report = partial(self._report, at)
+        end = self._lanes.send_end(
+            message.conn, message.link_id, message.peer, message.lane, message.between, report, note_nothing
+        )
+        self._held[at] = _Held(end, SEND_CALLS, self._sending, lambda: (end.sent_nbytes, 0))
+        self._send(to.Offers(*at, end.offers, end.max_payloads, end.probe_seed))
+
+    def _open_receive(self, at: At, message: to.OpenReceive) -> None:
+        report = partial(self._report, at)
+        end = self._lanes.receive_end(message.conn, message.peer, message.opened, message.lane, report, note_nothing)
+        self._held[at] = _Held(end, RECEIVE_CALLS, self._receiving, lambda: (end.received_nbytes, end.num_dropped))
+
+    def _call(self, at: At, call: to.Call) -> None:
+        gate = self._receiving
+        if (held := self._held.get(at)) is not None:
+            gate, job = held.gate, partial(getattr(held.end, call.method), *held.calls.arguments(call))
+        elif call.method == "forget":  # nothing lands at an end that could not be opened
+            job = partial(self._report, at, Drained(*RECEIVE_CALLS.arguments(call)))
+        else:
             return
-        self._sends[at] = thread
-        self._send(to.Offers(*at, thread.offers, thread.max_payloads, thread.probe_seed))
-
-    def _open_receive(self, message: to.OpenReceive) -> None:
-        at = message.conn, message.lane
-        try:
-            self._receives[at] = self._lanes.receive_end(
-                message.conn,
-                message.peer,
-                message.opened,
-                message.lane,
-                partial(self._report, at),
-                note_nothing,
-            )
-        except LinkError as error:
-            self._report(at, LinkFailed(message.conn, str(error)))
-
-    def _do_send(self, thread: SendThread, message: to.ToFollower) -> None:
-        match message:
-            case to.Open(transport=transport, peer=peer):
-                thread.open(transport, self._layout, KVLayout.from_info(peer))
-            case to.Settle():
-                thread.settle()
-            case to.SendProbe():
-                thread.probe()
-            case to.Ship(transfer_id=transfer_id, index=index, piece=piece):
-                thread.ship(transfer_id, index, piece)
-            case to.ShipEnd(end=end):
-                thread.ship_end(end)
-            case to.Drop(transfer_id=transfer_id):
-                thread.drop(transfer_id)
-            case to.CloseSend():
-                thread.close()
-
-    def _do_receive(self, thread: ReceiveThread, message: to.ToFollower) -> None:
-        match message:
-            case to.StartReceive():
-                thread.start()
-            case to.Frame(frame=frame):
-                thread.put(frame)
-            case to.Begin(transfer_id=transfer_id, block_ids=block_ids, first_token=first, num_tokens=num_tokens):
-                thread.begin(transfer_id, block_ids, first, num_tokens)
-            case to.Forget(transfer_id=transfer_id):
-                thread.forget(transfer_id)
-            case to.CloseReceive():
-                thread.close()
+        if call.method == "close":
+            del self._held[at]
+            self._counted.pop(at, None)
+        if call.after is None:
+            job()
+        else:
+            gate.add(call.after, job)
 
 
 class Follower:
@@ -201,7 +150,7 @@ class Follower:
         self._channel = channel
         self._host = None
         if lanes is not None:
-            self._host = LaneHost(lanes, runner.pool.layout, channel.send)
+            self._host = LaneHost(lanes, channel.send)
         self._steps: queue.SimpleQueue[OfSteps | None] = queue.SimpleQueue()
         self._num_steps = 0
         self._next_count_s = 0.0

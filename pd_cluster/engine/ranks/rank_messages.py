@@ -97,11 +97,11 @@ class Ping(RankMessage, frozen=True):
     """A follower answers with `Pong`, whatever it computes."""
 
 
-# ---- rank 0 -> follower: P's ends of lanes
+# ---- rank 0 -> follower: ends of lanes
 
 
 class OpenSend(RankMessage, frozen=True):
-    """`Offers` follows, or `Reported` with the failure."""
+    """P's end. `Offers` follows, or `Reported` with the failure."""
 
     conn: str
     lane: int
@@ -110,103 +110,26 @@ class OpenSend(RankMessage, frozen=True):
     between: Lane
 
 
-class Open(RankMessage, frozen=True):
-    conn: str
-    lane: int
-    transport: wire.TransportName
-    peer: wire.LayoutInfo
-
-
-class Settle(RankMessage, frozen=True):
-    conn: str
-    lane: int
-
-
-class SendProbe(RankMessage, frozen=True):
-    conn: str
-    lane: int
-
-
-class Ship(RankMessage, frozen=True):
-    """Takes effect once this rank has reached `after`, rank 0's progress when it sent this."""
-
-    conn: str
-    lane: int
-    transfer_id: str
-    index: int
-    piece: wire.KVPiece
-    after: Reached
-
-
-class ShipEnd(RankMessage, frozen=True):
-    conn: str
-    lane: int
-    end: wire.KVEnd
-    after: Reached
-
-
-class Drop(RankMessage, frozen=True):
-    conn: str
-    lane: int
-    transfer_id: str
-
-
-class CloseSend(RankMessage, frozen=True):
-    conn: str
-    lane: int
-
-
-# ---- rank 0 -> follower: either end of a lane
-
-
-class Value(RankMessage, frozen=True):
-    conn: str
-    lane: int
-    value: wire.LinkValue
-
-
-# ---- rank 0 -> follower: D's ends of lanes
-
-
 class OpenReceive(RankMessage, frozen=True):
+    """D's end. `Reported` follows if it fails."""
+
     conn: str
     lane: int
     peer: str
     opened: wire.LinkOpen
 
 
-class StartReceive(RankMessage, frozen=True):
-    conn: str
-    lane: int
+class Call(RankMessage, frozen=True):
+    """A method of an end, with its arguments as an array; see lane_calls.py.
 
-
-class Frame(RankMessage, frozen=True):
-    conn: str
-    lane: int
-    frame: wire.KVFrame
-
-
-class Begin(RankMessage, frozen=True):
-    """Takes effect once this rank has launched all that rank 0 had, since that may still write to these blocks."""
+    Takes effect behind the calls before it, once this rank has reached `after`; None: at once.
+    """
 
     conn: str
     lane: int
-    transfer_id: str
-    block_ids: list[int]
-    first_token: int
-    num_tokens: int
-    after: Reached
-
-
-class Forget(RankMessage, frozen=True):
-    conn: str
-    lane: int
-    transfer_id: str
-
-
-class CloseReceive(RankMessage, frozen=True):
-    conn: str
-    lane: int
+    method: str
+    arguments: msgspec.Raw
+    after: Reached | None
 
 
 # ---- follower -> rank 0
@@ -260,29 +183,7 @@ class Counted(RankMessage, frozen=True):
     num_dropped: int = 0
 
 
-ToFollower = (
-    Step
-    | Moves
-    | TierOrders
-    | LoadAdapter
-    | DropAdapter
-    | Rest
-    | Ping
-    | OpenSend
-    | Open
-    | Settle
-    | SendProbe
-    | Ship
-    | ShipEnd
-    | Drop
-    | CloseSend
-    | Value
-    | OpenReceive
-    | StartReceive
-    | Frame
-    | Begin
-    | Forget
-    | CloseReceive
-)
+ToLanes = OpenSend | OpenReceive | Call
+ToFollower = Step | Moves | TierOrders | LoadAdapter | DropAdapter | Rest | Ping | ToLanes
 OfLanes = Offers | Posted | Reported | Counted
 FromFollower = Pong | LoadedAdapter | TierReport | OfLanes

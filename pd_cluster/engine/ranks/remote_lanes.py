@@ -1,4 +1,4 @@
-"""Ends of lanes on other ranks of this instance, as rank 0 sees them: every call becomes a message.
+"""Ends of lanes on other ranks of this instance, as rank 0 sees them: calls become messages (lane_calls.py).
 
 Calls come from the engine's thread (`put` and `meet` from the mailbox's). Followers' messages are read on their
 channels' threads, which only change numbers or pass messages on.
@@ -9,19 +9,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.events import Offered
 from pd_cluster.engine.handover.links import LocalLanes, ReceiveEnd, SendEnd
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel
+from pd_cluster.engine.ranks.lane_calls import RECEIVE_CALLS, SEND_CALLS, LaneCalls
 from pd_cluster.kv.layout import KVLayout, Lane
 from pd_cluster.transport.events import Drained, LinkEvent, Report
 from pd_cluster.types import Note
 
 
-class _RemoteEnd(NamedTuple):
+class _Place(NamedTuple):
     """The place of an end on another rank."""
 
     at: tuple[str, int]  # connection and lane
@@ -30,11 +31,30 @@ class _RemoteEnd(NamedTuple):
     done: Callable[[], None]  # called when no more messages will come
 
 
-class RemoteSend:
+class _RemoteEnd:
+    """An end on another rank. The methods of `calls` that are not defined here become messages."""
+
+    calls: ClassVar[LaneCalls]
+
+    def __init__(self, place: _Place) -> None:
+        self._at, self._channel, self._progress, self._done = place
+
+    def __getattr__(self, method: str) -> Callable[..., None]:
+        if method not in self.calls:
+            raise AttributeError(f"{type(self).__name__} has no {method}")
+        return partial(self._call, method)
+
+    def _call(self, method: str, *arguments: object) -> None:
+        self._channel.send(self.calls.message(self._at, method, arguments, self._progress))
+
+
+class RemoteSend(_RemoteEnd):
     """P's end of a lane on another rank. See links.SendEnd."""
 
-    def __init__(self, place: _RemoteEnd) -> None:
-        self._at, self._channel, self._progress, self._done = place
+    calls = SEND_CALLS
+
+    def __init__(self, place: _Place) -> None:
+        super().__init__(place)
         self._max_payloads: dict[wire.TransportName, int] = {}
         self.offers: list[wire.TransportOffer] | None = None
         self.probe_seed = 0
@@ -50,38 +70,21 @@ class RemoteSend:
 
     def open(self, transport: wire.TransportName, own: KVLayout, peer: KVLayout) -> None:
         self.max_payload_nbytes = self._max_payloads.get(transport, 0)
-        self._channel.send(to.Open(*self._at, transport, peer.to_info()))
-
-    def meet(self, value: wire.LinkValue) -> None:
-        self._channel.send(to.Value(*self._at, value))
-
-    def settle(self) -> None:
-        self._channel.send(to.Settle(*self._at))
-
-    def probe(self) -> None:
-        self._channel.send(to.SendProbe(*self._at))
-
-    def ship(self, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
-        self._channel.send(to.Ship(*self._at, transfer_id, index, piece, self._progress()))
-
-    def ship_end(self, end: wire.KVEnd) -> None:
-        self._channel.send(to.ShipEnd(*self._at, end, self._progress()))
-
-    def drop(self, transfer_id: str) -> None:
-        self._channel.send(to.Drop(*self._at, transfer_id))
+        self._call("open", transport, own, peer)
 
     def close(self) -> None:
-        self._channel.send(to.CloseSend(*self._at))
+        self._call("close")
         self._done()
 
 
-class RemoteReceive:
+class RemoteReceive(_RemoteEnd):
     """D's end of a lane on another rank. See links.ReceiveEnd."""
 
+    calls = RECEIVE_CALLS
     precision = ""  # only the local lane's precision is reported
 
-    def __init__(self, place: _RemoteEnd) -> None:
-        self._at, self._channel, self._progress, self._done = place
+    def __init__(self, place: _Place) -> None:
+        super().__init__(place)
         self._lock = threading.Lock()
         self._num_draining = 0
         self._is_closed = False
@@ -95,24 +98,12 @@ class RemoteReceive:
     def counted(self, told: to.Counted) -> None:
         self.received_nbytes, self.num_dropped = told.nbytes, told.num_dropped
 
-    def start(self) -> None:
-        self._channel.send(to.StartReceive(*self._at))
-
-    def put(self, frame: wire.KVFrame) -> None:
-        self._channel.send(to.Frame(*self._at, frame))
-
-    def meet(self, value: wire.LinkValue) -> None:
-        self._channel.send(to.Value(*self._at, value))
-
-    def begin(self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
-        self._channel.send(to.Begin(*self._at, transfer_id, block_ids, first_token, num_tokens, self._progress()))
-
     def forget(self, transfer_id: str) -> None:
         self._change(num_draining=1)
-        self._channel.send(to.Forget(*self._at, transfer_id))
+        self._call("forget", transfer_id)
 
     def close(self) -> None:
-        self._channel.send(to.CloseReceive(*self._at))
+        self._call("close")
         self._change(closed=True)
 
     def _change(self, num_draining: int = 0, closed: bool = False) -> None:
@@ -167,8 +158,8 @@ class RankLanes:
     def needs_pair(self, opened: wire.LinkOpen) -> bool:
         return self._local.needs_pair(opened)
 
-    def _place(self, conn: str, index: int, channel: Channel) -> _RemoteEnd:
-        return _RemoteEnd((conn, index), channel, self._progress, partial(self._forget, conn, index))
+    def _place(self, conn: str, index: int, channel: Channel) -> _Place:
+        return _Place((conn, index), channel, self._progress, partial(self._forget, conn, index))
 
     def _forget(self, conn: str, index: int) -> None:
         self._ends.pop((conn, index), None)

@@ -63,7 +63,7 @@ class Gate:
             self._jobs.popleft()[1]()
 
 
-class _Held(NamedTuple):
+class _HeldEnd(NamedTuple):
     end: SendEnd | ReceiveEnd
     calls: LaneCalls
     gate: Gate
@@ -80,7 +80,7 @@ class LaneHost:
         self._lanes = lanes
         self._send = send
         self._sending, self._receiving = Gate(), Gate()
-        self._held: dict[At, _Held] = {}
+        self._held: dict[At, _HeldEnd] = {}
         self._counted: dict[At, tuple[int, int]] = {}
 
     def handle(self, message: to.ToLanes) -> None:
@@ -117,13 +117,13 @@ class LaneHost:
         end = self._lanes.send_end(
             message.conn, message.link_id, message.peer, message.lane, message.between, report, note_nothing
         )
-        self._held[at] = _Held(end, SEND_CALLS, self._sending, lambda: (end.sent_nbytes, 0))
+        self._held[at] = _HeldEnd(end, SEND_CALLS, self._sending, lambda: (end.sent_nbytes, 0))
         self._send(to.Offers(*at, end.offers, end.max_payloads, end.probe_seed))
 
     def _open_receive(self, at: At, message: to.OpenReceive) -> None:
         report = partial(self._report, at)
         end = self._lanes.receive_end(message.conn, message.peer, message.opened, message.lane, report, note_nothing)
-        self._held[at] = _Held(end, RECEIVE_CALLS, self._receiving, lambda: (end.received_nbytes, end.num_dropped))
+        self._held[at] = _HeldEnd(end, RECEIVE_CALLS, self._receiving, lambda: (end.received_nbytes, end.num_dropped))
 
     def _call(self, at: At, call: to.Call) -> None:
         gate = self._receiving

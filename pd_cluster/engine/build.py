@@ -20,6 +20,7 @@ from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.model.load_runner import load_runner
 from pd_cluster.model.parallel.group import Group, Rendezvous, join
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.guided import Guides
@@ -38,7 +39,7 @@ def build_core(
     device: Device | None = None,
 ) -> tuple[EngineCore, ModelRunner]:
     """Loads an engine without peers: it generates by itself, together with its followers if there are any."""
-    runner = ModelRunner(config, group, device)
+    runner = load_runner(config, group, device)
     with contextlib.ExitStack() as undo:
         undo.callback(runner.let_go)
         core = _core_of(config, runner, followers)

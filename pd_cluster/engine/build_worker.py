@@ -38,6 +38,7 @@ from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.tier_stores import open_tiers, tiers_of
 from pd_cluster.engine.worker import Cores, Worker
 from pd_cluster.errors import InstanceLost
+from pd_cluster.model.load_runner import load_runner
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.net.admission import Life
 from pd_cluster.net.event_publisher import EventPublisher
@@ -55,7 +56,7 @@ def build_follower(config: WorkerConfig) -> Follower:
     device = device_of(config)
     cores, group = HostCores(config, device), meet(config, device)
     with cores.loading():
-        runner = ModelRunner(config.engine, group, device)
+        runner = load_runner(config.engine, group, device)
     cores.share(runner.threads)
     channel = Channel(config.ranks.fds[0], to.ToFollower, config.timeouts.collective_timeout_s)
     for contents in open_tiers(config, runner, lambda report: channel.send(to.TierReport(report))):

@@ -13,6 +13,7 @@ import logging
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -85,37 +86,39 @@ class _Graph(NamedTuple):
     replay: Callable[..., torch.Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class GraphRules:
+    """The steps that an engine's graphs are for, and when they are captured.
+
+    `is_for_any_context`: the work of a graph is not divided by its context's length. `is_alone`: no other rank captures
+    the same graphs, so this one may do without. `only_at_start`: only `prepare` captures, and a step takes the next
+    larger size that there is.
+    """
+
+    max_num_seqs: int
+    longest: int  # context, in tokens
+    sizes: Sequence[int] = ()  # see `sizes_of`
+    is_for_any_context: bool = False
+    is_alone: bool = True
+    only_at_start: bool = False
+
+
 class DecodeGraphs:
     """`compute` equals the runner's for the steps that graphs support; it returns None for the others."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        pool: KVPool,
-        max_num_seqs: int,
-        longest: int,
-        capture: Capture,
-        is_for_any_context: bool = False,
-        sizes: Sequence[int] = (),
-        is_alone: bool = True,
-        only_at_start: bool = False,
-        max_loras: int = 0,
-    ) -> None:
-        """`longest`: the longest context, in tokens. `sizes`: see `sizes_of`.
+    def __init__(self, model: CausalLM, pool: KVPool, capture: Capture, rules: GraphRules, max_loras: int = 0) -> None:
+        """`max_loras`: above 0, these graphs are for steps with at most so many adapters, and none without; those of 0
+        are for steps without.
 
-        `is_for_any_context`: the work of a graph is not divided by its context's length. `is_alone`: no other rank
-        captures the same graphs, so this one may do without. `only_at_start`: only `prepare` captures, and a step
-        takes the next larger size that there is. `max_loras`: above 0, these graphs are for steps with at most so many
-        adapters, and none without; those of 0 are for steps without.
         With transformers' own modules, no more is tried after a capture that fails for another reason than memory.
         """
-        self._model, self._pool, self._capture = model, pool, capture
-        self._sizes, self._longest, self._only_at_start = sizes_of(sizes, max_num_seqs), longest, only_at_start
+        self._model, self._pool, self._capture, self._rules = model, pool, capture, rules
+        self._sizes, longest = sizes_of(rules.sizes, rules.max_num_seqs), rules.longest
         max_num_seqs = self._sizes[-1]
-        self._is_alone, self._may_fail = is_alone, isinstance(model, PlainCausalLM)
+        self._may_fail = isinstance(model, PlainCausalLM)
         self._is_over = False  # nothing more is captured
         self._logits: torch.Tensor | None = None  # [most sequences, vocab_size]
-        self._least_bucket = bucket_of(longest) if is_for_any_context else LEAST_BUCKET
+        self._least_bucket = bucket_of(longest) if rules.is_for_any_context else LEAST_BUCKET
         self.captured: dict[tuple[int, int], _Graph] = {}
         self._max_loras = max_loras
         num_adapted = most_blocks(max_num_seqs, max_loras) if max_loras else 0
@@ -138,7 +141,7 @@ class DecodeGraphs:
     def _buckets(self) -> list[int]:
         """Returns the longest contexts of graphs, ascending; the last takes any."""
         found = [self._least_bucket]
-        while found[-1] < self._longest:
+        while found[-1] < self._rules.longest:
             found.append(found[-1] * BUCKET_FACTOR)
         return found
 
@@ -149,7 +152,7 @@ class DecodeGraphs:
         Where only this captures, those of some sizes are spread over all, wherever time or the device ends it; `agree`
         returns whether all ranks that share the model have captured a graph.
         """
-        sizes = spread_out(self._sizes) if self._only_at_start else self._sizes[::-1]
+        sizes = spread_out(self._sizes) if self._rules.only_at_start else self._sizes[::-1]
         keys = [(size, bucket) for bucket in self._buckets for size in sizes]
         for size, bucket in keys:
             if self._is_over or not has_time():
@@ -157,7 +160,7 @@ class DecodeGraphs:
             step = _one_token_each(min(size, self._pool.num_blocks))
             self._put(step, size)
             lens = _padded(step.rows[:, 1] + 1, size)
-            if self._only_at_start:
+            if self._rules.only_at_start:
                 self._try(size, bucket, lens, agree)
             else:
                 self._add(size, bucket, lens)
@@ -179,11 +182,11 @@ class DecodeGraphs:
         ):
             return None
         context_len = int(step.rows[:, 1].max()) + 1
-        if context_len > self._longest or not has_one_row(step.rope_positions):
+        if context_len > self._rules.longest or not has_one_row(step.rope_positions):
             return None
         bucket = max(self._least_bucket, bucket_of(context_len))
         sizes = self._sizes[bisect_left(self._sizes, num_seqs) :]
-        if self._only_at_start:
+        if self._rules.only_at_start:
             sizes = [size for size in sizes if (size, bucket) in self.captured]
         if not sizes:
             return None
@@ -211,7 +214,7 @@ class DecodeGraphs:
             return self._captured(size, context_len, lens)
         except RuntimeError as error:
             is_full = is_out_of_memory(error)
-            if not self._is_alone or not (is_full or self._may_fail):
+            if not self._rules.is_alone or not (is_full or self._may_fail):
                 raise
             self._is_over = True
             if not is_full:

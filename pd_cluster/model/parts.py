@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -10,6 +10,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.model.loader import KernelChoices, load_model
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.vision.load import load_tower
@@ -17,31 +18,31 @@ from pd_cluster.model.vision.tower import Tower
 from pd_cluster.settings.engine import EngineConfig
 
 
-def load_parts(
-    checkpoint: Checkpoint,
-    config: EngineConfig,
-    dtype: str,
-    block_size: int,
-    device: Device,
-    group: Group,
-    speedups: Sequence[str],
-) -> tuple[CausalLM, Tower | None]:
-    """Returns the model, or this rank's share, and its tower; None: it takes no pictures. Raises ModelError."""
+class LoadedParts(NamedTuple):
+    """The model, or this rank's share, and its tower; None: it takes no pictures."""
+
+    model: CausalLM
+    tower: Tower | None
+
+
+def load_parts(plan: LoadPlan) -> LoadedParts:
+    """Raises ModelError."""
+    checkpoint, config = plan.checkpoint, plan.config
     model = load_model(
         checkpoint,
-        dtype,
-        device,
-        group,
+        plan.dtype,
+        plan.device,
+        plan.group,
         config.attention_backend,
-        block_size,
+        plan.block_size,
         config.max_num_seqs,
         config.deterministic,
         config.kv_cache_dtype,
-        KernelChoices(config.npu_head_dims, speedups),
+        KernelChoices(config.npu_head_dims, plan.speedups),
     )
     if checkpoint.vision is None:
-        return model, None
-    return model, load_tower_part(checkpoint, config, dtype, device, group)
+        return LoadedParts(model, None)
+    return LoadedParts(model, load_tower_part(checkpoint, config, plan.dtype, plan.device, plan.group))
 
 
 def load_tower_part(checkpoint: Checkpoint, config: EngineConfig, dtype: str, device: Device, group: Group) -> Tower:

@@ -22,7 +22,7 @@ from pd_cluster.errors import first_line
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import ForwardBatch, OnLayer, StepInput, step_numbers
 from pd_cluster.model.causal_lm import CausalLM
-from pd_cluster.model.graphs import NUM_STAGES, Capture, has_one_row
+from pd_cluster.model.graphs import NUM_STAGES, Capture, GraphRules, has_one_row
 
 log = logging.getLogger(__name__)
 
@@ -76,24 +76,15 @@ class _PromptParts(NamedTuple):
 class PromptGraphs:
     """`compute` equals the runner's for the steps that graphs support; it returns None for the others."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        pool: KVPool,
-        max_num_seqs: int,
-        longest: int,
-        capture: Capture,
-        planner: Planner,
-        is_alone: bool = True,
-    ) -> None:
-        """`longest`: the longest context, in tokens. `is_alone`: no other rank captures the same graphs."""
+    def __init__(self, model: CausalLM, pool: KVPool, capture: Capture, rules: GraphRules, planner: Planner) -> None:
+        """`rules`: its sizes are those of decode steps. Captures may follow on the first use of a size."""
         self._model, self._pool, self._capture, self._planner = model, pool, capture, planner
-        self._longest, self._is_alone, self._is_over = longest, is_alone, False
-        self._sizes = sizes_up_to(max_num_seqs)
+        self._rules, self._is_over = rules, False
+        self._sizes = sizes_up_to(rules.max_num_seqs)
         most = self._sizes[-1]
         self.captured: dict[Size, Callable[..., torch.Tensor]] = {}
         self._logits: torch.Tensor | None = None  # [most sequences, vocab_size]
-        num_blocks = most.num_seqs * pool.layout.num_blocks_for(longest)
+        num_blocks = most.num_seqs * pool.layout.num_blocks_for(rules.longest)
         self._parts = _PromptParts.of(most, planner.num_tiles(most), num_blocks)
         length, pinned = self._parts.block_table.stop, pool.device.is_accelerator
         self._stages = [torch.zeros(length, dtype=torch.int32, pin_memory=pinned) for _ in range(NUM_STAGES)]
@@ -114,7 +105,7 @@ class PromptGraphs:
             if self._is_over or not has_time():
                 break
             block_size = self._pool.layout.block_size
-            num_tokens = min(size.num_tokens - 1, self._longest, self._pool.num_blocks * block_size)
+            num_tokens = min(size.num_tokens - 1, self._rules.longest, self._pool.num_blocks * block_size)
             rows = np.array([[num_tokens, 0, -(-num_tokens // block_size), 1, num_tokens, 0]], dtype=np.int64)
             step = StepInput(rows, np.zeros(num_tokens, dtype=np.int64), np.arange(rows[0, 2]))
             self._put(step, size)
@@ -151,7 +142,7 @@ class PromptGraphs:
             return None
         if step.images or step.virtual is not None or step.adapters is not None or not has_one_row(step.rope_positions):
             return None
-        if int((starts + lens).max()) > self._longest:
+        if int((starts + lens).max()) > self._rules.longest:
             return None
         fitting = (size for size in self._sizes if size.num_tokens > lens.sum() and size.num_seqs >= len(lens))
         return next(fitting, None)
@@ -162,7 +153,7 @@ class PromptGraphs:
         try:
             self.captured[size] = self._capture(lambda: self._kept(self._model(batch)))
         except RuntimeError as error:
-            if not self._is_alone:
+            if not self._rules.is_alone:
                 raise
             self._is_over = True
             log.warning(
@@ -228,7 +219,7 @@ class PromptGraphs:
             pool=self._pool,
         )
         tiles = self._of("tiles", 2 * self._planner.num_tiles(size)).view(-1, 2)
-        self._planner.install(batch, size, self._longest, self._of("decode_seqs", num_seqs), tiles)
+        self._planner.install(batch, size, self._rules.longest, self._of("decode_seqs", num_seqs), tiles)
         return batch
 
     def _of(self, name: str, length: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

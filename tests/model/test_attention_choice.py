@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,10 +17,14 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import attention_choice as choice
-from pd_cluster.model import loader, runner
+from pd_cluster.model import graph_kinds, loader
 from pd_cluster.model.attention_choice import check_backend, choose_attention
-from pd_cluster.model.runner import ModelRunner
+from pd_cluster.model.declared import layout_of
+from pd_cluster.model.load_plan import LoadPlan
+from pd_cluster.model.parallel.group import Alone
+from pd_cluster.model.parts import load_parts
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.engine import EngineConfig
 from tests.support import fake_flashinfer as fake
@@ -140,11 +145,12 @@ def test_block_sizes_are_tritons_where_it_serves(monkeypatch: pytest.MonkeyPatch
 def test_layers_whose_rope_asks_for_positions_are_never_captured(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = EngineConfig(model=str(checkpoint("llama")), device="cpu", max_model_len=64)
-    served = ModelRunner(config)
+    plan = LoadPlan.of(EngineConfig(model=str(checkpoint("llama")), max_model_len=64), Alone(), CPU)
+    model = load_parts(plan).model
     for rope in ("dynamic", "longrope"):
-        monkeypatch.setitem(served.model.config.rope_parameters, "rope_type", rope)
-        assert served.why_eager(config) == f"rope_type {rope} asks the device for positions"
+        monkeypatch.setitem(model.config.rope_parameters, "rope_type", rope)
+        layout = layout_of(model.caches, plan.block_size, plan.kv_dtype)
+        assert graph_kinds.why_eager(plan, model, layout) == f"rope_type {rope} asks the device for positions"
 
 
 @pytest.mark.parametrize(("start_s", "num_captured"), [(60.0, 2), (0.0, 0)])
@@ -160,19 +166,12 @@ def test_graphs_of_the_given_sizes_are_there_at_the_start(
         assert run().shape[0] in (2, 8)
         return run
 
-    config = EngineConfig(
-        model=str(checkpoint("llama")),
-        device="cpu",
-        max_model_len=64,
-        num_blocks=40,
-        max_num_seqs=8,
-        graph_sizes=(2, 8),
-    )
-    served = ModelRunner(config)
-    served.device = CUDA
-    monkeypatch.setattr(runner, "capture", lambda device: capture)
-    monkeypatch.setattr(runner, "MAX_START_S", start_s)
-    monkeypatch.setattr(ModelRunner, "why_eager", lambda self, config: "")
-    graphs = served._make_graphs(config)
+    config = EngineConfig(model=str(checkpoint("llama")), max_model_len=64, max_num_seqs=8, graph_sizes=(2, 8))
+    plan = LoadPlan.of(config, Alone(), CPU)
+    model = load_parts(plan).model
+    monkeypatch.setattr(graph_kinds, "capture", lambda device: capture)
+    monkeypatch.setattr(graph_kinds, "MAX_START_S", start_s)
+    with KVPool(layout_of(model.caches, plan.block_size, plan.kv_dtype), 40) as pool:
+        graphs = graph_kinds.capture_graphs(replace(plan, device=CUDA), model, pool, eager="").decode
     assert graphs is not None
     assert graphs.num_captured == num_runs == num_captured

@@ -19,7 +19,7 @@ from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import batch_of, build_batch, step_input
-from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.model.graphs import DecodeGraphs, GraphRules
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Sampling
 from tests.support import fake_flashinfer as fake
@@ -100,7 +100,7 @@ def test_replayed_steps_are_the_steps() -> None:
         Layers(attend, (8, 2, 2), 128, (SCORINGS["plain"], SCORINGS["window"]), dtype=torch.bfloat16)
         for attend in (FlashInfer(CUDA).write_and_attend, sdpa.write_and_attend)
     )
-    graphs = DecodeGraphs(mine, pool, 8, 512, capture(CUDA))
+    graphs = DecodeGraphs(mine, pool, capture(CUDA), GraphRules(8, 512))
     requests = [request for request, _ in chunks_of([(1, 320)] * 6, NUM_BLOCKS, 16)]
     with torch.inference_mode():
         for num_seqs, start in ((1, 0), (3, 15), (6, 16), (5, 200), (3, 310), (1, 5)):

@@ -75,7 +75,7 @@ def test_greedy_tokens_are_those_of_transformers_on_the_gpu(
             best = logits.topk(2).values.tolist()
             assert best[0] - best[1] < 1e-4, f"token {at} of a prompt of {len(prompt)}: {output[at]}, {expected[at]}"
     assert way == "eager" or core.ahead.num_ahead > 0
-    assert (runner.prompt_graphs is not None and runner.prompt_graphs.num_captured > 0) == (way == "speed-ups")
+    assert (runner.graphs.prompts is not None and runner.graphs.prompts.num_captured > 0) == (way == "speed-ups")
 
 
 def _greedy_on_gpu(reference: torch.nn.Module, prompt: list[int]) -> list[int]:

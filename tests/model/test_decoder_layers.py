@@ -13,6 +13,7 @@ import torch
 from pd_cluster.model.batch import batch_of
 from pd_cluster.model.causal_lm import FusedCausalLM
 from pd_cluster.model.cpu.decoder import LAYERS_AT_ONCE, MOST_ROWS, DecoderLayers
+from pd_cluster.model.load_runner import load_runner
 from pd_cluster.model.runner import ModelRunner, RunnerOutput
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
@@ -37,7 +38,7 @@ def threads_as_before() -> Iterator[None]:
 
 
 def runner_of(folder: Path, **settings: Any) -> tuple[ModelRunner, DecoderLayers]:
-    runner = ModelRunner(EngineConfig(model=str(folder), num_blocks=3 * MOST_ROWS, max_model_len=200, **settings))
+    runner = load_runner(EngineConfig(model=str(folder), num_blocks=3 * MOST_ROWS, max_model_len=200, **settings))
     assert isinstance(runner.model, FusedCausalLM)
     decoder = runner.model.decoder
     if decoder is None:
@@ -142,7 +143,7 @@ def test_what_it_does_not_take(tmp_path: Path) -> None:
     }
     for architecture, settings in cases.items():
         folder = make_checkpoint(tmp_path / architecture, architecture)
-        runner = ModelRunner(EngineConfig(model=str(folder), num_blocks=16, max_model_len=100, **settings))
+        runner = load_runner(EngineConfig(model=str(folder), num_blocks=16, max_model_len=100, **settings))
         assert isinstance(runner.model, FusedCausalLM)
         assert runner.model.decoder is None
     runner, decoder = runner_of(make_checkpoint(tmp_path / "llama8", "llama"), quantization="int8")

@@ -24,7 +24,7 @@ from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.attention_choice import Attention
 from pd_cluster.model.batch import batch_of, build_batch, step_input
 from pd_cluster.model.causal_lm import PlainCausalLM
-from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.model.graphs import DecodeGraphs, GraphRules
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Request, Sampling
 from tests.support import fake_flashinfer as fake
@@ -144,7 +144,7 @@ def test_graphs_are_planned_before_each_replay(module: ModuleType) -> None:
         Layers(attend, (HEADS, KV_HEADS, KV_HEADS), HEAD_DIM, SCORINGS[:2])
         for attend in (kernels.write_and_attend, sdpa.write_and_attend)
     )
-    graphs = DecodeGraphs(mine, pool, 8, 24, capture)
+    graphs = DecodeGraphs(mine, pool, capture, GraphRules(8, 24))
     requests = [request for request, _ in chunks([(1, 24)] * 6, 3)]
     for request in requests:
         request.num_computed_tokens = rng.randrange(0, 9)

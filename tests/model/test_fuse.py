@@ -23,12 +23,13 @@ from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM, Served
 from pd_cluster.model.declared import LayerCache, caches_of, layout_of
 from pd_cluster.model.fuse import can_fuse, fuse, is_known
+from pd_cluster.model.graph_kinds import rope_type
 from pd_cluster.model.layer_maker import norm_of
 from pd_cluster.model.layers.gated import GatedMLP
 from pd_cluster.model.layers.linear import make_linear
 from pd_cluster.model.layers.ops import Ops, TorchOps
+from pd_cluster.model.load_runner import load_runner
 from pd_cluster.model.quirks import ARCHITECTURES
-from pd_cluster.model.runner import ModelRunner, rope_type
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import FUSED, VOCAB_SIZE
@@ -125,7 +126,7 @@ def test_the_order_of_features_in_keys_is_part_of_the_numerics(
 ) -> None:
     """Layers that are not fused write keys as transformers does: such a pair would exchange keys in two orders."""
     settings = EngineConfig(model=str(checkpoint(architecture)), dtype=dtype, num_blocks=40)
-    assert ModelRunner(settings).numerics.key_order == order
+    assert load_runner(settings).numerics.key_order == order
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pd_cluster.devices.device import CPU
 from pd_cluster.model import loader
 from pd_cluster.model.batch import ForwardBatch, step_input
 from pd_cluster.model.causal_lm import CausalLM
-from pd_cluster.model.graphs import DecodeGraphs, Run, bucket_of, sizes_of, spread_out
+from pd_cluster.model.graphs import DecodeGraphs, GraphRules, Run, bucket_of, sizes_of, spread_out
 from pd_cluster.types import Order, Request, RopePositions, Sampling
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.graph_world import BLOCK_SIZE, MAX_LEN, MOST, NUM_BLOCKS, World, one_token_each
@@ -128,7 +128,7 @@ def test_kernels_are_told_on_the_host_before_each_replay(model: CausalLM) -> Non
         run()
         return run
 
-    graphs = DecodeGraphs(Telling(), World(model).pool, MOST, MAX_LEN, capture)
+    graphs = DecodeGraphs(Telling(), World(model).pool, capture, GraphRules(MOST, MAX_LEN))
     for context_len in (4, 5):
         assert graphs.compute(one_token_each(3, context_len)) is not None
     assert told == [[4, 4, 4, 0], [4, 4, 4, 0], [5, 5, 5, 0]]

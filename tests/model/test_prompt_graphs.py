@@ -19,7 +19,7 @@ from pd_cluster.model.batch import ForwardBatch, StepInput, batch_of, step_input
 from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM
 from pd_cluster.model.cuda.plan import Ids
 from pd_cluster.model.graph_kinds import check_prompt_graphs
-from pd_cluster.model.graphs import Run
+from pd_cluster.model.graphs import GraphRules, Run
 from pd_cluster.model.prompt_graphs import PromptGraphs, Size, sizes_up_to
 from pd_cluster.types import Order, Request, RopePositions, Sampling
 
@@ -59,7 +59,7 @@ def model() -> Model:
 
 def graphs_of(model: Model, max_num_seqs: int = 16, capture: Any = lambda run: run, **given: Any) -> PromptGraphs:
     pool = KVPool(LAYOUT, NUM_BLOCKS)
-    return PromptGraphs(cast(CausalLM, model), pool, max_num_seqs, LONGEST, capture, OneTile(), **given)
+    return PromptGraphs(cast(CausalLM, model), pool, capture, GraphRules(max_num_seqs, LONGEST, **given), OneTile())
 
 
 def chunk(num_computed: int, num_tokens: int, is_last: bool = True, first_block: int = 0) -> tuple[Request, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
-from pd_cluster.model import loader
+from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.model import graph_kinds, loader
 from pd_cluster.model.capturable import OperatorWatch, obstacle
 from pd_cluster.model.causal_lm import PlainCausalLM
 from pd_cluster.model.declared import layout_of
-from pd_cluster.model.graphs import DecodeGraphs
-from pd_cluster.model.runner import ModelRunner
+from pd_cluster.model.graphs import DecodeGraphs, GraphRules
+from pd_cluster.model.load_plan import LoadPlan
+from pd_cluster.model.parallel.group import Alone
+from pd_cluster.model.parts import load_parts
 from pd_cluster.native import floats
 from pd_cluster.settings.engine import EngineConfig
 from tests.support.checkpoints import NOT_FUSED
@@ -41,7 +45,7 @@ def test_replayed_steps_are_the_steps(checkpoint: Checkpoints, architecture: str
     assert obstacle(model, layout_of(model.caches, BLOCK_SIZE, "float32"), CPU) == ""
     with torch.inference_mode():
         world = World(model, 3)
-        graphs = world.graphs = DecodeGraphs(model, world.pool, MOST, MAX_LEN, recorded)
+        graphs = world.graphs = DecodeGraphs(model, world.pool, recorded, GraphRules(MOST, MAX_LEN))
         world.start(5)
         for _ in range(6):
             world.decode()
@@ -77,17 +81,20 @@ def test_steps_whose_launches_differ_are_found(checkpoint: Checkpoints) -> None:
     assert obstacle(model, layout, CPU) == "its launches differ from step to step"
 
 
-def test_the_runner_says_why_steps_run_eagerly(checkpoint: Checkpoints) -> None:
-    config = EngineConfig(model=str(checkpoint("opt")), device="cpu", max_model_len=64, num_blocks=40)
-    served = ModelRunner(config)
-    served.device = Device("cuda")
-    assert served.why_eager(config) == "SDPA asks the device for lengths"
-    served.model.attention = "Triton"
-    assert served.why_eager(config) == ""
-    served._obstacle = "aten::nonzero waits for the device"
-    assert served.why_eager(config) == "in its layers aten::nonzero waits for the device"
-    served.device = Device("npu")
-    assert served.why_eager(config).startswith("its layers are not fused")
+def test_a_reason_is_given_why_steps_run_eagerly(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = LoadPlan.of(EngineConfig(model=str(checkpoint("opt")), max_model_len=64), Alone(), CPU)
+    model, found = load_parts(plan).model, ["", "aten::nonzero waits for the device"]
+    monkeypatch.setattr(graph_kinds, "obstacle", lambda *_: found.pop(0))
+
+    def why(kind: DeviceKind) -> str:
+        layout = layout_of(model.caches, plan.block_size, plan.kv_dtype)
+        return graph_kinds.why_eager(replace(plan, device=Device(kind)), model, layout)
+
+    assert why("cuda") == "SDPA asks the device for lengths"
+    model.attention = "Triton"
+    assert why("cuda") == ""
+    assert why("cuda") == "in its layers aten::nonzero waits for the device"
+    assert why("npu").startswith("its layers are not fused")
 
 
 def test_a_capture_that_fails_leaves_steps_eager(checkpoint: Checkpoints, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,7 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.model import load_runner
+from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.model.graph_kinds import StepGraphs
+from pd_cluster.model.graphs import DecodeGraphs, GraphRules
+from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.model.runner import ModelRunner
 
 
@@ -21,19 +26,19 @@ def go_ahead_with_graphs(monkeypatch: pytest.MonkeyPatch, max_num_seqs: int) -> 
     made: list[ModelRunner] = []
     plain_init = ModelRunner.__init__
 
-    def make_graphs(runner: ModelRunner, config: object) -> DecodeGraphs:
-        made.append(runner)
-        return DecodeGraphs(runner.model, runner.pool, max_num_seqs, runner.max_model_len, captured)
+    def make_graphs(plan: LoadPlan, model: CausalLM, pool: KVPool, eager: str) -> StepGraphs:
+        return StepGraphs(DecodeGraphs(model, pool, captured, GraphRules(max_num_seqs, plan.max_model_len)))
 
     def init(runner: ModelRunner, *arguments: object) -> None:
         plain_init(runner, *arguments)  # type: ignore[arg-type]
         runner.goes_ahead = True
+        made.append(runner)
 
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
-    monkeypatch.setattr(ModelRunner, "_make_graphs", make_graphs)
+    monkeypatch.setattr(load_runner, "capture_graphs", make_graphs)
     monkeypatch.setattr(ModelRunner, "__init__", init)
     return made
 
 
 def num_captured(runners: list[ModelRunner]) -> list[int]:
-    return [runner.graphs.num_captured for runner in runners if runner.graphs is not None]
+    return [each.graphs.decode.num_captured for each in runners if each.graphs.decode is not None]

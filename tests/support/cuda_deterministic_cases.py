@@ -35,7 +35,8 @@ from pd_cluster.model.cuda.deterministic import DeterministicOps, attend_rows
 from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.plan import tiles_of
-from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.model.graph_kinds import StepGraphs
+from pd_cluster.model.graphs import DecodeGraphs, GraphRules
 from pd_cluster.model.layers.expert_weight import experts_of
 from pd_cluster.model.layers.gated import ExpertRouter, Routing
 from pd_cluster.settings.engine import EngineConfig
@@ -226,7 +227,7 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, step: int,
     assert isinstance(runner.model, FusedCausalLM)
     assert runner.model.ops.name == "deterministic Triton"
     assert runner.numerics.deterministic
-    runner.graphs = DecodeGraphs(runner.model, runner.pool, 8, 28, lambda run: run)
+    runner.graphs = StepGraphs(DecodeGraphs(runner.model, runner.pool, lambda run: run, GraphRules(8, 28)))
     return core
 
 

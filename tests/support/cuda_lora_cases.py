@@ -12,11 +12,13 @@ import torch
 from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.build import build_core
-from pd_cluster.model import loader, runner
+from pd_cluster.model import loader
 from pd_cluster.model.adapter_devices import to_tables
 from pd_cluster.model.attention_choice import triton_attention
 from pd_cluster.model.cuda.lora import CudaTable
-from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.model.graph_kinds import StepGraphs
+from pd_cluster.model.graphs import DecodeGraphs, GraphRules
+from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.lora.adapted import LowRank
 from pd_cluster.model.lora.device_rows import AdaptedBlocks, blocks_of
 from pd_cluster.settings.adapters import AdapterSettings
@@ -105,13 +107,13 @@ def test_tokens_are_those_of_merged_models(architecture: str, tmp_path: Path, mo
     if torch.get_default_device().type != "cpu":
         pytest.skip("on a GPU engines choose by themselves")
     monkeypatch.setattr(loader, "choose_attention", lambda *given: triton_attention())
-    original = runner.HeldAdapters.load_named
+    original = HeldAdapters.load_named
 
     def load_named(self: object, settings: AdapterSettings) -> None:
         to_tables(self._lora_needed.places, settings, CPU, "float32")  # type: ignore[attr-defined]
         original(self, settings)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runner.HeldAdapters, "load_named", load_named)
+    monkeypatch.setattr(HeldAdapters, "load_named", load_named)
     folder = make_checkpoint(tmp_path / "base", architecture)
     first = make_adapter(tmp_path / "a", folder, 1, rank=5)
     second = make_adapter(tmp_path / "b", folder, 2, rank=3, only=r"\.[02]\.")
@@ -120,9 +122,9 @@ def test_tokens_are_those_of_merged_models(architecture: str, tmp_path: Path, mo
         EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, device="cpu", adapters=settings,
                      max_num_batched_tokens=16)
     )  # fmt: skip
-    graphs = (model_runner.model, model_runner.pool, 8, 64, lambda run: run)
-    model_runner.graphs = plain = DecodeGraphs(*graphs)
-    model_runner.adapted_graphs = adapted = DecodeGraphs(*graphs, max_loras=2)
+    given = (model_runner.model, model_runner.pool, lambda run: run, GraphRules(8, 64))
+    plain, adapted = DecodeGraphs(*given), DecodeGraphs(*given, max_loras=2)
+    model_runner.graphs = StepGraphs(plain, adapted)
     rng = random.Random(3)
 
     def check(folders: dict[str, Path]) -> None:

@@ -26,7 +26,8 @@ from pd_cluster.model.cuda import coded
 from pd_cluster.model.cuda.coded import E2M1, INT4, ROUNDED
 from pd_cluster.model.cuda.paged import PaddedPlanner
 from pd_cluster.model.declared import caches_of, layout_of
-from pd_cluster.model.graphs import DecodeGraphs
+from pd_cluster.model.graph_kinds import StepGraphs
+from pd_cluster.model.graphs import DecodeGraphs, GraphRules
 from pd_cluster.model.prompt_graphs import PromptGraphs
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.settings.engine import EngineConfig
@@ -65,7 +66,8 @@ def as_cuda(monkeypatch: pytest.MonkeyPatch, attention: Attention | None = None)
 def with_graphs(folder: Path, **settings: Any) -> tuple[EngineCore, ModelRunner, DecodeGraphs]:
     config = EngineConfig(model=str(folder), num_blocks=40, max_model_len=64, device="cpu", **settings)
     core, runner = build_core(config)
-    runner.graphs = graphs = DecodeGraphs(runner.model, runner.pool, 8, 64, lambda run: run)
+    graphs = DecodeGraphs(runner.model, runner.pool, lambda run: run, GraphRules(8, 64))
+    runner.graphs = StepGraphs(graphs)
     return core, runner, graphs
 
 
@@ -180,9 +182,9 @@ def test_steps_with_prompts_through_graphs(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(prompt_graphs, "SEQS", (1, 3))
     folder = make_checkpoint(tmp_path, "llama", **SHALLOW)
     core, runner, _ = with_graphs(folder, max_num_batched_tokens=16)
-    runner.graphs = None
     planner = PaddedPlanner(runner.model.config.num_attention_heads, runner.pool.layout, 32, CPU)
-    runner.prompt_graphs = graphs = PromptGraphs(runner.model, runner.pool, 8, 400, lambda run: run, planner)
+    graphs = PromptGraphs(runner.model, runner.pool, lambda run: run, GraphRules(8, 400), planner)
+    runner.graphs = StepGraphs(prompts=graphs)
     runner.goes_ahead = True
     with torch.inference_mode():
         graphs.prepare(lambda: graphs.num_captured < 1)
@@ -227,7 +229,7 @@ def test_modules_of_transformers_attend_through_the_kernels(tmp_path: Path, monk
     monkeypatch.setattr(loader, "can_fuse", lambda model: False)
     folder = make_checkpoint(tmp_path, "gpt_oss")
     core, runner, _ = with_graphs(folder)
-    runner.graphs = None
+    runner.graphs = StepGraphs()
     assert isinstance(runner.model, PlainCausalLM)
     assert runner.model.kernels == "transformers' modules, attention by Triton"
     assert_all_same(folder, prompts_of(), generate(core, prompts_of(), GREEDY), GREEDY.max_tokens)

@@ -12,7 +12,7 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import StepInput, batch_of, step_input
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.declared import layout_of
-from pd_cluster.model.graphs import DecodeGraphs, Run
+from pd_cluster.model.graphs import DecodeGraphs, GraphRules, Run
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import VOCAB_SIZE
 
@@ -36,7 +36,7 @@ class World:
 
     def use(self, most: int = MOST, longest: int = MAX_LEN, **given: Any) -> DecodeGraphs:
         """Makes other graphs; those that `decode` goes through from now on."""
-        self.graphs = DecodeGraphs(self.model, self.pool, most, longest, self.capture, **given)
+        self.graphs = DecodeGraphs(self.model, self.pool, self.capture, GraphRules(most, longest, **given))
         return self.graphs
 
     def capture(self, run: Run) -> Run:

@@ -95,7 +95,7 @@ def test_fused_layers_are_exact(
     calls: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pd_cluster.model.runner.MAX_START_S", 0.0)  # that of other devices
+    monkeypatch.setattr("pd_cluster.model.graph_kinds.MAX_START_S", 0.0)  # that of other devices
     folder = make_checkpoint(tmp_path, architecture, head_dim=head_dim, **SIZES)
     core, runner = core_of(folder, enforce_eager=eager)
     assert runner.model.kernels == f"fused layers, NPU kernels, attention by torch-npu ({layout})"
@@ -103,8 +103,9 @@ def test_fused_layers_are_exact(
     assert runner.pool.layout.block_size == 128
     check(folder, core)
     assert operators == {name for name in (ATTENTION, WITH_SINKS, EXPERTS) if name in calls}
-    assert (runner.graphs is None) == eager
-    assert runner.graphs is None or runner.graphs.num_captured == NUM_SIZES, "none is left to a step"
+    graphs = runner.graphs.decode
+    assert (graphs is None) == eager
+    assert graphs is None or graphs.num_captured == NUM_SIZES, "none is left to a step"
     assert core.ahead.num_ahead > 0
 
 
@@ -167,7 +168,7 @@ def test_float32_becomes_bfloat16_unless_it_is_asked_for(tmp_path: Path) -> None
 def test_sdpa_serves_when_it_is_asked_for(tmp_path: Path, calls: dict[str, int]) -> None:
     folder = make_checkpoint(tmp_path, "gemma2", head_dim=32, **SIZES)
     core, runner = core_of(folder, attention_backend="sdpa", block_size=16)
-    assert runner.graphs is None
+    assert runner.graphs.decode is None
     check(folder, core, (5, 40))
     assert "npu_fused_infer_attention_score" not in calls
 

@@ -14,6 +14,7 @@ import pytest
 
 from pd_cluster.engine.build import build_core
 from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.model.graph_kinds import StepGraphs
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
@@ -52,9 +53,9 @@ def engine(folder: Path, **settings: Any) -> tuple[EngineCore, ModelRunner]:
 def worst_difference(runner: ModelRunner, step: Any) -> float:
     """Computes a decode step twice; returns the largest difference of a row, as a share of the row's deviation."""
     graphs = runner.graphs
-    assert graphs is not None
+    assert graphs.decode is not None
     by_graph = runner.compute(step).logits.cpu().clone()
-    runner.graphs = None
+    runner.graphs = StepGraphs()
     try:
         eager = runner.compute(step).logits.cpu()
     finally:
@@ -66,8 +67,9 @@ def test_every_step_of_growing_contexts_is_the_eager_one(folder: Path) -> None:
     """A graph whose attention got the lengths of the step before would differ at once: each new token is a key."""
     started_s = time.monotonic()
     _, runner = engine(folder)
-    assert runner.graphs is not None
-    print(f"captured {runner.graphs.num_captured} graphs; load and capture took {time.monotonic() - started_s:.1f} s")
+    graphs = runner.graphs.decode
+    assert graphs is not None
+    print(f"captured {graphs.num_captured} graphs; load and capture took {time.monotonic() - started_s:.1f} s")
     rng = random.Random(3)
     for num_seqs in (1, 3, MOST // 2 - 1):
         lens = [rng.randrange(1, MAX_LEN // max(3, num_seqs)) for _ in range(num_seqs)]
@@ -97,7 +99,7 @@ def test_the_engine_goes_ahead_and_its_tokens_are_those_of_eager_steps(folder: P
     outputs = []
     for eager in (False, True):
         core, runner = engine(folder, enforce_eager=eager)
-        assert (runner.graphs is None) == eager
+        assert (runner.graphs.decode is None) == eager
         outputs.append(generate(core, prompts, sampling))
         assert core.ahead.num_ahead > 0
     same = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in zip(*outputs, strict=True)]

@@ -36,7 +36,7 @@ def test_tokens_are_those_of_the_merged_model(architecture: str, tmp_path: Path)
         digest = digest_of(adapter)
         models[digest] = merged(folder, adapter, tmp_path / f"merged-{adapter.name}")
     core, runner = core_of(folder, adapters=loaded(first, second))
-    assert runner.graphs is not None
+    assert runner.graphs.decode is not None
     rng = random.Random(1)
     names = list(models)
     orders = [Order(random_prompt(rng, n), GREEDY, variant=names[i % 3]) for i, n in enumerate((1, 16, 41, 70, 5, 133))]
@@ -53,12 +53,11 @@ def test_steps_without_adapters_are_graphs(tmp_path: Path, monkeypatch: pytest.M
     folder = make_checkpoint(tmp_path / "base", "llama", head_dim=128, **SIZES)
     adapter = make_adapter(tmp_path / "a", folder, 1)
     core, runner = core_of(folder, adapters=loaded(adapter))
-    assert runner.graphs is not None
+    graphs = runner.graphs.decode
+    assert graphs is not None
     steps: list[bool] = []
-    compute = runner.graphs.compute
-    monkeypatch.setattr(
-        runner.graphs, "compute", lambda step, ids: steps.append(step.adapters is None) or compute(step, ids)
-    )
+    compute = graphs.compute
+    monkeypatch.setattr(graphs, "compute", lambda step, ids: steps.append(step.adapters is None) or compute(step, ids))
     digest = digest_of(adapter)
     run(core, [Request("r", Order([4, 5, 6], GREEDY, variant=digest))])
     assert steps == [], "steps with an adapter run eagerly"

@@ -51,8 +51,8 @@ def runners(monkeypatch: pytest.MonkeyPatch) -> list[ModelRunner]:
 
 
 def sizes_of(runner: ModelRunner) -> list[int]:
-    assert runner.graphs is not None
-    return [size for size, _ in runner.graphs.captured]
+    assert runner.graphs.decode is not None
+    return [size for size, _ in runner.graphs.decode.captured]
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_without_the_flag_ranks_decode_eagerly_and_wait(
     with caplog.at_level("INFO"), ranks(folder, 2, NPU, **SETTINGS) as core:
         assert_all_same(folder, [prompt], generate(core, [prompt], GREEDY), GREEDY.max_tokens)
         assert core.ahead.num_ahead == 0
-    assert all(runner.graphs is None for runner in runners)
+    assert all(runner.graphs.decode is None for runner in runners)
     assert (
         "decode steps run eagerly: graphs of ranks have not run on NPUs; --npu-tp-graphs captures them" in caplog.text
     )

@@ -20,8 +20,8 @@ from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.follower import Follower
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model import modules, parts
+from pd_cluster.model.load_runner import load_runner
 from pd_cluster.model.parallel.group import Rendezvous, join
-from pd_cluster.model.runner import ModelRunner
 from pd_cluster.settings.engine import EngineConfig
 
 WAIT_S = 60.0
@@ -47,7 +47,7 @@ def ranks(folder: Path, size: int, device: Device = CPU, **settings: object) -> 
 
         def follow(rank: int) -> None:
             channel = Channel(pairs[rank - 1][1].detach(), to.ToFollower, WAIT_S)
-            follower = Follower(ModelRunner(config, join(places[rank], own[rank]), own[rank]), channel, None)
+            follower = Follower(load_runner(config, join(places[rank], own[rank]), own[rank]), channel, None)
             follower.start()
             follower.run()
 

@@ -1,0 +1,151 @@
+"""Makes a runner of values in order: a plan, the weights, the pool beside them, adapters, the proof, graphs.
+
+Each is made of those before it, and nothing is completed later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+
+from pd_cluster.checkpoints.weight_files import num_weights
+from pd_cluster.devices.device import Device, resolve, use
+from pd_cluster.devices.group import buffers_nbytes
+from pd_cluster.kv.layout import KVLayout, num_lanes
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.swap import SwapSpace
+from pd_cluster.model.adapter_devices import put_adapters
+from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
+from pd_cluster.model.declared import layout_of
+from pd_cluster.model.graph_kinds import capture_graphs, check_prompt_graphs, why_eager
+from pd_cluster.model.graphs import sizes_of
+from pd_cluster.model.held_adapters import HeldAdapters
+from pd_cluster.model.load_plan import LoadPlan
+from pd_cluster.model.loader import plan_of
+from pd_cluster.model.parallel.group import Alone, Group
+from pd_cluster.model.parts import LoadedParts, load_parts
+from pd_cluster.model.profile import (
+    check_pictures_fit,
+    decode_workspace_nbytes,
+    nbytes_of_adapters,
+    nbytes_of_graphs,
+    peak_of_a_step,
+    peak_of_images,
+)
+from pd_cluster.model.prompt_graphs import sizes_up_to
+from pd_cluster.model.proof import prove
+from pd_cluster.model.runner import KVMemory, ModelRunner, Proof
+from pd_cluster.model.sense import warn_of_chance
+from pd_cluster.model.sizing import num_host_cache_blocks, num_pool_blocks, num_swap_blocks
+from pd_cluster.model.speedups import numerics_name
+from pd_cluster.model.trial import prove_lengths, trial
+from pd_cluster.native.memory import keep_what_is_freed
+from pd_cluster.numerics import Numerics
+from pd_cluster.settings.engine import PROMPT_GRAPHS, EngineConfig
+
+log = logging.getLogger(__name__)
+
+
+def load_runner(config: EngineConfig, group: Group | None = None, device: Device | None = None) -> ModelRunner:
+    """`group`: the ranks that share the model; each of them loads its runner at the same time.
+
+    Raises ConfigError, and ModelError for a model that must not be served; then no pool is left.
+    """
+    device = device or resolve(config.device)
+    use(device)
+    if not device.is_accelerator:
+        keep_what_is_freed()
+    plan = LoadPlan.of(config, group or Alone(), device)
+    with contextlib.ExitStack() as undo:
+        with trial(plan.checkpoint):
+            parts = load_parts(plan)
+            layout = _layout_for(plan, parts)
+            eager = why_eager(plan, parts.model, layout) if device.is_accelerator else ""
+            memory = _allocate(plan, layout, _peak_nbytes(plan, parts, layout, eager), undo)
+            held = _hold_adapters(plan, parts.model, layout)
+            proof = _prove(plan, parts.model, memory.pool)
+        graphs = capture_graphs(plan, parts.model, memory.pool, eager)
+        runner = ModelRunner(plan, parts, memory, held, proof, graphs)
+        plan.group.loaded()
+        undo.pop_all()
+    return runner
+
+
+def _layout_for(plan: LoadPlan, parts: LoadedParts) -> KVLayout:
+    """Returns the layout of this rank's pool. Raises ConfigError if the model and the settings do not go together."""
+    model, group = parts.model, plan.group
+    own = layout_of(model.caches, plan.block_size, plan.dtype)
+    warn_of_chance(model, plan.checkpoint, own, plan.device, group)
+    if parts.tower is not None:
+        check_pictures_fit(parts.tower.rules, plan.max_num_batched_tokens, plan.config.max_num_seqs)
+    layout = layout_of(model.caches, plan.block_size, plan.kv_dtype)
+    return layout if plan.is_alone else plan_of(plan.checkpoint, group.size).layout_of_rank(layout, group.rank)
+
+
+def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layout: KVLayout, eager: str) -> int:
+    """Returns the bytes that all but the pool takes on an accelerator at most. `eager`: see `why_eager`."""
+    config, device, model, num_seqs = plan.config, plan.device, parts.model, plan.config.max_num_seqs
+    peak = peak_of_a_step(model, layout, plan.max_num_batched_tokens, num_seqs, plan.max_model_len, device)
+    peak = max(peak, peak_of_images(parts.tower, device))
+    check_prompt_graphs(model, plan.speedups)
+    if device.is_accelerator and not eager:
+        if PROMPT_GRAPHS in plan.speedups:
+            most = sizes_up_to(num_seqs)[-1]
+            peak += nbytes_of_graphs(model, layout, most.num_seqs, device, most.num_tokens)
+        peak += nbytes_of_graphs(model, layout, sizes_of(config.graph_sizes, num_seqs)[-1], device)
+    if device.is_accelerator:
+        peak += nbytes_of_adapters(model.config, config.adapters, plan.dtype)
+    peak += decode_workspace_nbytes(model, layout, num_seqs, plan.max_model_len)
+    num_pairs = num_lanes(layout, config.paired_tp_sizes)
+    if nbytes := buffers_nbytes(device, num_pairs, not plan.is_alone):
+        log.info("%.2f GiB are left to communicators, %d of them KV pairs", nbytes / 2**30, num_pairs)
+    return peak + nbytes
+
+
+def _allocate(plan: LoadPlan, layout: KVLayout, peak_nbytes: int, undo: contextlib.ExitStack) -> KVMemory:
+    """Allocates as many blocks as the rank with the least memory; `undo` closes the pool."""
+    config, least = plan.config, plan.group.least
+    num_blocks = num_pool_blocks(config, layout, plan.max_model_len, plan.device, peak_nbytes)
+    pool = undo.enter_context(KVPool(layout, least(num_blocks), plan.device))
+    num_kept = least(num_host_cache_blocks(config, layout))
+    return KVMemory(pool, SwapSpace(pool, least(num_swap_blocks(config, layout)), num_kept))
+
+
+def _hold_adapters(plan: LoadPlan, model: CausalLM, layout: KVLayout) -> HeldAdapters:
+    """Returns what holds adapters, with those that the settings name."""
+    settings, device = plan.config.adapters, plan.device
+    if device.is_accelerator and model.adapters is not None:
+        put_adapters(model.adapters.places, settings, device, plan.dtype)
+    held = HeldAdapters(model, layout, settings, device)
+    held.load_named(settings)
+    return held
+
+
+def _prove(plan: LoadPlan, model: CausalLM, pool: KVPool) -> Proof:
+    """Raises ModelError for a model that must not be served."""
+    checkpoint = plan.checkpoint
+    window = prove(model, pool, plan.dtype)
+    if checkpoint.is_unproven:
+        assert isinstance(model, PlainCausalLM)  # see load_model
+        size = num_weights(checkpoint.path)
+        prove_lengths(model, pool, plan.max_model_len, size, checkpoint.rope, plan.dtype)
+    return Proof(window, numerics_of(plan, model))
+
+
+def numerics_of(plan: LoadPlan, model: CausalLM) -> Numerics:
+    """Names what changes the loaded model's numbers."""
+    config, checkpoint, on_host = plan.config, plan.checkpoint, not plan.device.is_accelerator
+    coded = checkpoint.quantization
+    return Numerics(
+        device=plan.device.kind,
+        dtype=plan.dtype,
+        attention_backend=config.attention_backend if on_host else numerics_name(model.attention, plan.speedups),
+        deterministic=config.deterministic,
+        quantization="" if coded is None else coded.numerics_name(on_host),
+        quantize_head=checkpoint.head_scheme,
+        kv_cache_dtype=plan.kv_dtype,
+        hf_overrides=checkpoint.hf_overrides,
+        rope=checkpoint.rope,
+        key_order=model.key_order,
+        bf16_way=model.bf16_way,
+    )

@@ -24,11 +24,11 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from pd_cluster.kv.layout import CODE_BITS, stored_width
 from pd_cluster.model.cuda.argmax import argmax_rows
 from pd_cluster.model.cuda.draw import draw_rows
-from pd_cluster.model.cuda.experts import TritonGroupedExperts
+from pd_cluster.model.cuda.experts import ExpertMatrices, TritonGroupedExperts
 from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.ops import CudaOps, prepare
 from pd_cluster.model.cuda.skinny import SkinnyGate
-from pd_cluster.model.layers.gated import Routing
+from pd_cluster.model.layers.gated import ExpertRouter, Routing
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
 from tests.support import compile_coded
 from tests.support.ptx import order_of
@@ -107,15 +107,19 @@ def sparse(
     gpt_oss: bool = False,
     is_deterministic: bool = False,
 ) -> None:
-    biases = [(num_experts,), (num_experts, 2 * num_features), (num_experts, hidden_size)] if gpt_oss else []
+    def bias(*size: int) -> torch.Tensor | None:
+        return empty(*size, dtype=dtype) if gpt_oss else None
+
+    routing = Routing(top_k, round_weights=num_experts > 8)
+    router = ExpertRouter(empty(num_experts, hidden_size, dtype=dtype), bias(num_experts), routing)
+    gate_up = empty(num_experts, 2 * num_features, hidden_size, dtype=dtype)
+    down = empty(num_experts, hidden_size, num_features, dtype=dtype)
     TritonGroupedExperts(
-        empty(num_experts, hidden_size, dtype=dtype),
-        empty(num_experts, 2 * num_features, hidden_size, dtype=dtype),
-        empty(num_experts, hidden_size, num_features, dtype=dtype),
-        Routing(top_k, round_weights=num_experts > 8),
+        router,
+        ExpertMatrices.of(gate_up, bias(num_experts, 2 * num_features)),
+        ExpertMatrices.of(down, bias(num_experts, hidden_size)),
         "swigluoai" if gpt_oss else "silu",
-        *(empty(*size, dtype=dtype) for size in biases),
-        is_deterministic=is_deterministic,
+        is_deterministic,
     )(empty(num_rows, hidden_size, dtype=dtype))
 
 

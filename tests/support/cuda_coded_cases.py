@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from pd_cluster.model.cuda import coded
 from pd_cluster.model.cuda.coded import E2M1, E4M3, INT4, INT8, ROUNDED, CodedLinear, codes_of, decoded, linear_of
-from pd_cluster.model.cuda.experts import TritonGroupedExperts
+from pd_cluster.model.cuda.experts import ExpertMatrices, TritonGroupedExperts
 from pd_cluster.model.cuda.ops import CudaOps
 from pd_cluster.model.layers.expert_weight import ExpertStack, ExpertWeights
 from pd_cluster.model.layers.gated import ExpertRouter, Experts, Routing
@@ -182,8 +182,8 @@ def test_experts_of_two_ranks_have_the_bits_of_one() -> None:
         second = codes_of(Int8Weight(down[:, outputs], down_scales[:, outputs], None, torch.float32))
         assert first is not None
         assert second is not None
-        biases = None, bias[:, outputs].contiguous()
-        return TritonGroupedExperts(router, first, second, Routing(2), "silu", None, *biases, rows=rows)
+        matrices = ExpertMatrices.of(first), ExpertMatrices.of(second, bias[:, outputs].contiguous())
+        return TritonGroupedExperts(ExpertRouter(router, None, Routing(2)), *matrices, "silu", rows=rows)
 
     x, parts = torch.randn(7, hidden_size), dict[int, torch.Tensor]()
     expected = experts(slice(None), slice(None))(x)

@@ -32,7 +32,7 @@ from pd_cluster.model.causal_lm import FusedCausalLM
 from pd_cluster.model.cuda import deterministic, experts_kernels, linear_kernels
 from pd_cluster.model.cuda.attention_configs import AttentionConfigs, TileConfig, padded
 from pd_cluster.model.cuda.deterministic import DeterministicOps, attend_rows
-from pd_cluster.model.cuda.experts import TritonGroupedExperts
+from pd_cluster.model.cuda.experts import ExpertMatrices, TritonGroupedExperts
 from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.plan import tiles_of
 from pd_cluster.model.graph_kinds import StepGraphs
@@ -128,8 +128,9 @@ def test_launches_have_the_same_constants_for_all_numbers_of_rows(
 
     for module, name in kernels:
         monkeypatch.setattr(module, name, Noted(getattr(module, name), partial(note, name)))
-    weights = [torch.randn(*sizes).bfloat16() for sizes in ((2, 16), (2, 32, 16), (2, 16, 16))]
-    experts = TritonGroupedExperts(*weights, Routing(2), "silu", is_deterministic=is_deterministic)
+    router, *weights = (torch.randn(*sizes).bfloat16() for sizes in ((2, 16), (2, 32, 16), (2, 16, 16)))
+    gate_up, down = map(ExpertMatrices.of, weights)
+    experts = TritonGroupedExperts(ExpertRouter(router, None, Routing(2)), gate_up, down, "silu", is_deterministic)
     for num_rows in COMPANIES:
         experts(torch.randn(num_rows, 16).bfloat16())
     kernels_used = {name for name, _ in found}

@@ -18,6 +18,7 @@ from pd_cluster.model.cuda.linear import ROW_TILES_TOGETHER, Tiling, TritonLinea
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import Activation, ExpertRouter, Routing
 from pd_cluster.model.layers.linear import Linear, PlainLinear
+from pd_cluster.model.layers.weight import LinearWeight
 from pd_cluster.model.layers.whole_rows import WholeRows
 
 MAX_PAIRS_COMPARED = 8192  # beyond this, torch sorts them: comparing all pairs grows quadratically
@@ -51,12 +52,32 @@ def num_row_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Matrices:
-    """Experts' matrices as the kernels take them: numbers or codes."""
+class ExpertMatrices:
+    """One linear layer of every expert as the kernels take it: numbers or codes, and biases [experts, outputs]."""
 
     shape: tuple[int, int, int]  # experts, outputs, inputs
     tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # numbers or codes; scales, zero points of codes
     codes: Codes | None
+    bias: torch.Tensor | None
+
+    @classmethod
+    def of(cls, given: torch.Tensor | Codes, bias: torch.Tensor | None = None) -> ExpertMatrices:
+        """`given`: contiguous numbers [experts, outputs, inputs], or codes."""
+        if isinstance(given, Codes):
+            zeros = given.scales if given.zeros is None else given.zeros
+            tensors, num_inputs = (given.stored, given.scales, zeros), given.num_inputs
+        else:
+            assert given.is_contiguous()
+            tensors, num_inputs = (given, given, given), given.shape[2]
+        num_experts, num_outputs, _ = tensors[0].shape
+        assert bias is None or (bias.shape == (num_experts, num_outputs) and bias.is_contiguous())
+        codes = given if isinstance(given, Codes) else None
+        return cls((num_experts, num_outputs, num_inputs), tensors, codes, bias)
+
+    @classmethod
+    def taken_over(cls, weight: LinearWeight) -> ExpertMatrices:
+        """Takes over the weight of an ExpertStack."""
+        return cls.of(codes_of(weight) or weight.matrix().contiguous(), weight.bias)
 
     @property
     def has_words(self) -> bool:
@@ -76,71 +97,43 @@ class _Matrices:
         return {"BLOCK_K": self.codes.block_k(tile), **found}
 
 
-def _operand(given: torch.Tensor | Codes) -> _Matrices:
-    if isinstance(given, Codes):
-        num_experts, num_outputs, _ = given.stored.shape
-        zeros = given.scales if given.zeros is None else given.zeros
-        return _Matrices((num_experts, num_outputs, given.num_inputs), (given.stored, given.scales, zeros), given)
-    assert given.is_contiguous()
-    num_experts, num_outputs, num_inputs = given.shape
-    return _Matrices((num_experts, num_outputs, num_inputs), (given, given, given), None)
-
-
 class TritonGroupedExperts:
     """Maps [num_rows, hidden_size] to the same shape. Uses its weights without copies: contiguous, of one dtype."""
 
     def __init__(
         self,
-        router: torch.Tensor,  # [num_experts, hidden_size]
-        gate_up: torch.Tensor | Codes,  # [num_experts, 2 * num_features, hidden_size]: gates, then ups
-        down: torch.Tensor | Codes,  # [num_experts, hidden_size, num_features]
-        routing: Routing,
+        router: ExpertRouter,
+        gate_up: ExpertMatrices,  # hidden_size to 2 * num_features: gates, then ups
+        down: ExpertMatrices,  # num_features to hidden_size
         activation: Activation,
-        router_bias: torch.Tensor | None = None,  # [num_experts]
-        gate_up_bias: torch.Tensor | None = None,  # [num_experts, 2 * num_features]
-        down_bias: torch.Tensor | None = None,  # [num_experts, hidden_size]
         is_deterministic: bool = False,
         rows: WholeRows | None = None,
     ) -> None:
         """`is_deterministic`: a row's bits do not depend on the other rows. `rows`: `down` takes whole rows, and is one
         rank's share: some of its outputs, of all ranks' features.
         """
-        self._gate_up, self._down, self._rows = _operand(gate_up), _operand(down), rows
-        num_experts, num_outputs, num_features = self._down.shape
+        self._gate_up, self._down, self._rows = gate_up, down, rows
+        num_experts, num_outputs, num_features = down.shape
         hidden_size = num_outputs if rows is None else rows.num_outputs
         num_ranks = 1 if rows is None else rows.ranks.size
-        assert router.shape == (num_experts, hidden_size)
-        assert router.dtype in DTYPES
-        assert self._gate_up.shape == (num_experts, 2 * num_features // num_ranks, hidden_size)
-        assert 0 < routing.top_k <= num_experts
-        for bias, width in ((gate_up_bias, self._gate_up.shape[1]), (down_bias, num_outputs)):
-            assert bias is None or (bias.shape == (num_experts, width) and bias.is_contiguous())
-        self._router_dtype = torch.float32 if routing.in_float32 else router.dtype
-        self._gate_up_bias, self._down_bias = gate_up_bias, down_bias
+        assert router.weight.shape == (num_experts, hidden_size)
+        assert router.weight.dtype in DTYPES
+        assert gate_up.shape == (num_experts, 2 * num_features // num_ranks, hidden_size)
+        assert 0 < router.routing.top_k <= num_experts
+        self._router_dtype = torch.float32 if router.routing.in_float32 else router.weight.dtype
         self._is_deterministic = is_deterministic
         linear = TritonLinear if is_deterministic else PlainLinear
-        self._router: Linear = linear(router.to(self._router_dtype), router_bias)
-        self._routing, self._activation = routing, ACTIVATIONS[activation]
-        self._experts = torch.arange(num_experts + 1, dtype=torch.int32, device=router.device)
+        self._router: Linear = linear(router.weight.to(self._router_dtype), router.bias)
+        self._routing, self._activation = router.routing, ACTIVATIONS[activation]
+        self._experts = torch.arange(num_experts + 1, dtype=torch.int32, device=router.weight.device)
 
     @classmethod
     def of(
         cls, router: ExpertRouter, weights: ExpertWeights, activation: Activation, is_deterministic: bool = False
     ) -> TritonGroupedExperts:
         """Takes over the weights behind a router."""
-        gate_up, down = weights.gate_up.whole(), weights.down.whole()
-        return cls(
-            router.weight,
-            codes_of(gate_up) or gate_up.matrix().contiguous(),
-            codes_of(down) or down.matrix().contiguous(),
-            router.routing,
-            activation,
-            router.bias,
-            gate_up.bias,
-            down.bias,
-            is_deterministic,
-            weights.rows,
-        )
+        gate_up, down = (ExpertMatrices.taken_over(each.whole()) for each in (weights.gate_up, weights.down))
+        return cls(router, gate_up, down, activation, is_deterministic, weights.rows)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == self._router_dtype or self._routing.in_float32
@@ -165,14 +158,14 @@ class TritonGroupedExperts:
             taken,
             taken_scales,
             *self._gate_up.tensors,
-            inner if self._gate_up_bias is None else self._gate_up_bias,
+            inner if self._gate_up.bias is None else self._gate_up.bias,
             inner,
             order,
             starts,
             taken.stride(0),
             TOP_K=self._routing.top_k,
             ACTIVATION=self._activation,
-            HAS_BIAS=self._gate_up_bias is not None,
+            HAS_BIAS=self._gate_up.bias is not None,
             HIDDEN_SIZE=hidden_size,
             NUM_FEATURES=num_features,
             **self._gate_up.constants(tile),
@@ -187,12 +180,12 @@ class TritonGroupedExperts:
             taken,
             taken_scales,
             *self._down.tensors,
-            out if self._down_bias is None else self._down_bias,
+            out if self._down.bias is None else self._down.bias,
             weights,
             out,
             order,
             starts,
-            HAS_BIAS=self._down_bias is not None,
+            HAS_BIAS=self._down.bias is not None,
             HIDDEN_SIZE=num_outputs,
             NUM_FEATURES=num_inputs,
             **self._down.constants(tile),

@@ -1,0 +1,46 @@
+"""A runner that cannot be made leaves no pool, wherever it fails; one that is let go has neither pool nor weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.errors import Closed, ModelError
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.model import load_runner
+from pd_cluster.settings.engine import EngineConfig
+
+Checkpoints = Callable[..., Path]
+
+
+@pytest.mark.parametrize("step", ["SwapSpace", "_hold_adapters", "prove", "capture_graphs", "ModelRunner"])
+def test_a_failure_leaves_no_pool(step: str, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[KVPool] = []
+
+    def pool_of(*given: object) -> KVPool:
+        made.append(KVPool(*given))  # type: ignore[arg-type]
+        return made[0]
+
+    def fail(*_: object) -> None:
+        assert hasattr(made[0], "memory")
+        raise ModelError("no")
+
+    monkeypatch.setattr(load_runner, "KVPool", pool_of)
+    monkeypatch.setattr(load_runner, step, fail)
+    with pytest.raises(ModelError, match="no"):
+        load_runner.load_runner(EngineConfig(model=str(checkpoint("llama")), num_blocks=8, max_model_len=64))
+    assert not hasattr(made[0], "memory"), "it is closed"
+
+
+def test_after_letting_go_there_is_neither_pool_nor_model(checkpoint: Checkpoints) -> None:
+    runner = load_runner.load_runner(EngineConfig(model=str(checkpoint("llama")), num_blocks=8, max_model_len=64))
+    pool = runner.pool
+    runner.let_go()
+    assert not hasattr(pool, "memory")
+    for name in ("pool", "swap", "model"):
+        with pytest.raises(Closed):
+            getattr(runner, name)
+    assert runner.tower is None
+    runner.let_go()  # does nothing more

@@ -30,7 +30,7 @@ from pd_cluster.api.gate.tracing import Traces
 from pd_cluster.api.openai.legacy import legacy_routes
 from pd_cluster.api.openai.routes import api_routes
 from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.routing.entrance import ASLEEP, Entrance
+from pd_cluster.cluster.routing.admission import ASLEEP, RequestAdmission
 from pd_cluster.cluster.routing.policy import is_served, refused_links, why_unavailable
 from pd_cluster.cluster.tenancy.tenants import TenantCounts, with_names
 from pd_cluster.service.response_store import ResponseStore
@@ -65,7 +65,7 @@ def public_app(
     store = ResponseStore(http.responses) if openai and http.responses.folder else None
     for routes in api_routes(service, store) if openai else (legacy_routes(service),):
         add_routes(app, routes)
-    add_routes(app, _common_routes(service.router.entrance, instances, drain))
+    add_routes(app, _common_routes(service.router.admission, instances, drain))
     name, adapters = service.names.own[0], _adapters(service)
     add_routes(app, metrics_routes(service.router, instances, name, drain, totals, adapters, owner))
     return app
@@ -75,14 +75,14 @@ def _adapters(service: TextService) -> AdapterNaming | None:
     return AdapterNaming(service.names.adapters, service.max_loras) if service.max_loras else None
 
 
-def _common_routes(entrance: Entrance, instances: list[Instance], drain: Drain) -> APIRouter:
+def _common_routes(admission: RequestAdmission, instances: list[Instance], drain: Drain) -> APIRouter:
     routes = APIRouter(route_class=PlainRoute)
 
     @routes.api_route("/ping", methods=[*LOOKING, "POST"])
     @routes.api_route("/health", methods=LOOKING)
     async def health(request: Request) -> Response:
-        status, body = health_of(instances, entrance.awaits_pair)
-        if entrance.is_asleep and status == 200:  # instances, as this process knows them, may lag
+        status, body = health_of(instances, admission.awaits_pair)
+        if admission.is_asleep and status == 200:  # instances, as this process knows them, may lag
             status, body = 503, {**body, "status": "unavailable", "reason": ASLEEP}
         if drain.is_draining:
             status, body = 503, {**body, "status": "draining", "reason": "this server is stopping"}
@@ -136,7 +136,7 @@ def _put_in_front(
 ) -> None:
     """Adds the layers from the inside out: the last one sees a request first."""
     app.add_middleware(Direct, routes=app.router.routes, root_path=http.root_path)
-    app.add_middleware(Arrivals, entrance=service.router.entrance)
+    app.add_middleware(Arrivals, admission=service.router.admission)
     app.add_middleware(DrainGate, drain=drain, root_path=http.root_path)
     if service.tracing is not None:  # inside of the keys: strangers cause no traces
         app.add_middleware(Traces, tracing=service.tracing, root_path=http.root_path)

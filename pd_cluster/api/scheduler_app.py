@@ -230,7 +230,7 @@ class SchedulerServer:
         if self._processes is not None:
             return self._processes.stats, self._processes.busy
         router = self._edge.router
-        return router.stats.snapshot(), Busy(0, router.num_streams, router.entrance.num_waiting)
+        return router.stats.snapshot(), Busy(0, router.num_streams, router.admission.num_waiting)
 
     def _control(self) -> Control:
         serving = self._edge.router if self._processes is None else self._processes

@@ -93,7 +93,7 @@ class Answering:
             generation.prompted,
             generation.client_id,
             generation.received_s,
-            generation.visitor,
+            generation.owner,
             generation.kept,
         )
 

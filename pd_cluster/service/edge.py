@@ -138,7 +138,7 @@ class Edge(Generic[RosterT]):
             shares_workers=is_scheduler,
             find_s=timeouts.connect_timeout_s,
         )
-        router.inlet.holds_first = routing.first_token == "with-decode"
+        router.output_dispatcher.holds_first = routing.first_token == "with-decode"
         return roster, router
 
     def start(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pd_cluster.cluster.routing.entrance import ANYBODY, Visitor
+from pd_cluster.cluster.routing.admission import ANYBODY, RequestOwner
 from pd_cluster.cluster.routing.resume import KeptStream
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import GenerationError
@@ -56,7 +56,7 @@ class Generation:
     fail: Callable[[GenerationError], None] = _fail_nothing
     client_id: str = ""  # the answer's id for clients
     received_s: float | None = None
-    visitor: Visitor = ANYBODY
+    owner: RequestOwner = ANYBODY
     arrived: Callable[[], None] = _nothing  # called when the router has it
     hold: PixelHold | None = None  # of its pictures
     kept: KeptStream | None = None  # of a stream that may resume

@@ -157,7 +157,7 @@ class Intake:
             request.num_choices,
             every_token=bool(request.return_token_ids),
             is_prompt_only=wanted == 0,
-            visitor=shared.caller.visitor,
+            owner=shared.caller.owner,
             arrived=shared.caller.arrived,
             hold=shown.hold,
         )

@@ -17,7 +17,7 @@ from pd_cluster.api.dashboard.public import PublicView
 from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
-from pd_cluster.cluster.routing.entrance import Entrance
+from pd_cluster.cluster.routing.admission import RequestAdmission
 from pd_cluster.cluster.routing.policy import least_loaded
 from pd_cluster.cluster.routing.predict import NO_GOALS
 from pd_cluster.cluster.routing.replays import ReplayLimits
@@ -63,7 +63,7 @@ def make_app(
     http: HttpConfig | None = None,
     openai: bool = True,
     served_model_names: Sequence[str] = NAMES,
-    entrance: Entrance | None = None,
+    admission: RequestAdmission | None = None,
     router: Router | None = None,
     file_keys: FileKeys | None = None,
     view: PublicView | None = None,
@@ -75,12 +75,17 @@ def make_app(
     `settings`: of the service.
     """
     checkpoint = text_checkpoint(folder, make_special_tokenizer())
-    entrance = entrance or Entrance(
+    admission = admission or RequestAdmission(
         FakeMembership([]), least_loaded, RequestStats(), NO_GOALS, ReplayLimits(together_s=0.0), None
     )
     membership = SimpleNamespace(instances=[])
     nobody = SimpleNamespace(
-        membership=membership, stats=RequestStats(), num_streams=0, num_waiting=0, entrance=entrance, serve=_unavailable
+        membership=membership,
+        stats=RequestStats(),
+        num_streams=0,
+        num_waiting=0,
+        admission=admission,
+        serve=_unavailable,
     )
     router = router or cast(Router, nobody)
     service = TextService(

@@ -57,7 +57,7 @@ class World:
         self.membership = FakeMembership(self.instances)
         send = self.mailbox.send
         self.router = Router(send, self.membership, least_loaded, request_timeout_s, replay, goals, max_queue_s)
-        self.router.inlet.holds_first = holds_first
+        self.router.output_dispatcher.holds_first = holds_first
 
     def serve(self, sampling: Sampling = SAMPLING, **more: Any) -> AsyncGenerator[TokenOutput, None]:
         """`more`: further fields of the order, and arguments of `Router.serve`."""

@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from pd_cluster.cluster.routing.entrance import Entrance
+from pd_cluster.cluster.routing.admission import RequestAdmission
 from pd_cluster.cluster.routing.policy import least_loaded
 from pd_cluster.cluster.routing.predict import NO_GOALS
 from pd_cluster.cluster.routing.replays import ReplayLimits
@@ -49,7 +49,7 @@ class Script:
     def __init__(self, tokens: list[int], end: FinishReason | PdClusterError, logprobs: Logprobs | None = None) -> None:
         self.membership = SimpleNamespace(instances=[])
         self.stats, self.num_streams = RequestStats(), 0
-        self.entrance = Entrance(
+        self.admission = RequestAdmission(
             FakeMembership([]), least_loaded, self.stats, NO_GOALS, ReplayLimits(together_s=0.0), None
         )
         self._tokens, self._end, self._logprobs = tokens, end, logprobs

@@ -60,7 +60,7 @@ class Bounced:
         self.world = World(replay=ReplayLimits(wait_s=wait_s))
         self.pauses: list[float] = []
         self.goes_on = asyncio.Event()
-        self.world.router.attempts.pause = self._pause
+        self.world.router.retry.pause = self._pause
 
     async def _pause(self, time_s: float) -> None:
         self.pauses.append(time_s)

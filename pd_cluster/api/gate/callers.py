@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from pd_cluster.api.front.subscriber import subscriber_of
-from pd_cluster.cluster.routing.waiting_room import Party
+from pd_cluster.cluster.routing.admission_queue import PromptGroup
 from pd_cluster.service.caller import NOBODY, Caller, nothing
 from pd_cluster.service.generation import Generation
 
@@ -42,11 +42,11 @@ def caller_of(http: Request) -> Caller:
     made_from, made = http.scope.get(MADE, (None, None))
     if made is not None and made_from is known and made.arrived is arrived:
         return cast(Caller, made)
-    patience_s, party = _patience_s(http), Party()
+    patience_s, group = _patience_s(http), PromptGroup()
     if isinstance(known, Caller):
-        made = replace(known, patience_s=patience_s, arrived=arrived, party=party)
+        made = replace(known, patience_s=patience_s, arrived=arrived, group=group)
     else:
-        made = Caller(client_of(http.scope), patience_s=patience_s, arrived=arrived, party=party)
+        made = Caller(client_of(http.scope), patience_s=patience_s, arrived=arrived, group=group)
     http.scope[MADE] = (known, made)
     return made
 

@@ -21,7 +21,7 @@ def load_header(http: Request, service: TextService) -> dict[str, str]:
     loads = [each.load for each in service.router.membership.instances if each.is_ready]
     numbers = {
         "kv_cache_usage_perc": max((load.num_held_blocks / max(1, load.num_blocks) for load in loads), default=0.0),
-        "num_requests_waiting": sum(load.num_waiting for load in loads) + service.router.entrance.num_waiting,
+        "num_requests_waiting": sum(load.num_waiting for load in loads) + service.router.admission.num_waiting,
     }
     if form.upper() == "JSON":
         return {TOLD: f"JSON {msgspec.json.encode({'named_metrics': numbers}).decode()}"}

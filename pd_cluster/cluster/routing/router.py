@@ -18,21 +18,21 @@ from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.roster import Members
 from pd_cluster.cluster.routing.adapter_use import AdapterCounts
-from pd_cluster.cluster.routing.attempts import Attempts
+from pd_cluster.cluster.routing.admission import ANYBODY, SHUTTING_DOWN, RequestAdmission, RequestOwner
+from pd_cluster.cluster.routing.admission_queue import Ending
 from pd_cluster.cluster.routing.dispatch import Dispatch, Send
 from pd_cluster.cluster.routing.endings import Endings
-from pd_cluster.cluster.routing.entrance import ANYBODY, SHUTTING_DOWN, Entrance, Visitor
 from pd_cluster.cluster.routing.fair_queue import QueueEntry
-from pd_cluster.cluster.routing.outputs import Inlet
+from pd_cluster.cluster.routing.output_dispatcher import OutputDispatcher
+from pd_cluster.cluster.routing.pause_control import PauseControl
 from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest, for_all_kinds
 from pd_cluster.cluster.routing.predict import NO_GOALS, Goals
 from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.resume import Finder, KeptStream, RecordPlace
+from pd_cluster.cluster.routing.retry import Retry
 from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.cluster.routing.steering import Steering
 from pd_cluster.cluster.routing.stream import Death, RequestStream, Setback, TokenSequence, ask_of
 from pd_cluster.cluster.routing.timeline import Timelines
-from pd_cluster.cluster.routing.waiting_room import Ending
 from pd_cluster.errors import (
     DeadlineExceeded,
     GenerationError,
@@ -51,7 +51,7 @@ def _unheard(prompt: PromptOutput) -> None:
 
 
 class Router:
-    """Follows `membership` and chooses among its instances. `goals` and `max_queue_s` are the entrance's."""
+    """Follows `membership` and chooses among its instances. `goals` and `max_queue_s` are its admission's."""
 
     def __init__(
         self,
@@ -80,18 +80,18 @@ class Router:
         self.timelines = Timelines()
         self.stats = RequestStats()
         self.adapters = AdapterCounts()
-        self.entrance = Entrance(membership, choose, self.stats, goals, limits, max_queue_s, has_priorities)
-        self._dispatch = Dispatch(send, self.entrance.look, shares_workers, lambda: membership.instances)
+        self.admission = RequestAdmission(membership, choose, self.stats, goals, limits, max_queue_s, has_priorities)
+        self._dispatch = Dispatch(send, self.admission.look, shares_workers, lambda: membership.instances)
         self._endings = Endings(
-            self.streams, self._dispatch, self.stats, self.timelines, lambda stream: self.steering.ended(stream)
+            self.streams, self._dispatch, self.stats, self.timelines, lambda stream: self.pause_control.ended(stream)
         )
-        self.steering = Steering(self.streams, self.entrance, self.timelines, self._endings.move)
-        self.inlet = Inlet(self.streams, self._dispatch, self.timelines, self._endings)
-        self.attempts = Attempts(
-            *(self.streams, membership, choose, limits, self.entrance, self.steering, self._dispatch),
+        self.pause_control = PauseControl(self.streams, self.admission, self.timelines, self._endings.move)
+        self.output_dispatcher = OutputDispatcher(self.streams, self._dispatch, self.timelines, self._endings)
+        self.retry = Retry(
+            *(self.streams, membership, choose, limits, self.admission, self.pause_control, self._dispatch),
             *(self.stats, self.timelines),
         )
-        self.on_outputs, self.on_outputs_at_once = self.inlet.add, self.inlet.add_at_once
+        self.on_outputs, self.on_outputs_at_once = self.output_dispatcher.add, self.output_dispatcher.add_at_once
         self._finder = Finder(send, membership, find_s)
         self.on_found = self._finder.on_found
         membership.watch(self)
@@ -99,11 +99,11 @@ class Router:
     @property
     def num_streams(self) -> int:
         """Counts requests that have an instance, or look for another."""
-        return len(self.streams) - self.steering.num_kept
+        return len(self.streams) - self.pause_control.num_kept
 
     @property
     def num_waiting(self) -> int:
-        return self.entrance.num_waiting + self.steering.num_kept
+        return self.admission.num_waiting + self.pause_control.num_kept
 
     async def serve(
         self,
@@ -112,7 +112,7 @@ class Router:
         prompted: Callable[[PromptOutput], None] = _unheard,
         client_id: str = "",
         received_s: float | None = None,
-        visitor: Visitor = ANYBODY,
+        owner: RequestOwner = ANYBODY,
         kept: KeptStream | None = None,
     ) -> AsyncIterator[TokenOutput]:
         """Serves a request across the cluster; yields every token of its n sequences once, each sequence in order.
@@ -123,13 +123,13 @@ class Router:
         A sequence ends with a token that has a finish_reason, or when the reader calls `stop` of the stream that
         `routed` received; the iterator ends when all have. `prompted` is called before the first token. Raises
         Unavailable and Overloaded before the first token, GenerationError after it. Closing the iterator aborts all.
-        Before it is sent to any instance, the request may wait for its turn, which `visitor` controls. `client_id` and
+        Before it is sent to any instance, the request may wait for its turn, which `owner` controls. `client_id` and
         `received_s` are its outside name and arrival time, for its timeline. Where the order gathers, the last token of
         a sequence arrives together with those before it, and an item may have `earlier` ones. `kept`: see resume.py.
         """
         loop, timeout_s = asyncio.get_running_loop(), self._request_timeout_s
         deadline_s = loop.time() + timeout_s if timeout_s else None
-        stream, entry = await self._begin(order, deadline_s, client_id, received_s, visitor, kept)
+        stream, entry = await self._begin(order, deadline_s, client_id, received_s, owner, kept)
         stream.prompted = prompted
         late = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
         # One timer per request: one around every wait costs more than all other work on a token.
@@ -139,7 +139,7 @@ class Router:
             try:
                 self._send(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
             finally:
-                self.entrance.begun(entry)  # in any case: the others wait for it
+                self.admission.begun(entry)  # in any case: the others wait for it
             routed(stream)
             while not stream.is_over:
                 item = await stream.inbox.get()
@@ -152,7 +152,7 @@ class Router:
                     yield item
                 elif isinstance(item, Setback):
                     async with asyncio.timeout_at(deadline_s):
-                        await self.attempts.replay(stream, item, deadline_s)
+                        await self.retry.replay(stream, item, deadline_s)
                 elif item is not None:
                     raise item
         except TimeoutError:
@@ -182,7 +182,7 @@ class Router:
         order: Order,
         client_id: str = "",
         received_s: float | None = None,
-        visitor: Visitor = ANYBODY,
+        owner: RequestOwner = ANYBODY,
         routed: Callable[[RequestStream], None] = lambda stream: None,
     ) -> PooledOutput:
         """Returns the vector of a prompt whose order has a `pooling`. Parameters, errors and replays are `serve`'s."""
@@ -192,7 +192,7 @@ class Router:
             streams.append(stream)
             routed(stream)
 
-        served = self.serve(order, note, _unheard, client_id, received_s, visitor)
+        served = self.serve(order, note, _unheard, client_id, received_s, owner)
         async with contextlib.aclosing(served) as tokens:  # type: ignore[type-var]
             async for token in tokens:
                 raise GenerationError(f"{streams[0].decode.name} sent token {token.token_id} in place of a vector")
@@ -207,7 +207,7 @@ class Router:
         deadline_s: float | None,
         client_id: str,
         received_s: float | None,
-        visitor: Visitor,
+        owner: RequestOwner,
         kept: KeptStream | None,
     ) -> tuple[RequestStream, QueueEntry | None]:
         """Opens a stream once the request has its pair. Raises Unavailable, Overloaded, DeadlineExceeded."""
@@ -216,7 +216,7 @@ class Router:
             if kept is not None and kept.place is not None:
                 stream, entry = self._attached(order, kept.place, client_id, received_s), None
             else:
-                stream, entry = await self._paired(order, deadline_s, client_id, received_s, visitor)
+                stream, entry = await self._paired(order, deadline_s, client_id, received_s, owner)
             stream.kept = kept
             return stream, entry
         except BaseException:
@@ -224,22 +224,22 @@ class Router:
             raise
 
     async def _paired(
-        self, order: Order, deadline_s: float | None, client_id: str, received_s: float | None, visitor: Visitor
+        self, order: Order, deadline_s: float | None, client_id: str, received_s: float | None, owner: RequestOwner
     ) -> tuple[RequestStream, QueueEntry | None]:
         arrived_s = self.stats.clock() if received_s is None else received_s
         ask = ask_of(order)
-        found = self.entrance.pair_at_once(ask, order.num_decoding, order.priority, visitor)
+        found = self.admission.pair_at_once(ask, order.num_decoding, order.priority, owner)
         try:
             if found is None:
                 async with asyncio.timeout_at(deadline_s):
-                    found = await self.entrance.pair(ask, order.num_decoding, order.priority, visitor)
+                    found = await self.admission.pair(ask, order.num_decoding, order.priority, owner)
         except TimeoutError:
             waited_s = self._request_timeout_s
             raise DeadlineExceeded(f"the request has waited for its turn for {waited_s:g} s") from None
         pair, entry = found
         stream = self._open(order, ask, pair, arrived_s)
         if order.variant:
-            stream.owner = wire.owner_of(visitor.client)
+            stream.owner = wire.owner_of(owner.client)
         prefill, decode = ((instance.conn, instance.name) for instance in (stream.prefill, stream.decode))
         num_tokens = len(order.prompt_token_ids)
         self.timelines.routed(stream.request_id, stream.transfer_id, client_id, received_s, num_tokens, prefill, decode)
@@ -247,7 +247,7 @@ class Router:
 
     def expect_instances(self) -> None:
         """Announces that instances will become known: early requests wait a moment, as when all were lost just now."""
-        self.entrance.lost()
+        self.admission.lost()
 
     def _open(
         self, order: Order, ask: RoutingRequest, pair: Pair, received_s: float, found: wire.Found | None = None
@@ -271,9 +271,9 @@ class Router:
                 self._dispatch.abort(stream)
             else:
                 self._dispatch.release(stream, self._then(stream, sys.exception()))
-        self.entrance.ended(entry, stream.num_tokens, _how_ended(stream, sys.exception()))
+        self.admission.ended(entry, stream.num_tokens, _how_ended(stream, sys.exception()))
         if is_read:
-            self.steering.ended(stream)
+            self.pause_control.ended(stream)
         self.adapters.ends(stream.order.variant, has_begun=not is_first)
         if is_read:
             self._endings.note(stream, sys.exception())
@@ -282,11 +282,11 @@ class Router:
         """Returns what becomes of a kept stream that is not read any more."""
         if stream.is_over:
             return "stop"
-        if self.entrance.is_closed:
+        if self.admission.is_closed:
             return "go on"
         if _how_ended(stream, error) == "failed" or stream.kept is None or not stream.kept.outlives_client:
             return "forget"
-        return "stop" if self.entrance.num_waiting else "go on"  # others need the instance; what is kept is enough
+        return "stop" if self.admission.num_waiting else "go on"  # others need the instance; what is kept is enough
 
     # ---- streams that resume
 
@@ -297,7 +297,7 @@ class Router:
                 if not stream.legs and not stream.is_finished:
                     raise Unavailable("the stream has lost its instance and looks for another; ask again")
                 self._endings.take(stream, "go on")
-        await self.entrance.all_are_here()
+        await self.admission.all_are_here()
         return await self._finder.find(digest)
 
     def _attached(self, order: Order, place: RecordPlace, client_id: str, received_s: float | None) -> RequestStream:
@@ -305,7 +305,7 @@ class Router:
         found, instance = place.found, place.instance
         if (before := self.streams.get(found.request_id)) is not None:  # found by two at once
             self._endings.take(before, "")
-        self.inlet.forget(found.request_id)
+        self.output_dispatcher.forget(found.request_id)
         arrived_s = self.stats.clock() if received_s is None else received_s
         stream = self._open(order, ask_of(order), (instance, instance), arrived_s, found)
         stream.numerics = instance.info.numerics if instance.info is not None else None
@@ -318,17 +318,17 @@ class Router:
 
     async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
         """See members/control.py."""
-        self.steering.steer(gate, aborts, keeps)
+        self.pause_control.steer(gate, aborts, keeps)
 
     async def until_idle(self) -> None:
         """Returns when no request is at an instance."""
-        await self.steering.until_idle()
+        await self.pause_control.until_idle()
 
     def end_all(self) -> None:
         """Ends all running requests with an error in their streams, because this process stops."""
         for stream in self.streams.values():
             stream.inbox.put(GenerationError(SHUTTING_DOWN))
-        self.entrance.close()
+        self.admission.close()
 
     def move_on(self, instance: Instance, why: str) -> None:
         """Moves every request with a leg there elsewhere, if possible. The instance lives and receives the aborts."""
@@ -338,7 +338,7 @@ class Router:
 
     def on_lost(self, instance: Instance, reason: str) -> None:
         """Moves every request with a leg there elsewhere, if possible."""
-        self.entrance.lost()
+        self.admission.lost()
         lost_s = asyncio.get_running_loop().time()
         for stream in list(self.streams.values()):
             for conn in [conn for conn, member in stream.legs.items() if member is instance]:

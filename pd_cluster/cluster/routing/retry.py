@@ -7,14 +7,14 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 
 from pd_cluster.cluster.members.roster import Members
+from pd_cluster.cluster.routing.admission import SHUTTING_DOWN, RequestAdmission
 from pd_cluster.cluster.routing.dispatch import Dispatch
 from pd_cluster.cluster.routing.endings import TAKEN
-from pd_cluster.cluster.routing.entrance import SHUTTING_DOWN, Entrance
+from pd_cluster.cluster.routing.pause_control import PauseControl
 from pd_cluster.cluster.routing.policy import Policy
 from pd_cluster.cluster.routing.replays import ReplayLimits, check_replay, next_pair
 from pd_cluster.cluster.routing.room import room_of
 from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.cluster.routing.steering import Steering
 from pd_cluster.cluster.routing.stream import RequestStream, Setback
 from pd_cluster.cluster.routing.timeline import Timelines
 from pd_cluster.errors import GenerationError, Overloaded, PdClusterError, Unavailable
@@ -25,7 +25,7 @@ FIRST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0  # after an instance was full; twice as 
 FULL_RETRY_S = 1
 
 
-class Attempts:
+class Retry:
     """`streams`: the router's, by their ids. `pause`: waits before the next attempt at a full instance."""
 
     def __init__(
@@ -34,15 +34,15 @@ class Attempts:
         membership: Members,
         choose: Policy,
         limits: ReplayLimits,
-        entrance: Entrance,
-        steering: Steering,
+        admission: RequestAdmission,
+        pause_control: PauseControl,
         dispatch: Dispatch,
         stats: RequestStats,
         timelines: Timelines,
     ) -> None:
         self.pause: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._streams, self._membership, self._choose, self.limits = streams, membership, choose, limits
-        self._entrance, self._steering, self._dispatch = entrance, steering, dispatch
+        self._admission, self._pause_control, self._dispatch = admission, pause_control, dispatch
         self._stats, self._timelines = stats, timelines
 
     async def replay(self, stream: RequestStream, setback: Setback, deadline_s: float | None) -> None:
@@ -66,7 +66,7 @@ class Attempts:
             if self._keeps(stream, setback):
                 return
         while True:
-            if self._entrance.is_closed:
+            if self._admission.is_closed:
                 raise GenerationError(f"{SHUTTING_DOWN}; {setback.error}")
             try:
                 stream.prefill, stream.decode = next_pair(stream, self._membership.instances, self._choose)
@@ -74,7 +74,7 @@ class Attempts:
             except Unavailable:
                 try:
                     async with asyncio.timeout_at(until_s):
-                        await self._entrance.change()
+                        await self._admission.change()
                 except TimeoutError:
                     raise error from None
                 if self._keeps(stream, setback):
@@ -90,7 +90,7 @@ class Attempts:
         """Whether a pause keeps the stream. Raises GenerationError if it has another reader, who goes by its name."""
         if self._streams.get(stream.request_id) is not stream:
             raise GenerationError(TAKEN)
-        return self._steering.keeps(stream, setback)
+        return self._pause_control.keeps(stream, setback)
 
     async def _until_room(self, until_s: float, num_full: int, error: Overloaded) -> None:
         """Waits for later reports, by which there is room, or for the end of this process.
@@ -100,12 +100,12 @@ class Attempts:
         """
         try:
             async with asyncio.timeout_at(until_s):
-                await self._entrance.change()
+                await self._admission.change()
                 await self.pause(min(MOST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(num_full - 1, 10)))
-                while not self._entrance.is_closed:
+                while not self._admission.is_closed:
                     room = room_of(self._membership.instances)
                     if room.for_prompts and room.for_sequences:
                         return
-                    await self._entrance.change()
+                    await self._admission.change()
         except TimeoutError:
             raise error from None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Mapping
 
-from pd_cluster.cluster.routing.entrance import Entrance
+from pd_cluster.cluster.routing.admission import RequestAdmission
 from pd_cluster.cluster.routing.stream import RequestStream, Setback
 from pd_cluster.cluster.routing.timeline import Timelines
 from pd_cluster.errors import RequestAborted
@@ -18,17 +18,17 @@ ABORTED = "the operator has ended this request"
 KEPT = "an operator has paused the cluster, and it could not go on afterwards"
 
 
-class Steering:
+class PauseControl:
     """`streams`: the router's, by their ids. `leave` ends a stream's attempt, with the reason if no other follows."""
 
     def __init__(
         self,
         streams: Mapping[str, RequestStream],
-        entrance: Entrance,
+        admission: RequestAdmission,
         timelines: Timelines,
         leave: Callable[[RequestStream, str], None],
     ) -> None:
-        self._streams, self._entrance, self._timelines, self._leave = streams, entrance, timelines, leave
+        self._streams, self._admission, self._timelines, self._leave = streams, admission, timelines, leave
         self._kept: dict[str, Setback | None] = {}  # by stream; None: its reader has not come to it yet
         self._idle: asyncio.Event | None = None  # set with the last stream's end, where it is waited for
 
@@ -39,7 +39,7 @@ class Steering:
 
     def steer(self, gate: Gate, aborts: Collection[str] | None, keeps: bool) -> None:
         """See members/control.py."""
-        self._entrance.set_gate(gate)
+        self._admission.set_gate(gate)
         if gate == "open":
             self._release()
         elif keeps:
@@ -56,7 +56,7 @@ class Steering:
             if not names or (timeline is not None and not set(names).isdisjoint(timeline.ids)):
                 stream.inbox.put(RequestAborted(ABORTED, code="aborted"))
         if not names:
-            self._entrance.end_waiting(RequestAborted(ABORTED, code="aborted"))
+            self._admission.end_waiting(RequestAborted(ABORTED, code="aborted"))
 
     def _release(self) -> None:
         kept, self._kept = self._kept, {}

@@ -15,7 +15,7 @@ from pd_cluster.errors import GenerationError, RequestError
 from pd_cluster.types import LegEnd, PooledOutput, PromptOutput, TokenOutput
 
 
-class Inlet:
+class OutputDispatcher:
     """`streams`: the router's, by their ids. `holds_first`: first tokens wait for decode; see first_tokens.py."""
 
     def __init__(

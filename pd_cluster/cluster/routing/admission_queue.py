@@ -60,7 +60,7 @@ class AdmissionPace:
         return self._num_tokens / self._waited_s if is_known else 0.0
 
 
-class Party:
+class PromptGroup:
     """Requests that are useful only together: the prompts of one request. Once the first has begun, none is refused."""
 
     def __init__(self) -> None:
@@ -74,10 +74,10 @@ class WaitLimit(NamedTuple):
 
 class AwaitedTurn(NamedTuple):
     came: asyncio.Future[None]
-    party: Party
+    group: PromptGroup
 
 
-class WaitingRoom:
+class AdmissionQueue:
     """`changed` returns whenever there is news of an instance."""
 
     def __init__(
@@ -164,7 +164,9 @@ class WaitingRoom:
 
     # ---- a request whose tokens are known
 
-    def at_once(self, name: str, num_tokens: int, num_sequences: int, priority: int, party: Party) -> QueueEntry | None:
+    def at_once(
+        self, name: str, num_tokens: int, num_sequences: int, priority: int, group: PromptGroup
+    ) -> QueueEntry | None:
         """Returns the entry of a request that need not wait, as `turn` does; None: call that."""
         if self.queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
             return None
@@ -172,7 +174,7 @@ class WaitingRoom:
         entry = QueueEntry(self.queue.client(name, now_s), num_tokens, num_sequences, priority, arrived_s=now_s)
         if not may(entry):
             return None
-        self._is_beginning = party.has_begun = True
+        self._is_beginning = group.has_begun = True
         self._pace.passed(now_s, waited=False)
         self._begin(entry, now_s)
         return entry
@@ -184,7 +186,7 @@ class WaitingRoom:
         num_sequences: int,
         priority: int = 0,
         patience_s: float = math.inf,
-        party: Party | None = None,
+        group: PromptGroup | None = None,
         since_s: float | None = None,
     ) -> QueueEntry:
         """Waits until there is room and it is next. `begun` or `ended` must follow before anything is awaited.
@@ -192,18 +194,18 @@ class WaitingRoom:
         `since_s`: when it began to wait, by the event loop's clock; None: now. Raises Overloaded when it has waited as
         long as allowed, or would have to wait longer.
         """
-        now_s, party = self._loop.time(), party or Party()
-        if (entry := self.at_once(name, num_tokens, num_sequences, priority, party)) is not None:
+        now_s, group = self._loop.time(), group or PromptGroup()
+        if (entry := self.at_once(name, num_tokens, num_sequences, priority, group)) is not None:
             return entry
         client = self.queue.client(name, now_s)
         entry = QueueEntry(client, num_tokens, num_sequences, priority, arrived_s=now_s if since_s is None else since_s)
-        if not party.is_let_in:
+        if not group.is_let_in:
             self._check(client, num_tokens, patience_s)
-            party.is_let_in = True
+            group.is_let_in = True
         self._measured()
         self.queue.join(entry)
         turn: asyncio.Future[None] = self._loop.create_future()
-        self._turns[entry] = AwaitedTurn(turn, party)
+        self._turns[entry] = AwaitedTurn(turn, group)
         limit = self._limit(client, num_tokens, patience_s)
         left_s = limit.most_s - (now_s - entry.arrived_s)
         if self._following is None:
@@ -211,7 +213,7 @@ class WaitingRoom:
         self.look()  # the requests before it may be unable to begin
         try:
             await asyncio.wait([turn], timeout=max(0.0, left_s) if left_s < math.inf else None)
-            if not turn.done() and not party.has_begun:
+            if not turn.done() and not group.has_begun:
                 why = "paused by its operator" if self._is_paused else "busy"
                 raise Overloaded(
                     f"the server is {why}: it has waited for {limit.name}",
@@ -221,7 +223,7 @@ class WaitingRoom:
         except BaseException as error:
             self._gives_up(entry, has_left=isinstance(error, asyncio.CancelledError))
             raise
-        party.has_begun = True
+        group.has_begun = True
         return entry
 
     def begun(self, entry: QueueEntry) -> None:
@@ -284,8 +286,8 @@ class WaitingRoom:
         while (entry := self.queue.next(may)) is not None:
             now_s = self._loop.time()
             most_s = SAFE * self._leaving.most_wait_s(entry.client.leave_times, entry.num_tokens, now_s)
-            turn, party = self._turns[entry]
-            if turn.done() or party.has_begun or now_s - entry.arrived_s <= most_s:
+            turn, group = self._turns[entry]
+            if turn.done() or group.has_begun or now_s - entry.arrived_s <= most_s:
                 return entry
             limit = self._limit(entry.client, entry.num_tokens, math.inf)
             self.queue.leave(entry)

@@ -1,7 +1,7 @@
 """How a request gets its first pair of instances.
 
-It waits for its turn where there is a waiting room; goals are checked; and if the last instance was lost just now, it
-waits a moment for one to return, or as long as a running request does while one is on its way back.
+It waits for its turn where there is an admission queue; goals are checked; and if the last instance was lost just now,
+it waits a moment for one to return, or as long as a running request does while one is on its way back.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from collections.abc import Coroutine
 from typing import Any, NamedTuple
 
 from pd_cluster.cluster.members.roster import Members
+from pd_cluster.cluster.routing.admission_queue import AdmissionQueue, Ending, PromptGroup
 from pd_cluster.cluster.routing.fair_queue import Client, QueueEntry
 from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest, awaits_pair, is_served, why_unavailable
 from pd_cluster.cluster.routing.predict import Goals, check_goals, within_tpot
 from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.cluster.routing.waiting_room import Ending, Party, WaitingRoom
 from pd_cluster.errors import Overloaded, PdClusterError, Unavailable
 from pd_cluster.reports import Gate
 
 
-class Visitor(NamedTuple):
-    """The client that a request counts for, and how long it may wait for its turn. `party`: the request's prompts."""
+class RequestOwner(NamedTuple):
+    """The client that a request counts for, and how long it may wait for its turn. `group`: the request's prompts."""
 
     client: str = ""
     patience_s: float = math.inf
-    party: Party | None = None
+    group: PromptGroup | None = None
 
 
-ANYBODY = Visitor()
+ANYBODY = RequestOwner()
 SHUTTING_DOWN = "the server is shutting down"
 ASLEEP = "the cluster is asleep, until an operator wakes it up (POST /wake_up at the admin port)"
 ASLEEP_RETRY_S = 10
 SETTLE_POLL_S = 0.1  # while the first pair is awaited, which may stop being expected without any news
 
 
-class Entrance:
+class RequestAdmission:
     """Requests that would miss `goals` are refused before any work on them.
 
     `max_queue_s`: how long a request waits for room, 0 for no limit; None: it goes to an instance at once, and waits
@@ -62,11 +62,11 @@ class Entrance:
         self._closed = asyncio.Event()  # set when this process stops: all waits end
         self._gate: Gate = "open"
         self._resumed = asyncio.Event()
-        self.waiting: WaitingRoom | None = None
+        self.waiting: AdmissionQueue | None = None
         if max_queue_s is not None:
             limits = [(max_queue_s, "--max-queue-time"), (goals.ttft_s, "--slo-ttft")]
             limit_s, name = min((limit for limit in limits if limit[0]), default=limits[0])
-            self.waiting = WaitingRoom(limit_s, lambda: roster.instances, roster.change, name, has_priorities)
+            self.waiting = AdmissionQueue(limit_s, lambda: roster.instances, roster.change, name, has_priorities)
 
     @property
     def num_waiting(self) -> int:
@@ -103,7 +103,7 @@ class Entrance:
                 while not self._roster.instances or any(not each.is_ready for each in self._roster.instances):
                     await self.change()
 
-    def arrives(self, visitor: Visitor, num_tokens: int) -> Client | None:
+    def arrives(self, owner: RequestOwner, num_tokens: int) -> Client | None:
         """Registers a request before it is read; `departs` follows when it has its pair or ends.
 
         Raises Overloaded, and Unavailable while the cluster sleeps.
@@ -114,7 +114,7 @@ class Entrance:
         if self.waiting is None:
             return None
         try:
-            return self.waiting.arrives(visitor.client, num_tokens, visitor.patience_s)
+            return self.waiting.arrives(owner.client, num_tokens, owner.patience_s)
         except Overloaded:
             self._stats.refused("queue")
             raise
@@ -124,7 +124,7 @@ class Entrance:
             self.waiting.departs(client, num_tokens)
 
     def pair_at_once(
-        self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor
+        self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner
     ) -> tuple[Pair, QueueEntry | None] | None:
         """Returns what `pair` does if the request need not wait; None: call that. Raises Overloaded."""
         if self.is_closed or self._gate != "open":
@@ -132,8 +132,8 @@ class Entrance:
         entry = None
         if self.waiting is not None:
             num_tokens = ask.prompt.num_tokens + ask.num_output_tokens
-            party = visitor.party or Party()
-            entry = self.waiting.at_once(visitor.client, num_tokens, num_sequences, priority, party)
+            group = owner.group or PromptGroup()
+            entry = self.waiting.at_once(owner.client, num_tokens, num_sequences, priority, group)
             if entry is None:
                 return None
         try:
@@ -142,13 +142,13 @@ class Entrance:
             return None
 
     async def pair(
-        self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor
+        self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner
     ) -> tuple[Pair, QueueEntry | None]:
         """Chooses the request's pair. `begun` and, at its end, `ended` must follow. Raises Unavailable, Overloaded."""
         arrived_s = asyncio.get_running_loop().time()
         while True:
             try:
-                return await self._turn(ask, num_sequences, priority, visitor, arrived_s)
+                return await self._turn(ask, num_sequences, priority, owner, arrived_s)
             except Unavailable as error:
                 if (closed := self._why_closed()) is not None:
                     raise closed from None
@@ -165,7 +165,7 @@ class Entrance:
                     raise error from None
 
     async def _turn(
-        self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor, arrived_s: float
+        self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner, arrived_s: float
     ) -> tuple[Pair, QueueEntry | None]:
         while self._gate == "paused" and self.waiting is None and not self.is_closed:
             await self._first_of(self._resumed.wait())
@@ -176,7 +176,7 @@ class Entrance:
             try:
                 num_tokens = ask.prompt.num_tokens + ask.num_output_tokens
                 entry = await self.waiting.turn(
-                    visitor.client, num_tokens, num_sequences, priority, visitor.patience_s, visitor.party, arrived_s
+                    owner.client, num_tokens, num_sequences, priority, owner.patience_s, owner.group, arrived_s
                 )
             except Overloaded:
                 self._stats.refused("queue")

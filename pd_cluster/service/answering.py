@@ -83,19 +83,8 @@ class Answering:
         generation.arrived()
         if gathers:
             generation.amend(gathers=True)
-        tokens = self._served(generation)
+        tokens = self._router.serve(generation.order, generation.routed, generation.prompted, generation.origin)
         return tokens if generation.hold is None else _releasing(tokens, generation.hold)
-
-    def _served(self, generation: Generation) -> AsyncIterator[TokenOutput]:
-        return self._router.serve(
-            generation.order,
-            generation.routed,
-            generation.prompted,
-            generation.client_id,
-            generation.received_s,
-            generation.owner,
-            generation.kept,
-        )
 
     async def _learn_of_prompt(self, generation: Generation) -> None:
         """Has the prompt computed if its logprobs were requested, and nothing after it."""

@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pd_cluster.cluster.routing.admission import RequestOwner
-from pd_cluster.cluster.routing.admission_queue import PromptGroup
+from pd_cluster.cluster.routing.origin import PromptGroup, RequestOwner
 from pd_cluster.service.meter import Meter
 
 

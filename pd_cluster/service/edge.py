@@ -17,8 +17,8 @@ from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
 from pd_cluster.cluster.members.roster import Roster
 from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.cluster.routing.predict import Goals
-from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
+from pd_cluster.cluster.routing.rules import ReplayLimits, RoutingRules
 from pd_cluster.net.admission import Life, peer_key
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.service.adapter_names import digests_of
@@ -125,10 +125,7 @@ class Edge(Generic[RosterT]):
     ) -> tuple[RosterT, Router]:
         """Makes the list of instances, and the router over it."""
         routing, timeouts = self.config.routing, self.config.timeouts
-        roster = roster_of(self.mailbox, self.checkpoint)
-        router = Router(
-            self.mailbox.send,
-            roster,
+        rules = RoutingRules(
             POLICIES[routing.policy],
             timeouts.request_timeout_s,
             replay_limits(routing.max_attempts, timeouts),
@@ -137,9 +134,10 @@ class Edge(Generic[RosterT]):
             routing.has_priorities,
             shares_workers=is_scheduler,
             find_s=timeouts.connect_timeout_s,
+            holds_first=routing.first_token == "with-decode",
         )
-        router.output_dispatcher.holds_first = routing.first_token == "with-decode"
-        return roster, router
+        roster = roster_of(self.mailbox, self.checkpoint)
+        return roster, Router(self.mailbox.send, roster, rules)
 
     def start(self) -> None:
         """Starts to receive messages from workers."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pd_cluster.cluster.routing.admission import ANYBODY, RequestOwner
+from pd_cluster.cluster.routing.origin import ANYBODY, RequestOrigin, RequestOwner
 from pd_cluster.cluster.routing.resume import KeptStream
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import GenerationError
@@ -80,6 +80,10 @@ class Generation:
     def num_cached_tokens(self) -> int:
         """Counts the prompt's own tokens that were in a cache."""
         return 0 if self.prompt is None else max(0, self.prompt.num_cached_tokens - self.num_virtual_tokens)
+
+    @property
+    def origin(self) -> RequestOrigin:
+        return RequestOrigin(self.client_id, self.received_s, self.owner, self.kept)
 
     @property
     def sampling(self) -> Sampling:

@@ -66,9 +66,7 @@ async def pooled(router: Router, generations: Sequence[Generation]) -> list[Pool
 
 async def _pooled(router: Router, generation: Generation) -> PooledOutput:
     generation.arrived()
-    found = await router.pool(
-        generation.order, generation.client_id, generation.received_s, generation.owner, generation.routed
-    )
+    found = await router.pool(generation.order, generation.routed, generation.origin)
     generation.prompted(PromptOutput(found.request_id, found.attempt, found.num_cached_tokens))
     return found
 

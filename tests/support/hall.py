@@ -7,6 +7,7 @@ from typing import Any
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.roster import LegHolder
 from pd_cluster.cluster.routing.admission_queue import AdmissionPace, AdmissionQueue
 from pd_cluster.cluster.routing.fair_queue import QueueEntry
 from pd_cluster.cluster.routing.room import BACKLOG_S
@@ -35,9 +36,12 @@ class Hall:
     def __init__(self, max_wait_s: float = 0.0, has_priorities: bool = False) -> None:
         self.instances = pair()
         self.heard = asyncio.Event()
-        self.room = AdmissionQueue(max_wait_s, lambda: self.instances, self._changed, has_priorities=has_priorities)
+        self.room = AdmissionQueue(max_wait_s, self, has_priorities=has_priorities)
 
-    async def _changed(self) -> None:
+    def watch(self, follower: LegHolder) -> None:
+        """Nothing is lost here."""
+
+    async def change(self) -> None:
         await self.heard.wait()
         self.heard.clear()
 

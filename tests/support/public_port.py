@@ -18,9 +18,6 @@ from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
 from pd_cluster.cluster.routing.admission import RequestAdmission
-from pd_cluster.cluster.routing.policy import least_loaded
-from pd_cluster.cluster.routing.predict import NO_GOALS
-from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import Unavailable
@@ -28,7 +25,7 @@ from pd_cluster.service.service import ServiceConfig, TextService
 from pd_cluster.service.traces import Tracing
 from pd_cluster.settings.http import HttpConfig
 from tests.support.checkpoints import make_tokenizer, text_checkpoint
-from tests.support.router_world import FakeMembership
+from tests.support.router_world import admission_of
 
 MAX_MODEL_LEN = 1000
 NAMES = ("tiny", "org/tiny")
@@ -75,16 +72,13 @@ def make_app(
     `settings`: of the service.
     """
     checkpoint = text_checkpoint(folder, make_special_tokenizer())
-    admission = admission or RequestAdmission(
-        FakeMembership([]), least_loaded, RequestStats(), NO_GOALS, ReplayLimits(together_s=0.0), None
-    )
     membership = SimpleNamespace(instances=[])
     nobody = SimpleNamespace(
         membership=membership,
         stats=RequestStats(),
         num_streams=0,
         num_waiting=0,
-        admission=admission,
+        admission=admission or admission_of(),
         serve=_unavailable,
     )
     router = router or cast(Router, nobody)

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.routing.admission_queue import MAX_WAITING_TOKENS, MEASURED_S, SAFE, AdmissionPace, PromptGroup
+from pd_cluster.cluster.routing.admission_queue import MAX_WAITING_TOKENS, MEASURED_S, SAFE, AdmissionPace
+from pd_cluster.cluster.routing.origin import PromptGroup
 from pd_cluster.cluster.routing.room import room_of
 from pd_cluster.errors import GenerationError, Overloaded
 from tests.support.hall import FULL, Hall, fill, pair

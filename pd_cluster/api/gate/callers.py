@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from pd_cluster.api.front.subscriber import subscriber_of
-from pd_cluster.cluster.routing.admission_queue import PromptGroup
+from pd_cluster.cluster.routing.origin import PromptGroup
 from pd_cluster.service.caller import NOBODY, Caller, nothing
 from pd_cluster.service.generation import Generation
 

@@ -10,28 +10,21 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Coroutine
-from typing import Any, NamedTuple
+from typing import Any
 
 from pd_cluster.cluster.members.roster import Members
-from pd_cluster.cluster.routing.admission_queue import AdmissionQueue, Ending, PromptGroup
+from pd_cluster.cluster.routing.admission_queue import AdmissionQueue
 from pd_cluster.cluster.routing.fair_queue import Client, QueueEntry
-from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest, awaits_pair, is_served, why_unavailable
-from pd_cluster.cluster.routing.predict import Goals, check_goals, within_tpot
-from pd_cluster.cluster.routing.replays import ReplayLimits
+from pd_cluster.cluster.routing.origin import Admitted, PromptGroup, RequestOwner
+from pd_cluster.cluster.routing.policy import Pair, RoutingRequest, awaits_pair, is_served, why_unavailable
+from pd_cluster.cluster.routing.predict import check_goals, within_tpot
+from pd_cluster.cluster.routing.rules import RoutingRules
 from pd_cluster.cluster.routing.stats import RequestStats
+from pd_cluster.cluster.routing.stream import Ending, RequestStream
+from pd_cluster.cluster.routing.stream_table import StreamEnd, StreamTable
 from pd_cluster.errors import Overloaded, PdClusterError, Unavailable
 from pd_cluster.reports import Gate
 
-
-class RequestOwner(NamedTuple):
-    """The client that a request counts for, and how long it may wait for its turn. `group`: the request's prompts."""
-
-    client: str = ""
-    patience_s: float = math.inf
-    group: PromptGroup | None = None
-
-
-ANYBODY = RequestOwner()
 SHUTTING_DOWN = "the server is shutting down"
 ASLEEP = "the cluster is asleep, until an operator wakes it up (POST /wake_up at the admin port)"
 ASLEEP_RETRY_S = 10
@@ -39,34 +32,23 @@ SETTLE_POLL_S = 0.1  # while the first pair is awaited, which may stop being exp
 
 
 class RequestAdmission:
-    """Requests that would miss `goals` are refused before any work on them.
+    """Listens to `streams`."""
 
-    `max_queue_s`: how long a request waits for room, 0 for no limit; None: it goes to an instance at once, and waits
-    there.
-    """
-
-    def __init__(
-        self,
-        roster: Members,
-        choose: Policy,
-        stats: RequestStats,
-        goals: Goals,
-        replay: ReplayLimits,
-        max_queue_s: float | None,
-        has_priorities: bool = False,
-    ) -> None:
-        self._roster = roster
-        self._choose, self._stats, self._goals, self._replay = choose, stats, goals, replay
+    def __init__(self, streams: StreamTable, members: Members, rules: RoutingRules, stats: RequestStats) -> None:
+        self._members, self._stats = members, stats
+        self._choose, self._goals, self._replay = rules.choose, rules.goals, rules.replay
         self._lost_s = -math.inf  # when an instance was last lost
         self._has_settled = False  # this process has begun to serve
         self._closed = asyncio.Event()  # set when this process stops: all waits end
         self._gate: Gate = "open"
         self._resumed = asyncio.Event()
         self.waiting: AdmissionQueue | None = None
-        if max_queue_s is not None:
-            limits = [(max_queue_s, "--max-queue-time"), (goals.ttft_s, "--slo-ttft")]
+        if rules.max_queue_s is not None:
+            limits = [(rules.max_queue_s, "--max-queue-time"), (rules.goals.ttft_s, "--slo-ttft")]
             limit_s, name = min((limit for limit in limits if limit[0]), default=limits[0])
-            self.waiting = AdmissionQueue(limit_s, lambda: roster.instances, roster.change, name, has_priorities)
+            self.waiting = AdmissionQueue(limit_s, members, name, rules.has_priorities)
+        streams.on_leg_ended.append(self._on_leg_ended)
+        streams.on_ended.append(self._on_ended)
 
     @property
     def num_waiting(self) -> int:
@@ -77,7 +59,7 @@ class RequestAdmission:
         """Whether no pair has been up yet, and one is expected in a moment."""
         if self._has_settled:
             return False
-        instances = self._roster.instances
+        instances = self._members.instances
         is_early = awaits_pair(instances, asyncio.get_running_loop().time(), self._replay.together_s)
         self._has_settled = not is_early and is_served(instances)
         return is_early
@@ -89,7 +71,7 @@ class RequestAdmission:
     @property
     def _return_s(self) -> float:
         """How long after a loss a request waits for instances: longer while one of them is on its way back."""
-        is_returning = any(each.is_returning and each.role != "encode" for each in self._roster.instances)
+        is_returning = any(each.is_returning and each.role != "encode" for each in self._members.instances)
         return self._replay.wait_s if is_returning else self._replay.together_s
 
     def lost(self) -> None:
@@ -100,7 +82,7 @@ class RequestAdmission:
         """Waits for all instances, for a moment after this process has begun or one was lost; then for none."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._lost_s + self._replay.together_s):
-                while not self._roster.instances or any(not each.is_ready for each in self._roster.instances):
+                while not self._members.instances or any(not each.is_ready for each in self._members.instances):
                     await self.change()
 
     def arrives(self, owner: RequestOwner, num_tokens: int) -> Client | None:
@@ -125,7 +107,7 @@ class RequestAdmission:
 
     def pair_at_once(
         self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner
-    ) -> tuple[Pair, QueueEntry | None] | None:
+    ) -> Admitted | None:
         """Returns what `pair` does if the request need not wait; None: call that. Raises Overloaded."""
         if self.is_closed or self._gate != "open":
             return None
@@ -137,13 +119,11 @@ class RequestAdmission:
             if entry is None:
                 return None
         try:
-            return self._admitted(ask, 0.0, entry), entry
+            return self._admitted(ask, 0.0, entry)
         except Unavailable:
             return None
 
-    async def pair(
-        self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner
-    ) -> tuple[Pair, QueueEntry | None]:
+    async def pair(self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner) -> Admitted:
         """Chooses the request's pair. `begun` and, at its end, `ended` must follow. Raises Unavailable, Overloaded."""
         arrived_s = asyncio.get_running_loop().time()
         while True:
@@ -166,7 +146,7 @@ class RequestAdmission:
 
     async def _turn(
         self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner, arrived_s: float
-    ) -> tuple[Pair, QueueEntry | None]:
+    ) -> Admitted:
         while self._gate == "paused" and self.waiting is None and not self.is_closed:
             await self._first_of(self._resumed.wait())
         if (closed := self._why_closed()) is not None:
@@ -182,21 +162,21 @@ class RequestAdmission:
                 self._stats.refused("queue")
                 raise
             if self._gate == "asleep":  # since its turn came
-                self.ended(entry, 0)
+                self._ended(entry, 0)
                 self.begun(entry)
                 raise Unavailable(ASLEEP, ASLEEP_RETRY_S)
-        return self._admitted(ask, asyncio.get_running_loop().time() - arrived_s, entry), entry
+        return self._admitted(ask, asyncio.get_running_loop().time() - arrived_s, entry)
 
-    def _admitted(self, ask: RoutingRequest, waited_s: float, entry: QueueEntry | None) -> Pair:
+    def _admitted(self, ask: RoutingRequest, waited_s: float, entry: QueueEntry | None) -> Admitted:
         try:
-            return self._admit(ask, waited_s)
+            return Admitted(ask, *self._admit(ask, waited_s), entry)
         except BaseException:
-            self.ended(entry, 0)
+            self._ended(entry, 0)
             self.begun(entry)
             raise
 
     def _admit(self, ask: RoutingRequest, waited_s: float) -> Pair:
-        instances = within_tpot(self._goals, self._roster.instances)
+        instances = within_tpot(self._goals, self._members.instances)
         if self.awaits_pair and not ask.is_pooling:
             raise Unavailable(why_unavailable(instances))
         prefill, decode = self._choose(instances, ask)
@@ -212,13 +192,15 @@ class RequestAdmission:
         if entry is not None and self.waiting is not None:
             self.waiting.begun(entry)
 
-    def ended(self, entry: QueueEntry | None, num_tokens: int, how: Ending = "failed") -> None:
+    def _on_ended(self, stream: RequestStream, end: StreamEnd) -> None:
+        self._ended(stream.admitted.entry, stream.num_tokens, end.how)
+
+    def _ended(self, entry: QueueEntry | None, num_tokens: int, how: Ending = "failed") -> None:
         """Notes the end of a request. `num_tokens` counts its prompt and its answer."""
         if entry is not None and self.waiting is not None:
             self.waiting.ended(entry, num_tokens, how)
 
-    def look(self) -> None:
-        """Checks for room after an instance has finished some work."""
+    def _on_leg_ended(self) -> None:
         if self.waiting is not None:
             self.waiting.look()
 
@@ -260,7 +242,7 @@ class RequestAdmission:
 
     async def change(self) -> None:
         """Waits until the instances may have changed, or this process stops."""
-        await self._first_of(self._roster.change())
+        await self._first_of(self._members.change())
 
     async def _first_of(self, event: Coroutine[Any, Any, object]) -> None:
         """Waits for it, or until this process stops."""

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.roster import Members
 from pd_cluster.cluster.routing.fair_queue import Client, FairQueue, QueueEntry
 from pd_cluster.cluster.routing.leaving import Leaving
+from pd_cluster.cluster.routing.origin import PromptGroup
 from pd_cluster.cluster.routing.room import room_of
+from pd_cluster.cluster.routing.stream import Ending
 from pd_cluster.errors import Overloaded, PdClusterError
 
 MAX_WAITING = 1 << 14  # requests, and their tokens: a bound on memory
@@ -24,8 +26,6 @@ MEASURED_S = 10.0  # earlier events count for less than a third
 SAFE = 0.7  # limit on the expected wait, as a share of the allowed one: expectations are not exact
 MIN_MEASURED_S = 0.5  # of waiting, and so many requests, before a rate is trusted
 MIN_MEASURED = 8.0
-
-Ending = Literal["answered", "left", "failed"]  # "left": its client, before the end
 
 
 class AdmissionPace:
@@ -60,13 +60,6 @@ class AdmissionPace:
         return self._num_tokens / self._waited_s if is_known else 0.0
 
 
-class PromptGroup:
-    """Requests that are useful only together: the prompts of one request. Once the first has begun, none is refused."""
-
-    def __init__(self) -> None:
-        self.is_let_in = self.has_begun = False
-
-
 class WaitLimit(NamedTuple):
     most_s: float
     name: str
@@ -78,13 +71,10 @@ class AwaitedTurn(NamedTuple):
 
 
 class AdmissionQueue:
-    """`changed` returns whenever there is news of an instance."""
-
     def __init__(
         self,
         max_wait_s: float,
-        instances: Callable[[], Sequence[Instance]],
-        changed: Callable[[], Coroutine[Any, Any, None]],
+        members: Members,
         limit_name: str = "--max-queue-time",
         has_priorities: bool = False,
     ) -> None:
@@ -94,7 +84,7 @@ class AdmissionQueue:
         """
         self._max_wait_s = max_wait_s or math.inf
         self._limit_name, self._has_priorities = limit_name, has_priorities
-        self._instances, self._changed = instances, changed
+        self._members = members
         self._loop = asyncio.get_running_loop()
         self.queue = FairQueue()
         self._pace = AdmissionPace(self._loop.time())
@@ -319,7 +309,7 @@ class AdmissionQueue:
         are taken, clients that have less then may still have their prompts computed: one client that holds the places
         must not shut others out.
         """
-        room = room_of(self._instances())
+        room = room_of(self._members.instances)
         if self._is_paused or not room.for_prompts:
             return None
         if room.for_sequences and room.for_all:
@@ -333,7 +323,7 @@ class AdmissionQueue:
         """Checks again after every news of an instance, while any request waits."""
         try:
             while self.queue.num_waiting:
-                await self._changed()
+                await self._members.change()
                 self.look()
         finally:
             self._following = None

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
 
+from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import GuideError, RequestError
 from pd_cluster.service.caller import NOBODY, Caller
+from pd_cluster.service.config import ServiceConfig
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.guides.guide_check import GuideCheck
 from pd_cluster.service.limits import Limits, check_priority, max_tokens_of, truncated
@@ -20,9 +21,8 @@ from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
 from pd_cluster.service.schema.guide_fields import Asked
 from pd_cluster.service.schema.protocol import GenerationRequest
 from pd_cluster.service.sequence import TextSequence
-from pd_cluster.text.control_tokens import ControlTokens
+from pd_cluster.service.served_names import ServedNames
 from pd_cluster.text.stop_strings import StopStrings
-from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import Order, Sampling
 from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
 
@@ -40,32 +40,17 @@ class Shared(NamedTuple):
 
 
 class Intake:
-    """`limit` returns the current number of tokens in the context."""
+    """Closes its `encoder` and its `guides`. `names` knows the digest of the adapter that a request names."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        tokenizer_file: Path,
-        limits: Limits,
-        limit: Callable[[], int],
-        seed: int | None,
-        guided_timeout_s: float,
-        has_priorities: bool,
-        sampling_defaults: Mapping[str, int | float],
-        control: ControlTokens,
-        variant_of: Callable[[str | None, Caller], str],
+        self, encoder: PromptEncoder, guides: GuideCheck, limits: Limits, names: ServedNames, config: ServiceConfig
     ) -> None:
-        """`variant_of` returns the digest of the adapter that a request names as its model. Raises ModelNotFound."""
-        self._variant_of = variant_of
-        self._tokenizer = tokenizer
-        self._limit = limit
-        self._has_priorities = has_priorities
-        self._seeds = random.Random(secrets.randbits(128) if seed is None else seed)
-        self._sampling_defaults = sampling_defaults
-        self._most_tokens = sampling_defaults.get("max_new_tokens")
-        self.limits = limits
-        self.encoder = PromptEncoder(tokenizer, limit, control)
-        self.guides = GuideCheck(tokenizer_file, limits.vocab_size, limits.eos_token_ids, guided_timeout_s)
+        self.encoder, self.guides, self.limits, self._names = encoder, guides, limits, names
+        self.tokenizer, self._limit = encoder.tokenizer, encoder.limit
+        self.has_priorities = config.settings.routing.has_priorities
+        self._seeds = random.Random(secrets.randbits(128) if config.seed is None else config.seed)
+        self._sampling_defaults = config.sampling_defaults
+        self._most_tokens = config.sampling_defaults.get("max_new_tokens")
 
     async def close(self) -> None:
         self.encoder.close()
@@ -99,7 +84,7 @@ class Intake:
                 f"send fewer prompts in a request",
                 param=asked.field.partition(".")[0],
             )
-        check_priority(request.priority or 0, self._has_priorities)
+        check_priority(request.priority or 0, self.has_priorities)
         self._check_text(request, asked)
         sampling = msgspec.structs.replace(
             request.sampling(0, 0, self._sampling_defaults),
@@ -108,7 +93,7 @@ class Intake:
         )
         await self._check_guide(asked)
         if variant is None:
-            variant = self._variant_of(request.model, caller)
+            variant = self._names.variant_of(request.model, caller)
         return Shared(sampling, markers, num_prompts, caller, variant)
 
     def generation(
@@ -192,8 +177,8 @@ class Intake:
         skips, spaces = request.skip_special_tokens is not False, request.spaces_between_special_tokens is not False
         include, stops = bool(request.include_stop_str_in_output), request.stops
         told = frozenset(sampling.stop_token_ids) - (frozenset() if sampling.ignore_eos else self.limits.eos_token_ids)
-        detokenizer = self._tokenizer.detokenizer(skips, markers, spaces)
-        if self._tokenizer.has_text:
+        detokenizer = self.tokenizer.detokenizer(skips, markers, spaces)
+        if self.tokenizer.has_text:
             detokenizer.follow(token_ids)
         return [
             TextSequence(
@@ -209,7 +194,7 @@ class Intake:
 
     def _check_text(self, request: GenerationRequest, asked: Asked | None) -> None:
         """Raises RequestError for parameters that need a tokenizer where there is none."""
-        if self._tokenizer.has_text:
+        if self.tokenizer.has_text:
             return
         given = {"stop": request.stops, "bad_words": request.bad_words}
         field = asked.field if asked is not None else next((name for name, value in given.items() if value), "")
@@ -227,3 +212,13 @@ class Intake:
             await self.guides.check(asked.guide)
         except GuideError as error:
             raise RequestError(f"{asked.field}: {error}", param=asked.field.partition(".")[0]) from None
+
+
+def intake_of(checkpoint: Checkpoint, encoder: PromptEncoder, names: ServedNames, config: ServiceConfig) -> Intake:
+    """Makes the intake of a process."""
+    settings, eos_token_ids = config.settings, checkpoint.eos_token_ids
+    vocab_size = int(checkpoint.config.get("vocab_size", encoder.tokenizer.vocab_size))
+    limits = Limits(vocab_size, eos_token_ids, settings.max_logprobs, settings.engine.max_num_seqs)
+    file = (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json"
+    guides = GuideCheck(file, vocab_size, eos_token_ids, settings.timeouts.guided_timeout_s)
+    return Intake(encoder, guides, limits, names, config)

@@ -21,11 +21,12 @@ from pd_cluster.cluster.routing.admission import RequestAdmission
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import Unavailable
-from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.service.service import TextService
 from pd_cluster.service.traces import Tracing
 from pd_cluster.settings.http import HttpConfig
 from tests.support.checkpoints import make_tokenizer, text_checkpoint
 from tests.support.router_world import admission_of
+from tests.support.service_configs import service_config
 
 MAX_MODEL_LEN = 1000
 NAMES = ("tiny", "org/tiny")
@@ -82,12 +83,11 @@ def make_app(
         serve=_unavailable,
     )
     router = router or cast(Router, nobody)
-    service = TextService(
-        router, checkpoint, ServiceConfig("/models/tiny", list(served_model_names), MAX_MODEL_LEN, **settings)
-    )
-    service.tracing = tracing
+    http = http or HttpConfig()
+    config = service_config("/models/tiny", MAX_MODEL_LEN, tuple(served_model_names), http=http, **settings)
     drain = Drain(1.0, lambda: None)
-    return public_app(service, [], openai, drain, http or HttpConfig(), file_keys=file_keys, view=view), drain
+    service = TextService(router, checkpoint, config, tracing)
+    return public_app(service, [], openai, drain, http, file_keys=file_keys, view=view), drain
 
 
 def ask(

@@ -15,8 +15,8 @@ ASKED, TOLD = "endpoint-load-metrics-format", "endpoint-load-metrics"
 
 def load_header(http: Request, service: TextService) -> dict[str, str]:
     """Returns the header in the format that the request asks for, TEXT or JSON; none for others."""
-    form = http.headers.get(ASKED)
-    if form is None or not service.shows_load or form.upper() not in ("TEXT", "JSON"):
+    form, settings = http.headers.get(ASKED), service.settings.http
+    if form is None or settings.has_keys or settings.metrics_key or form.upper() not in ("TEXT", "JSON"):
         return {}
     loads = [each.load for each in service.router.membership.instances if each.is_ready]
     numbers = {

@@ -83,11 +83,11 @@ def make_app(
         serve=_unavailable,
     )
     router = router or cast(Router, nobody)
-    http = http or HttpConfig()
-    config = service_config("/models/tiny", MAX_MODEL_LEN, tuple(served_model_names), http=http, **settings)
+    settings |= {"http": http or HttpConfig(), "is_openai": openai}
+    config = service_config("/models/tiny", MAX_MODEL_LEN, tuple(served_model_names), **settings)
     drain = Drain(1.0, lambda: None)
     service = TextService(router, checkpoint, config, tracing)
-    return public_app(service, [], openai, drain, http, file_keys=file_keys, view=view), drain
+    return public_app(service, [], drain, file_keys=file_keys, view=view), drain
 
 
 def ask(

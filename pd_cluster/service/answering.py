@@ -97,9 +97,8 @@ class Answering:
 
     def _tokens(self, generation: Generation, gathers: bool = False) -> AsyncIterator[TokenOutput]:
         generation.arrived()
-        if gathers:
-            generation.amend(gathers=True)
-        tokens = self._router.serve(generation.order, generation.routed, generation.prompted, generation.origin)
+        order = msgspec.structs.replace(generation.order, gathers=True) if gathers else generation.order
+        tokens = self._router.serve(order, generation.routed, generation.prompted, generation.origin)
         return tokens if generation.hold is None else _releasing(tokens, generation.hold)
 
     async def _learn_of_prompt(self, generation: Generation) -> None:

@@ -26,7 +26,7 @@ class Caller:
     `patience_s`: how long it waits for an answer to begin. `arrived` is called when the router has the request.
     `group`: the group of its prompts. `models`: the served names that it may use; None: all. `meter` counts this
     request; None where there are no keys. `batch`: the name of a group of answers of which none is needed early; "":
-    there is none.
+    there is none. `session`: of a request that names none.
     """
 
     client: str = ""
@@ -37,6 +37,7 @@ class Caller:
     models: tuple[str, ...] | None = None
     meter: Meter | None = field(default=None, compare=False, repr=False)
     batch: str = ""
+    session: str = ""
 
     @property
     def owner(self) -> RequestOwner:

@@ -95,9 +95,9 @@ class Generation:
         for sequence in self.sequences:
             sequence.detokenizer.follow(self.prompt_token_ids)
 
-    def amend(self, **fields: Any) -> None:
-        """Changes the order of a request that has not been sent yet."""
-        self.order = msgspec.structs.replace(self.order, **fields)
+    def follow_session(self, session: str) -> None:
+        """Has a request that has not been sent yet go where the others of this session go."""
+        self.order = msgspec.structs.replace(self.order, session=session)
 
     @property
     def usage(self) -> dict[str, Any]:

@@ -23,16 +23,17 @@ from pd_cluster.service.schema.protocol import GenerationRequest
 from pd_cluster.service.sequence import TextSequence
 from pd_cluster.service.served_names import ServedNames
 from pd_cluster.text.stop_strings import StopStrings
-from pd_cluster.types import Order, Sampling
+from pd_cluster.types import Guide, Order, Sampling
 from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
 
 MAX_GUIDES_NUM_CHARS = 1 << 20  # of a guide times the prompts that it applies to, each of which has its own copy
 
 
 class Shared(NamedTuple):
-    """The common part of all prompts of a request. The sampling lacks max_tokens and seed."""
+    """The common part of all prompts of a request. `bad_words`: in tokens."""
 
-    sampling: Sampling
+    guide: Guide | None
+    bad_words: tuple[tuple[int, ...], ...]
     markers: Collection[str]
     num_prompts: int
     caller: Caller = NOBODY
@@ -86,15 +87,11 @@ class Intake:
             )
         check_priority(request.priority or 0, self.has_priorities)
         self._check_text(request, asked)
-        sampling = msgspec.structs.replace(
-            request.sampling(0, 0, self._sampling_defaults),
-            bad_words=await self.encoder.bad_words(request.bad_words or [], caller),
-            guide=asked.guide if asked is not None else None,
-        )
+        bad_words = await self.encoder.bad_words(request.bad_words or [], caller)
         await self._check_guide(asked)
         if variant is None:
             variant = self._names.variant_of(request.model, caller)
-        return Shared(sampling, markers, num_prompts, caller, variant)
+        return Shared(asked.guide if asked is not None else None, bad_words, markers, num_prompts, caller, variant)
 
     def generation(
         self,
@@ -117,10 +114,8 @@ class Intake:
             )
         if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= self.limits.vocab_size:
             raise RequestError(f"{param}: token ids must be in 0 to {self.limits.vocab_size - 1}", param=param)
-        sampling = self._sampling(request, len(token_ids), default_max_tokens, param, shared)
-        wanted = sampling.max_tokens
-        seed = request.own_seed if request.own_seed is not None else self._seeds.getrandbits(63)
-        sampling = msgspec.structs.replace(sampling, seed=seed)
+        wanted = self._max_tokens(request, len(token_ids), default_max_tokens, param, shared)
+        sampling = self._sampling(request, wanted, len(token_ids), shared)
         sequences = self._sequences(request, sampling, shared.markers, token_ids)
         if wanted == 0:  # the engine computes at least one token, which is not shown
             sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0, beam_width=0)
@@ -129,7 +124,7 @@ class Intake:
             sampling,
             shared.caller.salt(request.cache_salt),
             shared.variant,
-            session=request.prompt_cache_key or request.session_id or "",
+            session=request.prompt_cache_key or request.session_id or shared.caller.session,
             priority=request.priority or 0,
             batch=shared.caller.batch,
             spans=prompt.spans,
@@ -150,12 +145,13 @@ class Intake:
     def check(self, request: GenerationRequest, num_tokens: int, param: str, shared: Shared) -> None:
         """Checks the limits as `generation` does, but for the prompt's own length. Raises RequestError."""
         most = self._limit() - num_virtual_tokens(shared.variant) - 1
-        self._sampling(request, min(num_tokens, most), None, param, shared)
+        num_tokens = min(num_tokens, most)
+        self._sampling(request, self._max_tokens(request, num_tokens, None, param, shared), num_tokens, shared)
 
-    def _sampling(
+    def _max_tokens(
         self, request: GenerationRequest, num_tokens: int, default_max_tokens: int | None, param: str, shared: Shared
-    ) -> Sampling:
-        """`num_tokens`: the prompt's. Returns all but the seed. Raises RequestError."""
+    ) -> int:
+        """`num_tokens`: the prompt's. Raises RequestError."""
         limit = self._limit() - num_virtual_tokens(shared.variant)
         wanted = max_tokens_of(request, num_tokens, limit, default_max_tokens, param)
         if self._most_tokens is not None:  # as in vLLM's server: no answer is longer, whatever a request wants
@@ -167,7 +163,12 @@ class Intake:
                     f"generation config has max_new_tokens); lower it",
                     param="min_tokens",
                 )
-        sampling = msgspec.structs.replace(shared.sampling, max_tokens=wanted)
+        return wanted
+
+    def _sampling(self, request: GenerationRequest, max_tokens: int, num_tokens: int, shared: Shared) -> Sampling:
+        """`num_tokens`: the prompt's. Raises RequestError."""
+        seed = request.own_seed if request.own_seed is not None else self._seeds.getrandbits(63)
+        sampling = request.sampling(max_tokens, seed, self._sampling_defaults, shared.bad_words, shared.guide)
         return self.limits.check(request, sampling, num_tokens, shared.num_prompts)
 
     def _sequences(

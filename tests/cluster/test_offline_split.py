@@ -19,7 +19,7 @@ import pytest
 from pd_cluster import LLM, PoolingParams, SamplingParams, pipeline, turbomind
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.stream import RequestStream
-from pd_cluster.engine.worker import LOAD_S
+from pd_cluster.engine.load import LOAD_S
 from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.messages import GenerationConfig, PytorchEngineConfig, Response
 from pd_cluster.offline.session import Offline, OfflineConfig

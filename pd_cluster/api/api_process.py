@@ -56,8 +56,7 @@ async def serve(channel: socket.socket) -> None:
         file_keys = None
         if config.keys is not None:
             file_keys = FileKeys(config.keys, RateMemory(config.rates_fd), edge.router.stats.tenants)
-        is_openai = config.api.is_openai
-        app = public_app(service, mirror.instances, is_openai, drain, http, lambda: mirror.totals, file_keys)
+        app = public_app(service, mirror.instances, drain, lambda: mirror.totals, file_keys)
         servers = [
             (
                 make_server(app, http.connections, http.root_path, http.tls, http.max_header_fields),

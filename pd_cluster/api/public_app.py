@@ -30,12 +30,11 @@ from pd_cluster.api.gate.tracing import Traces
 from pd_cluster.api.openai.legacy import legacy_routes
 from pd_cluster.api.openai.routes import api_routes
 from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.routing.entrance import ASLEEP, Entrance
+from pd_cluster.cluster.routing.admission import ASLEEP, RequestAdmission
 from pd_cluster.cluster.routing.policy import is_served, refused_links, why_unavailable
-from pd_cluster.cluster.tenancy.tenants import TenantCounts, with_names
+from pd_cluster.cluster.tenancy.tenants import with_names
 from pd_cluster.service.response_store import ResponseStore
 from pd_cluster.service.service import TextService
-from pd_cluster.settings.http import HttpConfig
 
 TITLE = "pd-cluster"
 
@@ -43,29 +42,27 @@ TITLE = "pd-cluster"
 def public_app(
     service: TextService,
     instances: list[Instance],
-    openai: bool,
     drain: Drain,
-    http: HttpConfig,
     totals: Totals | None = None,
     file_keys: FileKeys | None = None,
     view: PublicView | None = None,
     owner: Callable[[], Owner] = lambda: ONLY_ONE,
 ) -> FastAPI:
-    """`totals`: of all API processes, if there are several. `file_keys`: required if `http` names a key file.
+    """`totals`: of all API processes, if there are several. `file_keys`: required if the settings name a key file.
 
     `view`: what /dashboard shows; None: there is none. `owner`: this scheduler's name, and whether it owns membership.
     """
+    http, openai = service.settings.http, service.settings.is_openai
     assert bool(http.key_file) == (file_keys is not None), "keys that nobody asks for"
-    counts = service.router.stats.tenants
-    counts.named |= {*with_names((), http.tenants)}
-    app = _app(service, openai, http)
+    service.router.stats.tenants.named |= {*with_names((), http.tenants)}
+    app = _app(service)
     install_error_handlers(app)
     pages = public_pages(view, http.api_keys, file_keys) if view is not None else None
-    _put_in_front(app, service, drain, http, file_keys, counts, pages)
+    _put_in_front(app, service, drain, file_keys, pages)
     store = ResponseStore(http.responses) if openai and http.responses.folder else None
     for routes in api_routes(service, store) if openai else (legacy_routes(service),):
         add_routes(app, routes)
-    add_routes(app, _common_routes(service.router.entrance, instances, drain))
+    add_routes(app, _common_routes(service.router.admission, instances, drain))
     name, adapters = service.names.own[0], _adapters(service)
     add_routes(app, metrics_routes(service.router, instances, name, drain, totals, adapters, owner))
     return app
@@ -75,14 +72,14 @@ def _adapters(service: TextService) -> AdapterNaming | None:
     return AdapterNaming(service.names.adapters, service.max_loras) if service.max_loras else None
 
 
-def _common_routes(entrance: Entrance, instances: list[Instance], drain: Drain) -> APIRouter:
+def _common_routes(admission: RequestAdmission, instances: list[Instance], drain: Drain) -> APIRouter:
     routes = APIRouter(route_class=PlainRoute)
 
     @routes.api_route("/ping", methods=[*LOOKING, "POST"])
     @routes.api_route("/health", methods=LOOKING)
     async def health(request: Request) -> Response:
-        status, body = health_of(instances, entrance.awaits_pair)
-        if entrance.is_asleep and status == 200:  # instances, as this process knows them, may lag
+        status, body = health_of(instances, admission.awaits_pair)
+        if admission.is_asleep and status == 200:  # instances, as this process knows them, may lag
             status, body = 503, {**body, "status": "unavailable", "reason": ASLEEP}
         if drain.is_draining:
             status, body = 503, {**body, "status": "draining", "reason": "this server is stopping"}
@@ -100,13 +97,14 @@ def _common_routes(entrance: Entrance, instances: list[Instance], drain: Drain) 
     return routes
 
 
-def _app(service: TextService, openai: bool, http: HttpConfig) -> FastAPI:
+def _app(service: TextService) -> FastAPI:
     """Makes the app. /openapi.json is built when first asked for; /docs shows it, without content from other hosts."""
+    http = service.settings.http
     if not http.has_docs:
         return FastAPI(title=TITLE, openapi_url=None)
     shown = {"validatorUrl": None}  # otherwise it would be an external service
     app = FastAPIOffline(docs_url="/docs", redoc_url=None, title=TITLE, swagger_ui_parameters=shown)
-    given = (service.names.own[0], openai, http.has_keys, service.takes_tools)
+    given = (service.names.own[0], service.settings.is_openai, http.has_keys, service.takes_tools)
 
     def described() -> dict[str, Any]:
         from pd_cluster.api.document.document import document  # its models take a fifth of a scheduler's start
@@ -126,31 +124,17 @@ def _app(service: TextService, openai: bool, http: HttpConfig) -> FastAPI:
 
 
 def _put_in_front(
-    app: FastAPI,
-    service: TextService,
-    drain: Drain,
-    http: HttpConfig,
-    file_keys: FileKeys | None,
-    counts: TenantCounts,
-    pages: FastAPI | None,
+    app: FastAPI, service: TextService, drain: Drain, file_keys: FileKeys | None, pages: FastAPI | None
 ) -> None:
     """Adds the layers from the inside out: the last one sees a request first."""
+    http = service.settings.http
     app.add_middleware(Direct, routes=app.router.routes, root_path=http.root_path)
-    app.add_middleware(Arrivals, entrance=service.router.entrance)
+    app.add_middleware(Arrivals, admission=service.router.admission)
     app.add_middleware(DrainGate, drain=drain, root_path=http.root_path)
     if service.tracing is not None:  # inside of the keys: strangers cause no traces
         app.add_middleware(Traces, tracing=service.tracing, root_path=http.root_path)
     if http.has_keys or http.metrics_key:
-        app.add_middleware(
-            ApiKeys,
-            keys=http.api_keys,
-            root_path=http.root_path,
-            tenants=http.tenants,
-            shares_prefix_cache=http.shares_prefix_cache,
-            metrics_key=http.metrics_key,
-            file_keys=file_keys,
-            counts=counts,
-        )
+        app.add_middleware(ApiKeys, http=http, counts=service.router.stats.tenants, file_keys=file_keys)
     if http.returns_request_ids:
         app.add_middleware(RequestIds)
     if http.allowed_origins:  # outside of the keys: preflights have none, and pages may read a 401

@@ -36,15 +36,14 @@ from pd_cluster.api.gate.access import AdminAccess, HostNames
 from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
-from pd_cluster.cluster.members.adapters import AdapterBook
+from pd_cluster.cluster.members.adapters import AdapterBook, AdapterRules
 from pd_cluster.cluster.members.auto_role import AutoRole
 from pd_cluster.cluster.members.control import Control
 from pd_cluster.cluster.members.elastic import Elastic, Tables
-from pd_cluster.cluster.members.lease import LeaseStore
 from pd_cluster.cluster.members.membership import membership_of
 from pd_cluster.cluster.members.place import Place
 from pd_cluster.cluster.members.registrar import JoinPort
-from pd_cluster.cluster.members.shared import SharedMembership
+from pd_cluster.cluster.members.shared import Lease, SharedMembership
 from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.cluster.processes.api_processes import ApiProcesses
 from pd_cluster.cluster.tenancy.key_store import KeyStore
@@ -62,13 +61,13 @@ Server = tuple[uvicorn.Server, socket.socket]
 
 
 @dataclass(frozen=True, slots=True)
-class Lease:
-    """The part of a scheduler that makes it one of several. `admin`: where operators reach it."""
+class KnownCluster:
+    """The rank tables and secrets as they were at the start, and how they are read again."""
 
-    index: int
-    store: LeaseStore
-    admin: str
-    duration_s: float
+    place: Place
+    ports: list[int]
+    credentials: Credentials
+    tables: Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +75,13 @@ class Extras:
     """The parts that not every scheduler has. `join`: address and port for workers in no table.
 
     `lora_root`: the folder below which adapters may be loaded at run time; "": none may. `lease`: of one of several.
+    `keys`: those of --api-key-file.
     """
 
     join: tuple[str, int] | None = None
     lora_root: str = ""
     lease: Lease | None = None
+    keys: KeyStore | None = None
 
 
 NOTHING_MORE = Extras()
@@ -91,55 +92,36 @@ class SchedulerServer:
 
     def __init__(
         self,
-        place: Place,
-        credentials: Credentials,
-        ports: list[int],
+        known: KnownCluster,
         config: ApiConfig,
         listeners: Sequence[socket.socket],
-        tables: Tables,
         logs: Logs,
-        keys: KeyStore | None = None,
         extras: Extras = NOTHING_MORE,
     ) -> None:
-        """`keys`: those of --api-key-file, if there is one."""
-        join, lora_root, lease = extras.join, extras.lora_root, extras.lease
-        self._config = config
-        self._keys = keys
+        lease, credentials, timeouts = extras.lease, known.credentials, config.timeouts
+        self._config, self._keys, self._listeners = config, extras.keys, listeners
         self._file_keys: FileKeys | None = None  # set where this process itself serves
-        roster_of = partial(membership_of, place, ports, config.timeouts)
+        roster_of = partial(membership_of, known.place, known.ports, timeouts)
         self._edge = (
             Edge(config, credentials, roster_of)
             if lease is None
             else Edge(config, credentials, roster_of, lease.index, is_scheduler=True)
         )
         self.membership = self._edge.roster
-        self._listeners = listeners
-        self._processes: ApiProcesses | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
-        if len(listeners) > 1:
-            self._processes = self._several(credentials, logs)
-        move_on = self._edge.router.move_on if self._processes is None else self._processes.move_on
-        self._join_port = JoinPort(self.membership, credentials, config.timeouts, *join) if join is not None else None
-        self._book = self._adapter_book(lora_root) if lora_root else None
-        self._overview = Overview(self.membership, self._figures, config.routing)
-        self._public_sessions = Sessions() if config.http.has_public_dashboard else None
-        self.elastic = Elastic(self.membership, credentials, tables, move_on, config.timeouts.drain_timeout_s)
-        self._shared = self._shared_by(lease) if lease is not None else None
-
-    def _shared_by(self, lease: Lease) -> SharedMembership:
-        timeouts, mailbox = self._config.timeouts, self._edge.mailbox
-        shared = SharedMembership(
-            self.membership.own_key,
-            lease.store,
-            self.membership,
-            self.elastic,
-            mailbox,
-            lease.duration_s,
-            timeouts.connect_timeout_s,
-            lease.admin,
+        self._processes = self._several(credentials, logs) if len(listeners) > 1 else None
+        serving = self._edge.router if self._processes is None else self._processes
+        self.elastic = Elastic(self.membership, credentials, known.tables, serving.move_on, timeouts.drain_timeout_s)
+        self._shared = (
+            SharedMembership(lease, self.membership, self.elastic, self._edge.mailbox) if lease is not None else None
         )
-        self._overview.scheduler = lambda: {"name": shared.name, "owner": shared.owner, "term": shared.known_term}
-        return shared
+        standing = self._shared.standing if self._shared is not None else dict
+        self._overview = Overview(self.membership, self._figures, config.routing, standing)
+        self._join_port = (
+            JoinPort(self.membership, credentials, timeouts, *extras.join) if extras.join is not None else None
+        )
+        self._book = self._adapter_book(extras.lora_root) if extras.lora_root else None
+        self._public_sessions = Sessions() if config.http.has_public_dashboard else None
 
     async def run(
         self,
@@ -182,16 +164,8 @@ class SchedulerServer:
         http = self._config.http
         if self._keys is not None:
             self._file_keys = FileKeys(self._keys.keys, self._keys.memory, self._edge.router.stats.tenants)
-        app = public_app(
-            service,
-            self.membership.instances,
-            self._config.is_openai,
-            drain,
-            http,
-            file_keys=self._file_keys,
-            view=view,
-            owner=self._owner,
-        )
+        instances, keys = self.membership.instances, self._file_keys
+        app = public_app(service, instances, drain, file_keys=keys, view=view, owner=self._owner)
         public = (
             make_server(app, http.connections, http.root_path, http.tls, http.max_header_fields),
             self._listeners[0],
@@ -230,7 +204,7 @@ class SchedulerServer:
         if self._processes is not None:
             return self._processes.stats, self._processes.busy
         router = self._edge.router
-        return router.stats.snapshot(), Busy(0, router.num_streams, router.entrance.num_waiting)
+        return router.stats.snapshot(), Busy(0, router.num_streams, router.admission.num_waiting)
 
     def _control(self) -> Control:
         serving = self._edge.router if self._processes is None else self._processes
@@ -239,28 +213,13 @@ class SchedulerServer:
 
     def _adapter_book(self, root: str) -> AdapterBook:
         """Raises ConfigError."""
-        engine, router, processes = self._config.engine, self._edge.router, self._processes
+        engine = self._config.engine
         if not engine.adapters.are_wanted:
             raise ConfigError("--allow-runtime-lora: needs --enable-lora, here and in the workers")
-
-        def used() -> set[str]:
-            use = router.adapters.use()
-            return {*use.running, *use.waiting} if processes is None else processes.adapters
-
-        async def publish() -> None:
-            if processes is not None:
-                await processes.set_adapters(self._edge.adapters)
-
-        return AdapterBook(
-            self.membership,
-            engine.adapters,
-            root,
-            self._edge.adapters,
-            (engine.model, *self._config.model_names),
-            used,
-            publish,
-            self._config.timeouts.drain_timeout_s,
-        )
+        own, timeout_s = (engine.model, *self._config.model_names), self._config.timeouts.drain_timeout_s
+        rules = AdapterRules(engine.adapters, root, own, timeout_s)
+        users = self._edge.router.adapters if self._processes is None else self._processes
+        return AdapterBook(self.membership, users, self._edge.adapters, rules)
 
     def _several(self, credentials: Credentials, logs: Logs) -> ApiProcesses:
         self._folder = tempfile.TemporaryDirectory(prefix="pd-cluster-api-")  # mode 0700

@@ -32,7 +32,9 @@ from ranktable_tools.hosts import bracketed, is_loopback
 from ranktable_tools.ports import Given, outgoing_warnings, scheduler_ports
 
 if TYPE_CHECKING:
-    from pd_cluster.api.scheduler_app import Extras, Lease
+    from pd_cluster.api.scheduler_app import Extras
+    from pd_cluster.cluster.members.shared import Lease
+    from pd_cluster.cluster.tenancy.key_store import KeyStore
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +61,7 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     from pd_cluster.api.dashboard.playground import PublicPort
     from pd_cluster.api.front.server import bind, bind_path, bind_several, raise_descriptor_limit
     from pd_cluster.api.gate.access import AdminAccess
-    from pd_cluster.api.scheduler_app import SchedulerServer
+    from pd_cluster.api.scheduler_app import KnownCluster, SchedulerServer
     from pd_cluster.cluster.members.auto_role import AutoRole
     from pd_cluster.cluster.members.elastic import Tables
     from pd_cluster.cluster.tenancy.key_store import KeyStore
@@ -82,12 +84,12 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
         lambda place: credentials_of(place, files),
     )
     tls = http.tls is not None
-    extras = _extras(start, entrance, admin, f"http{'s' * tls}://{bracketed(admin.admin_host)}:{admin_port}")
+    extras = _extras(start, entrance, admin, f"http{'s' * tls}://{bracketed(admin.admin_host)}:{admin_port}", keys)
     access = AdminAccess(token, is_loopback(admin.admin_host), admin.admin_hosts)
 
     async def serve() -> None:
-        logs = start.process.logs
-        scheduler = SchedulerServer(place, credentials, ports, config, listeners, tables, logs, keys, extras)
+        known = KnownCluster(place, ports, credentials, tables)
+        scheduler = SchedulerServer(known, config, listeners, start.process.logs, extras)
         auto_role = AutoRole() if entrance.auto_role else None
         public_port = PublicPort(host, port, entrance.uds, tls)
         await scheduler.run(admin_listener, access, auto_role, folder_of(place.folder), public_port)
@@ -146,30 +148,36 @@ def check_public_dashboard(http: HttpConfig, host: str, entrance: EntranceSettin
         raise ConfigError(f"{flag}: {called('host')} {host} is reached without TLS; give {ways}")
 
 
-def _extras(start: Start, entrance: EntranceSettings, admin: AdminSettings, admin_url: str) -> Extras:
+def _extras(
+    start: Start, entrance: EntranceSettings, admin: AdminSettings, admin_url: str, keys: KeyStore | None
+) -> Extras:
     """Raises ConfigError for a folder that cannot be shared."""
     from pd_cluster.api.scheduler_app import Extras
 
     join = (start.process.host, start.join.join_port) if start.join.join_port is not None else None
     lease = _lease(start, entrance, admin, admin_url) if entrance.scheduler_lease else None
-    return Extras(join, admin.lora_root, lease)
+    return Extras(join, admin.lora_root, lease, keys)
 
 
 def _lease(start: Start, entrance: EntranceSettings, admin: AdminSettings, admin_url: str) -> Lease:
     """Raises ConfigError for a folder that cannot be shared, and outside of a pod for one of Kubernetes."""
-    from pd_cluster.api.scheduler_app import Lease
     from pd_cluster.cluster.members.lease_folder import LeaseFolder
     from pd_cluster.cluster.members.lease_kubernetes import KubernetesLease, place_of_lease
+    from pd_cluster.cluster.members.shared import Lease
 
-    index, given_s = entrance.scheduler_index, start.timeouts.lease_duration_s
+    index, given_s, patience_s = (
+        entrance.scheduler_index,
+        start.timeouts.lease_duration_s,
+        start.timeouts.connect_timeout_s,
+    )
     place = place_of_lease(entrance.scheduler_lease)
     if place is None:
         folder = LeaseFolder(Path(entrance.scheduler_lease))
         folder.take(index)
-        return Lease(index, folder, admin_url, given_s or FOLDER_LEASE_S)
+        return Lease(index, folder, admin_url, given_s or FOLDER_LEASE_S, patience_s)
     duration_s = given_s or KUBERNETES_LEASE_S
     where = f"{admin_url} in {socket.gethostname()}" if is_loopback(admin.admin_host) else admin_url
-    return Lease(index, KubernetesLease.in_pod(*place, duration_s), where, duration_s)
+    return Lease(index, KubernetesLease.in_pod(*place, duration_s), where, duration_s, patience_s)
 
 
 def check_shared(start: Start, entrance: EntranceSettings, admin: AdminSettings) -> None:

@@ -25,6 +25,7 @@ from pd_cluster.offline.prompts import Known, Prompt
 from pd_cluster.offline.room import when_there_is_room
 from pd_cluster.service.answers.logprobs import LogprobsFormat
 from pd_cluster.service.answers.messages import ChoiceText
+from pd_cluster.service.caller import Caller
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.merge import together
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
@@ -73,9 +74,8 @@ async def answers(
 async def answer(service: TextService, ask: Ask, batch: str = "") -> RequestOutput:
     arrival, generation = Instant(), None
     try:
-        generation = await begun(service, ask)
+        generation = await begun(service, ask, batch)
         generation.client_id, generation.received_s = ask.request_id, arrival.monotonic_s
-        generation.amend(batch=batch)
         pieces = await service.complete([generation])
         return answered(service, ask, generation, pieces, arrival)
     except Exception as error:  # as in the API: an error affects only its own request
@@ -102,12 +102,15 @@ def answered(
 # ---- the beginning
 
 
-async def begun(service: TextService, ask: Ask) -> Generation:
-    """Starts a generation, cut to the context's room where more was requested. Raises PdClusterError."""
+async def begun(service: TextService, ask: Ask, batch: str = "") -> Generation:
+    """Starts a generation, cut to the context's room where more was requested. Raises PdClusterError.
+
+    `batch`: the group of answers to which it belongs; see `Order`.
+    """
     request = ask.request
     if ask.most_together is not None:
         short = request.model_copy(update={"max_tokens": 1, "min_tokens": None})
-        num_prompt = len((await _generation(service, ask, short)).prompt_token_ids)
+        num_prompt = len((await _generation(service, ask, short, batch)).prompt_token_ids)
         room = ask.most_together - num_prompt
         if room < 1:
             raise RequestError(
@@ -117,20 +120,24 @@ async def begun(service: TextService, ask: Ask) -> Generation:
             )
         request = request.model_copy(update={"max_tokens": room})
     try:
-        return await _generation(service, ask, request)
+        return await _generation(service, ask, request, batch)
     except RequestError as error:
         if (error.param, error.code) != ("max_tokens", "context_length_exceeded"):
             raise
-    return await _generation(service, ask, request.model_copy(update={"max_tokens": None}))
+    return await _generation(service, ask, request.model_copy(update={"max_tokens": None}), batch)
 
 
-async def _generation(service: TextService, ask: Ask, request: CompletionRequest | ChatCompletionRequest) -> Generation:
+async def _generation(
+    service: TextService, ask: Ask, request: CompletionRequest | ChatCompletionRequest, batch: str
+) -> Generation:
+    caller, pictures, variant = Caller(batch=batch), ask.pictures, ask.variant
+
     async def prepared() -> Generation:
         if isinstance(request, ChatCompletionRequest):
             allows = ask.allows_control_tokens
-            return await service.chat(request, allows_control_tokens=allows, pictures=ask.pictures, variant=ask.variant)
+            return await service.chat(request, None, caller, allows, pictures, variant)
         assert ask.prompt is not None
-        return await service.completion(request, ask.prompt, pictures=ask.pictures, variant=ask.variant)
+        return await service.completion(request, ask.prompt, caller=caller, pictures=pictures, variant=variant)
 
     return await when_there_is_room(prepared)
 

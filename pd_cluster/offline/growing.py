@@ -23,11 +23,12 @@ async def growing(service: TextService, ask: Ask, kind: RequestOutputKind) -> As
     CUMULATIVE outputs have everything so far, DELTA ones what is new, FINAL_ONLY is the last one alone. The best of
     more sequences than are wanted (beams, `best_of`) are known only at the end.
     """
-    arrival = Instant()
-    generation = await begun(service, ask)
+    arrival, request = Instant(), ask.request
+    picks = not request.beam_width and request.num_sequences > request.num_choices
+    is_whole = kind is RequestOutputKind.FINAL_ONLY or picks
+    generation = await begun(service, ask, uuid4().hex if is_whole else "")
     generation.client_id, generation.received_s = ask.request_id, arrival.monotonic_s
-    if kind is RequestOutputKind.FINAL_ONLY or len(generation.sequences) > generation.num_choices:
-        generation.amend(batch=uuid4().hex)
+    if is_whole:
         yield answered(service, ask, generation, await service.complete([generation]), arrival)
         return
     so_far = {at: Piece(at, "", [], []) for at in range(generation.num_choices)}

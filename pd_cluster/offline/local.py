@@ -21,8 +21,8 @@ from pd_cluster.checkpoints.prompt_folder import AdapterFolder
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.roster import Roster
 from pd_cluster.cluster.routing.policy import Pair, RoutingRequest, alone
-from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
+from pd_cluster.cluster.routing.rules import ReplayLimits, RoutingRules
 from pd_cluster.errors import ConfigError, ModelError, PdClusterError, Unavailable
 from pd_cluster.reports import InstanceInfo
 from pd_cluster.settings.config import Credentials, WorkerConfig
@@ -66,7 +66,7 @@ class LocalEngine:
         self._loads_one = asyncio.Lock()
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
         self._roster = _OneInstance([Instance(NAME, "decode", "", 0, [])], self)
-        self.router = Router(self.send, self._roster, _alone, 0.0, ReplayLimits(0, 0.0, 0.0))
+        self.router = Router(self.send, self._roster, RoutingRules(_alone, replay=ReplayLimits(0, 0.0, 0.0)))
 
     async def start(self) -> None:
         """Loads the model and waits until requests can be served. Raises ModelError and the like."""

@@ -16,7 +16,6 @@ import msgspec
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.prompt_folder import AdapterFolder
-from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.errors import Closed, ConfigError
 from pd_cluster.media.download import ANY_HOST
@@ -25,7 +24,7 @@ from pd_cluster.offline.loop import LoopThread
 from pd_cluster.offline.lora import RequestedAdapters
 from pd_cluster.offline.split import SplitCluster
 from pd_cluster.service.adapter_names import digests_of
-from pd_cluster.service.edge import text_service
+from pd_cluster.service.edge import service_config
 from pd_cluster.service.helpers.interpreter import seldom_collecting
 from pd_cluster.service.service import TextService
 from pd_cluster.settings.config import ApiConfig
@@ -157,10 +156,9 @@ class Offline:
             await split.start()
             return split.edge.service()
         local = self._parts.backend = LocalEngine(config.engine)
-        limit = self.checkpoint.max_model_len(config.engine.max_model_len)
-        defaults = sampling_defaults(self.checkpoint, config.engine.generation_config, config.sampling_override)
         names = digests_of(config.engine.adapters, (config.engine.model, *api.model_names))
-        service = text_service(local.router, self.checkpoint, api, limit, config.engine.seed, defaults, names)
+        served = service_config(api, self.checkpoint, names, config.engine.seed, b"")
+        service = TextService(local.router, self.checkpoint, served)
         await local.start()
         return service
 

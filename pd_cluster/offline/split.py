@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from pd_cluster.checkpoints.prompt_folder import AdapterFolder
-from pd_cluster.cluster.members.adapters import AdapterBook
+from pd_cluster.cluster.members.adapters import AdapterBook, AdapterRules
 from pd_cluster.cluster.members.credentials import credentials_of
 from pd_cluster.cluster.members.membership import Membership, membership_of
 from pd_cluster.cluster.members.place import find_place, node_ports
@@ -83,17 +83,8 @@ class SplitCluster:
         await self._book.load(folder.digest[-32:], str(folder.path), replaces=True)
 
     def _adapter_book(self) -> AdapterBook:
-        edge, timeouts = self.edge, self._config.timeouts
-
-        def used() -> set[str]:
-            use = edge.router.adapters.use()
-            return {*use.running, *use.waiting}
-
-        async def publish() -> None:
-            """Does nothing: this process alone serves."""
-
-        settings = self._config.engine.adapters
-        return AdapterBook(edge.roster, settings, "/", edge.adapters, (), used, publish, timeouts.drain_timeout_s)
+        rules = AdapterRules(self._config.engine.adapters, "/", (), self._config.timeouts.drain_timeout_s)
+        return AdapterBook(self.edge.roster, self.edge.router.adapters, self.edge.adapters, rules)
 
     async def close(self) -> None:
         """Ends the processes: asks, waits, kills. Removes the rank tables. A second Ctrl-C kills them at once."""

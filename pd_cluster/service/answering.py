@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
+from functools import partial
 
 import msgspec
 
@@ -12,24 +13,45 @@ from pd_cluster.errors import GenerationError
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.merge import merged, together
 from pd_cluster.service.pixels import PixelHold
+from pd_cluster.service.request_log import RequestLog
 from pd_cluster.service.sequence import Piece, joined
+from pd_cluster.service.spacing import spaced
 from pd_cluster.types import TokenOutput
 
 MOST_TOKENS_OF_PIECE = 64  # of an answer that is read only once whole
 
 
 class Answering:
-    """The methods of TextService that produce answers."""
+    """`log`: of requests, where one is kept. `interval`: tokens of a choice in each piece of a request's stream."""
 
-    def __init__(self, router: Router) -> None:
-        self._router = router
+    def __init__(self, router: Router, log: RequestLog | None, interval: int) -> None:
+        self._router, self._log, self._interval = router, log, interval
 
     def pieces(self, generations: list[Generation]) -> AsyncGenerator[Piece, None]:
         """Yields the pieces of all prompts of a request as they come. The first error or closing it ends all."""
-        return merged([self.stream(generation) for generation in generations], lambda error: _fail(generations, error))
+        streams = [self._stream(generation) for generation in generations]
+        return spaced(self._logged(generations, merged(streams, partial(_fail, generations))), self._interval)
 
-    async def stream(self, generation: Generation) -> AsyncGenerator[Piece, None]:
+    def stream(self, generation: Generation) -> AsyncGenerator[Piece, None]:
         """Yields a piece whenever a sequence has text, and a last one with its finish_reason. Closing it aborts."""
+        return self._logged([generation], self._stream(generation))
+
+    async def complete(self, generations: list[Generation]) -> list[Piece]:
+        """Returns a piece for each choice. If there are more sequences than choices, the best ones are chosen."""
+        if self._log is not None:
+            self._log.begins(generations)
+        works = [self._complete(generation) for generation in generations]
+        pieces = [piece for whole in await together(works, partial(_fail, generations)) for piece in whole]
+        if self._log is not None:
+            self._log.ends(generations, pieces)
+        return pieces
+
+    def _logged(
+        self, generations: list[Generation], pieces: AsyncGenerator[Piece, None]
+    ) -> AsyncGenerator[Piece, None]:
+        return pieces if self._log is None else self._log.watched(generations, pieces)
+
+    async def _stream(self, generation: Generation) -> AsyncGenerator[Piece, None]:
         if generation.is_prompt_only:
             await self._learn_of_prompt(generation)
             for sequence in generation.sequences:
@@ -49,17 +71,11 @@ class Answering:
                 if text or generation.every_token or sequence.finish_reason is not None:
                     yield generation.piece_of(sequence, text)
 
-    async def complete(self, generations: list[Generation]) -> list[Piece]:
-        """Returns a piece for each choice. If there are more sequences than choices, the best ones are chosen."""
-        works = [self._complete(generation) for generation in generations]
-        whole = await together(works, lambda error: _fail(generations, error))
-        return [piece for pieces in whole for piece in pieces]
-
     async def _complete(self, generation: Generation) -> list[Piece]:
         first = generation.first_choice
         found: dict[int, list[Piece]] = {sequence.index: [] for sequence in generation.sequences}
         by_token = generation.is_prompt_only or generation.has_stops
-        pieces = self.stream(generation) if by_token else self._whole(generation)
+        pieces = self._stream(generation) if by_token else self._whole(generation)
         async with contextlib.aclosing(pieces):
             async for piece in pieces:
                 found[piece.index - first].append(piece)
@@ -81,21 +97,9 @@ class Answering:
 
     def _tokens(self, generation: Generation, gathers: bool = False) -> AsyncIterator[TokenOutput]:
         generation.arrived()
-        if gathers:
-            generation.amend(gathers=True)
-        tokens = self._served(generation)
+        order = msgspec.structs.replace(generation.order, gathers=True) if gathers else generation.order
+        tokens = self._router.serve(order, generation.routed, generation.prompted, generation.origin)
         return tokens if generation.hold is None else _releasing(tokens, generation.hold)
-
-    def _served(self, generation: Generation) -> AsyncIterator[TokenOutput]:
-        return self._router.serve(
-            generation.order,
-            generation.routed,
-            generation.prompted,
-            generation.client_id,
-            generation.received_s,
-            generation.visitor,
-            generation.kept,
-        )
 
     async def _learn_of_prompt(self, generation: Generation) -> None:
         """Has the prompt computed if its logprobs were requested, and nothing after it."""

@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pd_cluster.cluster.routing.entrance import Visitor
-from pd_cluster.cluster.routing.waiting_room import Party
+from pd_cluster.cluster.routing.origin import PromptGroup, RequestOwner
 from pd_cluster.service.meter import Meter
 
 
@@ -25,23 +24,24 @@ class Caller:
     """`client`: an API key's tenant, or a peer's address. `tenant`: "" where all callers share cached prompts.
 
     `patience_s`: how long it waits for an answer to begin. `arrived` is called when the router has the request.
-    `party`: the group of its prompts. `models`: the served names that it may use; None: all. `meter` counts this
+    `group`: the group of its prompts. `models`: the served names that it may use; None: all. `meter` counts this
     request; None where there are no keys. `batch`: the name of a group of answers of which none is needed early; "":
-    there is none.
+    there is none. `session`: of a request that names none.
     """
 
     client: str = ""
     tenant: str = ""
     patience_s: float = math.inf
     arrived: Callable[[], None] = field(default=nothing, compare=False)
-    party: Party | None = field(default=None, compare=False, repr=False)
+    group: PromptGroup | None = field(default=None, compare=False, repr=False)
     models: tuple[str, ...] | None = None
     meter: Meter | None = field(default=None, compare=False, repr=False)
     batch: str = ""
+    session: str = ""
 
     @property
-    def visitor(self) -> Visitor:
-        return Visitor(self.client, self.patience_s, self.party)
+    def owner(self) -> RequestOwner:
+        return RequestOwner(self.client, self.patience_s, self.group)
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from pd_cluster.parsers.reply import BUDGET, ReplyFormat
+from pd_cluster.parsers.plugin import formats_of
+from pd_cluster.parsers.reply import BUDGET, ReplyFormat, own_tool_parser
 from pd_cluster.service.caller import NOBODY, Caller
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.intake import Intake, Shared
@@ -15,6 +16,8 @@ from pd_cluster.service.prompts.pictures import PictureIntake, Shown, Source
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
 from pd_cluster.service.schema.guide_fields import Asked
 from pd_cluster.service.schema.tool_fields import AskedTools, tools_of
+from pd_cluster.settings.config import ApiConfig
+from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.text.tokenizer import Tokenizer
 
 MESSAGE_NUM_CHARS = 8  # added by a template to each further message, at the least
@@ -37,7 +40,6 @@ class Chats:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
         intake: Intake,
         prompts: ChatPrompts,
         pictures: PictureIntake,
@@ -45,7 +47,6 @@ class Chats:
         guard: Guard,
         allows_control_tokens: bool,
     ) -> None:
-        self._tokenizer = tokenizer
         self.intake = intake
         self._prompts = prompts
         self._pictures = pictures
@@ -165,7 +166,9 @@ class Chats:
             return ""
         if request.continue_final_message:
             return form.mark_after(request.messages[-1].text)
-        mark, behind = form.last_mark(self._tokenizer.decode(token_ids[-NUM_END_TOKENS:], skip_special_tokens=False))
+        mark, behind = form.last_mark(
+            self.intake.tokenizer.decode(token_ids[-NUM_END_TOKENS:], skip_special_tokens=False)
+        )
         if not behind.strip():
             return mark
         return await self._generation_mark(request) if request.opens_answer else ""
@@ -178,3 +181,20 @@ class Chats:
         if not whole.startswith(without):
             num_shared = next((at for at in range(num_shared) if whole[at] != without[at]), num_shared)
         return self._form.last_mark(whole, num_shared)[0]
+
+
+def reply_format_of(chat: ChatConfig, tokenizer: Tokenizer) -> ReplyFormat:
+    """Returns how the model's replies are read. Raises ConfigError."""
+    tool_parser = chat.tool_parser or own_tool_parser(tokenizer.config)
+    return ReplyFormat(tool_parser, chat.reasoning_parser, formats_of(chat.tool_parser_plugin))
+
+
+def chats_of(intake: Intake, pictures: PictureIntake, form: ReplyFormat, settings: ApiConfig) -> Chats:
+    """Makes the chats of a process."""
+    chat, tokenizer = settings.chat, intake.tokenizer
+    control = intake.encoder.control
+    prompts = ChatPrompts.make(
+        tokenizer.template, tokenizer.special_tokens, settings.timeouts.guided_timeout_s, chat, pictures.is_able
+    )
+    guard = Guard(control, form.history_marks, tokenizer.normalizer(control))
+    return Chats(intake, prompts, pictures, form, guard, chat.allows_control_tokens)

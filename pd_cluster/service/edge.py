@@ -9,6 +9,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Generic, TypeVar
 
 from pd_cluster import wire
@@ -17,12 +18,13 @@ from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
 from pd_cluster.cluster.members.roster import Roster
 from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.cluster.routing.predict import Goals
-from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
+from pd_cluster.cluster.routing.rules import ReplayLimits, RoutingRules
 from pd_cluster.net.admission import Life, peer_key
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.service.adapter_names import digests_of
-from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.service.config import ServiceConfig
+from pd_cluster.service.service import TextService
 from pd_cluster.service.traces import Tracing
 from pd_cluster.settings.config import ApiConfig, Credentials
 from pd_cluster.settings.timeouts import Timeouts
@@ -97,18 +99,17 @@ class Edge(Generic[RosterT]):
         """
         engine = config.engine
         self.config = config
-        self._handle_secret = credentials.key  # of the scheduler, and so of all its API processes
         self.checkpoint = Checkpoint.of(engine)
         self.checkpoint.warn_of_ignored_files()
         self.checkpoint.warn_if_unproven()
-        self._defaults = sampling_defaults(self.checkpoint, engine.generation_config, config.sampling_override)
-        if self._defaults and index is None:
-            told = ", ".join(f"{name} {value:g}" for name, value in self._defaults.items())
+        if adapters is None:
+            adapters = digests_of(engine.adapters, (engine.model, *config.model_names))
+        seed = engine.seed if engine.seed is None or not index else hash((engine.seed, index))
+        self._served = served = service_config(config, self.checkpoint, adapters, seed, credentials.key)
+        if served.sampling_defaults and index is None:
+            told = ", ".join(f"{name} {value:g}" for name, value in served.sampling_defaults.items())
             log.info("requests that do not say otherwise have %s (--generation-config vllm: not the file's)", told)
-        self._limit = self.checkpoint.max_model_len(engine.max_model_len)
-        self._seed = engine.seed if engine.seed is None or not index else hash((engine.seed, index))
-        own = (engine.model, *config.model_names)
-        self.adapters = digests_of(engine.adapters, own) if adapters is None else adapters
+        self.adapters = adapters
         name = "scheduler" if index is None else f"scheduler-{index}"
         self.mailbox = Mailbox(Life(name, secrets.randbits(62)), "scheduler", credentials, config.timeouts)
         try:
@@ -125,10 +126,7 @@ class Edge(Generic[RosterT]):
     ) -> tuple[RosterT, Router]:
         """Makes the list of instances, and the router over it."""
         routing, timeouts = self.config.routing, self.config.timeouts
-        roster = roster_of(self.mailbox, self.checkpoint)
-        router = Router(
-            self.mailbox.send,
-            roster,
+        rules = RoutingRules(
             POLICIES[routing.policy],
             timeouts.request_timeout_s,
             replay_limits(routing.max_attempts, timeouts),
@@ -137,9 +135,10 @@ class Edge(Generic[RosterT]):
             routing.has_priorities,
             shares_workers=is_scheduler,
             find_s=timeouts.connect_timeout_s,
+            holds_first=routing.first_token == "with-decode",
         )
-        router.inlet.holds_first = routing.first_token == "with-decode"
-        return roster, router
+        roster = roster_of(self.mailbox, self.checkpoint)
+        return roster, Router(self.mailbox.send, roster, rules)
 
     def start(self) -> None:
         """Starts to receive messages from workers."""
@@ -148,61 +147,18 @@ class Edge(Generic[RosterT]):
     def service(self) -> TextService:
         """Makes the service of this process."""
         self.router.expect_instances()
-        made = text_service(
-            self.router,
-            self.checkpoint,
-            self.config,
-            self._limit,
-            self._seed,
-            self._defaults,
-            self.adapters,
-            self._handle_secret,
-        )
-        if endpoint := self.config.http.traces_endpoint:
-            made.tracing = Tracing(endpoint)
-        return made
+        endpoint = self.config.http.traces_endpoint
+        return TextService(self.router, self.checkpoint, self._served, Tracing(endpoint) if endpoint else None)
 
 
-def text_service(
-    router: Router,
-    checkpoint: Checkpoint,
-    config: ApiConfig,
-    max_model_len: int,
-    seed: int | None,
-    defaults: Mapping[str, int | float],
-    adapters: Mapping[str, str],
-    handle_secret: bytes = b"",
-) -> TextService:
-    """Makes a text service. `adapters`: digests by name, as they are at any time. Raises ConfigError.
-
-    `handle_secret`: the same in all processes that serve the cluster; empty: a new one.
-    """
-    served = ServiceConfig(
-        config.engine.model,
-        config.served_model_names,
-        max_model_len,
-        seed,
-        config.max_logprobs,
-        config.engine.max_num_seqs,
-        config.timeouts.guided_timeout_s,
-        config.routing.has_priorities,
-        config.chat,
-        config.returns_tokens_as_token_ids,
-        defaults,
-        config.requires_model,
-        config.forces_usage,
-        config.stream_interval,
-        config.structured_outputs.disable_any_whitespace,
-        adapters,
-        config.engine.adapters.max_loras if config.engine.adapters.are_wanted else 0,
-        config.media,
-        not (config.http.has_keys or config.http.metrics_key),
-        config.shows_tokenizer,
-        handle_secret,
-        config.http.log,
-        config.resume,
-    )
-    return TextService(router, checkpoint, served)
+def service_config(
+    config: ApiConfig, checkpoint: Checkpoint, adapters: Mapping[str, str], seed: int | None, handle_secret: bytes
+) -> ServiceConfig:
+    """Describes the service of a process. `handle_secret` b"": a new one. Raises ConfigError."""
+    engine = config.engine
+    defaults = sampling_defaults(checkpoint, engine.generation_config, config.sampling_override)
+    made = ServiceConfig(config, checkpoint.max_model_len(engine.max_model_len), seed, defaults, adapters)
+    return replace(made, handle_secret=handle_secret) if handle_secret else made
 
 
 def replay_limits(max_attempts: int, timeouts: Timeouts) -> ReplayLimits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,21 +47,19 @@ class Embedding(NamedTuple):
 
 
 class Embedder:
-    """`limit` returns the current number of tokens in the context; `folder` is the checkpoint's."""
+    """`folder` is the checkpoint's."""
 
     def __init__(
         self,
         router: Router,
         encoder: PromptEncoder,
-        limit: Callable[[], int],
         vocab_size: int,
         folder: Path,
         has_priorities: bool,
         log: RequestLog | None = None,
     ) -> None:
-        self._router, self._encoder, self._limit = router, encoder, limit
+        self._router, self._encoder, self._log = router, encoder, log
         self._vocab_size, self._folder, self._has_priorities = vocab_size, folder, has_priorities
-        self._log = log
 
     @cached_property
     def kind(self) -> PoolingKind:
@@ -73,7 +71,7 @@ class Embedder:
 
     async def token_ids(self, ask: EmbeddingAsk) -> list[int]:
         """Returns the prompt's tokens, cut where that is asked for. Raises RequestError."""
-        limit, keep, prompt, place = self._limit(), ask.truncate_prompt_tokens, ask.prompt, ask.field
+        limit, keep, prompt, place = self._encoder.limit(), ask.truncate_prompt_tokens, ask.prompt, ask.field
         if isinstance(prompt, str):
             param = place.partition("[")[0]
             (prompt,) = await self._encoder.encode([prompt], ask.special, keep is not None, param, ask.caller)

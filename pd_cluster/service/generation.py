@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from pd_cluster.cluster.routing.entrance import ANYBODY, Visitor
+from pd_cluster.cluster.routing.origin import ANYBODY, RequestOrigin, RequestOwner
 from pd_cluster.cluster.routing.resume import KeptStream
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import GenerationError
@@ -56,7 +56,7 @@ class Generation:
     fail: Callable[[GenerationError], None] = _fail_nothing
     client_id: str = ""  # the answer's id for clients
     received_s: float | None = None
-    visitor: Visitor = ANYBODY
+    owner: RequestOwner = ANYBODY
     arrived: Callable[[], None] = _nothing  # called when the router has it
     hold: PixelHold | None = None  # of its pictures
     kept: KeptStream | None = None  # of a stream that may resume
@@ -82,6 +82,10 @@ class Generation:
         return 0 if self.prompt is None else max(0, self.prompt.num_cached_tokens - self.num_virtual_tokens)
 
     @property
+    def origin(self) -> RequestOrigin:
+        return RequestOrigin(self.client_id, self.received_s, self.owner, self.kept)
+
+    @property
     def sampling(self) -> Sampling:
         return self.order.sampling
 
@@ -91,9 +95,9 @@ class Generation:
         for sequence in self.sequences:
             sequence.detokenizer.follow(self.prompt_token_ids)
 
-    def amend(self, **fields: Any) -> None:
-        """Changes the order of a request that has not been sent yet."""
-        self.order = msgspec.structs.replace(self.order, **fields)
+    def follow_session(self, session: str) -> None:
+        """Has a request that has not been sent yet go where the others of this session go."""
+        self.order = msgspec.structs.replace(self.order, session=session)
 
     @property
     def usage(self) -> dict[str, Any]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import random
 import secrets
-from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
+from collections.abc import Collection
 from typing import NamedTuple
 
 import msgspec
 
+from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import GuideError, RequestError
 from pd_cluster.service.caller import NOBODY, Caller
+from pd_cluster.service.config import ServiceConfig
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.guides.guide_check import GuideCheck
 from pd_cluster.service.limits import Limits, check_priority, max_tokens_of, truncated
@@ -20,19 +21,19 @@ from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
 from pd_cluster.service.schema.guide_fields import Asked
 from pd_cluster.service.schema.protocol import GenerationRequest
 from pd_cluster.service.sequence import TextSequence
-from pd_cluster.text.control_tokens import ControlTokens
+from pd_cluster.service.served_names import ServedNames
 from pd_cluster.text.stop_strings import StopStrings
-from pd_cluster.text.tokenizer import Tokenizer
-from pd_cluster.types import Order, Sampling
+from pd_cluster.types import Guide, Order, Sampling
 from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
 
 MAX_GUIDES_NUM_CHARS = 1 << 20  # of a guide times the prompts that it applies to, each of which has its own copy
 
 
 class Shared(NamedTuple):
-    """The common part of all prompts of a request. The sampling lacks max_tokens and seed."""
+    """The common part of all prompts of a request. `bad_words`: in tokens."""
 
-    sampling: Sampling
+    guide: Guide | None
+    bad_words: tuple[tuple[int, ...], ...]
     markers: Collection[str]
     num_prompts: int
     caller: Caller = NOBODY
@@ -40,32 +41,17 @@ class Shared(NamedTuple):
 
 
 class Intake:
-    """`limit` returns the current number of tokens in the context."""
+    """Closes its `encoder` and its `guides`. `names` knows the digest of the adapter that a request names."""
 
     def __init__(
-        self,
-        tokenizer: Tokenizer,
-        tokenizer_file: Path,
-        limits: Limits,
-        limit: Callable[[], int],
-        seed: int | None,
-        guided_timeout_s: float,
-        has_priorities: bool,
-        sampling_defaults: Mapping[str, int | float],
-        control: ControlTokens,
-        variant_of: Callable[[str | None, Caller], str],
+        self, encoder: PromptEncoder, guides: GuideCheck, limits: Limits, names: ServedNames, config: ServiceConfig
     ) -> None:
-        """`variant_of` returns the digest of the adapter that a request names as its model. Raises ModelNotFound."""
-        self._variant_of = variant_of
-        self._tokenizer = tokenizer
-        self._limit = limit
-        self._has_priorities = has_priorities
-        self._seeds = random.Random(secrets.randbits(128) if seed is None else seed)
-        self._sampling_defaults = sampling_defaults
-        self._most_tokens = sampling_defaults.get("max_new_tokens")
-        self.limits = limits
-        self.encoder = PromptEncoder(tokenizer, limit, control)
-        self.guides = GuideCheck(tokenizer_file, limits.vocab_size, limits.eos_token_ids, guided_timeout_s)
+        self.encoder, self.guides, self.limits, self._names = encoder, guides, limits, names
+        self.tokenizer, self._limit = encoder.tokenizer, encoder.limit
+        self.has_priorities = config.settings.routing.has_priorities
+        self._seeds = random.Random(secrets.randbits(128) if config.seed is None else config.seed)
+        self._sampling_defaults = config.sampling_defaults
+        self._most_tokens = config.sampling_defaults.get("max_new_tokens")
 
     async def close(self) -> None:
         self.encoder.close()
@@ -99,17 +85,13 @@ class Intake:
                 f"send fewer prompts in a request",
                 param=asked.field.partition(".")[0],
             )
-        check_priority(request.priority or 0, self._has_priorities)
+        check_priority(request.priority or 0, self.has_priorities)
         self._check_text(request, asked)
-        sampling = msgspec.structs.replace(
-            request.sampling(0, 0, self._sampling_defaults),
-            bad_words=await self.encoder.bad_words(request.bad_words or [], caller),
-            guide=asked.guide if asked is not None else None,
-        )
+        bad_words = await self.encoder.bad_words(request.bad_words or [], caller)
         await self._check_guide(asked)
         if variant is None:
-            variant = self._variant_of(request.model, caller)
-        return Shared(sampling, markers, num_prompts, caller, variant)
+            variant = self._names.variant_of(request.model, caller)
+        return Shared(asked.guide if asked is not None else None, bad_words, markers, num_prompts, caller, variant)
 
     def generation(
         self,
@@ -132,10 +114,8 @@ class Intake:
             )
         if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= self.limits.vocab_size:
             raise RequestError(f"{param}: token ids must be in 0 to {self.limits.vocab_size - 1}", param=param)
-        sampling = self._sampling(request, len(token_ids), default_max_tokens, param, shared)
-        wanted = sampling.max_tokens
-        seed = request.own_seed if request.own_seed is not None else self._seeds.getrandbits(63)
-        sampling = msgspec.structs.replace(sampling, seed=seed)
+        wanted = self._max_tokens(request, len(token_ids), default_max_tokens, param, shared)
+        sampling = self._sampling(request, wanted, len(token_ids), shared)
         sequences = self._sequences(request, sampling, shared.markers, token_ids)
         if wanted == 0:  # the engine computes at least one token, which is not shown
             sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0, beam_width=0)
@@ -144,7 +124,7 @@ class Intake:
             sampling,
             shared.caller.salt(request.cache_salt),
             shared.variant,
-            session=request.prompt_cache_key or request.session_id or "",
+            session=request.prompt_cache_key or request.session_id or shared.caller.session,
             priority=request.priority or 0,
             batch=shared.caller.batch,
             spans=prompt.spans,
@@ -157,7 +137,7 @@ class Intake:
             request.num_choices,
             every_token=bool(request.return_token_ids),
             is_prompt_only=wanted == 0,
-            visitor=shared.caller.visitor,
+            owner=shared.caller.owner,
             arrived=shared.caller.arrived,
             hold=shown.hold,
         )
@@ -165,12 +145,13 @@ class Intake:
     def check(self, request: GenerationRequest, num_tokens: int, param: str, shared: Shared) -> None:
         """Checks the limits as `generation` does, but for the prompt's own length. Raises RequestError."""
         most = self._limit() - num_virtual_tokens(shared.variant) - 1
-        self._sampling(request, min(num_tokens, most), None, param, shared)
+        num_tokens = min(num_tokens, most)
+        self._sampling(request, self._max_tokens(request, num_tokens, None, param, shared), num_tokens, shared)
 
-    def _sampling(
+    def _max_tokens(
         self, request: GenerationRequest, num_tokens: int, default_max_tokens: int | None, param: str, shared: Shared
-    ) -> Sampling:
-        """`num_tokens`: the prompt's. Returns all but the seed. Raises RequestError."""
+    ) -> int:
+        """`num_tokens`: the prompt's. Raises RequestError."""
         limit = self._limit() - num_virtual_tokens(shared.variant)
         wanted = max_tokens_of(request, num_tokens, limit, default_max_tokens, param)
         if self._most_tokens is not None:  # as in vLLM's server: no answer is longer, whatever a request wants
@@ -182,7 +163,12 @@ class Intake:
                     f"generation config has max_new_tokens); lower it",
                     param="min_tokens",
                 )
-        sampling = msgspec.structs.replace(shared.sampling, max_tokens=wanted)
+        return wanted
+
+    def _sampling(self, request: GenerationRequest, max_tokens: int, num_tokens: int, shared: Shared) -> Sampling:
+        """`num_tokens`: the prompt's. Raises RequestError."""
+        seed = request.own_seed if request.own_seed is not None else self._seeds.getrandbits(63)
+        sampling = request.sampling(max_tokens, seed, self._sampling_defaults, shared.bad_words, shared.guide)
         return self.limits.check(request, sampling, num_tokens, shared.num_prompts)
 
     def _sequences(
@@ -192,8 +178,8 @@ class Intake:
         skips, spaces = request.skip_special_tokens is not False, request.spaces_between_special_tokens is not False
         include, stops = bool(request.include_stop_str_in_output), request.stops
         told = frozenset(sampling.stop_token_ids) - (frozenset() if sampling.ignore_eos else self.limits.eos_token_ids)
-        detokenizer = self._tokenizer.detokenizer(skips, markers, spaces)
-        if self._tokenizer.has_text:
+        detokenizer = self.tokenizer.detokenizer(skips, markers, spaces)
+        if self.tokenizer.has_text:
             detokenizer.follow(token_ids)
         return [
             TextSequence(
@@ -209,7 +195,7 @@ class Intake:
 
     def _check_text(self, request: GenerationRequest, asked: Asked | None) -> None:
         """Raises RequestError for parameters that need a tokenizer where there is none."""
-        if self._tokenizer.has_text:
+        if self.tokenizer.has_text:
             return
         given = {"stop": request.stops, "bad_words": request.bad_words}
         field = asked.field if asked is not None else next((name for name, value in given.items() if value), "")
@@ -227,3 +213,13 @@ class Intake:
             await self.guides.check(asked.guide)
         except GuideError as error:
             raise RequestError(f"{asked.field}: {error}", param=asked.field.partition(".")[0]) from None
+
+
+def intake_of(checkpoint: Checkpoint, encoder: PromptEncoder, names: ServedNames, config: ServiceConfig) -> Intake:
+    """Makes the intake of a process."""
+    settings, eos_token_ids = config.settings, checkpoint.eos_token_ids
+    vocab_size = int(checkpoint.config.get("vocab_size", encoder.tokenizer.vocab_size))
+    limits = Limits(vocab_size, eos_token_ids, settings.max_logprobs, settings.engine.max_num_seqs)
+    file = (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json"
+    guides = GuideCheck(file, vocab_size, eos_token_ids, settings.timeouts.guided_timeout_s)
+    return Intake(encoder, guides, limits, names, config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,7 +19,6 @@ from pd_cluster.service.pooled import PoolingAsk, check_length, kept_tokens, num
 from pd_cluster.service.prompts.guarded_prompt import Guard
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
 from pd_cluster.text.control_tokens import PromptText
-from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import PooledOutput, Pooling
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -57,21 +56,11 @@ class _Frame:
 
 
 class Judge:
-    """`limit` returns the current number of tokens in the context.
+    """`guard`: None where clients' texts may have control tokens."""
 
-    `guard`: None where clients' texts may have control tokens.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        encoder: PromptEncoder,
-        limit: Callable[[], int],
-        guard: Guard | None,
-        has_priorities: bool,
-    ) -> None:
-        self._tokenizer, self._encoder = tokenizer, encoder
-        self._limit, self._guard, self._has_priorities = limit, guard, has_priorities
+    def __init__(self, encoder: PromptEncoder, guard: Guard | None, has_priorities: bool) -> None:
+        self._encoder, self._guard, self._has_priorities = encoder, guard, has_priorities
+        self._tokenizer = encoder.tokenizer
 
     @cached_property
     def is_able(self) -> bool:
@@ -82,7 +71,7 @@ class Judge:
     async def generations(self, ask: ScoreAsk) -> list[Generation]:
         """Prepares a prompt for each pair. Raises RequestError."""
         check_priority(ask.priority, self._has_priorities)
-        frame, limit = self._frame, self._limit()
+        frame, limit = self._frame, self._encoder.limit()
         keep = None if ask.truncate_prompt_tokens is None else kept_tokens(ask.truncate_prompt_tokens, limit)
         num_frame = len(frame.prefix) + len(frame.suffix)
         if keep is not None and keep <= num_frame:

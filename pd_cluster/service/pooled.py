@@ -54,7 +54,7 @@ def pooled_generation(ask: PoolingAsk, token_ids: list[int], pooling: Pooling) -
         num_choices=0,
         client_id=ask.client_id,
         received_s=ask.received_s,
-        visitor=caller.visitor,
+        owner=caller.owner,
         arrived=caller.arrived,
     )
 
@@ -66,9 +66,7 @@ async def pooled(router: Router, generations: Sequence[Generation]) -> list[Pool
 
 async def _pooled(router: Router, generation: Generation) -> PooledOutput:
     generation.arrived()
-    found = await router.pool(
-        generation.order, generation.client_id, generation.received_s, generation.visitor, generation.routed
-    )
+    found = await router.pool(generation.order, generation.routed, generation.origin)
     generation.prompted(PromptOutput(found.request_id, found.attempt, found.num_cached_tokens))
     return found
 

@@ -11,11 +11,15 @@ from functools import cached_property
 from pathlib import Path
 
 from pd_cluster.checkpoints.pooling import POOLING_FILE
+from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import RequestError
 from pd_cluster.service.embedding import Embedder, EmbeddingAsk
 from pd_cluster.service.generation import Generation
+from pd_cluster.service.intake import Intake
 from pd_cluster.service.judging import Judge, ScoreAsk
 from pd_cluster.service.pooled import numbers_of
+from pd_cluster.service.prompts.guarded_prompt import Guard
+from pd_cluster.service.request_log import RequestLog
 from pd_cluster.types import PooledOutput
 
 
@@ -23,7 +27,7 @@ class Scorer:
     """`folder` is the checkpoint's."""
 
     def __init__(self, embedder: Embedder, judge: Judge, folder: Path) -> None:
-        self._embedder, self._judge, self._folder = embedder, judge, folder
+        self.embedder, self._judge, self._folder = embedder, judge, folder
 
     @cached_property
     def judges(self) -> bool:
@@ -45,7 +49,7 @@ class Scorer:
             )
         query, document = ask.fields
         names = {text: name for pair in ask.pairs for text, name in zip(pair, (query, document), strict=True)}
-        return await self._embedder.generations(
+        return await self.embedder.generations(
             [
                 EmbeddingAsk(
                     prompt=text,
@@ -81,3 +85,10 @@ def cosine(one: Sequence[float], other: Sequence[float]) -> float:
 def _texts(ask: ScoreAsk) -> list[str]:
     """Returns each text of the pairs once, in order."""
     return list(dict.fromkeys(text for pair in ask.pairs for text in pair))
+
+
+def scorer_of(router: Router, intake: Intake, guard: Guard | None, folder: Path, log: RequestLog | None) -> Scorer:
+    """Makes the scorer of a process, and its embedder. `folder` is the checkpoint's."""
+    encoder, has_priorities = intake.encoder, intake.has_priorities
+    embedder = Embedder(router, encoder, intake.limits.vocab_size, folder, has_priorities, log)
+    return Scorer(embedder, Judge(encoder, guard, has_priorities), folder)

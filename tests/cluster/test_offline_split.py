@@ -24,6 +24,7 @@ from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.messages import GenerationConfig, PytorchEngineConfig, Response
 from pd_cluster.offline.session import Offline, OfflineConfig
 from pd_cluster.offline.split import SplitCluster
+from pd_cluster.service.caller import Caller
 from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.sequence import Piece
 from pd_cluster.settings.engine import EngineConfig
@@ -80,9 +81,8 @@ def test_answers_of_a_batch_are_those_of_one_process(split: Offline, one: Offlin
 
     async def batch_of(offline: Offline) -> list[Piece]:
         fields = {"prompt": prompts, "max_tokens": 9, "seed": 4, "ignore_eos": True}
-        generations = await offline.service.completions(CompletionRequest.model_validate(fields))
-        for generation in generations:
-            generation.amend(batch="b")
+        request = CompletionRequest.model_validate(fields)
+        generations = await offline.service.completions(request, caller=Caller(batch="b"))
         return await offline.service.complete(generations)
 
     assert split.run(batch_of(split)) == one.run(batch_of(one))

@@ -15,10 +15,11 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.service.service import TextService
 from pd_cluster.settings.requests import ChatConfig
 from tests.support.checkpoints import make_tokenizer
 from tests.support.playback import Playback
+from tests.support.service_configs import service_config
 
 SPECIAL = ("<s>", "<|im_start|>", "<|im_end|>", "<|user|>", "<|system|>", "<|assistant|>", "<|tool|>")
 ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<b>", "  ")
@@ -153,7 +154,7 @@ class Ours:
         checkpoint = Checkpoint(folder, {"vocab_size": 2000, "eos_token_id": 1}, {}, "", folder)
         router = cast(Router, Playback([]))
         self.rust = rust
-        self.service = TextService(router, checkpoint, ServiceConfig("x", [], 100_000, chat=ChatConfig(**chat)))
+        self.service = TextService(router, checkpoint, service_config("x", 100_000, chat=ChatConfig(**chat)))
 
     def ids(self, messages: list[dict[str, Any]], **fields: Any) -> list[int]:
         request = ChatCompletionRequest.model_validate({"messages": messages, **fields})

@@ -109,7 +109,7 @@ def test_from_many_threads_at_once(offline: Offline, model: Path) -> None:
     for thread in threads:
         thread.join(60)
     assert found == {at: reference_greedy(model, [at + 5, 6, 7], 8) for at in range(8)}
-    assert offline.service.router.entrance.waiting is None, "prompts wait for as long as they take"
+    assert offline.service.router.admission.waiting is None, "prompts wait for as long as they take"
 
 
 def test_a_wrong_request_is_refused_and_others_go_on(offline: Offline) -> None:

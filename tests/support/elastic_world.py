@@ -13,6 +13,7 @@ from pd_cluster.cluster.members.membership import Membership, instances_of
 from pd_cluster.cluster.members.place import Place
 from pd_cluster.cluster.routing.policy import least_loaded
 from pd_cluster.cluster.routing.router import Router
+from pd_cluster.cluster.routing.rules import RoutingRules
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import LinkState
@@ -41,7 +42,7 @@ class ElasticWorld:
         place = place_of(num_prefill, num_decode)
         instances = instances_of(place, list(range(1, num_prefill + num_decode + 1)))
         self.membership = Membership(place, instances, self.mailbox, Timeouts(), "model")
-        self.router = Router(self.mailbox.send, self.membership, least_loaded, 0.0)
+        self.router = Router(self.mailbox.send, self.membership, RoutingRules(least_loaded))
         self.place, self.ports = place, list[int]()
         self.read_place: Callable[[], Place] = lambda: self.place
         self.credentials = credentials = Credentials(b"s" * 32)

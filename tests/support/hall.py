@@ -1,4 +1,4 @@
-"""A waiting room before a pair of instances, for tests that fill and empty them."""
+"""An admission queue before a pair of instances, for tests that fill and empty them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.roster import LegHolder
+from pd_cluster.cluster.routing.admission_queue import AdmissionPace, AdmissionQueue
 from pd_cluster.cluster.routing.fair_queue import QueueEntry
 from pd_cluster.cluster.routing.room import BACKLOG_S
-from pd_cluster.cluster.routing.waiting_room import AdmissionPace, WaitingRoom
 from pd_cluster.types import LinkState
 from tests.support.router_world import info_of, ready
 
@@ -30,14 +31,17 @@ def fill(instance: Instance, num_tokens: int = FULL) -> None:
 
 
 class Hall:
-    """A waiting room before a pair of instances, which the test fills and empties."""
+    """An admission queue before a pair of instances, which the test fills and empties."""
 
     def __init__(self, max_wait_s: float = 0.0, has_priorities: bool = False) -> None:
         self.instances = pair()
         self.heard = asyncio.Event()
-        self.room = WaitingRoom(max_wait_s, lambda: self.instances, self._changed, has_priorities=has_priorities)
+        self.room = AdmissionQueue(max_wait_s, self, has_priorities=has_priorities)
 
-    async def _changed(self) -> None:
+    def watch(self, follower: LegHolder) -> None:
+        """Nothing is lost here."""
+
+    async def change(self) -> None:
         await self.heard.wait()
         self.heard.clear()
 

@@ -13,9 +13,10 @@ from pd_cluster import LLM
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.offline.lora import RequestedAdapters
 from pd_cluster.offline.session import OfflineConfig
-from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.service.service import TextService
 from tests.support.checkpoints import make_tokenizer, text_checkpoint
 from tests.support.playback import Playback
+from tests.support.service_configs import service_config
 
 T = TypeVar("T")
 LIMIT = 1000
@@ -33,7 +34,14 @@ class FakeOffline:
         self.service = TextService(
             cast(Router, self.router),
             self.checkpoint,
-            ServiceConfig(config.engine.model, [], limit, config.engine.seed, config.max_logprobs, chat=config.chat),
+            service_config(
+                max_model_len=limit,
+                names=(),
+                engine=config.engine,
+                seed=config.engine.seed,
+                max_logprobs=config.max_logprobs,
+                chat=config.chat,
+            ),
         )
         self.adapters = RequestedAdapters(config.engine.adapters, self.service.names.adapters, None)
         self._runner = asyncio.Runner()

@@ -13,10 +13,11 @@ from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import InstanceLost
 from pd_cluster.offline.loop import LoopThread
 from pd_cluster.offline.session import OfflineConfig
-from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.service.service import TextService
 from pd_cluster.types import Order
 from tests.support.checkpoints import EOS_ID, TEMPLATE, make_tokenizer, text_checkpoint
 from tests.support.playback import Playback
+from tests.support.service_configs import service_config
 
 
 class PlaybackOffline:
@@ -31,7 +32,7 @@ class PlaybackOffline:
         self.service = TextService(
             cast(Router, self.router),
             self.checkpoint,
-            ServiceConfig("/models/x", ["x"], config.engine.max_model_len or 4096, chat=config.chat),
+            service_config(max_model_len=config.engine.max_model_len or 4096, chat=config.chat),
         )
         self._loop = LoopThread("playback")
 

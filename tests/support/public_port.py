@@ -17,18 +17,16 @@ from pd_cluster.api.dashboard.public import PublicView
 from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
-from pd_cluster.cluster.routing.entrance import Entrance
-from pd_cluster.cluster.routing.policy import least_loaded
-from pd_cluster.cluster.routing.predict import NO_GOALS
-from pd_cluster.cluster.routing.replays import ReplayLimits
+from pd_cluster.cluster.routing.admission import RequestAdmission
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import Unavailable
-from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.service.service import TextService
 from pd_cluster.service.traces import Tracing
 from pd_cluster.settings.http import HttpConfig
 from tests.support.checkpoints import make_tokenizer, text_checkpoint
-from tests.support.router_world import FakeMembership
+from tests.support.router_world import admission_of
+from tests.support.service_configs import service_config
 
 MAX_MODEL_LEN = 1000
 NAMES = ("tiny", "org/tiny")
@@ -63,7 +61,7 @@ def make_app(
     http: HttpConfig | None = None,
     openai: bool = True,
     served_model_names: Sequence[str] = NAMES,
-    entrance: Entrance | None = None,
+    admission: RequestAdmission | None = None,
     router: Router | None = None,
     file_keys: FileKeys | None = None,
     view: PublicView | None = None,
@@ -75,20 +73,21 @@ def make_app(
     `settings`: of the service.
     """
     checkpoint = text_checkpoint(folder, make_special_tokenizer())
-    entrance = entrance or Entrance(
-        FakeMembership([]), least_loaded, RequestStats(), NO_GOALS, ReplayLimits(together_s=0.0), None
-    )
     membership = SimpleNamespace(instances=[])
     nobody = SimpleNamespace(
-        membership=membership, stats=RequestStats(), num_streams=0, num_waiting=0, entrance=entrance, serve=_unavailable
+        membership=membership,
+        stats=RequestStats(),
+        num_streams=0,
+        num_waiting=0,
+        admission=admission or admission_of(),
+        serve=_unavailable,
     )
     router = router or cast(Router, nobody)
-    service = TextService(
-        router, checkpoint, ServiceConfig("/models/tiny", list(served_model_names), MAX_MODEL_LEN, **settings)
-    )
-    service.tracing = tracing
+    settings |= {"http": http or HttpConfig(), "is_openai": openai}
+    config = service_config("/models/tiny", MAX_MODEL_LEN, tuple(served_model_names), **settings)
     drain = Drain(1.0, lambda: None)
-    return public_app(service, [], openai, drain, http or HttpConfig(), file_keys=file_keys, view=view), drain
+    service = TextService(router, checkpoint, config, tracing)
+    return public_app(service, [], drain, file_keys=file_keys, view=view), drain
 
 
 def ask(

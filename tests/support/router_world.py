@@ -9,10 +9,13 @@ from typing import Any, cast
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.roster import LegHolder
+from pd_cluster.cluster.routing.admission import RequestAdmission
+from pd_cluster.cluster.routing.origin import RequestOrigin
 from pd_cluster.cluster.routing.policy import least_loaded
-from pd_cluster.cluster.routing.predict import NO_GOALS, Goals
-from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
+from pd_cluster.cluster.routing.rules import ReplayLimits, RoutingRules
+from pd_cluster.cluster.routing.stats import RequestStats
+from pd_cluster.cluster.routing.stream_table import StreamTable
 from pd_cluster.reports import InstanceInfo
 from pd_cluster.types import FinishReason, LegEnd, LinkState, Order, PromptOutput, Role, Sampling, TokenOutput
 from tests.support.mail import RecordedMail
@@ -41,28 +44,21 @@ class FakeMembership:
 class World:
     """A router over two prefill and two decode instances, all linked."""
 
-    def __init__(
-        self,
-        request_timeout_s: float = 0.0,
-        replay: ReplayLimits | None = None,
-        goals: Goals = NO_GOALS,
-        max_queue_s: float | None = None,
-        holds_first: bool = False,
-    ) -> None:
+    def __init__(self, request_timeout_s: float = 0.0, **rules: Any) -> None:
         self.instances = [ready(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")]
         links = {i.key: LinkState("up", ("shm",)) for i in self.instances if i.role == "decode"}
         for prefill in self.instances[:2]:
             prefill.load = wire.Load(links=links)
         self.mailbox = RecordedMail()
         self.membership = FakeMembership(self.instances)
-        send = self.mailbox.send
-        self.router = Router(send, self.membership, least_loaded, request_timeout_s, replay, goals, max_queue_s)
-        self.router.inlet.holds_first = holds_first
+        rules["request_timeout_s"] = request_timeout_s
+        self.router = Router(self.mailbox.send, self.membership, RoutingRules(least_loaded, **rules))
 
     def serve(self, sampling: Sampling = SAMPLING, **more: Any) -> AsyncGenerator[TokenOutput, None]:
-        """`more`: further fields of the order, and arguments of `Router.serve`."""
+        """`more`: further fields of the order and of the origin, and arguments of `Router.serve`."""
         asked = {name: more.pop(name) for name in Order.__struct_fields__ if name in more}
-        serving = self.router.serve(Order(PROMPT, sampling, **asked), **more)
+        origin = {name: more.pop(name) for name in RequestOrigin._fields if name in more}
+        serving = self.router.serve(Order(PROMPT, sampling, **asked), origin=RequestOrigin(**origin), **more)
         return cast("AsyncGenerator[TokenOutput, None]", serving)
 
     async def begin(
@@ -117,6 +113,13 @@ class World:
     def assert_home(self) -> None:
         assert self.router.num_streams == 0
         assert [(i.num_outstanding, i.outstanding_tokens) for i in self.instances] == [(0, 0)] * 4
+
+
+def admission_of(stats: RequestStats | None = None) -> RequestAdmission:
+    """Returns the admission of a router without instances and without streams, which waits for none."""
+    stats = stats or RequestStats()
+    rules = RoutingRules(least_loaded, replay=ReplayLimits(together_s=0.0))
+    return RequestAdmission(StreamTable(lambda *_: None, stats), FakeMembership([]), rules, stats)
 
 
 def info_of(name: str, role: Role, **fields: Any) -> InstanceInfo:

@@ -9,7 +9,7 @@ from typing import Self
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.lease_folder import LeaseFolder
-from pd_cluster.cluster.members.shared import SharedMembership
+from pd_cluster.cluster.members.shared import Lease, SharedMembership
 from pd_cluster.net.admission import Fence
 from tests.support.elastic_world import ElasticWorld
 
@@ -24,18 +24,10 @@ class Scheduler:
         self.fence = Fence()
         self.wall_s = 0.0
         self.store = LeaseFolder(folder / "lease")
-        self.shared = SharedMembership(
-            f"scheduler-{index}@{index + 1}",
-            self.store,
-            self.world.membership,
-            self.world.elastic,
-            self,
-            LEASE_S,
-            5.0,
-            f"http://127.0.0.1:{9001 + 2 * index}",
-            clock,
-            lambda: self.wall_s,
-        )
+        self.world.membership.own_key = f"scheduler-{index}@{index + 1}"
+        lease = Lease(index, self.store, f"http://127.0.0.1:{9001 + 2 * index}", LEASE_S, 5.0)
+        members = self.world.membership, self.world.elastic
+        self.shared = SharedMembership(lease, *members, self, clock, lambda: self.wall_s)
 
     def heard_of_term(self, term: int) -> None:
         self.fence.heard(term)

@@ -16,10 +16,12 @@ from pd_cluster.service.generation import Generation
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.sequence import Piece
-from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.service.service import TextService
+from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.requests import ChatConfig
 from tests.support.checkpoints import make_tokenizer, text_checkpoint
 from tests.support.playback import Playback
+from tests.support.service_configs import service_config
 
 RUST = make_tokenizer()
 LIMIT = 10_000
@@ -42,11 +44,9 @@ def services_in(folder: Path, rust: RustTokenizer = RUST) -> Services:
         service = TextService(
             cast(Router, router),
             checkpoint,
-            ServiceConfig(
-                "/models/x",
-                ["x"],
-                limit,
-                max_num_seqs=99,
+            service_config(
+                max_model_len=limit,
+                engine=EngineConfig(model="/models/x", max_num_seqs=99),
                 sampling_defaults=sampling_defaults(checkpoint, "auto", {}),
                 requires_model=requires_model,
                 chat=chat or ChatConfig(),

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from pd_cluster import wire
 from pd_cluster.checkpoints.lora_folder import LoraFolder
-from pd_cluster.cluster.members.adapters import GRACE_S, RETRY_S, AdapterBook
+from pd_cluster.cluster.members.adapters import GRACE_S, RETRY_S, AdapterBook, AdapterRules
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.adapter_use import AdapterCounts
 from pd_cluster.engine.adapter_thread import AdapterSource, AdapterThread, reader_of
@@ -56,12 +56,14 @@ class BookWorld(ElasticWorld):
         for instance in self.membership.instances:
             self.membership.on_opened(instance.conn)
 
-        async def publish() -> None:
-            self.published.append(dict(self.book.names))
+        rules = AdapterRules(AdapterSettings(enable_lora=True, max_cpu_loras=2), str(root), ("model",), 30.0)
+        self.book = AdapterBook(self.membership, self, {}, rules, lambda: self.now_s)
 
-        settings = AdapterSettings(enable_lora=True, max_cpu_loras=2)
-        used, clock = (lambda: self.used), (lambda: self.now_s)
-        self.book = AdapterBook(self.membership, settings, str(root), {}, ("model",), used, publish, 30.0, clock)
+    def adapters_in_use(self) -> set[str]:
+        return self.used
+
+    async def publish_adapters(self, names: dict[str, str]) -> None:
+        self.published.append(dict(names))
 
     def wanted(self) -> dict[str, set[str]]:
         """What each worker was told last."""

@@ -19,9 +19,10 @@ from pd_cluster.api.openai.legacy import legacy_routes
 from pd_cluster.api.openai.openai import openai_routes
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.service.service import TextService
 from pd_cluster.types import FinishReason, Logprobs, Order, PromptOutput, TokenOutput
 from tests.support.checkpoints import EOS_ID, make_tokenizer, text_checkpoint
+from tests.support.service_configs import service_config
 
 RUST = make_tokenizer()
 A, B, C, D, E = RUST.encode("abcde").ids
@@ -67,7 +68,7 @@ def script() -> Script:
 def post(tmp_path: Path, script: Script) -> Post:
     """`post(route, **fields)` asks a server whose model is the script."""
     checkpoint = text_checkpoint(tmp_path, RUST)
-    service = TextService(cast(Router, script), checkpoint, ServiceConfig("/models/x", ["x"], 1000))
+    service = TextService(cast(Router, script), checkpoint, service_config(max_model_len=1000))
     app = FastAPI()
     install_error_handlers(app)
     app.include_router(openai_routes(service))

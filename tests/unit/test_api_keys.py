@@ -14,6 +14,7 @@ from starlette.requests import Request
 from pd_cluster.api.gate.auth import ApiKeys
 from pd_cluster.api.gate.callers import caller_of
 from pd_cluster.api.gate.cors import Cors
+from pd_cluster.cluster.tenancy.tenants import TenantCounts
 from pd_cluster.service.caller import Caller
 from pd_cluster.settings.http import HttpConfig
 from tests.support.public_port import Answer, ask, ask_each, make_app
@@ -192,7 +193,7 @@ def caller_for(key: str, **settings: Any) -> Caller:
 
     headers = [(b"authorization", f"Bearer {key}".encode())]
     scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "client": ("203.0.113.1", 1)}
-    asyncio.run(ApiKeys(route, KEYS, **settings)(scope, None, None))  # type: ignore[arg-type]
+    asyncio.run(ApiKeys(route, HttpConfig(api_keys=KEYS, **settings), TenantCounts())(scope, None, None))  # type: ignore[arg-type]
     return seen[0]
 
 
@@ -260,7 +261,7 @@ def test_streams_go_through_piece_by_piece() -> None:
             sent.append(message["body"])
 
     headers = [(b"origin", b"https://page.example"), (b"authorization", b"Bearer sk-first")]
-    app = Cors(ApiKeys(stream, KEYS), allow_origins=["*"])
+    app = Cors(ApiKeys(stream, HttpConfig(api_keys=KEYS), TenantCounts()), allow_origins=["*"])
     scope = {"type": "http", "method": "POST", "path": "/generate", "headers": headers}
     asyncio.run(app(scope, None, send))  # type: ignore[arg-type]
     assert sent == [b"0", b"1", b"2"]

@@ -14,16 +14,13 @@ from starlette.requests import Request
 from pd_cluster.api.gate import arrivals
 from pd_cluster.api.gate.arrivals import SMALL_NBYTES, BodyBudget
 from pd_cluster.api.gate.callers import caller_of
-from pd_cluster.cluster.routing.entrance import Entrance
-from pd_cluster.cluster.routing.policy import least_loaded
-from pd_cluster.cluster.routing.predict import NO_GOALS
-from pd_cluster.cluster.routing.replays import ReplayLimits
+from pd_cluster.cluster.routing.admission import RequestAdmission
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import Overloaded
 from pd_cluster.settings.http import HttpConfig
 from tests.support.hall import Hall
 from tests.support.public_port import Answer, make_app, send
-from tests.support.router_world import FakeMembership
+from tests.support.router_world import admission_of
 from tests.support.until import until
 
 MEGABYTE = 1 << 20
@@ -37,11 +34,10 @@ ASKS = [
 ]
 
 
-def entrance_of(hall: Hall, stats: RequestStats | None = None) -> Entrance:
-    replay = ReplayLimits(together_s=0.0)
-    entrance = Entrance(FakeMembership([]), least_loaded, stats or RequestStats(), NO_GOALS, replay, None)
-    entrance.waiting = hall.room
-    return entrance
+def waiting_in(hall: Hall, stats: RequestStats | None = None) -> RequestAdmission:
+    admission = admission_of(stats)
+    admission.waiting = hall.room
+    return admission
 
 
 @pytest.mark.parametrize(("openai", "path", "body"), ASKS)
@@ -49,7 +45,7 @@ async def test_what_would_wait_too_long_is_refused_before_its_body_is_read(
     tmp_path: Path, openai: bool, path: str, body: dict[str, Any]
 ) -> None:
     hall, stats = Hall(max_wait_s=2.0), RequestStats()
-    app, _ = make_app(tmp_path, HttpConfig(api_keys=("full", "free")), openai, entrance=entrance_of(hall, stats))
+    app, _ = make_app(tmp_path, HttpConfig(api_keys=("full", "free")), openai, admission=waiting_in(hall, stats))
     hall.close()
     tasks = await hall.waiting(3, f"key:{hashlib.sha256(b'full').hexdigest()}", 100)
     hall.measured(100)
@@ -71,7 +67,7 @@ async def test_what_would_wait_too_long_is_refused_before_its_body_is_read(
 
 async def test_a_clients_own_timeout_is_how_long_it_waits(tmp_path: Path) -> None:
     hall = Hall(max_wait_s=100.0)
-    app, _ = make_app(tmp_path, entrance=entrance_of(hall))
+    app, _ = make_app(tmp_path, admission=waiting_in(hall))
     hall.close()
     tasks = await hall.waiting(3, ADDRESS, 100)
     hall.measured(100)
@@ -88,7 +84,7 @@ async def test_a_clients_own_timeout_is_how_long_it_waits(tmp_path: Path) -> Non
 async def test_requests_that_are_read_at_the_same_time_are_counted(tmp_path: Path) -> None:
     """So a thousand that come at once are not all let in because none was there before."""
     hall = Hall(max_wait_s=2.0)
-    app, _ = make_app(tmp_path, entrance=entrance_of(hall))
+    app, _ = make_app(tmp_path, admission=waiting_in(hall))
     hall.close()
     tasks = await hall.waiting(1, "", 10)
     hall.measured(100)
@@ -194,4 +190,4 @@ def test_a_caller_without_a_key_is_its_address(address: str, client: str) -> Non
     """With IPv6 its network, of which one subscriber has all addresses."""
     scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "client": (address, 5)}
     caller = caller_of(Request(scope))
-    assert (caller.visitor.client, caller.visitor.patience_s) == (client, float("inf"))
+    assert (caller.owner.client, caller.owner.patience_s) == (client, float("inf"))

@@ -14,10 +14,6 @@ from fastapi import FastAPI
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from pd_cluster.cluster.routing.entrance import Entrance
-from pd_cluster.cluster.routing.policy import least_loaded
-from pd_cluster.cluster.routing.predict import NO_GOALS
-from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import InstanceLost, PdClusterError, Unavailable
@@ -31,7 +27,7 @@ from tests.support.checkpoints import EOS_ID, TEMPLATE, make_tokenizer
 from tests.support.full_disks import full_disk
 from tests.support.kept import ids_in
 from tests.support.public_port import Answer, ask, make_app
-from tests.support.router_world import FakeMembership
+from tests.support.router_world import admission_of
 
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 A, B, C = make_tokenizer().encode("abc").ids
@@ -49,9 +45,7 @@ class Script:
     def __init__(self, tokens: list[int], end: FinishReason | PdClusterError, logprobs: Logprobs | None = None) -> None:
         self.membership = SimpleNamespace(instances=[])
         self.stats, self.num_streams = RequestStats(), 0
-        self.entrance = Entrance(
-            FakeMembership([]), least_loaded, self.stats, NO_GOALS, ReplayLimits(together_s=0.0), None
-        )
+        self.admission = admission_of(self.stats)
         self._tokens, self._end, self._logprobs = tokens, end, logprobs
 
     async def serve(self, order: Order, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:

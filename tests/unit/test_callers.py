@@ -16,14 +16,14 @@ def request(*headers: tuple[bytes, bytes], client: tuple[str, int] | None = ("10
 
 
 def test_a_caller_is_made_once_and_anew_with_another_key() -> None:
-    """The prompts of a request are one party, whoever asks for the caller."""
+    """The prompts of a request are one group, whoever asks for the caller."""
     http = request((b"x-stainless-timeout", b"30"))
     first = caller_of(http)
     assert first.client == "10.0.0.7"
     assert first.patience_s == 30
     assert caller_of(http) is first
     assert caller_of(Request(http.scope)) is first
-    assert caller_of(request()).party is not first.party
+    assert caller_of(request()).group is not first.group
     caller = caller_of(request((b"x-stainless-timeout", b"soon"), client=None))
     assert (caller.client, caller.patience_s) == (NOBODY.client, math.inf)
     http = request()

@@ -16,10 +16,11 @@ from pd_cluster.errors import RequestError
 from pd_cluster.service.answers.blocks import BlockReader
 from pd_cluster.service.answers.chat_answer import ChatAnswer
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.service import ServiceConfig, TextService
+from pd_cluster.service.service import TextService
 from pd_cluster.settings.requests import ChatConfig
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, make_tokenizer
 from tests.support.playback import Playback
+from tests.support.service_configs import service_config
 
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% endfor %}{{ tools }}"
@@ -48,9 +49,8 @@ def make(tmp_path: Path) -> Service:
         config = {"vocab_size": VOCAB_SIZE + 2, "eos_token_id": EOS_ID}
         chat = ChatConfig(tool_parser=tools, reasoning_parser=reasoning, **more)
         checkpoint = Checkpoint(tmp_path, config, {}, "", tmp_path)
-        service = TextService(
-            cast(Router, router), checkpoint, ServiceConfig("/models/x", ["x"], 10_000, chat=chat, shows_token_ids=ids)
-        )
+        config = service_config(chat=chat, returns_tokens_as_token_ids=ids)
+        service = TextService(cast(Router, router), checkpoint, config)
         return service, router
 
     return build

@@ -280,7 +280,8 @@ def test_a_part_of_another_apis_message_is_named_by_its_place_there() -> None:
 
 def with_prompts(use: Callable[[ChatPrompts], Awaitable[None]], trusts: bool = True, timeout_s: float = 20.0) -> None:
     async def run() -> None:
-        prompts, before = ChatPrompts.make(TEMPLATE, {"bos_token": "^"}, trusts, timeout_s), children_of(os.getpid())
+        config = ChatConfig(trusts_request_templates=trusts)
+        prompts, before = ChatPrompts.make(TEMPLATE, {"bos_token": "^"}, timeout_s, config), children_of(os.getpid())
         try:
             await use(prompts)
         finally:

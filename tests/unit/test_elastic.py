@@ -100,7 +100,7 @@ async def test_past_the_deadline_requests_go_on_elsewhere_and_it_is_no_death(wor
     request_id = world.mailbox.of(wire.Submit)[0][1].request_id
     world.router.on_outputs("to-prefill-0", wire.Outputs([token(request_id, 0, 11)]))
     await until(lambda: tokens)
-    (stream,) = world.router.streams.values()
+    (stream,) = world.router.streams
     world.elastic.drain("decode-0", timeout_s=5.0)
     world.elastic.tick()
     assert not world.mailbox.of(wire.Abort)

@@ -79,7 +79,7 @@ async def test_it_waits_no_longer_than_a_step_and_a_half_or_a_tenth_of_a_second(
 ) -> None:
     monkeypatch.setattr(first_tokens, "MOST_HELD_S", MOST_HELD_S)
     it = await begun(step_s=step_s)
-    stream = it.world.router.streams[it.rid]
+    stream = it.world.router.streams.find(it.rid)
     assert hold_s(stream, "to-prefill-0", token(it.rid, 0)) == pytest.approx(most_s)
     assert hold_s(stream, "to-decode-0", token(it.rid, 0)) == 0
     it.world.outputs("to-prefill-0", token(it.rid, 0, 50))
@@ -95,7 +95,7 @@ async def test_it_does_not_wait(why: str) -> None:
     if why == "read as a whole":
         await it.end()
         serving, first, rid = await it.world.begin(gathers=True)
-        stream = it.world.router.streams[rid]
+        stream = it.world.router.streams.find(rid)
         assert hold_s(stream, "to-prefill-0", token(rid, 0)) == 0
         it = Begun(it.world, serving, first, rid)
     else:
@@ -140,7 +140,7 @@ async def test_several_sequences_wait_together() -> None:
 async def test_who_leaves_meanwhile_leaves_nothing(how: str) -> None:
     it = await begun()
     it.world.outputs("to-prefill-0", token(it.rid, 0, 50))
-    stream = it.world.router.streams[it.rid]
+    stream = it.world.router.streams.find(it.rid)
     assert stream.held is not None
     timer = stream.held
     if how == "stops":

@@ -13,6 +13,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.service.prompts.chat_prompt import ChatPrompts
 from pd_cluster.service.prompts.guarded_prompt import Guard
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.settings.requests import ChatConfig
 from pd_cluster.text.chat_template import ChatTemplate
 from pd_cluster.text.control_tokens import ControlTokens, PromptText, control_texts, pattern_of
 
@@ -24,7 +25,7 @@ PLAIN = "{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}<|end|>{% e
 def prompt_of(content: str, template: str = PLAIN, role: str = "user", **fields: Any) -> PromptText:
     messages = [{"role": role, "content": content}]
     request = ChatCompletionRequest.model_validate({"messages": messages, "add_generation_prompt": False, **fields})
-    prompts = ChatPrompts.make(ChatTemplate(template), {}, trusts_requests=True, timeout_s=20.0)
+    prompts = ChatPrompts.make(ChatTemplate(template), {}, 20.0, ChatConfig(trusts_request_templates=True))
 
     async def render() -> PromptText:
         try:

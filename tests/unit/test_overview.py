@@ -171,7 +171,7 @@ async def test_an_overview_looks_at_each_change_and_notes_once_a_second() -> Non
     world, stats, now = ElasticWorld(), RequestStats(lambda: 0.0), [100.0]
     roster = world.membership
     figures = lambda: (stats.snapshot(), Busy(0, 2, 1))  # noqa: E731
-    overview = Overview(roster, figures, RoutingConfig(), lambda: now[0], lambda: now[0])
+    overview = Overview(roster, figures, RoutingConfig(), wall=lambda: now[0], clock=lambda: now[0])
     running = asyncio.ensure_future(overview.run())
     try:
         async with asyncio.timeout(20):

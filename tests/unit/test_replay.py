@@ -12,7 +12,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster.routing import replays
-from pd_cluster.cluster.routing.replays import ReplayLimits
+from pd_cluster.cluster.routing.rules import ReplayLimits
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.errors import GenerationError, InstanceLost, Unavailable
 from pd_cluster.numerics import Numerics

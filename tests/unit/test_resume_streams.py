@@ -11,8 +11,8 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.api.gate.http import Last
 from pd_cluster.api.openai.kept_streams import numbered
-from pd_cluster.cluster.routing.replays import ReplayLimits
 from pd_cluster.cluster.routing.resume import Finder, KeptStream, RecordPlace
+from pd_cluster.cluster.routing.rules import ReplayLimits
 from pd_cluster.engine.resume import STOPPED, TAKEN
 from pd_cluster.errors import GenerationError, Overloaded, Unavailable
 from pd_cluster.parsers.reply import ReplyFormat

@@ -82,7 +82,7 @@ async def test_one_sequence_is_stopped_and_stopping_all_ends_the_request(world: 
 
 async def test_who_gathers_is_woken_for_the_last_token_or_for_many(world: World) -> None:
     serving, first, request_id = await world.begin(gathers=True)
-    conn = world.router.streams[request_id].decode.conn
+    conn = world.router.streams.find(request_id).decode.conn
     world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
     for position in range(stream_module.NUM_GATHERED):
         await asyncio.sleep(0)
@@ -103,7 +103,7 @@ async def test_who_gathers_is_woken_for_the_last_token_or_for_many(world: World)
 async def test_who_gathers_is_woken_for_many_tokens_that_come_together(world: World) -> None:
     """The first token came when it came, however long the reader sleeps after it."""
     serving, first, request_id = await world.begin(Sampling(max_tokens=9), gathers=True)
-    stream = world.router.streams[request_id]
+    stream = world.router.streams.find(request_id)
     world.outputs("to-prefill-0", prompt=PromptOutput(request_id, 0, 0))
     world.outputs(stream.decode.conn, token(request_id, 0))
     came_s = stream.first_s

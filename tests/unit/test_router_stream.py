@@ -16,8 +16,10 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.api.gate.error_answers import error_response
 from pd_cluster.cluster.routing import stream as stream_module
+from pd_cluster.cluster.routing.origin import FROM_ANYBODY, Admitted
 from pd_cluster.cluster.routing.predict import Goals
-from pd_cluster.cluster.routing.stream import MAX_IN_A_ROW, Inbox, RequestStream, TokenSequence, ask_of
+from pd_cluster.cluster.routing.stats import RequestStats
+from pd_cluster.cluster.routing.stream import MAX_IN_A_ROW, Inbox, RequestStream, ask_of
 from pd_cluster.cluster.routing.timeline import Timeline
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, Unavailable
 from pd_cluster.types import FinishReason, LegEnd, Order, TokenOutput
@@ -25,9 +27,9 @@ from tests.support.router_world import PROMPT, SAMPLING, World, ready, rest_of, 
 
 
 def stream_of(num_sequences: int, attempt: int) -> RequestStream:
-    order, instance = Order(PROMPT, SAMPLING), ready("prefill-0")
-    sequences = [TokenSequence(index) for index in range(num_sequences)]
-    return RequestStream("r", attempt, {}, order, ask_of(order), instance, instance, sequences, lambda *_: None)
+    order, instance = Order(PROMPT, msgspec.structs.replace(SAMPLING, n=num_sequences)), ready("prefill-0")
+    admitted = Admitted(ask_of(order), instance, instance)
+    return RequestStream("r", order, FROM_ANYBODY, admitted, lambda *_: None, RequestStats(), attempt)
 
 
 def read_now(stream: RequestStream) -> list[TokenOutput]:

@@ -169,7 +169,7 @@ def test_priorities_need_a_server_that_has_them_and_a_prompt_cache_key_is_a_sess
     with pytest.raises(RequestError, match="priority: 3; this server takes requests as they come") as caught:
         completion(service, [1], priority=3)
     assert caught.value.param == "priority"
-    service.intake._has_priorities = True
+    service.intake.has_priorities = True
     assert completion(service, [1], priority=3).order.priority == 3
     for fields, name in (
         ({}, ""),

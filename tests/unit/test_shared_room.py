@@ -14,7 +14,7 @@ from pd_cluster import wire
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.launcher import Cluster, plan_cluster
 from pd_cluster.cluster.routing.policy import RoutingRequest
-from pd_cluster.cluster.routing.replays import ReplayLimits
+from pd_cluster.cluster.routing.rules import ReplayLimits
 from pd_cluster.commands.cli import app
 from pd_cluster.commands.serve_scheduler import check_alone, check_shared
 from pd_cluster.commands.serve_start import Start
@@ -60,7 +60,7 @@ class Bounced:
         self.world = World(replay=ReplayLimits(wait_s=wait_s))
         self.pauses: list[float] = []
         self.goes_on = asyncio.Event()
-        self.world.router.attempts.pause = self._pause
+        self.world.router.retry.pause = self._pause
 
     async def _pause(self, time_s: float) -> None:
         self.pauses.append(time_s)

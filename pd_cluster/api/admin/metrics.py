@@ -105,7 +105,7 @@ class _Only(Collector):
 
 
 def busy_of(router: Router, drain: Drain) -> Busy:
-    return Busy(drain.num_running, router.num_streams, router.num_waiting, router.entrance.num_waiting_tokens)
+    return Busy(drain.num_running, router.num_streams, router.num_waiting, router.admission.num_waiting_tokens)
 
 
 def metrics_of(

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pd_cluster.api.gate.callers import ARRIVED, caller_of, client_of
-from pd_cluster.cluster.routing.entrance import Entrance
+from pd_cluster.cluster.routing.admission import RequestAdmission
 from pd_cluster.cluster.routing.fair_queue import Client
 from pd_cluster.errors import Overloaded
 from pd_cluster.service.helpers.byte_shares import ByteShares
@@ -40,10 +40,10 @@ class BodyBudget(ByteShares):
 class Arrival:
     """One request, until the router has it or it has ended."""
 
-    __slots__ = ("_budget", "_client", "_entrance", "_nbytes", "_num_tokens", "_of_body")
+    __slots__ = ("_admission", "_budget", "_client", "_nbytes", "_num_tokens", "_of_body")
 
-    def __init__(self, entrance: Entrance, budget: BodyBudget) -> None:
-        self._entrance, self._budget = entrance, budget
+    def __init__(self, admission: RequestAdmission, budget: BodyBudget) -> None:
+        self._admission, self._budget = admission, budget
         self._client: Client | None = None
         self._num_tokens = self._nbytes = 0
         self._of_body = ""  # the client that the body is counted for
@@ -51,7 +51,7 @@ class Arrival:
     def asks(self, http: Request, nbytes: int | None) -> None:
         """Reserves for a generating request; `nbytes` is its body's size, if known. Raises Overloaded."""
         num_tokens = (UNTOLD_NBYTES if nbytes is None else nbytes) // CHARS_PER_TOKEN
-        self._client = self._entrance.arrives(caller_of(http).visitor, num_tokens)
+        self._client = self._admission.arrives(caller_of(http).owner, num_tokens)
         self._num_tokens = num_tokens
 
     def reads(self, http: Request, nbytes: int) -> None:
@@ -68,15 +68,15 @@ class Arrival:
             self._budget.give_back(self._of_body, self._nbytes)
             self._nbytes = 0
         if self._client is not None:
-            self._entrance.departs(self._client, self._num_tokens)
+            self._admission.departs(self._client, self._num_tokens)
             self._client = None
 
 
 class Arrivals:
     """Gives each request an Arrival; stands between the API keys and the routes."""
 
-    def __init__(self, app: ASGIApp, entrance: Entrance, budget: BodyBudget | None = None) -> None:
-        self._app, self._entrance, self._budget = app, entrance, budget or BodyBudget()
+    def __init__(self, app: ASGIApp, admission: RequestAdmission, budget: BodyBudget | None = None) -> None:
+        self._app, self._admission, self._budget = app, admission, budget or BodyBudget()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -84,7 +84,7 @@ class Arrivals:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        arrival = Arrival(self._entrance, self._budget)
+        arrival = Arrival(self._admission, self._budget)
         try:
             await self._app({**scope, SCOPE: arrival, ARRIVED: arrival.is_over}, receive, send)
         finally:

@@ -24,6 +24,7 @@ from pd_cluster.errors import Unauthorized
 from pd_cluster.service.caller import Caller
 from pd_cluster.service.meter import Meter
 from pd_cluster.service.status import MESSAGES_PATHS
+from pd_cluster.settings.http import HttpConfig
 
 OPEN_PATHS = ("/health", "/ping", "/live")  # for probes, read-only
 METRICS_PATH, LOAD_PATH = "/metrics", "/load"
@@ -39,27 +40,15 @@ class ApiKeys:
     request's caller, and the request's meter with it.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: Sequence[str],
-        root_path: str = "",
-        tenants: Sequence[str] = (),
-        shares_prefix_cache: bool = False,
-        metrics_key: str = "",
-        file_keys: FileKeys | None = None,
-        counts: TenantCounts | None = None,
-    ) -> None:
-        """`tenants`: a name for each key; without them each key is a tenant of its own. `file_keys`: further keys."""
-        self._app = app
-        self._file_keys = file_keys
-        self._counts = counts or TenantCounts()
-        self._shares_prefix_cache = shares_prefix_cache
-        self._digests = [digest_of_key(key.encode()) for key in keys]
-        names = [f"name:{name}" for name in tenants] or [f"key:{digest.hex()}" for digest in self._digests]
+    def __init__(self, app: ASGIApp, http: HttpConfig, counts: TenantCounts, file_keys: FileKeys | None = None) -> None:
+        """Without names of tenants each key is a tenant of its own. `file_keys`: further keys."""
+        self._app, self._counts, self._file_keys = app, counts, file_keys
+        self._shares_prefix_cache, root_path = http.shares_prefix_cache, http.root_path
+        self._digests = [digest_of_key(key.encode()) for key in http.api_keys]
+        names = [f"name:{name}" for name in http.tenants] or [f"key:{digest.hex()}" for digest in self._digests]
         self._callers = [self._caller(name) for name in names]
-        self._tenants = tenants or [OTHERS for _ in keys]
-        self._metrics_digests = [digest_of_key(metrics_key.encode())] if metrics_key else []
+        self._tenants = http.tenants or [OTHERS for _ in http.api_keys]
+        self._metrics_digests = [digest_of_key(http.metrics_key.encode())] if http.metrics_key else []
         self._open = {root_path + path for path in OPEN_PATHS}
         self._metrics_path, self._load_path = root_path + METRICS_PATH, root_path + LOAD_PATH
         self._messages_paths = {root_path + path for path in MESSAGES_PATHS}

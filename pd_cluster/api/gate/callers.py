@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Scope
 
 from pd_cluster.api.front.subscriber import subscriber_of
-from pd_cluster.cluster.routing.waiting_room import Party
+from pd_cluster.cluster.routing.origin import PromptGroup
 from pd_cluster.service.caller import NOBODY, Caller, nothing
 from pd_cluster.service.generation import Generation
 
@@ -42,11 +42,9 @@ def caller_of(http: Request) -> Caller:
     made_from, made = http.scope.get(MADE, (None, None))
     if made is not None and made_from is known and made.arrived is arrived:
         return cast(Caller, made)
-    patience_s, party = _patience_s(http), Party()
-    if isinstance(known, Caller):
-        made = replace(known, patience_s=patience_s, arrived=arrived, party=party)
-    else:
-        made = Caller(client_of(http.scope), patience_s=patience_s, arrived=arrived, party=party)
+    known_caller = known if isinstance(known, Caller) else Caller(client_of(http.scope))
+    patience_s, group, session = _patience_s(http), PromptGroup(), session_of(http)
+    made = replace(known_caller, patience_s=patience_s, arrived=arrived, group=group, session=session)
     http.scope[MADE] = (known, made)
     return made
 
@@ -63,6 +61,11 @@ def owner_of(http: Request) -> str:
     """Returns the owner of what is kept for the caller: the key's tenant; without keys, everybody is one."""
     known = http.scope.get(SCOPE)
     return known.client if isinstance(known, Caller) else ""
+
+
+def session_of(request: Request) -> str:
+    """Returns the client's name for the request's session; "" if there is none."""
+    return request.headers.get("x-session-id", "")
 
 
 def _patience_s(http: Request) -> float:

@@ -110,11 +110,6 @@ def guarded_by(check: Callable[[Request], None]) -> Any:
     return Depends(run)
 
 
-def session_of(request: Request) -> str:
-    """Returns the client's name for the request's session; "" if there is none."""
-    return request.headers.get("x-session-id", "")
-
-
 class PlainRoute(APIRoute):
     """A route whose endpoint reads the request and builds the response itself: FastAPI does neither.
 

@@ -11,7 +11,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from pd_cluster.api.gate.callers import reserve_tokens
-from pd_cluster.api.gate.http import EventStream, json_response, session_of, unless_disconnected
+from pd_cluster.api.gate.http import EventStream, json_response, unless_disconnected
 from pd_cluster.api.openai.openai import served_by
 from pd_cluster.errors import PdClusterError
 from pd_cluster.service.answers.blocks import BlockAnswer
@@ -33,7 +33,6 @@ async def send(
     generation = answer.generation
     reserve_tokens(http, [generation])
     generation.client_id = answer.name
-    generation.amend(session=generation.order.session or session_of(http))
     if answer.streams:
         return EventStream(_events(service, answer, keep), lambda: served_by([generation]), headers=answer.headers)
     is_whole = await unless_disconnected(http.receive, _take(service, answer, keep))

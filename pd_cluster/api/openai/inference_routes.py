@@ -21,7 +21,6 @@ from pd_cluster.api.gate.http import (
     json_response,
     read_body,
     read_request,
-    session_of,
     unless_disconnected,
 )
 from pd_cluster.api.openai.load_header import load_header
@@ -152,10 +151,8 @@ class _Chats(NamedTuple):
 
 async def _answered_batch(http: Request, service: TextService, chats: _Chats) -> Response:
     reserve_tokens(http, chats.generations)
-    session = session_of(http)
     for generation in chats.generations:
         generation.client_id = chats.answers[0].id
-        generation.amend(session=generation.order.session or session)
     pieces = await unless_disconnected(http.receive, service.complete(chats.generations))
     if pieces is None:
         return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -18,7 +18,6 @@ from pd_cluster.api.gate.http import (
     GeneratingRoute,
     json_response,
     read_request,
-    session_of,
     unless_disconnected,
 )
 from pd_cluster.api.openai.request_names import named
@@ -47,7 +46,6 @@ def legacy_routes(service: TextService) -> APIRouter:
         reserve_tokens(http, [generation])
         name = named(request, http).request_id
         generation.client_id = f"generate-{name or secrets.token_hex(12)}"
-        generation.amend(session=generation.order.session or session_of(http))
         headers = {"x-request-id": generation.client_id}  # the bodies have no place for it
         is_whole = isinstance(request.prompt, str) and request.truncate_prompt_tokens is None
         prompt = str(request.prompt) if is_whole else generation.prompt_text

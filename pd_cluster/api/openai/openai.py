@@ -17,7 +17,6 @@ from pd_cluster.api.gate.http import (
     json_response,
     parsed,
     read_body,
-    session_of,
     unless_disconnected,
 )
 from pd_cluster.api.openai.kept_streams import TOKEN_HEADER, keep, numbered, ticket_for
@@ -29,7 +28,6 @@ from pd_cluster.service.answers.chat_answer import ChatAnswer
 from pd_cluster.service.answers.completion_answer import CompletionAnswer
 from pd_cluster.service.answers.sse import DONE, event
 from pd_cluster.service.generation import Generation
-from pd_cluster.service.kv_handles import KVPlan
 from pd_cluster.service.resumption import Ticket
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.parse import RequestT, parse
@@ -76,17 +74,15 @@ def _parse(body: bytes, kind: type[RequestT], service: TextService) -> RequestT:
 
 async def answered(http: Request, service: TextService, answer: Answer, ticket: Ticket | None = None) -> Response:
     """Has the request computed, and answers whole or in chunks. `ticket`: of a stream that may resume."""
-    plan = KVPlan(session_of(http), None)
     if answer.wanted.kv_transfer_params:
         orders = [generation.order for generation in answer.generations]
         asked = answer.wanted.kv_transfer_params
         plan = service.kv_handles.plan(asked, owner_of(http), orders, answer.wanted.stream)
         answer.kv_handle = plan.told
+        answer.generations[0].follow_session(plan.session)  # there is one alone
     reserve_tokens(http, answer.generations)
     for generation in answer.generations:
         generation.client_id = answer.id
-        own = "" if answer.wanted.kv_transfer_params else generation.order.session
-        generation.amend(session=own or plan.session)
     if not answer.wanted.stream:
         pieces = await unless_disconnected(http.receive, service.complete(answer.generations))
         if pieces is None:

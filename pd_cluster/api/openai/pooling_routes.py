@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pd_cluster.api.gate.callers import caller_of, reserve_tokens
-from pd_cluster.api.gate.http import GeneratingRoute, json_response, read_request, session_of, unless_disconnected
+from pd_cluster.api.gate.http import GeneratingRoute, json_response, read_request, unless_disconnected
 from pd_cluster.api.openai.openai import served_by
 from pd_cluster.api.openai.request_names import name_of
 from pd_cluster.service.embedding import EmbeddingAsk
@@ -145,7 +145,7 @@ def _terms(prefix: str, request: PoolingRequest, http: Request, received_s: floa
         "cache_salt": request.cache_salt,
         "variant": variant,
         "priority": request.priority or 0,
-        "session": session_of(http),
+        "session": caller_of(http).session,
         "client_id": f"{prefix}-{name_of(request.request_id, http) or secrets.token_hex(12)}",
         "received_s": received_s,
         "caller": caller_of(http),

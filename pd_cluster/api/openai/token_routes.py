@@ -75,7 +75,7 @@ def token_routes(service: TextService) -> APIRouter:
 
         return await json_response(answer, large=len(token_ids) > FEW_TOKENS)
 
-    if service.shows_tokenizer:
+    if service.settings.shows_tokenizer:
 
         @routes.api_route("/tokenizer_info", methods=LOOKING)
         async def info(http: Request) -> Response:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from pd_cluster import wire
 from pd_cluster.checkpoints.prompt_folder import AdapterFolder, read_adapter
@@ -25,35 +26,40 @@ RETRY_S = 5.0  # between two attempts of a worker that could not load one
 LOAD_TIMEOUT_S = 300.0  # for all workers together
 
 
-class AdapterBook:
-    """`names`: digests by name, those that requests may use now; changed in place.
+class AdapterUsers(Protocol):
+    """The processes that serve requests."""
 
-    `publish` takes them to every process that serves, and returns when all have them. `used` returns the digests of
-    requests under way.
-    """
+    def adapters_in_use(self) -> Collection[str]:
+        """Returns the digests of requests under way."""
+
+    async def publish_adapters(self, names: dict[str, str]) -> None:
+        """Takes the digests, by name, to every process; returns when all have them."""
+
+
+class AdapterRules(NamedTuple):
+    """`root`: the folder below which adapters may be loaded. `model_names`: the model's own."""
+
+    settings: AdapterSettings
+    root: str
+    model_names: Collection[str]
+    drain_timeout_s: float
+
+
+class AdapterBook:
+    """`names`: digests by name, those that requests may use now; changed in place."""
 
     def __init__(
         self,
         membership: Membership,
-        settings: AdapterSettings,
-        root: str,
+        users: AdapterUsers,
         names: dict[str, str],
-        model_names: Collection[str],
-        used: Callable[[], Collection[str]],
-        publish: Callable[[], Awaitable[None]],
-        drain_timeout_s: float,
+        rules: AdapterRules,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`root`: the folder below which adapters may be loaded. `model_names`: the model's own."""
-        self._membership = membership
-        self._settings = settings
-        self._root = Path(root).resolve()
-        self._model_names = model_names
-        self._used, self._publish = used, publish
-        self._drain_timeout_s = drain_timeout_s
-        self._clock = clock
+        self._membership, self._users, self._rules, self._clock = membership, users, rules, clock
+        self._root = Path(rules.root).resolve()
         self.names = names
-        paths = settings.paths
+        paths = rules.settings.paths
         self._paths = {digest: paths[name] for name, digest in names.items()}  # of all that workers shall have
         self._leaving: dict[str, tuple[float, float]] = {}  # by digest: its deadline, and when it was last used
         self._one_at_a_time = asyncio.Lock()
@@ -85,7 +91,7 @@ class AdapterBook:
             log.info("adapter %s is %s of %s", name, digest[:12], folder.path)
             if before is not None:
                 self._leave(before)
-            await self._publish()
+            await self._users.publish_adapters(self.names)
 
     async def unload(self, name: str) -> None:
         """Returns when no new request gets the adapter; those under way end with it. Raises ModelNotFound."""
@@ -96,7 +102,7 @@ class AdapterBook:
             )
         self._leave(self.names.pop(name))
         log.info("adapter %s is no longer to be had", name)
-        await self._publish()
+        await self._users.publish_adapters(self.names)
 
     async def run(self) -> None:
         while True:
@@ -107,7 +113,7 @@ class AdapterBook:
         """Ends adapters that nobody has any more, and has workers try again what they could not load."""
         now_s = self._clock()
         if self._leaving:
-            used = self._used()
+            used = self._users.adapters_in_use()
             for digest, (deadline_s, used_s) in list(self._leaving.items()):
                 if digest in used:
                     self._leaving[digest] = deadline_s, now_s
@@ -127,7 +133,7 @@ class AdapterBook:
             lora_module("lora_name", name, "/")
         except ConfigError as error:
             raise RequestError(told(error.text, str), "lora_name") from None
-        if name in self._model_names:
+        if name in self._rules.model_names:
             raise RequestError(f"lora_name: {name} is the model itself; take another name", "lora_name")
         if name in self.names and not replaces:
             raise RequestError(
@@ -147,7 +153,7 @@ class AdapterBook:
         if not is_there:
             raise ModelNotFound(f"lora_path: there is no folder {str(folder)[:512]}", param="lora_path")
         try:
-            settings = self._settings
+            settings = self._rules.settings
             return read_adapter(folder, settings.max_lora_rank, settings.max_prompt_adapter_token)
         except ConfigError as error:
             raise RequestError(f"lora_path: {told(error.text)}", "lora_path") from None
@@ -175,7 +181,7 @@ class AdapterBook:
     def _leave(self, digest: str) -> None:
         if digest not in self.names.values():
             now_s = self._clock()
-            self._leaving[digest] = now_s + self._drain_timeout_s, now_s
+            self._leaving[digest] = now_s + self._rules.drain_timeout_s, now_s
 
     def _tell(self) -> None:
         places = [wire.AdapterPlace(digest, path) for digest, path in self._paths.items()]

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -40,28 +41,37 @@ class TermHolder(Protocol):
     def heard_of_term(self, term: int) -> None: ...
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The part of a scheduler that makes it one of several. `admin`: where operators reach it.
+
+    `patience_s`: how long a new scheduler may take to reach all instances.
+    """
+
+    index: int
+    store: LeaseStore
+    admin: str
+    duration_s: float
+    patience_s: float
+
+
 class SharedMembership:
-    """`own`: this process's name@epoch. `patience_s`: how long a new scheduler may take to reach all instances."""
+    """Its membership knows this process's name@epoch."""
 
     def __init__(
         self,
-        own: str,
-        store: LeaseStore,
+        lease: Lease,
         membership: Membership,
         elastic: Elastic,
         mailbox: TermHolder,
-        duration_s: float,
-        patience_s: float,
-        admin: str = "",
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         # Workers remember the terms of a folder that is lost: those of a new one are later.
-        self.ownership = Ownership(
-            own, duration_s, clock, admin, membership.table_digest, lambda: max(1, int(wall_clock()))
-        )
-        self._store, self._membership, self._elastic, self._mailbox = store, membership, elastic, mailbox
-        self._clock, self._started_s, self._patience_s = clock, clock(), patience_s
+        own, first_term = membership.own_key, lambda: max(1, int(wall_clock()))
+        self.ownership = Ownership(own, lease.duration_s, clock, lease.admin, membership.table_digest, first_term)
+        self._store, self._membership, self._elastic, self._mailbox = lease.store, membership, elastic, mailbox
+        self._clock, self._started_s, self._patience_s = clock, clock(), lease.patience_s
         self._thread = ThreadPoolExecutor(1, "lease")  # its own: names that do not resolve fill the loop's
         self._asked = asyncio.Event()  # that the record be looked at now
         self._looked = asyncio.Event()  # set with each look, and replaced
@@ -92,6 +102,10 @@ class SharedMembership:
     def known_term(self) -> int:
         """The highest fencing number that this process has heard of."""
         return self.ownership.highest_term
+
+    def standing(self) -> dict[str, Any]:
+        """Returns its name, and who owns membership, for people."""
+        return {"name": self.name, "owner": self.owner, "term": self.known_term}
 
     @property
     def settle_s(self) -> float:

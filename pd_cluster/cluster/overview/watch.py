@@ -32,14 +32,15 @@ class Overview:
         roster: Roster,
         figures: Figures,
         routing: RoutingConfig,
+        scheduler: Callable[[], dict[str, Any]] = dict,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._roster, self._figures, self._routing = roster, figures, routing
+        """`scheduler`: of several, this one's name, and who owns membership."""
+        self._roster, self._figures, self._routing, self._scheduler = roster, figures, routing, scheduler
         self._wall, self._clock = wall, clock
         self._history, self._marks = History(), EventMarks()
         self._started_s = wall()
-        self.scheduler: Callable[[], dict[str, Any]] = dict  # of several: this one's name, and who owns membership
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -69,7 +70,7 @@ class Overview:
         """Returns all except the instances: samples after `since_s` (Unix time), marks after number `since_mark`."""
         return {
             **self._counts(since_s),
-            "scheduler": self.scheduler() or None,
+            "scheduler": self._scheduler() or None,
             "problems": [problem.to_json() for problem in self._problems()],
             "marks": [mark.to_json() for mark in self._marks.since(since_mark)],
         }

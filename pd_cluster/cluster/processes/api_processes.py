@@ -145,7 +145,7 @@ class ApiProcesses:
             api.config = msgspec.structs.replace(api.config, keys=keys)
             api.tell(keys)
 
-    async def set_adapters(self, names: dict[str, str]) -> None:
+    async def publish_adapters(self, names: dict[str, str]) -> None:
         """Sets the adapters' names in every process; returns when all that live have heard them."""
         self._num_adapter_news += 1
         news = AdapterNames(dict(names), self._num_adapter_news)
@@ -187,8 +187,7 @@ class ApiProcesses:
         """The work of all processes, as they last reported it."""
         return _sum_of([api.busy for api in self.apis])
 
-    @property
-    def adapters(self) -> set[str]:
+    def adapters_in_use(self) -> set[str]:
         """The digests of the adapters of requests under way."""
         return {digest for api in self.apis for digest in api.adapters.running + api.adapters.waiting}
 

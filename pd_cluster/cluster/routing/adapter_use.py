@@ -28,6 +28,12 @@ class AdapterCounts:
         if variant:
             _less(self._running if has_begun else self._waiting, variant)
 
+    def adapters_in_use(self) -> set[str]:
+        return {*self._running, *self._waiting}
+
+    async def publish_adapters(self, names: dict[str, str]) -> None:
+        """Does nothing, where this process alone serves: it has the same names."""
+
     def use(self) -> AdapterUse:
         return AdapterUse(sorted(self._running), sorted(self._waiting))
 

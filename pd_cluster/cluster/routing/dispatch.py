@@ -2,36 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.roster import Members
 from pd_cluster.cluster.routing.encoders import choose_encoders
 from pd_cluster.cluster.routing.resume import RecordPlace
-from pd_cluster.cluster.routing.stream import RequestStream
+from pd_cluster.cluster.routing.stream import RequestStream, Send
+from pd_cluster.cluster.routing.stream_table import StreamEnd, StreamTable
 from pd_cluster.types import Leg
-
-Send = Callable[[str, wire.Body], None]  # to a connection
 
 
 class Dispatch:
-    """`relieved` is called when an instance has less to do. `shares_workers`: with other schedulers.
+    """Listens to `streams`. `shares_workers`: with other schedulers."""
 
-    `instances`: all that there are, encoders included.
-    """
-
-    def __init__(
-        self,
-        send: Send,
-        relieved: Callable[[], None],
-        shares_workers: bool = False,
-        instances: Callable[[], Sequence[Instance]] = tuple,
-    ) -> None:
-        self._instances = instances
-        self.send = send
-        self._relieved = relieved
+    def __init__(self, streams: StreamTable, send: Send, membership: Members, shares_workers: bool = False) -> None:
+        self._streams, self._send, self._membership = streams, send, membership
         self._shares_workers = shares_workers
+        streams.on_attempt_over.append(self._on_attempt_over)
+        streams.on_ended.append(self._on_ended)
+
+    def _on_attempt_over(self, stream: RequestStream) -> None:
+        self._abort(stream)
+
+    def _on_ended(self, stream: RequestStream, end: StreamEnd) -> None:
+        if end.then == "leave":
+            self._leave(stream)
+        elif end.then == "abort":
+            self._abort(stream)
+        else:
+            self._release(stream, end.then)
 
     def submit(self, stream: RequestStream, deadline_s: float) -> None:
         """Submits both legs, each with the other's instance, or one leg that does both.
@@ -45,7 +47,9 @@ class Dispatch:
         legs: list[tuple[Instance, Leg, str]] = [(prefill, "prefill", decode.key), (decode, "decode", prefill.key)]
         if prefill is decode:
             legs = [(decode, "hybrid", "")]
-        encoders = choose_encoders(stream.order, prefill, self._instances()) if prefill.role == "prefill" else []
+        encoders = (
+            choose_encoders(stream.order, prefill, self._membership.instances) if prefill.role == "prefill" else []
+        )
         self._begin_encoding(stream, encoders)
         for instance, leg, peer in legs:
             weight = self._count(stream, instance, leg)
@@ -64,25 +68,25 @@ class Dispatch:
                 stream.kept.of_next_attempt() if stream.kept is not None and leg != "prefill" else None,
                 stream.owner,
             )
-            self.send(instance.conn, submit)
+            self._send(instance.conn, submit)
 
     def attach(self, stream: RequestStream, place: RecordPlace) -> None:
         """Takes over the leg of a stream that resumes."""
         self._count(stream, place.instance, "hybrid")
         found = place.found
-        self.send(place.instance.conn, wire.Attach(found.digest, found.request_id, found.attempt))
+        self._send(place.instance.conn, wire.Attach(found.digest, found.request_id, found.attempt))
 
-    def release(self, stream: RequestStream, then: Literal["go on", "stop", "forget"]) -> None:
+    def _release(self, stream: RequestStream, then: Literal["go on", "stop", "forget"]) -> None:
         """Ends the reading of a kept stream; unless it goes on, aborts its other legs."""
         if conn := stream.decode.conn:
-            self.send(conn, wire.Release(stream.request_id, stream.attempt, then))
+            self._send(conn, wire.Release(stream.request_id, stream.attempt, then))
         self.ended(stream, stream.decode.conn)
         if then == "go on":
-            self.leave(stream)
+            self._leave(stream)
         else:
-            self.abort(stream)
+            self._abort(stream)
 
-    def leave(self, stream: RequestStream) -> None:
+    def _leave(self, stream: RequestStream) -> None:
         """Forgets the legs that have not ended, whatever becomes of them."""
         for conn in list(stream.legs):
             self.ended(stream, conn)
@@ -96,10 +100,10 @@ class Dispatch:
         instance.num_sequences += stream.num_decoding(instance)
         return weight
 
-    def abort(self, stream: RequestStream) -> None:
+    def _abort(self, stream: RequestStream) -> None:
         """Aborts the legs that have not ended."""
         for conn in list(stream.legs):
-            self.send(conn, wire.Abort(stream.request_id, stream.attempt))
+            self._send(conn, wire.Abort(stream.request_id, stream.attempt))
             self.ended(stream, conn)
 
     def ended(self, stream: RequestStream, conn: str) -> None:
@@ -110,7 +114,7 @@ class Dispatch:
             instance.num_sequences -= stream.num_decoding(instance)
             if instance is stream.prefill:
                 self._end_encoding(stream)
-            self._relieved()
+            self._streams.leg_ended()
 
     def _begin_encoding(self, stream: RequestStream, encoders: Sequence[Instance]) -> None:
         """Counts the images of a prompt at the encoders that compute them, until the prompt's leg has ended."""

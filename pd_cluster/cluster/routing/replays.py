@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.policy import Pair, Policy, alone
+from pd_cluster.cluster.routing.rules import ReplayLimits
 from pd_cluster.cluster.routing.stream import RequestStream, Setback
 from pd_cluster.errors import InstanceLost
 
 MAX_DEATHS = 2  # of instances that served a request: then it may be the cause
 MAX_DEATHS_TOGETHER = 3  # when they die together, a host or an operator is the likelier cause
-
-
-@dataclass(frozen=True, slots=True)
-class ReplayLimits:
-    """Bounds on a request's further attempts."""
-
-    max_attempts: int = 6  # after the first
-    wait_s: float = 30.0  # for an instance that can continue
-    together_s: float = 3.5  # deaths within this time may have one cause; an instance lost within it may return at once
 
 
 def check_replay(stream: RequestStream, setback: Setback, instances: list[Instance], limits: ReplayLimits) -> None:

@@ -1,6 +1,6 @@
 """Determines whether the cluster would start on a request soon. Pure functions of instance state.
 
-A request that would only wait at an instance is better kept back (waiting_room.py): there it has its turn among
+A request that would only wait at an instance is better kept back (admission_queue.py): there it has its turn among
 clients, takes no instance memory, and goes to the first instance with room.
 """
 

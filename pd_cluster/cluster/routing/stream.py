@@ -9,15 +9,16 @@ import asyncio
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.prefixes import Prompt
+from pd_cluster.cluster.routing.origin import Admitted, RequestOrigin
 from pd_cluster.cluster.routing.policy import RoutingRequest
 from pd_cluster.cluster.routing.resume import KeptStream
 from pd_cluster.cluster.routing.stats import Histogram, Outcome, ReplayCause, RequestStats
-from pd_cluster.errors import GenerationError
+from pd_cluster.errors import GenerationError, PdClusterError
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import FinishReason, Order, PooledOutput, PromptOutput, Resumed, TokenOutput
 from pd_cluster.types.variants import lora_of
@@ -27,6 +28,13 @@ MAX_UNREAD_STEPS = 256
 MAX_IN_A_ROW = 32
 MAX_WEIGHED_TOKENS = 256  # of each sequence of an answer
 NUM_GATHERED = 64  # tokens that wake a reader of whole answers
+
+Send = Callable[[str, wire.Body], None]  # to a connection
+Ending = Literal["answered", "left", "failed"]  # "left": its client, before the end
+
+
+def unheard(prompt: PromptOutput) -> None:
+    """Ignores a prompt's outputs."""
 
 
 def ask_of(order: Order) -> RoutingRequest:
@@ -113,15 +121,18 @@ class RequestStream:
     """One request on its way, and the reader's handle on it: its instances, and `stop`."""
 
     request_id: str
-    attempt: int
-    legs: dict[str, Instance]  # conn -> instance, of the legs that have not ended
     order: Order
-    ask: RoutingRequest  # routing's view of it
-    prefill: Instance
-    decode: Instance
-    sequences: list[TokenSequence]
-    send: Callable[[str, wire.Body], None]
-    prompted: Callable[[PromptOutput], None] = lambda prompt: None
+    origin: RequestOrigin
+    admitted: Admitted
+    send: Send
+    stats: RequestStats
+    attempt: int = 0
+    legs: dict[str, Instance] = field(default_factory=dict)  # conn -> instance, of the legs that have not ended
+    ask: RoutingRequest = field(init=False)  # routing's view of it
+    prefill: Instance = field(init=False)
+    decode: Instance = field(init=False)
+    sequences: list[TokenSequence] = field(init=False)
+    prompted: Callable[[PromptOutput], None] = unheard  # while it is read
     is_prompted: bool = False
     num_cached_tokens: int | None = None  # of its prompt, once they are told
     pooled: PooledOutput | None = None  # the vector of a pooling request, once it is over
@@ -135,23 +146,29 @@ class RequestStream:
     full_until_s: float = 0.0  # the end of its patience with them
     weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs
     encoding: list[tuple[Instance, int]] = field(default_factory=list)  # encoders of its images, and their tokens
-    owner: bytes = b""  # stands for the client of a request with an adapter
-    kept: KeptStream | None = None  # of a stream that may resume
+    kept: KeptStream | None = field(init=False)  # of a stream that may resume
     held: asyncio.TimerHandle | None = None  # until then, first tokens wait; see first_tokens.py
     held_s: float = 0.0  # for how long they have waited; until then, minus the time at which they began
-    stats: RequestStats = field(default_factory=RequestStats)
-    received_s: float = 0.0
+    received_s: float = field(init=False)
     first_s: float = 0.0  # when the first token was delivered; 0: none yet
     max_unread: float = field(init=False)
     intervals: Histogram = field(init=False)
 
     def __post_init__(self) -> None:
-        """Sets limits; a beam search's answer arrives at once, unread as a whole, with no time between tokens."""
+        """A beam search's answer arrives at once, unread as a whole, with no time between tokens."""
+        self.ask, self.prefill, self.decode, _ = self.admitted
+        self.kept, received_s = self.origin.kept, self.origin.received_s
+        self.received_s = self.stats.clock() if received_s is None else received_s
+        self.sequences = [TokenSequence(index) for index in range(self.order.sampling.n)]
         sampling, intervals = self.order.sampling, self.stats.inter_token_s
         most = max(MAX_UNREAD_TOKENS, sampling.n * MAX_UNREAD_STEPS)
         self.max_unread = float("inf") if sampling.beam_width else most
         self.intervals = Histogram(intervals.bounds) if sampling.beam_width else intervals
         self.inbox = Inbox(self.order.gathers)
+        if self.kept is not None and (place := self.kept.place) is not None:  # it goes on there
+            self.attempt, info = place.found.attempt, place.instance.info
+            self.numerics = info.numerics if info is not None else None
+            self.max_unread += place.found.num_tokens
 
     def put(self, token: TokenOutput) -> None:
         """Takes a token of any leg, in any order; drops what was delivered already."""
@@ -305,6 +322,12 @@ class RequestStream:
             self.num_cached_tokens,
         )
 
+    def how_ended(self, error: BaseException | None) -> Ending:
+        """Returns how its reader has ended: by this error, by leaving, or with the whole answer."""
+        if self.is_over:
+            return "answered"
+        return "failed" if isinstance(error, PdClusterError) else "left"
+
     def num_decoding(self, instance: Instance) -> int:
         """Counts the sequences that this instance decodes."""
         return self.order.num_decoding if instance is self.decode else 0
@@ -313,6 +336,16 @@ class RequestStream:
     def num_tokens(self) -> int:
         """Counts the tokens of its prompt and those read of its answer."""
         return len(self.order.prompt_token_ids) + sum(sequence.num_taken for sequence in self.sequences)
+
+    @property
+    def owner(self) -> bytes:
+        """Stands for the client of a request with an adapter."""
+        return wire.owner_of(self.origin.owner.client) if self.order.variant else b""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether its reader has a token."""
+        return any(sequence.num_taken for sequence in self.sequences)
 
     @property
     def transfer_id(self) -> str:

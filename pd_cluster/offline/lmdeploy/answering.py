@@ -14,6 +14,7 @@ from pd_cluster.errors import GenerationError, GuideError, Overloaded, RequestEr
 from pd_cluster.offline.lmdeploy.messages import Response, placed, renamed
 from pd_cluster.offline.lmdeploy.prompts import Prompt, encoded
 from pd_cluster.offline.lmdeploy.templates import Way
+from pd_cluster.service.caller import Caller
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.merge import merged
 from pd_cluster.service.schema.protocol import CompletionRequest
@@ -94,7 +95,7 @@ class Begun(NamedTuple):
         )
 
 
-async def begin(service: TextService, job: Job) -> Begun:
+async def begin(service: TextService, job: Job, batch: str = "") -> Begun:
     """Starts a job. Raises RequestError, except for a prompt that is too long, which affects only itself."""
     try:
         spelled = service.spelled if service.takes_images else None
@@ -107,7 +108,8 @@ async def begin(service: TextService, job: Job) -> Begun:
         request = job.request
         if request.max_tokens is not None and request.max_tokens > room:
             request = request.model_copy(update={"max_tokens": room})
-        return Begun(job.at, token_ids, limit, await service.completion(request, shown), job.copies)
+        generation = await service.completion(request, shown, caller=Caller(batch=batch))
+        return Begun(job.at, token_ids, limit, generation, job.copies)
     except RequestError as error:
         raise placed(renamed(error), job.place) from None
 
@@ -119,9 +121,7 @@ async def answers(
 
     Nothing is computed before all jobs are known to be valid. Raises RequestError.
     """
-    begun = [await begin(service, job) for job in jobs]
-    for generation in [one.generation for one in begun if one.generation is not None]:
-        generation.amend(batch=batch)
+    begun = [await begin(service, job, batch) for job in jobs]
     places = asyncio.Semaphore(num_at_once)
 
     async def in_turn(one: Begun) -> AsyncGenerator[Response, None]:

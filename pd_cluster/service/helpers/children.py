@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
+from typing import Any, NamedTuple
 
 from pd_cluster.errors import NoRoom, PdClusterError, Unavailable
 from pd_cluster.service.helpers.client_turns import ClientTurns, current_client
@@ -45,11 +45,24 @@ class Broke(PdClusterError):
     """A new child ended by itself while it did the job."""
 
 
+class SlowJobs(NamedTuple):
+    """How many slow jobs run beside the quick ones.
+
+    `wait`: most of them only wait for something, so a client with half of the slow ones begins no other.
+    """
+
+    most: int
+    wait: bool
+
+
+COMPUTING = SlowJobs(MAX_SLOW, wait=False)
+
+
 class Children:
     """`name` is what they check, for messages. `started` checks a new child's first line, and may raise.
 
     Most jobs are quick. One that takes longer than QUICK_S gives its place up, so that quick ones do not wait for it,
-    and continues in one of `max_slow` other places, where clients take turns as well. If its client can have none of
+    and continues in one of the places for `slow` ones, where clients take turns as well. If its client can have none of
     them now, it ends, waits for one, and begins again there; meanwhile its client rests for twice the time that was
     lost. A slow job ends when its caller leaves. `num_killed` counts children that took too long, had no place to
     continue, or broke.
@@ -62,19 +75,17 @@ class Children:
         timeout_s: float,
         name: str,
         started: Callable[[bytes], None] = _fine,
-        max_slow: int = MAX_SLOW,
-        waits: bool = False,
+        slow: SlowJobs = COMPUTING,
     ) -> None:
-        """`waits`: most slow jobs only wait for something, so a client with half of the slow ones begins no other."""
         self._module = module
         self._settings = settings
         self.timeout_s = timeout_s
         self._name = name
         self._started = started
-        self._max_slow, self._waits = max_slow, waits
+        self._slow_jobs = slow
         self._resting: set[str] = set()  # clients
         self.turns: Places = ClientTurns(MAX_CHILDREN, MAX_WAITING)
-        self.slow_turns: Places = ClientTurns(max_slow, MAX_WAITING)
+        self.slow_turns: Places = ClientTurns(slow.most, MAX_WAITING)
         self.slow: list[_Job] = []
         self.idle: list[JobChild] = []
         self._tasks: set[asyncio.Task[None]] = set()
@@ -138,7 +149,7 @@ class Children:
     def _may_begin(self, client: str) -> bool:
         if client in self._resting:
             return False
-        return not self._waits or 2 * sum(job.client == client for job in self.slow) < self._max_slow
+        return not self._slow_jobs.wait or 2 * sum(job.client == client for job in self.slow) < self._slow_jobs.most
 
     def _rests(self, client: str, for_s: float) -> None:
         def goes_on() -> None:

@@ -47,14 +47,14 @@ class ChatPrompts:
         cls,
         template: ChatTemplate | None,
         constants: dict[str, str],
-        trusts_requests: bool,
         timeout_s: float,
         config: ChatConfig = AS_GIVEN,
         takes_images: bool = False,
     ) -> ChatPrompts:
+        """`timeout_s`: of the templates of requests, where they are trusted."""
         settings = msgspec.json.encode(constants)
         module = "pd_cluster.service.prompts.template_child"
-        children = Children(module, settings, timeout_s, "template") if trusts_requests else None
+        children = Children(module, settings, timeout_s, "template") if config.trusts_request_templates else None
         return cls(template, children, config, takes_images)
 
     async def render(

@@ -21,7 +21,7 @@ from pd_cluster.media.options import ReadOptions
 from pd_cluster.media.rules import Placed, place
 from pd_cluster.media.sampling import FrameSampling
 from pd_cluster.media.video import Video
-from pd_cluster.service.helpers.children import Broke, Children, TookTooLong
+from pd_cluster.service.helpers.children import Broke, Children, SlowJobs, TookTooLong
 from pd_cluster.service.kept_media import Item, KeptMedia, num_bytes_of
 from pd_cluster.service.pixels import PixelBudget, PixelHold
 from pd_cluster.service.prompts.picture_child import PictureJob, PictureSettings, ReadPicture
@@ -34,7 +34,7 @@ MAX_NUMBERS_NBYTES = 6 << 20
 GIB = 1 << 30
 MAX_UUID_NUM_CHARS = 256
 TIMEOUTS_S = {IMAGES: 20.0, VIDEOS: 60.0}
-MAX_FETCHING = 6  # that take longer than usual
+FETCHES = SlowJobs(6, wait=True)
 GIVEN = "given:"  # the scheme of pictures that a caller in this process has as objects
 
 
@@ -113,9 +113,7 @@ class PictureIntake:
             for kind, timeout_s in TIMEOUTS_S.items():
                 name = "picture" if kind == IMAGES else kind
                 self.children[kind, "given"] = Children(module, settings, timeout_s, name)
-                self.children[kind, "fetched"] = Children(
-                    module, settings, timeout_s, name, max_slow=MAX_FETCHING, waits=True
-                )
+                self.children[kind, "fetched"] = Children(module, settings, timeout_s, name, slow=FETCHES)
 
     async def close(self) -> None:
         for children in self.children.values():

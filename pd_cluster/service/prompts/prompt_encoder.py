@@ -24,9 +24,9 @@ class PromptEncoder:
     """`limit` returns the current number of tokens in the context. Clients take turns with long texts."""
 
     def __init__(self, tokenizer: Tokenizer, limit: Callable[[], int], control: ControlTokens) -> None:
-        self._tokenizer = tokenizer
-        self._limit = limit
-        self._control = control
+        self.tokenizer = tokenizer
+        self.limit = limit
+        self.control = control
         self._pool = FairPool()
 
     def close(self) -> None:
@@ -36,19 +36,19 @@ class PromptEncoder:
         self, texts: list[str], special: bool, may_be_cut: bool, param: str, caller: Caller = NOBODY
     ) -> list[list[int]]:
         """Encodes a text. Raises RequestError, before any work, for one that cannot fit the context."""
-        if texts and not self._tokenizer.has_text:
+        if texts and not self.tokenizer.has_text:
             raise RequestError(
                 f"{param}: a text, and there is no tokenizer (--skip-tokenizer-init); give token ids", param=param
             )
         for text in texts:
             self.check(len(text), may_be_cut, param)
-        limit = self._limit()
+        limit = self.limit()
 
         def work() -> list[list[int]]:
             found = []
             for text in texts:
                 self._probe(text, limit, may_be_cut, param)
-                found.append(self._tokenizer.encode(text, special))
+                found.append(self.tokenizer.encode(text, special))
             return found
 
         return await self.run(work, sum(map(len, texts)), caller)
@@ -61,16 +61,16 @@ class PromptEncoder:
             (found,) = await self.encode([prompt.text], special, may_be_cut, param, caller)
             return found
         self.check(len(prompt.text), may_be_cut, param)
-        limit = self._limit()
+        limit = self.limit()
 
         def work() -> list[int]:
             self._probe(prompt.text, limit, may_be_cut, param)
-            return self._tokenizer.encode_prompt(prompt, self._control, special)
+            return self.tokenizer.encode_prompt(prompt, self.control, special)
 
         return await self._pool.run(caller.client, work, len(prompt.text))
 
     async def bad_words(self, words: list[str], caller: Caller = NOBODY) -> tuple[tuple[int, ...], ...]:
-        return await self.run(lambda: self._tokenizer.encode_bad_words(words), sum(map(len, words)), caller)
+        return await self.run(lambda: self.tokenizer.encode_bad_words(words), sum(map(len, words)), caller)
 
     async def run(self, work: Callable[[], T], num_chars: int, caller: Caller) -> T:
         """Runs short work at once, without a turn."""
@@ -80,7 +80,7 @@ class PromptEncoder:
 
     def check(self, num_chars: int, may_be_cut: bool, param: str) -> None:
         """Raises RequestError for a text of `num_chars` characters that is too long in any case."""
-        limit, longest = self._limit(), self._tokenizer.max_chars_per_token
+        limit, longest = self.limit(), self.tokenizer.max_chars_per_token
         most = limit * longest
         if may_be_cut and num_chars > (most := max(most, TRUNCATED_NUM_CHARS)):
             raise RequestError(
@@ -101,7 +101,7 @@ class PromptEncoder:
         num_chars = PROBED_CHARS_PER_TOKEN * limit
         if may_be_cut or len(text) <= max(num_chars, SHORT_NUM_CHARS):
             return
-        if (num_tokens := len(self._tokenizer.encode(text[:num_chars], False))) > PROBE_MARGIN * limit:
+        if (num_tokens := len(self.tokenizer.encode(text[:num_chars], False))) > PROBE_MARGIN * limit:
             raise RequestError(
                 f"{param}: the prompt is too long: {num_tokens} tokens in the first {num_chars} of its {len(text)} "
                 f"characters; this model's maximum context length is {limit} tokens, prompt and output together",

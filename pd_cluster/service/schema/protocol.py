@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from pd_cluster.engine.step.limits import MAX_LENGTH_PENALTY
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.guide_fields import Asked, GuideFields, guide_of
-from pd_cluster.types import INT32_MAX, MAX_SEQUENCES, Sampling
+from pd_cluster.types import INT32_MAX, MAX_SEQUENCES, Guide, Sampling
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_NUM_CHARS = 1024
@@ -283,8 +283,18 @@ class GenerationRequest(BaseModel):
             raise RequestError("stop: an empty string would stop everything", param="stop")
         return stops
 
-    def sampling(self, max_tokens: int, seed: int, defaults: Mapping[str, int | float]) -> Sampling:
-        """Returns the sampling parameters. `defaults` are the server's (sampling_defaults.py)."""
+    def sampling(
+        self,
+        max_tokens: int,
+        seed: int,
+        defaults: Mapping[str, int | float],
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        guide: Guide | None = None,
+    ) -> Sampling:
+        """Returns the sampling parameters. `defaults` are the server's (sampling_defaults.py).
+
+        `bad_words`: in tokens. `guide`: the one that was made of the request.
+        """
 
         def choose(value: Any, name: str, default: Any) -> Any:
             return value if value is not None else defaults.get(name, default)
@@ -316,6 +326,8 @@ class GenerationRequest(BaseModel):
             beam_width=self.beam_width,
             length_penalty=1.0 if self.length_penalty is None else float(self.length_penalty),
             early_stopping=self.early_stopping or False,
+            bad_words=bad_words,
+            guide=guide,
         )
 
     @cached_property

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from pd_cluster import wire
 from pd_cluster.cluster.routing.dispatch import Dispatch
-from pd_cluster.cluster.routing.endings import Endings
 from pd_cluster.cluster.routing.first_tokens import hold_s
 from pd_cluster.cluster.routing.slices import Slices
 from pd_cluster.cluster.routing.stream import RequestStream
+from pd_cluster.cluster.routing.stream_table import StreamTable
 from pd_cluster.cluster.routing.timeline import Timelines
 from pd_cluster.errors import GenerationError, RequestError
 from pd_cluster.types import LegEnd, PooledOutput, PromptOutput, TokenOutput
 
 
-class Inlet:
-    """`streams`: the router's, by their ids. `holds_first`: first tokens wait for decode; see first_tokens.py."""
+class OutputDispatcher:
+    """Listens to `streams`. `holds_first`: first tokens wait for decode; see first_tokens.py."""
 
-    def __init__(
-        self, streams: Mapping[str, RequestStream], dispatch: Dispatch, timelines: Timelines, endings: Endings
-    ) -> None:
-        self.holds_first = False
-        self._streams, self._dispatch, self._timelines, self._endings = streams, dispatch, timelines, endings
+    def __init__(self, streams: StreamTable, dispatch: Dispatch, timelines: Timelines, holds_first: bool) -> None:
+        self._streams, self._dispatch, self._timelines, self._holds_first = streams, dispatch, timelines, holds_first
         self._slices = Slices(self._handle)
+        streams.on_opened.append(self._on_opened)
 
-    def forget(self, request_id: str) -> None:
-        """Drops what has come for a request and waits for its slice."""
-        self._slices.forget(request_id)
+    def _on_opened(self, stream: RequestStream) -> None:
+        """Drops what has come for an earlier reader of a stream that resumes, and waits for its slice."""
+        if stream.kept is not None and stream.kept.place is not None:
+            self._slices.forget(stream.request_id)
 
     def add_at_once(self, conn: str, outputs: wire.Outputs) -> None:
         """Handles outputs at once, where nothing else needs the event loop meanwhile."""
@@ -52,7 +49,7 @@ class Inlet:
                 if token.finish_reason is not None and stream.is_finished:
                     self._dispatch.ended(stream, conn)
                 elif len(stream.inbox) > stream.max_unread:
-                    self._endings.give_up(stream)
+                    self._streams.give_up(stream)
         for pooled in outputs.pooled:
             if (stream := self._stream_of(conn, pooled)) is not None:
                 stream.put_pooled(pooled)
@@ -65,12 +62,12 @@ class Inlet:
         """Lets prefill's first token wait for decode, and ends that wait with decode's own report of it."""
         if stream.legs[conn] is stream.decode:
             stream.let_go()
-        elif self.holds_first and (wait_s := hold_s(stream, conn, token)):
+        elif self._holds_first and (wait_s := hold_s(stream, conn, token)):
             stream.hold(wait_s)
 
     def _stream_of(self, conn: str, output: TokenOutput | PromptOutput | PooledOutput | LegEnd) -> RequestStream | None:
         """Returns the stream that this output of this leg belongs to, if it is still wanted."""
-        stream = self._streams.get(output.request_id)
+        stream = self._streams.find(output.request_id)
         if stream is None or output.attempt != stream.attempt or conn not in stream.legs:
             return None
         if stream.legs[conn] is stream.prefill and not stream.has_prefill_spoken:
@@ -81,9 +78,9 @@ class Inlet:
 
     def _on_leg_end(self, conn: str, ended: LegEnd) -> None:
         if (stream := self._stream_of(conn, ended)) is None:
-            later = self._streams.get(ended.request_id) if ended.is_taken else None
+            later = self._streams.find(ended.request_id) if ended.is_taken else None
             if later is not None and later.attempt > ended.attempt:  # it looks for an instance, or has one
-                self._endings.take(later, "go on")
+                self._streams.take_over(later, "go on")
             return
         name = stream.legs[conn].name
         self._dispatch.ended(stream, conn)
@@ -91,14 +88,14 @@ class Inlet:
         if ended.error is not None:
             error = GenerationError(f"{name}: {ended.error}")
             if ended.is_taken:
-                self._endings.take(stream, "")
+                self._streams.take_over(stream, "leave")
             elif ended.is_refusal:
                 stream.inbox.put(RequestError(ended.error))
             elif ended.is_full:
                 stream.num_moves += 1
-                self._endings.retreat(stream, error, "full")
+                self._streams.retreat(stream, error, "full")
             elif ended.is_fault:
                 stream.ask.avoid.add((stream.prefill.key, stream.decode.key))
-                self._endings.retreat(stream, error, "fault")
+                self._streams.retreat(stream, error, "fault")
             else:
                 stream.inbox.put(error)

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.routing.entrance import ANYBODY
+from pd_cluster.cluster.routing.origin import ANYBODY
 from pd_cluster.errors import DeadlineExceeded, RequestAborted, Unavailable
 from pd_cluster.types import TokenOutput
 from tests.support.router_world import World, token, turns
@@ -119,7 +119,7 @@ async def test_while_it_sleeps_requests_are_refused(max_queue_s: float | None) -
             await refused
         assert caught.value.retry_after_s > 1
     with pytest.raises(Unavailable, match="the cluster is asleep"):
-        world.router.entrance.arrives(ANYBODY, 10)
+        world.router.admission.arrives(ANYBODY, 10)
     assert world.mailbox.sent == []
     await world.router.steer("open")
     serving, first, _ = await world.begin()

@@ -1,7 +1,7 @@
 """How a request gets its first pair of instances.
 
-It waits for its turn where there is a waiting room; goals are checked; and if the last instance was lost just now, it
-waits a moment for one to return, or as long as a running request does while one is on its way back.
+It waits for its turn where there is an admission queue; goals are checked; and if the last instance was lost just now,
+it waits a moment for one to return, or as long as a running request does while one is on its way back.
 """
 
 from __future__ import annotations
@@ -10,63 +10,45 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Coroutine
-from typing import Any, NamedTuple
+from typing import Any
 
 from pd_cluster.cluster.members.roster import Members
+from pd_cluster.cluster.routing.admission_queue import AdmissionQueue
 from pd_cluster.cluster.routing.fair_queue import Client, QueueEntry
-from pd_cluster.cluster.routing.policy import Pair, Policy, RoutingRequest, awaits_pair, is_served, why_unavailable
-from pd_cluster.cluster.routing.predict import Goals, check_goals, within_tpot
-from pd_cluster.cluster.routing.replays import ReplayLimits
+from pd_cluster.cluster.routing.origin import Admitted, PromptGroup, RequestOwner
+from pd_cluster.cluster.routing.policy import Pair, RoutingRequest, awaits_pair, is_served, why_unavailable
+from pd_cluster.cluster.routing.predict import check_goals, within_tpot
+from pd_cluster.cluster.routing.rules import RoutingRules
 from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.cluster.routing.waiting_room import Ending, Party, WaitingRoom
+from pd_cluster.cluster.routing.stream import Ending, RequestStream
+from pd_cluster.cluster.routing.stream_table import StreamEnd, StreamTable
 from pd_cluster.errors import Overloaded, PdClusterError, Unavailable
 from pd_cluster.reports import Gate
 
-
-class Visitor(NamedTuple):
-    """The client that a request counts for, and how long it may wait for its turn. `party`: the request's prompts."""
-
-    client: str = ""
-    patience_s: float = math.inf
-    party: Party | None = None
-
-
-ANYBODY = Visitor()
 SHUTTING_DOWN = "the server is shutting down"
 ASLEEP = "the cluster is asleep, until an operator wakes it up (POST /wake_up at the admin port)"
 ASLEEP_RETRY_S = 10
 SETTLE_POLL_S = 0.1  # while the first pair is awaited, which may stop being expected without any news
 
 
-class Entrance:
-    """Requests that would miss `goals` are refused before any work on them.
+class RequestAdmission:
+    """Listens to `streams`."""
 
-    `max_queue_s`: how long a request waits for room, 0 for no limit; None: it goes to an instance at once, and waits
-    there.
-    """
-
-    def __init__(
-        self,
-        roster: Members,
-        choose: Policy,
-        stats: RequestStats,
-        goals: Goals,
-        replay: ReplayLimits,
-        max_queue_s: float | None,
-        has_priorities: bool = False,
-    ) -> None:
-        self._roster = roster
-        self._choose, self._stats, self._goals, self._replay = choose, stats, goals, replay
+    def __init__(self, streams: StreamTable, members: Members, rules: RoutingRules, stats: RequestStats) -> None:
+        self._members, self._stats = members, stats
+        self._choose, self._goals, self._replay = rules.choose, rules.goals, rules.replay
         self._lost_s = -math.inf  # when an instance was last lost
         self._has_settled = False  # this process has begun to serve
         self._closed = asyncio.Event()  # set when this process stops: all waits end
         self._gate: Gate = "open"
         self._resumed = asyncio.Event()
-        self.waiting: WaitingRoom | None = None
-        if max_queue_s is not None:
-            limits = [(max_queue_s, "--max-queue-time"), (goals.ttft_s, "--slo-ttft")]
+        self.waiting: AdmissionQueue | None = None
+        if rules.max_queue_s is not None:
+            limits = [(rules.max_queue_s, "--max-queue-time"), (rules.goals.ttft_s, "--slo-ttft")]
             limit_s, name = min((limit for limit in limits if limit[0]), default=limits[0])
-            self.waiting = WaitingRoom(limit_s, lambda: roster.instances, roster.change, name, has_priorities)
+            self.waiting = AdmissionQueue(limit_s, members, name, rules.has_priorities)
+        streams.on_leg_ended.append(self._on_leg_ended)
+        streams.on_ended.append(self._on_ended)
 
     @property
     def num_waiting(self) -> int:
@@ -77,7 +59,7 @@ class Entrance:
         """Whether no pair has been up yet, and one is expected in a moment."""
         if self._has_settled:
             return False
-        instances = self._roster.instances
+        instances = self._members.instances
         is_early = awaits_pair(instances, asyncio.get_running_loop().time(), self._replay.together_s)
         self._has_settled = not is_early and is_served(instances)
         return is_early
@@ -89,7 +71,7 @@ class Entrance:
     @property
     def _return_s(self) -> float:
         """How long after a loss a request waits for instances: longer while one of them is on its way back."""
-        is_returning = any(each.is_returning and each.role != "encode" for each in self._roster.instances)
+        is_returning = any(each.is_returning and each.role != "encode" for each in self._members.instances)
         return self._replay.wait_s if is_returning else self._replay.together_s
 
     def lost(self) -> None:
@@ -100,10 +82,10 @@ class Entrance:
         """Waits for all instances, for a moment after this process has begun or one was lost; then for none."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._lost_s + self._replay.together_s):
-                while not self._roster.instances or any(not each.is_ready for each in self._roster.instances):
+                while not self._members.instances or any(not each.is_ready for each in self._members.instances):
                     await self.change()
 
-    def arrives(self, visitor: Visitor, num_tokens: int) -> Client | None:
+    def arrives(self, owner: RequestOwner, num_tokens: int) -> Client | None:
         """Registers a request before it is read; `departs` follows when it has its pair or ends.
 
         Raises Overloaded, and Unavailable while the cluster sleeps.
@@ -114,7 +96,7 @@ class Entrance:
         if self.waiting is None:
             return None
         try:
-            return self.waiting.arrives(visitor.client, num_tokens, visitor.patience_s)
+            return self.waiting.arrives(owner.client, num_tokens, owner.patience_s)
         except Overloaded:
             self._stats.refused("queue")
             raise
@@ -124,31 +106,29 @@ class Entrance:
             self.waiting.departs(client, num_tokens)
 
     def pair_at_once(
-        self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor
-    ) -> tuple[Pair, QueueEntry | None] | None:
+        self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner
+    ) -> Admitted | None:
         """Returns what `pair` does if the request need not wait; None: call that. Raises Overloaded."""
         if self.is_closed or self._gate != "open":
             return None
         entry = None
         if self.waiting is not None:
             num_tokens = ask.prompt.num_tokens + ask.num_output_tokens
-            party = visitor.party or Party()
-            entry = self.waiting.at_once(visitor.client, num_tokens, num_sequences, priority, party)
+            group = owner.group or PromptGroup()
+            entry = self.waiting.at_once(owner.client, num_tokens, num_sequences, priority, group)
             if entry is None:
                 return None
         try:
-            return self._admitted(ask, 0.0, entry), entry
+            return self._admitted(ask, 0.0, entry)
         except Unavailable:
             return None
 
-    async def pair(
-        self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor
-    ) -> tuple[Pair, QueueEntry | None]:
+    async def pair(self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner) -> Admitted:
         """Chooses the request's pair. `begun` and, at its end, `ended` must follow. Raises Unavailable, Overloaded."""
         arrived_s = asyncio.get_running_loop().time()
         while True:
             try:
-                return await self._turn(ask, num_sequences, priority, visitor, arrived_s)
+                return await self._turn(ask, num_sequences, priority, owner, arrived_s)
             except Unavailable as error:
                 if (closed := self._why_closed()) is not None:
                     raise closed from None
@@ -165,8 +145,8 @@ class Entrance:
                     raise error from None
 
     async def _turn(
-        self, ask: RoutingRequest, num_sequences: int, priority: int, visitor: Visitor, arrived_s: float
-    ) -> tuple[Pair, QueueEntry | None]:
+        self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner, arrived_s: float
+    ) -> Admitted:
         while self._gate == "paused" and self.waiting is None and not self.is_closed:
             await self._first_of(self._resumed.wait())
         if (closed := self._why_closed()) is not None:
@@ -176,27 +156,27 @@ class Entrance:
             try:
                 num_tokens = ask.prompt.num_tokens + ask.num_output_tokens
                 entry = await self.waiting.turn(
-                    visitor.client, num_tokens, num_sequences, priority, visitor.patience_s, visitor.party, arrived_s
+                    owner.client, num_tokens, num_sequences, priority, owner.patience_s, owner.group, arrived_s
                 )
             except Overloaded:
                 self._stats.refused("queue")
                 raise
             if self._gate == "asleep":  # since its turn came
-                self.ended(entry, 0)
+                self._ended(entry, 0)
                 self.begun(entry)
                 raise Unavailable(ASLEEP, ASLEEP_RETRY_S)
-        return self._admitted(ask, asyncio.get_running_loop().time() - arrived_s, entry), entry
+        return self._admitted(ask, asyncio.get_running_loop().time() - arrived_s, entry)
 
-    def _admitted(self, ask: RoutingRequest, waited_s: float, entry: QueueEntry | None) -> Pair:
+    def _admitted(self, ask: RoutingRequest, waited_s: float, entry: QueueEntry | None) -> Admitted:
         try:
-            return self._admit(ask, waited_s)
+            return Admitted(ask, *self._admit(ask, waited_s), entry)
         except BaseException:
-            self.ended(entry, 0)
+            self._ended(entry, 0)
             self.begun(entry)
             raise
 
     def _admit(self, ask: RoutingRequest, waited_s: float) -> Pair:
-        instances = within_tpot(self._goals, self._roster.instances)
+        instances = within_tpot(self._goals, self._members.instances)
         if self.awaits_pair and not ask.is_pooling:
             raise Unavailable(why_unavailable(instances))
         prefill, decode = self._choose(instances, ask)
@@ -212,13 +192,15 @@ class Entrance:
         if entry is not None and self.waiting is not None:
             self.waiting.begun(entry)
 
-    def ended(self, entry: QueueEntry | None, num_tokens: int, how: Ending = "failed") -> None:
+    def _on_ended(self, stream: RequestStream, end: StreamEnd) -> None:
+        self._ended(stream.admitted.entry, stream.num_tokens, end.how)
+
+    def _ended(self, entry: QueueEntry | None, num_tokens: int, how: Ending = "failed") -> None:
         """Notes the end of a request. `num_tokens` counts its prompt and its answer."""
         if entry is not None and self.waiting is not None:
             self.waiting.ended(entry, num_tokens, how)
 
-    def look(self) -> None:
-        """Checks for room after an instance has finished some work."""
+    def _on_leg_ended(self) -> None:
         if self.waiting is not None:
             self.waiting.look()
 
@@ -260,7 +242,7 @@ class Entrance:
 
     async def change(self) -> None:
         """Waits until the instances may have changed, or this process stops."""
-        await self._first_of(self._roster.change())
+        await self._first_of(self._members.change())
 
     async def _first_of(self, event: Coroutine[Any, Any, object]) -> None:
         """Waits for it, or until this process stops."""

@@ -6,10 +6,11 @@ Knows nothing of instances, and nothing of other processes.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 
-from pd_cluster.cluster.routing.entrance import Entrance
+from pd_cluster.cluster.routing.admission import RequestAdmission
 from pd_cluster.cluster.routing.stream import RequestStream, Setback
+from pd_cluster.cluster.routing.stream_table import StreamEnd, StreamTable
 from pd_cluster.cluster.routing.timeline import Timelines
 from pd_cluster.errors import RequestAborted
 from pd_cluster.reports import Gate
@@ -18,19 +19,12 @@ ABORTED = "the operator has ended this request"
 KEPT = "an operator has paused the cluster, and it could not go on afterwards"
 
 
-class Steering:
-    """`streams`: the router's, by their ids. `leave` ends a stream's attempt, with the reason if no other follows."""
-
-    def __init__(
-        self,
-        streams: Mapping[str, RequestStream],
-        entrance: Entrance,
-        timelines: Timelines,
-        leave: Callable[[RequestStream, str], None],
-    ) -> None:
-        self._streams, self._entrance, self._timelines, self._leave = streams, entrance, timelines, leave
+class PauseControl:
+    def __init__(self, streams: StreamTable, admission: RequestAdmission, timelines: Timelines) -> None:
+        self._streams, self._admission, self._timelines = streams, admission, timelines
         self._kept: dict[str, Setback | None] = {}  # by stream; None: its reader has not come to it yet
         self._idle: asyncio.Event | None = None  # set with the last stream's end, where it is waited for
+        streams.on_ended.append(self._on_ended)
 
     @property
     def num_kept(self) -> int:
@@ -39,30 +33,32 @@ class Steering:
 
     def steer(self, gate: Gate, aborts: Collection[str] | None, keeps: bool) -> None:
         """See members/control.py."""
-        self._entrance.set_gate(gate)
+        self._admission.set_gate(gate)
         if gate == "open":
             self._release()
         elif keeps:
-            for stream in self._streams.values():
+            for stream in self._streams:
                 if not stream.is_finished:
                     self._kept.setdefault(stream.request_id)
-                    self._leave(stream, KEPT)
+                    self._streams.move(stream, KEPT)
         if aborts is not None:
             self._abort(aborts)
 
     def _abort(self, names: Collection[str]) -> None:
-        for stream in self._streams.values():
+        for stream in self._streams:
             timeline = self._timelines.find(stream.request_id)
             if not names or (timeline is not None and not set(names).isdisjoint(timeline.ids)):
                 stream.inbox.put(RequestAborted(ABORTED, code="aborted"))
         if not names:
-            self._entrance.end_waiting(RequestAborted(ABORTED, code="aborted"))
+            self._admission.end_waiting(RequestAborted(ABORTED, code="aborted"))
 
     def _release(self) -> None:
         kept, self._kept = self._kept, {}
         for request_id, setback in kept.items():
             if setback is not None:
-                self._streams[request_id].inbox.put(setback)
+                stream = self._streams.find(request_id)
+                assert stream is not None, "its end would have been noted here"
+                stream.inbox.put(setback)
 
     def keeps(self, stream: RequestStream, setback: Setback | None = None) -> bool:
         """Whether the stream shall wait; then its reader gets `setback` again once it may go on."""
@@ -72,8 +68,7 @@ class Steering:
             self._kept[stream.request_id] = setback
         return True
 
-    def ended(self, stream: RequestStream) -> None:
-        """Forgets a stream that the router has forgotten."""
+    def _on_ended(self, stream: RequestStream, end: StreamEnd) -> None:
         self._kept.pop(stream.request_id, None)
         if self._idle is not None and len(self._streams) == len(self._kept):
             self._idle.set()

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.cluster.members.roster import Members
 from pd_cluster.cluster.routing.fair_queue import Client, FairQueue, QueueEntry
 from pd_cluster.cluster.routing.leaving import Leaving
+from pd_cluster.cluster.routing.origin import PromptGroup
 from pd_cluster.cluster.routing.room import room_of
+from pd_cluster.cluster.routing.stream import Ending
 from pd_cluster.errors import Overloaded, PdClusterError
 
 MAX_WAITING = 1 << 14  # requests, and their tokens: a bound on memory
@@ -24,8 +26,6 @@ MEASURED_S = 10.0  # earlier events count for less than a third
 SAFE = 0.7  # limit on the expected wait, as a share of the allowed one: expectations are not exact
 MIN_MEASURED_S = 0.5  # of waiting, and so many requests, before a rate is trusted
 MIN_MEASURED = 8.0
-
-Ending = Literal["answered", "left", "failed"]  # "left": its client, before the end
 
 
 class AdmissionPace:
@@ -60,13 +60,6 @@ class AdmissionPace:
         return self._num_tokens / self._waited_s if is_known else 0.0
 
 
-class Party:
-    """Requests that are useful only together: the prompts of one request. Once the first has begun, none is refused."""
-
-    def __init__(self) -> None:
-        self.is_let_in = self.has_begun = False
-
-
 class WaitLimit(NamedTuple):
     most_s: float
     name: str
@@ -74,17 +67,14 @@ class WaitLimit(NamedTuple):
 
 class AwaitedTurn(NamedTuple):
     came: asyncio.Future[None]
-    party: Party
+    group: PromptGroup
 
 
-class WaitingRoom:
-    """`changed` returns whenever there is news of an instance."""
-
+class AdmissionQueue:
     def __init__(
         self,
         max_wait_s: float,
-        instances: Callable[[], Sequence[Instance]],
-        changed: Callable[[], Coroutine[Any, Any, None]],
+        members: Members,
         limit_name: str = "--max-queue-time",
         has_priorities: bool = False,
     ) -> None:
@@ -94,7 +84,7 @@ class WaitingRoom:
         """
         self._max_wait_s = max_wait_s or math.inf
         self._limit_name, self._has_priorities = limit_name, has_priorities
-        self._instances, self._changed = instances, changed
+        self._members = members
         self._loop = asyncio.get_running_loop()
         self.queue = FairQueue()
         self._pace = AdmissionPace(self._loop.time())
@@ -164,7 +154,9 @@ class WaitingRoom:
 
     # ---- a request whose tokens are known
 
-    def at_once(self, name: str, num_tokens: int, num_sequences: int, priority: int, party: Party) -> QueueEntry | None:
+    def at_once(
+        self, name: str, num_tokens: int, num_sequences: int, priority: int, group: PromptGroup
+    ) -> QueueEntry | None:
         """Returns the entry of a request that need not wait, as `turn` does; None: call that."""
         if self.queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
             return None
@@ -172,7 +164,7 @@ class WaitingRoom:
         entry = QueueEntry(self.queue.client(name, now_s), num_tokens, num_sequences, priority, arrived_s=now_s)
         if not may(entry):
             return None
-        self._is_beginning = party.has_begun = True
+        self._is_beginning = group.has_begun = True
         self._pace.passed(now_s, waited=False)
         self._begin(entry, now_s)
         return entry
@@ -184,7 +176,7 @@ class WaitingRoom:
         num_sequences: int,
         priority: int = 0,
         patience_s: float = math.inf,
-        party: Party | None = None,
+        group: PromptGroup | None = None,
         since_s: float | None = None,
     ) -> QueueEntry:
         """Waits until there is room and it is next. `begun` or `ended` must follow before anything is awaited.
@@ -192,18 +184,18 @@ class WaitingRoom:
         `since_s`: when it began to wait, by the event loop's clock; None: now. Raises Overloaded when it has waited as
         long as allowed, or would have to wait longer.
         """
-        now_s, party = self._loop.time(), party or Party()
-        if (entry := self.at_once(name, num_tokens, num_sequences, priority, party)) is not None:
+        now_s, group = self._loop.time(), group or PromptGroup()
+        if (entry := self.at_once(name, num_tokens, num_sequences, priority, group)) is not None:
             return entry
         client = self.queue.client(name, now_s)
         entry = QueueEntry(client, num_tokens, num_sequences, priority, arrived_s=now_s if since_s is None else since_s)
-        if not party.is_let_in:
+        if not group.is_let_in:
             self._check(client, num_tokens, patience_s)
-            party.is_let_in = True
+            group.is_let_in = True
         self._measured()
         self.queue.join(entry)
         turn: asyncio.Future[None] = self._loop.create_future()
-        self._turns[entry] = AwaitedTurn(turn, party)
+        self._turns[entry] = AwaitedTurn(turn, group)
         limit = self._limit(client, num_tokens, patience_s)
         left_s = limit.most_s - (now_s - entry.arrived_s)
         if self._following is None:
@@ -211,7 +203,7 @@ class WaitingRoom:
         self.look()  # the requests before it may be unable to begin
         try:
             await asyncio.wait([turn], timeout=max(0.0, left_s) if left_s < math.inf else None)
-            if not turn.done() and not party.has_begun:
+            if not turn.done() and not group.has_begun:
                 why = "paused by its operator" if self._is_paused else "busy"
                 raise Overloaded(
                     f"the server is {why}: it has waited for {limit.name}",
@@ -221,7 +213,7 @@ class WaitingRoom:
         except BaseException as error:
             self._gives_up(entry, has_left=isinstance(error, asyncio.CancelledError))
             raise
-        party.has_begun = True
+        group.has_begun = True
         return entry
 
     def begun(self, entry: QueueEntry) -> None:
@@ -284,8 +276,8 @@ class WaitingRoom:
         while (entry := self.queue.next(may)) is not None:
             now_s = self._loop.time()
             most_s = SAFE * self._leaving.most_wait_s(entry.client.leave_times, entry.num_tokens, now_s)
-            turn, party = self._turns[entry]
-            if turn.done() or party.has_begun or now_s - entry.arrived_s <= most_s:
+            turn, group = self._turns[entry]
+            if turn.done() or group.has_begun or now_s - entry.arrived_s <= most_s:
                 return entry
             limit = self._limit(entry.client, entry.num_tokens, math.inf)
             self.queue.leave(entry)
@@ -317,7 +309,7 @@ class WaitingRoom:
         are taken, clients that have less then may still have their prompts computed: one client that holds the places
         must not shut others out.
         """
-        room = room_of(self._instances())
+        room = room_of(self._members.instances)
         if self._is_paused or not room.for_prompts:
             return None
         if room.for_sequences and room.for_all:
@@ -331,7 +323,7 @@ class WaitingRoom:
         """Checks again after every news of an instance, while any request waits."""
         try:
             while self.queue.num_waiting:
-                await self._changed()
+                await self._members.change()
                 self.look()
         finally:
             self._following = None

@@ -9,8 +9,9 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
+from pd_cluster.cluster.routing.admission_queue import MAX_WAITING_TOKENS, MEASURED_S, SAFE, AdmissionPace
+from pd_cluster.cluster.routing.origin import PromptGroup
 from pd_cluster.cluster.routing.room import room_of
-from pd_cluster.cluster.routing.waiting_room import MAX_WAITING_TOKENS, MEASURED_S, SAFE, AdmissionPace, Party
 from pd_cluster.errors import GenerationError, Overloaded
 from tests.support.hall import FULL, Hall, fill, pair
 from tests.support.router_world import ready
@@ -251,24 +252,24 @@ async def test_all_that_wait_end_when_the_server_stops() -> None:
 
 async def test_prompts_of_one_request_are_let_in_together() -> None:
     """Places taken by some of them would be wasted, and a retry would do no better."""
-    hall, party = Hall(max_wait_s=1.0), Party()
+    hall, group = Hall(max_wait_s=1.0), PromptGroup()
     hall.close()
-    tasks = await hall.waiting(1, num_tokens=1000, party=party)
+    tasks = await hall.waiting(1, num_tokens=1000, group=group)
     hall.measured(100)
-    tasks += await hall.waiting(3, num_tokens=1000, party=party)
+    tasks += await hall.waiting(3, num_tokens=1000, group=group)
     with pytest.raises(Overloaded):
-        await hall.visit(party=Party())
+        await hall.visit(group=PromptGroup())
     hall.open()
     await asyncio.gather(*tasks)
 
 
 async def test_when_the_first_prompt_of_a_request_has_begun_the_others_wait_longer() -> None:
-    hall, party = Hall(max_wait_s=0.02), Party()
-    await hall.visit(party=party)
+    hall, group = Hall(max_wait_s=0.02), PromptGroup()
+    await hall.visit(group=group)
     hall.close()
-    (late,) = await hall.waiting(1, party=party)
+    (late,) = await hall.waiting(1, group=group)
     with pytest.raises(Overloaded, match="has waited"):
-        await hall.visit(party=Party())
+        await hall.visit(group=PromptGroup())
     await asyncio.sleep(0.02)  # longer than it may alone
     assert not late.done()
     hall.open()

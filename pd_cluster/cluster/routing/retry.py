@@ -3,47 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 
 from pd_cluster.cluster.members.roster import Members
+from pd_cluster.cluster.routing.admission import SHUTTING_DOWN, RequestAdmission
 from pd_cluster.cluster.routing.dispatch import Dispatch
-from pd_cluster.cluster.routing.endings import TAKEN
-from pd_cluster.cluster.routing.entrance import SHUTTING_DOWN, Entrance
-from pd_cluster.cluster.routing.policy import Policy
-from pd_cluster.cluster.routing.replays import ReplayLimits, check_replay, next_pair
+from pd_cluster.cluster.routing.pause_control import PauseControl
+from pd_cluster.cluster.routing.replays import check_replay, next_pair
 from pd_cluster.cluster.routing.room import room_of
-from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.cluster.routing.steering import Steering
+from pd_cluster.cluster.routing.rules import RoutingRules
 from pd_cluster.cluster.routing.stream import RequestStream, Setback
-from pd_cluster.cluster.routing.timeline import Timelines
+from pd_cluster.cluster.routing.stream_table import TAKEN, StreamTable
 from pd_cluster.errors import GenerationError, Overloaded, PdClusterError, Unavailable
-
-log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0  # after an instance was full; twice as long each time
 FULL_RETRY_S = 1
 
 
-class Attempts:
-    """`streams`: the router's, by their ids. `pause`: waits before the next attempt at a full instance."""
+class Retry:
+    """`pause`: waits before the next attempt at a full instance."""
 
     def __init__(
         self,
-        streams: Mapping[str, RequestStream],
+        streams: StreamTable,
         membership: Members,
-        choose: Policy,
-        limits: ReplayLimits,
-        entrance: Entrance,
-        steering: Steering,
+        rules: RoutingRules,
+        admission: RequestAdmission,
+        pause_control: PauseControl,
         dispatch: Dispatch,
-        stats: RequestStats,
-        timelines: Timelines,
     ) -> None:
         self.pause: Callable[[float], Awaitable[None]] = asyncio.sleep
-        self._streams, self._membership, self._choose, self.limits = streams, membership, choose, limits
-        self._entrance, self._steering, self._dispatch = entrance, steering, dispatch
-        self._stats, self._timelines = stats, timelines
+        self._streams, self._membership, self._choose, self._limits = streams, membership, rules.choose, rules.replay
+        self._admission, self._pause_control, self._dispatch = admission, pause_control, dispatch
 
     async def replay(self, stream: RequestStream, setback: Setback, deadline_s: float | None) -> None:
         """Starts another attempt elsewhere, after the delivered tokens.
@@ -53,9 +44,9 @@ class Attempts:
         """
         if self._keeps(stream, setback) or stream.is_finished:
             return
-        check_replay(stream, setback, self._membership.instances, self.limits)
+        check_replay(stream, setback, self._membership.instances, self._limits)
         loop = asyncio.get_running_loop()
-        until_s = loop.time() + self.limits.wait_s
+        until_s = loop.time() + self._limits.wait_s
         error: PdClusterError = setback.error
         stream.num_full = stream.num_full + 1 if setback.cause == "full" else 0
         if stream.num_full:
@@ -66,7 +57,7 @@ class Attempts:
             if self._keeps(stream, setback):
                 return
         while True:
-            if self._entrance.is_closed:
+            if self._admission.is_closed:
                 raise GenerationError(f"{SHUTTING_DOWN}; {setback.error}")
             try:
                 stream.prefill, stream.decode = next_pair(stream, self._membership.instances, self._choose)
@@ -74,23 +65,19 @@ class Attempts:
             except Unavailable:
                 try:
                     async with asyncio.timeout_at(until_s):
-                        await self._entrance.change()
+                        await self._admission.change()
                 except TimeoutError:
                     raise error from None
                 if self._keeps(stream, setback):
                     return
-        name, why = stream.decode.name, str(setback.error)
-        shown = {"request_id": self._timelines.shown_id(stream.request_id)}
-        log.info("request %s goes on at %s: %s", stream.request_id, name, why, extra=shown)
-        self._timelines.replayed(stream.request_id, stream.transfer_id, stream.decode.conn, name, why)
-        self._stats.replayed(setback.cause)
+        self._streams.moved(stream, setback)
         self._dispatch.submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
 
     def _keeps(self, stream: RequestStream, setback: Setback) -> bool:
         """Whether a pause keeps the stream. Raises GenerationError if it has another reader, who goes by its name."""
-        if self._streams.get(stream.request_id) is not stream:
+        if stream not in self._streams:
             raise GenerationError(TAKEN)
-        return self._steering.keeps(stream, setback)
+        return self._pause_control.keeps(stream, setback)
 
     async def _until_room(self, until_s: float, num_full: int, error: Overloaded) -> None:
         """Waits for later reports, by which there is room, or for the end of this process.
@@ -100,12 +87,12 @@ class Attempts:
         """
         try:
             async with asyncio.timeout_at(until_s):
-                await self._entrance.change()
+                await self._admission.change()
                 await self.pause(min(MOST_PAUSE_S, FIRST_PAUSE_S * 2 ** min(num_full - 1, 10)))
-                while not self._entrance.is_closed:
+                while not self._admission.is_closed:
                     room = room_of(self._membership.instances)
                     if room.for_prompts and room.for_sequences:
                         return
-                    await self._entrance.change()
+                    await self._admission.change()
         except TimeoutError:
             raise error from None

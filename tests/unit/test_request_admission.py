@@ -1,4 +1,4 @@
-"""Requests at the entrance of a router with a waiting room: sent when a leg ends, refused, given a reason."""
+"""Requests on their way into a router with an admission queue: sent when a leg ends, refused, given a reason."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def _until_sent(world: World, number: int) -> None:
 
 
 async def _until_waiting(world: World) -> None:
-    await until(lambda: world.router.entrance.num_waiting >= 1)
+    await until(lambda: world.router.admission.num_waiting >= 1)
 
 
 async def _given_up(*tasks: asyncio.Future[Any]) -> None:
@@ -93,7 +93,7 @@ async def _home(world: World) -> None:
     await until(lambda: not world.router.num_streams)
     world.assert_home()
     assert [instance.num_sequences for instance in world.instances] == [0] * 4
-    assert world.router.entrance.num_waiting == 0
+    assert world.router.admission.num_waiting == 0
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ async def test_tokens_are_counted_for_the_client_that_got_them() -> None:
     world.outputs(conn, token(request_id, 1, finish="stop"))
     await first
     assert [each.position async for each in serving] == [1]
-    client = world.router.entrance.waiting.queue.clients[""]  # type: ignore[union-attr]
+    client = world.router.admission.waiting.queue.clients[""]  # type: ignore[union-attr]
     assert (client.num_served_tokens, client.num_sequences, client.num_begun) == (3 + 2, 0, 0)
 
 

@@ -1,0 +1,23 @@
+"""Settings of a text service, most of them the defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pd_cluster.service.config import ServiceConfig
+from pd_cluster.settings.config import ApiConfig
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.routing import RoutingConfig
+from pd_cluster.settings.timeouts import Timeouts
+
+OWN = ("seed", "sampling_defaults", "adapters", "handle_secret")
+
+
+def service_config(
+    model: str = "/models/x", max_model_len: int = 10_000, names: tuple[str, ...] = ("x",), **more: Any
+) -> ServiceConfig:
+    """`more`: further fields of the ServiceConfig, and of the ApiConfig."""
+    own = {name: more.pop(name) for name in OWN if name in more}
+    given = {"engine": EngineConfig(model=model), "served_model_names": [*names], "is_openai": True, **more}
+    settings = ApiConfig(**{"timeouts": Timeouts(), "routing": RoutingConfig(), **given})
+    return ServiceConfig(settings, max_model_len, **own)

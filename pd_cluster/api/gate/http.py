@@ -210,6 +210,11 @@ def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
 
 
+def json_of(answer: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Returns a small answer as a JSON response."""
+    return Response(msgspec.json.encode(answer), status, headers, "application/json")
+
+
 async def json_response(make: Callable[[], object], large: bool, headers: dict[str, str] | None = None) -> Response:
     """Returns the result of `make` as a JSON response. Large answers are built on a thread, so that no stream waits."""
 

@@ -21,11 +21,11 @@ from pd_cluster.api.gate.access_log import AccessLog
 from pd_cluster.api.gate.arrivals import Arrivals
 from pd_cluster.api.gate.auth import ApiKeys
 from pd_cluster.api.gate.cors import EXPOSED_HEADERS, Cors
-from pd_cluster.api.gate.direct import Direct
+from pd_cluster.api.gate.direct import Direct, PlainRoute, add_routes
 from pd_cluster.api.gate.drain import Drain, DrainGate
 from pd_cluster.api.gate.error_answers import install_error_handlers
 from pd_cluster.api.gate.file_keys import FileKeys
-from pd_cluster.api.gate.http import LOOKING, PlainRoute, add_routes, json_of
+from pd_cluster.api.gate.http import LOOKING, json_of
 from pd_cluster.api.gate.request_id import RequestIds
 from pd_cluster.api.gate.root_path import RootPath
 from pd_cluster.api.gate.tracing import Traces

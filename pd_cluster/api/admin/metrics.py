@@ -23,8 +23,9 @@ from prometheus_client.utils import floatToGoString
 from pd_cluster.api.admin import metric_tables as tables
 from pd_cluster.api.admin.metric_tables import OfInstance, OfInstanceParts, OfInstanceSteps, OfRequests
 from pd_cluster.api.document.operations import Operation
+from pd_cluster.api.gate.direct import PlainRoute
 from pd_cluster.api.gate.drain import Drain
-from pd_cluster.api.gate.http import LOOKING, PlainRoute, json_of
+from pd_cluster.api.gate.http import LOOKING, json_of
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import BOUNDS

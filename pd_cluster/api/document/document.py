@@ -15,7 +15,7 @@ from pd_cluster import __version__
 from pd_cluster.api.document.descriptions import DESCRIPTIONS, LIMITS
 from pd_cluster.api.document.operations import JSON, REF, Json, Kind, Operation, ref
 from pd_cluster.api.gate.auth import OPEN_PATHS
-from pd_cluster.api.gate.http import PlainRoute
+from pd_cluster.api.gate.direct import PlainRoute
 from pd_cluster.service.schema.json_body import MAX_CONTAINERS
 from pd_cluster.service.schema.lax_numbers import PATTERN, number_fields
 from pd_cluster.service.schema.protocol import HARMLESS

@@ -17,10 +17,9 @@ from msgspec import UNSET
 from pd_cluster.api.document import examples
 from pd_cluster.api.document.operations import Operation
 from pd_cluster.api.gate.callers import caller_of, reserve_tokens
+from pd_cluster.api.gate.direct import GeneratingRoute, PlainRoute
 from pd_cluster.api.gate.http import (
     BODY,
-    GeneratingRoute,
-    PlainRoute,
     json_of,
     json_response,
     read_body,

@@ -16,14 +16,8 @@ from msgspec import Meta
 from pd_cluster.api.document.examples import GENERATE
 from pd_cluster.api.document.operations import Operation
 from pd_cluster.api.gate.callers import caller_of, reserve_tokens
-from pd_cluster.api.gate.http import (
-    EventStream,
-    GeneratingRoute,
-    json_response,
-    read_request,
-    session_of,
-    unless_disconnected,
-)
+from pd_cluster.api.gate.direct import GeneratingRoute
+from pd_cluster.api.gate.http import EventStream, json_response, read_request, session_of, unless_disconnected
 from pd_cluster.api.openai.request_names import named
 from pd_cluster.errors import PdClusterError
 from pd_cluster.service.answers.answers import OfPrompt

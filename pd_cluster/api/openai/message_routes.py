@@ -11,7 +11,8 @@ from fastapi.responses import Response
 from pd_cluster.api.document.examples import COUNT, MESSAGES
 from pd_cluster.api.document.operations import READ_FAILURES, Operation
 from pd_cluster.api.gate.callers import caller_of
-from pd_cluster.api.gate.http import GeneratingRoute, PlainRoute, json_of, parsed, read_body
+from pd_cluster.api.gate.direct import GeneratingRoute, PlainRoute
+from pd_cluster.api.gate.http import json_of, parsed, read_body
 from pd_cluster.api.openai.block_answers import send
 from pd_cluster.service.answers.messages_answer import MessageAnswer, MessageEvent, MessagesAnswer
 from pd_cluster.service.schema.messages_chat import ITS_NAMES, chat_of

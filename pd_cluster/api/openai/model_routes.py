@@ -11,7 +11,8 @@ from msgspec import Meta, Struct
 
 from pd_cluster.api.document.operations import Operation, path_parameter
 from pd_cluster.api.gate.callers import caller_of
-from pd_cluster.api.gate.http import LOOKING, PlainRoute, json_of
+from pd_cluster.api.gate.direct import PlainRoute
+from pd_cluster.api.gate.http import LOOKING, json_of
 from pd_cluster.service.service import TextService
 
 

@@ -12,9 +12,9 @@ from fastapi.responses import Response
 from pd_cluster.api.document.examples import CHAT, COMPLETION, TOOLS
 from pd_cluster.api.document.operations import Operation
 from pd_cluster.api.gate.callers import caller_of, owner_of, reserve_tokens
+from pd_cluster.api.gate.direct import GeneratingRoute
 from pd_cluster.api.gate.http import (
     EventStream,
-    GeneratingRoute,
     Last,
     json_response,
     parsed,

@@ -19,7 +19,8 @@ from msgspec import Meta, Struct
 from pd_cluster.api.document.examples import EMBEDDING, RERANK, SCORE
 from pd_cluster.api.document.operations import Operation
 from pd_cluster.api.gate.callers import caller_of, reserve_tokens
-from pd_cluster.api.gate.http import GeneratingRoute, json_response, read_request, session_of, unless_disconnected
+from pd_cluster.api.gate.direct import GeneratingRoute
+from pd_cluster.api.gate.http import json_response, read_request, session_of, unless_disconnected
 from pd_cluster.api.openai.openai import served_by
 from pd_cluster.api.openai.request_names import name_of
 from pd_cluster.service.embedding import EmbeddingAsk

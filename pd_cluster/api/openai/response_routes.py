@@ -13,7 +13,8 @@ from msgspec import Meta
 from pd_cluster.api.document.examples import RESPONSES
 from pd_cluster.api.document.operations import READ_FAILURES, Operation, path_parameter, query_parameter
 from pd_cluster.api.gate.callers import caller_of, owner_of
-from pd_cluster.api.gate.http import GeneratingRoute, PlainRoute, json_of, parsed, read_body
+from pd_cluster.api.gate.direct import GeneratingRoute, PlainRoute
+from pd_cluster.api.gate.http import json_of, parsed, read_body
 from pd_cluster.api.openai.block_answers import send
 from pd_cluster.errors import ModelNotFound, RequestError
 from pd_cluster.service.answers.responses_answer import ResponseEvent, ResponseObject, ResponsesAnswer

@@ -13,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from pd_cluster.api.document.examples import DETOKENIZE, TOKENIZE
 from pd_cluster.api.document.operations import READ_FAILURES, Operation
 from pd_cluster.api.gate.callers import caller_of
-from pd_cluster.api.gate.http import LOOKING, PlainRoute, json_of, json_response, read_request
+from pd_cluster.api.gate.direct import PlainRoute
+from pd_cluster.api.gate.http import LOOKING, json_of, json_response, read_request
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatFields
 from pd_cluster.service.schema.parse import parse

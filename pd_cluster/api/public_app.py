@@ -5,25 +5,27 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from fastapi_offline import FastAPIOffline
+from msgspec import Meta, Struct
 from starlette.routing import Route
 
 from pd_cluster import __version__
 from pd_cluster.api.admin.metrics import ONLY_ONE, AdapterNaming, Owner, Totals, metrics_routes
 from pd_cluster.api.dashboard.public import PublicDashboard, PublicView, public_pages
+from pd_cluster.api.document.operations import Operation
 from pd_cluster.api.gate.access_log import AccessLog
 from pd_cluster.api.gate.arrivals import Arrivals
 from pd_cluster.api.gate.auth import ApiKeys
 from pd_cluster.api.gate.cors import EXPOSED_HEADERS, Cors
-from pd_cluster.api.gate.direct import Direct
+from pd_cluster.api.gate.direct import Direct, PlainRoute, add_routes
 from pd_cluster.api.gate.drain import Drain, DrainGate
 from pd_cluster.api.gate.error_answers import install_error_handlers
 from pd_cluster.api.gate.file_keys import FileKeys
-from pd_cluster.api.gate.http import LOOKING, PlainRoute, add_routes
+from pd_cluster.api.gate.http import LOOKING, json_of
 from pd_cluster.api.gate.request_id import RequestIds
 from pd_cluster.api.gate.root_path import RootPath
 from pd_cluster.api.gate.tracing import Traces
@@ -37,6 +39,21 @@ from pd_cluster.service.response_store import ResponseStore
 from pd_cluster.service.service import TextService
 
 TITLE = "pd-cluster"
+
+
+class Health(Struct, omit_defaults=True):
+    status: Literal["ok", "degraded", "unavailable", "draining"]
+    instances: Annotated[dict[str, str], Meta(description="The state of each prefill and decode instance.")]
+    links: Annotated[list[str], Meta(description="Pairs of instances that cannot exchange KV cache, with the reason.")]
+    reason: Annotated[str | None, Meta(description="Why requests cannot be served now.")] = None
+
+
+class Alive(Struct):
+    status: Literal["alive"]
+
+
+class Version(Struct):
+    version: str
 
 
 def public_app(
@@ -75,24 +92,26 @@ def _adapters(service: TextService) -> AdapterNaming | None:
 def _common_routes(admission: RequestAdmission, instances: list[Instance], drain: Drain) -> APIRouter:
     routes = APIRouter(route_class=PlainRoute)
 
-    @routes.api_route("/ping", methods=[*LOOKING, "POST"])
-    @routes.api_route("/health", methods=LOOKING)
+    probe = Operation("Whether requests can be served.", Health).says("Requests cannot be served.", "503")
+    alive = Operation("Whether this process answers.", Alive)
+
+    @routes.api_route("/ping", methods=[*LOOKING, "POST"], operation_id="ping", openapi_extra=probe)
+    @routes.api_route("/health", methods=LOOKING, openapi_extra=probe)
     async def health(request: Request) -> Response:
-        status, body = health_of(instances, admission.awaits_pair)
-        if admission.is_asleep and status == 200:  # instances, as this process knows them, may lag
-            status, body = 503, {**body, "status": "unavailable", "reason": ASLEEP}
+        health = health_of(instances, admission.awaits_pair)
+        if admission.is_asleep and health.reason is None:  # instances, as this process knows them, may lag
+            health.status, health.reason = "unavailable", ASLEEP
         if drain.is_draining:
-            status, body = 503, {**body, "status": "draining", "reason": "this server is stopping"}
-        return JSONResponse(body, status, {} if status == 200 else {"Retry-After": "1"})
+            health.status, health.reason = "draining", "this server is stopping"
+        return json_of(health) if health.reason is None else json_of(health, 503, {"Retry-After": "1"})
 
-    @routes.api_route("/live", methods=LOOKING)
+    @routes.api_route("/live", methods=LOOKING, openapi_extra=alive)
     async def live(request: Request) -> Response:
-        """Says that this process answers, whatever the instances do."""
-        return JSONResponse({"status": "alive"})
+        return json_of(Alive("alive"))
 
-    @routes.api_route("/version", methods=LOOKING)
+    @routes.api_route("/version", methods=LOOKING, openapi_extra=Operation("The server's version.", Version))
     async def version(request: Request) -> Response:
-        return JSONResponse({"version": __version__})
+        return json_of(Version(__version__))
 
     return routes
 
@@ -104,12 +123,12 @@ def _app(service: TextService) -> FastAPI:
         return FastAPI(title=TITLE, openapi_url=None)
     shown = {"validatorUrl": None}  # otherwise it would be an external service
     app = FastAPIOffline(docs_url="/docs", redoc_url=None, title=TITLE, swagger_ui_parameters=shown)
-    given = (service.names.own[0], service.settings.is_openai, http.has_keys, service.takes_tools)
+    model = service.names.own[0] if service.settings.is_openai else ""
 
     def described() -> dict[str, Any]:
-        from pd_cluster.api.document.document import document  # its models take a fifth of a scheduler's start
+        from pd_cluster.api.document.document import document  # needed only by those who ask for it
 
-        return document(*given)
+        return document(TITLE, app.routes, model, http.has_keys)
 
     app.openapi = functools.cache(described)  # type: ignore[method-assign]
     at = next(at for at, route in enumerate(app.router.routes) if getattr(route, "path", "") == app.openapi_url)
@@ -154,15 +173,12 @@ def _put_in_front(
         app.add_middleware(RootPath, root_path=http.root_path)
 
 
-def health_of(instances: list[Instance], awaits_pair: bool) -> tuple[int, dict[str, Any]]:
-    """Returns 200 when a request can be served, `degraded` if an instance or link is missing; otherwise 503."""
-    body: dict[str, Any] = {
-        "status": "ok",
-        "instances": {i.name: i.shown_state if not i.reason else f"{i.state}: {i.reason}" for i in instances},
-        "links": refused_links(instances),
-    }
+def health_of(instances: list[Instance], awaits_pair: bool) -> Health:
+    """Has a reason unless a request can be served; `degraded` if an instance or link is missing."""
+    shown = {i.name: i.shown_state if not i.reason else f"{i.state}: {i.reason}" for i in instances}
+    health = Health("ok", shown, refused_links(instances))
     if awaits_pair or not is_served(instances):
-        return 503, {**body, "status": "unavailable", "reason": why_unavailable(instances)}
-    if body["links"] or not all(instance.takes_requests for instance in instances):
-        body["status"] = "degraded"
-    return 200, body
+        health.status, health.reason = "unavailable", why_unavailable(instances)
+    elif health.links or not all(instance.takes_requests for instance in instances):
+        health.status = "degraded"
+    return health

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from uuid import uuid4
 
+import msgspec
+
 from pd_cluster.errors import PdClusterError, RequestError
 from pd_cluster.offline.asks import Ask
 from pd_cluster.offline.outputs import (
@@ -187,9 +189,9 @@ def _output(service: TextService, ask: Ask, generation: Generation, piece: Piece
     if generation.new_reader is not None:
         text = ChoiceText(generation)
         message, _ = text.message(piece)
-        output.text = message["content"] or ""
-        output.reasoning_content = message["reasoning_content"]
-        output.tool_calls = message.get("tool_calls", [])
+        output.text = message.content or ""
+        output.reasoning_content = message.reasoning_content or None
+        output.tool_calls = msgspec.to_builtins(message.tool_calls or [])
         output.finish_reason = text.finish_reason(piece)
     return output
 
@@ -204,7 +206,10 @@ def _token_logprobs(
     service: TextService, token_ids: list[int], found: list[Logprobs | None]
 ) -> list[TokenLogprobs | None]:
     shown = LogprobsFormat(service.tokenizer).prompt(token_ids, found)
-    return [None if each is None else {int(i): Logprob(**value) for i, value in each.items()} for each in shown]
+    return [
+        None if each is None else {int(i): Logprob(**msgspec.structs.asdict(value)) for i, value in each.items()}
+        for each in shown
+    ]
 
 
 def _metrics(service: TextService, ask: Ask, arrival: Instant) -> RequestMetrics:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta, Struct
 
 from pd_cluster.cluster.routing.origin import ANYBODY, RequestOrigin, RequestOwner
 from pd_cluster.cluster.routing.resume import KeptStream
@@ -33,6 +34,24 @@ def _nothing() -> None:
 
 def _no_calls(name: str, index: int) -> str:
     raise AssertionError("an answer without a reader makes no calls")
+
+
+class PromptTokensDetails(Struct):
+    cached_tokens: Annotated[int, Meta(description="Tokens of the prompt whose KV cache was there already.")]
+
+
+class CompletionTokensDetails(Struct):
+    reasoning_tokens: Annotated[int, Meta(description="Those of the text before the answer, tokenized by itself.")]
+
+
+class Usage(Struct, omit_defaults=True):
+    prompt_tokens: int
+    completion_tokens: Annotated[int, Meta(description="Of all choices together.")]
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails | None = None
+    completion_tokens_details: Annotated[
+        CompletionTokensDetails | None, Meta(description="Of a chat whose answers are read for reasoning or calls.")
+    ] = None
 
 
 @dataclass(slots=True)
@@ -100,22 +119,16 @@ class Generation:
         self.order = msgspec.structs.replace(self.order, session=session)
 
     @property
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> Usage:
         """Counts the sequences that are answered; cached tokens are included once they are known."""
         return self.usage_after(None)
 
-    def usage_after(self, num_tokens: int | None) -> dict[str, Any]:
+    def usage_after(self, num_tokens: int | None) -> Usage:
         """Returns the usage with so many tokens of output; None: all that there are."""
         num_prompt = len(self.prompt_token_ids)
         num_output = sum(each.num_tokens for each in self.sequences) if num_tokens is None else num_tokens
-        usage: dict[str, Any] = {
-            "prompt_tokens": num_prompt,
-            "completion_tokens": num_output,
-            "total_tokens": num_prompt + num_output,
-        }
-        if self.prompt is not None:
-            usage["prompt_tokens_details"] = {"cached_tokens": self.num_cached_tokens}
-        return usage
+        cached = None if self.prompt is None else PromptTokensDetails(self.num_cached_tokens)
+        return Usage(num_prompt, num_output, num_prompt + num_output, cached)
 
     @property
     def has_stops(self) -> bool:
@@ -148,16 +161,23 @@ class Generation:
         return sequence.piece(text, self.first_choice + sequence.index)
 
 
-def usage_of(generations: list[Generation]) -> dict[str, Any]:
+def usage_of(generations: list[Generation]) -> Usage:
     """Returns the usage of a request with several prompts. Cached tokens are included once all are known."""
-    usages = [generation.usage for generation in generations]
+    return added_up([generation.usage for generation in generations])
+
+
+def added_up(usages: list[Usage]) -> Usage:
+    """Adds up the counts; details that one of the usages lacks are left out."""
     if len(usages) == 1:
         return usages[0]
-    return added_up(usages)
-
-
-def added_up(usages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Adds up counts by name, at any depth; those that one of the usages lacks are left out."""
-    names = [name for name in usages[0] if all(name in usage for usage in usages)]
-    columns = {name: [usage[name] for usage in usages] for name in names}
-    return {name: added_up(each) if isinstance(each[0], dict) else sum(each) for name, each in columns.items()}
+    cached = [usage.prompt_tokens_details for usage in usages if usage.prompt_tokens_details is not None]
+    thought = [usage.completion_tokens_details for usage in usages if usage.completion_tokens_details is not None]
+    return Usage(
+        sum(usage.prompt_tokens for usage in usages),
+        sum(usage.completion_tokens for usage in usages),
+        sum(usage.total_tokens for usage in usages),
+        PromptTokensDetails(sum(each.cached_tokens for each in cached)) if len(cached) == len(usages) else None,
+        CompletionTokensDetails(sum(each.reasoning_tokens for each in thought))
+        if len(thought) == len(usages)
+        else None,
+    )

@@ -14,9 +14,10 @@ import secrets
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
+from msgspec import Meta, Struct
 
 from pd_cluster.errors import RequestError
 from pd_cluster.types import Order
@@ -27,11 +28,19 @@ NONCE_NBYTES, TIME_NBYTES, MAC_NBYTES = 8, 8, 32
 KNOWN = ("do_remote_decode", "do_remote_prefill", "handle", "expires_at")
 
 
+class KVHandle(Struct):
+    """Send it back unchanged, with the same prompt."""
+
+    do_remote_prefill: Annotated[bool, Meta(extra_json_schema={"const": True})]
+    handle: Annotated[str, Meta(description="For the KV cache of the prompt; opaque.")]
+    expires_at: Annotated[int, Meta(description="Unix time, in seconds.")]
+
+
 class KVPlan(NamedTuple):
     """The effect of a request's kv_transfer_params. `session`: requests of one go to the same instances."""
 
     session: str
-    told: dict[str, Any] | None  # in the answer
+    told: KVHandle | None  # in the answer
 
 
 class KVHandles:
@@ -63,7 +72,7 @@ class KVHandles:
         nonce, expires = secrets.token_bytes(NONCE_NBYTES), int(self._clock()) + TTL_S
         head = nonce + expires.to_bytes(TIME_NBYTES, "big")
         made = base64.urlsafe_b64encode(head + self._mac(head, owner, order)).decode()
-        return KVPlan(self._session(nonce), {"do_remote_prefill": True, "handle": made, "expires_at": expires})
+        return KVPlan(self._session(nonce), KVHandle(do_remote_prefill=True, handle=made, expires_at=expires))
 
     def _checked(self, handle: Any, owner: str, order: Order) -> bytes:
         """Returns the handle's nonce. Raises RequestError."""

@@ -4,7 +4,9 @@ shape.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
 
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, PdClusterError, RequestError, Unavailable
 
@@ -25,6 +27,34 @@ MESSAGES_ERRORS = {  # status -> Anthropic's type of error
 }
 
 
+class ErrorDetails(Struct):
+    message: Annotated[str, Meta(description="What is wrong, with names and numbers.")]
+    type: Annotated[str, Meta(description="The kind of error, such as invalid_request_error or service_unavailable.")]
+    param: Annotated[str | None, Meta(description="The field of the request that is wrong.")]
+    code: Annotated[str | None, Meta(description="For programs, such as context_length_exceeded or invalid_api_key.")]
+
+
+class Error(Struct):
+    error: ErrorDetails
+
+
+class Unsupported(Struct):
+    error_code: str
+    unsupported: list[str]
+
+
+class MessageErrorDetails(Struct, omit_defaults=True):
+    type: Annotated[str, Meta(description="The kind of error, such as invalid_request_error or overloaded_error.")]
+    message: str
+    details: Annotated[Unsupported | None, Meta(description="Without them, clients try the same again.")] = None
+
+
+class MessageError(Struct):
+    type: Literal["error"]
+    error: MessageErrorDetails
+    request_id: None
+
+
 class BodyTooLarge(RequestError):
     status = 413
 
@@ -39,8 +69,8 @@ def status_of(error: Exception) -> int:
     return 504 if isinstance(error, DeadlineExceeded) else 500
 
 
-def error_body(error: Exception) -> dict[str, Any]:
-    """Returns the body {"error": {message, type, param, code}}; unexpected exceptions reveal nothing internal."""
+def error_body(error: Exception) -> Error:
+    """Unexpected exceptions reveal nothing internal."""
     kind, param, code = "internal_error", None, None
     message = "internal error; the server's log has the details"
     if isinstance(error, RequestError):
@@ -55,21 +85,19 @@ def error_body(error: Exception) -> dict[str, Any]:
         kind, code = "server_error", "generation_failed"
     if isinstance(error, PdClusterError):
         message = str(error)
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    return Error(ErrorDetails(message, kind, param, code))
 
 
-def messages_error_body(error: Exception, status: int | None = None) -> dict[str, Any]:
-    """Returns Anthropic's body {"type": "error", "error": {type, message}}. `status`: the error's own, if None."""
+def messages_error_body(error: Exception, status: int | None = None) -> MessageError:
+    """Returns the body in Anthropic's shape. `status`: the error's own, if None."""
     status = status_of(error) if status is None else status
     kind = MESSAGES_ERRORS.get(status, "invalid_request_error" if 400 <= status < 500 else "api_error")
-    own = error_body(error)["error"]
-    told = {"type": kind, "message": own["message"]}
-    if own["code"] == NO_THREADS:
-        told["details"] = {"error_code": NO_THREADS, "unsupported": ["thread"]}
-    return {"type": "error", "error": told, "request_id": None}
+    own = error_body(error).error
+    details = Unsupported(NO_THREADS, ["thread"]) if own.code == NO_THREADS else None
+    return MessageError("error", MessageErrorDetails(kind, own.message, details), None)
 
 
-def error_body_at(path: str, error: Exception, status: int | None = None) -> dict[str, Any]:
+def error_body_at(path: str, error: Exception, status: int | None = None) -> Error | MessageError:
     """Returns the body in the shape of the route at this path, which may have a root path in front."""
     if path.endswith(MESSAGES_PATHS):
         return messages_error_body(error, status)

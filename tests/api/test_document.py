@@ -9,11 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.api.document.document import document
 from tests.support.cluster import LiveCluster
-from tests.support.documented import answer_validator
+from tests.support.documented import answer_validator, document_of
 
-WRITTEN = document("tiny", True, False)
+WRITTEN = document_of()
 
 
 def examples() -> Iterator[Any]:

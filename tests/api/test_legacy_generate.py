@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.api.document.examples import generate_examples
+from pd_cluster.api.document.examples import GENERATE
 from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import reference_greedy
@@ -62,7 +62,7 @@ def test_sampling_and_stops(plain: LiveCluster) -> None:
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-@pytest.mark.parametrize("name", list(generate_examples()))
+@pytest.mark.parametrize("name", list(GENERATE))
 def test_examples_of_the_document_are_answered_as_it_says(plain: LiveCluster, name: str) -> None:
     written = plain.client.get(f"{plain.url}/openapi.json").json()
     operation = written["paths"]["/generate"]["post"]

@@ -23,8 +23,8 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 from pydantic import BaseModel
 
+from pd_cluster.api.gate.direct import add_routes
 from pd_cluster.api.gate.error_answers import install_error_handlers
-from pd_cluster.api.gate.http import add_routes
 from pd_cluster.api.openai.calls import Calls
 from pd_cluster.api.openai.routes import api_routes
 from pd_cluster.commands.cli import main

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 import copy
+import functools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import jsonschema
+
+from pd_cluster.settings.http import HttpConfig
+from tests.support.public_port import make_app
+
+
+@functools.cache
+def document_of(openai: bool = True, has_keys: bool = False) -> dict[str, Any]:
+    """Returns the document of a server of the model `tiny`; `has_keys`: its clients need one."""
+    with tempfile.TemporaryDirectory() as folder:
+        app, _ = make_app(Path(folder), HttpConfig(api_keys=("key",) if has_keys else ()), openai)
+        return app.openapi()
 
 
 def validator_of(document: dict[str, Any], schema: dict[str, Any]) -> jsonschema.Draft202012Validator:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
@@ -62,7 +63,7 @@ async def asked(service: TextService, streams: bool, fields: dict[str, Any]) -> 
     request = ChatCompletionRequest(**{"messages": hello, "n": 2, "seed": 1, **fields})
     answer = ChatAnswer(request, "x", service, await service.chat(request))
     if not streams:
-        return [answer.whole(await service.complete(answer.generations))]
+        return [msgspec.to_builtins(answer.whole(await service.complete(answer.generations)))]
     events = b"".join([answer.events(piece) async for piece in service.pieces(answer.generations)])
     return [json.loads(line.removeprefix(b"data: ")) for line in events.splitlines() if line]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from typing import Any
 
+import msgspec
 import pytest
 
 from pd_cluster.errors import RequestError
@@ -27,9 +28,10 @@ class World:
 def test_both_requests_are_of_one_session_in_every_process() -> None:
     first, second = World(), World()
     made = first.plan(ASKED)
-    assert first.plan(made.told) == second.plan(made.told)
-    assert second.plan({"handle": made.told["handle"]}).session == made.session
-    assert second.plan(made.told).told is None
+    handle = msgspec.to_builtins(made.told)
+    assert first.plan(handle) == second.plan(handle)
+    assert second.plan({"handle": handle["handle"]}).session == made.session
+    assert second.plan(handle).told is None
     assert first.plan(ASKED).session != made.session
 
 
@@ -39,7 +41,7 @@ def test_both_requests_are_of_one_session_in_every_process() -> None:
 )
 def test_a_handle_is_for_one_prompt_model_and_key(other: dict[str, Any]) -> None:
     world = World()
-    handle = world.plan(ASKED).told
+    handle = msgspec.to_builtins(world.plan(ASKED).told)
     world.plan(handle)
     with pytest.raises(RequestError, match="is not one that this server gave"):
         world.plan(handle, **other)
@@ -50,7 +52,7 @@ def test_a_handle_is_for_one_prompt_model_and_key(other: dict[str, Any]) -> None
 
 def test_a_handle_is_over_after_a_while() -> None:
     world = World()
-    handle = world.plan(ASKED).told
+    handle = msgspec.to_builtins(world.plan(ASKED).told)
     assert handle["expires_at"] == 1000 + TTL_S
     world.now_s += TTL_S
     world.plan(handle)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.api.document.document import document
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema import parse as parsing
 from pd_cluster.service.schema import protocol
@@ -21,6 +20,7 @@ from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest, RerankR
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest, GenerationRequest
 from pd_cluster.service.schema.responses_protocol import ResponsesRequest
 from pd_cluster.service.schema.tokens_protocol import TokensRequest
+from tests.support.documented import document_of
 from tests.support.parsing import MINIMAL, OTHERS, parsed, refused
 
 
@@ -201,6 +201,6 @@ def test_sglangs_names_are_refused_with_those_there_are(kind: type[GenerationReq
 
 def test_what_changes_nothing_is_documented() -> None:
     """By the server itself, and on the page for clients."""
-    told = document("tiny", openai=True, has_keys=False)["info"]["description"]
+    told = document_of()["info"]["description"]
     page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text("utf-8")
     assert [name for name in protocol.HARMLESS if name not in told or f"`{name}`" not in page] == []

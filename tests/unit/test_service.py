@@ -15,7 +15,7 @@ from typing import Any, cast
 import pytest
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.generation import Generation
+from pd_cluster.service.generation import Generation, Usage
 from pd_cluster.service.prompts.prompt_encoder import SHORT_NUM_CHARS
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.protocol import CompletionRequest
@@ -146,7 +146,7 @@ def test_a_piece_for_each_character(make: Services) -> None:
     assert [len(piece.token_ids) for piece in pieces] == [1, 2, 3, 1]
     assert [piece.finish_reason for piece in pieces] == [None, None, None, "length"]
     assert generation.served_by == ["p", "d"]
-    assert generation.usage == {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}
+    assert generation.usage == Usage(2, 7, 9)
 
 
 @pytest.mark.parametrize("stop", ["cde", ["xyz", "e", "cde"]])
@@ -157,7 +157,7 @@ def test_a_stop_string_closes_the_request(make: Services, stop: Any, text: str) 
     pieces = pieces_of(service, generation)
     assert "".join(piece.text for piece in pieces) == "ab"
     assert [piece.finish_reason for piece in pieces] == [None, None, "stop"]
-    assert generation.usage["completion_tokens"] == router.num_read == 5
+    assert generation.usage.completion_tokens == router.num_read == 5
     assert router.was_closed
 
 
@@ -193,7 +193,7 @@ def test_tokens_that_come_together_make_the_same_answer(make: Services, num_toge
     assert found == [(index, text, router.token_ids, "length") for index in range(3)]
     assert (router.requests[0].n, router.requests[0].seed, router.requests[0].logprobs) == (3, 5, None)
     num_tokens = 3 * len(router.token_ids)
-    assert generation.usage == {"prompt_tokens": 2, "completion_tokens": num_tokens, "total_tokens": 2 + num_tokens}
+    assert generation.usage == Usage(2, num_tokens, 2 + num_tokens)
     assert router.gathered == [True]
 
 
@@ -213,7 +213,7 @@ def test_a_stop_string_ends_its_own_sequence_only(make: Services) -> None:
     assert (first.text, first.finish_reason, len(first.token_ids)) == ("ab", "stop", 4)
     assert (second.text, second.finish_reason, len(second.token_ids)) == ("abxdefgh", "length", 8)
     assert router.stopped == {0}
-    assert generation.usage["completion_tokens"] == 12
+    assert generation.usage.completion_tokens == 12
 
 
 def test_the_best_of_several_by_mean_logprob(make: Services) -> None:
@@ -225,7 +225,7 @@ def test_the_best_of_several_by_mean_logprob(make: Services) -> None:
     assert [piece.index for piece in pieces] == [0, 1]
     logprobs = [[entry.logprobs.logprob for entry in piece.logprobs if entry.logprobs] for piece in pieces]
     assert logprobs == [[-1.0] * 3, [-2.0] * 3]
-    assert generation.usage["completion_tokens"] == 6, "of those that are answered"
+    assert generation.usage.completion_tokens == 6, "of those that are answered"
 
 
 def test_short_answers_are_not_better_because_they_are_short(make: Services) -> None:

@@ -11,6 +11,7 @@ from tokenizers import processors
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.caller import Caller
+from pd_cluster.service.generation import PromptTokensDetails
 from pd_cluster.service.prompts.prompt_encoder import TRUNCATED_NUM_CHARS
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.protocol import CompletionRequest
@@ -31,9 +32,9 @@ def test_cached_tokens_are_told_once_they_are_known(make: Services) -> None:
     service, router = make("ab")
     router.told = PromptOutput("r", 0, 16)
     generation = completion(service, "a", cache_salt="mine")
-    assert "prompt_tokens_details" not in generation.usage
+    assert generation.usage.prompt_tokens_details is None
     whole(service, generation)
-    assert generation.usage["prompt_tokens_details"] == {"cached_tokens": 16}
+    assert generation.usage.prompt_tokens_details == PromptTokensDetails(16)
     assert router.salts == ["mine"]
 
 
@@ -64,7 +65,7 @@ def test_nothing_is_generated_for_echo_alone_but_for_the_prompts_logprobs(make: 
     assert (router.requests[0].max_tokens, router.requests[0].prompt_logprobs) == (1, 1)
     assert router.was_closed
     assert generation.prompt_logprobs == router.told.logprobs
-    assert generation.usage["completion_tokens"] == 0
+    assert generation.usage.completion_tokens == 0
 
 
 @pytest.mark.parametrize(

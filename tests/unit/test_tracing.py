@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.api.gate.http import GeneratingRoute
+from pd_cluster.api.gate.direct import GeneratingRoute
 from pd_cluster.api.gate.tracing import OPERATIONS
 from pd_cluster.cluster.routing.spans import Names
 from pd_cluster.errors import ConfigError

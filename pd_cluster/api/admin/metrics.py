@@ -10,9 +10,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import PlainTextResponse, Response
+from msgspec import Meta, Struct
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
@@ -20,8 +22,10 @@ from prometheus_client.utils import floatToGoString
 
 from pd_cluster.api.admin import metric_tables as tables
 from pd_cluster.api.admin.metric_tables import OfInstance, OfInstanceParts, OfInstanceSteps, OfRequests
+from pd_cluster.api.document.operations import Operation
+from pd_cluster.api.gate.direct import PlainRoute
 from pd_cluster.api.gate.drain import Drain
-from pd_cluster.api.gate.http import LOOKING, PlainRoute
+from pd_cluster.api.gate.http import LOOKING, json_of
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.stats import BOUNDS
@@ -35,6 +39,10 @@ Totals = Callable[[], AllStats | None]
 Owner = tuple[str, bool]  # a scheduler's name, and whether it owns membership
 ONLY_ONE: Owner = ("scheduler", True)
 Family = GaugeMetricFamily | CounterMetricFamily
+
+
+class ServerLoad(Struct):
+    server_load: Annotated[int, Meta(description="In all API processes together.")]
 
 
 def metrics_routes(
@@ -55,7 +63,13 @@ def metrics_routes(
             raise Unavailable("this process has just begun and does not know the others' counts yet")
         return found
 
-    @routes.api_route("/metrics", methods=LOOKING)
+    @routes.api_route(
+        "/metrics",
+        methods=LOOKING,
+        summary="For Prometheus.",
+        response_class=PlainTextResponse,
+        response_description="OK",
+    )
     async def metrics(request: Request) -> Response:
         found = told()
         body = metrics_of(instances, model_name, found, busy_of(router, drain), owner())
@@ -63,10 +77,9 @@ def metrics_routes(
             body += adapters.metric(router.adapters.use(), found.adapters)
         return Response(body, media_type=METRICS_MEDIA_TYPE)
 
-    @routes.api_route("/load", methods=LOOKING)
-    async def load(request: Request) -> JSONResponse:
-        """Answers as vLLM does: requests in flight."""
-        return JSONResponse({"server_load": drain.num_running + told().others.num_requests})
+    @routes.api_route("/load", methods=LOOKING, openapi_extra=Operation("Requests in flight.", ServerLoad))
+    async def load(request: Request) -> Response:
+        return json_of(ServerLoad(drain.num_running + told().others.num_requests))
 
     return routes
 

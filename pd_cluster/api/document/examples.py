@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-Examples = dict[str, dict[str, Any]]  # name -> {"summary": …, "value": the request's body}
+Examples = dict[str, tuple[str, dict[str, Any]]]  # name -> (summary, the request's body, but for the model's name)
 
 QUESTION = [{"role": "user", "content": "What is 3 + 4?"}]
 ANSWER_SCHEMA = {
@@ -23,112 +23,80 @@ TERMS = {
 USAGE = {"include_usage": True}
 
 
-def chat_examples(model: str, has_tools: bool) -> Examples:
-    plain = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 32}
-    schema = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER_SCHEMA}}
-    system = {"role": "system", "content": "Answer in one word."}
-    function = {"name": "add", "description": "Adds two numbers.", "parameters": TERMS}
-    called = {
-        **plain,
-        "max_tokens": 64,
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": "required",
-    }
-    tools = {"tools": example("A call of a function", called)} if has_tools else {}
-    return {
-        **tools,
-        "plain": example("A question", plain),
-        "streamed": example("The same, streamed", {**plain, "stream": True, "stream_options": USAGE}),
-        "json_schema": example("An answer of a given form", {**plain, "response_format": schema}),
-        "logprobs": example(
-            "With the most likely tokens",
-            {**plain, "messages": [system, *QUESTION], "max_tokens": 4, "logprobs": True, "top_logprobs": 3},
-        ),
-    }
+_CHAT = {"messages": QUESTION, "temperature": 0, "max_tokens": 32}
+_SYSTEM = {"role": "system", "content": "Answer in one word."}
+_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER_SCHEMA}}
+_FUNCTION = {"name": "add", "description": "Adds two numbers.", "parameters": TERMS}
+_CALLED = {"max_tokens": 64, "tools": [{"type": "function", "function": _FUNCTION}], "tool_choice": "required"}
+TOOLS: Examples = {"tools": ("A call of a function", {**_CHAT, **_CALLED})}
+CHAT: Examples = {
+    "plain": ("A question", _CHAT),
+    "streamed": ("The same, streamed", {**_CHAT, "stream": True, "stream_options": USAGE}),
+    "json_schema": ("An answer of a given form", {**_CHAT, "response_format": _SCHEMA}),
+    "logprobs": (
+        "With the most likely tokens",
+        {**_CHAT, "messages": [_SYSTEM, *QUESTION], "max_tokens": 4, "logprobs": True, "top_logprobs": 3},
+    ),
+}
 
+_TEXT = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 16}
+COMPLETION: Examples = {
+    "plain": ("A text to go on with", _TEXT),
+    "streamed": ("The same, streamed", {**_TEXT, "stream": True, "stream_options": USAGE}),
+    "several": ("Several prompts at once", {**_TEXT, "prompt": ["One, two,", "A, B,"], "max_tokens": 4}),
+    "token_ids": ("Token ids in and out", {**_TEXT, "prompt": [1, 2, 3], "return_token_ids": True}),
+    "drawn": ("Two drawn texts", {**_TEXT, "temperature": 0.8, "top_p": 0.9, "seed": 7, "n": 2}),
+    "logprobs": ("How likely a text is", {**_TEXT, "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 1}),
+}
+GENERATE: Examples = {
+    "plain": ("A text to go on with", _TEXT),
+    "streamed": ("The same, streamed", {**_TEXT, "stream": True}),
+    "choice": ("One of two words", {**_TEXT, "guided_choice": ["Paris", "Rome"]}),
+}
 
-def completion_examples(model: str) -> Examples:
-    plain = {"model": model, "prompt": "The capital of France is", "temperature": 0, "max_tokens": 16}
-    return {
-        "plain": example("A text to go on with", plain),
-        "streamed": example("The same, streamed", {**plain, "stream": True, "stream_options": USAGE}),
-        "several": example("Several prompts at once", {**plain, "prompt": ["One, two,", "A, B,"], "max_tokens": 4}),
-        "token_ids": example("Token ids in and out", {**plain, "prompt": [1, 2, 3], "return_token_ids": True}),
-        "drawn": example("Two drawn texts", {**plain, "temperature": 0.8, "top_p": 0.9, "seed": 7, "n": 2}),
-        "logprobs": example(
-            "How likely a text is", {**plain, "max_tokens": 0, "echo": True, "logprobs": 1, "prompt_logprobs": 1}
-        ),
-    }
+_INPUT = {"input": "What is 3 + 4?", "temperature": 0, "max_output_tokens": 32}
+_FORMAT = {"type": "json_schema", "name": "answer", "schema": ANSWER_SCHEMA}
+RESPONSES: Examples = {
+    "plain": ("A question", {**_INPUT, "instructions": "Answer in one word."}),
+    "streamed": ("The same, streamed", {**_INPUT, "stream": True}),
+    "items": ("A conversation", {**_INPUT, "input": QUESTION}),
+    "json_schema": ("An answer of a given form", {**_INPUT, "text": {"format": _FORMAT}}),
+}
 
+_TURNS = {"messages": QUESTION, "max_tokens": 32}
+_OUTPUT = {"format": {"type": "json_schema", "schema": ANSWER_SCHEMA}}
+MESSAGES: Examples = {
+    "plain": ("A question", {**_TURNS, "system": "Answer in one word."}),
+    "streamed": ("The same, streamed", {**_TURNS, "stream": True}),
+    "json_schema": ("An answer of a given form", {**_TURNS, "output_config": _OUTPUT}),
+}
+COUNT: Examples = {"plain": ("A question", {"messages": QUESTION})}
 
-def generate_examples() -> Examples:
-    plain = {"prompt": "The capital of France is", "temperature": 0, "max_tokens": 16}
-    return {
-        "plain": example("A text to go on with", plain),
-        "streamed": example("The same, streamed", {**plain, "stream": True}),
-        "choice": example("One of two words", {**plain, "guided_choice": ["Paris", "Rome"]}),
-    }
-
-
-def responses_examples(model: str) -> Examples:
-    plain = {"model": model, "input": "What is 3 + 4?", "temperature": 0, "max_output_tokens": 32}
-    form = {"type": "json_schema", "name": "answer", "schema": ANSWER_SCHEMA}
-    return {
-        "plain": example("A question", {**plain, "instructions": "Answer in one word."}),
-        "streamed": example("The same, streamed", {**plain, "stream": True}),
-        "items": example("A conversation", {**plain, "input": QUESTION}),
-        "json_schema": example("An answer of a given form", {**plain, "text": {"format": form}}),
-    }
-
-
-def messages_examples(model: str) -> Examples:
-    plain = {"model": model, "messages": QUESTION, "max_tokens": 32}
-    form = {"type": "json_schema", "schema": ANSWER_SCHEMA}
-    return {
-        "plain": example("A question", {**plain, "system": "Answer in one word."}),
-        "streamed": example("The same, streamed", {**plain, "stream": True}),
-        "json_schema": example("An answer of a given form", {**plain, "output_config": {"format": form}}),
-    }
-
-
-def count_examples(model: str) -> Examples:
-    return {"plain": example("A question", {"model": model, "messages": QUESTION})}
-
-
-def tokens_examples(model: str) -> Examples:
-    plain = {"model": model, "token_ids": [1, 2, 3], "sampling_params": {"temperature": 0, "max_tokens": 16}}
-    shown = {"temperature": 0, "max_tokens": 4, "logprobs": 2}
-    return {
-        "plain": example("Tokens to go on with", plain),
-        "streamed": example("The same, streamed", {**plain, "stream": True}),
-        "logprobs": example("With the most likely tokens", {**plain, "sampling_params": shown}),
-    }
-
-
-def batch_examples(model: str) -> Examples:
-    other = [{"role": "user", "content": "What is 5 + 6?"}]
-    several = {"model": model, "messages": [QUESTION, other], "temperature": 0, "max_tokens": 16}
-    return {"plain": example("Two questions", several)}
-
-
-def invocation_examples(model: str) -> Examples:
-    return {
-        "chat": chat_examples(model, has_tools=False)["plain"],
-        "completion": completion_examples(model)["streamed"],
-        "embedding": example("A vector", {"model": model, "input": "The capital of France is Paris."}),
-    }
-
-
-def tokenize_examples(model: str) -> Examples:
-    return {
-        "text": example("A text", {"model": model, "prompt": "hello", "return_token_strs": True}),
-        "chat": example("A conversation, as its template writes it", {"model": model, "messages": QUESTION}),
-    }
-
-
-def detokenize_examples(model: str) -> Examples:
-    return {"ids": example("Three tokens", {"model": model, "tokens": [1, 2, 3]})}
-
-
-def example(summary: str, value: dict[str, Any]) -> dict[str, Any]:
-    return {"summary": summary, "value": value}
+_TOKENS = {"token_ids": [1, 2, 3], "sampling_params": {"temperature": 0, "max_tokens": 16}}
+_SHOWN = {"temperature": 0, "max_tokens": 4, "logprobs": 2}
+TOKENS: Examples = {
+    "plain": ("Tokens to go on with", _TOKENS),
+    "streamed": ("The same, streamed", {**_TOKENS, "stream": True}),
+    "logprobs": ("With the most likely tokens", {**_TOKENS, "sampling_params": _SHOWN}),
+}
+_OTHER = [{"role": "user", "content": "What is 5 + 6?"}]
+BATCH: Examples = {"plain": ("Two questions", {"messages": [QUESTION, _OTHER], "temperature": 0, "max_tokens": 16})}
+INVOCATION: Examples = {
+    "chat": CHAT["plain"],
+    "completion": COMPLETION["streamed"],
+    "embedding": ("A vector", {"input": "The capital of France is Paris."}),
+}
+TOKENIZE: Examples = {
+    "text": ("A text", {"prompt": "hello", "return_token_strs": True}),
+    "chat": ("A conversation, as its template writes it", {"messages": QUESTION}),
+}
+DETOKENIZE: Examples = {"ids": ("Three tokens", {"tokens": [1, 2, 3]})}
+EMBEDDING: Examples = {
+    "plain": ("A text", {"input": "The capital of France is Paris."}),
+    "several": ("Several, as bytes", {"input": ["one", "two"], "encoding_format": "base64"}),
+    "token_ids": ("Token ids, and few numbers", {"input": [1, 2, 3], "dimensions": 8}),
+}
+_PAIR = {"queries": "Where is Paris?", "documents": ["Paris is in France.", "Cats purr."]}
+SCORE: Examples = {"plain": ("Two documents", _PAIR)}
+_PLACES = {"query": "Where is Paris?", "documents": ["Cats purr.", "Paris is in France."], "top_n": 1}
+RERANK: Examples = {"plain": ("The better of two", _PLACES)}

@@ -6,14 +6,16 @@ Does without FastAPI, whose import would be most of a worker's start-up time.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from pd_cluster.errors import Overloaded, PdClusterError, RequestError, Unavailable
-from pd_cluster.service.status import error_body_at, status_of
+from pd_cluster.service.status import Error, MessageError, error_body_at, status_of
 
 log = logging.getLogger(__name__)
 
@@ -30,9 +32,13 @@ NOT_HERE = {  # part of a path that other servers have -> what to do instead
 }
 
 
-def error_response(error: Exception, path: str) -> JSONResponse:
+def error_response(error: Exception, path: str) -> Response:
     headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, Unavailable | Overloaded) else {}
-    return JSONResponse(error_body_at(path, error), status_of(error), headers)
+    return _response(error_body_at(path, error), status_of(error), headers)
+
+
+def _response(body: Error | MessageError, status: int, headers: Mapping[str, str] | None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
 def install_error_handlers(app: Starlette) -> None:
@@ -45,7 +51,7 @@ def install_error_handlers(app: Starlette) -> None:
         why = next((f"; {way}" for part, way in NOT_HERE.items() if part in request.url.path), "") if code else ""
         told = RequestError(f"{request.method} {request.url.path}: {error.detail}{why}", code=code)
         body = error_body_at(request.url.path, told, error.status_code)
-        return JSONResponse(body, error.status_code, error.headers)
+        return _response(body, error.status_code, error.headers)
 
     async def unexpected(request: Request, error: Exception) -> Response:
         named = {"request_id": name} if (name := request.headers.get("x-request-id", "")[:256]) else {}

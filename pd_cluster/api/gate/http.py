@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import APIRouter, Depends, FastAPI
-from fastapi.routing import APIRoute
+from fastapi import Depends
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import request_response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from pd_cluster.api.gate.arrivals import arrival_of
 from pd_cluster.api.gate.callers import caller_of, count_request
@@ -110,47 +107,6 @@ def guarded_by(check: Callable[[Request], None]) -> Any:
     return Depends(run)
 
 
-class PlainRoute(APIRoute):
-    """A route whose endpoint reads the request and builds the response itself: FastAPI does neither.
-
-    Dependencies are ignored, so FastAPI's stacks of contexts for them are left out, too.
-    """
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler: Callable[[Request], Coroutine[Any, Any, Response]] = self.endpoint
-        return handler
-
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self.methods and scope["method"] not in self.methods:
-            await super().handle(scope, receive, send)
-        else:
-            await self._plain(scope, receive, send)
-
-    @functools.cached_property
-    def _plain(self) -> ASGIApp:
-        return request_response(self.get_route_handler())
-
-
-def add_routes(app: FastAPI, routes: APIRouter) -> None:
-    """Adds plain routes as the app's own: FastAPI looks through an included router twice for each request."""
-    assert all(isinstance(route, PlainRoute) for route in routes.routes)
-    app.router.routes.extend(routes.routes)
-
-
-class GeneratingRoute(PlainRoute):
-    """A route whose requests queue. One that would wait too long is refused before its body is read."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handler = super().get_route_handler()
-
-        async def admitted(http: Request) -> Response:
-            if (arrival := arrival_of(http)) is not None:
-                arrival.asks(http, declared_length(http))
-            return await handler(http)
-
-        return admitted
-
-
 class Last(bytes):
     """The last events of a stream: they leave together with the end of the response, in one write."""
 
@@ -203,6 +159,11 @@ class EventStream(Response):
 
 def _encoded(headers: dict[str, str]) -> list[tuple[bytes, bytes]]:
     return [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+
+
+def json_of(answer: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Returns a small answer as a JSON response."""
+    return Response(msgspec.json.encode(answer), status, headers, "application/json")
 
 
 async def json_response(make: Callable[[], object], large: bool, headers: dict[str, str] | None = None) -> Response:

@@ -13,7 +13,8 @@ from fastapi.responses import Response
 from starlette.types import Message, Scope
 
 from pd_cluster.api.gate.callers import SCOPE
-from pd_cluster.api.gate.http import BODY, GeneratingRoute
+from pd_cluster.api.gate.direct import GeneratingRoute
+from pd_cluster.api.gate.http import BODY
 from pd_cluster.api.openai.routes import api_routes
 from pd_cluster.errors import RequestError
 from pd_cluster.service.caller import Caller

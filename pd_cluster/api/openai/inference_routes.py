@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from msgspec import UNSET
 
+from pd_cluster.api.document import examples
+from pd_cluster.api.document.operations import Operation
 from pd_cluster.api.gate.callers import caller_of, reserve_tokens
+from pd_cluster.api.gate.direct import GeneratingRoute, PlainRoute
 from pd_cluster.api.gate.http import (
     BODY,
-    GeneratingRoute,
-    PlainRoute,
+    json_of,
     json_response,
     read_body,
     read_request,
@@ -25,18 +28,19 @@ from pd_cluster.api.gate.http import (
 )
 from pd_cluster.api.openai.load_header import load_header
 from pd_cluster.api.openai.openai import answered, openai_routes, served_by
-from pd_cluster.api.openai.pooling_routes import pooling_routes
+from pd_cluster.api.openai.pooling_routes import Embeddings, Reranked, Scores, pooling_routes
 from pd_cluster.api.openai.request_names import named
 from pd_cluster.errors import RequestError
-from pd_cluster.service.answers.chat_answer import ChatAnswer
-from pd_cluster.service.answers.completion_answer import CompletionAnswer
-from pd_cluster.service.answers.tokens_answer import TokensAnswer
+from pd_cluster.service.answers.chat_answer import ChatAnswer, ChatCompletion, ChatCompletionChunk
+from pd_cluster.service.answers.completion_answer import Completion, CompletionAnswer, CompletionChunk
+from pd_cluster.service.answers.tokens_answer import GeneratedTokens, GeneratedTokensChunk, TokensAnswer
 from pd_cluster.service.generation import Generation, added_up
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.own_words import in_own_words
 from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
 from pd_cluster.service.schema.protocol import CompletionRequest
-from pd_cluster.service.schema.tokens_protocol import NAMES, BatchChatRequest, TokensRequest, rendered
+from pd_cluster.service.schema.tokens_protocol import NAMES, BatchChatRequest, RenderedPrompt, TokensRequest, rendered
 from pd_cluster.service.sequence import Piece
 from pd_cluster.service.service import TextService
 from pd_cluster.service.status import CLIENT_CLOSED_REQUEST
@@ -70,9 +74,11 @@ INVOKED = {  # the route for a body that has this field
 
 def inference_routes(service: TextService) -> APIRouter:
     routes, vocab_size = APIRouter(route_class=GeneratingRoute), service.vocab_size
+    of_tokens = Operation("Tokens in, tokens out.", GeneratedTokens, TokensRequest, examples.TOKENS)
+    of_chats = "Answer several conversations, each by a choice."
 
-    @routes.post("/inference/v1/generate")
-    async def generate(http: Request) -> Response:
+    @routes.post("/inference/v1/generate", openapi_extra=of_tokens.chunks(GeneratedTokensChunk))
+    async def generate_tokens(http: Request) -> Response:
         received_s = time.monotonic()
         request = await read_request(http, _completion_of)
         name = service.names.check(request.model, caller_of(http))
@@ -80,8 +86,11 @@ def inference_routes(service: TextService) -> APIRouter:
             generations = await service.completions(named(request, http), received_s, caller_of(http))
         return await answered(http, service, TokensAnswer(request, name, service, generations))
 
-    @routes.post("/v1/chat/completions/batch")
-    async def batch(http: Request) -> Response:
+    @routes.post(
+        "/v1/chat/completions/batch",
+        openapi_extra=Operation(of_chats, ChatCompletion, BatchChatRequest, examples.BATCH),
+    )
+    async def chat_batch(http: Request) -> Response:
         received_s = time.monotonic()
         request = await read_request(http, lambda body: parse(body, BatchChatRequest, vocab_size=vocab_size))
         name = service.names.check(request.model, caller_of(http))
@@ -102,8 +111,13 @@ def inference_routes(service: TextService) -> APIRouter:
 def render_routes(service: TextService) -> APIRouter:
     """Makes the routes that return a request's prompt as tokens, with all else that /inference/v1/generate needs."""
     routes, vocab_size = APIRouter(route_class=PlainRoute), service.vocab_size
+    of_chat = "The body of /inference/v1/generate that answers this conversation."
+    of_text = "The body of /inference/v1/generate for each prompt."
+    chat, text = {"plain": examples.CHAT["plain"]}, {"plain": examples.COMPLETION["plain"]}
 
-    @routes.post("/v1/chat/completions/render")
+    @routes.post(
+        "/v1/chat/completions/render", openapi_extra=Operation(of_chat, RenderedPrompt, ChatCompletionRequest, chat)
+    )
     async def render_chat(http: Request) -> Response:
         request = await read_request(http, lambda body: parse(body, ChatCompletionRequest, vocab_size=vocab_size))
         name = service.names.check(request.model, caller_of(http))
@@ -113,9 +127,9 @@ def render_routes(service: TextService) -> APIRouter:
                 "messages: token ids alone cannot carry images; send them to /v1/chat/completions", param="messages"
             )
         answer = rendered(request, generation.prompt_token_ids, generation.sampling, name, ChatAnswer.prefix)
-        return await json_response(lambda: answer, large=False)
+        return json_of(answer)
 
-    @routes.post("/v1/completions/render")
+    @routes.post("/v1/completions/render", openapi_extra=Operation(of_text, [RenderedPrompt], CompletionRequest, text))
     async def render_completion(http: Request) -> Response:
         request = await read_request(http, lambda body: parse(body, CompletionRequest, vocab_size=vocab_size))
         name = service.names.check(request.model, caller_of(http))
@@ -140,13 +154,16 @@ class _Chats(NamedTuple):
     generations: list[Generation]
     answers: list[ChatAnswer]
 
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
+    def whole(self, pieces: list[Piece]) -> ChatCompletion:
         """Returns one answer, whose choices are numbered as the conversations are."""
         wholes = [answer.whole([piece]) for answer, piece in zip(self.answers, pieces, strict=True)]
-        choices = [each["choices"][0] | {"index": at} for at, each in enumerate(wholes)]
-        usage = added_up([each["usage"] for each in wholes])
-        whole = wholes[0] | {"choices": choices, "usage": usage, "prompt_token_ids": None}
-        return whole | ({"metrics": None} if "metrics" in whole else {})
+        return msgspec.structs.replace(
+            wholes[0],
+            choices=[msgspec.structs.replace(each.choices[0], index=at) for at, each in enumerate(wholes)],
+            usage=added_up([each.usage for each in wholes]),
+            metrics=UNSET if wholes[0].metrics is UNSET else None,
+            prompt_token_ids=None,
+        )
 
 
 async def _answered_batch(http: Request, service: TextService, chats: _Chats) -> Response:
@@ -166,7 +183,14 @@ def _add_invocations(routes: APIRouter, service: TextService) -> None:
     known = [*openai_routes(service).routes, *pooling_routes(service).routes]
     endpoints = {route.path: route.endpoint for route in known if isinstance(route, PlainRoute)}
 
-    @routes.post("/invocations")
+    operation = Operation(
+        "Answer whichever of these requests the body is.",
+        (ChatCompletion, Completion, Embeddings, Reranked, Scores),
+        (ChatCompletionRequest, CompletionRequest, EmbeddingRequest, RerankRequest, ScoreRequest),
+        examples.INVOCATION,
+    )
+
+    @routes.post("/invocations", openapi_extra=operation.chunks((ChatCompletionChunk, CompletionChunk)))
     async def invocations(http: Request) -> Response:
         body = await read_body(http)
         field = _field_of(body)

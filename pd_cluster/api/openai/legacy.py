@@ -6,23 +6,22 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from msgspec import Meta
 
+from pd_cluster.api.document.examples import GENERATE
+from pd_cluster.api.document.operations import Operation
 from pd_cluster.api.gate.callers import caller_of, reserve_tokens
-from pd_cluster.api.gate.http import (
-    EventStream,
-    GeneratingRoute,
-    json_response,
-    read_request,
-    unless_disconnected,
-)
+from pd_cluster.api.gate.direct import GeneratingRoute
+from pd_cluster.api.gate.http import EventStream, json_response, read_request, unless_disconnected
 from pd_cluster.api.openai.request_names import named
 from pd_cluster.errors import PdClusterError
-from pd_cluster.service.answers.logprobs import LogprobsFormat, behind
+from pd_cluster.service.answers.answers import OfPrompt
+from pd_cluster.service.answers.logprobs import CompletionLogprobs, LogprobsFormat, behind
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.limits import check_streamed_texts
 from pd_cluster.service.schema.parse import parse
@@ -31,11 +30,24 @@ from pd_cluster.service.sequence import Piece, joined
 from pd_cluster.service.service import TextService
 from pd_cluster.service.status import CLIENT_CLOSED_REQUEST, error_body
 
+STREAMED = "The texts. With `stream` such an object for each new piece of text, with a NUL after each."
+
+
+class Generated(msgspec.Struct, omit_defaults=True):
+    """In a stream each frame has the whole text so far, and the last one the logprobs and ids."""
+
+    text: Annotated[list[str], Meta(description="Of each sequence: the prompt and what the model wrote after it.")]
+    token_ids: Annotated[list[list[int]] | None, Meta(description="Of each sequence, without the prompt.")] = None
+    prompt_token_ids: list[int] | None = None
+    logprobs: list[CompletionLogprobs] | None = None
+    prompt_logprobs: OfPrompt = None
+
 
 def legacy_routes(service: TextService) -> APIRouter:
     routes = APIRouter(route_class=GeneratingRoute)
+    takes = Operation("Go on with a text.", Generated, GenerateRequest, GENERATE)
 
-    @routes.post("/generate")
+    @routes.post("/generate", openapi_extra=takes.says(STREAMED))
     async def generate(http: Request) -> Response:
         received_s = time.monotonic()
         request = await read_request(http, lambda body: parse(body, GenerateRequest, vocab_size=service.vocab_size))
@@ -57,10 +69,7 @@ def legacy_routes(service: TextService) -> APIRouter:
         if pieces is None:
             return Response(status_code=CLIENT_CLOSED_REQUEST)
         return await json_response(
-            lambda: {
-                "text": [prompt + piece.text for piece in pieces],
-                **_besides_text(service, request, generation, pieces, len(prompt)),
-            },
+            lambda: _whole(service, request, generation, prompt, pieces),
             large=request.logprobs is not None or request.prompt_logprobs is not None,
             headers=headers,
         )
@@ -83,10 +92,9 @@ async def _frames(
             async for piece in stream:
                 texts[piece.index] += piece.text
                 pieces[piece.index].append(piece)
-                frame: dict[str, Any] = {"text": texts}
+                frame = Generated(texts)
                 if all(sequence.finish_reason is not None for sequence in generation.sequences):
-                    whole = [joined(each) for each in pieces]
-                    frame |= _besides_text(service, request, generation, whole, len(prompt))
+                    frame = _whole(service, request, generation, prompt, [joined(each) for each in pieces])
                 begun = True
                 yield msgspec.json.encode(frame) + b"\0"
     except PdClusterError as error:
@@ -95,21 +103,18 @@ async def _frames(
         yield msgspec.json.encode(error_body(error)) + b"\0"
 
 
-def _besides_text(
-    service: TextService, request: GenerateRequest, generation: Generation, pieces: list[Piece], num_before: int
-) -> dict[str, Any]:
-    """Returns the requested extras in the shapes of /v1/completions: one entry per text, and one for the prompt.
-
-    `num_before`: characters of a text before the answer.
-    """
+def _whole(
+    service: TextService, request: GenerateRequest, generation: Generation, prompt: str, pieces: list[Piece]
+) -> Generated:
+    """Returns the texts, and the requested extras in the shapes of /v1/completions."""
     as_ids = request.return_tokens_as_token_ids
     form = LogprobsFormat(service.tokenizer, service.shows_token_ids if as_ids is None else as_ids)
-    found: dict[str, Any] = {}
+    answer = Generated([prompt + piece.text for piece in pieces])
     if request.return_token_ids:
-        found["token_ids"] = [piece.token_ids for piece in pieces]
-        found["prompt_token_ids"] = generation.prompt_token_ids
+        answer.token_ids = [piece.token_ids for piece in pieces]
+        answer.prompt_token_ids = generation.prompt_token_ids
     if request.logprobs is not None:
-        found["logprobs"] = [form.completion(behind(piece.logprobs, num_before)) for piece in pieces]
+        answer.logprobs = [form.completion(behind(piece.logprobs, len(prompt))) for piece in pieces]
     if request.prompt_logprobs is not None:
-        found["prompt_logprobs"] = form.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
-    return found
+        answer.prompt_logprobs = form.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
+    return answer

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from pd_cluster.api.document.examples import COUNT, MESSAGES
+from pd_cluster.api.document.operations import READ_FAILURES, Operation
 from pd_cluster.api.gate.callers import caller_of
-from pd_cluster.api.gate.http import GeneratingRoute, PlainRoute, json_response, parsed, read_body
+from pd_cluster.api.gate.direct import GeneratingRoute, PlainRoute
+from pd_cluster.api.gate.http import json_of, parsed, read_body
 from pd_cluster.api.openai.block_answers import send
-from pd_cluster.service.answers.messages_answer import MessagesAnswer
+from pd_cluster.service.answers.messages_answer import MessageAnswer, MessageEvent, MessagesAnswer
 from pd_cluster.service.schema.messages_chat import ITS_NAMES, chat_of
 from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
 from pd_cluster.service.schema.own_words import in_own_words
@@ -18,10 +22,15 @@ from pd_cluster.service.schema.parse import parse
 from pd_cluster.service.service import TextService
 
 
+class TokensCount(msgspec.Struct):
+    input_tokens: int
+
+
 def message_routes(service: TextService) -> APIRouter:
     routes = APIRouter(route_class=GeneratingRoute)
+    operation = Operation("Answer a conversation, in Anthropic's form.", MessageAnswer, MessagesRequest, MESSAGES)
 
-    @routes.post("/v1/messages")
+    @routes.post("/v1/messages", openapi_extra=operation.events(MessageEvent))
     async def messages(http: Request) -> Response:
         received_s = time.monotonic()
         body = await read_body(http)
@@ -41,7 +50,12 @@ def message_count_routes(service: TextService) -> APIRouter:
     """The route that no instance takes part in."""
     routes = APIRouter(route_class=PlainRoute)
 
-    @routes.post("/v1/messages/count_tokens")
+    @routes.post(
+        "/v1/messages/count_tokens",
+        openapi_extra=Operation(
+            "The number of a conversation's tokens.", TokensCount, MessagesPrompt, COUNT, READ_FAILURES
+        ),
+    )
     async def count_tokens(http: Request) -> Response:
         body = await read_body(http)
         request = await parsed(http, len(body), lambda: parse(body, MessagesPrompt, has_own_names=True))
@@ -51,6 +65,6 @@ def message_count_routes(service: TextService) -> APIRouter:
                 http, len(body), lambda: chat_of(request, service.template_variables, service.reads_reasoning)
             )
             num_tokens = await service.chat_num_tokens(chat, caller_of(http))
-        return await json_response(lambda: {"input_tokens": num_tokens}, large=False)
+        return json_of(TokensCount(num_tokens))
 
     return routes

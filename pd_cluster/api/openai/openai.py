@@ -9,10 +9,12 @@ from collections.abc import AsyncGenerator
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from pd_cluster.api.document.examples import CHAT, COMPLETION, TOOLS
+from pd_cluster.api.document.operations import Operation
 from pd_cluster.api.gate.callers import caller_of, owner_of, reserve_tokens
+from pd_cluster.api.gate.direct import GeneratingRoute
 from pd_cluster.api.gate.http import (
     EventStream,
-    GeneratingRoute,
     Last,
     json_response,
     parsed,
@@ -24,8 +26,8 @@ from pd_cluster.api.openai.load_header import load_header
 from pd_cluster.api.openai.request_names import named
 from pd_cluster.errors import PdClusterError
 from pd_cluster.service.answers.answers import Answer
-from pd_cluster.service.answers.chat_answer import ChatAnswer
-from pd_cluster.service.answers.completion_answer import CompletionAnswer
+from pd_cluster.service.answers.chat_answer import ChatAnswer, ChatCompletion, ChatCompletionChunk
+from pd_cluster.service.answers.completion_answer import Completion, CompletionAnswer, CompletionChunk
 from pd_cluster.service.answers.sse import DONE, event
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.resumption import Ticket
@@ -37,9 +39,11 @@ from pd_cluster.service.status import CLIENT_CLOSED_REQUEST, error_body
 
 
 def openai_routes(service: TextService) -> APIRouter:
-    routes = APIRouter(route_class=GeneratingRoute)
+    routes, tries = APIRouter(route_class=GeneratingRoute), TOOLS | CHAT if service.takes_tools else CHAT
+    of_chat = Operation("Answer a conversation.", ChatCompletion, ChatCompletionRequest, tries)
+    of_text = Operation("Go on with a text.", Completion, CompletionRequest, COMPLETION)
 
-    @routes.post("/v1/chat/completions")
+    @routes.post("/v1/chat/completions", openapi_extra=of_chat.chunks(ChatCompletionChunk))
     async def chat(http: Request) -> Response:
         received_s = time.monotonic()
         body = await read_body(http)
@@ -52,7 +56,7 @@ def openai_routes(service: TextService) -> APIRouter:
             keep(service, ticket, "chat", body, answer)
         return await answered(http, service, answer, ticket)
 
-    @routes.post("/v1/completions")
+    @routes.post("/v1/completions", openapi_extra=of_text.chunks(CompletionChunk))
     async def completions(http: Request) -> Response:
         received_s = time.monotonic()
         body = await read_body(http)

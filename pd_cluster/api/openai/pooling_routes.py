@@ -9,17 +9,22 @@ import base64
 import secrets
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from msgspec import Meta, Struct
 
+from pd_cluster.api.document.examples import EMBEDDING, RERANK, SCORE
+from pd_cluster.api.document.operations import Operation
 from pd_cluster.api.gate.callers import caller_of, reserve_tokens
-from pd_cluster.api.gate.http import GeneratingRoute, json_response, read_request, unless_disconnected
+from pd_cluster.api.gate.direct import GeneratingRoute
+from pd_cluster.api.gate.http import json_response, read_request, unless_disconnected
 from pd_cluster.api.openai.openai import served_by
 from pd_cluster.api.openai.request_names import name_of
 from pd_cluster.service.embedding import EmbeddingAsk
-from pd_cluster.service.generation import Generation, usage_of
+from pd_cluster.service.generation import Generation, PromptTokensDetails, usage_of
 from pd_cluster.service.judging import ScoreAsk
 from pd_cluster.service.pooled import numbers_of
 from pd_cluster.service.schema.pooling_protocol import (
@@ -36,6 +41,61 @@ from pd_cluster.types import PooledOutput
 FEW_NBYTES = 64 << 10  # larger answers are built on a thread
 
 
+class PoolingUsage(Struct):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingItem(Struct):
+    object: Literal["embedding"]
+    index: int
+    embedding: Annotated[
+        list[float] | str, Meta(description="Numbers, or with base64 their float32 bytes, little endian.")
+    ]
+
+
+class Embeddings(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[EmbeddingItem]
+    usage: PoolingUsage
+
+
+class ScoreItem(Struct):
+    object: Literal["score"]
+    index: int
+    score: Annotated[float, Meta(description="A probability or a cosine; with `use_activation` false any number.")]
+
+
+class Scores(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreItem]
+    usage: PoolingUsage
+
+
+class RerankedText(Struct):
+    text: str
+
+
+class RerankItem(Struct, omit_defaults=True):
+    index: Annotated[int, Meta(description="The document's place in the request.")]
+    relevance_score: float
+    document: RerankedText | None = None
+
+
+class Reranked(Struct):
+    id: str
+    model: str
+    results: Annotated[list[RerankItem], Meta(description="The best first.")]
+    usage: PoolingUsage
+
+
 def pooling_routes(service: TextService) -> APIRouter:
     routes = APIRouter(route_class=GeneratingRoute)
     _add_embeddings(routes, service)
@@ -44,7 +104,9 @@ def pooling_routes(service: TextService) -> APIRouter:
 
 
 def _add_embeddings(routes: APIRouter, service: TextService) -> None:
-    @routes.post("/v1/embeddings")
+    @routes.post(
+        "/v1/embeddings", openapi_extra=Operation("The vectors of texts.", Embeddings, EmbeddingRequest, EMBEDDING)
+    )
     async def embeddings(http: Request) -> Response:
         received_s = time.monotonic()
         request = await read_request(http, lambda body: parse_pooling(body, EmbeddingRequest))
@@ -65,20 +127,24 @@ def _add_embeddings(routes: APIRouter, service: TextService) -> None:
             ]
         )
 
-        def answer(vectors: list[PooledOutput]) -> dict[str, Any]:
-            shown = _base64 if request.encoding_format == "base64" else _floats
+        def answer(vectors: list[PooledOutput]) -> Embeddings:
+            shown = _base64 if request.encoding_format == "base64" else numbers_of
             data = [
-                {"object": "embedding", "index": at, "embedding": shown(each.vector, request.dimensions)}
+                EmbeddingItem("embedding", at, shown(each.vector, request.dimensions))
                 for at, each in enumerate(vectors)
             ]
-            return {**_head(terms, model), "data": data, "usage": _usage(generations)}
+            return Embeddings(terms["client_id"], "list", int(time.time()), model, data, _usage(generations))
 
         return await _answered(http, service, generations, answer)
 
 
 def _add_scores(routes: APIRouter, service: TextService) -> None:
-    @routes.post("/v1/score")
-    @routes.post("/score")
+    how_well = "How well documents answer a query, or how near texts are to each other."
+    judged = Operation(how_well, Scores, ScoreRequest, SCORE)
+    ranked = Operation("Documents, those that answer a query best first.", Reranked, RerankRequest, RERANK)
+
+    @routes.post("/v1/score", operation_id="v1_score", openapi_extra=judged)
+    @routes.post("/score", openapi_extra=judged)
     async def score(http: Request) -> Response:
         received_s = time.monotonic()
         request = await read_request(http, lambda body: parse_pooling(body, ScoreRequest))
@@ -88,16 +154,15 @@ def _add_scores(routes: APIRouter, service: TextService) -> None:
         ask = ScoreAsk(pairs=pairs, fields=fields, **_judgement(request), **terms)
         generations = await service.scorer.generations(ask)
 
-        def answer(vectors: list[PooledOutput]) -> dict[str, Any]:
-            scores = service.scorer.scores(ask, vectors)
-            data = [{"object": "score", "index": at, "score": each} for at, each in enumerate(scores)]
-            return {**_head(terms, model), "data": data, "usage": _usage(generations)}
+        def answer(vectors: list[PooledOutput]) -> Scores:
+            data = [ScoreItem("score", at, each) for at, each in enumerate(service.scorer.scores(ask, vectors))]
+            return Scores(terms["client_id"], "list", int(time.time()), model, data, _usage(generations))
 
         return await _answered(http, service, generations, answer)
 
-    @routes.post("/v2/rerank")
-    @routes.post("/v1/rerank")
-    @routes.post("/rerank")
+    @routes.post("/v2/rerank", operation_id="v2_rerank", openapi_extra=ranked)
+    @routes.post("/v1/rerank", operation_id="v1_rerank", openapi_extra=ranked)
+    @routes.post("/rerank", openapi_extra=ranked)
     async def rerank(http: Request) -> Response:
         received_s = time.monotonic()
         request = await read_request(http, lambda body: parse_pooling(body, RerankRequest))
@@ -106,19 +171,14 @@ def _add_scores(routes: APIRouter, service: TextService) -> None:
         ask = ScoreAsk(pairs=request.pairs(), **_judgement(request), **terms)
         generations = await service.scorer.generations(ask)
 
-        def answer(vectors: list[PooledOutput]) -> dict[str, Any]:
+        def answer(vectors: list[PooledOutput]) -> Reranked:
             scores = service.scorer.scores(ask, vectors)
             best = sorted(range(len(scores)), key=lambda at: (-scores[at], at))[: request.top_n or None]
             shows = request.return_documents is not False
             results = [
-                {
-                    "index": at,
-                    "relevance_score": scores[at],
-                    **({"document": {"text": request.documents[at]}} if shows else {}),
-                }
-                for at in best
+                RerankItem(at, scores[at], RerankedText(request.documents[at]) if shows else None) for at in best
             ]
-            return {"id": terms["client_id"], "model": model, "results": results, "usage": _usage(generations)}
+            return Reranked(terms["client_id"], model, results, _usage(generations))
 
         return await _answered(http, service, generations, answer)
 
@@ -127,7 +187,7 @@ async def _answered(
     http: Request,
     service: TextService,
     generations: list[Generation],
-    answer: Callable[[list[PooledOutput]], dict[str, Any]],
+    answer: Callable[[list[PooledOutput]], msgspec.Struct],
 ) -> Response:
     """Computes all prompts and answers, unless the client leaves first."""
     reserve_tokens(http, generations)
@@ -152,23 +212,15 @@ def _terms(prefix: str, request: PoolingRequest, http: Request, received_s: floa
     }
 
 
-def _head(terms: dict[str, Any], model: str) -> dict[str, Any]:
-    return {"id": terms["client_id"], "object": "list", "created": int(time.time()), "model": model}
-
-
 def _judgement(request: ScoreRequest | RerankRequest) -> dict[str, Any]:
     """Returns the fields of a ScoreAsk that say how its pairs are judged."""
     return {"instruction": request.instruction, "is_probability": request.use_activation is not False}
 
 
-def _usage(generations: list[Generation]) -> dict[str, Any]:
+def _usage(generations: list[Generation]) -> PoolingUsage:
     usage = usage_of(generations)
-    del usage["completion_tokens"]
-    return usage
-
-
-def _floats(vector: bytes, dimensions: int | None) -> list[float]:
-    return numbers_of(vector, dimensions)
+    assert usage.prompt_tokens_details is not None, "told with the vectors"
+    return PoolingUsage(usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details)
 
 
 def _base64(vector: bytes, dimensions: int | None) -> str:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
+from msgspec import Meta
 
+from pd_cluster.api.document.examples import RESPONSES
+from pd_cluster.api.document.operations import READ_FAILURES, Operation, path_parameter, query_parameter
 from pd_cluster.api.gate.callers import caller_of, owner_of
-from pd_cluster.api.gate.http import GeneratingRoute, PlainRoute, json_response, parsed, read_body
+from pd_cluster.api.gate.direct import GeneratingRoute, PlainRoute
+from pd_cluster.api.gate.http import json_of, parsed, read_body
 from pd_cluster.api.openai.block_answers import send
 from pd_cluster.errors import ModelNotFound, RequestError
-from pd_cluster.service.answers.responses_answer import ResponsesAnswer
+from pd_cluster.service.answers.responses_answer import ResponseEvent, ResponseObject, ResponsesAnswer
 from pd_cluster.service.response_store import Kept, ResponseStore, not_found
 from pd_cluster.service.schema.own_words import in_own_words
 from pd_cluster.service.schema.parse import parse
@@ -23,14 +28,40 @@ from pd_cluster.service.service import TextService
 
 ONE = "/v1/responses/{response_id}"
 MAX_LISTED, DEFAULT_LISTED = 100, 20
+RESPONSE_ID = path_parameter("response_id")
+LISTING = (
+    query_parameter("order", {"type": "string", "enum": ["asc", "desc"], "default": "desc"}),
+    query_parameter("limit", {"type": "integer", "minimum": 1, "maximum": MAX_LISTED, "default": DEFAULT_LISTED}),
+    query_parameter("after", {"type": "string"}),
+)
 FLAG = "(--response-store)"
+
+
+class ResponseInputTokens(msgspec.Struct):
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
+class ResponseDeleted(msgspec.Struct):
+    id: str
+    object: Literal["response"]
+    deleted: Annotated[bool, Meta(extra_json_schema={"const": True})]
+
+
+class InputItems(msgspec.Struct):
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: Annotated[bool, Meta(description="Ask again with `after`: the last_id.")]
 
 
 def response_routes(service: TextService, store: ResponseStore | None) -> APIRouter:
     routes = APIRouter(route_class=GeneratingRoute)
+    operation = Operation("Answer items of a conversation with items.", ResponseObject, ResponsesRequest, RESPONSES)
 
-    @routes.post("/v1/responses")
-    async def create(http: Request) -> Response:
+    @routes.post("/v1/responses", openapi_extra=operation.events(ResponseEvent))
+    async def responses(http: Request) -> Response:
         received_s = time.monotonic()
         body = await read_body(http)
         request = await parsed(http, len(body), lambda: parse(body, ResponsesRequest, has_own_names=True))
@@ -51,7 +82,8 @@ def response_routes(service: TextService, store: ResponseStore | None) -> APIRou
                 return
 
             def keep_now() -> bool:
-                return store.keep(owner, Kept(answer.whole(), [*earlier, *listed(items_of(request))]))
+                response = msgspec.json.decode(msgspec.json.encode(answer.whole()))
+                return store.keep(owner, Kept(response, [*earlier, *listed(items_of(request))]))
 
             if not await store.on_thread(keep_now):
                 answer.is_not_stored()
@@ -65,8 +97,14 @@ def input_routes(service: TextService, store: ResponseStore | None) -> APIRouter
     """The routes that look at an input alone; no instance takes part in them."""
     routes = APIRouter(route_class=PlainRoute)
 
-    @routes.post("/v1/responses/input_tokens")
-    async def input_tokens(http: Request) -> Response:
+    counts = "The number of tokens of the prompt that /v1/responses would compute."
+    plain = {"plain": RESPONSES["plain"]}
+
+    @routes.post(
+        "/v1/responses/input_tokens",
+        openapi_extra=Operation(counts, ResponseInputTokens, ResponsesRequest, plain, READ_FAILURES),
+    )
+    async def count_input_tokens(http: Request) -> Response:
         body = await read_body(http)
         request = await parsed(http, len(body), lambda: parse(body, ResponsesRequest, has_own_names=True))
         service.names.check(request.model, caller_of(http))
@@ -75,10 +113,14 @@ def input_routes(service: TextService, store: ResponseStore | None) -> APIRouter
         with in_own_words(ITS_NAMES):
             chat = await parsed(http, len(body), lambda: chat_of(request, earlier, service.template_variables))
             num_tokens = await service.chat_num_tokens(chat, caller_of(http))
-        told = {"object": "response.input_tokens", "input_tokens": num_tokens}
-        return await json_response(lambda: told, large=False)
+        return json_of(ResponseInputTokens("response.input_tokens", num_tokens))
 
-    @routes.post("/v1/responses/compact")
+    @routes.post(
+        "/v1/responses/compact",
+        summary="Shorten a conversation: not supported here.",
+        status_code=400,
+        responses={413: {}},
+    )
     async def compact(http: Request) -> Response:
         await read_body(http)
         raise RequestError(
@@ -94,26 +136,32 @@ def kept_response_routes(service: TextService, store: ResponseStore | None) -> A
     """The routes of kept responses; no instance takes part in them."""
     routes = APIRouter(route_class=PlainRoute)
 
-    @routes.get(ONE)
-    async def retrieve(http: Request) -> Response:
+    @routes.get(ONE, openapi_extra=_of_kept("A response that was kept (--response-store).", ResponseObject))
+    async def response(http: Request) -> Response:
         if http.query_params.get("stream") == "true":
             raise RequestError("stream: a kept response is not streamed again; leave it out", param="stream")
-        return JSONResponse((await _find(http, service, store, _id_of(http))).response)
+        return json_of((await _find(http, service, store, _id_of(http))).response)
 
-    @routes.delete(ONE)
-    async def delete(http: Request) -> Response:
+    @routes.delete(ONE, openapi_extra=_of_kept("Forget a response.", ResponseDeleted))
+    async def delete_response(http: Request) -> Response:
         response_id = _id_of(http)
         await _find(http, service, store, response_id)
         assert store is not None, "found without a store"
         await store.on_thread(store.remove, owner_of(http), response_id)
-        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+        return json_of(ResponseDeleted(response_id, "response", deleted=True))
 
-    @routes.post(ONE + "/cancel")
-    async def cancel(http: Request) -> Response:
+    @routes.post(
+        ONE + "/cancel",
+        summary="Cancel a response: none runs in the background, so there is none to cancel.",
+        status_code=400,
+        responses={404: {}},
+        openapi_extra={"parameters": [RESPONSE_ID]},
+    )
+    async def cancel_response(http: Request) -> Response:
         await _find(http, service, store, _id_of(http))
         raise RequestError("only responses made with background: true can be cancelled, and this server makes none")
 
-    @routes.get(ONE + "/input_items")
+    @routes.get(ONE + "/input_items", openapi_extra=_of_kept("What a response answered.", InputItems, *LISTING))
     async def input_items(http: Request) -> Response:
         kept = await _find(http, service, store, _id_of(http))
         asked = http.query_params
@@ -130,10 +178,13 @@ def kept_response_routes(service: TextService, store: ResponseStore | None) -> A
             items = items[places[0] + 1 :]
         shown = items[: int(limit)]
         ids = [item["id"] for item in shown] or [None]
-        ends = {"first_id": ids[0], "last_id": ids[-1], "has_more": len(items) > len(shown)}
-        return JSONResponse({"object": "list", "data": shown, **ends})
+        return json_of(InputItems("list", shown, ids[0], ids[-1], has_more=len(items) > len(shown)))
 
     return routes
+
+
+def _of_kept(summary: str, answer: type[msgspec.Struct], *queries: dict[str, Any]) -> Operation:
+    return Operation(summary, answer, errors=(400, 404)).at(RESPONSE_ID, *queries)
 
 
 def _id_of(http: Request) -> str:

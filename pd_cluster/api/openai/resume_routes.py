@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pd_cluster.api.gate.callers import caller_of, count_request, owner_of
-from pd_cluster.api.gate.http import PlainRoute
+from pd_cluster.api.gate.direct import PlainRoute
 from pd_cluster.api.openai.kept_streams import TOKEN_HEADER
 from pd_cluster.api.openai.openai import answered
 from pd_cluster.cluster.routing.resume import RecordPlace

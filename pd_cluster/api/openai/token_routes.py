@@ -7,10 +7,14 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from msgspec import Meta
 from pydantic import BaseModel, ConfigDict, Field
 
+from pd_cluster.api.document.examples import DETOKENIZE, TOKENIZE
+from pd_cluster.api.document.operations import READ_FAILURES, Operation
 from pd_cluster.api.gate.callers import caller_of
-from pd_cluster.api.gate.http import LOOKING, PlainRoute, json_response, read_request
+from pd_cluster.api.gate.direct import PlainRoute
+from pd_cluster.api.gate.http import LOOKING, json_of, json_response, read_request
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatFields
 from pd_cluster.service.schema.parse import parse
@@ -45,6 +49,17 @@ class DetokenizeRequest(BaseModel):
     tokens: Annotated[list[Id], Field(max_length=MAX_TOKENS, fail_fast=True)]
 
 
+class Tokenized(msgspec.Struct, omit_defaults=True):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: Annotated[list[str] | None, Meta(description="Each token's text; U+FFFD for half a character.")] = None
+
+
+class Detokenized(msgspec.Struct):
+    prompt: str
+
+
 class _Form(msgspec.Struct):
     """The fields of a body that tell the two forms apart."""
 
@@ -53,9 +68,11 @@ class _Form(msgspec.Struct):
 
 
 def token_routes(service: TextService) -> APIRouter:
-    routes = APIRouter(route_class=PlainRoute)
+    routes, forms = APIRouter(route_class=PlainRoute), (TokenizeCompletionRequest, TokenizeChatRequest)
+    encodes = "The token ids of a text, or of a conversation."
+    decodes = "The text of token ids, special tokens included."
 
-    @routes.post("/tokenize")
+    @routes.post("/tokenize", openapi_extra=Operation(encodes, Tokenized, forms, TOKENIZE, READ_FAILURES))
     async def tokenize(http: Request) -> Response:
         request = await read_request(http, _tokenized)
         if isinstance(request, TokenizeChatRequest):
@@ -67,22 +84,22 @@ def token_routes(service: TextService) -> APIRouter:
                 request.prompt, request.add_special_tokens is not False, may_be_cut=True, caller=caller_of(http)
             )
 
-        def answer() -> dict[str, Any]:
-            told = {"count": len(token_ids), "max_model_len": service.max_model_len, "tokens": token_ids}
-            if request.return_token_strs:
-                told["token_strs"] = [_text(service, token_id) for token_id in token_ids]
-            return told
+        def answer() -> Tokenized:
+            strs = [service.tokenizer.token_name(each) for each in token_ids] if request.return_token_strs else None
+            return Tokenized(len(token_ids), service.max_model_len, token_ids, strs)
 
         return await json_response(answer, large=len(token_ids) > FEW_TOKENS)
 
     if service.settings.shows_tokenizer:
 
-        @routes.api_route("/tokenizer_info", methods=LOOKING)
-        async def info(http: Request) -> Response:
+        @routes.api_route("/tokenizer_info", methods=LOOKING, summary="The tokenizer's configuration.")
+        async def tokenizer_info(http: Request) -> Response:
             service.names.check_use(caller_of(http))
-            return await json_response(lambda: _info(service.tokenizer), large=False)
+            return json_of(_info(service.tokenizer))
 
-    @routes.post("/detokenize")
+    @routes.post(
+        "/detokenize", openapi_extra=Operation(decodes, Detokenized, DetokenizeRequest, DETOKENIZE, READ_FAILURES)
+    )
     async def detokenize(http: Request) -> Response:
         request = await read_request(http, lambda body: parse(body, DetokenizeRequest))
         service.names.check(request.model, caller_of(http))
@@ -92,7 +109,7 @@ def token_routes(service: TextService) -> APIRouter:
         if not service.tokenizer.has_text:
             raise RequestError("tokens: there is no tokenizer (--skip-tokenizer-init)", param="tokens")
         text = await service.text_of(request.tokens, caller_of(http))
-        return await json_response(lambda: {"prompt": text}, large=len(request.tokens) > FEW_TOKENS)
+        return await json_response(lambda: Detokenized(text), large=len(request.tokens) > FEW_TOKENS)
 
     return routes
 
@@ -118,8 +135,3 @@ def _is_chat(body: bytes) -> bool:
     if form.prompt and form.messages:
         raise RequestError("prompt: there are messages, too; give one of the two", param="prompt")
     return bool(form.messages)
-
-
-def _text(service: TextService, token_id: int) -> str:
-    """Returns the token as the vocabulary writes it, as vLLM does."""
-    return service.tokenizer.token_name(token_id)

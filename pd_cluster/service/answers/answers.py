@@ -5,19 +5,31 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
+from msgspec import UNSET, Meta, UnsetType
 
-from pd_cluster.service.answers.logprobs import LogprobsFormat
+from pd_cluster.service.answers.logprobs import LogprobsFormat, PromptLogprobs
 from pd_cluster.service.answers.sse import event
-from pd_cluster.service.answers.timings import timings_of
-from pd_cluster.service.generation import Generation, usage_of
+from pd_cluster.service.answers.timings import RequestTimings, timings_of
+from pd_cluster.service.generation import Generation, Usage, usage_of
+from pd_cluster.service.kv_handles import KVHandle
 from pd_cluster.service.schema.protocol import GenerationRequest
 from pd_cluster.service.sequence import Piece
 from pd_cluster.service.service import TextService
 
 _encode = msgspec.json.Encoder().encode
+# A field with a default is not in every answer: with None it is left out, with UNSET its null is
+# written.
+EndReason = Literal["stop", "length", "tool_calls"]
+UnixTime = Annotated[int, Meta(description="Unix time, in seconds.")]
+StopReason = Annotated[str | int | UnsetType | None, Meta(description="The stop string or stop token that ended it.")]
+OfPrompt = Annotated[PromptLogprobs | None, Meta(description="By token id; null for the first token, which has none.")]
+OfTimes = Annotated[
+    RequestTimings | UnsetType | None, Meta(description="With include_metrics; null for more than one answer.")
+]
+OfHandle = Annotated[KVHandle | None, Meta(description="With kv_transfer_params: {do_remote_decode: true}.")]
 
 
 class Wanted(NamedTuple):
@@ -55,8 +67,6 @@ class Answer(ABC):
     """
 
     prefix: str
-    object: str
-    chunk_object: str
 
     def __init__(
         self, request: GenerationRequest, model: str, service: TextService, generations: list[Generation]
@@ -66,7 +76,7 @@ class Answer(ABC):
         self._num_choices = request.num_choices  # per prompt
         self._tokenizer = service.tokenizer
         self._service = service
-        self.kv_handle: dict[str, Any] | None = None  # for the prompt's KV cache, where one was asked for
+        self.kv_handle: KVHandle | None = None  # for the prompt's KV cache, where one was asked for
         as_ids = request.return_tokens_as_token_ids
         self._format = LogprobsFormat(service.tokenizer, service.shows_token_ids if as_ids is None else as_ids)
         self.id = f"{self.prefix}-{request.request_id or secrets.token_hex(12)}"
@@ -74,7 +84,7 @@ class Answer(ABC):
         self._model = model
         self._opened = [False for _ in generations]
         self._told_prompt_ids: set[int] = set()  # choices whose first chunk has been made
-        self._prompts_told: dict[int, dict[str, Any]] = {}  # first choice -> its prompt's logprobs, for other choices
+        self._prompts_told: dict[int, PromptLogprobs] = {}  # first choice -> its prompt's logprobs, for other choices
         self._around_text: dict[int, tuple[bytes, bytes]] = {}  # choice -> its chunk's bytes before and after the text
 
     @property
@@ -86,34 +96,17 @@ class Answer(ABC):
     def identity(self, identity: tuple[str, int]) -> None:
         self.id, self._created = identity
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self._created, "model": self._model}
-
     def _generation_of(self, choice: int) -> Generation:
         return self.generations[choice // self._num_choices]
 
     # ---- the whole answer
 
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        choices = [self._whole_choice(piece) for piece in pieces]
-        handle = {"kv_transfer_params": self.kv_handle} if self.kv_handle is not None else {}
-        return {**self._head(self.object), "choices": choices, "usage": self._usage(), **handle, **self._timings()}
+    @abstractmethod
+    def whole(self, pieces: list[Piece]) -> msgspec.Struct:
+        """`pieces`: one for each choice."""
 
-    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
-        content, piece = self._whole(piece)
-        logprobs, reason = self._logprobs(piece, is_whole=True), self._finish_reason(piece)
-        choice = self._choice(piece.index, content, logprobs, piece.token_ids, reason)
-        return choice | self._stop_reason(piece) | self._prompt_ids(piece.index)
-
-    def _first_prompt_ids(self, choice: int) -> dict[str, Any]:
-        """Returns the prompt's ids for a choice's first chunk."""
-        if not self.wanted.token_ids or choice in self._told_prompt_ids:
-            return {}
-        self._told_prompt_ids.add(choice)
-        return self._prompt_ids(choice)
-
-    def _prompt_ids(self, choice: int) -> dict[str, Any]:
-        return {"prompt_token_ids": self._generation_of(choice).prompt_token_ids} if self.wanted.token_ids else {}
+    def _prompt_ids(self, choice: int) -> list[int] | None:
+        return self._generation_of(choice).prompt_token_ids if self.wanted.token_ids else None
 
     @property
     def is_large(self) -> bool:
@@ -153,62 +146,55 @@ class Answer(ABC):
             around = self._around_text[piece.index] = (before, after)
         return around[0] + _encode(piece.text) + around[1]
 
-    def _full_chunk(self, piece: Piece, content: dict[str, Any], **end: Any) -> bytes:
-        """`end`: the fields of a choice's last chunk."""
+    def _full_chunk(self, piece: Piece, content: Any) -> bytes:
         logprobs = self._logprobs(piece) if piece.logprobs else None
-        ids = self._first_prompt_ids(piece.index)
-        return self._chunk(self._choice(piece.index, content, logprobs, piece.token_ids) | end, ids)
+        return self._chunk(
+            self._choice(piece.index, content, logprobs, piece), prompt_ids=self._first_prompt_ids(piece.index)
+        )
+
+    def _first_prompt_ids(self, choice: int) -> list[int] | None:
+        """Returns the prompt's ids for a choice's first chunk."""
+        if not self.wanted.token_ids or choice in self._told_prompt_ids:
+            return None
+        self._told_prompt_ids.add(choice)
+        return self._prompt_ids(choice)
 
     def _last_chunk(self, piece: Piece) -> bytes:
         """Returns the chunk with the last text and the finish_reason."""
-        return self._end(piece, self._delta(piece.text) if piece.text else self._no_delta())
-
-    def _end(self, piece: Piece, content: dict[str, Any]) -> bytes:
-        return self._full_chunk(piece, content, finish_reason=self._finish_reason(piece), **self._stop_reason(piece))
+        return self._full_chunk(piece, self._delta(piece.text or None))
 
     def closing_chunk(self) -> bytes:
         """Returns the chunk after the last choice's end; b"" if there is nothing to tell."""
         if not (self.wanted.usage or self.wanted.timings):
             return b""
-        usage = {"usage": self._usage()} if self.wanted.usage else {}
-        return event({**self._head(self.chunk_object), "choices": [], **usage, **self._timings()})
+        chunk = self._chunk_of([])
+        if self.wanted.usage:
+            chunk.usage = self._usage()
+        chunk.metrics = self._timings()
+        return event(chunk)
 
-    def _timings(self) -> dict[str, Any]:
-        if not self.wanted.timings:
-            return {}
-        return {"metrics": timings_of(self.generations, self._service.router.timelines)}
+    def _timings(self) -> RequestTimings | UnsetType | None:
+        return timings_of(self.generations, self._service.router.timelines) if self.wanted.timings else UNSET
 
-    def _usage(self) -> dict[str, Any]:
+    def _usage(self) -> Usage:
         """Returns the usage of the whole answer."""
         return usage_of(self.generations)
 
-    def _chunk(
-        self, choice: dict[str, Any], prompt_ids: dict[str, Any] | None = None, num_tokens: int | None = None
-    ) -> bytes:
+    def _chunk(self, choice: Any, prompt_ids: list[int] | None = None, num_tokens: int | None = None) -> bytes:
         """`prompt_ids`: of the prompt, in a choice's first chunk. `num_tokens`: in its usage; None: all so far."""
-        so_far = self._generation_of(choice["index"]).usage_after(num_tokens) if self.wanted.usage_so_far else None
-        usage = {"usage": so_far} if self.wanted.usage else {}
-        choice, ids = self._with_prompt_ids(choice, prompt_ids or {})
-        return event({**self._head(self.chunk_object), "choices": [choice], **ids, **usage})
+        chunk = self._chunk_of([choice], prompt_ids)
+        if self.wanted.usage:
+            so_far = self.wanted.usage_so_far
+            chunk.usage = self._generation_of(choice.index).usage_after(num_tokens) if so_far else None
+        return event(chunk)
 
-    def _with_prompt_ids(self, choice: dict[str, Any], ids: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Returns a chunk's choice and its fields beside it; completions have the prompt's ids in the choice."""
-        return choice | ids, {}
-
-    def _choice(
-        self,
-        index: int,
-        content: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        token_ids: list[int] | None = None,
-        finish_reason: str | None = None,
-    ) -> dict[str, Any]:
-        ids = {"token_ids": token_ids} if self.wanted.token_ids and token_ids is not None else {}
-        return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason, **ids}
-
-    def _stop_reason(self, piece: Piece) -> dict[str, Any]:
-        is_told = self.wanted.stop_reason or piece.stop_reason is not None
-        return {"stop_reason": piece.stop_reason} if is_told else {}
+    def _rest(self, piece: Piece | None) -> tuple[Any, Any, Any]:
+        """Returns a choice's finish_reason, token_ids and stop_reason; without a piece it has none."""
+        if piece is None:
+            return None, None, UNSET
+        reason = self._finish_reason(piece)
+        tells_stop = reason is not None and (self.wanted.stop_reason or piece.stop_reason is not None)
+        return reason, piece.token_ids if self.wanted.token_ids else None, piece.stop_reason if tells_stop else UNSET
 
     def _finish_reason(self, piece: Piece) -> str | None:
         return piece.finish_reason
@@ -218,26 +204,25 @@ class Answer(ABC):
         """Returns a choice's chunk before its first text, if any."""
 
     @abstractmethod
-    def _logprobs(self, piece: Piece, is_whole: bool = False) -> dict[str, Any] | None:
-        """Returns the logprobs field of a choice, in the whole answer or in a chunk."""
+    def _logprobs(self, piece: Piece, is_whole: bool = False) -> msgspec.Struct | None:
+        """Returns the logprobs of a choice, in the whole answer or in a chunk."""
 
     @abstractmethod
-    def _whole(self, piece: Piece) -> tuple[dict[str, Any], Piece]:
-        """Returns the fields with all text of the answer's choice, and the piece as clients may see it."""
+    def _delta(self, text: str | None) -> Any:
+        """Returns new text as a chunk's choice has it; None: the chunk carries the finish_reason alone."""
 
     @abstractmethod
-    def _delta(self, text: str) -> dict[str, Any]:
-        """Returns the fields with new text of a chunk's choice."""
+    def _choice(self, index: int, content: Any, logprobs: Any = None, piece: Piece | None = None) -> msgspec.Struct:
+        """Returns a chunk's choice. `piece`: what it tells besides the content."""
 
     @abstractmethod
-    def _no_delta(self) -> dict[str, Any]:
-        """Returns the same fields for the chunk that carries the finish_reason."""
+    def _chunk_of(self, choices: list[Any], prompt_ids: list[int] | None = None) -> Any:
+        """Returns the chunk of these choices, still without usage and metrics."""
 
-    def _prompt_logprobs(self, generation: Generation) -> dict[str, Any]:
+    def _prompt_logprobs(self, generation: Generation) -> PromptLogprobs | None:
         if not self.wanted.prompt_logprobs:
-            return {}
+            return None
         first = generation.first_choice
         if first not in self._prompts_told:
-            found = self._format.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
-            self._prompts_told[first] = {"prompt_logprobs": found}
+            self._prompts_told[first] = self._format.prompt(generation.prompt_token_ids, generation.prompt_logprobs)
         return self._prompts_told[first]

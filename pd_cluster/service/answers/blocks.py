@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
+
+import msgspec
 
 from pd_cluster.errors import PdClusterError
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
@@ -174,7 +176,7 @@ class BlockAnswer(ABC):
         return b"".join([*found, *(self._change(change) for change in changes)])
 
     @abstractmethod
-    def whole(self) -> dict[str, Any]:
+    def whole(self) -> msgspec.Struct:
         """Returns the answer after its last piece."""
 
     @abstractmethod

@@ -2,20 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Literal
 
-from pd_cluster.service.answers.answers import Answer
-from pd_cluster.service.answers.messages import ChoiceText
-from pd_cluster.service.generation import Generation
+from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec.structs import replace
+
+from pd_cluster.service.answers.answers import Answer, EndReason, OfHandle, OfPrompt, OfTimes, StopReason, UnixTime
+from pd_cluster.service.answers.logprobs import ChatLogprobs
+from pd_cluster.service.answers.messages import AnswerMessage, ChoiceText, Delta
+from pd_cluster.service.generation import CompletionTokensDetails, Generation, Usage
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.sequence import Piece
 from pd_cluster.service.service import TextService
 
 
+class ChatChoice(Struct, omit_defaults=True):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: EndReason
+    token_ids: list[int] | None = None
+    stop_reason: StopReason = UNSET
+    prompt_token_ids: list[int] | None = None
+
+
+class ChatCompletion(Struct, omit_defaults=True):
+    id: str
+    object: Literal["chat.completion"]
+    created: UnixTime
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    kv_transfer_params: OfHandle = None
+    metrics: OfTimes = UNSET
+    prompt_logprobs: OfPrompt = None
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
+
+
+class ChatChunkChoice(Struct, omit_defaults=True):
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: EndReason | None
+    token_ids: list[int] | None = None
+    stop_reason: StopReason = UNSET
+
+
+class ChatCompletionChunk(Struct, omit_defaults=True):
+    """One event of a stream. The one with the usage, if that was asked for, is the last and has no choices."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: Annotated[list[int] | None, Meta(description="In a choice's first event.")] = None
+    usage: Usage | UnsetType | None = UNSET
+    metrics: OfTimes = UNSET
+
+
 class ChatAnswer(Answer):
     """`_texts` split each choice's text into content, reasoning and calls; empty where all of it is content."""
 
-    prefix, object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
 
     def __init__(
         self, request: ChatCompletionRequest, model: str, service: TextService, generation: Generation
@@ -28,34 +77,59 @@ class ChatAnswer(Answer):
         if generation.new_reader is not None:
             self._texts = [ChoiceText(generation) for _ in range(self._num_choices)]
 
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        return super().whole(pieces) | self._prompt_logprobs(self.generations[0]) | self._prompt_ids(0)
+    def whole(self, pieces: list[Piece]) -> ChatCompletion:
+        return ChatCompletion(
+            id=self.id,
+            object="chat.completion",
+            created=self._created,
+            model=self._model,
+            choices=[self._whole_choice(piece) for piece in pieces],
+            usage=self._usage(),
+            kv_transfer_params=self.kv_handle,
+            metrics=self._timings(),
+            prompt_logprobs=self._prompt_logprobs(self.generations[0]),
+            prompt_token_ids=self._prompt_ids(0) if self.wanted.token_ids else UNSET,
+        )
 
-    def _usage(self) -> dict[str, Any]:
+    def _whole_choice(self, piece: Piece) -> ChatChoice:
+        message = AnswerMessage(self._role, piece.text)
+        if self._texts:
+            message, piece = self._texts[piece.index].message(piece, self._role)
+        if self._echoed:
+            message.content = self._echoed + (message.content or "")
+        ids = self._prompt_ids(piece.index)
+        return ChatChoice(piece.index, message, self._logprobs(piece), *self._rest(piece), prompt_token_ids=ids)
+
+    def _usage(self) -> Usage:
         usage = super()._usage()
-        if not self._texts:
-            return usage
-        num_tokens = sum(len(self._tokenizer.encode(text.reasoning, False)) for text in self._texts)
-        return usage | {"completion_tokens_details": {"reasoning_tokens": min(num_tokens, usage["completion_tokens"])}}
+        if self._texts:
+            num_tokens = sum(len(self._tokenizer.encode(text.reasoning, False)) for text in self._texts)
+            details = CompletionTokensDetails(min(num_tokens, usage.completion_tokens))
+            usage = replace(usage, completion_tokens_details=details)
+        return usage
 
-    def _with_prompt_ids(self, choice: dict[str, Any], ids: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        return choice, ids
+    def _chunk_of(self, choices: list[ChatChunkChoice], prompt_ids: list[int] | None = None) -> ChatCompletionChunk:
+        kind: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+        return ChatCompletionChunk(self.id, kind, self._created, self._model, choices, prompt_ids)
+
+    def _choice(
+        self, index: int, content: Delta, logprobs: ChatLogprobs | None = None, piece: Piece | None = None
+    ) -> ChatChunkChoice:
+        return ChatChunkChoice(index, content, logprobs, *self._rest(piece))
 
     def _opening(self, choice: int) -> bytes:
         ids = self._first_prompt_ids(choice)
-        deltas = [
-            {"delta": {"role": self._role, "content": ""}},
-            *([self._delta(self._echoed)] if self._echoed else []),
-        ]
-        chunks = [self._choice(choice, delta) for delta in deltas]
-        return b"".join(self._chunk(chunk, ids if not at else None, 0) for at, chunk in enumerate(chunks))
+        first = self._chunk(self._choice(choice, Delta(self._role, "")), ids, 0)
+        if not self._echoed:
+            return first
+        return first + self._chunk(self._choice(choice, self._delta(self._echoed)), None, 0)
 
     def _text_chunk(self, piece: Piece) -> bytes:
         if not self._texts:
             return super()._text_chunk(piece)
         delta, piece = self._texts[piece.index].read(piece)
         has_tokens = self.shows_every_token and (piece.token_ids or piece.logprobs)
-        return self._full_chunk(piece, {"delta": delta}) if delta or has_tokens else b""
+        return self._full_chunk(piece, delta or Delta()) if delta or has_tokens else b""
 
     def _last_chunk(self, piece: Piece) -> bytes:
         if not self._texts:
@@ -63,26 +137,15 @@ class ChatAnswer(Answer):
         text = self._texts[piece.index]
         before, piece = text.read(piece)
         rest, piece = text.finish(piece)
-        if not before or not rest:
-            return self._end(piece, {"delta": before or rest})
-        return self._chunk(self._choice(piece.index, {"delta": before})) + self._end(piece, {"delta": rest})
+        if before is None or rest is None:
+            return self._full_chunk(piece, before or rest or Delta())
+        return self._chunk(self._choice(piece.index, before)) + self._full_chunk(piece, rest)
 
     def _finish_reason(self, piece: Piece) -> str | None:
         return self._texts[piece.index].finish_reason(piece) if self._texts else piece.finish_reason
 
-    def _logprobs(self, piece: Piece, is_whole: bool = False) -> dict[str, Any] | None:
+    def _logprobs(self, piece: Piece, is_whole: bool = False) -> ChatLogprobs | None:
         return self._format.chat(piece.logprobs) if self.wanted.logprobs else None
 
-    def _whole(self, piece: Piece) -> tuple[dict[str, Any], Piece]:
-        content: dict[str, Any] = {"content": piece.text}
-        if self._texts:
-            content, piece = self._texts[piece.index].message(piece)
-        if self._echoed:
-            content["content"] = self._echoed + (content["content"] or "")
-        return {"message": {"role": self._role, **content}}, piece
-
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}}
-
-    def _no_delta(self) -> dict[str, Any]:
-        return {"delta": {}}
+    def _delta(self, text: str | None) -> Delta:
+        return Delta(content=text)

@@ -2,18 +2,64 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Literal
 
-from pd_cluster.service.answers.answers import Answer
-from pd_cluster.service.answers.logprobs import behind
-from pd_cluster.service.generation import Generation
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from pd_cluster.service.answers.answers import Answer, EndReason, OfHandle, OfPrompt, OfTimes, StopReason, UnixTime
+from pd_cluster.service.answers.logprobs import CompletionLogprobs, behind
+from pd_cluster.service.generation import Generation, Usage
 from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.sequence import Piece, TokenLogprobs
 from pd_cluster.service.service import TextService
 
 
+class CompletionChoice(Struct, omit_defaults=True):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: EndReason
+    token_ids: list[int] | None = None
+    stop_reason: StopReason = UNSET
+    prompt_token_ids: list[int] | None = None
+    prompt_logprobs: OfPrompt = None
+
+
+class Completion(Struct, omit_defaults=True):
+    id: str
+    object: Literal["text_completion"]
+    created: UnixTime
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage
+    kv_transfer_params: OfHandle = None
+    metrics: OfTimes = UNSET
+
+
+class CompletionChunkChoice(Struct, omit_defaults=True):
+    index: int
+    text: Annotated[str, Meta(description="What is new.")]
+    logprobs: CompletionLogprobs | None
+    finish_reason: EndReason | None
+    token_ids: list[int] | None = None
+    stop_reason: StopReason = UNSET
+    prompt_token_ids: Annotated[list[int] | None, Meta(description="In a choice's first event.")] = None
+
+
+class CompletionChunk(Struct, omit_defaults=True):
+    """One event of a stream. The one with the usage, if that was asked for, is the last and has no choices."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    metrics: OfTimes = UNSET
+
+
 class CompletionAnswer(Answer):
-    prefix, object, chunk_object = "cmpl", "text_completion", "text_completion"
+    prefix = "cmpl"
 
     def __init__(
         self, request: CompletionRequest, model: str, service: TextService, generations: list[Generation]
@@ -32,18 +78,47 @@ class CompletionAnswer(Answer):
             ]
         self._of_prompts: dict[int, list[TokenLogprobs]] = {}  # prompt -> its own logprobs, as far as they are echoed
 
+    def whole(self, pieces: list[Piece]) -> Completion:
+        return Completion(
+            id=self.id,
+            object="text_completion",
+            created=self._created,
+            model=self._model,
+            choices=[self._whole_choice(piece) for piece in pieces],
+            usage=self._usage(),
+            kv_transfer_params=self.kv_handle,
+            metrics=self._timings(),
+        )
+
+    def _whole_choice(self, piece: Piece) -> CompletionChoice:
+        return CompletionChoice(
+            piece.index,
+            self._echoed_in(piece.index) + piece.text,
+            self._logprobs(piece, is_whole=True),
+            *self._rest(piece),
+            prompt_token_ids=self._prompt_ids(piece.index),
+            prompt_logprobs=self._prompt_logprobs(self._generation_of(piece.index)),
+        )
+
+    def _chunk_of(self, choices: list[CompletionChunkChoice], prompt_ids: list[int] | None = None) -> CompletionChunk:
+        for choice in choices:
+            choice.prompt_token_ids = prompt_ids
+        return CompletionChunk(self.id, "text_completion", self._created, self._model, choices)
+
+    def _choice(
+        self, index: int, content: str, logprobs: CompletionLogprobs | None = None, piece: Piece | None = None
+    ) -> CompletionChunkChoice:
+        return CompletionChunkChoice(index, content, logprobs, *self._rest(piece))
+
     def _opening(self, choice: int) -> bytes:
         echoed = self._echoed_in(choice)
         if not echoed:
             return b""
         ids = self._first_prompt_ids(choice)
         logprobs = self._format.completion(self._prompt(choice)) if self.wanted.logprobs and self._echo else None
-        return self._chunk(self._choice(choice, {"text": echoed}, logprobs), ids)
+        return self._chunk(self._choice(choice, echoed, logprobs), ids)
 
-    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
-        return super()._whole_choice(piece) | self._prompt_logprobs(self._generation_of(piece.index))
-
-    def _logprobs(self, piece: Piece, is_whole: bool = False) -> dict[str, Any] | None:
+    def _logprobs(self, piece: Piece, is_whole: bool = False) -> CompletionLogprobs | None:
         if not self.wanted.logprobs:
             return None
         shifted = behind(piece.logprobs, len(self._echoed_in(piece.index)))
@@ -71,11 +146,5 @@ class CompletionAnswer(Answer):
             return self._tokenizer.offsets(given, self._has_special)
         return generation.sequences[0].detokenizer.offsets(generation.prompt_token_ids)
 
-    def _whole(self, piece: Piece) -> tuple[dict[str, Any], Piece]:
-        return {"text": self._echoed_in(piece.index) + piece.text}, piece
-
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {"text": text}
-
-    def _no_delta(self) -> dict[str, Any]:
-        return {"text": ""}
+    def _delta(self, text: str | None) -> str:
+        return text or ""

@@ -2,14 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pd_cluster.service.answers.token_shares import TokenShares
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.sequence import Piece, TokenLogprobs
+
+
+class CalledFunction(Struct):
+    name: str
+    arguments: Annotated[str, Meta(description="A JSON object as text. The model wrote it: check it before use.")]
+
+
+class ToolCall(Struct):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(Struct, omit_defaults=True):
+    role: str
+    content: str | None
+    reasoning: Annotated[str | UnsetType | None, Meta(description="What the model wrote before its answer.")] = UNSET
+    reasoning_content: Annotated[str | UnsetType | None, Meta(description="The same, under its older name.")] = UNSET
+    tool_calls: Annotated[list[ToolCall] | None, Meta(description="Absent without calls.")] = None
+
+
+class FunctionDelta(Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | None = None
+
+
+class ToolCallDelta(Struct, omit_defaults=True):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta | None = None
+
+
+class Delta(Struct, omit_defaults=True):
+    """The new part of a message. The first of a choice has the role."""
+
+    role: str | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChoiceText:
@@ -35,8 +77,8 @@ class ChoiceText:
         makes_calls = self._calls_finish and self._reader.num_calls > 0 and not is_cut
         return "tool_calls" if makes_calls and piece.finish_reason == "stop" else piece.finish_reason
 
-    def read(self, piece: Piece) -> tuple[dict[str, Any], Piece]:
-        """Returns the delta for new text, empty while nothing is certain; and the piece as clients may see it."""
+    def read(self, piece: Piece) -> tuple[Delta | None, Piece]:
+        """Returns the delta for new text, None while nothing is certain; and the piece as clients may see it."""
         if self._shares is None:
             return self._delta(self._reader.feed(piece.text)), piece
         parts: list[Part] = []
@@ -47,70 +89,68 @@ class ChoiceText:
             tokens += self._tokens_of(found)
         return self._delta(parts), _with_tokens(piece, tokens)
 
-    def finish(self, piece: Piece) -> tuple[dict[str, Any], Piece]:
-        """Returns the delta of text that was held back. `piece`: the last, as `read` returned it; it gets that text's
-        tokens.
+    def finish(self, piece: Piece) -> tuple[Delta | None, Piece]:
+        """Returns the delta of text that was held back, or None. `piece`: the last, as `read` returned it; it gets that
+        text's tokens.
         """
         parts = self._reader.finish()
         if self._shares is not None:
             piece = _with_tokens(piece, [*piece.logprobs, *self._tokens_of(parts)])
         return self._delta(parts), piece
 
-    def message(self, piece: Piece) -> tuple[dict[str, Any], Piece]:
-        """Returns a message's fields besides its role, and the piece as clients may see it. The content is None where
-        there are only calls.
-        """
-        message, piece = self.read(piece)
-        rest, piece = self.finish(piece)
-        calls = _joined_calls([*message.pop("tool_calls", []), *rest.pop("tool_calls", [])])
-        for name, text in rest.items():
-            message[name] = message.get(name, "") + text
-        content = message.pop("content", None if calls else "")
-        unknown = {
-            "reasoning": None,
-            "reasoning_content": None,
-        }  # clients read them without checking that they exist
-        return {"content": content, **unknown, **message, **({"tool_calls": calls} if calls else {})}, piece
+    def message(self, piece: Piece, role: str = "assistant") -> tuple[AnswerMessage, Piece]:
+        """Returns a message, and the piece as clients may see it. The content is None where there are only calls."""
+        first, piece = self.read(piece)
+        last, piece = self.finish(piece)
+        deltas = [each for each in (first, last) if each is not None]
+        calls = _joined_calls([call for each in deltas for call in each.tool_calls or []])
+        content, reasoning = _joined([each.content for each in deltas]), _joined([each.reasoning for each in deltas])
+        shown = "" if content is None and not calls else content
+        # Clients read the reasoning without checking that it exists.
+        return AnswerMessage(role, shown, reasoning, reasoning, calls or None), piece
 
     def _tokens_of(self, parts: list[Part]) -> list[TokenLogprobs]:
         if self._shares is None:
             return []
         return [token for each in self._shares.of(parts, self._reader.num_held) for token in each]
 
-    def _delta(self, parts: list[Part]) -> dict[str, Any]:
-        content = "".join(part.text for part in parts if isinstance(part, Content))
-        reasoning = "".join(part.text for part in parts if isinstance(part, Reasoning))
+    def _delta(self, parts: list[Part]) -> Delta | None:
+        content = "".join([part.text for part in parts if isinstance(part, Content)])
+        reasoning = "".join([part.text for part in parts if isinstance(part, Reasoning)])
         self.reasoning += reasoning
-        calls: dict[int, dict[str, Any]] = {}
+        call_ids: dict[int, str] = {}
+        functions: dict[int, FunctionDelta] = {}
         for part in parts:
             if isinstance(part, CallBegin):
-                function = {"name": part.name, "arguments": ""}
-                calls[part.index] = {
-                    "index": part.index,
-                    "id": self._new_call_id(part.name, part.index),
-                    "type": "function",
-                    "function": function,
-                }
+                call_ids[part.index] = self._new_call_id(part.name, part.index)
+                functions[part.index] = FunctionDelta(part.name, "")
             elif isinstance(part, CallArguments):
-                call = calls.setdefault(part.index, {"index": part.index, "function": {"arguments": ""}})
-                call["function"]["arguments"] += part.text
-        found: dict[str, Any] = {"content": content} if content else {}
-        if reasoning and self._shows_reasoning:
-            found |= {"reasoning": reasoning, "reasoning_content": reasoning}
-        return found | ({"tool_calls": list(calls.values())} if calls else {})
+                function = functions.setdefault(part.index, FunctionDelta())
+                function.arguments = (function.arguments or "") + part.text
+        calls = [
+            ToolCallDelta(at, call_ids.get(at), "function" if at in call_ids else None, function)
+            for at, function in functions.items()
+        ]
+        shown = reasoning if reasoning and self._shows_reasoning else None
+        has_news = content or shown or calls
+        return Delta(None, content or None, shown, shown, calls or None) if has_news else None
 
 
 def _with_tokens(piece: Piece, tokens: list[TokenLogprobs]) -> Piece:
     return msgspec.structs.replace(piece, token_ids=[token.token_id for token in tokens], logprobs=tokens)
 
 
-def _joined_calls(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _joined(texts: list[str | None]) -> str | None:
+    known = [text for text in texts if text is not None]
+    return "".join(known) if known else None
+
+
+def _joined_calls(deltas: list[ToolCallDelta]) -> list[ToolCall]:
     """Returns the calls of a whole message; a delta without an id goes on with the call before it."""
-    calls: list[dict[str, Any]] = []
+    calls: list[ToolCall] = []
     for delta in deltas:
-        del delta["index"]
-        if "id" in delta:
-            calls.append(delta)
-        else:
-            calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
+        assert delta.function is not None
+        if delta.id is not None:
+            calls.append(ToolCall(delta.id, "function", CalledFunction(delta.function.name or "", "")))
+        calls[-1].function.arguments += delta.function.arguments or ""
     return calls

@@ -3,21 +3,91 @@
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pd_cluster.errors import PdClusterError
 from pd_cluster.service.answers.blocks import Block, BlockAnswer, BlockChange
 from pd_cluster.service.answers.sse import named_event
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.schema.messages_protocol import MessagesRequest
-from pd_cluster.service.status import messages_error_body
+from pd_cluster.service.status import MessageErrorDetails, messages_error_body
 
 SIGNATURE = "unsigned"  # clients send thinking back only with a signature; nothing here checks one
 UNREADABLE = "unreadable"  # the key under which a call's input is shown that is no JSON object
+Ending = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+EventKind = Literal[
+    "message_start",
+    "content_block_start",
+    "content_block_delta",
+    "content_block_stop",
+    "message_delta",
+    "message_stop",
+    "error",
+]
 
-Json = dict[str, Any]
+
+class MessageBlock(Struct, omit_defaults=True):
+    """Text, thinking, or a call of a tool."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: Annotated[str | None, Meta(description="Not checked when the block is sent back.")] = None
+    id: Annotated[str | None, Meta(description="A call's, which its result names.")] = None
+    name: str | None = None
+    input: Annotated[
+        dict[str, Any] | None,
+        Meta(description="The model wrote it. What is no JSON object is shown under the key `unreadable`."),
+    ] = None
+
+
+class OutputTokensDetails(Struct):
+    thinking_tokens: int
+
+
+class MessageUsage(Struct):
+    input_tokens: Annotated[int, Meta(description="Of the prompt, those whose KV cache was not there already.")]
+    cache_read_input_tokens: Annotated[int, Meta(description="Of the prompt, the others.")]
+    cache_creation_input_tokens: Literal[0]
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+
+
+class MessageAnswer(Struct):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageBlock]
+    usage: MessageUsage
+    stop_reason: Ending | None
+    stop_sequence: str | None
+
+
+class MessageDelta(Struct, omit_defaults=True):
+    type: Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"] | None = None
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    partial_json: str | None = None
+    stop_reason: Ending | None = None
+    stop_sequence: str | UnsetType | None = UNSET
+
+
+class MessageEvent(Struct, omit_defaults=True):
+    """One event of a stream, under its `type` as its name."""
+
+    type: EventKind
+    message: MessageAnswer | None = None
+    index: int | None = None
+    content_block: MessageBlock | None = None
+    delta: MessageDelta | None = None
+    usage: MessageUsage | None = None
+    error: MessageErrorDetails | None = None
+    request_id: UnsetType | None = UNSET
 
 
 class MessagesAnswer(BlockAnswer):
@@ -33,101 +103,96 @@ class MessagesAnswer(BlockAnswer):
     def headers(self) -> dict[str, str]:
         return {"request-id": self.id}
 
-    def whole(self) -> Json:
-        content = [self._block(block, block.text) for block in self.reader.blocks]
-        return self._message(content) | self._stop()
+    def whole(self) -> MessageAnswer:
+        blocks = [self._block(block, block.text) for block in self.reader.blocks]
+        return self._message(blocks, *self._ending())
 
     def failure(self, error: PdClusterError) -> bytes:
-        return named_event(messages_error_body(error))
+        return _event("error", error=messages_error_body(error).error, request_id=None)
 
     def _opening(self) -> bytes:
-        message = self._message([]) | {"stop_reason": None, "stop_sequence": None}
-        return named_event({"type": "message_start", "message": message})
+        return _event("message_start", message=self._message([]))
 
     def _change(self, change: BlockChange) -> bytes:
         block, events = change.block, b""
         match change.what:
             case "begins":
-                begun = self._block(block, "")
-                return named_event({"type": "content_block_start", "index": block.index, "content_block": begun})
+                return _event("content_block_start", index=block.index, content_block=self._block(block, ""))
             case "grows":
                 return self._delta(block, change.text)
             case "ends":
                 if block.kind == "call" and block.name not in self._eager:
-                    events = self._told(block, "input_json_delta", partial_json=_encoded(_input(block.text)))
+                    whole = msgspec.json.encode(_input(block.text)).decode()
+                    events = _told(block, MessageDelta("input_json_delta", partial_json=whole))
                 elif block.kind == "reasoning":
-                    events = self._told(block, "signature_delta", signature=SIGNATURE)
-                return events + named_event({"type": "content_block_stop", "index": block.index})
+                    events = _told(block, MessageDelta("signature_delta", signature=SIGNATURE))
+                return events + _event("content_block_stop", index=block.index)
 
     def closing(self) -> bytes:
-        ends = {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
-        return named_event(ends) + named_event({"type": "message_stop"})
+        reason, sequence = self._ending()
+        delta = MessageDelta(stop_reason=reason, stop_sequence=sequence)
+        return _event("message_delta", delta=delta, usage=self._usage()) + _event("message_stop")
 
     def _delta(self, block: Block, text: str) -> bytes:
         """Returns a block's new text. A call's input is told as a whole, unless its tool is eager: it may be no JSON,
         which clients cannot read.
         """
         if block.kind == "text":
-            return self._told(block, "text_delta", text=text)
+            return _told(block, MessageDelta("text_delta", text=text))
         if block.kind == "reasoning":
-            return b"" if self._omits_thinking else self._told(block, "thinking_delta", thinking=text)
-        return self._told(block, "input_json_delta", partial_json=text) if block.name in self._eager else b""
+            return b"" if self._omits_thinking else _told(block, MessageDelta("thinking_delta", thinking=text))
+        is_eager = block.name in self._eager
+        return _told(block, MessageDelta("input_json_delta", partial_json=text)) if is_eager else b""
 
-    def _told(self, block: Block, kind: str, **fields: str) -> bytes:
-        delta = {"type": kind, **fields}
-        return named_event({"type": "content_block_delta", "index": block.index, "delta": delta})
-
-    def _block(self, block: Block, text: str) -> Json:
+    def _block(self, block: Block, text: str) -> MessageBlock:
         """Returns a block with this text; as it begins, without any."""
         if block.kind == "text":
-            return {"type": "text", "text": text}
+            return MessageBlock("text", text)
         if block.kind == "reasoning":
             shown = "" if self._omits_thinking else text
-            return {"type": "thinking", "thinking": shown, "signature": SIGNATURE if text else ""}
-        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(text)}
+            return MessageBlock("thinking", thinking=shown, signature=SIGNATURE if text else "")
+        return MessageBlock("tool_use", id=block.call_id, name=block.name, input=_input(text))
 
-    def _message(self, content: list[Json]) -> Json:
-        return {
-            "id": self.id,
-            "type": "message",
-            "role": "assistant",
-            "model": self._model,
-            "content": content,
-            "usage": self._usage(),
-        }
+    def _message(
+        self, content: list[MessageBlock], reason: Ending | None = None, sequence: str | None = None
+    ) -> MessageAnswer:
+        usage = self._usage()
+        return MessageAnswer(self.id, "message", "assistant", self._model, content, usage, reason, sequence)
 
-    def _stop(self) -> Json:
+    def _ending(self) -> tuple[Ending, str | None]:
+        """Returns the stop_reason and the stop_sequence."""
         assert self.last is not None
-        reason, sequence = "end_turn", None
         if self.last.finish_reason == "length":
-            reason = "max_tokens"
-        elif isinstance(self.last.stop_reason, str):
-            reason, sequence = "stop_sequence", self.last.stop_reason
-        elif self.reader.has_calls:
-            reason = "tool_use"
-        return {"stop_reason": reason, "stop_sequence": sequence}
+            return "max_tokens", None
+        if isinstance(self.last.stop_reason, str):
+            return "stop_sequence", self.last.stop_reason
+        return "tool_use" if self.reader.has_calls else "end_turn", None
 
-    def _usage(self) -> Json:
+    def _usage(self) -> MessageUsage:
         """Counts as the API does: `input_tokens` are those of the prompt that were not cached."""
-        usage = self.generation.usage
-        num_cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
-        return {
-            "input_tokens": usage["prompt_tokens"] - num_cached,
-            "cache_read_input_tokens": num_cached,
-            "cache_creation_input_tokens": 0,
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"thinking_tokens": self.reader.num_reasoning_tokens},
-        }
+        usage, num_cached = self.generation.usage, self.generation.num_cached_tokens
+        return MessageUsage(
+            input_tokens=usage.prompt_tokens - num_cached,
+            cache_read_input_tokens=num_cached,
+            cache_creation_input_tokens=0,
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(self.reader.num_reasoning_tokens),
+        )
 
 
-def _input(arguments: str) -> Json:
+def _event(kind: EventKind, **fields: Any) -> bytes:
+    return named_event(kind, MessageEvent(kind, **fields))
+
+
+def _told(block: Block, delta: MessageDelta) -> bytes:
+    kind: EventKind = "content_block_delta"
+    return named_event(kind, MessageEvent(kind, None, block.index, None, delta))
+
+
+def _input(arguments: str) -> dict[str, Any]:
     """Returns a call's arguments as the object that the API has for them. A model may write something else."""
     try:
         found = msgspec.json.decode(arguments) if arguments else {}
     except (msgspec.DecodeError, RecursionError):
         found = None
     return found if isinstance(found, dict) else {UNREADABLE: arguments}
-
-
-def _encoded(value: Json) -> str:
-    return msgspec.json.encode(value).decode()

@@ -6,11 +6,16 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from msgspec import Meta, Struct
+from msgspec.structs import replace
+from pydantic import BaseModel
 
 from pd_cluster.errors import PdClusterError
+from pd_cluster.service.answers.answers import UnixTime
 from pd_cluster.service.answers.blocks import Block, BlockAnswer, BlockChange
-from pd_cluster.service.answers.logprobs import Entries, LogprobsFormat
+from pd_cluster.service.answers.logprobs import ChatTokenLogprob, Entries, LogprobsFormat
 from pd_cluster.service.answers.sse import named_event
 from pd_cluster.service.generation import Generation
 from pd_cluster.service.schema.responses_protocol import NamespaceTool, ResponsesRequest, ResponseTool
@@ -18,11 +23,112 @@ from pd_cluster.service.schema.responses_tools import names_of
 from pd_cluster.service.sequence import TokenLogprobs
 from pd_cluster.text.tokenizer import Tokenizer
 
-Json = dict[str, Any]
 ID_NUM_BYTES = 24
 PREFIX = "resp_"
 PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 PARTS = {"text": "output_text", "reasoning": "reasoning_text"}  # also the middle of their events' names
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class ResponsePart(Struct, omit_defaults=True):
+    type: Literal["output_text", "reasoning_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: Annotated[
+        list[ChatTokenLogprob] | None,
+        Meta(description="Of its tokens, with include message.output_text.logprobs; otherwise empty."),
+    ] = None
+
+
+class ResponseItem(Struct, omit_defaults=True):
+    """A message, reasoning, or a call of a function."""
+
+    type: Literal["message", "reasoning", "function_call"]
+    id: str
+    status: ItemStatus
+    role: Literal["assistant"] | None = None
+    summary: Annotated[list[Any] | None, Meta(description="Always empty: `content` has the reasoning itself.")] = None
+    content: list[ResponsePart] | None = None
+    call_id: Annotated[str | None, Meta(description="The output of the call names it.")] = None
+    name: str | None = None
+    namespace: Annotated[str | None, Meta(description="Of the function, if it has one.")] = None
+    arguments: Annotated[str | None, Meta(description="The model wrote it: check it before use.")] = None
+
+
+class InputTokens(Struct):
+    cached_tokens: int
+    cache_write_tokens: Literal[0]
+
+
+class OutputTokens(Struct):
+    reasoning_tokens: int
+
+
+class ResponseUsage(Struct):
+    input_tokens: int
+    input_tokens_details: InputTokens
+    output_tokens: int
+    output_tokens_details: OutputTokens
+    total_tokens: int
+
+
+class ResponseFailure(Struct):
+    code: str
+    message: str
+
+
+class Incomplete(Struct):
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseObject(Struct):
+    id: str
+    object: Literal["response"]
+    created_at: UnixTime
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Annotated[bool, Meta(extra_json_schema={"const": False})]
+    completed_at: float | None
+    error: ResponseFailure | None
+    incomplete_details: Incomplete | None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None
+    metadata: dict[str, str]
+    model: str
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    service_tier: Literal["default"]
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: Literal["disabled"]
+    user: str | None
+    store: bool
+    output: list[ResponseItem]
+    usage: ResponseUsage | None
+
+
+class ResponseEvent(Struct, omit_defaults=True):
+    """One event of a stream, under its `type` as its name. The last one has the whole response."""
+
+    type: str
+    sequence_number: int
+    response: ResponseObject | None = None
+    item_id: str | None = None
+    output_index: int | None = None
+    content_index: int | None = None
+    item: ResponseItem | None = None
+    part: ResponsePart | None = None
+    delta: str | None = None
+    text: str | None = None
+    arguments: str | None = None
+    logprobs: Annotated[list[dict[str, Any]] | None, Meta(description="As in a part, without bytes.")] = None
 
 
 class ResponsesAnswer(BlockAnswer):
@@ -39,7 +145,7 @@ class ResponsesAnswer(BlockAnswer):
         self.id = f"{PREFIX}{secrets.token_hex(ID_NUM_BYTES)}"
         self._own_name = request.request_id
         self._names = names_of(request)
-        self._head = self._echo(request, model) | {"store": is_stored}
+        self._head = self._opened(request, model, is_stored)
         self._item_ids: dict[int, str] = {}
         self._entries: defaultdict[int, Entries] = defaultdict(lambda: Entries([], []))  # of each text block
         self._num_events = 0
@@ -51,40 +157,36 @@ class ResponsesAnswer(BlockAnswer):
         return self.id if self._own_name is None else PREFIX + self._own_name.removeprefix(PREFIX)
 
     @property
-    def status(self) -> str:
+    def status(self) -> ItemStatus:
         if self.last is None:
             return "in_progress"
         return "incomplete" if self.last.finish_reason == "length" else "completed"
 
-    @property
-    def output(self) -> list[Json]:
-        return [self._item(block, block.text, self._status_of(block)) for block in self.reader.blocks]
-
     def is_not_stored(self) -> None:
         """Says so in what is sent from now on."""
-        self._head["store"] = False
+        self._head.store = False
 
-    def whole(self) -> Json:
+    def whole(self) -> ResponseObject:
         if self._completed_s is None:
             self._completed_s = time.time()
         is_cut = self.status == "incomplete"
-        return self._head | {
-            "status": self.status,
-            "completed_at": None if is_cut else self._completed_s,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": self.output,
-            "usage": self._usage(),
-        }
+        return self._with_output(
+            status=self.status,
+            completed_at=None if is_cut else self._completed_s,
+            incomplete_details=Incomplete("max_output_tokens") if is_cut else None,
+        )
 
     def failure(self, error: PdClusterError) -> bytes:
-        told = {"code": "server_error", "message": str(error)}
-        response = self._head | {"status": "failed", "error": told, "output": self.output, "usage": self._usage()}
-        return self._event("response.failed", response=response)
+        told = ResponseFailure("server_error", str(error))
+        return self._event("response.failed", response=self._with_output(status="failed", error=told))
+
+    def _with_output(self, **fields: Any) -> ResponseObject:
+        output = [self._item(block, block.text, self._status_of(block)) for block in self.reader.blocks]
+        return replace(self._head, output=output, usage=self._usage(), **fields)
 
     def _opening(self) -> bytes:
-        response = self._head | {"status": "in_progress", "output": [], "usage": None}
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
+        return self._event("response.created", response=self._head) + self._event(
+            "response.in_progress", response=self._head
         )
 
     def closing(self) -> bytes:
@@ -103,7 +205,7 @@ class ResponsesAnswer(BlockAnswer):
     def _begins(self, block: Block) -> bytes:
         item = self._item(block, "", "in_progress")
         if block.kind != "call":
-            item["content"] = []
+            item.content = []
         added = self._event("response.output_item.added", output_index=block.index, item=item)
         if block.kind == "call":
             return added
@@ -113,7 +215,7 @@ class ResponsesAnswer(BlockAnswer):
         if block.kind == "call":
             place = {"item_id": self._id_of(block), "output_index": block.index}
             return self._event("response.function_call_arguments.delta", **place, delta=text)
-        more: Json = {}
+        more: dict[str, Any] = {}
         if block.kind == "text":
             entries = self._entries[block.index]
             num_before = len(entries.brief)
@@ -126,7 +228,7 @@ class ResponsesAnswer(BlockAnswer):
             place = {"item_id": self._id_of(block), "output_index": block.index}
             events = self._event("response.function_call_arguments.done", **place, arguments=block.text)
         else:
-            more: Json = {"logprobs": self._entries_of(block).brief} if block.kind == "text" else {}
+            more = {"logprobs": self._entries_of(block).brief} if block.kind == "text" else {}
             events = self._event(f"response.{PARTS[block.kind]}.done", **self._place(block), text=block.text, **more)
             part = self._part(block, block.text)
             events += self._event("response.content_part.done", **self._place(block), part=part)
@@ -135,9 +237,9 @@ class ResponsesAnswer(BlockAnswer):
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         number, self._num_events = self._num_events, self._num_events + 1
-        return named_event({"type": kind, "sequence_number": number, **fields})
+        return named_event(kind, ResponseEvent(kind, number, **fields))
 
-    def _place(self, block: Block) -> Json:
+    def _place(self, block: Block) -> dict[str, Any]:
         return {"item_id": self._id_of(block), "output_index": block.index, "content_index": 0}
 
     def _id_of(self, block: Block) -> str:
@@ -145,27 +247,25 @@ class ResponsesAnswer(BlockAnswer):
             self._item_ids[block.index] = f"{PREFIXES[block.kind]}_{secrets.token_hex(ID_NUM_BYTES)}"
         return self._item_ids[block.index]
 
-    def _status_of(self, block: Block) -> str:
+    def _status_of(self, block: Block) -> ItemStatus:
         """An answer that was cut ends in an item that was."""
         return "incomplete" if self.status == "incomplete" and block is self.reader.blocks[-1] else "completed"
 
-    def _item(self, block: Block, text: str, status: str) -> Json:
+    def _item(self, block: Block, text: str, status: ItemStatus) -> ResponseItem:
         item_id = self._id_of(block)
         if block.kind == "call":
             named = self._names.get(block.name, {"name": block.name})
-            call = {"call_id": block.call_id, **named, "arguments": text}
-            return {"type": "function_call", "id": item_id, "status": status, **call}
+            return ResponseItem("function_call", item_id, status, call_id=block.call_id, **named, arguments=text)
         content = [self._part(block, text)]
         if block.kind == "reasoning":
-            return {"type": "reasoning", "id": item_id, "status": status, "summary": [], "content": content}
-        return {"type": "message", "id": item_id, "status": status, "role": "assistant", "content": content}
+            return ResponseItem("reasoning", item_id, status, summary=[], content=content)
+        return ResponseItem("message", item_id, status, role="assistant", content=content)
 
-    def _part(self, block: Block, text: str) -> Json:
+    def _part(self, block: Block, text: str) -> ResponsePart:
         """Returns the part with this text: all of the block's, or none of it."""
-        more: Json = {}
-        if block.kind == "text":
-            more = {"annotations": [], "logprobs": self._entries_of(block).full if text else []}
-        return {"type": PARTS[block.kind], "text": text, **more}
+        if block.kind == "reasoning":
+            return ResponsePart("reasoning_text", text)
+        return ResponsePart("output_text", text, [], self._entries_of(block).full if text else [])
 
     def _entries_of(self, block: Block) -> Entries:
         """Returns the logprobs of all its tokens; those of an answer that is sent whole were not encoded before."""
@@ -173,63 +273,58 @@ class ResponsesAnswer(BlockAnswer):
         self._logprobs.encode(block.tokens[len(entries.full) :], entries)
         return entries
 
-    def _usage(self) -> Json:
+    def _usage(self) -> ResponseUsage:
         usage = self.generation.usage
-        num_cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
-        return {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": self.reader.num_reasoning_tokens},
-            "total_tokens": usage["total_tokens"],
-        }
+        return ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokens(self.generation.num_cached_tokens, 0),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokens(self.reader.num_reasoning_tokens),
+            total_tokens=usage.total_tokens,
+        )
 
-    def _echo(self, request: ResponsesRequest, model: str) -> Json:
-        """Returns the fields that the response object repeats of its request."""
-        sampling = self.generation.sampling
-        tools = [_told(tool) for tool in request.tools or []]
-        choice = request.tool_choice
+    def _opened(self, request: ResponsesRequest, model: str, is_stored: bool) -> ResponseObject:
+        """Returns the response object before any output, with the fields that it repeats of its request."""
+        sampling, choice, reasoning = self.generation.sampling, request.tool_choice, request.reasoning
         text = request.text.model_dump(exclude_none=True) if request.text is not None else {}
-        reasoning = request.reasoning
-        return {
-            "id": self.id,
-            "object": "response",
-            "created_at": int(time.time()),
-            "status": "in_progress",
-            "background": False,
-            "completed_at": None,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "max_tool_calls": request.max_tool_calls,
-            "metadata": request.metadata or {},
-            "model": model,
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": request.previous_response_id,
-            "prompt_cache_key": request.prompt_cache_key,
-            "reasoning": {
+        return ResponseObject(
+            id=self.id,
+            object="response",
+            created_at=int(time.time()),
+            status="in_progress",
+            background=False,
+            completed_at=None,
+            error=None,
+            incomplete_details=None,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            max_tool_calls=request.max_tool_calls,
+            metadata=request.metadata or {},
+            model=model,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            previous_response_id=request.previous_response_id,
+            prompt_cache_key=request.prompt_cache_key,
+            reasoning={
                 "effort": reasoning.effort if reasoning is not None else None,
                 "summary": reasoning.summary if reasoning is not None else None,
             },
-            "safety_identifier": request.safety_identifier,
-            "service_tier": "default",
-            "temperature": sampling.temperature,
-            "text": {"format": {"type": "text"}, **text},
-            "tool_choice": "auto"
-            if choice is None
-            else choice
-            if isinstance(choice, str)
-            else choice.model_dump(exclude_none=True),
-            "tools": tools,
-            "top_logprobs": request.top_logprobs or 0,
-            "top_p": sampling.top_p,
-            "truncation": "disabled",
-            "user": request.user,
-        }
+            safety_identifier=request.safety_identifier,
+            service_tier="default",
+            temperature=sampling.temperature,
+            text={"format": {"type": "text"}, **text},
+            tool_choice=choice.model_dump(exclude_none=True) if isinstance(choice, BaseModel) else choice or "auto",
+            tools=[_told(tool) for tool in request.tools or []],
+            top_logprobs=request.top_logprobs or 0,
+            top_p=sampling.top_p,
+            truncation="disabled",
+            user=request.user,
+            store=is_stored,
+            output=[],
+            usage=None,
+        )
 
 
-def _told(tool: ResponseTool | NamespaceTool) -> Json:
+def _told(tool: ResponseTool | NamespaceTool) -> dict[str, Any]:
     """Returns a tool as the response object repeats it."""
     told = tool.model_dump(exclude_none=True)
     return told if isinstance(tool, NamespaceTool) else {"strict": None, "parameters": None, **told}

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
+_encode = msgspec.json.Encoder().encode
 DONE = b"data: [DONE]\n\n"
 
 
-def event(data: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+def event(data: msgspec.Struct) -> bytes:
+    return b"data: " + _encode(data) + b"\n\n"
 
 
-def named_event(data: dict[str, Any]) -> bytes:
-    """Returns an event that carries its `type` as the name, too."""
-    name: str = data["type"]
+def named_event(name: str, data: msgspec.Struct) -> bytes:
     return b"event: " + name.encode() + b"\n" + event(data)

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Literal
 
-from pd_cluster.service.answers.answers import Answer
-from pd_cluster.service.answers.logprobs import LogprobsFormat
-from pd_cluster.service.generation import Generation
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from pd_cluster.service.answers.answers import Answer, OfHandle, OfPrompt, OfTimes, StopReason, UnixTime
+from pd_cluster.service.answers.logprobs import ChatLogprobs, LogprobsFormat
+from pd_cluster.service.generation import Generation, Usage
 from pd_cluster.service.schema.protocol import CompletionRequest
 from pd_cluster.service.sequence import Piece
 from pd_cluster.service.service import TextService
 
 
+class TokensChoice(Struct, omit_defaults=True):
+    index: int
+    logprobs: Annotated[ChatLogprobs | None, Meta(description='Tokens are named "token_id:5".')]
+    finish_reason: Literal["stop", "length"] | None
+    token_ids: list[int]
+    stop_reason: StopReason = UNSET
+
+
+class GeneratedTokens(Struct, omit_defaults=True, kw_only=True):
+    request_id: str
+    model: str
+    created: UnixTime
+    prompt_logprobs: OfPrompt = None
+    choices: list[TokensChoice]
+    usage: Usage
+    kv_transfer_params: OfHandle = None
+    metrics: OfTimes = UNSET
+
+
+class GeneratedTokensChunk(Struct, omit_defaults=True):
+    """One event of a stream. The one with the usage, if that was asked for, is the last and has no choices."""
+
+    request_id: str
+    choices: list[TokensChoice]
+    usage: Usage | UnsetType | None = UNSET
+    metrics: OfTimes = UNSET
+
+
 class TokensAnswer(Answer):
     """Logprobs have the shape of a chat's; tokens are named by their ids, as in vLLM."""
 
-    prefix, object, chunk_object = "generate-tokens", "", ""
+    prefix = "generate-tokens"
 
     def __init__(
         self, request: CompletionRequest, model: str, service: TextService, generations: list[Generation]
@@ -23,34 +53,31 @@ class TokensAnswer(Answer):
         super().__init__(request, model, service, generations)
         self._format = LogprobsFormat(service.tokenizer, as_token_ids=True)
 
-    def whole(self, pieces: list[Piece]) -> dict[str, Any]:
-        found = self._prompt_logprobs(self.generations[0])
-        answer = {"request_id": self.id, "model": self._model, "created": self._created, **found}
-        choices = [self._whole_choice(piece) for piece in pieces]
-        handle = {"kv_transfer_params": self.kv_handle} if self.kv_handle is not None else {}
-        return {**answer, "choices": choices, "usage": self._usage(), **handle, **self._timings()}
+    def whole(self, pieces: list[Piece]) -> GeneratedTokens:
+        return GeneratedTokens(
+            request_id=self.id,
+            model=self._model,
+            created=self._created,
+            prompt_logprobs=self._prompt_logprobs(self.generations[0]),
+            choices=[self._choice(piece.index, None, self._logprobs(piece), piece) for piece in pieces],
+            usage=self._usage(),
+            kv_transfer_params=self.kv_handle,
+            metrics=self._timings(),
+        )
 
-    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
-        choice = self._choice(piece.index, {}, self._logprobs(piece), piece.token_ids, piece.finish_reason)
-        return choice | self._stop_reason(piece)
+    def _chunk_of(self, choices: list[TokensChoice], prompt_ids: list[int] | None = None) -> GeneratedTokensChunk:
+        return GeneratedTokensChunk(self.id, choices)
 
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"request_id": self.id}
-
-    def _first_prompt_ids(self, choice: int) -> dict[str, Any]:
-        return {}
+    def _choice(
+        self, index: int, content: None, logprobs: ChatLogprobs | None = None, piece: Piece | None = None
+    ) -> TokensChoice:
+        return TokensChoice(index, logprobs, *self._rest(piece))
 
     def _opening(self, choice: int) -> bytes:
         return b""
 
-    def _logprobs(self, piece: Piece, is_whole: bool = False) -> dict[str, Any] | None:
+    def _logprobs(self, piece: Piece, is_whole: bool = False) -> ChatLogprobs | None:
         return self._format.chat(piece.logprobs) if self.wanted.logprobs else None
 
-    def _whole(self, piece: Piece) -> tuple[dict[str, Any], Piece]:
-        return {}, piece
-
-    def _delta(self, text: str) -> dict[str, Any]:
-        return {}
-
-    def _no_delta(self) -> dict[str, Any]:
-        return {}
+    def _delta(self, text: str | None) -> None:
+        """Returns nothing: there is no text."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Literal
 
+import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from pd_cluster.errors import RequestError
@@ -133,9 +134,24 @@ class BatchChatRequest(ChatCompletionRequest):
         return [self.model_copy(update={"messages": each}) for each in self.messages]
 
 
+class RenderedPrompt(msgspec.Struct):
+    """A body of /inference/v1/generate."""
+
+    request_id: str | None
+    token_ids: list[int]
+    features: None
+    sampling_params: dict[str, Any]
+    model: str
+    stream: bool
+    stream_options: dict[str, bool | None] | None
+    cache_salt: str | None
+    priority: int
+    kv_transfer_params: None
+
+
 def rendered(
     request: GenerationRequest, token_ids: list[int], sampling: Sampling, name: str, prefix: str
-) -> dict[str, Any]:
+) -> RenderedPrompt:
     """Returns the body of /inference/v1/generate with which this prompt is answered as the request would be.
 
     It gets an id that begins with `prefix` if the request has none.
@@ -148,15 +164,15 @@ def rendered(
         params["logprobs"] = request.num_logprobs
     if sampling.guide is not None:
         params["structured_outputs"] = structured_outputs_of(sampling.guide)
-    return {
-        "request_id": request.request_id or f"{prefix}-{secrets.token_hex(12)}",
-        "token_ids": token_ids,
-        "features": None,
-        "sampling_params": params,
-        "model": name,
-        "stream": bool(request.stream),
-        "stream_options": None if request.stream_options is None else request.stream_options.model_dump(),
-        "cache_salt": request.cache_salt,
-        "priority": request.priority or 0,
-        "kv_transfer_params": None,
-    }
+    return RenderedPrompt(
+        request_id=request.request_id or f"{prefix}-{secrets.token_hex(12)}",
+        token_ids=token_ids,
+        features=None,
+        sampling_params=params,
+        model=name,
+        stream=bool(request.stream),
+        stream_options=None if request.stream_options is None else request.stream_options.model_dump(),
+        cache_salt=request.cache_salt,
+        priority=request.priority or 0,
+        kv_transfer_params=None,
+    )

@@ -68,7 +68,8 @@ def filled(layout: KVLayout) -> KVPool:
 
 def digests(layout: KVLayout) -> dict[str, str]:
     pool = filled(layout)
-    layers = LayerMajor(layout, [torch.zeros(s, dtype=TORCH_DTYPES[layout.dtype]) for s in LayerMajor.shapes(layout, 6)])
+    dtype = TORCH_DTYPES[layout.dtype]
+    layers = LayerMajor(layout, [torch.zeros(shape, dtype=dtype) for shape in LayerMajor.shapes(layout, 6)])
     whole = KVPiece(0, 6 * layout.block_size, 0, layout.num_layers, list(range(6)))
     layers.scatter(pool.memory.gather(whole), whole, whole.block_ids)
     routes = Route(layout, layout), Route(layout, replace(layout, block_size=8)), Route(layout, layout, wants_int8=True)

@@ -90,6 +90,11 @@ class KVLayout:
         """Whether heads are made anew from what is kept, which no rank has a share of: one vector for all heads."""
         return self.planes[0].name == LATENT
 
+    @property
+    def has_index(self) -> bool:
+        """Whether some layers choose the keys that a token attends to."""
+        return any(plane.name == INDEX for plane in self.planes)
+
     def stored_widths(self, planes: Iterable[Plane]) -> list[int]:
         """Returns the elements that a vector of each of these planes takes."""
         return [stored_width(self.dtype, plane.width) for plane in planes]

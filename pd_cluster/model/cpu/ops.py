@@ -127,8 +127,8 @@ def supports(layout: KVLayout, latent_values: Collection[int] = ()) -> bool:
         return False
     multiple = HEAD_DIM_MULTIPLE * (2 if layout.dtype == "int4" else 1)  # each half fills whole vectors
     if layout.has_latents:
-        most = (*MAX_LATENTS, *(MAX_HEAD_DIM for _ in latent_values))
         widths = (*(plane.width for plane in layout.planes), *latent_values)
+        most = (*MAX_LATENTS, *(MAX_HEAD_DIM for _ in widths[len(MAX_LATENTS) :]))
         return all(width % multiple == 0 and width <= limit for width, limit in zip(widths, most, strict=True))
     return layout.head_dim % multiple == 0 and layout.head_dim <= MAX_HEAD_DIM
 
@@ -291,7 +291,7 @@ def _latents_in(latents: Latents, pool: KVPool) -> _Latents:
     """Returns C's view of a layer in a pool. Its planes lie in each block one after the other, layer by layer."""
     layout, planes = pool.layout, pool.layer(latents.layer_idx)
     first = pool.data_ptr()
-    assert [plane.width for plane in layout.planes] == [latents.width, latents.rope_width]
+    assert [plane.width for plane in layout.planes[:2]] == [latents.width, latents.rope_width]
     assert latents.layer_idx < layout.num_layers
     for matrix in (latents.keys, latents.values):
         assert matrix.dtype == torch.float32

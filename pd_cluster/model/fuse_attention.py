@@ -10,8 +10,8 @@ import torch
 from pd_cluster.model.attention.latent import UpProjection
 from pd_cluster.model.layer_maker import LayerMaker, norm_of
 from pd_cluster.model.layers.fused_layer import HeadsAttention, LatentAttention
-from pd_cluster.model.layers.indexer import Indexer, IndexNorm, SparseOps
-from pd_cluster.model.layers.ops import Heads, LatentOps, Latents, Ops
+from pd_cluster.model.layers.indexer import Indexer, IndexNorm
+from pd_cluster.model.layers.ops import Heads, LatentOps, Latents, Ops, SparseOps
 from pd_cluster.model.layers.rope_tables import ends_order, qkv_order, starts_order
 from pd_cluster.model.parallel.layers import SpanningNorm
 from pd_cluster.model.quirks import Quirks

@@ -7,14 +7,14 @@ A key's score is the sum, over the indexer's heads, of the head's weight times r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch.nn.functional import layer_norm
 
+from pd_cluster.model.attention.sparse import IndexRows
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.linear import Linear
-from pd_cluster.model.layers.ops import LatentOps, Rope, rotate
+from pd_cluster.model.layers.ops import Rope, SparseOps, rotate
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +27,6 @@ class IndexNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-
-
-@runtime_checkable
-class SparseOps(LatentOps, Protocol):
-    """`LatentOps` whose tokens may attend to some keys alone: to those of `ForwardBatch.chosen`, if there are any."""
-
-    def choose_keys(
-        self,
-        layer_idx: int,
-        queries: torch.Tensor,  # [num_tokens, num_heads, width]
-        weights: torch.Tensor,  # [num_tokens, num_heads]: of the heads, with all scales in them
-        keys: torch.Tensor,  # [num_tokens, width]
-        most: int,
-        batch: ForwardBatch,
-    ) -> torch.Tensor | None:
-        """Writes the keys to the layer's third plane; returns what `ForwardBatch.chosen` shall be."""
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +51,8 @@ class Indexer:
         weights = self.weights(x).mul_(self.scaling)
         keys = self._rotated(self.norm(self.keys(x))[:, None], rope)[:, 0]
         queries = self._rotated(self.queries(residual).view(*weights.shape, -1), rope)
-        batch.chosen = self.ops.choose_keys(self.layer_idx, queries, weights, keys, self.index_topk, batch)
+        rows = IndexRows(self.layer_idx, queries, weights, keys, self.index_topk)
+        batch.chosen = self.ops.choose_keys(rows, rope, batch)
 
     def _rotated(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         """Rotates x [num_tokens, num_heads, width]."""

@@ -15,7 +15,7 @@ from torch.nn.functional import gelu, silu
 
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.attention.latent import attend_latents, write_latents
-from pd_cluster.model.attention.sparse import choose_keys
+from pd_cluster.model.attention.sparse import IndexRows, choose_keys
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, ExpertRouter, Experts, Gates
@@ -141,6 +141,17 @@ class LatentOps(Ops, Protocol):
         """
 
 
+@runtime_checkable
+class SparseOps(LatentOps, Protocol):
+    """`LatentOps` whose tokens may attend to some keys alone: to those of `ForwardBatch.chosen`, if there are any."""
+
+    def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
+        """Writes the keys to the layer's third plane; returns what `ForwardBatch.chosen` shall be.
+
+        `rope`: the tables by which the rows were rotated.
+        """
+
+
 class TorchOps:
     """The reference, also used where the C kernels cannot be built."""
 
@@ -191,16 +202,8 @@ class TorchOps:
         output = attend_latents(latents.layer_idx, latents.keys, latents.values, whole, batch, latents.scaling)
         return output.reshape(len(queries), -1)
 
-    def choose_keys(
-        self,
-        layer_idx: int,
-        queries: torch.Tensor,
-        weights: torch.Tensor,
-        keys: torch.Tensor,
-        most: int,
-        batch: ForwardBatch,
-    ) -> torch.Tensor | None:
-        return choose_keys(layer_idx, queries, weights, keys, most, batch)
+    def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
+        return choose_keys(rows, batch)
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:

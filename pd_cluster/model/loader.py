@@ -190,8 +190,8 @@ def _check_device(checkpoint: Checkpoint, device: Device) -> None:
     """Raises ConfigError for what only CPUs compute: sparse attention, and products of some weights."""
     if device.is_accelerator and is_indexed(modules.config_of(checkpoint)):
         raise ConfigError(
-            f"{called('device')} {device.kind}: {checkpoint.model_type} attends to keys that it chooses, which only CPUs "
-            f"compute here; use cpu"
+            f"{called('device')} {device.kind}: {checkpoint.model_type} attends to keys that it chooses, which only "
+            f"CPUs compute here; use cpu"
         )
     found = checkpoint.quantization
     asked = {f"{called('quantize_head')} {checkpoint.head_scheme}": checkpoint.head_scheme}

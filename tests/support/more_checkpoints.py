@@ -45,11 +45,11 @@ YARN: dict[str, Any] = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }
-# At least 16 heads choose: with few, relu leaves many keys exactly equal.
+# Many heads choose: with few, relu leaves keys exactly equal, of which transformers may choose any.
 SPARSE: dict[str, Any] = {
     **LATENTS_AND_EXPERTS,
     "initializer_range": 0.15,
-    "index_n_heads": 16,
+    "index_n_heads": 32,
     "index_head_dim": 64,
     "index_topk": 8,
 }

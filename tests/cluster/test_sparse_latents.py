@@ -15,6 +15,7 @@ from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
 
+pytestmark = pytest.mark.slow  # quick ones send planes over each transport: tests/unit/test_planes.py
 MAX_TOKENS = 12
 LENGTHS = (1, 16, 17, 41, 70, 100)
 BLOCK_SIZE = 16
@@ -48,7 +49,6 @@ def test_the_split_says_what_the_model_says(cluster: LiveCluster, folder: Path) 
     cluster.assert_home()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["deepseek_v32", "glm_moe_dsa"])
 @pytest.mark.parametrize("sizes", [(1, 4), (4, 1), (2, 4)])
 @pytest.mark.parametrize("transport", ["shm", "dist"])
@@ -71,7 +71,6 @@ def test_ranks_of_other_numbers(tmp_path: Path, architecture: str, sizes: tuple[
         running.assert_home()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_kill_in_mid_request(cluster: LiveCluster, folder: Path, role: str) -> None:
     num_tokens = 400

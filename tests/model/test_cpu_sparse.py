@@ -88,8 +88,8 @@ def expected(rows: IndexRows, batch: ForwardBatch) -> dict[int, list[int]]:
         table = batch.block_table[batch.table_starts[seq] : batch.table_starts[seq + 1]].long()
         keys = plane[table].flatten(0, 1)[:seen, 0].double()
         scores = (rows.queries[row].double() @ keys.T).relu().mul(rows.weights[row, :, None].double()).sum(0)
-        order = sorted(range(seen), key=lambda at, scores=scores.tolist(): (-scores[at], at))  # type: ignore[misc]
-        found[row] = sorted(order[: rows.most])
+        by_score = sorted(zip((-scores).tolist(), range(seen), strict=True))
+        found[row] = sorted(at for _, at in by_score[: rows.most])
     return found
 
 

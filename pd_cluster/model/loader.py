@@ -27,7 +27,7 @@ from pd_cluster.model import modules
 from pd_cluster.model.attention.latent import UpProjection
 from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE, SDPA, Attention, choose_attention
 from pd_cluster.model.batch import build_batch
-from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM, Served
+from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM, Served
 from pd_cluster.model.cpu.ops import CpuOps, supports
 from pd_cluster.model.declared import caches_of, is_indexed, layout_of
 from pd_cluster.model.fuse import can_fuse, fuse, is_known, why_not_deterministic
@@ -153,37 +153,40 @@ def load_model(
     own = replace(layout, dtype=dtype)
     without_kernels = logn is not None or (layout.has_latents and device.is_accelerator)
     is_fused = not (without_kernels or checkpoint.is_unproven) and can_fuse(model)  # unlisted types use others' classes
-    if not is_fused and layout.has_index:
-        raise ConfigError(
-            f"{called('dtype')} {dtype}: {checkpoint.model_type} chooses keys in fused layers alone, which are float32 "
-            f"or, on CPUs that multiply it, bfloat16; use auto"
-        )
     if not is_fused:
+        _check_dense(layout, checkpoint, dtype)
         is_unproven, by = checkpoint.is_unproven, linears_by(attention)
         num_packed = prove_packing(plain, device, dtype) if is_unproven else pack_modules(model, by)
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
         if adapters is not None:
             _adapt(plain, model, adapters, vocab_size, own, device)
         return plain
-    expected = own_choices(plain) if layout.has_index else probe_logits(plain, own, device)
-    check_finite(expected, str(checkpoint.path), dtype)
+    check = _check_of(plain, own, device, checkpoint)
     values = {module.values.shape[2] for module in model.modules() if isinstance(module, UpProjection)}
     served = Served(caches, rope_limit, adapters)
     fused = fuse(model, choose_ops(layout, device, attention, values), served, share)
-    bound = ROUNDED if plain.rounds_activations else dtype
-    if layout.has_index:  # between two keys that are equally good, the last bits decide: a sequence may be spared
-        error = change_of(fused_choices(fused, own), expected, ROUNDED)
-    else:
-        error = change_of(probe_logits(fused, own, device), expected, bound)
-    _check_change(error, bound, checkpoint)
+    check(fused)
     log.info("model: %s", fused.kernels)
     return fused
 
 
-def _check_change(error: float, bound: str, checkpoint: Checkpoint) -> None:
-    """Raises ModelError for fused layers that compute something else."""
-    if not error <= PROBE_TOLERANCE[bound]:
-        raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
+def _check_of(
+    plain: PlainCausalLM, layout: KVLayout, device: Device, checkpoint: Checkpoint
+) -> Callable[[FusedCausalLM], None]:
+    """Computes a model's logits; returns a check that its fused layers have the same. Both raise ModelError."""
+    expected = own_choices(plain) if layout.has_index else probe_logits(plain, layout, device)
+    check_finite(expected, str(checkpoint.path), layout.dtype)
+    bound = ROUNDED if plain.rounds_activations else layout.dtype
+
+    def check(fused: FusedCausalLM) -> None:
+        if layout.has_index:  # between two keys that are equally good, the last bits decide: a sequence may be spared
+            error = change_of(fused_choices(fused, layout), expected, ROUNDED)
+        else:
+            error = change_of(probe_logits(fused, layout, device), expected, bound)
+        if not error <= PROBE_TOLERANCE[bound]:
+            raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
+
+    return check
 
 
 def _check_device(checkpoint: Checkpoint, device: Device) -> None:
@@ -203,6 +206,15 @@ def _check_device(checkpoint: Checkpoint, device: Device) -> None:
                 f"{place}: only CPUs have products of 4 bits with int8 activations, and this is "
                 f"{device.kind}; take a folder of w4a16, or a plain one with --quantization int4_wo"
             )
+
+
+def _check_dense(layout: KVLayout, checkpoint: Checkpoint, dtype: str) -> None:
+    """Raises ConfigError for a model of transformers' modules that chooses keys."""
+    if layout.has_index:
+        raise ConfigError(
+            f"{called('dtype')} {dtype}: {checkpoint.model_type} chooses keys in fused layers alone, which are float32 "
+            f"or, on CPUs that multiply it, bfloat16; use auto"
+        )
 
 
 def _share_of(checkpoint: Checkpoint, group: Group | None) -> Share | None:

@@ -17,7 +17,7 @@ from pd_cluster.model.batch import ForwardBatch
 
 @dataclass(frozen=True, slots=True)
 class IndexRows:
-    """What a layer's indexer makes of a step's tokens. `weights` are those of its heads, with all scales in them."""
+    """A layer's indexer makes these of a step's tokens. `weights` are those of its heads, with all scales in them."""
 
     layer_idx: int
     queries: torch.Tensor  # [num_tokens, num_heads, width]

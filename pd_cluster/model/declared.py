@@ -35,6 +35,16 @@ class LayerCache:
     num_heads: int
     planes: tuple[Plane, ...]
 
+    @property
+    def index_plane(self) -> Plane | None:
+        """Returns the plane of an indexer's keys; None: the layer has none."""
+        return next((plane for plane in self.planes if plane.name == INDEX), None)
+
+    @property
+    def apart_from_index(self) -> LayerCache:
+        """Returns the same without that plane: the part in which all layers are alike."""
+        return LayerCache(self.num_heads, tuple(plane for plane in self.planes if plane.name != INDEX))
+
 
 def caches_of(model: Any) -> tuple[LayerCache, ...]:
     """Returns what each layer keeps, on this rank. Raises ModelError: it keeps something else than planes."""
@@ -44,9 +54,9 @@ def caches_of(model: Any) -> tuple[LayerCache, ...]:
         output = model(input_ids=token_ids, use_cache=True, logits_to_keep=1, **_mask(model, token_ids))
     cache = output.get("cache", output.get("past_key_values"))  # 5.24 has renamed it
     found = tuple(_cache_of(model, index, layer, seen) for index, layer in enumerate(cache.layers))
-    planes = _all_planes(found)
+    index_planes = {each.index_plane for each in found} - {None}
     for index, each in enumerate(found):
-        if each.num_heads != found[0].num_heads or not set(each.planes) <= set(planes):
+        if each.apart_from_index != found[0].apart_from_index or len(index_planes) > 1:
             raise ModelError(f"{model.config.model_type}: layer {index} keeps {each}, and layer 0 {found[0]}")
     return found
 

@@ -49,6 +49,7 @@ YARN: dict[str, Any] = {
 SPARSE: dict[str, Any] = {
     **LATENTS_AND_EXPERTS,
     "initializer_range": 0.15,
+    "pad_token_id": None,  # its embedding would be zeros, and so would be all scores of its row
     "index_n_heads": 32,
     "index_head_dim": 64,
     "index_topk": 8,

@@ -39,14 +39,22 @@ def _run(measuring: Coroutine[Any, Any, None]) -> None:
 def engine(
     workload: Annotated[str, typer.Option(help="uniform,mixed,steps; default: all.")] = "",
     shape: Annotated[str, typer.Option(help="mla-1B: steps of latent attention; default: a Llama of 125M.")] = "",
+    parts: Annotated[
+        str, typer.Option(help="sparse: sparse against dense latent attention; default: whole models.")
+    ] = "",
     rounds: Rounds = 3,
     threads: Threads = 2,
     quick: Quick = False,
     json: Json = "",
 ) -> None:
     """The engine alone against transformers' generate(), and its steps against what the machine can do."""
-    from benchmarks import engine, latents
+    from benchmarks import engine, latents, sparse
 
+    if parts not in ("", sparse.NAME) or (parts and (shape or workload)):
+        raise PdClusterError(f"--parts {parts}: expected {sparse.NAME}, without --shape and --workload")
+    if parts:
+        sparse.run(rounds, threads, quick, json)
+        return
     if shape not in ("", latents.NAME) or (shape and workload):
         raise PdClusterError(f"--shape {shape}: expected {latents.NAME}, without --workload")
     if shape:

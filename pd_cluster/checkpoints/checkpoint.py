@@ -47,6 +47,7 @@ SUPPORTED_MODEL_TYPES = (
     *("glm4_moe", "gpt_bigcode", "granite_swa", "granitemoe", "granitemoeshared", "hunyuan_v1_dense"),
     *("hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "jais2", "minimax", "minimax_m2", "ministral"),
     *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "longcat_flash", "minicpm3", "youtu"),
+    *("deepseek_v32", "glm_moe_dsa"),
     *("ministral3", "nanochat", "olmo", "olmo3", "olmoe", "phi", "phimoe", "seed_oss", "solar_open", "vaultgemma"),
 )
 # model_type -> number of positions if config.json gives none

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from pd_cluster.kv.device_copy import copy_blocks, warm
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import DTYPE_NBYTES, AlikeLayers, KVLayout
 from pd_cluster.kv.memory import Memory, Move, Seen, ids_on, paired_runs, runs, slots_of
 from pd_cluster.native.copy import streaming_copy
 from pd_cluster.wire import KVPiece
@@ -16,30 +17,51 @@ from pd_cluster.wire import KVPiece
 HOT_NBYTES = 1 << 20  # copied and checked in one go, while it is in the core's own cache
 
 
-class BlockMajor:
-    """The common part of both: one allocation, [num_blocks, num_layers, numbers of a layer].
+class _AlikePlanes(NamedTuple):
+    """Alike layers [first, stop), and each of their planes: [num_blocks, stop - first, block_size, heads, width]."""
 
-    `data` is the same as [num_blocks, num_layers, num_planes, block_size, local_kv_heads, width] where all planes have
-    one width.
+    first: int
+    stop: int
+    planes: list[torch.Tensor]
+
+
+class BlockMajor:
+    """The common part of both: one allocation, [num_blocks, numbers of a block], whose layers follow one another.
+
+    `data` is the same as [num_blocks, num_layers, num_planes, block_size, local_kv_heads, width] where all layers are
+    alike and all planes have one width.
     """
 
     def __init__(self, layout: KVLayout, parts: Sequence[torch.Tensor]) -> None:
         (whole,) = parts
         self.layout = layout
-        num_blocks, num_layers = len(whole), layout.num_layers
-        size, heads = layout.block_size, layout.local_kv_heads
-        self._numbers = whole.view(num_blocks, num_layers, -1)
-        self.bytes = self._numbers.view(torch.uint8)  # [num_blocks, num_layers, layer_nbytes]
-        ends = list(itertools.accumulate(size * heads * width for width in layout.stored_widths))
+        num_blocks = len(whole)
+        self._numbers = whole.view(num_blocks, -1)
+        self.bytes = self._numbers.view(torch.uint8)  # [num_blocks, block_nbytes]
+        # Where each layer of a block begins, in bytes, and the block's end.
+        self._starts = [layout.layers_nbytes(0, layer) for layer in range(layout.num_layers + 1)]
+        self._alike = [self._planes_of(each) for each in layout.alike]
+        self._planes = [
+            [plane[:, at] for plane in planes] for first, stop, planes in self._alike for at in range(stop - first)
+        ]
+        widths, shape = layout.stored_widths(layout.planes), (layout.block_size, layout.local_kv_heads)
+        self._data: torch.Tensor | None = None
+        if len(self._alike) == 1 and len(set(widths)) == 1:
+            self._data = self._numbers.view(num_blocks, layout.num_layers, len(widths), *shape, -1)
+
+    def _planes_of(self, alike: AlikeLayers) -> _AlikePlanes:
+        layout, (first, stop, planes) = self.layout, alike
+        size, heads, itemsize = layout.block_size, layout.local_kv_heads, DTYPE_NBYTES[layout.dtype]
+        layers = self._numbers[:, self._starts[first] // itemsize : self._starts[stop] // itemsize]
+        layers = layers.view(len(layers), stop - first, -1)
+        ends = list(itertools.accumulate(size * heads * width for width in layout.stored_widths(planes)))
+        shape = (len(layers), stop - first, size, heads, -1)
         places = zip([0, *ends], ends, strict=False)
-        # Each [num_blocks, num_layers, block_size, local_kv_heads, width].
-        self._planes = [self._numbers[:, :, at:end].view(num_blocks, num_layers, size, heads, -1) for at, end in places]
-        shape = (num_blocks, num_layers, len(ends), size, heads, -1)
-        self._data: torch.Tensor | None = self._numbers.view(shape) if len(set(layout.stored_widths)) == 1 else None
+        return _AlikePlanes(first, stop, [layers[:, :, at:end].view(shape) for at, end in places])
 
     @classmethod
     def shapes(cls, layout: KVLayout, num_blocks: int) -> list[tuple[int, ...]]:
-        return [(num_blocks, layout.num_layers, layout.block_numel // layout.num_layers)]
+        return [(num_blocks, layout.block_numel)]
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -58,17 +80,24 @@ class BlockMajor:
         return len(self._numbers)
 
     def planes(self, layer: int) -> list[torch.Tensor]:
-        return [plane[:, layer] for plane in self._planes]
+        return list(self._planes[layer])
+
+    def _alike_planes(self, piece: KVPiece) -> list[torch.Tensor]:
+        """Returns the planes of a piece's layers, which are alike, each [num_blocks, num_layers, …]."""
+        found = next(each for each in self._alike if each.first <= piece.first_layer < each.stop)
+        assert piece.stop_layer <= found.stop
+        layers = slice(piece.first_layer - found.first, piece.stop_layer - found.first)
+        return [plane[:, layers] for plane in found.planes]
 
     def heads_of(self, piece: KVPiece, heads: slice) -> list[torch.Tensor]:
         ids = ids_on(self.device, torch.tensor(piece.block_ids))
-        layers = slice(piece.first_layer, piece.stop_layer)
-        return [plane[:, layers, :, heads].index_select(0, ids).transpose(0, 1) for plane in self._planes]
+        planes = self._alike_planes(piece)
+        return [plane[:, :, :, heads].index_select(0, ids).transpose(0, 1) for plane in planes]
 
     def put_vectors(self, planes: Sequence[torch.Tensor], piece: KVPiece, into: list[int], heads: slice) -> None:
         block, offset = slots_of(self.layout, piece, into, self.device)
-        for plane, vectors in zip(self._planes, planes, strict=True):
-            target = plane[:, piece.first_layer : piece.stop_layer, :, heads]
+        for plane, vectors in zip(self._alike_planes(piece), planes, strict=True):
+            target = plane[:, :, :, heads]
             target[block, :, offset] = vectors.transpose(0, 1)  # [num_tokens, num_layers, heads, width]
 
     def view_of(self, piece: KVPiece) -> torch.Tensor | None:
@@ -79,7 +108,7 @@ class BlockMajor:
 
     def _layers(self, piece: KVPiece) -> torch.Tensor:
         """Returns all blocks as bytes, restricted to the piece's layers."""
-        return self.bytes[:, piece.first_layer : piece.stop_layer]
+        return self.bytes[:, self._starts[piece.first_layer] : self._starts[piece.stop_layer]]
 
     def _layers_of(self, source: Memory, piece: KVPiece) -> torch.Tensor:
         assert isinstance(source, BlockMajor)
@@ -129,7 +158,7 @@ class HostBlocks(BlockMajor):
                     seen(of if copy is not None else to)
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
-        blocks = self.bytes.flatten(1)
+        blocks = self.bytes
         if kind == "copy":
             _copy_each(blocks, pairs)
             return
@@ -169,7 +198,7 @@ class DeviceBlocks(BlockMajor):
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
         """Copies a block at a time between device and host: each is one large contiguous copy."""
-        blocks = self.bytes.flatten(1)
+        blocks = self.bytes
         if kind == "copy":
             _copy_each(blocks, pairs)
             return
@@ -188,7 +217,7 @@ def _copy_each(blocks: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
 
 
 def _contiguous(blocks: torch.Tensor) -> list[torch.Tensor]:
-    """Splits [n, num_layers, layer_nbytes] of a pool: whole when all layers are there, otherwise block by block."""
+    """Splits [n, nbytes] of a pool: whole when all layers are there, otherwise block by block."""
     return [blocks.view(-1)] if blocks.is_contiguous() else [block.view(-1) for block in blocks]
 
 

@@ -22,8 +22,7 @@ CopyPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, ids: list[int], into: list[int], runs: Runs) -> None:
-    """Copies `target[into] = source[ids]`, [num_blocks, num_layers, layer_nbytes] uint8; `runs`: the same, joined."""
-    source, target = source.flatten(1), target.flatten(1)
+    """Copies `target[into] = source[ids]`, [num_blocks, nbytes] uint8; `runs`: the same, joined."""
     if _has_words(source) and _has_words(target):
         source, target = source.view(torch.int64), target.view(torch.int64)
     there = [target[start : start + count] for _, start, count in runs[:MAX_COPIES]]

@@ -24,21 +24,27 @@ class LayerMajor:
         self.layout = layout
         self.layers = list(parts)
         size, heads = layout.block_size, layout.local_kv_heads
-        self._num_blocks = self.layers[0].numel() * layout.num_layers // layout.block_numel
-        shapes = [(self._num_blocks, size, heads, width) for width in layout.stored_widths]
-        numels = [size * heads * width * self._num_blocks for width in layout.stored_widths]
-        self._planes = [
-            [flat.view(shape) for flat, shape in zip(torch.split(layer.view(-1), numels), shapes, strict=True)]
-            for layer in self.layers
-        ]
+        self._num_blocks = self.layers[0].numel() // layout.layer_numel(layout.alike[0].planes)
+        self._planes: list[list[torch.Tensor]] = []
+        for first, stop, planes in layout.alike:
+            widths = layout.stored_widths(planes)
+            shapes = [(self._num_blocks, size, heads, width) for width in widths]
+            numels = [size * heads * width * self._num_blocks for width in widths]
+            self._planes += [
+                [flat.view(shape) for flat, shape in zip(torch.split(layer.view(-1), numels), shapes, strict=True)]
+                for layer in self.layers[first:stop]
+            ]
 
     @classmethod
     def shapes(cls, layout: KVLayout, num_blocks: int) -> list[tuple[int, ...]]:
-        widths = set(layout.stored_widths)
-        shape: tuple[int, ...] = (num_blocks * layout.block_numel // layout.num_layers,)
-        if len(widths) == 1:
-            shape = (len(layout.planes), num_blocks, layout.block_size, layout.local_kv_heads, widths.pop())
-        return [shape] * layout.num_layers
+        shapes: list[tuple[int, ...]] = []
+        for first, stop, planes in layout.alike:
+            widths = set(layout.stored_widths(planes))
+            shape: tuple[int, ...] = (num_blocks * layout.layer_numel(planes),)
+            if len(widths) == 1:
+                shape = (len(planes), num_blocks, layout.block_size, layout.local_kv_heads, widths.pop())
+            shapes += [shape] * (stop - first)
+        return shapes
 
     @property
     def parts(self) -> list[torch.Tensor]:

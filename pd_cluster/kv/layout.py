@@ -5,6 +5,8 @@ Knows nothing of tensors: sizes are integers, dtypes are names.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -16,13 +18,22 @@ from pd_cluster.wire import KVPiece, LayoutInfo, Plane
 CODE_BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4}  # of vectors that are codes with one scale behind them
 DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, **dict.fromkeys(CODE_BITS, 1)}  # codes lie as bytes
 SCALE_NBYTES = 4  # one float32
-LATENT = "latent"
+LATENT, INDEX = "latent", "index"
+
+
+class AlikeLayers(NamedTuple):
+    """Consecutive layers [first, stop) that have the same planes."""
+
+    first: int
+    stop: int
+    planes: tuple[Plane, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """One rank's share of a block holds, in each layer, the planes in order, each [block_size, local_kv_heads, width].
+    """One rank's share of a block holds, in each layer, its planes in order, each [block_size, local_kv_heads, width].
 
+    `plane_layers`: for each plane the layers that have it, ascending. It is () where every layer has every plane.
     num_kv_heads counts the whole model. Heads are split evenly over tp_size ranks; with more ranks than heads each head
     is replicated on tp_size / num_kv_heads ranks. `dtype` is the pool's, which may be narrower than the model's: see
     `stored_width`.
@@ -35,6 +46,19 @@ class KVLayout:
     dtype: str
     tp_size: int = 1
     tp_rank: int = 0
+    plane_layers: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def alike(self) -> tuple[AlikeLayers, ...]:
+        """Returns all layers in order, in as few runs of alike ones as there are."""
+        return _alike(self.num_layers, self.planes, self.plane_layers)
+
+    def parts_of(self, piece: KVPiece) -> Iterator[tuple[tuple[Plane, ...], KVPiece]]:
+        """Cuts a piece where its layers' planes change; yields the planes of each part."""
+        for first, stop, planes in self.alike:
+            start, end = max(first, piece.first_layer), min(stop, piece.stop_layer)
+            if start < end:
+                yield planes, replace_layers(piece, start, end)
 
     @property
     def head_range(self) -> tuple[int, int]:
@@ -67,14 +91,33 @@ class KVLayout:
         return self.planes[0].name == LATENT
 
     @property
-    def stored_widths(self) -> list[int]:
-        """Returns the elements that a vector of each plane takes."""
-        return [stored_width(self.dtype, plane.width) for plane in self.planes]
+    def has_index(self) -> bool:
+        """Whether some layers choose the keys that a token attends to."""
+        return any(plane.name == INDEX for plane in self.planes)
+
+    def stored_widths(self, planes: Iterable[Plane]) -> list[int]:
+        """Returns the elements that a vector of each of these planes takes."""
+        return [stored_width(self.dtype, plane.width) for plane in planes]
+
+    def layer_numel(self, planes: Iterable[Plane]) -> int:
+        """Counts the elements of one block in a layer with these planes, on this rank."""
+        return self.local_kv_heads * self.block_size * sum(self.stored_widths(planes))
+
+    def layers_nbytes(self, first: int, stop: int) -> int:
+        """Counts the bytes of one block in layers [first, stop), which lie one behind the other, on this rank."""
+        whole = KVPiece(0, 0, first, stop - first, [])
+        numel = sum(part.num_layers * self.layer_numel(planes) for planes, part in self.parts_of(whole))
+        return numel * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def most_layer_nbytes(self) -> int:
+        """Counts the bytes of one block in the largest layer, on this rank."""
+        return max(self.layer_numel(each.planes) for each in self.alike) * DTYPE_NBYTES[self.dtype]
 
     @property
     def block_numel(self) -> int:
         """Counts the elements of one block, all layers, on this rank."""
-        return self.num_layers * self.local_kv_heads * self.block_size * sum(self.stored_widths)
+        return sum((each.stop - each.first) * self.layer_numel(each.planes) for each in self.alike)
 
     @property
     def token_nbytes(self) -> int:
@@ -98,6 +141,30 @@ class KVLayout:
     @classmethod
     def from_info(cls, info: LayoutInfo) -> KVLayout:
         return cls(**{name: getattr(info, name) for name in info.__struct_fields__})
+
+
+@functools.lru_cache(maxsize=64)
+def _alike(
+    num_layers: int, planes: tuple[Plane, ...], plane_layers: tuple[tuple[int, ...], ...]
+) -> tuple[AlikeLayers, ...]:
+    if not plane_layers:
+        return (AlikeLayers(0, num_layers, planes),)
+    having = [frozenset(layers) for layers in plane_layers]
+    of_layer = [
+        tuple(plane for plane, layers in zip(planes, having, strict=True) if layer in layers)
+        for layer in range(num_layers)
+    ]
+    found, first = list[AlikeLayers](), 0
+    for own, run in itertools.groupby(of_layer):
+        stop = first + len(list(run))
+        found.append(AlikeLayers(first, stop, own))
+        first = stop
+    return tuple(found)
+
+
+def replace_layers(piece: KVPiece, first: int, stop: int) -> KVPiece:
+    """Returns the same tokens in layers [first, stop)."""
+    return KVPiece(piece.first_token, piece.num_tokens, first, stop - first, piece.block_ids)
 
 
 def keys_and_values(head_dim: int) -> tuple[Plane, ...]:
@@ -127,8 +194,15 @@ def can_hold(planes: Iterable[Plane], dtype: str) -> bool:
 
 
 def vectors_nbytes(planes: Iterable[Plane], dtype: str) -> int:
-    """Counts the bytes that a token leaves in a layer for each KV head."""
+    """Counts the bytes that a token leaves in a layer with these planes for each KV head."""
     return sum(stored_width(dtype, plane.width) for plane in planes) * DTYPE_NBYTES[dtype]
+
+
+def token_nbytes_of(info: LayoutInfo) -> int:
+    """Counts the bytes of a token on all ranks of an instance, each KV head once."""
+    alike = _alike(info.num_layers, info.planes, info.plane_layers)
+    vectors = sum((each.stop - each.first) * vectors_nbytes(each.planes, info.dtype) for each in alike)
+    return info.num_kv_heads * vectors
 
 
 def check_pair(source: KVLayout, target: KVLayout) -> None:
@@ -147,7 +221,7 @@ def check_pair(source: KVLayout, target: KVLayout) -> None:
             raise LinkError(
                 f"KV layout makes no sense: {layout.num_kv_heads} KV heads cannot be spread over {layout.tp_size} ranks"
             )
-        if not layout.planes or min(plane.width for plane in layout.planes) < 1:
+        if not _has_planes(layout) or min(plane.width for plane in layout.planes) < 1:
             raise LinkError("KV layout makes no sense: a layer has no planes, or one of them no numbers")
         if not can_hold(layout.planes, layout.dtype):
             raise LinkError(f"KV layout makes no sense: {layout.dtype} holds two numbers a byte, and a width is odd")
@@ -168,6 +242,16 @@ def _compared(source: KVLayout, target: KVLayout) -> Iterator[tuple[str, object,
         return
     for theirs, ours in zip(source.planes, target.planes, strict=True):
         yield f"{theirs.name}_head_dim", theirs.width, ours.width
+    yield "plane_layers", source.plane_layers, target.plane_layers
+
+
+def _has_planes(layout: KVLayout) -> bool:
+    """Whether each layer has a plane, and no plane a layer that is not there, or the same one twice."""
+    if not layout.plane_layers:
+        return bool(layout.planes)
+    known = range(layout.num_layers)
+    is_known = all(list(layers) == sorted({*layers} & {*known}) for layers in layout.plane_layers)
+    return is_known and len(layout.plane_layers) == len(layout.planes) and all(each.planes for each in layout.alike)
 
 
 def can_split_heads(num_kv_heads: int, tp_size: int) -> bool:
@@ -261,6 +345,7 @@ class Route:
 
     def payload_nbytes(self, piece: KVPiece) -> int:
         if self.is_verbatim:
-            return len(piece.block_ids) * self.source.block_nbytes * piece.num_layers // self.source.num_layers
-        nbytes = vectors_nbytes(self.source.planes, self.wire_dtype)
-        return piece.num_layers * piece.num_tokens * self.num_heads * nbytes
+            return len(piece.block_ids) * self.source.layers_nbytes(piece.first_layer, piece.stop_layer)
+        parts = self.source.parts_of(piece)
+        nbytes = sum(part.num_layers * vectors_nbytes(planes, self.wire_dtype) for planes, part in parts)
+        return piece.num_tokens * self.num_heads * nbytes

@@ -45,7 +45,7 @@ class Memory(Protocol):
         """Counts blocks."""
 
     def planes(self, layer: int) -> list[torch.Tensor]:
-        """Returns the planes of a layer, each [num_blocks, block_size, local_kv_heads, width], possibly strided."""
+        """Returns the layer's planes, each [num_blocks, block_size, local_kv_heads, width], possibly strided."""
 
     def gather(self, piece: KVPiece) -> torch.Tensor:
         """Returns the verbatim payload, [nbytes] uint8; a view of the memory where possible."""
@@ -68,13 +68,13 @@ class Memory(Protocol):
     def heads_of(self, piece: KVPiece, heads: slice) -> list[torch.Tensor]:
         """Returns a copy of these heads of the piece's blocks, a tensor for each plane, possibly strided.
 
-        Each is [num_layers, num_blocks, block_size, num_heads, width].
+        Each is [num_layers, num_blocks, block_size, num_heads, width]; the layers are alike (`KVLayout.parts_of`).
         """
 
     def put_vectors(self, planes: Sequence[torch.Tensor], piece: KVPiece, into: list[int], heads: slice) -> None:
         """Writes vectors in the pool's own form to these heads of the piece's tokens in the blocks `into`.
 
-        There is a tensor for each plane: [num_layers, num_tokens, num_heads, width].
+        There is a tensor for each plane: [num_layers, num_tokens, num_heads, width]; the layers are alike.
         """
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:

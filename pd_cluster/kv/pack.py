@@ -22,11 +22,15 @@ def pack(memory: Memory, piece: KVPiece, route: Route) -> torch.Tensor:
     """
     if route.is_verbatim:
         return memory.gather(piece)
-    planes = [
-        convert(vectors, route.source.dtype, route.wire_dtype)
-        for vectors in memory.heads_of(piece, route.heads_in(route.source))
-    ]
-    return _joined(planes, piece, memory.layout, TORCH_DTYPES[route.wire_dtype]).view(torch.uint8).view(-1)
+    found = []
+    for _, part in route.source.parts_of(piece):
+        planes = [
+            convert(vectors, route.source.dtype, route.wire_dtype)
+            for vectors in memory.heads_of(part, route.heads_in(route.source))
+        ]
+        joined = _joined(planes, part, memory.layout, TORCH_DTYPES[route.wire_dtype])
+        found.append(joined.view(torch.uint8).view(-1))
+    return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def unpack(payload: torch.Tensor, piece: KVPiece, route: Route, memory: Memory, into: list[int]) -> None:
@@ -34,12 +38,17 @@ def unpack(payload: torch.Tensor, piece: KVPiece, route: Route, memory: Memory, 
     if route.is_verbatim:
         memory.scatter(payload, piece, into)
         return
-    widths = [stored_width(route.wire_dtype, plane.width) for plane in route.source.planes]
-    planes = [
-        convert(vectors, route.wire_dtype, route.target.dtype)
-        for vectors in _planes_of(payload.view(TORCH_DTYPES[route.wire_dtype]), piece, route, widths)
-    ]
-    memory.put_vectors(planes, piece, into, route.heads_in(route.target))
+    at = 0
+    for own, part in route.source.parts_of(piece):
+        nbytes = route.payload_nbytes(part)
+        widths = [stored_width(route.wire_dtype, plane.width) for plane in own]
+        numbers = payload[at : at + nbytes].view(TORCH_DTYPES[route.wire_dtype])
+        planes = [
+            convert(vectors, route.wire_dtype, route.target.dtype)
+            for vectors in _planes_of(numbers, part, route, widths)
+        ]
+        memory.put_vectors(planes, part, into, route.heads_in(route.target))
+        at += nbytes
 
 
 def vectors_of(blocks: torch.Tensor, piece: KVPiece, layout: KVLayout) -> torch.Tensor:

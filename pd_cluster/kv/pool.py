@@ -110,13 +110,14 @@ class KVPool:
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns one layer's keys and values, strided: [num_blocks + extra, block_size, local_kv_heads, head_dim].
 
-        In a pool of codes their last dimension is the stored width, in bytes: see kv/vectors.py.
+        They are its first two planes. In a pool of codes their last dimension is the stored width, in bytes: see
+        kv/vectors.py.
         """
-        keys, values = self.memory.planes(layer_idx)
+        keys, values, *_ = self.memory.planes(layer_idx)
         return keys, values
 
     def block(self, block: int) -> torch.Tensor:
-        """Returns a copy of one block on the host, [1, num_layers, numbers of a layer]."""
+        """Returns a copy of one block on the host, [1, numbers of a block]."""
         layers = range(self.layout.num_layers)
         parts = [plane[block].reshape(-1) for layer in layers for plane in self.memory.planes(layer)]
         return torch.cat(parts).cpu().view(shape_of(self.layout, 1))
@@ -145,7 +146,7 @@ class KVPool:
     def flat(self) -> torch.Tensor:
         """Returns the same memory as bytes: [num_blocks + extra, block_nbytes] uint8."""
         assert isinstance(self.memory, BlockMajor)
-        return self.memory.bytes.flatten(1)
+        return self.memory.bytes
 
     def vacate(self) -> None:
         """Returns the memory of all blocks that requests can hold to the system, on CPU; then they are zeros.
@@ -197,13 +198,15 @@ def is_block(block: int, num_blocks_in_all: int) -> bool:
 
 
 def probe_content(layout: KVLayout, seed: int) -> torch.Tensor:
-    """Returns one block, [1, num_layers, elements of a layer], whose numbers are the same in every plain dtype."""
+    """Returns one block, [1, elements of a block], whose numbers are the same in every plain dtype."""
     size, heads = layout.block_size, layout.local_kv_heads
-    numels = [size * heads * plane.width for plane in layout.planes]
-    shape = (1, layout.num_layers, sum(numels))
-    numbers = torch.randint(-127, 128, shape, generator=torch.Generator().manual_seed(seed)) / 64
-    vectors = [part.reshape(1, layout.num_layers, size * heads, -1) for part in torch.split(numbers, numels, dim=2)]
-    return torch.cat([encode(part, layout.dtype).flatten(2) for part in vectors], dim=2)
+    generator, found = torch.Generator().manual_seed(seed), []
+    for first, stop, planes in layout.alike:
+        numels = [size * heads * plane.width for plane in planes]
+        numbers = torch.randint(-127, 128, (stop - first, sum(numels)), generator=generator) / 64
+        vectors = [part.reshape(stop - first, size * heads, -1) for part in torch.split(numbers, numels, dim=1)]
+        found.append(torch.cat([encode(part, layout.dtype).flatten(1) for part in vectors], dim=1).view(1, -1))
+    return torch.cat(found, dim=1)
 
 
 def view_blocks(buffer: mmap.mmap, layout: KVLayout, num_blocks: int) -> HostBlocks:
@@ -213,6 +216,6 @@ def view_blocks(buffer: mmap.mmap, layout: KVLayout, num_blocks: int) -> HostBlo
 
 
 def shape_of(layout: KVLayout, num_blocks: int) -> tuple[int, ...]:
-    """Returns [num_blocks, num_layers, numbers of a layer], the shape of consecutive blocks."""
+    """Returns [num_blocks, numbers of a block], the shape of consecutive blocks."""
     (shape,) = HostBlocks.shapes(layout, num_blocks)
     return shape

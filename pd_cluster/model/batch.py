@@ -86,6 +86,7 @@ class ForwardBatch:
     after_layer: Callable[[], None] | None = None  # called on a CPU between layers: the number of threads may change
     on_layer: OnLayer | None = None  # receives how many layers' keys and values are in the pool
     write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces attention/sdpa.py's
+    chosen: torch.Tensor | None = None  # [num_tokens, most] int32, see attention/sparse.py; None: all keys are seen
     kernel_state: object = None  # kept by the kernels from layer to layer
     adapters: Ints | None = None  # [num_seqs]: slots of their adapters; None: there are none
     adapted_rows: Any = None  # a graph's batch only: lora.device_rows.DeviceBlocks of the step that it replays

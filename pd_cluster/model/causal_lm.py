@@ -239,6 +239,8 @@ class FusedCausalLM:
         )  # fmt: skip
         whole = isinstance(ops, JoinsLayers) and isinstance(self._group, Alone)
         self.decoder = ops.decoder(layers) if whole and isinstance(ops, JoinsLayers) else None
+        attentions = (layer.attention for layer in layers)
+        self.indexers = [each for attention in attentions if (each := getattr(attention, "indexer", None)) is not None]
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:

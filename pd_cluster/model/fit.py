@@ -13,6 +13,7 @@ from typing import Any
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.weight_files import BUFFERS, PLAIN_DTYPES, WAY_OUT, quantized
 from pd_cluster.errors import ModelError
+from pd_cluster.model.declared import INDEXED
 from pd_cluster.model.forms import is_in_other_form
 from pd_cluster.model.trial import check_fields
 
@@ -63,8 +64,10 @@ def check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> No
     if checkpoint.is_unproven:
         check_fields(model)
     layer_types = set(getattr(model.config, "layer_types", None) or ())
-    if layer_types - {"full_attention", "sliding_attention"}:
-        raise ModelError(f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full and sliding are supported")
+    if layer_types - {"full_attention", "sliding_attention", INDEXED}:
+        raise ModelError(
+            f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full, sliding and indexed are supported"
+        )
 
 
 def _may_be_left(checkpoint: Checkpoint, key: str) -> bool:

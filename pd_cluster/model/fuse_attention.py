@@ -10,8 +10,9 @@ import torch
 from pd_cluster.model.attention.latent import UpProjection
 from pd_cluster.model.layer_maker import LayerMaker, norm_of
 from pd_cluster.model.layers.fused_layer import HeadsAttention, LatentAttention
-from pd_cluster.model.layers.ops import Heads, LatentOps, Latents, Ops
-from pd_cluster.model.layers.rope_tables import ends_order, qkv_order
+from pd_cluster.model.layers.indexer import Indexer, IndexNorm
+from pd_cluster.model.layers.ops import Heads, LatentOps, Latents, Ops, SparseOps
+from pd_cluster.model.layers.rope_tables import ends_order, qkv_order, starts_order
 from pd_cluster.model.parallel.layers import SpanningNorm
 from pd_cluster.model.quirks import Quirks
 
@@ -60,7 +61,32 @@ def latent_attention(
         query_norm = norm_of(attention.q_a_layernorm, quirks)
         query_up = maker.joined(attention, ("q_b_proj",), rows=heads)
     output = maker.joined(attention, ("o_proj",))
-    return LatentAttention(latents, down, output, maker.ops, query_norm, query_up)
+    indexer = None
+    if getattr(attention, "indexer", None) is not None:
+        indexer = _indexer(attention, order if quirks.indexer_pairs else None, maker.of("indexer"))
+    return LatentAttention(latents, down, output, maker.ops, query_norm, query_up, indexer)
+
+
+def _indexer(attention: Any, order: torch.Tensor | None, maker: LayerMaker) -> Indexer:
+    """`order`: that of the rotated features, if they have to be put in another."""
+    assert isinstance(maker.ops, SparseOps)
+    module, rope_width = attention.indexer, attention.qk_rope_head_dim
+    num_heads, width = module.weights_proj.out_features, module.wk.out_features
+    rows = starts_order(order, 1, rope_width, width - rope_width)
+    weight, bias = (each.detach().float().clone() for each in (module.k_norm.weight, module.k_norm.bias))
+    if rows is not None:
+        weight, bias = weight[rows], bias[rows]
+    return Indexer(
+        layer_idx=attention.layer_idx,
+        queries=maker.joined(module, ("wq_b",), rows=starts_order(order, num_heads, rope_width, width - rope_width)),
+        keys=maker.joined(module, ("wk",), rows=rows),
+        weights=maker.joined(module, ("weights_proj",)),
+        norm=IndexNorm(weight, bias, module.k_norm.eps),
+        scaling=module.softmax_scale * num_heads**-0.5,
+        rope_width=rope_width,
+        index_topk=module.index_topk,
+        ops=maker.ops,
+    )
 
 
 def _heads(attention: Any, config: Any, quirks: Quirks, order: torch.Tensor | None) -> Heads:

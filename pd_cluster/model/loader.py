@@ -27,9 +27,9 @@ from pd_cluster.model import modules
 from pd_cluster.model.attention.latent import UpProjection
 from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE, SDPA, Attention, choose_attention
 from pd_cluster.model.batch import build_batch
-from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM, Served
+from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM, Served
 from pd_cluster.model.cpu.ops import CpuOps, supports
-from pd_cluster.model.declared import caches_of, layout_of
+from pd_cluster.model.declared import caches_of, is_indexed, layout_of
 from pd_cluster.model.fuse import can_fuse, fuse, is_known, why_not_deterministic
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Ops, TorchOps
@@ -42,7 +42,7 @@ from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import read_named
-from pd_cluster.model.proof import ROUNDED, check_finite, refusal
+from pd_cluster.model.proof import ROUNDED, check_finite, fused_choices, own_choices, refusal
 from pd_cluster.model.quantized_head import quantize_head
 from pd_cluster.model.speedups import sped_up
 from pd_cluster.model.trial import prove_packing
@@ -152,32 +152,50 @@ def load_model(
     adapters = adapters_of(checkpoint, share) if checkpoint.takes_adapters else None
     own = replace(layout, dtype=dtype)
     without_kernels = logn is not None or (layout.has_latents and device.is_accelerator)
-    if without_kernels or checkpoint.is_unproven or not can_fuse(model):  # some unlisted types use others' classes
+    is_fused = not (without_kernels or checkpoint.is_unproven) and can_fuse(model)  # unlisted types use others' classes
+    if not is_fused:
+        _check_dense(layout, checkpoint, dtype)
         is_unproven, by = checkpoint.is_unproven, linears_by(attention)
         num_packed = prove_packing(plain, device, dtype) if is_unproven else pack_modules(model, by)
         log.info("model: %s%s", plain.kernels, f", {num_packed} packed modules" if num_packed else "")
         if adapters is not None:
             _adapt(plain, model, adapters, vocab_size, own, device)
         return plain
-    expected = probe_logits(plain, own, device)
-    check_finite(expected, str(checkpoint.path), dtype)
+    check = _check_of(plain, own, device, checkpoint)
     values = {module.values.shape[2] for module in model.modules() if isinstance(module, UpProjection)}
     served = Served(caches, rope_limit, adapters)
     fused = fuse(model, choose_ops(layout, device, attention, values), served, share)
-    bound = ROUNDED if plain.rounds_activations else dtype
-    _check_change(change_of(probe_logits(fused, own, device), expected, bound), bound, checkpoint)
+    check(fused)
     log.info("model: %s", fused.kernels)
     return fused
 
 
-def _check_change(error: float, bound: str, checkpoint: Checkpoint) -> None:
-    """Raises ModelError for fused layers that compute something else."""
-    if not error <= PROBE_TOLERANCE[bound]:
-        raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
+def _check_of(
+    plain: PlainCausalLM, layout: KVLayout, device: Device, checkpoint: Checkpoint
+) -> Callable[[FusedCausalLM], None]:
+    """Computes a model's logits; returns a check that its fused layers have the same. Both raise ModelError."""
+    expected = own_choices(plain) if layout.has_index else probe_logits(plain, layout, device)
+    check_finite(expected, str(checkpoint.path), layout.dtype)
+    bound = ROUNDED if plain.rounds_activations else layout.dtype
+
+    def check(fused: FusedCausalLM) -> None:
+        if layout.has_index:  # between two keys that are equally good, the last bits decide: a sequence may be spared
+            error = change_of(fused_choices(fused, layout), expected, ROUNDED)
+        else:
+            error = change_of(probe_logits(fused, layout, device), expected, bound)
+        if not error <= PROBE_TOLERANCE[bound]:
+            raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
+
+    return check
 
 
 def _check_device(checkpoint: Checkpoint, device: Device) -> None:
-    """Raises ConfigError for weights whose products only CPUs have kernels for."""
+    """Raises ConfigError for what only CPUs compute: sparse attention, and products of some weights."""
+    if device.is_accelerator and is_indexed(modules.config_of(checkpoint)):
+        raise ConfigError(
+            f"{called('device')} {device.kind}: {checkpoint.model_type} attends to keys that it chooses, which only "
+            f"CPUs compute here; use cpu"
+        )
     found = checkpoint.quantization
     asked = {f"{called('quantize_head')} {checkpoint.head_scheme}": checkpoint.head_scheme}
     if found is not None:
@@ -188,6 +206,15 @@ def _check_device(checkpoint: Checkpoint, device: Device) -> None:
                 f"{place}: only CPUs have products of 4 bits with int8 activations, and this is "
                 f"{device.kind}; take a folder of w4a16, or a plain one with --quantization int4_wo"
             )
+
+
+def _check_dense(layout: KVLayout, checkpoint: Checkpoint, dtype: str) -> None:
+    """Raises ConfigError for a model of transformers' modules that chooses keys."""
+    if layout.has_index:
+        raise ConfigError(
+            f"{called('dtype')} {dtype}: {checkpoint.model_type} chooses keys in fused layers alone, which are float32 "
+            f"or, on CPUs that multiply it, bfloat16; use auto"
+        )
 
 
 def _share_of(checkpoint: Checkpoint, group: Group | None) -> Share | None:

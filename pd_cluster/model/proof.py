@@ -6,25 +6,28 @@ less than their own mask contains. Such a model would answer wrongly; here it is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import ModelError
+from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import build_batch
-from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
+from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
 from pd_cluster.types import Order, Request, Sampling
 
 NUM_TOKENS = 12  # of each of two sequences
 STEPS = ((5, 7), (6, 4), (1, 1))  # tokens of the two in each step
 BLOCK_SIZE = 4
 BLOCK_TABLES = ([4, 1, 3], [0, 5, 2])
-WINDOW = 3  # replaces a longer one, which so few tokens would not reach
+WINDOW = 3  # replaces a longer one, and the number of keys that an indexer chooses, which so few tokens would not reach
+SHORTENED = ("sliding_window", "index_topk")
 ROUNDED = "int8"  # activations are codes, of which some fall to the other side by the last bits
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, ROUNDED: 0.25}  # relative; float32 differs by about 1e-6
 # The share of the rows of logits that may differ by more: in 16 bits a router can choose another expert, which changes
@@ -68,17 +71,25 @@ def prove_same_logits(model: PlainCausalLM, pool: KVPool, dtype: str) -> None:
 
     The pool has the model's dtype: codes would change the numbers. A row's mean carries no information and is left out.
     """
-    layout = replace(pool.layout, block_size=BLOCK_SIZE, dtype=dtype)
     token_ids = probe_token_ids(model.config.vocab_size)
-    with (
-        KVPool(layout, num_blocks=2 * len(BLOCK_TABLES[0]), device=pool.device) as small,
-        torch.inference_mode(),
-        refusal(model),
-        _short_windows(model.model),
-    ):
-        actual = _in_chunks(model, small, token_ids.tolist())
+    with torch.inference_mode(), refusal(model), _short_windows([*model.model.modules(), *_configs(model.model)]):
+        actual = _in_chunks(model, replace(pool.layout, dtype=dtype), pool.device, token_ids.tolist())
         expected = own_logits(model, token_ids.to(actual.device))
     check_same(actual, expected, model, ROUNDED if model.rounds_activations else dtype)
+
+
+def own_choices(model: PlainCausalLM) -> torch.Tensor:
+    """Returns logits by transformers alone of two prompts most of whose tokens see fewer keys than there are."""
+    token_ids = probe_token_ids(model.config.vocab_size)
+    with torch.inference_mode(), refusal(model), _short_windows(model.model.modules()):
+        return own_logits(model, token_ids).flatten(0, 1).float()
+
+
+def fused_choices(model: FusedCausalLM, layout: KVLayout) -> torch.Tensor:
+    """Returns the same by fused layers, in chunks through a pool of this layout, but for its size of blocks."""
+    token_ids = probe_token_ids(model.config.vocab_size)
+    with torch.inference_mode(), _short_windows(model.indexers):
+        return _in_chunks(model, layout, CPU, token_ids.tolist()).flatten(0, 1).float()
 
 
 def own_logits(model: PlainCausalLM, token_ids: torch.Tensor, rows: torch.Tensor | int = 0) -> torch.Tensor:
@@ -121,8 +132,14 @@ def probe_token_ids(vocab_size: int, num_tokens: int = 2 * NUM_TOKENS) -> torch.
     return (torch.arange(num_tokens) * 7919 % vocab_size).view(2, -1)
 
 
-def _in_chunks(model: PlainCausalLM, pool: KVPool, token_ids: list[list[int]]) -> torch.Tensor:
-    """Computes logits [2, NUM_TOKENS, vocab_size] in chunks."""
+def _in_chunks(model: CausalLM, layout: KVLayout, device: Device, token_ids: list[list[int]]) -> torch.Tensor:
+    """Computes logits [2, NUM_TOKENS, vocab_size] in chunks, through a small pool."""
+    small = replace(layout, block_size=BLOCK_SIZE)
+    with KVPool(small, num_blocks=2 * len(BLOCK_TABLES[0]), device=device) as pool:
+        return _steps(model, pool, token_ids)
+
+
+def _steps(model: CausalLM, pool: KVPool, token_ids: list[list[int]]) -> torch.Tensor:
     requests = [
         Request(f"probe {i}", Order(ids, Sampling()), block_table=table)
         for i, (ids, table) in enumerate(zip(token_ids, BLOCK_TABLES, strict=True))
@@ -149,17 +166,20 @@ def refusal(model: CausalLM) -> Iterator[None]:
 
 
 @contextmanager
-def _short_windows(model: torch.nn.Module) -> Iterator[None]:
-    """Sets every sliding window to WINDOW: the config's, which transformers' masks use, and the modules' own."""
-    owners: list[Any] = [*model.modules(), *_configs(model)]
-    windows = [(owner, w) for owner in owners if isinstance(w := getattr(owner, "sliding_window", None), int)]
+def _short_windows(owners: Iterable[Any]) -> Iterator[None]:
+    """Sets every sliding window to WINDOW: the config's, which transformers' masks use, and the modules' own.
+
+    Likewise the number of keys that indexers choose.
+    """
+    values = [(owner, name, getattr(owner, name, None)) for owner in owners for name in SHORTENED]
+    values = [each for each in values if isinstance(each[2], int)]
     try:
-        for owner, _ in windows:
-            owner.sliding_window = WINDOW
+        for owner, name, _ in values:
+            setattr(owner, name, WINDOW)
         yield
     finally:
-        for owner, window in windows:
-            owner.sliding_window = window
+        for owner, name, value in values:
+            setattr(owner, name, value)
 
 
 @contextmanager

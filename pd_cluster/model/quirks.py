@@ -100,7 +100,8 @@ class Quirks:
     `adds_one`: norms multiply by 1 + w. `scales_in_float32`: norms are rounded after the multiplication, not before.
     `norms`: a layer's, by their place. `norms_span_heads`: those of queries and keys norm all heads as one vector.
     `window`, `rope`: a layer's window, and the kind of layer whose rope it has, from its attention module.
-    `pairs_neighbours`: rope rotates feature 2i with 2i + 1, by the config. `turn` calls the rotary embedding.
+    `pairs_neighbours`: rope rotates feature 2i with 2i + 1, by the config; `indexer_pairs`: an indexer's too, with the
+    same tables. `turn` calls the rotary embedding.
     `caps_scores`: attention applies the config's softcap, which other architectures may have without effect.
     `multipliers`: of the config, which other architectures may have without effect.
     `activation`: instead of the config's. `router`: its name in a sparse block. `interleaves_gates`: the experts' files
@@ -116,6 +117,7 @@ class Quirks:
     window: Callable[[Any], int | None] = own_window
     rope: Callable[[Any], str] = one_rope
     pairs_neighbours: Callable[[Any], bool] = never
+    indexer_pairs: bool = False
     turn: Turn = turn
     caps_scores: bool = False
     multipliers: Callable[[Any], Multipliers] = no_multipliers
@@ -155,6 +157,8 @@ ARCHITECTURES: dict[str, Quirks] = {
     "ExaoneMoeForCausalLM": Quirks(window=window_if_sliding, rope=rope_if_sliding),
     "DeepseekV2ForCausalLM": Quirks(pairs_neighbours=always, turn=turn_complex),
     "DeepseekV3ForCausalLM": Quirks(pairs_neighbours=if_interleaved),
+    "DeepseekV32ForCausalLM": Quirks(pairs_neighbours=always),
+    "GlmMoeDsaForCausalLM": Quirks(pairs_neighbours=always, indexer_pairs=True),
     "Glm4MoeLiteForCausalLM": Quirks(pairs_neighbours=if_interleaved),
     "AXK1ForCausalLM": Quirks(pairs_neighbours=if_interleaved),
     "YoutuForCausalLM": Quirks(pairs_neighbours=if_interleaved),

@@ -101,7 +101,7 @@ def _within_indices(num_blocks: int, layout: KVLayout, device: Device, is_asked_
     traits = device.traits
     if not traits.most_plane_numel:
         return num_blocks
-    widest = max(layout.stored_widths)
+    widest = max(layout.stored_widths(layout.planes))
     most = traits.most_plane_numel // (layout.block_size * layout.local_kv_heads * widest) - NUM_EXTRA_BLOCKS
     if num_blocks > most and is_asked_for:
         raise ConfigError(

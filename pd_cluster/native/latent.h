@@ -3,7 +3,7 @@
 // A head's key is its matrix times the latent, its value another times it. So a query meets latents after its own
 // product with the first matrix, and the second takes what the weights add up of them. Rows (head, token) are lanes, in
 // prompts and in decode alike, and keys are added CHUNK at a time from the first: a row has the same bits wherever its
-// prompt is cut, and beside whatever rows.
+// prompt is cut, and beside whatever rows. Where keys are chosen (index.h), the lanes of an item are of one token.
 #pragma once
 #include "lanes.h"
 
@@ -16,6 +16,8 @@ typedef struct {
     float scaling;
     const float *keys;   // [num_heads, query_width, width]
     const float *values; // [num_heads, width, value_width]
+    const int32_t *chosen; // [num_tokens, most]: keys of tokens that see more than `most`; none: all are seen
+    int64_t most;
 } Latents;
 
 typedef struct {
@@ -25,13 +27,14 @@ typedef struct {
     const float *queries, *latents, *ropes;
     float *out;
     int64_t token_counter, item_counter;
-    const int64_t *item_starts; // in the step's order
+    const int64_t *item_starts; // in the step's order, of each sequence's tokens that see all, and of the others
     int64_t few;                // rows of an item whose sequence has few tokens
 } LatentWork;
 
 // The lanes of one item: rows of one sequence, each a head and a token.
 typedef struct {
     int64_t seq, num_rows, head[LANES], token[LANES]; // the token of the step
+    const int32_t *chosen;                            // what its one token sees; none: all before each token
 } Rows;
 
 static void keep_token(const LatentWork *w, int64_t token) {
@@ -45,12 +48,20 @@ static void keep_token(const LatentWork *w, int64_t token) {
     put_vector(rotated, dim, place + y->rope_offset + offset * vector_nbytes(dim));
 }
 
-// Addresses of the latents and rotated parts [start, start + n); the last is repeated up to a whole PAD.
-static void locate_latents(const LatentWork *w, int64_t seq, int64_t start, int64_t n, const char **k, const char **r) {
+// Addresses of the latents and rotated parts [start, start + n) of those that are seen; the last is repeated up to a
+// whole PAD.
+static void locate_latents(const LatentWork *w, const Rows *rows, int64_t start, int64_t n, const char **k,
+                           const char **r) {
     const Latents *y = w->layer;
-    const int32_t *table = w->step->block_table + w->step->table_starts[seq];
+    const int32_t *table = w->step->block_table + w->step->table_starts[rows->seq];
     int64_t block = start / y->block_size, offset = start % y->block_size;
-    for (int64_t j = 0; j < n; block++, offset = 0) {
+    for (int64_t j = 0; rows->chosen && j < n; j++) {
+        uint32_t at = (uint32_t)rows->chosen[start + j], size = (uint32_t)y->block_size;
+        const char *place = w->pool + table[at / size] * y->block_stride;
+        k[j] = place + y->latent_offset + at % size * vector_nbytes(y->width);
+        r[j] = place + y->rope_offset + at % size * vector_nbytes(y->rope_width);
+    }
+    for (int64_t j = rows->chosen ? n : 0; j < n; block++, offset = 0) {
         const char *place = w->pool + table[block] * y->block_stride;
         for (int64_t stop = MIN(n, j + y->block_size - offset); j < stop; j++, offset++) {
             k[j] = place + y->latent_offset + offset * vector_nbytes(y->width);
@@ -127,7 +138,7 @@ INLINE void load_queries(Tile *t, int lv, const LatentWork *w, const Rows *rows)
     }
 }
 
-INLINE void attend_latents(Tile *t, int lv, const LatentWork *w, int64_t seq, int64_t stop, int64_t least) {
+INLINE void attend_latents(Tile *t, int lv, const LatentWork *w, const Rows *rows, int64_t stop, int64_t least) {
     const Latents *y = w->layer;
     const char *stored_k[CHUNK], *stored_r[CHUNK];
     const float *k[CHUNK], *r[CHUNK];
@@ -135,7 +146,7 @@ INLINE void attend_latents(Tile *t, int lv, const LatentWork *w, int64_t seq, in
     for (int64_t at = 0; at < stop; at += CHUNK) {
         int64_t n = MIN(CHUNK, stop - at);
         vf fade[2];
-        locate_latents(w, seq, at, n, stored_k, stored_r);
+        locate_latents(w, rows, at, n, stored_k, stored_r);
         as_numbers(y->width, stored_k, n, numbers, k);
         as_numbers(y->rope_width, stored_r, n, numbers + CHUNK * y->width, r);
         score_lanes(t, lv, k, r, y->rope_width, n);
@@ -175,9 +186,10 @@ INLINE void attend_rows(int lv, const LatentWork *w, const Rows *rows) {
         t->last[i / VL][i % VL] = (int32_t)last;
         least = MIN(least, last), stop = MAX(stop, last + 1);
     }
+    if (rows->chosen) least = INT64_MAX, stop = w->layer->most;
     for (int c = 0; c < 2; c++) t->m[c] = splat(NEVER), t->l[c] = (vf){0};
     load_queries(t, lv, w, rows);
-    attend_latents(t, lv, w, rows->seq, stop, least);
+    attend_latents(t, lv, w, rows, stop, least);
     store_values(t, lv, w, rows, shares);
 }
 
@@ -189,6 +201,12 @@ static __attribute__((noinline)) void attend_whole(const LatentWork *w, const Ro
 
 static int has_few(int64_t query_len) { return query_len < VL; }
 
+// The first token of a sequence that sees chosen keys alone, or the end of its tokens.
+static int64_t first_choosing(const Step *s, const Latents *y, int64_t seq) {
+    int64_t start = s->query_starts[seq], stop = s->query_starts[seq + 1];
+    return y->chosen ? MIN(stop, MAX(start, y->most + stop - s->context_lens[seq])) : stop;
+}
+
 static int64_t num_latent_items(const Latents *y, int64_t query_len, int64_t few) {
     if (has_few(query_len)) return (y->num_heads * query_len + few - 1) / few;
     return y->num_heads * ((query_len + LANES - 1) / LANES);
@@ -198,18 +216,23 @@ static int64_t num_latent_items(const Latents *y, int64_t query_len, int64_t few
 static int find_rows(const LatentWork *w, int64_t index, int64_t *at, Rows *rows) {
     const Step *s = w->step;
     const Latents *y = w->layer;
-    if (index >= w->item_starts[s->num_seqs]) return 0;
+    if (index >= w->item_starts[2 * s->num_seqs]) return 0;
     while (index >= w->item_starts[*at + 1]) ++*at;
-    int64_t seq = s->order[*at], inner = index - w->item_starts[*at], start = s->query_starts[seq];
-    int64_t query_len = s->query_starts[seq + 1] - start, first, stop;
-    if (has_few(query_len)) {
+    int64_t seq = s->order[*at / 2], inner = index - w->item_starts[*at], start = s->query_starts[seq];
+    int64_t middle = first_choosing(s, y, seq), query_len = middle - start, first, stop;
+    rows->seq = seq, rows->chosen = 0;
+    if (*at % 2) { // heads of one token
+        int64_t groups = (y->num_heads + w->few - 1) / w->few, token = middle + inner / groups;
+        first = inner % groups * w->few, stop = MIN(first + w->few, y->num_heads);
+        rows->chosen = y->chosen + token * y->most, query_len = 1, start = token;
+    } else if (has_few(query_len)) {
         first = inner * w->few, stop = MIN(first + w->few, y->num_heads * query_len);
     } else { // tiles of one head, the longest first
         int64_t tiles = (query_len + LANES - 1) / LANES, tile = tiles - 1 - inner / y->num_heads;
         int64_t head = inner % y->num_heads;
         first = head * query_len + tile * LANES, stop = MIN(first + LANES, (head + 1) * query_len);
     }
-    rows->seq = seq, rows->num_rows = stop - first;
+    rows->num_rows = stop - first;
     for (int64_t i = 0; i < LANES; i++) {
         int64_t row = MIN(first + i, stop - 1);
         rows->head[i] = row / query_len, rows->token[i] = start + row % query_len;
@@ -242,11 +265,13 @@ static int64_t few_rows(const Step *s, const Latents *y) {
 // The caller has checked every block, slot and shape; widths are multiples of 16, but for query_width.
 void pd_latents(const Step *step, const Latents *layer, char *pool, const float *queries, const float *latents,
                 const float *ropes, float *out) {
-    int64_t *starts = alloca((size_t)(step->num_seqs + 1) * sizeof(int64_t)), few = few_rows(step, layer);
+    int64_t *starts = alloca((size_t)(2 * step->num_seqs + 1) * sizeof(int64_t)), few = few_rows(step, layer);
     starts[0] = 0;
     for (int64_t i = 0; i < step->num_seqs; i++) {
-        int64_t seq = step->order[i], query_len = step->query_starts[seq + 1] - step->query_starts[seq];
-        starts[i + 1] = starts[i] + num_latent_items(layer, query_len, few);
+        int64_t seq = step->order[i], middle = first_choosing(step, layer, seq), query_len = middle - step->query_starts[seq];
+        starts[2 * i + 1] = starts[2 * i] + (query_len ? num_latent_items(layer, query_len, few) : 0);
+        int64_t groups = (layer->num_heads + few - 1) / few;
+        starts[2 * i + 2] = starts[2 * i + 1] + (step->query_starts[seq + 1] - middle) * groups;
     }
     LatentWork work = {step, layer, pool, queries, latents, ropes, out, 0, 0, starts, few};
     run(latents_work, &work, step->num_threads);

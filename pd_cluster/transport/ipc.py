@@ -11,7 +11,9 @@ no copy is launched.
 
 from __future__ import annotations
 
+import math
 import socket
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
@@ -19,6 +21,7 @@ import msgspec
 from pd_cluster.devices import device as devices
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import LinkError, first_line
+from pd_cluster.kv.layout import DTYPE_NBYTES
 from pd_cluster.kv.memory import TORCH_DTYPES, Memory
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport import unix
@@ -95,7 +98,7 @@ class IpcReceiver(OneSidedReceiver):
         way = type(self._pool.memory)  # the same as P's pool, which is on a device of the same kind
         shapes = way.shapes(layout, self._num_blocks)
         self._peer = unix.connect(self._offer.address, "device memory", self._place.connect_s)
-        export = self._checked(_read(self._peer, MAX_EXPORT_NBYTES * len(shapes)), len(shapes))
+        export = self._checked(_read(self._peer, MAX_EXPORT_NBYTES * len(shapes)), shapes)
         dtype = TORCH_DTYPES[layout.dtype]
         try:
             of = zip(export.parts, shapes, strict=True)
@@ -115,13 +118,14 @@ class IpcReceiver(OneSidedReceiver):
         if not devices.can_read(own, other):
             raise LinkError(f"{own.torch_name} cannot read the prefill instance's device {self._offer.device_uuid}")
 
-    def _checked(self, export: PoolExport, num_parts: int) -> PoolExport:
-        """Checks an export against P's layout. Raises LinkError."""
-        block_nbytes = self._route.source.block_nbytes
-        wanted = self._num_blocks * block_nbytes // num_parts
-        if len(export.parts) != num_parts:
-            raise LinkError(f"the prefill instance's pool is in {len(export.parts)} parts, not in {num_parts}")
-        for part in export.parts:
+    def _checked(self, export: PoolExport, shapes: Sequence[tuple[int, ...]]) -> PoolExport:
+        """Checks an export against P's layout, whose parts have these shapes. Raises LinkError."""
+        source = self._route.source
+        block_nbytes = source.block_nbytes
+        if len(export.parts) != len(shapes):
+            raise LinkError(f"the prefill instance's pool is in {len(export.parts)} parts, not in {len(shapes)}")
+        for part, shape in zip(export.parts, shapes, strict=True):
+            wanted = math.prod(shape) * DTYPE_NBYTES[source.dtype]
             if (part.nbytes, export.block_nbytes) != (wanted, block_nbytes):
                 raise LinkError(
                     f"the prefill instance's pool is {part.nbytes} bytes in blocks of {export.block_nbytes}, "

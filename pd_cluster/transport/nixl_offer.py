@@ -51,8 +51,8 @@ def notice_of(lane: bytes, turn: int) -> bytes:
 
 def places_of(layout: KVLayout, piece: KVPiece, blocks: list[int]) -> Places:
     """Returns where the piece's layers lie in these blocks of a block-major pool, in the order of the payload."""
-    layer_nbytes = layout.block_nbytes // layout.num_layers
-    at, nbytes = piece.first_layer * layer_nbytes, piece.num_layers * layer_nbytes
+    at = layout.layers_nbytes(0, piece.first_layer)
+    nbytes = layout.layers_nbytes(piece.first_layer, piece.stop_layer)
     places: Places = []
     for block in blocks:
         offset = block * layout.block_nbytes + at

@@ -42,7 +42,8 @@ class Probe:
     def problem(self, receiver: KVReceiver, sequence: int, chunk: wire.KVChunk, timeout_s: float) -> str:
         """Receives the probe; "" when it is correct. Raises LinkError, TransferFailed."""
         piece, layout = chunk.piece, self.pool.layout
-        if piece.num_tokens != min(layout.block_size, self.source.block_size) or piece.first_token or piece.first_layer:
+        wanted = 0, min(layout.block_size, self.source.block_size), 0, layout.num_layers
+        if (piece.first_token, piece.num_tokens, piece.first_layer, piece.num_layers) != wanted:
             return "the probe has another shape"
         receiver.arrive(sequence, chunk, timeout_s)
         with self.pool.probe_lock:  # held during a copy, never during a wait for a peer
@@ -53,11 +54,15 @@ class Probe:
             with receiver.copies.launch():
                 found = HostBlocks(layout, [self.pool.block(self.pool.landing_probe_block)])
             here = wire.KVPiece(0, piece.num_tokens, 0, layout.num_layers, [0])
-            heads = slice(0, layout.local_kv_heads)
-            both = (each.heads_of(here, heads) for each in (found, self._expected(receiver, here)))
-            pairs = zip(*([vectors_of(plane, here, layout) for plane in planes] for planes in both), strict=True)
-            same = all(torch.equal(ours, theirs) for ours, theirs in pairs)
+            expected = self._expected(receiver, here)
+            same = all(self._are_same(found, expected, part) for _, part in layout.parts_of(here))
         return "" if same else "the prefill instance's probe arrived with another content"
+
+    def _are_same(self, found: HostBlocks, expected: HostBlocks, piece: wire.KVPiece) -> bool:
+        heads = slice(0, self.pool.layout.local_kv_heads)
+        both = (each.heads_of(piece, heads) for each in (found, expected))
+        pairs = zip(*([vectors_of(plane, piece, found.layout) for plane in planes] for planes in both), strict=True)
+        return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
     def _expected(self, receiver: KVReceiver, piece: wire.KVPiece) -> HostBlocks:
         route = Route(self.source, self.pool.layout, receiver.precision == "int8")

@@ -17,7 +17,7 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
     width: int
 
 
-class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
+class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The layout that two pools must agree on; see kv/layout.py."""
 
     num_layers: int
@@ -27,6 +27,7 @@ class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     tp_size: int
     tp_rank: int
+    plane_layers: tuple[tuple[int, ...], ...] = ()
 
 
 class KVOptions(msgspec.Struct, frozen=True, kw_only=True):

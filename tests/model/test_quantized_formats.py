@@ -96,11 +96,12 @@ OTHERS = ["mixtral", "qwen3_moe", "phi3", "glm4", "gemma2", "glm4_moe", "deepsee
 LATENTS = {"kv_lora_rank": 64, "q_lora_rank": 32, "v_head_dim": 24}
 CASES: list[Any] = [("qwen2", name, 1) for name in FORMATS] + [("qwen2", name, 2) for name in CUT]
 CASES += [pytest.param("qwen2", name, 4, marks=pytest.mark.slow) for name in CUT]
+CASES += [pytest.param("deepseek_v32", "fp8 blocks", size, marks=pytest.mark.slow) for size in (1, 2)]
 
 
 @pytest.mark.parametrize(("architecture", "name", "num_ranks"), [*CASES, *((each, "packed 4", 1) for each in OTHERS)])
 def test_tokens_are_those_of_the_numbers(tmp_path: Path, architecture: str, name: str, num_ranks: int) -> None:
-    changes = LATENTS if architecture == "deepseek_v3" else {}
+    changes = LATENTS if architecture.startswith("deepseek") else {}
     assert_numbers(*written(tmp_path, FORMATS[name], architecture, **changes), num_ranks)
 
 

@@ -192,13 +192,13 @@ class World:
     def start_p(self) -> None:
         self.p_life += 1
         self.p = Engine(*self.p_shape)
-        block_nbytes = NUM_LAYERS  # one byte per layer
+        layer_nbytes = 1
         self.exports = Exports(
             self.p.scheduler,
             self,
             self,
             TransferTerms(self.clock, TIMES),
-            ShipSizes(NUM_LAYERS, block_nbytes, self.group_nbytes),
+            ShipSizes(NUM_LAYERS, layer_nbytes, self.group_nbytes),
         )
         self.p_conn: str | None = None  # as its mailbox knows it
         self.p_link: str | None = None  # as its engine knows it

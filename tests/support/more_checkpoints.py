@@ -45,6 +45,15 @@ YARN: dict[str, Any] = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 64,
 }
+# Many heads choose: with few, relu leaves keys exactly equal, of which transformers may choose any.
+SPARSE: dict[str, Any] = {
+    **LATENTS_AND_EXPERTS,
+    "initializer_range": 0.15,
+    "pad_token_id": None,  # its embedding would be zeros, and so would be all scores of its row
+    "index_n_heads": 32,
+    "index_head_dim": 64,
+    "index_topk": 8,
+}
 # model_type -> differences from tests/support/checkpoints.COMMON
 MORE: dict[str, dict[str, Any]] = {
     "apertus": {},
@@ -52,6 +61,8 @@ MORE: dict[str, dict[str, Any]] = {
     "deepseek_v2": {**LATENTS_AND_EXPERTS, "q_lora_rank": None, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**LATENTS_AND_EXPERTS, "rope_parameters": YARN},
     "glm4_moe_lite": {**LATENTS_AND_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "deepseek_v32": {**SPARSE, "rope_parameters": YARN},
+    "glm_moe_dsa": {**SPARSE, "num_hidden_layers": 4, "indexer_types": ["full", "shared", "full", "shared"]},
     "longcat_flash": {
         **LATENTS,
         "num_hidden_layers": 4,  # two in each decoder layer

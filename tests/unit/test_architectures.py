@@ -36,7 +36,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "llama4_text", "layer_types": ["chunked_attention"]}, "attends within chunks (layer_types has "),
     ({"model_type": "llama4_text", "attention_chunk_size": 8192}, "attends within chunks (attention_chunk_size)"),
     ({"model_type": "axk2", "kv_lora_rank": 512}, "has latent attention (kv_lora_rank)"),
-    ({"model_type": "glm_moe_dsa", "index_topk": 2048}, "attends to tokens that it chooses (index_topk)"),
+    ({"model_type": "hy_v4", "index_topk": 2048}, "attends to tokens that it chooses (index_topk)"),
     (
         {"model_type": "mpt", "attn_config": {"alibi": True}},
         "adds a bias by distance to its scores (attn_config.",

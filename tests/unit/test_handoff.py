@@ -142,7 +142,7 @@ def make_request(leg: Leg, sampling: Sampling | None = None) -> Request:
 def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> None:
     world = Recorder()
     scheduler = StepScheduler(BlockPool(8), StepSizes(4, 4, 16))
-    exports = Exports(scheduler, world, world, TransferTerms(lambda: 0.0, Timeouts()), ShipSizes(2, 64))
+    exports = Exports(scheduler, world, world, TransferTerms(lambda: 0.0, Timeouts()), ShipSizes(2, 32))
     request = make_request("prefill")
     scheduler.add(request)
     scheduler.plan()

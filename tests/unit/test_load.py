@@ -51,7 +51,7 @@ class Exporting:
         scheduler = StepScheduler(BlockPool(8), StepSizes(4, 4, 16))
         outcomes = Mock(export_ended=lambda request, error: self.ended.append(error))
         terms = TransferTerms(lambda: self.now_s, Timeouts())
-        self.exports = Exports(scheduler, ports, outcomes, terms, ShipSizes(2, 64))
+        self.exports = Exports(scheduler, ports, outcomes, terms, ShipSizes(2, 32))
         self.request = request_of("prefill")
         scheduler.add(self.request)
         plan = scheduler.plan()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from pd_cluster import wire
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.block_major import HostBlocks
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.layout import KVLayout, Route, check_pair
+from pd_cluster.kv.layout import KVLayout, Route, check_pair, token_nbytes_of
 from pd_cluster.kv.memory import TORCH_DTYPES, Memory
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import KVPool, shape_of
@@ -23,6 +24,8 @@ from tests.support.transports import NUM_BLOCKS, WAIT_S, Pair
 
 PLANES = (Plane("latent", 512), Plane("rope", 64))
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=1, planes=PLANES, block_size=4, dtype="float32")
+# Only some layers have the third plane.
+MIXED = replace(LAYOUT, planes=(*PLANES, Plane("index", 32)), plane_layers=((0, 1, 2), (0, 1, 2), (0, 2)))
 LAST = 8  # tokens 4 to 12 of a prompt travel
 
 
@@ -52,20 +55,36 @@ def test_sizes_are_sums_over_planes() -> None:
     pool = KVPool(LAYOUT, 2)
     assert [plane.shape for plane in pool.memory.planes(1)] == [(5, 4, 1, 512), (5, 4, 1, 64)]
     assert pool.nbytes == 2 * LAYOUT.block_nbytes
-    assert shape_of(LAYOUT, 7) == (7, 3, 4 * 576)
-    assert KVLayout.from_info(LAYOUT.to_info()) == LAYOUT
+    assert shape_of(LAYOUT, 7) == (7, 3 * 4 * 576)
+    for layout in (LAYOUT, MIXED):
+        assert KVLayout.from_info(layout.to_info()) == layout
+        packed = msgspec.msgpack.encode(layout.to_info())
+        assert msgspec.msgpack.decode(packed, type=wire.LayoutInfo) == layout.to_info()
 
 
-def test_planes_share_no_memory_and_leave_none() -> None:
-    pool = KVPool(LAYOUT, 2)
+def test_a_layer_without_a_plane_has_no_place_for_it() -> None:
+    assert MIXED.token_nbytes == (3 * (512 + 64) + 2 * 32) * 4
+    assert token_nbytes_of(MIXED.to_info()) == MIXED.token_nbytes
+    assert [(first, stop, len(planes)) for first, stop, planes in MIXED.alike] == [(0, 1, 3), (1, 2, 2), (2, 3, 3)]
+    assert MIXED.most_layer_nbytes == 4 * (512 + 64 + 32) * 4
+    assert [MIXED.layers_nbytes(0, stop) for stop in range(4)] == [0, 9728, 9728 + 9216, MIXED.block_nbytes]
+    pool = KVPool(MIXED, 2)
+    assert [len(pool.memory.planes(layer)) for layer in range(3)] == [3, 2, 3]
+    assert pool.memory.planes(2)[2].shape == (5, 4, 1, 32)
+    assert shape_of(MIXED, 7) == (7, 4 * (3 * 576 + 2 * 32))
+
+
+@pytest.mark.parametrize(("layout", "widths"), [(LAYOUT, [512, 64] * 3), (MIXED, [512, 64, 32, 512, 64, 512, 64, 32])])
+def test_planes_share_no_memory_and_leave_none(layout: KVLayout, widths: list[int]) -> None:
+    pool = KVPool(layout, 2)
     at = 1.0
     for layer in range(3):
         for plane in pool.memory.planes(layer):
             plane.fill_(at)
             at += 1
     values, counts = pool.memory.parts[0].unique(return_counts=True)
-    assert values.tolist() == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0]
-    assert counts.tolist() == [5 * 4 * 512, 5 * 4 * 64] * 3
+    assert values.tolist() == [1.0 + i for i in range(len(widths))]
+    assert counts.tolist() == [5 * 4 * width for width in widths]
 
 
 CHANGES: dict[str, dict[str, object]] = {
@@ -78,11 +97,12 @@ CHANGES: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("wants_int8", [False, True])
-def test_a_piece_arrives_in_either_way_of_lying(name: str, wants_int8: bool) -> None:
-    target_layout = replace(LAYOUT, **CHANGES[name])  # type: ignore[arg-type]
-    route = Route(LAYOUT, target_layout, wants_int8)
-    source = filled(LAYOUT, 1)
-    layers = LayerMajor(LAYOUT, [torch.zeros(shape) for shape in LayerMajor.shapes(LAYOUT, len(source.memory))])
+@pytest.mark.parametrize("layout", [LAYOUT, MIXED], ids=["alike", "mixed"])
+def test_a_piece_arrives_in_either_way_of_lying(name: str, wants_int8: bool, layout: KVLayout) -> None:
+    target_layout = replace(layout, **CHANGES[name])  # type: ignore[arg-type]
+    route = Route(layout, target_layout, wants_int8)
+    source = filled(layout, 1)
+    layers = LayerMajor(layout, [torch.zeros(shape) for shape in LayerMajor.shapes(layout, len(source.memory))])
     whole = KVPiece(0, 0, 0, 3, list(range(len(source.memory))))
     layers.scatter(source.memory.gather(whole), whole, whole.block_ids)
     piece, size = KVPiece(4, LAST, 1, 2, [5, 2]), target_layout.block_size
@@ -97,7 +117,7 @@ def test_a_piece_arrives_in_either_way_of_lying(name: str, wants_int8: bool) -> 
         unpack(payload, piece, route, target, into)
         assert not any(plane.any() for plane in target.planes(0))
         for layer in (1, 2):
-            sent = tokens_of(source.memory, LAYOUT, [0, 5, 2], layer)
+            sent = tokens_of(source.memory, layout, [0, 5, 2], layer)
             found = tokens_of(target, target_layout, table, layer)
             for ours, theirs in zip(found, sent, strict=True):
                 if wants_int8:
@@ -117,19 +137,21 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
 
 
 @pytest.mark.parametrize("way", ["local", "shm", "dist", "cuda local", "cuda ipc", "cuda nccl"])
-@pytest.mark.parametrize("block_size", [4, 8])
-def test_blocks_travel_over_every_transport(way: str, block_size: int, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(("layout", "block_size"), [(LAYOUT, 4), (LAYOUT, 8), (MIXED, 4), (MIXED, 8)])
+def test_blocks_travel_over_every_transport(
+    way: str, layout: KVLayout, block_size: int, request: pytest.FixtureRequest
+) -> None:
     kind, _, name = way.rpartition(" ")
     if kind:
         request.getfixturevalue("gpu")
-    into = replace(LAYOUT, block_size=block_size)
+    into = replace(layout, block_size=block_size)
     others = set(threading.enumerate())  # earlier tests' threads may still be on their way out
-    pair = Pair(name, LAYOUT, kind=kind or "cpu", into=into)  # type: ignore[arg-type]
+    pair = Pair(name, layout, kind=kind or "cpu", into=into)  # type: ignore[arg-type]
     piece = wire.KVPiece(4, LAST, 0, 3, [7, 11])
     table = [0, 6, 2] if block_size == 4 else [6, 2]
     pair.move(piece, table[4 // block_size :])
     for layer in range(3):
-        sent = tokens_of(pair.source.memory, LAYOUT, [0, 7, 11], layer)
+        sent = tokens_of(pair.source.memory, layout, [0, 7, 11], layer)
         found = tokens_of(pair.target.memory, into, table, layer)
         assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, sent, strict=True))
     pair.close()
@@ -137,8 +159,9 @@ def test_blocks_travel_over_every_transport(way: str, block_size: int, request: 
     assert not left, f"within {WAIT_S:g} s"
 
 
-def test_blocks_swap_out_and_in() -> None:
-    pool = filled(LAYOUT, 3)
+@pytest.mark.parametrize("layout", [LAYOUT, MIXED])
+def test_blocks_swap_out_and_in(layout: KVLayout) -> None:
+    pool = filled(layout, 3)
     before = pool.block(4)
     SwapSpace(pool, 2).move([("out", 4, 1), ("copy", 5, 4), ("in", 1, 5)])
     assert torch.equal(pool.block(5), before)
@@ -150,6 +173,12 @@ def test_pools_of_other_planes_are_no_pair() -> None:
         check_pair(LAYOUT, replace(LAYOUT, planes=(Plane("k", 512), Plane("v", 64))))
     with pytest.raises(LinkError, match="rope_head_dim is 64 on the prefill instance and 32"):
         check_pair(LAYOUT, replace(LAYOUT, planes=(Plane("latent", 512), Plane("rope", 32))))
+    with pytest.raises(LinkError, match=r"plane_layers is \(\(0, 1, 2\), .* on the prefill instance and \(\) on"):
+        check_pair(MIXED, replace(MIXED, plane_layers=()))
+    for layers in (((0, 1), (0, 1), (0,)), ((0, 1, 2),) * 2, ((0, 1, 2), (0, 2, 1), (0,)), ((0, 1, 2), (3,), (0,))):
+        broken = replace(MIXED, plane_layers=layers)
+        with pytest.raises(LinkError, match="makes no sense"):
+            check_pair(broken, broken)
     for planes in ((), (Plane("latent", 0),)):
         broken = replace(LAYOUT, planes=planes)
         with pytest.raises(LinkError, match="makes no sense"):

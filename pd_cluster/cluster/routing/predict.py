@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.errors import Overloaded
-from pd_cluster.kv.layout import vectors_nbytes
+from pd_cluster.kv.layout import token_nbytes_of
 from pd_cluster.transport.table import slowest_nbytes_per_s
 
 UNKNOWN_TOKENS_PER_S = 1000.0  # for an instance that has computed no prompt yet, if no other has either
@@ -44,7 +44,7 @@ def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> 
     layout = prefill.info.layout if prefill.info is not None else None
     if layout is None:
         return TRANSFER_SETUP_S
-    nbytes = num_tokens * layout.num_layers * layout.num_kv_heads * vectors_nbytes(layout.planes, layout.dtype)
+    nbytes = num_tokens * token_nbytes_of(layout)
     rate = slowest_nbytes_per_s(prefill.link_to(decode).transports)  # the slowest lane's share arrives last
     return TRANSFER_SETUP_S + nbytes / rate
 

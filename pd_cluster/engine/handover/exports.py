@@ -86,13 +86,8 @@ class ShipSizes:
     """A block's share of each layer decides how many finished layers make a payload."""
 
     num_layers: int
-    block_nbytes: int
+    layer_nbytes: int  # of a block, in the largest layer
     min_group_nbytes: int = MIN_GROUP_NBYTES
-
-    @property
-    def layer_nbytes(self) -> int:
-        """Returns a layer's bytes of a block."""
-        return max(1, self.block_nbytes // self.num_layers)
 
 
 class Exports:

@@ -70,7 +70,7 @@ LANDING = list(range(NUM_BLOCKS))[::-1]  # the receiver's blocks, another order 
 
 
 def content_of(seed: int, block: int) -> torch.Tensor:
-    """Returns the sender's block, [1, num_layers, numbers of a layer]."""
+    """Returns the sender's block, [1, numbers of a block]."""
     return probe_content(LAYOUT, seed + block)
 
 

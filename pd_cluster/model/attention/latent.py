@@ -83,7 +83,10 @@ def attend_latents(
     batch: ForwardBatch,
     scaling: float,
 ) -> torch.Tensor:
-    """Attends to the latents that the pool holds of each sequence; returns [num_tokens, num_heads, Dv]."""
+    """Attends to latents that the pool holds of each sequence, to those of `batch.chosen` or to all.
+
+    Returns [num_tokens, num_heads, Dv].
+    """
     layout = batch.pool.layout
     planes = batch.pool.layer(layer_idx)
     num_heads, num_tokens, _ = queries.shape
@@ -100,12 +103,20 @@ def attend_latents(
             for plane in planes
         )
         most_rows = max(1, MOST_SCORES // (num_heads * context_len))
-        for row in range(first, stop, most_rows):
-            rows = slice(row, min(row + most_rows, stop))
-            num_seen = context_len - stop + rows.stop  # keys that the last of these rows sees
+        behind = context_len - stop  # a row sees so many keys, itself, and one for each row before it
+        dense = stop if batch.chosen is None else min(stop, max(first, batch.chosen.shape[1] - behind))
+        for row in range(first, dense, most_rows):
+            rows = slice(row, min(row + most_rows, dense))
+            num_seen = behind + rows.stop  # keys that the last of these rows sees
             absorbed = _absorbed(queries[:, rows].float(), to_keys)
             weighted = _attend(*absorbed, latents[:num_seen], ropes[:num_seen], scaling)
             output[rows] = torch.bmm(weighted, to_values).transpose(0, 1).to(output.dtype)
+        for row in range(dense, stop):
+            assert batch.chosen is not None
+            seen = batch.chosen[row].long()
+            absorbed = _absorbed(queries[:, row : row + 1].float(), to_keys)
+            weighted = _attend(*absorbed, latents[seen], ropes[seen], scaling)
+            output[row] = torch.bmm(weighted, to_values)[:, 0].to(output.dtype)
     return output
 
 

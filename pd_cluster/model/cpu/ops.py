@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import INDEX, KVLayout
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.model.attention.sparse import IndexRows
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cpu.decoder import ACTIVATIONS, DecoderLayers, decoder_layers
 from pd_cluster.model.layers.expert_weight import ExpertWeights
@@ -30,6 +31,8 @@ from pd_cluster.native import build
 
 MAX_HEAD_DIM = 256
 MAX_LATENTS = (512, 128)  # the latent, and the rotated part beside it
+MAX_INDEX_HEADS = 256
+LEAST_SLAB = 16  # tokens whose scores are held at once, beside one for each thread
 HEAD_DIM_MULTIPLE = 16
 POOLS = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # pool.h
 
@@ -64,8 +67,15 @@ class _Latents(ctypes.Structure):
         *((name, _Int) for name in ("num_heads", "width", "rope_width", "query_width", "value_width", "block_size")),
         *((name, _Int) for name in ("block_stride", "latent_offset", "rope_offset")),
         ("scaling", _Float),
-        *((name, _Pointer) for name in ("keys", "values")),
+        *((name, _Pointer) for name in ("keys", "values", "chosen")),
+        ("most", _Int),
     )
+
+
+class _Index(ctypes.Structure):
+    """Index in index.h: one layer's index keys in one pool."""
+
+    _fields_ = tuple((name, _Int) for name in ("num_heads", "width", "most", "block_size", "block_stride", "offset"))
 
 
 @dataclass(slots=True)
@@ -109,12 +119,13 @@ def _attend_in(flags: tuple[str, ...], pool_dtype: str) -> ctypes.CDLL:
 
 
 @functools.cache
-def _latents_in_pools(flags: tuple[str, ...], pool_dtype: str) -> Any:
-    """Returns the kernel of latent attention for pools of this dtype, likewise."""
+def _latents_in_pools(flags: tuple[str, ...], pool_dtype: str) -> ctypes.CDLL:
+    """Returns the kernels of latent attention for pools of this dtype, likewise."""
     library = build.load((*flags, *_chosen(pool_dtype), "-DLATENTS"))
     library.pd_latents.argtypes = [_Pointer] * 7
-    library.pd_latents.restype = None
-    return library.pd_latents
+    library.pd_choose.argtypes = [*[_Pointer] * 7, *[_Int] * 3, *[_Pointer] * 4]
+    library.pd_latents.restype = library.pd_choose.restype = None
+    return library
 
 
 def _chosen(pool_dtype: str) -> tuple[str, ...]:
@@ -127,8 +138,8 @@ def supports(layout: KVLayout, latent_values: Collection[int] = ()) -> bool:
         return False
     multiple = HEAD_DIM_MULTIPLE * (2 if layout.dtype == "int4" else 1)  # each half fills whole vectors
     if layout.has_latents:
-        most = (*MAX_LATENTS, *(MAX_HEAD_DIM for _ in latent_values))
         widths = (*(plane.width for plane in layout.planes), *latent_values)
+        most = (*MAX_LATENTS, *(MAX_HEAD_DIM for _ in widths[len(MAX_LATENTS) :]))
         return all(width % multiple == 0 and width <= limit for width, limit in zip(widths, most, strict=True))
     return layout.head_dim % multiple == 0 and layout.head_dim <= MAX_HEAD_DIM
 
@@ -221,14 +232,37 @@ class CpuOps:
         latent, rotated = self.norm(kept[:, :width].contiguous(), latents.norm), kept[:, width:].contiguous()
         assert queries.dtype == latent.dtype == rotated.dtype == torch.float32
         assert queries.is_contiguous()
-        address, layer = self.step_address(rope, batch, rope_width), _latents_in(latents, pool)
+        address, layer = self.step_address(rope, batch, rope_width), _latents_in(latents, pool, batch.chosen)
         out = torch.empty(num_tokens, latents.num_heads * latents.value_width)
-        _latents_in_pools(self._flags, pool.layout.dtype)(
+        _latents_in_pools(self._flags, pool.layout.dtype).pd_latents(
             address, ctypes.addressof(layer), pool.data_ptr(), queries.data_ptr(), latent.data_ptr(),
             rotated.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         batch.layer_written(latents.layer_idx, None)
         return out
+
+    def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
+        (num_tokens, num_heads, width), pool = rows.queries.shape, batch.pool
+        assert num_heads <= MAX_INDEX_HEADS
+        assert rows.weights.shape == (num_tokens, num_heads)
+        assert rows.keys.shape == (num_tokens, width) == (batch.num_tokens, pool.layout.width_of(INDEX))
+        for given in (rows.queries, rows.weights, rows.keys):
+            assert given.dtype == torch.float32
+            assert given.is_contiguous()
+        chooses, seqs, longest = _choosing(batch, rows.most)
+        num_slab = min(len(chooses), LEAST_SLAB + torch.get_num_threads())
+        scores = torch.empty(num_slab, longest)
+        counters = np.zeros(2 * -(-len(chooses) // max(1, num_slab)), dtype=np.int64)
+        chosen = torch.empty(num_tokens, rows.most, dtype=torch.int32) if len(chooses) else None
+        offset = pool.memory.planes(rows.layer_idx)[2].data_ptr() - pool.data_ptr()
+        index = _Index(num_heads, width, rows.most, pool.layout.block_size, pool.layout.block_nbytes, offset)
+        _latents_in_pools(self._flags, pool.layout.dtype).pd_choose(
+            self.step_address(rope, batch, rope.cos.shape[1]), ctypes.addressof(index), pool.data_ptr(),
+            rows.queries.data_ptr(), rows.weights.data_ptr(), rows.keys.data_ptr(), scores.data_ptr(),
+            longest, num_slab, len(chooses), chooses.ctypes.data, seqs.ctypes.data,
+            None if chosen is None else chosen.data_ptr(), counters.ctypes.data,
+        )  # fmt: skip
+        return chosen
 
     def decoder(self, layers: Sequence[FusedLayer]) -> DecoderLayers | None:
         """Returns all layers as one function; None if it cannot compute them."""
@@ -287,11 +321,20 @@ class CpuOps:
         return _attend_in(self._flags, pool_dtype)
 
 
-def _latents_in(latents: Latents, pool: KVPool) -> _Latents:
+def _choosing(batch: ForwardBatch, most: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
+    """Returns the tokens that see more keys than `most`, their sequences, and the most keys that one of them sees."""
+    seqs = np.repeat(np.arange(batch.num_seqs, dtype=np.int32), batch.query_lens)
+    ends = np.cumsum(batch.query_lens)
+    seen = batch.host_context_lens[seqs] - ends[seqs] + np.arange(1, len(seqs) + 1)
+    (chooses,) = np.nonzero(seen > most)
+    return chooses.astype(np.int32), seqs[chooses], int(seen[chooses].max(initial=0))
+
+
+def _latents_in(latents: Latents, pool: KVPool, chosen: torch.Tensor | None) -> _Latents:
     """Returns C's view of a layer in a pool. Its planes lie in each block one after the other, layer by layer."""
     layout, planes = pool.layout, pool.layer(latents.layer_idx)
     first = pool.data_ptr()
-    assert [plane.width for plane in layout.planes] == [latents.width, latents.rope_width]
+    assert [plane.width for plane in layout.planes[:2]] == [latents.width, latents.rope_width]
     assert latents.layer_idx < layout.num_layers
     for matrix in (latents.keys, latents.values):
         assert matrix.dtype == torch.float32
@@ -310,6 +353,8 @@ def _latents_in(latents: Latents, pool: KVPool) -> _Latents:
         scaling=latents.scaling,
         keys=latents.keys.data_ptr(),
         values=latents.values.data_ptr(),
+        chosen=None if chosen is None else chosen.data_ptr(),
+        most=0 if chosen is None else chosen.shape[1],
     )
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 
 from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.layers.indexer import Indexer
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Heads, LatentOps, Latents, Norm, Ops, Rope
 from pd_cluster.model.layers.rope_tables import WHOLE_MODEL
@@ -57,7 +58,8 @@ class LatentAttention:
     """Attends over the latents of all heads' keys and values (MLA), in which its queries are absorbed.
 
     `down` makes the rows of queries, or what they are made of, and behind them those of the latent and its rotated
-    part. With `query_norm`, `up` makes queries of the first; otherwise `down` has made them.
+    part. With `query_norm`, `up` makes queries of the first; otherwise `down` has made them. `indexer` chooses the keys
+    that are seen here, and in the layers behind this one that have none.
     """
 
     latents: Latents
@@ -66,13 +68,17 @@ class LatentAttention:
     ops: LatentOps
     query_norm: Norm | None = None
     up: Linear | None = None
+    indexer: Indexer | None = None
 
     def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
         rows = self.down(x)
         kept = self.latents.width + self.latents.rope_width
         queries, keys = rows[:, :-kept].contiguous(), rows[:, -kept:].contiguous()
         if self.up is not None and self.query_norm is not None:
-            queries = self.up(self.ops.norm(queries, self.query_norm))
+            queries = self.ops.norm(queries, self.query_norm)
+            if self.indexer is not None:
+                self.indexer.choose(x, queries, ropes[WHOLE_MODEL], batch)
+            queries = self.up(queries)
         return self.ops.attend_latents(self.latents, queries, keys, ropes[WHOLE_MODEL], batch)
 
 

@@ -15,6 +15,7 @@ from torch.nn.functional import gelu, silu
 
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.attention.latent import attend_latents, write_latents
+from pd_cluster.model.attention.sparse import IndexRows, choose_keys
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, ExpertRouter, Experts, Gates
@@ -135,7 +136,19 @@ class LatentOps(Ops, Protocol):
     ) -> torch.Tensor:
         """Maps queries [num_tokens, num_heads * (query_width + rope_width)] to [num_tokens, num_heads * value_width].
 
-        `kept` [num_tokens, width + rope_width] is normed and rotated here and written to the pool's slots.
+        `kept` [num_tokens, width + rope_width] is normed and rotated here and written to the pool's slots. A token sees
+        the keys of `batch.chosen`.
+        """
+
+
+@runtime_checkable
+class SparseOps(LatentOps, Protocol):
+    """`LatentOps` whose tokens may attend to some keys alone: to those of `ForwardBatch.chosen`, if there are any."""
+
+    def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
+        """Writes the keys to the layer's third plane; returns what `ForwardBatch.chosen` shall be.
+
+        `rope`: the tables by which the rows were rotated.
         """
 
 
@@ -173,7 +186,7 @@ class TorchOps:
         query, key, value = torch.split(qkv.view(len(qkv), -1, dim), [heads.num_heads, num_kv, num_kv], dim=1)
         if heads.q_norm is not None and heads.k_norm is not None:
             query, key = self.norm(query, heads.q_norm), self.norm(key, heads.k_norm)
-        query, key = _rotate(query, rope), _rotate(key, rope)
+        query, key = rotate(query, rope), rotate(key, rope)
         output = sdpa.write_and_attend(heads.layer_idx, query.transpose(0, 1), key, value, batch, heads.scoring)
         return output.reshape(len(qkv), -1)
 
@@ -181,16 +194,19 @@ class TorchOps:
         self, latents: Latents, queries: torch.Tensor, kept: torch.Tensor, rope: Rope, batch: ForwardBatch
     ) -> torch.Tensor:
         latent = self.norm(kept[:, : latents.width].contiguous(), latents.norm)
-        rotated = _rotate(kept[:, None, latents.width :], rope)  # [num_tokens, 1, rope_width]
+        rotated = rotate(kept[:, None, latents.width :], rope)  # [num_tokens, 1, rope_width]
         write_latents(latents.layer_idx, latent[:, None], rotated, batch)
         apart = queries.view(len(queries), latents.num_heads, -1)
-        ends = _rotate(apart[..., latents.query_width :], rope)
+        ends = rotate(apart[..., latents.query_width :], rope)
         whole = torch.cat((apart[..., : latents.query_width], ends), dim=-1).transpose(0, 1)
         output = attend_latents(latents.layer_idx, latents.keys, latents.values, whole, batch, latents.scaling)
         return output.reshape(len(queries), -1)
 
+    def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
+        return choose_keys(rows, batch)
 
-def _rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
+
+def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:
     """Rotates x [num_tokens, num_heads, head_dim]."""
     left, right = x.chunk(2, dim=-1)
     rotated = x * rope.cos[:, None] + torch.cat((-right, left), dim=-1) * rope.sin[:, None]

@@ -110,6 +110,14 @@ def qkv_order(order: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.T
     return torch.cat((rotated[:, order].flatten(), values.flatten()))
 
 
+def starts_order(order: torch.Tensor | None, num_heads: int, first: int, last: int) -> torch.Tensor | None:
+    """Returns the order of the rows of heads whose `first` features alone are rotated, before their `last` ones."""
+    if order is None:
+        return None
+    rows = torch.arange(num_heads * (first + last)).view(num_heads, first + last)
+    return torch.cat((rows[:, :first][:, order], rows[:, first:]), dim=1).flatten()
+
+
 def ends_order(order: torch.Tensor | None, num_heads: int, first: int, last: int) -> torch.Tensor | None:
     """Returns the order of the rows of heads whose `last` features alone are rotated, behind their `first` ones."""
     if order is None:

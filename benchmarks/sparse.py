@@ -1,0 +1,102 @@
+"""`python -m benchmarks engine --parts sparse`: sparse against dense latent attention, with V3.2's widths in a layer.
+
+Indexing and attention together: of one token behind a long past, and of a prompt's last tokens. Numbers are random.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from benchmarks.figures import begin, finish, result
+from pd_cluster.kv.layout import INDEX, KVLayout, latents
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.model.attention.sparse import IndexRows
+from pd_cluster.model.batch import ForwardBatch, build_batch
+from pd_cluster.model.cpu.ops import CpuOps
+from pd_cluster.model.layers.ops import Latents, Norm, Rope
+from pd_cluster.tables import Report, Result
+from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.wire import Plane
+
+NAME, BLOCK_SIZE = "sparse", 16
+NUM_HEADS, LATENT, ROPE, QUERY, VALUE = 128, 512, 64, 128, 128
+INDEX_HEADS, INDEX_WIDTH = 64, 128
+CONTEXT, PROMPT = 16_384, 64  # tokens; those of a prompt's chunk
+SHARE = 8  # one of so many keys is chosen: 2,048
+MOST_SHARE = 0.35
+
+
+def run(rounds: int, threads: int, quick: bool, json: str) -> None:
+    begin(json)
+    torch.set_num_threads(threads)
+    started_s, ops = time.monotonic(), CpuOps(has_latents=True)
+    context = CONTEXT // 16 if quick else CONTEXT
+    layout = KVLayout(1, 1, (*latents(LATENT, ROPE), Plane(INDEX, INDEX_WIDTH)), BLOCK_SIZE, "float32")
+    found: list[dict[str, float]] = [{} for _ in range(rounds)]
+    with KVPool(layout, context // BLOCK_SIZE) as pool:
+        for plane in pool.memory.planes(0):
+            plane.normal_()
+        counts = {"decode": 1, "prefill": PROMPT}
+        steps = {name: _Step(ops, pool, context, count) for name, count in counts.items()}
+        for each in found:
+            for name, step in steps.items():
+                each |= {f"{name}_dense": _took_ms(step.dense), f"{name}_index": _took_ms(step.choose)}
+                each[f"{name}_chosen"] = _took_ms(step.chosen)
+    asked = f"--parts {NAME} --rounds {rounds} --threads {threads}{' --quick' * quick}"
+    report = Report(f"python -m benchmarks engine {asked}", [*_results(found)])
+    finish(report, f"{rounds} rounds, {threads} threads, {time.monotonic() - started_s:.0f} s", json, quick)
+
+
+class _Step:
+    """The last tokens of one sequence in a layer. `dense`, `choose`, `chosen` are the calls that are timed."""
+
+    def __init__(self, ops: CpuOps, pool: KVPool, context: int, num_tokens: int) -> None:
+        order = Order([5] * context, Sampling())
+        request = Request("r", order, num_computed_tokens=context - num_tokens, block_table=[*range(pool.num_blocks)])
+        self._ops, self._batch = ops, build_batch([(request, num_tokens)], pool)
+        self._layer = Latents(
+            layer_idx=0,
+            norm=Norm(torch.ones(LATENT), 1e-6),
+            keys=torch.randn(NUM_HEADS, QUERY, LATENT) * LATENT**-0.5,
+            values=torch.randn(NUM_HEADS, LATENT, VALUE) * LATENT**-0.5,
+            rope_width=ROPE,
+            scaling=(QUERY + ROPE) ** -0.5,
+        )
+        self._queries = torch.randn(num_tokens, NUM_HEADS * (QUERY + ROPE))
+        self._kept = torch.randn(num_tokens, LATENT + ROPE)
+        self._rope = Rope(torch.ones(num_tokens, ROPE), torch.zeros(num_tokens, ROPE))
+        shapes = ((num_tokens, INDEX_HEADS, INDEX_WIDTH), (num_tokens, INDEX_HEADS), (num_tokens, INDEX_WIDTH))
+        queries, weights, keys = (torch.randn(shape) for shape in shapes)
+        self._rows = IndexRows(0, queries, weights, keys, context // SHARE)
+        self._chosen = ops.choose_keys(self._rows, self._rope, self._batch)
+
+    def dense(self) -> None:
+        self._attend(None)
+
+    def choose(self) -> None:
+        self._ops.choose_keys(self._rows, self._rope, self._batch)
+
+    def chosen(self) -> None:
+        self._attend(self._chosen)
+
+    def _attend(self, chosen: torch.Tensor | None) -> None:
+        batch: ForwardBatch = self._batch
+        batch.chosen = chosen
+        self._ops.attend_latents(self._layer, self._queries, self._kept, self._rope, batch)
+
+
+def _took_ms(call: Callable[[], None]) -> float:
+    start_s = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - start_s)
+
+
+def _results(rounds: list[dict[str, float]]) -> Iterator[Result]:
+    for name in rounds[0]:
+        yield result(name.replace("_", ", "), [each[name] for each in rounds], "ms", "lower")
+    for step in ("decode", "prefill"):
+        shares = [(each[f"{step}_index"] + each[f"{step}_chosen"]) / each[f"{step}_dense"] for each in rounds]
+        yield result(f"{step}: index and chosen, share of dense", shares, "x", "lower", MOST_SHARE)

@@ -103,8 +103,8 @@ class Quirks:
     `pairs_neighbours`: rope rotates feature 2i with 2i + 1, by the config. `turn` calls the rotary embedding.
     `caps_scores`: attention applies the config's softcap, which other architectures may have without effect.
     `multipliers`: of the config, which other architectures may have without effect.
-    `activation`: instead of the config's. `router`: its name in a sparse block. `interleaves_gates`: the experts' files
-    have gates and ups in turn.
+    `activation`: instead of the config's. `mlp`: the name of a layer's second half. `router`: its name in a sparse
+    block. `interleaves_gates`: the experts' files have gates and ups in turn.
     `only_with`: values of the config without which the kernels do not compute this architecture. A version of
     transformers whose config lacks one has that value in its modules.
     """
@@ -120,6 +120,7 @@ class Quirks:
     caps_scores: bool = False
     multipliers: Callable[[Any], Multipliers] = no_multipliers
     activation: Activation | None = None
+    mlp: str = "mlp"
     router: str = "gate"
     interleaves_gates: bool = False
     only_with: Mapping[str, float] = field(default_factory=dict)
@@ -144,6 +145,7 @@ ARCHITECTURES: dict[str, Quirks] = {
         scales_in_float32=True, norms=AFTER_EACH_HALF, norms_span_heads=True, rope=rope_of_its_attention_type
     ),
     "GraniteForCausalLM": Quirks(multipliers=multipliers_of_granite),
+    "GraniteMoeForCausalLM": Quirks(multipliers=multipliers_of_granite, mlp="block_sparse_moe", router="router"),
     "SmolLM3ForCausalLM": Quirks(rope=rope_if_used),
     "Exaone4ForCausalLM": Quirks(norms=AFTER_EACH_HALF, window=window_if_sliding, rope=rope_if_sliding),
     "Ernie4_5ForCausalLM": Quirks(pairs_neighbours=always),

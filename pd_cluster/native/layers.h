@@ -43,8 +43,6 @@ typedef struct {
     LayerWork *works;
 } Team;
 
-static int64_t whole_lines(int64_t nbytes) { return (nbytes + 63) / 64 * 64; }
-
 static Product product_of(const Product *of, const Layers *a) {
     Product p = *of;
     p.num_rows = a->num_rows, p.num_threads = a->num_threads;

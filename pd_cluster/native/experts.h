@@ -35,7 +35,7 @@ typedef struct {
     const Experts *e;
     Part *parts;
     int64_t num_parts, nbytes, panels, num_panels; // panels: of an item of ADD_DOWN
-    int64_t ends[PREPARE_DOWN + 1], counters[NUM_PHASES];
+    int64_t ends[PREPARE_DOWN + 1], counters[NUM_PHASES], gates; // gates: GATE is a phase of its own
 } Batch;
 
 // The expert that is next, and its first row that is.
@@ -89,6 +89,8 @@ static void plan_part(const Experts *e, Place at, int64_t num_rows, uint8_t *mem
     for (int i = 0; i < 2; i++) begin_product(part->products + i, part->packed + i);
     part->packed[0].from = rows, part->packed[1].to = rows, part->packed[1].times = times;
     part->gate = (GateWork){gate_up, gated, num_rows, down->inputs, 0, 1, (int)e->activation};
+    if (part->packed[1].by == BY_TILES) return; // which read rows of others
+    part->packed[1].make = make_gated, part->packed[1].maker = &part->gate;
 }
 
 // Plans the next parts; without memory only how much they need. Returns whether there are any.
@@ -126,6 +128,7 @@ static void cut_parts(Batch *b) {
                                times_to_prepare(part->packed + 1)};
         for (int j = 0; j < 3; j++) part->begins[j] = b->ends[j], b->ends[j] += num_items[j];
         b->panels = MAX(b->panels, part->cuts[1].panels);
+        b->gates |= !part->packed[1].make;
     }
     b->num_panels = b->parts->packed[1].num_panels;
 }
@@ -172,13 +175,8 @@ static void multiply_ups(Batch *b) {
 }
 
 static void gate_parts(Batch *b) {
-    for (int64_t i; (i = next_items(b->counters + GATE, 1)) < b->num_parts;) {
-        const GateWork *w = &b->parts[i].gate;
-        for (int64_t r = 0; r < w->num_rows; r++) {
-            const float *row = w->gate_up + r * 2 * w->features;
-            gate_row(row, row + w->features, w->out + r * w->features, w->features, w->activation);
-        }
-    }
+    for (int64_t i; (i = next_items(b->counters + GATE, 1)) < b->num_parts;)
+        if (!b->parts[i].packed[1].make) make_gated(&b->parts[i].gate, 0, b->parts[i].gate.num_rows);
 }
 
 // An item is some panels of all parts, in their order.
@@ -207,8 +205,10 @@ static void experts_work(void *data) {
     if (several) runtime.barrier();
     multiply_ups(b);
     if (several) runtime.barrier();
-    gate_parts(b);
-    if (several) runtime.barrier();
+    if (b->gates) {
+        gate_parts(b);
+        if (several) runtime.barrier();
+    }
     prepare_parts(b, PREPARE_DOWN, 1);
     if (several) runtime.barrier();
     add_downs(b);

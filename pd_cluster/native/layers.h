@@ -88,13 +88,6 @@ static void make_normed(const void *data, int64_t row, int64_t num_rows) {
         norm_row(w->x + r * n, w->delta ? w->delta + r * n : 0, w->weight, w->out + r * n, n, w->eps);
 }
 
-static void make_gated(const void *data, int64_t row, int64_t num_rows) {
-    const GateWork *w = data;
-    int64_t n = w->features;
-    for (int64_t r = row; r < row + num_rows; r++)
-        gate_row(w->gate_up + r * 2 * n, w->gate_up + r * 2 * n + n, w->out + r * n, n, w->activation);
-}
-
 static void plan_layer(const Layers *a, const Places *at, int64_t i, LayerWork *w) {
     const DecoderLayer *y = a->layers[i];
     int64_t hidden = y->qkv.inputs, step = rows_at_once(a->num_rows, a->num_threads);

@@ -159,6 +159,7 @@ static Cut cut_of(const Packed *w, int64_t num_threads) {
 static int64_t rows_to_prepare(const Packed *w) { return w->by == BY_TILES ? 4 : w->together; }
 
 static void prepare(const Packed *w, int64_t row) {
+    if (w->make && row < w->p->num_rows) w->make(w->maker, row, MIN(rows_to_prepare(w), w->p->num_rows - row));
     if (w->by != BY_TILES) prepare_block(w, row / w->together);
     else for (int64_t r = row; r < MIN(row + 4, w->ready_rows); r++) prepare_row(w, r);
 }
@@ -177,10 +178,7 @@ static void product_work(void *data) {
     const Product *p = w->p;
     int64_t step = rows_to_prepare(w);
     Cut c = cut_of(w, p->num_threads);
-    for (int64_t row; (row = next_items(&w->next_row, step)) < w->ready_rows;) {
-        if (w->make && row < p->num_rows) w->make(w->maker, row, MIN(step, p->num_rows - row));
-        prepare(w, row);
-    }
+    for (int64_t row; (row = next_items(&w->next_row, step)) < w->ready_rows;) prepare(w, row);
     if (p->num_threads > 1) runtime.barrier();
     if (w->by == BY_TILES) set_tiles(p->num_rows, tile_step(w->span_nbytes / 4));
     int64_t item = next_items(&w->next_item, 1);

@@ -38,7 +38,7 @@ def _run(measuring: Coroutine[Any, Any, None]) -> None:
 @app.command("engine")
 def engine(
     workload: Annotated[str, typer.Option(help="uniform,mixed,steps; default: all.")] = "",
-    shape: Annotated[str, typer.Option(help="mla-1B: steps of latent attention; default: a Llama of 125M.")] = "",
+    shape: Annotated[str, typer.Option(help="mla-1B (latent attention) or moe-1B (experts); default: a Llama.")] = "",
     parts: Annotated[
         str, typer.Option(help="sparse: sparse against dense latent attention; default: whole models.")
     ] = "",
@@ -48,17 +48,18 @@ def engine(
     json: Json = "",
 ) -> None:
     """The engine alone against transformers' generate(), and its steps against what the machine can do."""
-    from benchmarks import engine, latents, sparse
+    from benchmarks import engine, experts, latents, sparse
 
     if parts not in ("", sparse.NAME) or (parts and (shape or workload)):
         raise PdClusterError(f"--parts {parts}: expected {sparse.NAME}, without --shape and --workload")
     if parts:
         sparse.run(rounds, threads, quick, json)
         return
-    if shape not in ("", latents.NAME) or (shape and workload):
-        raise PdClusterError(f"--shape {shape}: expected {latents.NAME}, without --workload")
+    shapes = {each.NAME: each.measure for each in (latents, experts)}
+    if (shape and workload) or shape not in ("", *shapes):
+        raise PdClusterError(f"--shape {shape}: expected {' or '.join(shapes)}, without --workload")
     if shape:
-        latents.run(rounds, threads, quick, json)
+        engine.run_shape(shape, shapes[shape], rounds, threads, quick, json)
         return
     engine.run(workload, rounds, threads, quick, json)
 
@@ -184,14 +185,6 @@ def start(rounds: Rounds = 5, json: Json = "") -> None:
     from benchmarks import start
 
     start.run(rounds, json)
-
-
-@app.command("multimodal")
-def multimodal(rounds: Rounds = 3, quick: Quick = False, json: Json = "") -> None:
-    """Pictures: how many the front reads, TTFT with them, and what streams without pictures pay."""
-    from benchmarks import multimodal
-
-    _run(multimodal.run(rounds, quick, json))
 
 
 @app.command("gpu")

@@ -1,4 +1,4 @@
-"""Pictures for `benchmarks multimodal` and `hog`, as files of PNG in data URLs."""
+"""Pictures for `benchmarks hog`, as files of PNG in data URLs."""
 
 from __future__ import annotations
 

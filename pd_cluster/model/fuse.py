@@ -152,15 +152,16 @@ def _progress(layers: Any) -> Iterator[Any]:
 def _fuse_layer(layer: Any, config: Any, quirks: Quirks, order: torch.Tensor | None, maker: LayerMaker) -> FusedLayer:
     make = latent_attention if has_latents(layer.self_attn) else heads_attention
     norms = {role: maker.norm(layer, name, quirks) for role, name in quirks.norms.items()}
-    if hasattr(layer.mlp, NORM_IN_MLP):
-        norms["post_mlp_norm"] = maker.of("mlp").norm(layer.mlp, NORM_IN_MLP, quirks)
+    mlp = getattr(layer, quirks.mlp)
+    if hasattr(mlp, NORM_IN_MLP):
+        norms["post_mlp_norm"] = maker.of("mlp").norm(mlp, NORM_IN_MLP, quirks)
     fused = FusedLayer(
         attention=make(layer.self_attn, config, quirks, order, maker.of("self_attn")),
-        mlp=_mlp(layer.mlp, config, quirks, maker.of("mlp")),
+        mlp=_mlp(mlp, config, quirks, maker.of("mlp")),
         residual_multiplier=quirks.multipliers(config).residual,
         **norms,
     )
-    del layer.mlp
+    delattr(layer, quirks.mlp)
     return fused
 
 

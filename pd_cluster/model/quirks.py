@@ -104,8 +104,8 @@ class Quirks:
     same tables. `turn` calls the rotary embedding.
     `caps_scores`: attention applies the config's softcap, which other architectures may have without effect.
     `multipliers`: of the config, which other architectures may have without effect.
-    `activation`: instead of the config's. `router`: its name in a sparse block. `interleaves_gates`: the experts' files
-    have gates and ups in turn.
+    `activation`: instead of the config's. `mlp`: the name of a layer's second half. `router`: its name in a sparse
+    block. `interleaves_gates`: the experts' files have gates and ups in turn.
     `only_with`: values of the config without which the kernels do not compute this architecture. A version of
     transformers whose config lacks one has that value in its modules.
     """
@@ -122,6 +122,7 @@ class Quirks:
     caps_scores: bool = False
     multipliers: Callable[[Any], Multipliers] = no_multipliers
     activation: Activation | None = None
+    mlp: str = "mlp"
     router: str = "gate"
     interleaves_gates: bool = False
     only_with: Mapping[str, float] = field(default_factory=dict)
@@ -146,6 +147,7 @@ ARCHITECTURES: dict[str, Quirks] = {
         scales_in_float32=True, norms=AFTER_EACH_HALF, norms_span_heads=True, rope=rope_of_its_attention_type
     ),
     "GraniteForCausalLM": Quirks(multipliers=multipliers_of_granite),
+    "GraniteMoeForCausalLM": Quirks(multipliers=multipliers_of_granite, mlp="block_sparse_moe", router="router"),
     "SmolLM3ForCausalLM": Quirks(rope=rope_if_used),
     "Exaone4ForCausalLM": Quirks(norms=AFTER_EACH_HALF, window=window_if_sliding, rope=rope_if_sliding),
     "Ernie4_5ForCausalLM": Quirks(pairs_neighbours=always),

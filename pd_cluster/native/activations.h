@@ -105,7 +105,7 @@ static int32_t write_numbers(const Packed *w, const float *x, int64_t n, int64_t
 // Prepares a row for tiles, [span][input].
 static void prepare_row(const Packed *w, int64_t row) {
     const Product *p = w->p;
-    const float *from = p->x + MIN(row, p->num_rows - 1) * p->inputs;
+    const float *from = x_row(w, MIN(row, p->num_rows - 1));
     uint8_t *to = w->x + row * w->row_nbytes;
     int64_t n, is_row = row < p->num_rows;
     float inverse = 0;
@@ -150,7 +150,7 @@ static void prepare_block(const Packed *w, int64_t block) {
     float inverse[BLOCK_ROWS] = {0};
     int64_t m = w->together, first_row = block * m, n;
     for (int64_t r = 0; r < m; r++) {
-        from[r] = p->x + MIN(first_row + r, p->num_rows - 1) * p->inputs;
+        from[r] = x_row(w, MIN(first_row + r, p->num_rows - 1));
         if (p->activations == AS_CODES)
             w->row_scales[first_row + r] = set_scale(from[r], p->inputs, 127.0f, inverse + r);
     }

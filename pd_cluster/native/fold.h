@@ -79,18 +79,20 @@ static void fold(const Packed *w, const float *c, int64_t row, int64_t num_rows,
     }
 }
 
-// Writes results: totals times the scales of their rows, plus the bias.
+// Writes results: totals times the scales of their rows, plus the bias. What is added to rows is rounded before.
 static void finish(const Packed *w, int64_t row, int64_t num_rows, int64_t panel, int64_t num_panels,
                    const float *totals) {
     const Product *p = w->p;
     for (int64_t r = row; r < row + num_rows; r++) for (int64_t q = panel; q < panel + num_panels; q++) {
-        float ALIGNED part[PANEL], *out = p->out + r * p->outputs + q * PANEL;
+        float ALIGNED part[PANEL], *out = out_row(w, r) + q * PANEL;
         int64_t n = MIN(PANEL, p->outputs - q * PANEL);
         float *to = n < PANEL ? part : out; // the last panel may go beyond the row
+        if (n < PANEL && w->to) memcpy(part, out, (size_t)n * 4);
         UNROLL for (int h = 0; h < PARTS; h++, totals += VL) {
             vf value = load(totals);
             if (p->activations == AS_CODES) value = rounded(value * w->row_scales[r]);
             if (p->bias) value += load(p->bias + q * PANEL + h * VL);
+            if (w->to) value = load(to + h * VL) + rounded(value * w->times[r]);
             store(to + h * VL, value);
         }
         if (n < PANEL) memcpy(out, part, (size_t)n * 4);

@@ -43,8 +43,6 @@ typedef struct {
     LayerWork *works;
 } Team;
 
-static int64_t whole_lines(int64_t nbytes) { return (nbytes + 63) / 64 * 64; }
-
 static Product product_of(const Product *of, const Layers *a) {
     Product p = *of;
     p.num_rows = a->num_rows, p.num_threads = a->num_threads;
@@ -88,13 +86,6 @@ static void make_normed(const void *data, int64_t row, int64_t num_rows) {
     int64_t n = w->features;
     for (int64_t r = row; r < row + num_rows; r++)
         norm_row(w->x + r * n, w->delta ? w->delta + r * n : 0, w->weight, w->out + r * n, n, w->eps);
-}
-
-static void make_gated(const void *data, int64_t row, int64_t num_rows) {
-    const GateWork *w = data;
-    int64_t n = w->features;
-    for (int64_t r = row; r < row + num_rows; r++)
-        gate_row(w->gate_up + r * 2 * n, w->gate_up + r * 2 * n + n, w->out + r * n, n, w->activation);
 }
 
 static void plan_layer(const Layers *a, const Places *at, int64_t i, LayerWork *w) {

@@ -1,5 +1,5 @@
 // Products whose weights are decoded once for many blocks of rows: some spans of one or two panels at a time, to a
-// cache near the processor. A result is one chain over each span and one over the spans, as in spans.h: the same bits.
+// cache near the processor. Weights that are numbers are read where they are, and the next ones fetched meanwhile. A result is one chain over each span and one over the spans, as in spans.h: the same bits.
 #pragma once
 #include "blocks.h"
 
@@ -18,7 +18,8 @@ typedef struct {
     const int32_t *x, *sums; // of the first block [span][block][word][row]; of its rows [row][span]
     int64_t num_blocks, x_stride, sum_stride, num_spans, num_words;
     int64_t in_group, spans_of_group, num_groups; // in_group: the first span's number in its group
-    const int32_t *words;                         // [panel][span][word][PANEL]
+    const int32_t *words, *ahead;                 // [panel][span][word][PANEL]; what is fetched
+    int64_t panel_stride, step;                   // step: numbers that are fetched for four words of a block
     const float *scales, *zeros;                  // of the first panel and group; zeros may be none
     float *totals, *to; // of the first row and panel, rows `stride` apart; where the new ones go, `to_stride` apart
     int64_t stride, to_stride;
@@ -45,7 +46,8 @@ INLINE void add_scaled(int has_zeros, int m, int v, const float *sums, const flo
 // A kernel for blocks of m rows and v panels.
 INLINE void multiply_near(Way y, int m, int v, const Near *s) {
     float ALIGNED kept[BLOCK_ROWS * NEAR_PANELS * PANEL];
-    int64_t num_words = s->num_words, panel_stride = s->num_spans * num_words * PANEL, num_spans = s->num_spans;
+    int64_t num_words = s->num_words, panel_stride = s->panel_stride, num_spans = s->num_spans, half = s->step / 2;
+    const int32_t *ahead = s->ahead;
     int64_t stride = s->stride, sum_stride = s->sum_stride, scale_stride = s->num_groups * PANEL;
     for (int64_t block = 0; block < s->num_blocks; block++) {
         float *totals = s->totals + block * m * stride, *last = s->to + block * m * s->to_stride;
@@ -58,6 +60,11 @@ INLINE void multiply_near(Way y, int m, int v, const Near *s) {
             vi sums[BLOCK_ROWS][NEAR_PANELS * PARTS];
             UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < v * PARTS; q++) sums[r][q] = (vi){0};
             do {
+                UNROLL for (int q = 0; q < v; q++) {
+                    __builtin_prefetch(ahead + q * panel_stride);
+                    __builtin_prefetch(ahead + q * panel_stride + half);
+                }
+                ahead += s->step;
                 UNROLL for (int i = 0; i < 4; i++, x += m, w += PANEL) { // there is a multiple of four words
                     vi words[NEAR_PANELS * PARTS];
                     UNROLL for (int q = 0; q < v * PARTS; q++)

@@ -11,6 +11,8 @@
 #define MOST_TOTALS (TILE_BLOCK * DECODED_PANELS * PANEL)
 #define FEW_DOTS 4 // up to here codes are multiplied without tiles, which gives the same integers
 
+static int64_t whole_lines(int64_t nbytes) { return (nbytes + 63) / 64 * 64; }
+
 // A span's steps in tiles: as few as possible, equal, of whole words.
 static int64_t tile_step(int64_t num_words) {
     int64_t steps = (num_words + TILE_WORDS - 1) / TILE_WORDS;
@@ -28,6 +30,7 @@ static int way(const Product *p) {
 
 // Returns up to how many rows codes become numbers in registers, for each block anew; more rows have them decoded once.
 static int64_t most_in_registers(const Product *p) {
+    if (p->form == FLOATS) return BLOCK_ROWS;
     if (p->form == E4M3S) return IS_ZEN ? 9 * FEW_ROWS : FEW_ROWS;
     return !IS_ZEN ? 2 * FEW_ROWS : VL == 16 ? MANY_ROWS : 9 * FEW_ROWS;
 }
@@ -41,7 +44,7 @@ static int must_decode(const Product *p, int by) {
 
 // Returns the rows of a block: about as many in each.
 static int64_t block_rows(const Packed *w) {
-    if (w->p->activations != AS_CODES && goes_over_spans(w)) return rows_of_numbers(w->p->num_rows, (int)w->decodes);
+    if (w->p->activations != AS_CODES && goes_over_spans(w)) return rows_of_numbers(w->p->num_rows, w->p->form, (int)w->decodes);
     int64_t most = w->p->activations != AS_CODES ? BLOCK_ROWS : w->p->form == CODES4 ? SPAN_ROWS : CODE_ROWS;
     int64_t blocks = (w->p->num_rows + most - 1) / most;
     return (w->p->num_rows + blocks - 1) / blocks;
@@ -133,37 +136,58 @@ static void multiply_in_tiles(const Packed *w, int64_t first, int64_t num_rows, 
     finish(w, first, num_rows, panel, num_panels, totals);
 }
 
+// How a product is cut into items: `groups` of panels, times groups of rows.
+typedef struct {
+    int64_t panels, rows, groups, num_items; // panels and rows of an item
+} Cut;
+
+static Cut cut_of(const Packed *w, int64_t num_threads) {
+    int64_t in_tiles = w->by == BY_TILES, m = w->together, most_rows = in_tiles ? TILE_BLOCK : rows_of_item(w) / m * m;
+    int64_t num_rows = w->p->num_rows, panels = in_tiles && num_rows > TILE_ROWS ? DECODED_PANELS : MOST_PANELS;
+    if (!in_tiles && (w->ready_rows > m || goes_over_spans(w))) panels = MANY_PANELS;
+    while (panels > 1 && w->num_panels < 4 * panels * num_threads) panels /= 2;
+    int64_t groups = (w->num_panels + panels - 1) / panels;
+    while (!in_tiles && most_rows > 2 * LEAST_ROWS &&
+           groups * ((num_rows + most_rows - 1) / most_rows) < 2 * num_threads)
+        most_rows = (most_rows / 2 + m - 1) / m * m; // few panels: threads share the rows
+    int64_t items = (num_rows + most_rows - 1) / most_rows;
+    int64_t rows = in_tiles ? TILE_BLOCK : (w->ready_rows / m + items - 1) / items * m;
+    return (Cut){panels, rows, groups, groups * items};
+}
+
+// Rows that are prepared at a time.
+static int64_t rows_to_prepare(const Packed *w) { return w->by == BY_TILES ? 4 : w->together; }
+
+static void prepare(const Packed *w, int64_t row) {
+    if (w->make && row < w->p->num_rows) w->make(w->maker, row, MIN(rows_to_prepare(w), w->p->num_rows - row));
+    if (w->by != BY_TILES) prepare_block(w, row / w->together);
+    else for (int64_t r = row; r < MIN(row + 4, w->ready_rows); r++) prepare_row(w, r);
+}
+
+// Computes results of some rows and panels; `next`: the words of what this thread computes after them.
+static void multiply(const Packed *w, const Cut *c, int64_t row, int64_t panel, const int32_t *next) {
+    int64_t num_rows = MIN(c->rows, w->p->num_rows - row), num_panels = MIN(c->panels, w->num_panels - panel);
+    if (num_rows <= 0) return;
+    if (w->by == BY_TILES) multiply_in_tiles(w, row, num_rows, panel, num_panels);
+    else if (goes_over_spans(w)) multiply_by_spans(w, row, num_rows, panel, num_panels, next);
+    else multiply_blocks(w, row, num_rows, panel, num_panels);
+}
+
 static void product_work(void *data) {
     Packed *w = data;
     const Product *p = w->p;
-    int64_t in_tiles = w->by == BY_TILES, m = w->together, most_rows = in_tiles ? TILE_BLOCK : rows_of_item(w) / m * m;
-    int64_t at_once = in_tiles && p->num_rows > TILE_ROWS ? DECODED_PANELS : MOST_PANELS;
-    if (!in_tiles && (w->ready_rows > m || goes_over_spans(w))) at_once = MANY_PANELS;
-    while (at_once > 1 && w->num_panels < 4 * at_once * p->num_threads) at_once /= 2;
-    int64_t groups = (w->num_panels + at_once - 1) / at_once;
-    while (!in_tiles && most_rows > 2 * LEAST_ROWS &&
-           groups * ((p->num_rows + most_rows - 1) / most_rows) < 2 * p->num_threads)
-        most_rows = (most_rows / 2 + m - 1) / m * m; // few panels: threads share the rows
-    int64_t items = (p->num_rows + most_rows - 1) / most_rows;
-    int64_t in_item = in_tiles ? TILE_BLOCK : (w->ready_rows / m + items - 1) / items * m, rows = in_tiles ? 4 : m;
-    for (int64_t row; (row = next_items(&w->next_row, rows)) < w->ready_rows;) {
-        if (w->make && row < p->num_rows) w->make(w->maker, row, MIN(rows, p->num_rows - row));
-        if (!in_tiles) prepare_block(w, row / m);
-        else for (int64_t r = row; r < MIN(row + rows, w->ready_rows); r++) prepare_row(w, r);
-    }
+    int64_t step = rows_to_prepare(w);
+    Cut c = cut_of(w, p->num_threads);
+    for (int64_t row; (row = next_items(&w->next_row, step)) < w->ready_rows;) prepare(w, row);
     if (p->num_threads > 1) runtime.barrier();
-    if (in_tiles) set_tiles(p->num_rows, tile_step(w->span_nbytes / 4));
+    if (w->by == BY_TILES) set_tiles(p->num_rows, tile_step(w->span_nbytes / 4));
     int64_t item = next_items(&w->next_item, 1);
-    for (int64_t after; item < groups * items; item = after) {
+    for (int64_t after; item < c.num_items; item = after) {
         after = next_items(&w->next_item, 1);
-        int64_t panel = item % groups * at_once, row = item / groups * in_item;
-        int64_t num_rows = MIN(in_item, p->num_rows - row), num_panels = MIN(at_once, w->num_panels - panel);
-        if (num_rows <= 0) continue;
-        if (in_tiles) multiply_in_tiles(w, row, num_rows, panel, num_panels);
-        else if (goes_over_spans(w)) multiply_by_spans(w, row, num_rows, panel, num_panels, after % groups * at_once);
-        else multiply_blocks(w, row, num_rows, panel, num_panels);
+        multiply(w, &c, item / c.groups * c.rows, item % c.groups * c.panels,
+                 words_at(w, after % c.groups * c.panels, 0));
     }
-    if (in_tiles) release_tiles();
+    if (w->by == BY_TILES) release_tiles();
 }
 
 // Plans a product of at most NEAR_ROWS rows, or whose weights are not decoded, its memory included.

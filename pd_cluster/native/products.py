@@ -41,7 +41,8 @@ class _PackedForm:
     word_inputs: int  # in 32 bits
 
 
-_BF16, _INT8, _INT4, _E4M3 = _PackedForm(1, 2), _PackedForm(2, 4), _PackedForm(3, 8), _PackedForm(4, 4)
+_FLOAT32, _BF16 = _PackedForm(0, 1), _PackedForm(1, 2)
+_INT8, _INT4, _E4M3 = _PackedForm(2, 4), _PackedForm(3, 8), _PackedForm(4, 4)
 
 
 class ProductCall(ctypes.Structure):
@@ -108,6 +109,14 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     inverse = torch.where(is_finite & (most >= LEAST_MAGNITUDE), inverse, 0.0)
     codes = torch.where(inverse > 0, x * inverse, 0.0).round().to(torch.int8)
     return codes, torch.where(is_finite, most / 127.0, torch.nan)
+
+
+def float32_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, *, flags: tuple[str, ...] = build.FLAGS
+) -> Linear | None:
+    """Makes a layer of weight [N, K] float32, bias [N]."""
+    assert weight.dtype == torch.float32
+    return _pack(_FLOAT32, weight, None, None, bias, None, "float32", flags)
 
 
 def bf16_linear(
@@ -198,11 +207,11 @@ def fp8_weight_only_linear(
 class PackedProduct:
     """x [..., K] times packed weights, transposed, plus the bias: [..., N] of x's dtype, computed in float32."""
 
-    __slots__ = ("_kept", "_library", "_product", "in_features", "out_features")
+    __slots__ = ("_kept", "_product", "in_features", "library", "out_features")
 
     def __init__(self, library: ctypes.CDLL, product: ProductCall, kept: tuple[torch.Tensor | None, ...]) -> None:
         """`kept`: the tensors to which `product` points."""
-        self._library, self._product, self._kept = library, product, kept
+        self.library, self._product, self._kept = library, product, kept
         self.in_features, self.out_features = int(product.inputs), int(product.outputs)
 
     @property
@@ -222,9 +231,9 @@ class PackedProduct:
         product.num_rows = x.numel() // self.in_features
         product.num_threads = torch.get_num_threads()
         address = ctypes.addressof(product)
-        scratch = torch.empty(self._library.pd_scratch_nbytes(address), dtype=torch.uint8)
+        scratch = torch.empty(self.library.pd_scratch_nbytes(address), dtype=torch.uint8)
         product.x, product.out, product.scratch = x.data_ptr(), out.data_ptr(), scratch.data_ptr()
-        self._library.pd_product(address)
+        self.library.pd_product(address)
         return out
 
 

@@ -97,6 +97,14 @@ static void gate_row(const float *gate, const float *up, float *out, int64_t n, 
     }
 }
 
+// Gates some rows, the first and how many.
+static void make_gated(const void *data, int64_t row, int64_t num_rows) {
+    const GateWork *w = data;
+    int64_t n = w->features;
+    for (int64_t r = row; r < row + num_rows; r++)
+        gate_row(w->gate_up + r * 2 * n, w->gate_up + r * 2 * n + n, w->out + r * n, n, w->activation);
+}
+
 static void gate_work(void *data) {
     GateWork *w = data;
     int64_t n = w->features, width = (n / w->num_parts + VL - 1) / VL * VL;

@@ -94,6 +94,7 @@ INLINE void multiply_spans(Way y, int m, int v, const Spans *s) {
 #define NAMES_SMALL(name) NAMES_4(name)
 #endif
 
+BLOCK_KERNELS(floats, SMALL_SUMS, FLOATS, AS_FLOATS)
 TABLE(SMALL, bf16s_as_floats, SMALL_SUMS, BF16S, AS_FLOATS)
 TABLE(SMALL, codes8_as_floats, SMALL_SUMS, CODES8, AS_FLOATS)
 TABLE(SMALL, codes4_as_floats, SMALL_SUMS, CODES4, AS_FLOATS)
@@ -111,11 +112,12 @@ TABLE(4, codes4, SPAN_SUMS, CODES4, AS_CODES)
 // Returns the rows of a block of a product with numbers: of those that there are kernels for, the one with the least
 // work, where a block takes the time of another row besides.
 #define HAS_ROWS(table, m) ((m) <= (int64_t)(sizeof table / sizeof *table) && table[(m) - 1][0])
-static int64_t rows_of_numbers(int64_t num_rows, int decodes) {
+static int64_t rows_of_numbers(int64_t num_rows, int64_t form, int decodes) {
     int64_t best = 0, least = INT64_MAX;
     for (int64_t m = BLOCK_ROWS; m > 0; m--) {
         int64_t work = (num_rows + m - 1) / m * (m + 1);
-        if (!(decodes ? HAS_ROWS(decoded_floats, m) : HAS_ROWS(codes4_as_floats, m)) || work >= least) continue;
+        int is_there = decodes ? HAS_ROWS(decoded_floats, m) : form == FLOATS || HAS_ROWS(codes4_as_floats, m);
+        if (!is_there || work >= least) continue;
         best = m, least = work;
     }
     return best;
@@ -139,6 +141,7 @@ static SpansKernel *const *spans_kernels_of(const Packed *w, int64_t m) {
     return (form == CODES4   ? codes4_as_floats
             : form == CODES8 ? codes8_as_floats
             : form == BF16S  ? bf16s_as_floats
+            : form == FLOATS ? floats
                              : e4m3s_as_floats)[m - 1];
 }
 
@@ -158,14 +161,13 @@ static Spans spans_of(const Packed *w, int64_t num_panels) {
 
 // Fetches what a block's results will overwrite: waiting for it at the end took a thirtieth of the time of long prompts.
 static void fetch_results(const Packed *w, int64_t row, int64_t panel, int64_t num_panels) {
-    const Product *p = w->p;
-    for (int64_t r = row; r < MIN(row + w->together, p->num_rows); r++)
-        for (int64_t q = panel; q < panel + num_panels; q++) __builtin_prefetch(p->out + r * p->outputs + q * PANEL, 1);
+    for (int64_t r = row; r < MIN(row + w->together, w->p->num_rows); r++)
+        for (int64_t q = panel; q < panel + num_panels; q++) __builtin_prefetch(out_row(w, r) + q * PANEL, 1);
 }
 
-// Computes results of some rows, the first that of a block, and panels. The first panel of the next item is `next`.
+// Computes results of some rows, the first that of a block, and panels. `next`: the words of the next item.
 static void multiply_in_registers(const Packed *w, int64_t first, int64_t num_rows, int64_t panel, int64_t num_panels,
-                                  int64_t next, float *totals) {
+                                  const int32_t *next, float *totals) {
     int64_t m = w->together, most = spans_panels(w, m);
     SpansKernel *const *kernels = spans_kernels_of(w, m);
     Spans s = spans_of(w, num_panels);
@@ -173,7 +175,7 @@ static void multiply_in_registers(const Packed *w, int64_t first, int64_t num_ro
     for (int64_t q = 0, v; q < num_panels; q += v) {
         v = num_panels - q >= most ? most : 1;
         s.words = words_at(w, panel + q, 0);
-        s.next = words_at(w, q + v < num_panels ? panel + q + v : next, 0);
+        s.next = q + v < num_panels ? words_at(w, panel + q + v, 0) : next;
         int64_t at = (panel + q) * w->p->num_groups * PANEL;
         s.scales = w->p->scales ? w->p->scales + at : 0, s.zeros = w->p->zeros ? w->p->zeros + at : 0;
         for (int64_t row = 0; row < num_rows; row += m) {
@@ -188,7 +190,7 @@ static void multiply_in_registers(const Packed *w, int64_t first, int64_t num_ro
 
 // Writes the results, with weights that are decoded once for all rows, some spans at a time.
 static void multiply_decoded(const Packed *w, int64_t first, int64_t num_rows, int64_t panel, int64_t num_panels,
-                             int64_t next, float *totals) {
+                             const int32_t *next, float *totals) {
     static const float ALIGNED ones[NEAR_PANELS * PANEL] = {[0 ... NEAR_PANELS * PANEL - 1] = 1.0f};
     const Product *p = w->p;
     int32_t ALIGNED decoded[NEAR_NBYTES / 4];
@@ -197,9 +199,9 @@ static void multiply_decoded(const Packed *w, int64_t first, int64_t num_rows, i
     NearKernel *const *kernels = (w->by == BY_DOTS ? DECODED_BF16S : decoded_floats)[m - 1];
     Near s = {.x_stride = w->ready_rows * num_words, .sum_stride = w->num_spans,
               .num_words = num_words, .spans_of_group = p->spans_of_group, .num_groups = p->num_groups,
-              .words = decoded, .stride = num_panels * PANEL};
+              .words = decoded, .ahead = decoded, .stride = num_panels * PANEL};
     int64_t num_blocks = (num_rows + m - 1) / m;
-    int64_t in_place = p->bias || (panel + num_panels) * PANEL > p->outputs ? 0 : num_rows / m;
+    int64_t in_place = p->bias || w->to || (panel + num_panels) * PANEL > p->outputs ? 0 : num_rows / m;
     memset(totals, 0, (size_t)(num_blocks * m * s.stride) * 4);
     for (int64_t span = 0, after; span < w->num_spans; span = after) {
         after = MIN(span + at_once, w->num_spans), s.num_spans = after - span, s.in_group = span % p->spans_of_group;
@@ -209,8 +211,10 @@ static void multiply_decoded(const Packed *w, int64_t first, int64_t num_rows, i
             const int32_t *from = words_at(w, panel + q, span);
             const int32_t *ahead = q + v < num_panels   ? words_at(w, panel + q + v, span)
                                    : after < w->num_spans ? words_at(w, panel, after)
-                                                          : words_at(w, next, 0);
-            for (int64_t i = 0; i < v; i++, from += panel_stride, ahead += panel_stride) {
+                                                          : next;
+            s.panel_stride = s.num_spans * num_words * PANEL;
+            if (p->form == FLOATS) s.words = from, s.panel_stride = panel_stride, s.step = 4 * PANEL / num_blocks;
+            else for (int64_t i = 0; i < v; i++, from += panel_stride, ahead += panel_stride) {
                 int32_t *to = decoded + i * s.num_spans * num_words * PANEL;
                 if (w->by == BY_DOTS) decode_to_bf16s(p->form, from, s.num_spans * w->span_words, to, ahead);
                 else decode_to_floats(p->form, from, s.num_spans * w->span_words, (float *)to, ahead);
@@ -222,6 +226,7 @@ static void multiply_decoded(const Packed *w, int64_t first, int64_t num_rows, i
                 s.num_blocks = block < done ? done : num_blocks - block;
                 s.x = block_at(w, row / m, span), s.sums = w->sums + row * w->num_spans + span;
                 s.totals = s.to = totals + block * m * s.stride + q * PANEL, s.to_stride = s.stride;
+                if (p->form == FLOATS) s.ahead = ahead + block * num_words * s.num_spans * PANEL / num_blocks;
                 if (block < done) s.to = p->out + row * p->outputs + (panel + q) * PANEL, s.to_stride = p->outputs;
                 kernels[v > 1](&s);
             }
@@ -238,7 +243,7 @@ static int64_t rows_of_item(const Packed *w) {
 }
 
 static void multiply_by_spans(const Packed *w, int64_t first, int64_t num_rows, int64_t panel, int64_t num_panels,
-                              int64_t next) {
+                              const int32_t *next) {
     float ALIGNED totals[(MAX(MANY_ROWS, NEAR_ROWS) + BLOCK_ROWS) * MANY_PANELS * PANEL];
     if (w->decodes) {
         multiply_decoded(w, first, num_rows, panel, num_panels, next, totals);

@@ -87,7 +87,12 @@ typedef struct {
     int64_t next_row, next_item;
     void (*make)(const void *, int64_t, int64_t); // writes some rows of p->x, the first and how many; or none
     const void *maker;                            // its first argument
+    const int64_t *from, *to; // [num_rows]: rows of p->x that are taken; rows of p->out to which results are added; or none
+    const float *times;       // [num_rows], if there is `to`: what results are multiplied by before
 } Packed;
+
+INLINE const float *x_row(const Packed *w, int64_t row) { return w->p->x + (w->from ? w->from[row] : row) * w->p->inputs; }
+INLINE float *out_row(const Packed *w, int64_t row) { return w->p->out + (w->to ? w->to[row] : row) * w->p->outputs; }
 
 INLINE int inputs_of_word(int form) { return form == FLOATS ? 1 : form == BF16S ? 2 : form == CODES4 ? 8 : 4; }
 

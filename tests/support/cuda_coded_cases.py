@@ -17,7 +17,7 @@ from pd_cluster.model.cuda import coded
 from pd_cluster.model.cuda.coded import E2M1, E4M3, INT4, INT8, ROUNDED, CodedLinear, codes_of, decoded, linear_of
 from pd_cluster.model.cuda.experts import ExpertMatrices, TritonGroupedExperts
 from pd_cluster.model.cuda.ops import CudaOps
-from pd_cluster.model.layers.expert_weight import ExpertStack, ExpertWeights
+from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertStack, ExpertWeights
 from pd_cluster.model.layers.gated import ExpertRouter, Experts, Routing
 from pd_cluster.model.layers.linear import PlainLinear
 from pd_cluster.model.layers.ops import TorchOps
@@ -218,7 +218,7 @@ def test_experts_of_codes(kind: int, num_rows: int) -> None:
     x = torch.randn(num_rows, 128)
     found = CudaOps(lambda *_: torch.empty(0)).experts(router, weights, "silu")(x)
     if kind == ROUNDED:
-        expected = Experts(router, weights, TorchOps(), "silu")
+        expected = Experts(router, ExpertLayers(weights), TorchOps(), "silu")
         expected._gate_up, expected._down = (
             [each.expert(i).reference() for i in range(5)] for each in (weights.gate_up, weights.down)
         )
@@ -226,7 +226,7 @@ def test_experts_of_codes(kind: int, num_rows: int) -> None:
         numbers = (
             ExpertStack(PLAIN, {"weight": s.whole().matrix()}, torch.float32) for s in (weights.gate_up, weights.down)
         )
-        expected = Experts(router, ExpertWeights(*numbers), TorchOps(), "silu")
+        expected = Experts(router, ExpertLayers(ExpertWeights(*numbers)), TorchOps(), "silu")
         expected._router = PlainLinear(router.weight, None)
     tolerance = 2e-2 if kind == ROUNDED else 2e-5  # a code may fall to the other side
     assert (found - expected(x)).abs().max() <= tolerance * found.abs().max()

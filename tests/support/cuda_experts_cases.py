@@ -19,7 +19,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from pd_cluster.model.cuda import experts as module
 from pd_cluster.model.cuda.experts import TritonGroupedExperts, num_row_tiles, route, sort_pairs, tiling
 from pd_cluster.model.fuse import _experts
-from pd_cluster.model.layers.expert_weight import experts_of
+from pd_cluster.model.layers.expert_weight import ExpertLayers, experts_of
 from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts, Routing
 from pd_cluster.model.layers.ops import TorchOps
 from pd_cluster.model.quirks import ARCHITECTURES
@@ -108,7 +108,7 @@ def test_experts_are_those_of_the_fused_model(activation: Activation) -> None:
     block, other = (mixtral(64, 96, 8, 2, name) for _ in range(2))
     other.load_state_dict(block.state_dict())
     x = torch.randn(20, 64)
-    expected = Experts(ExpertRouter.of(other), experts_of(other.experts), TorchOps(), activation)(x)
+    expected = Experts(ExpertRouter.of(other), ExpertLayers(experts_of(other.experts)), TorchOps(), activation)(x)
     grouped = grouped_of(block, activation)
     assert_near(grouped(x), expected.double(), torch.float32)
 
@@ -148,7 +148,11 @@ def test_experts_with_biases_and_limited_gates_are_those_of_gpt_oss(dtype: torch
     expected = copy.deepcopy(block.experts).double()(x.double(), chosen, weights.double()).detach()
     experts = _experts(block, ARCHITECTURES["GptOssForCausalLM"])
     if dtype == torch.float32:
-        assert_near(Experts(ExpertRouter.of(block, "router"), experts, TorchOps(), "swigluoai")(x), expected, dtype)
+        assert_near(
+            Experts(ExpertRouter.of(block, "router"), ExpertLayers(experts), TorchOps(), "swigluoai")(x),
+            expected,
+            dtype,
+        )
     assert_near(TritonGroupedExperts.of(ExpertRouter.of(block, "router"), experts, "swigluoai")(x), expected, dtype)
 
 

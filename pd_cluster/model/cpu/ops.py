@@ -21,7 +21,7 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.attention.sparse import IndexRows
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cpu.decoder import ACTIVATIONS, DecoderLayers, decoder_layers
-from pd_cluster.model.layers.expert_weight import ExpertWeights
+from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertWeights
 from pd_cluster.model.layers.fused_layer import FusedLayer
 from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts
 from pd_cluster.model.layers.linear import Linear
@@ -208,7 +208,7 @@ class CpuOps:
         return out
 
     def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
-        return Experts(router, weights, self, activation)
+        return Experts(router, ExpertLayers(weights, ACTIVATIONS[activation]), self, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         num_tokens, width = qkv.shape

@@ -13,9 +13,10 @@ from typing import Any, Protocol
 import torch
 
 from pd_cluster.errors import ModelError
-from pd_cluster.model.layers.linear import Linear
-from pd_cluster.model.layers.weight import PLAIN, LinearWeight, Parts, Tensors, WeightForm
+from pd_cluster.model.layers.linear import Linear, make_expert_linear
+from pd_cluster.model.layers.weight import PLAIN, LinearWeight, Parts, PlainWeight, Tensors, WeightForm
 from pd_cluster.model.layers.whole_rows import WholeRows
+from pd_cluster.native.experts import experts_at_once
 
 PRODUCTS = ("gate_up_proj", "down_proj")  # transformers' names
 MOST_WAITING = 1 << 20  # numbers between the two products of experts, before ranks join them
@@ -46,8 +47,8 @@ class ExpertStack:
         return self._weight({name: part[index].contiguous() for name, part in self.parts.items()})
 
     def linears(self) -> list[Linear]:
-        """Returns each expert's layer, packed as other layers are."""
-        return [self.expert(index).linear() for index in range(len(self))]
+        """Returns each expert's layer, packed."""
+        return [_linear(self.expert(index)) for index in range(len(self))]
 
     def whole(self) -> LinearWeight:
         """Returns all experts' weights as one value, whose matrix and bias have a leading dimension of experts.
@@ -77,6 +78,10 @@ class ExpertStack:
         return cls(form, parts, dtype)
 
 
+def _linear(weight: LinearWeight) -> Linear:
+    return make_expert_linear(weight.weight, weight.bias) if isinstance(weight, PlainWeight) else weight.linear()
+
+
 def _joined(tensors: Sequence[torch.Tensor], outputs: int | None, name: str) -> torch.Tensor:
     if outputs is not None:
         return torch.cat(list(tensors), dim=outputs)
@@ -101,7 +106,9 @@ class ExpertWeights:
 class ExpertWatch(Protocol):
     """Learns, before an expert computes, which rows of its block it has."""
 
-    def begin_block(self, num_rows: int) -> None: ...
+    def begin_block(self, num_rows: int) -> bool:
+        """Returns whether experts must be computed one by one."""
+
     def choose(self, rows: torch.Tensor) -> None: ...
 
 
@@ -112,7 +119,8 @@ class ExpertLayers:
     `rows`: the second takes whole rows, see ExpertWeights.
     """
 
-    def __init__(self, weights: ExpertWeights) -> None:
+    def __init__(self, weights: ExpertWeights, activation: int | None = None) -> None:
+        """`activation`: between the products, by its number in the C kernels, which compute all experts at once."""
         self.rows = weights.rows
         self.gate_ups, self.downs = weights.gate_up.linears(), weights.down.linears()
         hidden_size = weights.down.out_features
@@ -121,6 +129,7 @@ class ExpertLayers:
         self.shape = hidden_size, weights.gate_up.out_features // 2
         self.order = weights.gate_up.rows
         self.watch: ExpertWatch | None = None
+        self._at_once = None if activation is None else experts_at_once(self.gate_ups, self.downs, activation)
 
     def through(
         self,
@@ -129,7 +138,10 @@ class ExpertLayers:
         chosen: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """See `through_experts`."""
+        """See `through_experts`. The C kernels return the same bits."""
+        one_by_one = self.watch is not None and self.watch.begin_block(len(x))
+        if self._at_once is not None and not one_by_one:
+            return self._at_once(x, chosen, weights)
         layers = self.gate_ups.__getitem__, self.downs.__getitem__
         return through_experts(layers, len(self.downs), gate, x, chosen, weights, self.watch, self.rows)
 
@@ -203,8 +215,6 @@ def through_experts(
     give an expert's two products; `watch` learns which rows they have. `rows`: the second takes whole rows, which all
     ranks join for many experts at once; each of them has the same choice.
     """
-    if watch is not None:
-        watch.begin_block(len(x))
     gate_up, down = layers
     result = torch.zeros_like(x)
     waiting: list[_Chosen] = []

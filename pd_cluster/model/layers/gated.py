@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
-from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertWeights
+from pd_cluster.model.layers.expert_weight import ExpertLayers
 from pd_cluster.model.layers.linear import Linear, make_linear, packs
 from pd_cluster.model.layers.packing import rows_apart
 
@@ -200,11 +200,11 @@ def _routing(block: Any, gate: Any) -> Routing:
 class Experts:
     """A sparse block: each row goes through the `top_k` experts that its router rates highest."""
 
-    def __init__(self, router: ExpertRouter, weights: ExpertWeights, ops: Gates, activation: Activation) -> None:
+    def __init__(self, router: ExpertRouter, layers: ExpertLayers, ops: Gates, activation: Activation) -> None:
         self._ops, self._activation = ops, activation
         self.router = router.linear()  # to [num_rows, num_experts]
         self._routing = router.routing
-        self.layers = ExpertLayers(weights)
+        self.layers = layers
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.router(x.float() if self._routing.in_float32 else x)

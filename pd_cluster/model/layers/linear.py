@@ -16,7 +16,7 @@ from torch.nn.functional import linear, pad
 
 from pd_cluster.native import floats
 from pd_cluster.native.products import Linear as Linear
-from pd_cluster.native.products import bf16_linear
+from pd_cluster.native.products import bf16_linear, float32_linear
 
 log = logging.getLogger(__name__)
 
@@ -143,3 +143,12 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
         if narrow is not None:
             return narrow
     return PlainLinear(weight, bias)
+
+
+def make_expert_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Makes a layer of one of many experts, which the C kernels compute in one call where they can run."""
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel():
+        packed = float32_linear(weight.detach(), bias)
+        if packed is not None:
+            return packed
+    return make_linear(weight, bias)

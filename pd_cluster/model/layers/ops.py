@@ -17,7 +17,7 @@ from pd_cluster.model.attention import sdpa
 from pd_cluster.model.attention.latent import attend_latents, write_latents
 from pd_cluster.model.attention.sparse import IndexRows, choose_keys
 from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.layers.expert_weight import ExpertWeights
+from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertWeights
 from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, ExpertRouter, Experts, Gates
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.weight import LinearWeight
@@ -179,7 +179,7 @@ class TorchOps:
         return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")).mul_(up)
 
     def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
-        return Experts(router, weights, self, activation)
+        return Experts(router, ExpertLayers(weights), self, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         num_kv, dim = heads.num_kv_heads, heads.head_dim

@@ -18,10 +18,11 @@ class RoutedRows(StepRows):
         self._step = step
         self.nums_rows: list[int] | None = None  # of each call of the block, while it is watched
 
-    def begin_block(self, num_rows: int) -> None:
-        """All experts together compute so many rows."""
+    def begin_block(self, num_rows: int) -> bool:
+        """All experts together compute so many rows. Returns whether adapters are beside some of them."""
         if self.nums_rows is not None:
             self.nums_rows.append(num_rows)
+        return self._step.are_adapted and not self._step.is_elsewhere
 
     def choose(self, rows: torch.Tensor) -> None:
         """`rows` [num_chosen] int64, of the step's."""

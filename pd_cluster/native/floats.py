@@ -41,6 +41,11 @@ def _function() -> ctypes._NamedFuncPointer | None:
     return function
 
 
+def can_run() -> bool:
+    """Whether this processor has AVX-512, and the kernels use it."""
+    return _function() is not None
+
+
 class FewFloats:
     """x [..., K] float32 times weight [N, K], transposed, plus the bias [N], for 1 to MOST_ROWS rows."""
 

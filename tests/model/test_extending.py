@@ -31,6 +31,7 @@ MOST_FILES = {
     "A setting": 1,
     "A transport": 2,
     "A fused model": 1,
+    "A kind of attention": 2,
 }
 POLICY = """
 from pd_cluster.cluster.routing.policy import POLICIES
@@ -99,12 +100,13 @@ if __name__ == "__main__":
         print(split == llm.generate(["1 2 3"], greedy)[0].outputs[0].token_ids)
 """
 FUSED = """
+import json
 import sys
 from pd_cluster import LLM, SamplingParams
 if __name__ == "__main__":
     import logging
     logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
-    with LLM(sys.argv[1], max_model_len=64) as llm:
+    with LLM(sys.argv[1], max_model_len=64, **json.loads(sys.argv[2])) as llm:
         greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
         print(llm.generate([{"prompt_token_ids": [1, 2, 3]}], greedy)[0].outputs[0].token_ids)
 """
@@ -180,10 +182,20 @@ def test_a_transport(tmp_path: Path) -> None:
 def test_a_fused_model(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
     folder = extended(tmp_path, "A fused model")
     model = checkpoint("seed_oss")
-    lines = run(folder, FUSED, str(model)).splitlines()
+    lines = run(folder, FUSED, str(model), "{}").splitlines()
     assert any("fused layers" in line for line in lines)
     (tokens,) = (json.loads(line) for line in lines if line.startswith("["))
     assert tokens == reference_greedy(model, [1, 2, 3], 8)
+
+
+def test_a_kind_of_attention(tmp_path: Path, checkpoint: Callable[[str], Path]) -> None:
+    """In prompts and decode, alone and over the split: its planes are handed over like any others."""
+    folder, model = extended(tmp_path, "A kind of attention"), checkpoint("llama")
+    for settings in ({"enable_chunked_prefill": True, "max_num_batched_tokens": 2}, {"prefill": 1, "decode": 1}):
+        lines = run(folder, FUSED, str(model), json.dumps(settings)).splitlines()
+        assert any("fused layers" in line for line in lines) or "prefill" in settings
+        (tokens,) = (json.loads(line) for line in lines if line.startswith("["))
+        assert tokens == reference_greedy(model, [1, 2, 3], 8)
 
 
 # ---- the Python of README and of other pages

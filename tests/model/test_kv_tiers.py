@@ -277,7 +277,7 @@ def test_a_reset_forgets_the_files_and_a_sleep_does_not(engines: Callable[..., T
     assert len(engine.lower["disk"]) >= before
     assert sum(engine.lower["disk"].counts.num_bad.values()) == 0
     engine.blocks.forget()
-    engine.tiers.clear()
+    engine.tiers.cache_reset(is_external=False)
     engine.runner.close_tiers()
     assert len(engine.lower["disk"]) == 0
     assert not files_of(tmp_path)

@@ -205,7 +205,7 @@ def test_slow_guides_do_not_keep_quick_ones_waiting() -> None:
             await asyncio.sleep(0.01)
         assert not any(task.done() for task in tasks), "the others wait for a place"
 
-    with_check(use)
+    with_check(use, timeout_s=100.0)
 
 
 def test_the_child_ends_with_its_parent() -> None:

@@ -67,7 +67,7 @@ def test_a_new_row_and_its_module_are_enough(monkeypatch: pytest.MonkeyPatch) ->
     class NewEnds(local.LocalEnds):
         def receiver(self, peer: Peer, checksum: object, post: PostKey) -> KVReceiver:
             place = self._place
-            return NewReceiver(peer.offer, place.pool, peer.layout, checksum, place.transfer_s)  # type: ignore[arg-type]
+            return NewReceiver(place, peer, checksum)
 
     module = ModuleType("pd_cluster.transport.new")
     module.why_not, module.ends = local.why_not, NewEnds  # type: ignore[attr-defined]

@@ -86,7 +86,7 @@ def _refer_to_errors(path: str, responses: Json, has_messages: bool) -> Json:
     """Makes a route's errors those that all routes have; returns these."""
     found: Json = {}
     either = {"anyOf": [ref(MessageError), ref(Error)]}
-    for status in responses.keys() & ERRORS.keys():
+    for status in [each for each in responses if each in ERRORS]:
         if responses[status].get("content", {}).get(JSON, {}).get("schema"):
             continue  # the route has its own
         name, why = ERRORS[status]

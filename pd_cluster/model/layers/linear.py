@@ -1,9 +1,9 @@
 """Linear layers whose weight has another order, which is faster on CPU: oneDNN's, or that of the C kernels.
 
-The rule is fixed, never measured: float32 on x86-64 with oneDNN is packed, bfloat16 is packed for the C kernels where
-they can run, anything else stays plain. So the same
-checkpoint computes the same numbers in every process; and with packing, a row's numbers do not depend on how many rows
-are computed with it, unlike MKL's.
+The rule is fixed, never measured: on x86-64 float32 is packed for oneDNN where there is AVX-512, and for the C kernels
+where there is only AVX2, on which oneDNN takes twice the time for a few rows; bfloat16 is packed for the C kernels where
+they can run; anything else stays plain. So the same checkpoint computes the same numbers in every process of a machine;
+and with packing, a row's numbers do not depend on how many rows are computed with it, unlike MKL's.
 """
 
 from __future__ import annotations
@@ -131,13 +131,20 @@ def padded(num_rows: int, most: int) -> int:
     return -(-num_rows // step) * step
 
 
+def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Makes a layer of a weight that `packs`."""
+    bias = None if bias is None else bias.detach()
+    own = None if floats.can_run() else float32_linear(weight.detach(), bias)
+    return own or PackedLinear(weight, bias)
+
+
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
     """Makes a layer of weight [out_features, in_features], bias [out_features]; the caller drops its own weight.
 
     On a CPU, activations of a layer in bfloat16 are float32 (model/wide.py).
     """
     if packs(weight):
-        return PackedLinear(weight, bias)
+        return pack_floats(weight, bias)
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
         narrow = bf16_linear(weight.detach(), bias)
         if narrow is not None:

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
 from pd_cluster.model.layers.expert_weight import ExpertLayers, HeldExperts, are_experts, experts_of
-from pd_cluster.model.layers.linear import Linear, PackedLinear, packs
+from pd_cluster.model.layers.linear import Linear, pack_floats, packs
 from pd_cluster.model.layers.weight import HeldLinear, LinearWeight, between_ranks, no_weight, weight_of
 
 APART = 16  # float32 numbers in a vector register, at most
@@ -87,7 +87,7 @@ class PackedModule(torch.nn.Module):
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedModule:
         if len(weight) == 1:
             return cls(rows_apart(weight, bias), weight.shape, weight.dtype)
-        return cls(PackedLinear(weight, None if bias is None else bias.detach()), weight.shape, weight.dtype)
+        return cls(pack_floats(weight, bias), weight.shape, weight.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._linear(x)
@@ -103,7 +103,7 @@ def rows_apart(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear
     padding = -num_outputs % APART
     weight = torch.cat((weight.detach(), weight.new_zeros(padding, weight.shape[1])))
     bias = None if bias is None else torch.cat((bias.detach(), bias.new_zeros(padding)))
-    packed = PackedLinear(weight, bias)
+    packed = pack_floats(weight, bias)
     return lambda x: packed(x)[..., :num_outputs]
 
 

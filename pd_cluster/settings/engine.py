@@ -350,7 +350,7 @@ class RopeSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Returns all overrides of config.json. Raises ConfigError for a value that is given twice."""
         own = {"rope_scaling": self.rope_scaling or None, "rope_theta": self.rope_theta}
         given = {name: value for name, value in own.items() if value is not None}
-        for name in given.keys() & overrides.keys():
+        for name in [each for each in given if each in overrides]:
             both = f"{called(name)}: {called('hf_overrides')} has {name}"
             raise ConfigError(f"{both}, too; give one of the two")
         return overrides | given

@@ -146,7 +146,7 @@ def test_a_sleep_keeps_what_runs(steered: Steered) -> None:
     body = {**LONG, "max_tokens": 800, "return_token_ids": True}
     (alone,) = Background(steered, 1, **body).end()
     kept = Background(steered, 2, **body)
-    steered.wait_until("they are there", lambda: steered.load() == 2)
+    steered.wait_until("they run", lambda: running(steered) >= 2)
     assert steered.command("/sleep?level=2&mode=keep") == {"status": "asleep", "level": 2}
     assert steered.ask_admin("GET", "/is_sleeping").json() == {"is_sleeping": True, "level": 2}
     refused = steered.client.post(f"{steered.url}/v1/completions", json={"prompt": [5], "max_tokens": 1})

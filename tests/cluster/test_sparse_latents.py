@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow  # quick ones send planes over each transport: tes
 MAX_TOKENS = 12
 LENGTHS = (1, 16, 17, 41, 70, 100)
 BLOCK_SIZE = 16
-# Of a token; of glm_moe_dsa's four layers two have index keys.
+# Bytes of a token. Two of glm_moe_dsa's four layers have index keys.
 NBYTES = {"deepseek_v32": 3 * (48 + 16 + 64) * 4, "glm_moe_dsa": (4 * (48 + 16) + 2 * 64) * 4}
 
 

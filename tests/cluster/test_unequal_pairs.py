@@ -36,8 +36,8 @@ def links_of(cluster: LiveCluster) -> dict[str, str]:
 def cluster(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
     """Two decode instances with other blocks, one of which gets int8 over gloo; and four that are refused.
 
-    Of these one has other numerics, one other weights of the same shapes, one pins another scheduler, and one, which
-    admits the scheduler, cannot prove that it is one of the cluster.
+    The first of those has other numerics, the second other weights of the same shapes; the third pins another
+    scheduler; the last admits the scheduler and cannot prove that it belongs to the cluster.
     """
     folder = tmp_path_factory.mktemp("unequal")
     write_keys(folder, PRIVATE)

@@ -105,7 +105,7 @@ def expected(rows: IndexRows, batch: ForwardBatch) -> dict[int, list[int]]:
 def test_the_best_keys_are_chosen(
     ops: CpuOps, num_heads: int, width: int, most: int, block_size: int, dtype: str
 ) -> None:
-    """Of single tokens, a few and prompts; the keys of the step itself are among them."""
+    """Single tokens, a few, and prompts choose among keys that include those of the step itself."""
     for each in (ops, TorchOps()):
         batch = a_batch(SEQUENCES, block_size, dtype, width)
         rows = index_rows(batch, num_heads, most)

@@ -212,7 +212,7 @@ def test_what_the_start_had_no_time_for_is_never_captured(world: World) -> None:
 
 @pytest.mark.parametrize("num_sizes", [1, 2, 7, 35])
 def test_graphs_are_spread_over_the_sizes_wherever_captures_end(num_sizes: int) -> None:
-    """Of the first n sizes, no two neighbours are farther apart than twice the even distance."""
+    """Neighbours among the first n sizes are at most twice the even distance apart."""
     order = spread_out(range(num_sizes))
     assert sorted(order) == list(range(num_sizes))
     for count in range(1, num_sizes + 1):

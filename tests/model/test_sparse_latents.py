@@ -57,7 +57,7 @@ def layout_in(core: EngineCore) -> Any:
 
 @pytest.fixture
 def indexers(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """What the indexers of a test have chosen: a layer, and whether for some of the tokens."""
+    """Records the choices of the indexers in a test: a layer, and whether it chose for some of the tokens."""
     seen: list[tuple[int, bool]] = []
 
     def noted(self: Indexer, x: torch.Tensor, residual: torch.Tensor, rope: Rope, batch: ForwardBatch) -> None:

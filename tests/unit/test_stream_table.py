@@ -85,7 +85,7 @@ def test_a_stream_that_was_taken_over_begins_no_more() -> None:
 
 
 def test_an_attempt_is_over_before_the_next_has_its_number() -> None:
-    """What is sent to its instances names the attempt that they know."""
+    """Messages to its instances name the attempt that they know."""
 
     async def test() -> None:
         table, heard = heard_table()

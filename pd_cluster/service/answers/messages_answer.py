@@ -40,7 +40,7 @@ class MessageBlock(Struct, omit_defaults=True):
     name: str | None = None
     input: Annotated[
         dict[str, Any] | None,
-        Meta(description="The model wrote it. What is no JSON object is shown under the key `unreadable`."),
+        Meta(description="The model wrote it. Text that is not a JSON object is shown under the key `unreadable`."),
     ] = None
 
 

@@ -73,7 +73,7 @@ def checked(
         raise RequestError(f"the body has {len(data)} fields; at most {MAX_FIELDS} are allowed")
     if not has_own_names:
         _refuse(data, _NOT_YET_BUT_HANDLES if takes_handles else NOT_YET, "is not supported yet by this server")
-        for name in SGLANGS.keys() & data.keys():
+        for name in [each for each in data if each in SGLANGS]:
             neutral, way_out = SGLANGS[name]
             _refuse(data, {name: neutral}, f"is not a name here; {way_out}")
         if not issubclass(kind, ChatFields):

@@ -207,11 +207,14 @@ async def test_slow_jobs_of_a_client_delay_no_job_of_another(module: str, tmp_pa
         await given_up(hogs)
 
 
-async def test_slow_jobs_of_one_client_wait_for_one_another(module: str, tmp_path: Path) -> None:
+async def test_slow_jobs_of_one_client_wait_for_one_another(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A program alone with its process, or one request with many videos, loses none of them."""
     async with running(module) as jobs:
         *first, left = asking(jobs, "a", *(f"slow {tmp_path}/{at}" for at in range(6)))
         await until(lambda: jobs.slow_turns.num_waiting >= 6 - MAX_SLOW // 2, 0.01)
+        monkeypatch.setattr(children, "QUICK_S", DEADLINE_S)  # a quick job stays quick on a busy machine
         assert await asked(jobs, "a", "quick") == "quick"
         await given_up([left])
         for at in range(5):

@@ -30,6 +30,7 @@ from pd_cluster.settings.setting import (
     one_of,
     within,
 )
+from pd_cluster.settings.speculation import Speculation
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "tiny-chat"
 SHIPPED_VISION_MODEL = SHIPPED_MODEL.with_name("tiny-vision")
@@ -317,6 +318,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     adapters: AdapterSettings = AdapterSettings()
+    speculation: Speculation = Speculation()
     num_local_ranks: int = 1  # that share this host's memory
     paired_tp_sizes: tuple[
         int, ...

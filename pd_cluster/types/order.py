@@ -92,6 +92,8 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     spans: tuple[Span, ...] = ()
     images: tuple[Image, ...] = ()
     rope_positions: RopePositions | None = None
+    prediction: tuple[int, ...] = ()  # tokens that the answer is expected to have; a wrong one costs only time
+    may_draft: bool = True  # False: every token is computed in a step of its own
     pooling: Pooling | None = None  # the prompt becomes a vector, and `sampling` is NO_SAMPLING; None: it is continued
 
     @property

@@ -1,0 +1,1 @@
+"""Drafts of tokens that an engine verifies together with the next one."""

@@ -16,7 +16,7 @@ from benchmarks.peers.ours import Driver, greedy
 from benchmarks.spec import PeerResult, Spec, child_main
 from pd_cluster import wire
 from pd_cluster.engine.build import build_core
-from pd_cluster.engine.step.core import StepResult
+from pd_cluster.engine.step.commit import StepResult
 from pd_cluster.settings.engine import EngineConfig
 
 SEED = 1000

@@ -17,7 +17,8 @@ from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mai
 from pd_cluster.engine.legs import Legs
 from pd_cluster.engine.load import LoadReport
 from pd_cluster.engine.stage import Stage, StageChain
-from pd_cluster.engine.step.core import EngineCore, StepResult
+from pd_cluster.engine.step.commit import StepResult
+from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.model.batch import OnLayer

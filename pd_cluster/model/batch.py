@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,8 @@ from pd_cluster.types.variants import lora_of
 
 Ints = npt.NDArray[np.int64]
 OnLayer = Callable[[int], None]  # receives how many layers of a step's keys and values are in the pool, or launched
+Drafts = Mapping[Request, Sequence[int]]  # tokens that may follow those of a chunk of one token
+NO_DRAFTS: Drafts = MappingProxyType({})
 
 ALIGNMENT = 16  # bytes
 NUM_COLUMNS = 6  # of StepInput.rows
@@ -142,8 +145,12 @@ def step_input(
     block_size: int,
     slots: Mapping[str, int] | None = None,
     prompt_slots: Mapping[str, int] | None = None,
+    drafts: Drafts = NO_DRAFTS,
 ) -> StepInput:
-    """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0.
+    """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0, and behind them all the drafts.
+
+    Each draft is a sequence of one token that shares the blocks of its request: a row by itself, never part of a longer
+    chunk, so that its numbers are those of a step of its own. All keys of a step are written before any are read.
 
     `slots`: those of LoRA adapters, by the requests' variants, and `prompt_slots` those of prompt adapters; None: this
     engine takes none.
@@ -161,12 +168,20 @@ def step_input(
         input_ids += request.token_ids(start, stop) if stop <= request.num_tokens else [0]
         num_logit_rows, num_hidden_rows = request.num_logit_rows(num_tokens), request.num_hidden_rows(num_tokens)
         rows.append((num_tokens, start, num_blocks, num_logit_rows, request.most_tokens, num_hidden_rows))
+    requests = [request for request, _ in chunks]
+    for request, _ in chunks if drafts else ():
+        for start, token_id in enumerate(drafts.get(request, ()), request.num_computed_tokens + 1):
+            num_blocks = -(-(start + 1) // block_size)
+            blocks += request.block_table[:num_blocks]
+            input_ids.append(token_id)
+            rows.append((1, start, num_blocks, 1, request.most_tokens, 0))
+            requests.append(request)
     return StepInput(
         np.array(rows, dtype=np.int64),
         np.array(input_ids, dtype=np.int64),
         np.array(blocks, dtype=np.int64),
-        _rope_positions([request for request, _ in chunks], rows),
-        None if slots is None else _adapters([request.order.variant for request, _ in chunks], slots),
+        _rope_positions(requests, rows),
+        None if slots is None else _adapters([request.order.variant for request in requests], slots),
         image_parts(chunks),
         None if prompt_slots is None else virtual_parts(chunks, prompt_slots),
     )

@@ -21,7 +21,9 @@ from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.kv.tier_orders import AnyOrder, LowerKind
 from pd_cluster.kv.tier_thread import TierThread
 from pd_cluster.model.batch import (
+    NO_DRAFTS,
     NO_HIDDEN_STATES,
+    Drafts,
     Encoded,
     OnLayer,
     RunnerOutput,
@@ -115,9 +117,11 @@ class ModelRunner:
         """None also while the weights are not in memory."""
         return None if self._parts is None else self._parts.tower
 
-    def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> RunnerOutput:
+    def forward(
+        self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None, drafts: Drafts = NO_DRAFTS
+    ) -> RunnerOutput:
         """See `compute`."""
-        return self.compute(self.step_of(chunks), on_layer)
+        return self.compute(self.step_of(chunks, drafts), on_layer)
 
     def compute(self, step: StepInput, on_layer: OnLayer | None = None, is_ahead: bool = False) -> RunnerOutput:
         """Computes the chunks into the pool; returns logits and hidden states of the rows wanted.
@@ -137,8 +141,9 @@ class ModelRunner:
     def can_launch(self, requests: Sequence[Request]) -> bool:
         return can_choose(requests, self.device)
 
-    def step_of(self, chunks: Sequence[tuple[Request, int]]) -> StepInput:
-        step = step_input(chunks, self.pool.layout.block_size, self.held.lora_slots, self.held.prompt_slots)
+    def step_of(self, chunks: Sequence[tuple[Request, int]], drafts: Drafts = NO_DRAFTS) -> StepInput:
+        block_size = self.pool.layout.block_size
+        step = step_input(chunks, block_size, self.held.lora_slots, self.held.prompt_slots, drafts)
         return replace(step, images=self.tower.marked(step.images)) if step.images and self.tower is not None else step
 
     @property

@@ -168,6 +168,13 @@ class Matcher:
         if self.budget is not None:
             self.budget.take(token_ids)
 
+    def forced(self) -> list[int]:
+        """Returns the tokens of the text that must follow, as the tokenizer would write it; others may be allowed, too.
+
+        None within reasoning, which a budget may end anywhere.
+        """
+        return [] if self._matcher is None or self.budget is not None else self._matcher.compute_ff_tokens()
+
     def write_mask(self, words: Words) -> None:
         """Writes which tokens may follow into contiguous words [num_words]. Raises GuideError, also if none may."""
         if self._matcher is not None:

@@ -13,7 +13,7 @@ import torch
 
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.step.plan import Move
-from pd_cluster.model.batch import Encoded, RunnerOutput
+from pd_cluster.model.batch import NO_DRAFTS, Drafts, Encoded, RunnerOutput
 from pd_cluster.model.sampling.on_device import choose, tell
 from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
@@ -59,13 +59,18 @@ class ToyRunner:
             write = self.host if kind == "out" else self.memory
             write[target] = read[source]
 
-    def forward(self, chunks: list[tuple[Request, int]], on_layer: Callable[[int], None] | None = None) -> RunnerOutput:
+    def forward(
+        self,
+        chunks: list[tuple[Request, int]],
+        on_layer: Callable[[int], None] | None = None,
+        drafts: Drafts = NO_DRAFTS,
+    ) -> RunnerOutput:
         for request, num_tokens in chunks:
             self._read(request, tuple(request.token_ids(0, request.num_computed_tokens)))
-            for position in range(request.num_computed_tokens, request.num_computed_tokens + num_tokens):
-                self.memory[request.block_table[position // self.block_size]] = tuple(
-                    request.token_ids(0, position + 1)
-                )
+            known = [*request.token_ids(0, request.num_tokens), *drafts.get(request, ())]
+            stop = request.num_computed_tokens + num_tokens + len(drafts.get(request, ()))
+            for position in range(request.num_computed_tokens, stop):
+                self.memory[request.block_table[position // self.block_size]] = tuple(known[: position + 1])
         rows, states = [], []
         for request, num_tokens in chunks:
             stop = request.num_computed_tokens + num_tokens
@@ -73,6 +78,10 @@ class ToyRunner:
             rows += [logits_after(request.token_ids(0, end)) for end in ends]
             ends = range(stop - request.num_hidden_rows(num_tokens) + 1, stop + 1)
             states += [hidden_state_after(request.token_ids(0, end)) for end in ends]
+        for request, _ in chunks:
+            own, behind = request.token_ids(0, request.num_tokens), list(drafts.get(request, ()))
+            assert all(0 <= token_id < VOCAB_SIZE for token_id in behind)
+            rows += [logits_after([*own, *behind[: at + 1]]) for at in range(len(behind))]
         return RunnerOutput(
             torch.stack(rows) if rows else torch.empty(0, VOCAB_SIZE),
             torch.stack(states) if states else torch.empty(0, HIDDEN_SIZE),
@@ -120,6 +129,8 @@ class ToyRunner:
         expected = [tokens[: min(stop, len(tokens))] for stop in stops if stop > least]
         seen = slice(least // self.block_size, len(stops))
         found = [self.memory[block] for block in request.block_table[seen]]
+        if found and found[-1] is not None:
+            found[-1] = found[-1][: len(expected[-1])]  # what drafts left behind it is overwritten
         assert found == expected, f"{request.key} reads foreign KV: {found} instead of {expected}"
 
 

@@ -74,7 +74,7 @@ def mask_of(guides: Guides, request: Request) -> Mask:
     request.num_computed_tokens = request.num_tokens - 1
     while not guides.without_unready([(request, 1)]):
         pass
-    return guides.begin([(request, 1)]).wait()[request.key]
+    return guides.begin([(request, 1)]).wait()[request.key][0]
 
 
 def guided(guide: Guide, **fields: Any) -> Request:

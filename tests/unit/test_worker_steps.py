@@ -20,7 +20,7 @@ from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.lower_tier import LowerTier
-from pd_cluster.model.batch import RunnerOutput
+from pd_cluster.model.batch import NO_DRAFTS, Drafts, RunnerOutput
 from pd_cluster.types import LegEnd, Order, Request
 from tests.support.toy_model import ToyRunner, generate_alone
 from tests.support.worker_world import BLOCK_SIZE, CONN, NUM_BLOCKS, PROMPT, Shipped, World, found, peer, sampling
@@ -32,8 +32,13 @@ class MidStepCredit(ToyRunner):
     worker: Worker
     credit = wire.Credit("r", 0)
 
-    def forward(self, chunks: list[tuple[Request, int]], on_layer: Callable[[int], None] | None = None) -> RunnerOutput:
-        output = super().forward(chunks)
+    def forward(
+        self,
+        chunks: list[tuple[Request, int]],
+        on_layer: Callable[[int], None] | None = None,
+        drafts: Drafts = NO_DRAFTS,
+    ) -> RunnerOutput:
+        output = super().forward(chunks, None, drafts)
         if on_layer is not None:
             self.worker.handover.credits.put(("link", self.credit))
             on_layer(1)

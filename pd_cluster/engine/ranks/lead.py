@@ -19,7 +19,7 @@ from pd_cluster.engine.ranks.rank_adapters import LeadAdapters
 from pd_cluster.engine.step.plan import Move
 from pd_cluster.errors import InstanceLost
 from pd_cluster.kv.tier_orders import AnyOrder, LowerKind
-from pd_cluster.model.batch import Encoded, OnLayer, RunnerOutput, StepInput
+from pd_cluster.model.batch import NO_DRAFTS, Drafts, Encoded, OnLayer, RunnerOutput, StepInput
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.tokens import After, Tokens
 from pd_cluster.types import Request
@@ -123,8 +123,10 @@ class LeadRunner:
         self.progress = to.Reached(self.progress.num_steps, ALL_LAYERS)
         return tokens
 
-    def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> RunnerOutput:
-        step = self.runner.step_of(chunks)
+    def forward(
+        self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None, drafts: Drafts = NO_DRAFTS
+    ) -> RunnerOutput:
+        step = self.runner.step_of(chunks, drafts)
         output = self.runner.compute(step, self._begin(step, False, on_layer))
         self.progress = to.Reached(self.progress.num_steps, ALL_LAYERS)
         return output

@@ -54,8 +54,14 @@ class Launcher(Protocol):
 
 
 class LookAhead:
-    def __init__(self, runner: Launcher, scheduler: StepScheduler) -> None:
-        self._runner, self._scheduler = runner, scheduler
+    def __init__(
+        self,
+        runner: Launcher,
+        scheduler: StepScheduler,
+        wants_host: Callable[[Sequence[Request]], bool] = lambda requests: False,
+    ) -> None:
+        """`wants_host` tells whether the host should plan the step behind one of these requests."""
+        self._runner, self._scheduler, self._wants_host = runner, scheduler, wants_host
         self._plan: StepPlan | None = None  # of the step that is under way
         self._rows: Mapping[Request, int] = {}  # row of its tokens by request
         self._tokens: Tokens | None = None
@@ -85,7 +91,7 @@ class LookAhead:
         The step is then recorded as computed. Returns None, having done nothing, for a step that does not qualify.
         `on_layer` is for a step that is not under way yet, `begins` for the next one.
         """
-        if not self._runner.goes_ahead:
+        if not self._runner.goes_ahead or plan.drafts:
             return None
         tokens, rows = self._tokens, self._rows
         if not self.has_launched(plan):
@@ -103,6 +109,8 @@ class LookAhead:
     def _launch_next(
         self, ready: Sequence[Request], tokens: Tokens, rows: Mapping[Request, int], begins: Begins
     ) -> None:
+        if self._wants_host(ready):
+            return
         plan = self._scheduler.plan_ahead([request for request in ready if ends_with(request)], self._may_go)
         if plan is None:
             return

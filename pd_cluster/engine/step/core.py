@@ -8,23 +8,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from pd_cluster.engine.step import beam_groups
+from pd_cluster.engine.step.acceptance import Acceptance, DraftRows, StepMasks, draft_rows
 from pd_cluster.engine.step.ahead import Begins, LookAhead, begin_quietly
-from pd_cluster.engine.step.beams import BeamSearch, answer, first_tokens_of
-from pd_cluster.engine.step.outputs import NextTokens, PooledVector, RowOutput
+from pd_cluster.engine.step.commit import Commit, StepResult
+from pd_cluster.engine.step.drafting import Drafting
+from pd_cluster.engine.step.outputs import NextToken, PooledVector, RowOutput
 from pd_cluster.engine.step.plan import Move, StepPlan
 from pd_cluster.engine.step.pooler import Pooler, logits_of
 from pd_cluster.engine.step.scheduler import StepScheduler
-from pd_cluster.model.batch import Encoded, OnLayer, RunnerOutput
-from pd_cluster.model.sampling.guided import Guides, Masks, no_guides
+from pd_cluster.model.batch import NO_DRAFTS, Drafts, Encoded, OnLayer, RunnerOutput
+from pd_cluster.model.sampling.guided import Guides, no_guides
 from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
 from pd_cluster.model.sampling.tokens import After, Tokens
-from pd_cluster.types import Candidate, PooledOutput, PromptOutput, Request, TokenOutput
+from pd_cluster.types import Candidate, Request
 
 MEASURED_TOKENS = 64  # in a step that tells how quickly prompts are computed
 
@@ -51,10 +52,13 @@ class Runner(Protocol):
     ) -> Tokens:
         """See ahead.Launcher."""
 
-    def forward(self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None) -> RunnerOutput:
+    def forward(
+        self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None, drafts: Drafts = NO_DRAFTS
+    ) -> RunnerOutput:
         """Returns logits and hidden states: of each chunk in turn, its last `num_logit_rows` and `num_hidden_rows`.
 
-        `on_layer` receives how many layers of the chunks' KV are in the pool, as often as the runner can tell.
+        Behind them come the logits of all drafts, in the order of their chunks. `on_layer` receives how many layers of
+        the chunks' KV are in the pool, as often as the runner can tell.
         """
 
 
@@ -68,27 +72,6 @@ class StepTimes:
     commit_s: float = 0.0
 
 
-@dataclass(slots=True)
-class StepResult:
-    """`sampled` pairs each sequence that got a token with it, once for each; a finished one no longer holds anything.
-
-    A prompt that is handed over is paired with the first tokens of all its sequences. `prompts` come once per request.
-    A beam search returns nothing before its end, and then every token of its answer, paired with any of its beams;
-    `candidates` are for the instance that takes it over, `ended` are beams that were dropped. `failed` pairs each
-    sequence that can have no output with the reason; it no longer holds anything either. Nor does a request in
-    `pooled`, which ends with its vector.
-    """
-
-    plan: StepPlan
-    sampled: list[tuple[Request, TokenOutput]] = field(default_factory=list)
-    forked: list[Request] = field(default_factory=list)
-    prompts: list[tuple[Request, PromptOutput]] = field(default_factory=list)
-    candidates: list[tuple[Request, TokenOutput]] = field(default_factory=list)
-    ended: list[Request] = field(default_factory=list)
-    failed: list[tuple[Request, str]] = field(default_factory=list)
-    pooled: list[tuple[Request, PooledOutput]] = field(default_factory=list)
-
-
 class EngineCore:
     def __init__(
         self,
@@ -96,15 +79,21 @@ class EngineCore:
         scheduler: StepScheduler,
         clock: Callable[[], float] = time.perf_counter,
         guides: Guides | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
+        """`drafting` None: each sequence gets one token a step."""
         self.runner = runner
         self.guides = guides or no_guides()
         self.scheduler = scheduler
+        self.drafting = drafting or Drafting(scheduler, ())
         self.sampler = Sampler(runner.vocab_size, runner.eos_token_ids)
+        self._commit = Commit(scheduler, runner.eos_token_ids)
+        self._acceptance = Acceptance(self.sampler, scheduler, self._commit)
         self.times = StepTimes()
         self.num_steps = 0
+        self._ahead_s: float | None = None  # the end of the last step, if the device went ahead in it
         self.after_moves: list[Callable[[], None]] = []  # called after every copy of blocks
-        self.ahead = LookAhead(runner, scheduler)
+        self.ahead = LookAhead(runner, scheduler, self.drafting.wants_host)
         self.pooler = Pooler()
         self._clock = clock
         scheduler.move_now = self._move
@@ -124,6 +113,7 @@ class EngineCore:
         if plan is None:
             plan = self.scheduler.plan()
             plan.chunks = self.guides.without_unready(plan.chunks)
+            self.drafting.add_to(plan, self._clock)
         self.times.plan_s += self._clock() - start_s
         return plan
 
@@ -141,15 +131,27 @@ class EngineCore:
             times.forward_s += sampled_s - start_s
             ready, sampled = chosen
             rows = [SamplingRow(request, request.index, len(request.output_token_ids)) for request in ready]
-            self._commit(result, ready, _outputs(rows, sampled), {})
-            times.commit_s += self._clock() - sampled_s
-            self.num_steps += 1
-            return result
+            self._commit.step(result, ready, _outputs(rows, sampled), {})
+            ended_s = self._clock()
+            times.commit_s += ended_s - sampled_s
+            if self._ahead_s is not None and plan.num_tokens == len(plan.chunks):
+                self.drafting.size.costs_ahead.took(plan.num_tokens, ended_s - self._ahead_s)
+            self._ahead_s = ended_s
+        else:
+            self._ahead_s = None
+            self._compute(result, on_layer)
+        self.num_steps += 1
+        self.drafting.ended(request for request, token in result.sampled if token.finish_reason is not None)
+        return result
+
+    def _compute(self, result: StepResult, on_layer: OnLayer | None) -> None:
+        """Computes a plan that the host must see."""
+        plan, times = result.plan, self.times
         begun_s = self._clock()
-        guided = self.guides.begin(plan.chunks)  # masks are built while the model runs
-        output = self.runner.forward(plan.chunks, on_layer)
+        guided = self.guides.begin(plan.chunks, plan.drafts)  # masks are built while the model runs
+        output = self.runner.forward(plan.chunks, on_layer, plan.drafts)
         computed_s = self._clock()
-        times.forward_s += computed_s - start_s
+        times.forward_s += computed_s - begun_s
         if (tier := self.scheduler.blocks.tier) is not None and plan.num_tokens >= MEASURED_TOKENS:
             tier.computed(plan.num_tokens, computed_s - begun_s)
         logits = output.logits
@@ -161,108 +163,44 @@ class EngineCore:
         if any(request.pooling is not None for request in ready):
             logits, sampling = _without_pooled(logits, ready, pooled)
         candidates = self._candidates(logits, sampling)
-        outputs = self._sample(logits, sampling, guided)
+        masks, drafts = guided.wait(), draft_rows(plan, len(sampling))
+        outputs, known = self._sample(logits, sampling, masks, drafts)
         outputs.update((request, [vector]) for request, vector in pooled.items())
         sampled_s = self._clock()
         times.sample_s += sampled_s - computed_s
-        self._commit(result, ready, outputs, candidates)
-        times.commit_s += self._clock() - sampled_s
-        self.num_steps += 1
-        return result
+        self._commit.step(result, ready, outputs, candidates)
+        accepted = self._acceptance.accept(result, drafts, logits, known, masks)
+        ended_s = self._clock()
+        times.commit_s += ended_s - sampled_s
+        self.drafting.verified(plan, accepted, ended_s - begun_s)
 
     def step(self, begins: Begins = begin_quietly) -> StepResult:
         return self.run(self.plan(), begins)
 
-    def _sample(self, logits: torch.Tensor, ready: list[Request], guided: Masks) -> dict[Request, list[RowOutput]]:
+    def _sample(
+        self, logits: torch.Tensor, ready: list[Request], masks: StepMasks, drafts: Sequence[DraftRows]
+    ) -> tuple[dict[Request, list[RowOutput]], dict[Request, list[Sampled]]]:
         """Returns the next tokens by request, one output for each of its sequences; `ready` has one row of logits each.
 
-        A beam search has none: it chooses among candidates.
+        A beam search has none: it chooses among candidates. The second result are the tokens behind drafts, where they
+        could be drawn at once.
         """
-        masks = guided.wait()
         rows = [
-            SamplingRow(r, index, len(r.output_token_ids), masks.get(r.key)) for r in ready for index in _indices(r)
+            SamplingRow(r, index, len(r.output_token_ids), masks[r.key][0] if r.key in masks else None)
+            for r in ready
+            for index in _indices(r)
         ]
         at = [i for i, request in enumerate(ready) for _ in _indices(request)]
-        sampled = self.sampler.sample(logits, rows, at if at != list(range(len(ready))) else None) if rows else []
-        return _outputs(rows, sampled)
-
-    def _commit(
-        self,
-        result: StepResult,
-        ready: list[Request],
-        outputs: dict[Request, list[RowOutput]],
-        candidates: dict[str, list[Candidate]],
-    ) -> None:
-        for request in ready:
-            chosen: list[NextTokens] = []
-            for each in outputs.get(request, ()):
-                if isinstance(each, PooledVector):
-                    self._end_pooling(result, request, each)
-                else:
-                    chosen.append(each)
-            if request.pooling is not None:
-                continue
-            if stuck := [each.row for each in chosen if each.is_stuck]:
-                self._fail(result, stuck[0])
-                continue
-            if not request.output_token_ids and request.leg != "decode":
-                result.prompts.append((request, self._prompt_output(request)))
-            if request.key in candidates:
-                self._grow(result, request, candidates[request.key])
-                continue
-            if len(chosen) == 1 and request.leg != "prefill":
-                self._go_on(result, request, chosen[0])
-                continue
-            tokens = [self._token(each.row, each.tokens[0]) for each in chosen]  # others are computed again
-            if request.leg == "prefill":
-                self._hand_over(request, tokens)
-                result.sampled += [(request, token) for token in tokens]
-            else:
-                sequences = {s.index: s for s in self.scheduler.start_sequences(request, tokens)}
-                result.forked += [s for s in sequences.values() if s is not request]
-                result.sampled += [(sequences.get(token.index, request), token) for token in tokens]
-
-    def _token(self, row: SamplingRow, sampled: Sampled) -> TokenOutput:
-        request = row.request
-        ends = self.runner.eos_token_ids
-        reason = request.finish_reason_after(sampled.token_id, row.position + 1, ends, row.may_end)
-        return TokenOutput(
-            request.request_id, request.attempt, row.index, row.position, sampled.token_id, reason, sampled.logprobs
-        )
-
-    def _fail(self, result: StepResult, row: SamplingRow) -> None:
-        """Ends a request whose guide, alone or together with its other masks, left no token to choose."""
-        problem = row.mask.problem if row.mask is not None else ""
-        why = problem or "its guide and its other constraints leave no token to choose"
-        self.scheduler.finish(row.request)
-        result.failed.append((row.request, why))
-
-    def _go_on(self, result: StepResult, request: Request, output: NextTokens) -> None:
-        row = output.row
-        for sampled in output.tokens:
-            token = self._token(row, sampled)
-            request.output_token_ids.append(token.token_id)
-            result.sampled.append((request, token))
-            if token.finish_reason is not None:
-                self.scheduler.finish(request)
-                return
-            row = row._replace(position=row.position + 1)
-
-    def _end_pooling(self, result: StepResult, request: Request, vector: PooledVector) -> None:
-        self.scheduler.finish(request)
-        if vector.problem:
-            result.failed.append((request, vector.problem))
-            return
-        values = vector.values.astype("<f4").tobytes()
-        num_cached = max(0, request.num_cached_tokens)
-        result.pooled.append((request, PooledOutput(request.request_id, request.attempt, values, num_cached)))
-
-    def _hand_over(self, request: Request, tokens: list[TokenOutput]) -> None:
-        request.output_token_ids.append(tokens[0].token_id)
-        if all(token.finish_reason is not None for token in tokens):
-            self.scheduler.finish(request)
-        else:
-            self.scheduler.export(request)
+        early = [pair for each in drafts for pair in each.at_once()]
+        at += [row for _, row in early]
+        if not at:
+            return {}, {}
+        is_whole = at == list(range(len(logits)))
+        sampled = self.sampler.sample(logits, [*rows, *(row for row, _ in early)], None if is_whole else at)
+        known: dict[Request, list[Sampled]] = {}
+        for (row, _), each in zip(early, sampled[len(rows) :], strict=True):
+            known.setdefault(row.request, []).append(each)
+        return _outputs(rows, sampled[: len(rows)]), known
 
     # ---- beam search
 
@@ -275,31 +213,10 @@ class EngineCore:
         rows = [SamplingRow(beam, beam.index, len(beam.output_token_ids)) for beam in beams]
         return dict(zip([beam.key for beam in beams], self.sampler.candidates(logits, rows, at), strict=True))
 
-    def _grow(self, result: StepResult, beam: Request, row: list[Candidate]) -> None:
-        if beam.leg != "prefill":
-            change = beam_groups.advance(self.scheduler, beam, row)
-            result.forked += change.started
-            result.ended += change.ended
-            result.sampled += [(beam, token) for token in change.tokens]
-            return
-        search = BeamSearch(beam.sampling)
-        search.advance([row])
-        beam.output_token_ids.append(row[0].token_id)
-        if search.is_over:
-            self.scheduler.finish(beam)
-            result.sampled += [(beam, token) for token in answer(beam, search)]
-        else:
-            self.scheduler.export(beam)
-            result.candidates += [(beam, token) for token in first_tokens_of(beam, row)]
-
     # ---- outputs of a prompt
 
-    def _prompt_output(self, request: Request) -> PromptOutput:
-        num_cached = max(0, request.num_cached_tokens)
-        return PromptOutput(request.request_id, request.attempt, num_cached, request.prompt_logprobs)
-
     def _prompt_logprobs(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
-        """Notes those of this step's prompt tokens; returns the rows of logits to sample from."""
+        """Notes those of this step's prompt tokens; returns the rows of logits to sample from, drafts included."""
         at, kept = 0, []
         for request, num_tokens in plan.chunks:
             num_rows = request.num_logit_rows(num_tokens)
@@ -308,7 +225,7 @@ class EngineCore:
             if request.wants_prompt_logprobs:
                 self._note_prompt_logprobs(request, logits[at : at + num_rows])
             at += num_rows
-        return logits[kept]
+        return logits[[*kept, *range(at, len(logits))]]
 
     def _note_prompt_logprobs(self, request: Request, logits: torch.Tensor) -> None:
         """Notes log-probabilities: row i has the logits after token num_computed_tokens + i, for the next token."""
@@ -325,7 +242,10 @@ class EngineCore:
 def _without_pooled(
     logits: torch.Tensor, ready: list[Request], pooled: dict[Request, PooledVector]
 ) -> tuple[torch.Tensor, list[Request]]:
-    """Adds the vectors that are made of logits; returns the requests that choose a token, and their rows of logits."""
+    """Adds the vectors that are made of logits.
+
+    Returns the requests that choose a token, and the other rows of logits: theirs, and behind them those of drafts.
+    """
     kept: list[int] = []
     sampling: list[Request] = []
     at = 0
@@ -338,14 +258,14 @@ def _without_pooled(
         else:
             continue
         at += 1
-    return (logits if len(kept) == at else logits[kept]), sampling
+    return (logits if len(kept) == at else logits[[*kept, *range(at, len(logits))]]), sampling
 
 
 def _outputs(rows: list[SamplingRow], sampled: list[Sampled]) -> dict[Request, list[RowOutput]]:
     """Returns the tokens by request, one for each row."""
     outputs: dict[Request, list[RowOutput]] = {}
     for row, each in zip(rows, sampled, strict=True):
-        outputs.setdefault(row.request, []).append(NextTokens(row, (each,)))
+        outputs.setdefault(row.request, []).append(NextToken(row, each))
     return outputs
 
 

@@ -1,4 +1,4 @@
-"""The output of a step for one of its rows: tokens, or the vector of a prompt. Knows nothing of models."""
+"""The output of a step for one of its rows: a token, or the vector of a prompt. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ import numpy.typing as npt
 from pd_cluster.model.sampling.sampler import NO_TOKEN, Sampled, SamplingRow
 
 
-class NextTokens(NamedTuple):
-    """The next tokens of a sequence, 1 or more, in order; the row's position is that of the first.
-
-    All but the last are computed with the sequence's next step, as tokens that a prompt has. Tokens behind one that
-    ends the sequence are dropped.
-    """
+class NextToken(NamedTuple):
+    """The next token of a sequence, at the row's position."""
 
     row: SamplingRow
-    tokens: tuple[Sampled, ...]
+    sampled: Sampled
 
     @property
     def is_stuck(self) -> bool:
         """Whether its masks leave no token to choose."""
-        return self.tokens[0].token_id == NO_TOKEN
+        return self.sampled.token_id == NO_TOKEN
 
 
 class PooledVector(NamedTuple):
@@ -33,4 +29,4 @@ class PooledVector(NamedTuple):
     problem: str = ""
 
 
-RowOutput = NextTokens | PooledVector
+RowOutput = NextToken | PooledVector

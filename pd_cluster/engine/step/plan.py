@@ -65,6 +65,7 @@ class StepPlan:
     preempted: list[Request] = field(default_factory=list)
     lacking: list[Request] = field(default_factory=list)  # finished: they would compute pictures without pixels
     num_prompt_rows: int = 0  # tokens among them whose logits are wanted for prompt_logprobs
+    drafts: dict[Request, list[int]] = field(default_factory=dict)  # behind chunks of one token; computed with them
 
     def add(self, request: Request, num_tokens: int) -> None:
         self.chunks.append((request, num_tokens))

@@ -116,6 +116,16 @@ class BlockRoom:
             request.block_table += self._blocks.take(missing)
         return True
 
+    def grow_for_drafts(self, request: Request, num_drafts: int) -> int:
+        """Takes blocks for drafts behind all its tokens; returns for how many there is room.
+
+        Only free ones beyond the reserve: drafts neither preempt nor evict anything.
+        """
+        num_blocks = self._holdings.num_blocks_for(request.num_tokens + num_drafts) - len(request.block_table)
+        if (num_blocks := min(num_blocks, self._blocks.num_free - self.reserve())) > 0:
+            request.block_table += self._blocks.take(num_blocks)
+        return min(num_drafts, len(request.block_table) * self._holdings.block_size - request.num_tokens)
+
     def _lacks(self, request: Request, num_tokens: int) -> tuple[int, bool]:
         """Returns how many blocks its first `num_tokens` tokens lack, and whether the first to be written is shared."""
         first = request.num_computed_tokens // self._holdings.block_size

@@ -248,11 +248,18 @@ class StepScheduler:
     def computed(self, plan: StepPlan) -> list[Request]:
         """Records a computed step; returns the requests that caught up and sample now, in the plan's order."""
         for request, num_tokens in plan.chunks:
-            request.num_computed_tokens += num_tokens
-            if request.num_computed_tokens // self.block_size > request.num_hashed_blocks:
-                self._holdings.remember(request)
-            self._holdings.let_pass(request)
+            self._advance(request, num_tokens)
         return [request for request, _ in plan.chunks if request.num_behind == 0]
+
+    def accepted(self, request: Request) -> None:
+        """Records that its last token was a draft of the step that is being recorded: it is computed already."""
+        self._advance(request, 1)
+
+    def _advance(self, request: Request, num_tokens: int) -> None:
+        request.num_computed_tokens += num_tokens
+        if request.num_computed_tokens // self.block_size > request.num_hashed_blocks:
+            self._holdings.remember(request)
+        self._holdings.let_pass(request)
 
     def can_land(self, request: Request, num_tokens: int) -> bool:
         """Whether a transfer may be credited. Requests that wait here come first, unless it has the higher priority.

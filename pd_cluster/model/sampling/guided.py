@@ -7,10 +7,12 @@ how a token is then chosen, and imports no torch.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from types import MappingProxyType
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -45,24 +47,28 @@ class Mask(NamedTuple):
 
 
 class Masks:
-    """The masks of one step's requests, by their keys; call `wait` after the model has run."""
+    """The masks of one step's requests, by their keys; call `wait` after the model has run.
+
+    A request has one for its next token, and one behind each of its drafts, up to the first that may not follow.
+    """
 
     def __init__(
         self,
-        made: Future[dict[str, Mask]] | None = None,
+        made: Future[dict[str, list[Mask]]] | None = None,
         keys: Sequence[str] = (),
         late: Callable[[], None] = lambda: None,
     ) -> None:
         """`late` is called when the masks are given up."""
         self._made, self._keys, self._late = made, keys, late
 
-    def wait(self) -> dict[str, Mask]:
+    def wait(self) -> dict[str, list[Mask]]:
         """Returns the masks. A library that never returns fails these requests, but not the engine."""
         try:
             return self._made.result(MASKS_TIMEOUT_S) if self._made is not None else {}
         except TimeoutError:
             self._late()
-            return dict.fromkeys(self._keys, _no_mask(f"the masks of a step took more than {MASKS_TIMEOUT_S:g} s"))
+            late = _no_mask(f"the masks of a step took more than {MASKS_TIMEOUT_S:g} s")
+            return {key: [late] for key in self._keys}
 
 
 MASKS_TIMEOUT_S = 10.0  # for one step; the library's own limits end it long before
@@ -132,8 +138,10 @@ class Guides:
             wait(unready.values(), UNREADY_WAIT_S)
         return [chunk for at, chunk in enumerate(chunks) if at not in unready or unready[at].done()]
 
-    def begin(self, chunks: list[tuple[Request, int]]) -> Masks:
-        """Starts computing masks for the requests that choose a token in this step."""
+    def begin(
+        self, chunks: list[tuple[Request, int]], drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})
+    ) -> Masks:
+        """Starts computing masks for the requests that choose a token in this step, and behind their drafts."""
         requests = [r for r, num_tokens in chunks if r.sampling.guide is not None and num_tokens == r.num_behind]
         if not requests:
             return NO_MASKS
@@ -141,7 +149,18 @@ class Guides:
             self.prepare(request)
         if self._masking is None:
             self._masking = _one_thread("masks")
-        return Masks(self._masking.submit(self._make, requests), [r.key for r in requests], self._give_up)
+        return Masks(self._masking.submit(self._make, requests, drafts), [r.key for r in requests], self._give_up)
+
+    def forced(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
+        """Returns the tokens of the text that must follow each output; guides that are not compiled have none."""
+        following = [request for request in requests if isinstance(self.states.get(request), _State)]
+        if not following or self._masking is None:
+            return {}
+        try:
+            return self._masking.submit(self._forced, following).result(MASKS_TIMEOUT_S)
+        except TimeoutError:
+            self._give_up()
+            return {}
 
     def _give_up(self) -> None:
         """Abandons a masks' thread that does not return; the next step starts another."""
@@ -177,15 +196,25 @@ class Guides:
 
     # ---- on the masks' thread
 
-    def _make(self, requests: Sequence[Request]) -> dict[str, Mask]:
+    def _forced(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
+        found: dict[Request, list[int]] = {}
+        for request in requests:
+            with contextlib.suppress(GuideError):  # `_make` reports it
+                found[request] = self._state_of(request).follow(request.output_token_ids).forced()
+        return found
+
+    def _make(self, requests: Sequence[Request], drafts: Mapping[Request, Sequence[int]]) -> dict[str, list[Mask]]:
         """Computes the masks; an error in one request's guide is stored in its own mask."""
-        masks: dict[str, Mask] = {}
+        masks: dict[str, list[Mask]] = {}
         following: list[tuple[Request, Matcher]] = []
         for request in requests:
             try:
-                following.append((request, self._state_of(request).follow(request.output_token_ids)))
+                matcher = self._state_of(request).follow(request.output_token_ids)
             except GuideError as error:
-                masks[request.key] = _no_mask(str(error))
+                masks[request.key] = [_no_mask(str(error))]
+                continue
+            following.append((request, matcher))
+            following += [(request, each) for each in _behind(matcher, drafts.get(request, ()))]
         compiler = self._compiler
         if compiler is None or not following:
             return masks
@@ -195,14 +224,14 @@ class Guides:
         can_go_on: list[bool] = np.any(going_on, axis=1).tolist()
         can_end: list[bool] = np.any(table & compiler.end_words, axis=1).tolist()
         for at, (request, matcher) in enumerate(following):
-            sampling = request.sampling
+            sampling, own = request.sampling, masks.setdefault(request.key, [])
             if problems[at]:
-                masks[request.key] = _no_mask(problems[at])
+                own.append(_no_mask(problems[at]))
                 continue
             accepts = (can_end[at] or bool(sampling.stop_token_ids)) and matcher.accepts
             is_forced = matcher.is_forced or (accepts and not can_go_on[at])
             goes_on = accepts and sampling.ignore_eos and can_go_on[at]
-            masks[request.key] = Mask(going_on[at] if goes_on else table[at], accepts, is_forced)
+            own.append(Mask(going_on[at] if goes_on else table[at], accepts, is_forced))
         return masks
 
     def _state_of(self, request: Request) -> _State:
@@ -214,6 +243,19 @@ class Guides:
             raise GuideError(str(error))
         made = self.states[request] = _State(state.result())
         return made
+
+
+def _behind(matcher: Matcher, drafts: Sequence[int]) -> list[Matcher]:
+    """Returns a matcher behind each draft, up to the first that may not follow."""
+    found: list[Matcher] = []
+    for token_id in drafts:
+        matcher = matcher.copy()
+        try:
+            matcher.take([token_id])
+        except GuideError:
+            break
+        found.append(matcher)
+    return found
 
 
 def _no_mask(problem: str) -> Mask:

@@ -1,0 +1,36 @@
+"""Drafts what a guide leaves no choice about: the text that must follow, in the tokenizer's own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from pd_cluster.engine.draft.drafter import Drafter
+from pd_cluster.types import Request
+
+
+class ForcedTokens(Protocol):
+    """The part of guides that this drafter needs."""
+
+    def forced(self, requests: Sequence[Request]) -> Mapping[Request, Sequence[int]]:
+        """Returns the tokens of the text that must follow each output; requests without any may be absent."""
+
+
+class ForcedDrafter(Drafter):
+    name = "forced"
+
+    def __init__(self, guides: ForcedTokens) -> None:
+        self._guides = guides
+        self._found: WeakKeyDictionary[Request, Sequence[int]] = WeakKeyDictionary()
+
+    def look(self, requests: Sequence[Request]) -> None:
+        """Asks for all guided requests of a step at once: that takes another thread's turn."""
+        self._found.clear()
+        if guided := [request for request in requests if request.sampling.guide is not None]:
+            self._found.update(self._guides.forced(guided))
+
+    def draft(self, request: Request, most: int) -> Sequence[int]:
+        return self._found.get(request, ())[:most]
+
+    def ended(self, request: Request) -> None: ...

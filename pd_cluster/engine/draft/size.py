@@ -1,0 +1,113 @@
+"""Decides how many drafts a step verifies. Numbers only: clocks and sequences' tokens are elsewhere."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from pd_cluster.engine.draft.step_costs import SIZES, StepCosts
+from pd_cluster.types import Request
+
+GAIN = 1.03  # in tokens a second, that drafts must promise
+PRIOR = 2.0  # verified drafts that a drafter's usual chance counts as
+KEPT = 0.9  # of what is known of a sequence's hits, after each step that tells more
+USUAL_CHANCES = {"prediction": 0.8, "forced": 0.9}  # that a draft is right, by drafter
+USUAL_CHANCE = 0.5
+FADING = 0.97  # the same after each step whose drafts were not worth their rows, so that they are tried again
+
+
+class Offer(NamedTuple):
+    """Drafts of one sequence, and the chance that the next one is right."""
+
+    drafter: str
+    token_ids: Sequence[int]
+    chance: float
+
+
+class _Hits:
+    """Drafts of one sequence by one drafter: those that were right, and first ones that were wrong."""
+
+    __slots__ = ("num_hits", "num_misses")
+
+    def __init__(self) -> None:
+        self.num_hits = self.num_misses = 0.0
+
+    def fade(self, kept: float) -> None:
+        self.num_hits *= kept
+        self.num_misses *= kept
+
+    def chance(self, usual: float) -> float:
+        return (self.num_hits + PRIOR * usual) / (self.num_hits + self.num_misses + PRIOR)
+
+
+class DraftSize:
+    """Maximizes tokens a second: a step of r further rows returns the most likely r drafts' chances in more tokens.
+
+    A sequence's j-th draft is right with the j-th power of its chance. Output does not depend on these numbers.
+    """
+
+    def __init__(self) -> None:
+        self.costs = StepCosts()
+        self.costs_ahead = StepCosts()  # of steps that the host does not plan, where a device goes ahead of it
+        self._hits: WeakKeyDictionary[Request, dict[str, _Hits]] = WeakKeyDictionary()
+
+    def chance(self, request: Request, drafter: str) -> float:
+        """Returns the chance that this drafter's next draft for a sequence is right, by what it has been so far."""
+        return self._hits_of(request, drafter).chance(USUAL_CHANCES.get(drafter, USUAL_CHANCE))
+
+    def _hits_of(self, request: Request, drafter: str) -> _Hits:
+        return self._hits.setdefault(request, {}).setdefault(drafter, _Hits())
+
+    def can_pay(self, num_rows: int, most: int) -> bool:
+        """Whether even right drafts, `most` of them, could make a step of `num_rows` worth more."""
+        return self._best(num_rows, [1.0] * most) > 0
+
+    def choose(self, num_rows: int, offers: Mapping[Request, Offer], most: int) -> dict[Request, int]:
+        """Returns how many of its drafts each sequence of a step of `num_rows` verifies; those with none are absent.
+
+        `most`: of all sequences together.
+        """
+        gains: list[tuple[float, Request]] = []
+        for request, offer in offers.items():
+            chances = [offer.chance] * len(offer.token_ids)
+            gains += [(gain, request) for gain in accumulate(chances, operator.mul)]
+        gains.sort(key=lambda each: each[0], reverse=True)
+        num_verified = self._best(num_rows, [gain for gain, _ in gains[:most]])
+        chosen: dict[Request, int] = {}
+        for _, request in gains[:num_verified]:
+            chosen[request] = chosen.get(request, 0) + 1
+        for request, offer in offers.items():
+            if request not in chosen:
+                self._hits_of(request, offer.drafter).fade(FADING)
+        return chosen
+
+    def _best(self, num_rows: int, gains: list[float]) -> int:
+        """Returns how many further rows give the most tokens a second; `gains`, descending, are of the first ones."""
+        if not self.costs.knows(num_rows):
+            return 0  # what drafts are compared with is measured first
+        plain_s = self.costs.step_s(num_rows)
+        if self.costs_ahead.knows(num_rows):
+            plain_s = min(plain_s, self.costs_ahead.step_s(num_rows))
+        best, best_rate = 0, GAIN * num_rows / plain_s
+        totals = [0.0, *accumulate(gains)]
+        for num_more in _numbers(num_rows, len(gains)):
+            rate = (num_rows + totals[num_more]) / self.costs.step_s(num_rows + num_more)
+            if rate > best_rate:
+                best, best_rate = num_more, rate
+        return best
+
+    def verified(self, request: Request, drafter: str, num_drafts: int, num_accepted: int) -> None:
+        """Takes into account how many of a sequence's drafts were right."""
+        hits = self._hits_of(request, drafter)
+        hits.fade(KEPT)
+        hits.num_hits += num_accepted
+        hits.num_misses += num_accepted < num_drafts
+
+
+def _numbers(num_rows: int, most: int) -> list[int]:
+    """Returns numbers of further rows worth a look: those that fill a size of steps, and all."""
+    found = [size - num_rows for size in SIZES if num_rows < size < num_rows + most]
+    return [*found, most] if most else found

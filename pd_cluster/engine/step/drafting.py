@@ -1,0 +1,137 @@
+"""Adds drafts to planned steps, and learns from their verification. Knows nothing of models or of how drafts are made.
+
+Drafts get what a step's chunks leave of its tokens, and free blocks: with or without them, the chunks are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from pd_cluster.engine.draft.counts import DraftTotals
+from pd_cluster.engine.draft.drafter import Drafter
+from pd_cluster.engine.draft.forced import ForcedDrafter
+from pd_cluster.engine.draft.size import DraftSize, Offer
+from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.settings.speculation import Speculation
+from pd_cluster.types import Request
+
+DEFAULTS = Speculation()
+MOST_ROWS = 256  # of drafts in a step: each has a row of logits
+LEAST_CHANCE = 0.3  # a drafter with less lets the next ones try
+WAIT_STEPS = 16  # ahead of the host, before it looks for drafts again; twice as many each time that it finds none
+MOST_WAIT_STEPS = 256
+
+
+class Drafting:
+    """`drafters` are tried in order; without any, steps stay as they are planned."""
+
+    def __init__(
+        self,
+        scheduler: StepScheduler,
+        drafters: Sequence[Drafter],
+        speculation: Speculation = DEFAULTS,
+        vocab_size: int = 0,
+        most_rows: int = MOST_ROWS,
+    ) -> None:
+        """`most_rows`: of a step, where its rows are limited beside its tokens."""
+        self._scheduler, self._drafters, self._speculation = scheduler, drafters, speculation
+        self._vocab_size, self._most_rows = vocab_size, most_rows
+        self._offers: Mapping[Request, Offer] = {}  # of the planned step
+        self._has_drafts = False
+        self._num_waiting, self._wait_steps = 0, WAIT_STEPS
+        self.size = DraftSize()
+        self.totals = DraftTotals()
+
+    def add_to(self, plan: StepPlan, clock: Callable[[], float]) -> None:
+        """Adds the drafts that promise more tokens a second."""
+        self._offers, self._has_drafts = {}, False
+        if not self._drafters or not plan.chunks:
+            return
+        started_s, num_rows = clock(), sum(num_tokens == 1 for _, num_tokens in plan.chunks)
+        most_each = self._speculation.most_drafts(len(plan.chunks))
+        most = min(self._scheduler.max_num_batched_tokens - plan.num_tokens, MOST_ROWS, self._most_rows - num_rows)
+        drafting = [request for request, num_tokens in plan.chunks if num_tokens == 1 and may_draft(request)]
+        if not drafting or most <= 0 or not self.size.can_pay(num_rows, min(most, most_each * len(drafting))):
+            return
+        for each in self._drafters:
+            if isinstance(each, ForcedDrafter):
+                each.look(drafting)
+        self._offers = {request: offer for request in drafting if (offer := self._offer(request, most_each))}
+        chosen = self.size.choose(num_rows, self._offers, most)
+        for request, num_drafts in chosen.items():
+            if (num_drafts := self._scheduler.room.grow_for_drafts(request, num_drafts)) > 0:
+                plan.drafts[request] = list(self._offers[request].token_ids[:num_drafts])
+        self._has_drafts = bool(plan.drafts)
+        self.totals.drafting_s += clock() - started_s
+
+    def _offer(self, request: Request, most: int) -> Offer | None:
+        """Returns the guess of the first drafter that is often right about this sequence, or the best of the others."""
+        most = min(most, request.sampling.max_tokens - len(request.output_token_ids) - 1)
+        best: Offer | None = None
+        for drafter in self._drafters if most > 0 else ():
+            chance = self.size.chance(request, drafter.name)
+            if best is not None and chance <= best.chance:
+                continue
+            if found := self._known(drafter.draft(request, most)):
+                best = Offer(drafter.name, found, chance)
+                if chance >= LEAST_CHANCE:
+                    break
+        return best
+
+    def _known(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Returns the drafts before the first that the model has no embedding for."""
+        for at, token_id in enumerate(token_ids):
+            if not 0 <= token_id < self._vocab_size:
+                return token_ids[:at]
+        return token_ids
+
+    def verified(self, plan: StepPlan, accepted: Mapping[Request, int], took_s: float) -> None:
+        """Learns from a step that has been computed in `took_s` seconds."""
+        if not self._drafters:
+            return
+        for request, num_accepted in accepted.items():
+            num_drafts = len(plan.drafts[request])
+            self.totals.verified(num_drafts, num_accepted)
+            self.size.verified(request, self._offers[request].drafter, num_drafts, num_accepted)
+        num_drafts = sum(len(plan.drafts[request]) for request in accepted)
+        if plan.num_tokens == len(plan.chunks) and not plan.moves:
+            self.size.costs.took(plan.num_tokens + num_drafts, took_s)
+
+    def ended(self, requests: Iterable[Request]) -> None:
+        """Tells drafters about sequences that have their last token."""
+        for request in requests:
+            for drafter in self._drafters:
+                drafter.ended(request)
+
+    def wants_host(self, requests: Sequence[Request]) -> bool:
+        """Whether the host should plan the next step, although the device could go ahead.
+
+        It does while its steps have drafts. Otherwise it looks for some now and then, which delays a step.
+        """
+        if not self._drafters:
+            return False
+        if self._has_drafts:
+            self._num_waiting, self._wait_steps = 0, WAIT_STEPS
+            return True
+        self._num_waiting += 1
+        if self._num_waiting < self._wait_steps or not any(map(self._may_guess, requests)):
+            return False
+        self._num_waiting, self._wait_steps = 0, min(2 * self._wait_steps, MOST_WAIT_STEPS)
+        return True
+
+    def _may_guess(self, request: Request) -> bool:
+        return may_draft(request) and any(drafter.draft(request, 1) for drafter in self._drafters)
+
+
+def may_draft(request: Request) -> bool:
+    """Whether a sequence with one token to compute may have drafts behind it."""
+    sampling = request.sampling
+    return (
+        request.order.may_draft
+        and bool(request.output_token_ids)
+        and request.leg != "prefill"
+        and request.pooling is None
+        and not sampling.beam_width
+        and not request.wants_prompt_logprobs
+    )

@@ -1,0 +1,89 @@
+"""The outputs of ended sequences, by scope, as texts whose contexts can be looked up. Bounded in bytes and in number.
+
+A sequence sees outputs of its own scope alone, so the speed of its answer says nothing about those of others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pd_cluster.engine.draft.context_index import END, IndexedText
+
+Scope = tuple[str, str]  # the cache salt and the variant of orders
+FEWEST_TOKENS = 256  # of a text
+MOST_TOKENS = 131072
+GROWTH = 4  # of a text, over the one before it: few texts are to be searched
+
+
+@dataclass(slots=True)
+class _Outputs:
+    """Consecutive outputs of a scope, in one text."""
+
+    text: IndexedText
+    num_left: int  # tokens that it can still take
+    stops: deque[int] = field(default_factory=deque)  # of its outputs in the text
+
+
+class EarlierOutputs:
+    """Outputs in order of their ends. The least recently used scope gives up its oldest ones first.
+
+    Drafts that come from an old output are part of the newer one that they helped to make. So the order of ends is the
+    order of use, too, and no output needs a date. `most_nbytes` limits the size of one text, to a quarter of it; the
+    owner drops what is too much in all.
+    """
+
+    def __init__(self, lengths: Sequence[int], reach: int, most_nbytes: int) -> None:
+        self._lengths, self._reach = lengths, reach
+        self._most_tokens = min(MOST_TOKENS, most_nbytes // 4 // (4 + 12 * len(lengths)))
+        self._scopes: OrderedDict[Scope, deque[_Outputs]] = OrderedDict()  # the least recently used first
+        self.num_outputs = 0
+        self.nbytes = 0
+
+    def texts(self, scope: Scope) -> list[IndexedText]:
+        """Returns the scope's texts, the newest first. Counts as a use."""
+        texts = self._scopes.get(scope)
+        if texts is None:
+            return []
+        self._scopes.move_to_end(scope)
+        return [each.text for each in reversed(texts)]
+
+    def add(self, scope: Scope, token_ids: Sequence[int]) -> None:
+        """Adds an output; the end of one that is too long for a text; none where bytes suffice for no text."""
+        if self._most_tokens < FEWEST_TOKENS:
+            return
+        token_ids = (*token_ids[1 - self._most_tokens :], END)
+        texts = self._scopes.setdefault(scope, deque())
+        self._scopes.move_to_end(scope)
+        if not texts or texts[-1].num_left < len(token_ids):
+            wanted = GROWTH * len(texts[-1].text.tokens) if texts else FEWEST_TOKENS
+            texts.append(self._new(max(len(token_ids), min(wanted, self._most_tokens))))
+        newest = texts[-1]
+        newest.text.append(token_ids)
+        newest.num_left -= len(token_ids)
+        newest.stops.append(newest.text.end)
+        self.num_outputs += 1
+
+    def _new(self, num_tokens: int) -> _Outputs:
+        text = IndexedText(self._lengths, self._reach, num_tokens)
+        text.put_index(0, text.end, num_tokens)
+        self.nbytes += text.nbytes
+        return _Outputs(text, num_tokens)
+
+    def drop_output(self) -> None:
+        """Forgets the oldest output of the least recently used scope."""
+        oldest = next(iter(self._scopes.values()))[0]
+        oldest.text.first = oldest.stops.popleft()
+        self.num_outputs -= 1
+        if not oldest.stops:
+            self.drop_text()
+
+    def drop_text(self) -> None:
+        """Forgets the oldest text of the least recently used scope, and so frees its bytes."""
+        scope, texts = next(iter(self._scopes.items()))
+        oldest = texts.popleft()
+        self.num_outputs -= len(oldest.stops)
+        self.nbytes -= oldest.text.nbytes
+        if not texts:
+            del self._scopes[scope]

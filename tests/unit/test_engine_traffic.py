@@ -10,13 +10,18 @@ from collections import Counter, defaultdict
 
 import pytest
 
-from pd_cluster.engine.step.core import EngineCore, StepResult
+from pd_cluster.engine.step import acceptance
+from pd_cluster.engine.step import core as core_module
+from pd_cluster.engine.step.commit import StepResult
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Logprobs, Order, PromptOutput, Request, Sampling, Status
+from tests.support.drafts import liars
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, told_alone
 
 LONGEST = 40
@@ -82,9 +87,9 @@ def sampling_ahead(rng: random.Random) -> Sampling:
 
 
 class Traffic:
-    """`launches`: the runner goes ahead of the host where it can, and most requests let it."""
+    """`launches`: the runner goes ahead of the host where it can, and most requests let it. `drafts`: all may draft."""
 
-    def __init__(self, seed: int, launches: bool = False) -> None:
+    def __init__(self, seed: int, launches: bool = False, drafts: bool = False) -> None:
         self.rng = rng = random.Random(seed)
         block_size = rng.choice([1, 2, 4, 7])
         num_blocks = -(-LONGEST // block_size) + rng.randrange(0, 12)
@@ -102,7 +107,9 @@ class Traffic:
             BlockPool(num_swap_blocks),
             window,
         )
-        self.core = EngineCore(self.runner, self.scheduler)
+        drafting = liars(self.scheduler, random.Random(seed), self.truth, VOCAB_SIZE) if drafts else None
+        self.core = EngineCore(self.runner, self.scheduler, drafting=drafting)
+        self.truths: dict[str, list[list[int]]] = {}
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.told: dict[str, dict[int, list[Logprobs | None]]] = defaultdict(lambda: defaultdict(list))
@@ -110,6 +117,12 @@ class Traffic:
         self.prompts: dict[str, PromptOutput] = {}
         self.aborted: set[str] = set()
         self.oldest_progress: tuple[str, int] = ("", 0)
+
+    def truth(self, request: Request) -> list[int]:
+        known = self.truths.get(request.request_id)
+        if known is None:
+            known = self.truths[request.request_id] = generate_alone(request.prompt_token_ids, request.sampling)
+        return known[request.index]
 
     def run(self, num_requests: int) -> None:
         now_s = 0.0
@@ -121,6 +134,9 @@ class Traffic:
                 self.abort(self.rng.choice(list(self.scheduler.requests.values())))
             self.note(self.core.step())
             self.scheduler.check()
+            for request in self.scheduler.requests.values():
+                assert request.num_hashed_blocks <= request.num_computed_tokens // self.scheduler.block_size
+                assert request.num_behind > 0 or request.status is not Status.RUNNING
             if len(self.requests) == num_requests and not self.scheduler.requests:
                 return
         raise AssertionError("somebody starves")
@@ -177,14 +193,16 @@ class Traffic:
             hits=self.scheduler.num_prefix_hit_tokens,
             tier=self.scheduler.num_tier_hit_tokens,
             ahead=self.core.ahead.num_ahead,
+            drafts=self.core.drafting.totals.num_draft_tokens,
+            accepted=self.core.drafting.totals.num_accepted_tokens,
             **self.runner.num_moves,
         )
 
 
-def explore(seeds: range, num_requests: int = 25, launches: bool = False) -> Counter[str]:
+def explore(seeds: range, num_requests: int = 25, launches: bool = False, drafts: bool = False) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in seeds:
-        traffic = Traffic(seed, launches)
+        traffic = Traffic(seed, launches, drafts)
         try:
             traffic.run(num_requests)
             seen += traffic.verify()
@@ -204,6 +222,44 @@ def test_a_step_ahead_of_the_host_changes_no_token() -> None:
     seen = explore(range(300, 315), launches=True)
     for what, least in (("ahead", 100), ("preemptions", 10), ("hits", 10), ("tier", 10)):
         assert seen[what] > least, f"{what} was hardly seen: {seen}"
+
+
+@pytest.mark.parametrize("launches", [False, True])
+def test_drafts_change_no_token(launches: bool) -> None:
+    """Right ones, wrong ones, tokens that the model lacks, as many as a random number says."""
+    seen = explore(range(500, 512), launches=launches, drafts=True)
+    least = {"drafts": 200, "accepted": 100, "preemptions": 1, "hits": 10, "tier": 10, "ahead": 10 * launches - 1}
+    for what, number in least.items():
+        assert seen[what] > number, f"{what} was hardly seen: {seen}"
+
+
+@pytest.mark.parametrize("fault", ["booked too early", "another row", "another position"])
+def test_faults_of_acceptance_are_noticed(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    if fault == "booked too early":
+        advance = StepScheduler.computed
+
+        def computed(scheduler: StepScheduler, plan: StepPlan) -> list[Request]:
+            ready = advance(scheduler, plan)
+            for request, drafts in plan.drafts.items():
+                request.num_computed_tokens += len(drafts)
+            return ready
+
+        monkeypatch.setattr(StepScheduler, "computed", computed)
+        monkeypatch.setattr(StepScheduler, "accepted", lambda scheduler, request: None)
+    elif fault == "another row":
+        rows = acceptance.draft_rows
+        monkeypatch.setattr(core_module, "draft_rows", lambda plan, first_row: rows(plan, max(0, first_row - 1)))
+    else:
+        monkeypatch.setattr(acceptance, "adjusts", lambda sampling, position: False)
+    with pytest.raises((AssertionError, IndexError)):
+        explore(range(500, 512), drafts=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_much_random_traffic_with_drafts() -> None:
+    explore(range(5000, 5700), drafts=True)
+    explore(range(5700, 6400), launches=True, drafts=True)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from pd_cluster.model.batch import NO_DRAFTS, Drafts, Encoded, OnLayer, RunnerOu
 from pd_cluster.model.sampling.guided import Guides, no_guides
 from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
 from pd_cluster.model.sampling.tokens import After, Tokens
-from pd_cluster.types import Candidate, Request
+from pd_cluster.types import Candidate, Request, Status
 
 MEASURED_TOKENS = 64  # in a step that tells how quickly prompts are computed
 
@@ -141,7 +141,7 @@ class EngineCore:
             self._ahead_s = None
             self._compute(result, on_layer)
         self.num_steps += 1
-        self.drafting.ended(request for request, token in result.sampled if token.finish_reason is not None)
+        self.drafting.ended(request for request, _ in result.sampled if request.status is Status.FINISHED)
         return result
 
     def _compute(self, result: StepResult, on_layer: OnLayer | None) -> None:

@@ -99,8 +99,8 @@ class Drafting:
             self.size.costs.took(plan.num_tokens + num_drafts, took_s)
 
     def ended(self, requests: Iterable[Request]) -> None:
-        """Tells drafters about sequences that have their last token."""
-        for request in requests:
+        """Tells drafters about sequences that have their last token; each may be named several times."""
+        for request in dict.fromkeys(requests):
             for drafter in self._drafters:
                 drafter.ended(request)
 

@@ -33,6 +33,7 @@ SETTINGS = {
     "reasoning_parser": "How the model marks its reasoning; as of serve.",
     "try_unlisted": "Serve this model_type as unproven; may be given again.",
     "language_model_only": "",
+    "speculative_config": "JSON object; as of serve.",
     "generation_config": "auto, vllm or a folder; as of serve.",
     "override_generation_config": "JSON object; as of serve.",
 }

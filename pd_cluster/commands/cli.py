@@ -92,7 +92,8 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
     gc.disable()  # until all is imported: modules stay, and scanning them takes a tenth of the time
     from pd_cluster.commands.serve import run
 
-    run(ServeOptions(**given), [*_warn_extras(context), *warnings_of(os.environ)], dict(os.environ))
+    options = ServeOptions(**given)
+    run(options, [*_warn_extras(context), *warnings_of(os.environ), *options.remarks()], dict(os.environ))
 
 
 @app.command(rich_help_panel=SERVE)

@@ -105,6 +105,8 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
             log.warning("%s has no effect: %s", name, why)
     with in_python_names():
         options = ServeOptions.typed(honoured)
+        for remark in options.remarks():
+            log.warning("%s", remark)
         options.read(Assurances)
         answers = options.read(RequestSettings)
         media = options.read(MediaSettings)

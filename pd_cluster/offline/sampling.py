@@ -141,6 +141,8 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     extra_args: dict[str, Any] | None = None
+    prediction: str | dict[str, Any] | None = None  # text that the answer is expected to have, or OpenAI's object
+    speculative: bool | None = None  # False: draft nothing
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def fields(self) -> dict[str, Any]:
@@ -158,6 +160,8 @@ class SamplingParams:
                 raise RequestError(f"{name}: {reprlib.repr(found[name])} is not supported: {why}", param=name)
         if isinstance(self.structured_outputs, StructuredOutputsParams):
             found["structured_outputs"] = dataclasses.asdict(self.structured_outputs)
+        if isinstance(self.prediction, str):
+            found["prediction"] = {"type": "content", "content": self.prediction}
         return {name: plain(name, value) for name, value in found.items()}
 
 

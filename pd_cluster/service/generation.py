@@ -40,8 +40,16 @@ class PromptTokensDetails(Struct):
     cached_tokens: Annotated[int, Meta(description="Tokens of the prompt whose KV cache was there already.")]
 
 
-class CompletionTokensDetails(Struct):
-    reasoning_tokens: Annotated[int, Meta(description="Those of the text before the answer, tokenized by itself.")]
+class CompletionTokensDetails(Struct, omit_defaults=True):
+    reasoning_tokens: Annotated[
+        int | None, Meta(description="Those of the text before the answer, tokenized by itself.")
+    ] = None
+    accepted_prediction_tokens: Annotated[
+        int | None, Meta(description="With a prediction: its tokens that saved a step each.")
+    ] = None
+    rejected_prediction_tokens: Annotated[
+        int | None, Meta(description="With a prediction: its tokens that were tried in vain. They are not billed.")
+    ] = None
 
 
 class Usage(Struct, omit_defaults=True):
@@ -50,7 +58,10 @@ class Usage(Struct, omit_defaults=True):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: Annotated[
-        CompletionTokensDetails | None, Meta(description="Of a chat whose answers are read for reasoning or calls.")
+        CompletionTokensDetails | None,
+        Meta(
+            description="Of a chat whose answers are read for reasoning or calls, and of a request with a prediction."
+        ),
     ] = None
 
 
@@ -128,7 +139,16 @@ class Generation:
         num_prompt = len(self.prompt_token_ids)
         num_output = sum(each.num_tokens for each in self.sequences) if num_tokens is None else num_tokens
         cached = None if self.prompt is None else PromptTokensDetails(self.num_cached_tokens)
-        return Usage(num_prompt, num_output, num_prompt + num_output, cached)
+        return Usage(num_prompt, num_output, num_prompt + num_output, cached, self._details())
+
+    def _details(self) -> CompletionTokensDetails | None:
+        """Returns what became of the prediction; None without one."""
+        if not self.order.prediction:
+            return None
+        return CompletionTokensDetails(
+            accepted_prediction_tokens=sum(each.num_accepted for each in self.sequences),
+            rejected_prediction_tokens=sum(each.num_rejected for each in self.sequences),
+        )
 
     @property
     def has_stops(self) -> bool:
@@ -171,13 +191,17 @@ def added_up(usages: list[Usage]) -> Usage:
     if len(usages) == 1:
         return usages[0]
     cached = [usage.prompt_tokens_details for usage in usages if usage.prompt_tokens_details is not None]
-    thought = [usage.completion_tokens_details for usage in usages if usage.completion_tokens_details is not None]
+    details = [usage.completion_tokens_details for usage in usages if usage.completion_tokens_details is not None]
     return Usage(
         sum(usage.prompt_tokens for usage in usages),
         sum(usage.completion_tokens for usage in usages),
         sum(usage.total_tokens for usage in usages),
         PromptTokensDetails(sum(each.cached_tokens for each in cached)) if len(cached) == len(usages) else None,
-        CompletionTokensDetails(sum(each.reasoning_tokens for each in thought))
-        if len(thought) == len(usages)
-        else None,
+        _details_together(details) if len(details) == len(usages) else None,
     )
+
+
+def _details_together(details: list[CompletionTokensDetails]) -> CompletionTokensDetails:
+    """Adds up each count that all of them have."""
+    numbers = {name: [getattr(each, name) for each in details] for name in CompletionTokensDetails.__struct_fields__}
+    return CompletionTokensDetails(**{name: sum(all_) for name, all_ in numbers.items() if None not in all_})

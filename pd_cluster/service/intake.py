@@ -26,11 +26,12 @@ from pd_cluster.text.stop_strings import StopStrings
 from pd_cluster.types import Guide, Order, Sampling
 from pd_cluster.types.variants import PLACEHOLDER, num_virtual_tokens
 
+MAX_PREDICTED_TOKENS = 1 << 20  # of a prediction times the prompts that it applies to; the rest is left out
 MAX_GUIDES_NUM_CHARS = 1 << 20  # of a guide times the prompts that it applies to, each of which has its own copy
 
 
 class Shared(NamedTuple):
-    """The common part of all prompts of a request. `bad_words`: in tokens."""
+    """The common part of all prompts of a request. `bad_words` and `prediction`: in tokens."""
 
     guide: Guide | None
     bad_words: tuple[tuple[int, ...], ...]
@@ -38,6 +39,7 @@ class Shared(NamedTuple):
     num_prompts: int
     caller: Caller = NOBODY
     variant: str = ""
+    prediction: tuple[int, ...] = ()
 
 
 class Intake:
@@ -91,7 +93,20 @@ class Intake:
         await self._check_guide(asked)
         if variant is None:
             variant = self._names.variant_of(request.model, caller)
-        return Shared(asked.guide if asked is not None else None, bad_words, markers, num_prompts, caller, variant)
+        prediction = await self._prediction(request, num_prompts, caller)
+        guide = asked.guide if asked is not None else None
+        return Shared(guide, bad_words, markers, num_prompts, caller, variant, prediction)
+
+    async def _prediction(self, request: GenerationRequest, num_prompts: int, caller: Caller) -> tuple[int, ...]:
+        """Returns the tokens that the answer is expected to have, up to one that the model lacks."""
+        if request.prediction is None:
+            return ()
+        most = MAX_PREDICTED_TOKENS // num_prompts
+        found = await self.encoder.prediction(request.prediction.text, most, caller)
+        vocab_size = self.limits.vocab_size
+        if max(found, default=0) < vocab_size:
+            return found
+        return found[: next(at for at, token_id in enumerate(found) if token_id >= vocab_size)]
 
     def generation(
         self,
@@ -130,6 +145,8 @@ class Intake:
             spans=prompt.spans,
             images=prompt.images,
             rope_positions=prompt.rope_positions,
+            prediction=shared.prediction,
+            may_draft=request.speculative is not False,
         )
         return Generation(
             order,
@@ -197,7 +214,7 @@ class Intake:
         """Raises RequestError for parameters that need a tokenizer where there is none."""
         if self.tokenizer.has_text:
             return
-        given = {"stop": request.stops, "bad_words": request.bad_words}
+        given = {"stop": request.stops, "bad_words": request.bad_words, "prediction": request.prediction}
         field = asked.field if asked is not None else next((name for name, value in given.items() if value), "")
         if field:
             raise RequestError(

@@ -52,12 +52,16 @@ class TextSequence:
     stop_token_ids: frozenset[int] = frozenset()  # that are reported as a stop_reason
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    num_accepted: int = 0  # tokens of the request's prediction, as drafts
+    num_rejected: int = 0
     token_ids: list[int] = field(default_factory=list)  # since the last piece
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, token: TokenOutput) -> str:
         """Returns the text that is final now. Once `finish_reason` is set, this was the last token."""
         self.num_tokens += 1
+        if token.predicted is not None:
+            self._count_predicted(*token.predicted)
         self.token_ids.append(token.token_id)
         if token.logprobs is not None:
             self.cumulative_logprob += token.logprobs.logprob
@@ -89,6 +93,9 @@ class TextSequence:
         if tokens[0].logprobs is not None or self.keeps_places:  # they record how much text was before each
             return "".join(self.add(each) for token in tokens for each in token.apart())
         *before, last = tokens
+        for token in before:
+            if token.predicted is not None:
+                self._count_predicted(*token.predicted)
         token_ids = [token_id for token in before for token_id in (*token.earlier, token.token_id)]
         token_ids += last.earlier
         self.num_tokens += len(token_ids)
@@ -96,6 +103,10 @@ class TextSequence:
         text = self.detokenizer.add_all(token_ids)
         self.num_chars += len(text)
         return text + self.add(last)
+
+    def _count_predicted(self, num_accepted: int, num_rejected: int) -> None:
+        self.num_accepted += num_accepted
+        self.num_rejected += num_rejected
 
     def piece(self, text: str, index: int) -> Piece:
         """Returns the piece since the last one, with this text, as that choice's."""

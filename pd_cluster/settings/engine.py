@@ -31,6 +31,7 @@ from pd_cluster.settings.setting import (
     within,
 )
 from pd_cluster.settings.speculation import Speculation
+from pd_cluster.settings.speculative_config import SPECULATION
 
 SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "tiny-chat"
 SHIPPED_VISION_MODEL = SHIPPED_MODEL.with_name("tiny-vision")
@@ -318,7 +319,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "auto"
     adapters: AdapterSettings = AdapterSettings()
-    speculation: Speculation = Speculation()
+    speculation: Annotated[
+        Speculation,
+        ENGINE(
+            "JSON object with vLLM's keys: method (ngram or suffix, or a list of both), num_speculative_tokens, "
+            "prompt_lookup_min, prompt_lookup_max, suffix_decoding_max_tree_depth and others. Decoding drafts tokens "
+            "and computes several in a step, which changes no answer. Default: only what a request's prediction says "
+            "and its guide forces is drafted.",
+            name="speculative_config",
+            form=SPECULATION,
+        ),
+    ] = Speculation()
     num_local_ranks: int = 1  # that share this host's memory
     paired_tp_sizes: tuple[
         int, ...

@@ -11,7 +11,6 @@ from pd_cluster.settings.foreign import Family, Foreign, Takes, table
 OFF = "--no-"
 EXPERTS = "each rank has a share of every expert"
 NO_FOREIGN_CODE = "foreign code is not loaded"
-SPECULATION = "speculative decoding is not supported"
 ON_THE_HOST = f"images are read on the host, and kept there; see {called('mm_processor_cache_gb')}"
 
 FAMILIES = (
@@ -170,11 +169,25 @@ FAMILIES = (
         refused="--max-num-queued-tokens",
     ),
     Family(
-        SPECULATION,
-        refused="--speculative-* --spec-* --ngram-prompt-lookup-* --typical-acceptance-sampler-* "
-        "--num-lookahead-slots --num-speculative-tokens --[no-]disable-logprobs-during-spec-decoding "
-        "--per-request-spec-decode-metrics=none",
+        f"drafting with a model is not supported yet; give {called('spec_method')} ngram or suffix",
+        refused="--speculative-draft-* --speculative-model-* --speculative-max-model-len",
     ),
+    Family(
+        f"drafting has vLLM's names here; give {called('speculative_config')}",
+        refused="--speculative-algorithm --speculative-num-* --speculative-eagle-* --speculative-accept-* "
+        "--speculative-token-map --speculative-attention-mode --speculative-moe-* --speculative-ngram-* "
+        "--speculative-adaptive*",
+    ),
+    Family(
+        "a draft is accepted only if it is the token that would have been drawn",
+        refused="--spec-decoding-acceptance-method=rejection_sampler --typical-acceptance-sampler-*",
+    ),
+    Family(
+        "drafts are computed as rows of a step, in blocks that are free",
+        accepted="--num-lookahead-slots --[no-]speculative-disable-mqa-scorer",
+    ),
+    Family("requests choose logprobs", accepted="--[no-]disable-logprobs-during-spec-decoding"),
+    Family("/metrics counts drafts; answers do not", refused="--per-request-spec-decode-metrics=none"),
     # ---- KV cache
     Family("blocks are known by SHA-256", refused="--prefix-caching-hash-algo=sha256|sha256_cbor"),
     Family(

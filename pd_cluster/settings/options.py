@@ -26,6 +26,7 @@ from pd_cluster.settings.requests import GUIDED_BACKENDS, Assurances, ChatConfig
 from pd_cluster.settings.resume import ResumeSettings
 from pd_cluster.settings.routing import AdminSettings, ConnectionLimits, EntranceSettings, RoutingConfig
 from pd_cluster.settings.setting import Declared, Panel, declared, one_of, read
+from pd_cluster.settings.speculation_flags import SpeculationFlags
 from pd_cluster.settings.timeouts import Timeouts
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -36,6 +37,7 @@ GROUPS: tuple[type[msgspec.Struct], ...] = (
         EngineConfig,
         AdapterSettings,
         RopeSettings,
+        SpeculationFlags,
         ProcessSettings,
         KeyFiles,
         JoinSettings,
@@ -141,7 +143,17 @@ class ServeOptions(Mapping[str, Any]):
         """Raises ConfigError."""
         overrides = settings()["hf_overrides"].read(self["hf_overrides"])
         rope, adapters = self.read(RopeSettings), self.read(AdapterSettings)
-        return self.read(EngineConfig, hf_overrides=rope.into(overrides), adapters=adapters)
+        drafting = self.read(SpeculationFlags)
+        return self.read(
+            EngineConfig,
+            hf_overrides=rope.into(overrides),
+            adapters=adapters,
+            speculation=drafting.into(settings()["speculative_config"].read(self["speculative_config"])),
+        )
+
+    def remarks(self) -> list[str]:
+        """Returns warnings of given values without effect. Raises ConfigError."""
+        return self.read(SpeculationFlags).remarks()
 
     def routing(self, policies: Collection[str]) -> RoutingConfig:
         """`policies`: those of the router. Raises ConfigError."""

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
+from pd_cluster.settings.setting import Check, finite, within
+from pd_cluster.types import INT32_MAX
+
 Method = Literal["ngram", "suffix"]
+METHODS: tuple[Method, ...] = get_args(Method)
+MOST_DRAFTS = 64  # of a sequence in a step
 DEFAULT_DRAFTS = 16
+MOST_MATCHED = 1024  # tokens of a sequence's end that are looked for
+COUNT = within(0, INT32_MAX)
+PROBABILITY = Check(lambda value: 0 <= value <= 1, "must be in 0 to 1")
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
@@ -15,22 +23,25 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     Names are those of vLLM's `--speculative-config`. `num_speculative_tokens`: the most drafts of a sequence in a step;
     measured times and hits decide how many there are. `num_speculative_tokens_per_batch_size`: (first, last, most) by
-    numbers of running sequences.
+    numbers of running sequences, in order; as in vLLM, numbers behind a range and before the next belong to it.
+    `suffix_decoding_max_cached_tokens`, which vLLM does not have: of earlier outputs, all trees together.
     """
 
     methods: tuple[Method, ...] = ()
-    num_speculative_tokens: int = DEFAULT_DRAFTS
+    num_speculative_tokens: Annotated[int, within(1, MOST_DRAFTS)] = DEFAULT_DRAFTS
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int, int], ...] = ()
-    prompt_lookup_min: int = 5
-    prompt_lookup_max: int = 5
-    suffix_decoding_max_tree_depth: int = 24
-    suffix_decoding_max_cached_requests: int = 10_000
-    suffix_decoding_max_spec_factor: float = 1.0
-    suffix_decoding_min_token_prob: float = 0.1
+    prompt_lookup_min: Annotated[int, within(1, MOST_MATCHED)] = 5
+    prompt_lookup_max: Annotated[int, within(1, MOST_MATCHED)] = 5
+    suffix_decoding_max_tree_depth: Annotated[int, within(1, MOST_MATCHED)] = 24
+    suffix_decoding_max_cached_requests: Annotated[int, COUNT] = 10_000
+    suffix_decoding_max_cached_tokens: Annotated[int, COUNT] = 5_000_000
+    suffix_decoding_max_spec_factor: Annotated[float, finite("must be a number of at least 0")] = 1.0
+    suffix_decoding_min_token_prob: Annotated[float, PROBABILITY] = 0.1
 
     def most_drafts(self, num_seqs: int) -> int:
         """Returns the most drafts of a sequence in a step of so many sequences."""
-        for first, last, most in self.num_speculative_tokens_per_batch_size:
-            if first <= num_seqs <= last:
-                return most
-        return self.num_speculative_tokens
+        found = self.num_speculative_tokens
+        for first, _, most in self.num_speculative_tokens_per_batch_size:
+            if first <= num_seqs:
+                found = most
+        return min(found, self.num_speculative_tokens)

@@ -11,6 +11,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 MOST_UNTOLD = 63  # tokens of a sequence that may wait to be sent; they are recomputed when it resumes elsewhere
 INT32_MAX = 2**31 - 1
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -29,7 +30,8 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """One token of one sequence. `position` counts output tokens from 0; `attempt` counts dispatches from 0.
 
     `score` is set for a candidate of a beam search that is handed over: its accumulated log-probability. `earlier` are
-    the tokens right before it that are sent with it, when nobody reads single ones.
+    the tokens right before it that are sent with it, when nobody reads single ones. `predicted`: how many tokens of
+    the request's prediction were accepted and rejected as drafts since the sequence's last output; None: none was.
     """
 
     request_id: str
@@ -41,6 +43,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: Logprobs | None = None
     score: float | None = None
     earlier: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MOST_UNTOLD)] = ()
+    predicted: tuple[Count, Count] | None = None
 
     def apart(self) -> Iterator[TokenOutput]:
         """Yields an output for each of its tokens."""

@@ -29,6 +29,7 @@ class Playback:
         self.failed: list[Exception] = []
         self.last_reason: FinishReason = "length"
         self.requests: list[Sampling] = []
+        self.orders: list[Order] = []
         self.salts: list[str] = []
         self.gathered: list[bool] = []  # whether each request's reader gathers
         self.changes: dict[tuple[int, int], dict[str, Any]] = {}  # (sequence, position) -> what its token has otherwise
@@ -37,6 +38,7 @@ class Playback:
     async def serve(self, order: Order, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:
         sampling = order.sampling
         self.requests.append(sampling)
+        self.orders.append(order)
         self.salts.append(order.cache_salt)
         self.gathered.append(order.gathers)
         num_together = self.num_together if self.gathered[-1] else 1

@@ -77,7 +77,9 @@ def test_values_and_switches_as_vllm_writes_them(tmp_path: Path) -> None:
     assert options_of("--config", str(path), "--enable-prefix-caching")[0]["enable_prefix_caching"] is True
 
 
-@pytest.mark.parametrize("text", ["numa-bind: true", "trust-request-mm-kwargs: false", "nnodes: 2", "spec-tokens: 3"])
+@pytest.mark.parametrize(
+    "text", ["numa-bind: true", "trust-request-mm-kwargs: false", "nnodes: 2", "max-num-active-seqs: 3"]
+)
 def test_a_file_with_what_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "serve.yaml"
     path.write_text(text)

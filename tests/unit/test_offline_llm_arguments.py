@@ -15,6 +15,7 @@ from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.settings.foreign_flags import FOREIGN
 from pd_cluster.settings.options import ServeOptions, settings
 from pd_cluster.settings.setting import Scope
+from pd_cluster.settings.speculation import Speculation
 from tests.support.offline import MakeLLM, fake_llms, same
 
 make = pytest.fixture(fake_llms)
@@ -86,6 +87,14 @@ def test_several_ranks_alone_are_worker_processes(make: MakeLLM, caplog: pytest.
         ({"max_model_len": "auto"}, {"max_model_len": None}),
         ({"max_num_batched_tokens": "2K"}, {"max_num_batched_tokens": 2048}),
         ({"max_cudagraph_capture_size": 64}, {"graph_sizes": (64,)}),
+        *(
+            (given, {"speculation": Speculation(methods=("ngram",), num_speculative_tokens=8)})
+            for given in (
+                {"speculative_config": {"method": "ngram", "num_speculative_tokens": 8}},
+                {"spec_method": "ngram", "spec_tokens": 8},
+                {"speculative_model": "[ngram]", "num_speculative_tokens": 8},
+            )
+        ),
         # what asks for nothing
         ({"enforce_eager": True, "load_format": "safetensors", "quantization": None, "enable_lora": False}, {}),
         ({"speculative_config": None, "kv_transfer_config": {}, "logits_processors": [], "runner": "auto"}, {}),
@@ -145,7 +154,9 @@ def test_what_cannot_matter_here_is_said_once(
         ({"enable_lora": True, "lora_modules": ["a"]}, "lora_modules 'a': expected NAME=PATH"),
         ({"enable_lora": True, "max_lora_rank": 1024}, "max_lora_rank 1024: "),
         ({"max_model_length": 9}, "max_model_length: unknown argument; did you mean max_model_len?"),
-        ({"spec_method": "eagle"}, "spec_method 'eagle': "),
+        ({"spec_method": "eagle"}, "spec_method 'eagle': not supported yet; give ngram or suffix"),
+        ({"speculative_config": {"method": "medusa"}}, "speculative_config: method 'medusa': not supported; "),
+        ({"spec_method": "ngram", "speculative_config": {"method": "ngram"}}, "speculative_config: spec_method says "),
         ({"zzz": 9}, "zzz: unknown argument; docs/flags.md has those of serve"),
     ],
 )

@@ -40,6 +40,10 @@ def test_a_field_reaches_the_engine(make: MakeLLM, is_chat: bool) -> None:
         assert {name: getattr(sampling, name) for name in wanted} == wanted
     ask([{"role": "user", "content": "x"}] if is_chat else "x", SamplingParams(bad_words=["ab"]), use_tqdm=False)
     assert [len(word) for word in offline.router.requests[-1].bad_words] == [2]
+    for prediction in ("ab", {"type": "content", "content": "ab"}):
+        params = SamplingParams(prediction=prediction, speculative=False)
+        ask([{"role": "user", "content": "x"}] if is_chat else "x", params, use_tqdm=False)
+        assert (len(offline.router.orders[-1].prediction), offline.router.orders[-1].may_draft) == (2, False)
 
 
 def test_stop_strings_and_truncation(make: MakeLLM) -> None:

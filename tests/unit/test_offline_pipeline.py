@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import typing
 from typing import Any
@@ -17,6 +18,7 @@ from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig
 from pd_cluster.offline.lmdeploy.vision_config import VisionConfig
 from pd_cluster.offline.session import OfflineConfig
 from pd_cluster.pytorch import EngineConfig as PytorchConfig
+from pd_cluster.settings.speculation import Speculation
 from pd_cluster.turbomind import EngineConfig as TurbomindConfig
 from tests.support.checkpoints import EOS_ID
 from tests.support.lmdeploy_engine import ANSWER, Make, engines, steps_of, turn
@@ -222,6 +224,8 @@ def test_documented_defaults_of_pipeline(make: Make) -> None:
         ({"model_name": 5}, "model_name 5: "),
         ({"arguments": "--kv-hmac"}, "arguments '--kv-hmac': "),
         ({"session_length": 5}, "pipeline: session_length is unknown"),
+        ({"speculative_config": 5}, "speculative_config 5: expected a dict"),
+        ({"speculative_config": {"method": "eagle3"}}, "speculative_config: method 'eagle3': not supported yet"),
         ({"backend_confg": None}, "pipeline: backend_confg is unknown; did you mean backend_config?"),
     ],
 )
@@ -256,6 +260,18 @@ def test_templates_of_a_folder_and_of_a_model_name(make: Make) -> None:
     engine, offline = make(model_name="internlm-chat-7b", chat_template_config=ChatTemplateConfig(meta_instruction="s"))
     engine("hi")
     assert offline.prompts == ["<|System|>:s\n<|User|>:hi\n<|Bot|>:"]
+
+
+def test_drafting_is_configured_as_in_vllm_or_by_lmdeploys_own_class(make: Make) -> None:
+    @dataclasses.dataclass
+    class Theirs:
+        method: str
+        model: str | None = None
+        num_speculative_tokens: int = 1
+
+    for given, drafts in ((Theirs("ngram"), 1), ({"method": "ngram", "num_speculative_tokens": 4}, 4)):
+        _, offline = make(speculative_config=given)
+        assert offline.config.engine.speculation == Speculation(methods=("ngram",), num_speculative_tokens=drafts)
 
 
 def test_which_model_is_served_and_how_it_is_read(make: Make) -> None:

@@ -12,6 +12,7 @@ from pd_cluster.service.limits import truncated
 from pd_cluster.service.schema import protocol
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.prediction import MAX_PREDICTION_PARTS
 from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest, GenerationRequest
 from pd_cluster.types import Sampling
 from tests.support.parsing import HELLO, MINIMAL, kinds, parsed, refused
@@ -84,6 +85,12 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "guided_json": (5, True, ["a"]),
     "guided_choice": ("a", [1]),
     "response_format": ("json", [], {"type": "xml"}),
+    "prediction": (
+        *("a", [], {"content": "a"}, {"type": "text", "content": "a"}, {"type": "content"}),
+        *({"type": "content", "content": content} for content in (5, None, ["a"], [{"type": "image_url"}])),
+        {"type": "content", "content": [{"type": "text", "text": "a"}] * (MAX_PREDICTION_PARTS + 1)},
+    ),
+    "speculative": (1, "false", []),
 }
 
 

@@ -66,8 +66,10 @@ def test_what_changes_nothing_is_counted_all_the_same(app: FastAPI) -> None:
 def test_a_conversation_is_in_order() -> None:
     """Instructions, then the items of earlier responses, then the request's own."""
     earlier = [{"role": "user", "content": "first"}, {"role": "assistant", "content": "second"}]
-    request = ResponsesRequest.model_validate({"instructions": "rules", "input": "third", "model": "tiny"})
-    messages = chat_of(request, earlier, frozenset()).messages
+    request = ResponsesRequest.model_validate({"instructions": "rules", "input": "third", "speculative": False})
+    chat = chat_of(request, earlier, frozenset())
+    messages = chat.messages
+    assert chat.speculative is False
     assert [message.role for message in messages] == ["system", "user", "assistant", "user"]
     texts = [json.dumps(message.content) for message in messages]
     assert [word in text for word, text in zip(("rules", "first", "second", "third"), texts, strict=True)] == [True] * 4

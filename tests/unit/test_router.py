@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -28,14 +29,15 @@ def world() -> Iterator[World]:
 
 
 async def test_both_legs_get_the_request_and_each_other(world: World) -> None:
-    serving, first, request_id = await world.begin(priority=-3, batch="b", cache_salt="mine")
+    asked: dict[str, Any] = {"priority": -3, "batch": "b", "cache_salt": "mine", "prediction": (5,), "may_draft": False}
+    serving, first, request_id = await world.begin(**asked)
     (p_conn, p), (d_conn, d) = world.mailbox.of(wire.Submit)
     assert (p_conn, d_conn) == ("to-prefill-0", "to-decode-0")
     assert (p.leg, d.leg) == ("prefill", "decode")
     assert (p.peer, d.peer) == (world.instances[2].key, world.instances[0].key)
     assert p.request_id == d.request_id == request_id
     assert p.transfer_id == d.transfer_id
-    assert p.order == d.order == Order(PROMPT, SAMPLING, priority=-3, batch="b", cache_salt="mine")
+    assert p.order == d.order == Order(PROMPT, SAMPLING, **asked)
     await world.leave(serving, first)
 
 

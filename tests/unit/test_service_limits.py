@@ -10,8 +10,9 @@ import pytest
 from tokenizers import processors
 
 from pd_cluster.errors import RequestError
+from pd_cluster.service import intake
 from pd_cluster.service.caller import Caller
-from pd_cluster.service.generation import PromptTokensDetails
+from pd_cluster.service.generation import CompletionTokensDetails, PromptTokensDetails, usage_of
 from pd_cluster.service.prompts.prompt_encoder import TRUNCATED_NUM_CHARS
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.protocol import CompletionRequest
@@ -135,6 +136,45 @@ def test_bad_words_become_tokens_and_may_not_forbid_all_that_is_allowed(make: Se
     with pytest.raises(RequestError, match="forbid every one of them"):
         completion(service, "a", allowed_token_ids=[allowed], bad_words=["z"])
     assert completion(service, "a", allowed_token_ids=[allowed, 1], bad_words=["z"]).sampling.bad_words
+
+
+def test_a_prediction_becomes_tokens_as_far_as_the_context_has_room(
+    make: Services, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service, _ = make(limit=100)
+    ids = service.tokenizer.encode("ab c", False)
+    for content in ("ab c", [{"type": "text", "text": "ab"}, {"type": "text", "text": " c"}]):
+        for ask in (completion, chat):
+            order = ask(service, "a", prediction={"type": "content", "content": content}, speculative=False).order
+            assert (order.prediction, order.may_draft) == (tuple(ids), False)
+    order = completion(service, "a", prediction={"type": "content", "content": "ab c" * 10_000}).order
+    assert (order.prediction, order.may_draft) == (tuple(service.tokenizer.encode("ab c" * 100, False)[:100]), True)
+    monkeypatch.setattr(intake, "MAX_PREDICTED_TOKENS", 2 * len(ids) - 1)
+    request = CompletionRequest.model_validate(
+        {"prompt": [[1], [2]], "prediction": {"type": "content", "content": "ab c"}}
+    )
+    generations = asyncio.run(service.completions(request))
+    assert [generation.order.prediction for generation in generations] == [tuple(ids[:-1])] * 2
+    nothing = CompletionTokensDetails(accepted_prediction_tokens=0, rejected_prediction_tokens=0)
+    assert usage_of(generations).completion_tokens_details == nothing
+    service.intake.limits = service.intake.limits._replace(vocab_size=max(ids))
+    order = completion(service, [1], prediction={"type": "content", "content": "ab c"}).order
+    assert order.prediction == tuple(ids[: ids.index(max(ids))]), "up to a token that the model lacks"
+
+
+@pytest.mark.parametrize("num_together", [1, 3])
+def test_what_became_of_a_prediction_is_told(make: Services, num_together: int) -> None:
+    service, router = make("abcdefg")
+    router.num_together = num_together
+    router.changes = {(0, 0): {"predicted": (2, 1)}, (0, 3): {"predicted": (3, 0)}, (1, 6): {"predicted": (0, 4)}}
+    asked = {"n": 2, "max_tokens": 7, "seed": 5}
+    generation = completion(service, "a", prediction={"type": "content", "content": "b"}, **asked)
+    whole(service, generation)
+    told = CompletionTokensDetails(accepted_prediction_tokens=5, rejected_prediction_tokens=5)
+    assert generation.usage.completion_tokens_details == told
+    plain = completion(service, "a", **asked)
+    whole(service, plain)
+    assert plain.usage.completion_tokens_details is None
 
 
 def test_a_greedy_default_of_the_model_counts(make: Services) -> None:

@@ -56,6 +56,9 @@ DESCRIPTIONS = {
     "return_token_ids": "Answers have the token ids of prompt and output, too.",
     "kv_transfer_params": "{do_remote_decode: true} asks for a handle for the KV cache of the prompt; {handle: …} "
     "takes it back. Only on the routes that generate from one prompt.",
+    "prediction": 'Text that the answer is expected to have, such as a file before an edit: {"type": "content", '
+    '"content": a text, or text parts}. It saves time where it is right, and never changes the answer.',
+    "speculative": "false: draft nothing for this request; each token takes a step of its own.",
     "include_metrics": "Tell when the answer's tokens came; null for more than one answer in a request.",
     "echo": "The answer begins with the prompt; in a chat with the message that it goes on with.",
     "add_special_tokens": "Put the model's own tokens around the text, such as the one for a beginning.",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import reprlib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from typing import Any, NamedTuple
 
 import msgspec
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.offline.lmdeploy.arguments import count, idle, refuse, refuse_unknown, warn
+from pd_cluster.offline.lmdeploy.arguments import count, idle, refuse_unknown, warn
 from pd_cluster.offline.lmdeploy.engine_configs import (
     BackendConfig,
     EarlyTurbomindConfig,
@@ -25,23 +26,23 @@ from pd_cluster.offline.session import Offline, OfflineConfig
 from pd_cluster.service.limits import DEFAULT_MAX_LOGPROBS
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.settings.speculation import Speculation
+from pd_cluster.settings.speculative_config import speculation_of
 
 BACKENDS = ("turbomind", "pytorch")
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 DEFAULT_INSTANCE_NUM = 32  # no limit in effect: the batch's size is decisive
-NOT_HERE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "speculative_config": ((None,), "speculative decoding is not supported; leave it out"),
-}
 WITHOUT_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_log_len": ((None,), "prompts are never logged"),
     "trust_remote_code": ((False, None), "code from a model folder is never run"),
 }
 DEFAULT_LEVEL = "ERROR"  # of messages from here; the engine's own log keeps its level
 OWN = ("prefill", "decode", "arguments", "log_level", "max_logprobs", "allow_control_tokens", "vision_config")
+DRAFTING = "speculative_config"
 MODELS = ("try_unlisted", "language_model_only", "hf_overrides")  # of EngineConfig: the model, and how it is read
 KNOWN = (
     *("model_path", "model_name", "backend", "backend_config", "chat_template_config", "instance_num", "tp"),
-    *(*OWN, *MODELS, *NOT_HERE, *WITHOUT_EFFECT),
+    *(*OWN, *MODELS, DRAFTING, *WITHOUT_EFFECT),
 )
 
 
@@ -69,7 +70,6 @@ class Setup:
     def open(self, others: dict[str, Any]) -> Ready:
         """Builds the engine. `others`: further keywords. Raises ConfigError."""
         refuse_unknown("pipeline", others, KNOWN)
-        refuse("pipeline", others, NOT_HERE)
         config = self._config()
         way = self._asked_way(config)
         num_at_once = count("pipeline", "instance_num", self.instance_num, 1)
@@ -147,7 +147,7 @@ class Setup:
             )
         try:
             engine, remarks = engine_of(str(self.model_path), config)
-            engine = _chosen(engine, others)
+            engine = msgspec.structs.replace(_chosen(engine, others), speculation=_speculation(others.get(DRAFTING)))
             settings = OfflineConfig(
                 engine=engine,
                 chat=ChatConfig(allows_control_tokens=_allows_control_tokens(others)),
@@ -172,6 +172,16 @@ def _chosen(engine: EngineConfig, others: dict[str, Any]) -> EngineConfig:
         return msgspec.convert({**msgspec.to_builtins(engine), **given}, EngineConfig)
     except msgspec.ValidationError as error:
         raise ConfigError(f"pipeline: {error}") from None
+
+
+def _speculation(given: Any) -> Speculation:
+    """Reads LMDeploy's own SpeculativeConfig, or a mapping with vLLM's keys. Raises ConfigError."""
+    if given is None:
+        return Speculation()
+    given = asdict(given) if is_dataclass(given) and not isinstance(given, type) else given
+    if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+        raise ConfigError(f"{DRAFTING} {reprlib.repr(given)}: expected a dict, such as {{'method': 'ngram'}}")
+    return speculation_of(given, lambda key: f"{DRAFTING}: {key}")
 
 
 def _allows_control_tokens(others: dict[str, Any]) -> bool:

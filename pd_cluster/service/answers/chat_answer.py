@@ -104,7 +104,8 @@ class ChatAnswer(Answer):
         usage = super()._usage()
         if self._texts:
             num_tokens = sum(len(self._tokenizer.encode(text.reasoning, False)) for text in self._texts)
-            details = CompletionTokensDetails(min(num_tokens, usage.completion_tokens))
+            details = usage.completion_tokens_details or CompletionTokensDetails()
+            details = replace(details, reasoning_tokens=min(num_tokens, usage.completion_tokens))
             usage = replace(usage, completion_tokens_details=details)
         return usage
 

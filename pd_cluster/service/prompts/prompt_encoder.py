@@ -69,6 +69,13 @@ class PromptEncoder:
 
         return await self._pool.run(caller.client, work, len(prompt.text))
 
+    async def prediction(self, text: str, most_tokens: int, caller: Caller = NOBODY) -> tuple[int, ...]:
+        """Encodes the beginning of a text that an answer is expected to have, as much as the context has room for."""
+        most_tokens = min(most_tokens, self.limit())
+        text = text[: PROBED_CHARS_PER_TOKEN * most_tokens]
+        found = await self.run(lambda: self.tokenizer.encode(text, False), len(text), caller)
+        return tuple(found[:most_tokens])
+
     async def bad_words(self, words: list[str], caller: Caller = NOBODY) -> tuple[tuple[int, ...], ...]:
         return await self.run(lambda: self.tokenizer.encode_bad_words(words), sum(map(len, words)), caller)
 

@@ -126,6 +126,7 @@ class MessagesPrompt(BaseModel):
     inference_geo: None = None
     # vLLM's, with the meanings that they have in a chat
     cache_salt: str | None = None
+    speculative: bool | None = None  # this server's
     chat_template_kwargs: dict[str, Any] | None = None
     kv_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None

@@ -18,6 +18,7 @@ from pydantic_core import PydanticCustomError
 from pd_cluster.engine.step.limits import MAX_LENGTH_PENALTY
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.guide_fields import Asked, GuideFields, guide_of
+from pd_cluster.service.schema.prediction import Prediction
 from pd_cluster.types import INT32_MAX, MAX_SEQUENCES, Guide, Sampling
 
 MAX_STOP_STRINGS = 16
@@ -89,7 +90,7 @@ SGLANGS: dict[str, tuple[tuple[Any, ...], str]] = {
 }
 # Parameters that say nothing about the answer; they are accepted without effect.
 HARMLESS = frozenset(
-    {"metadata", "prediction", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
+    {"metadata", "prompt_cache_options", "prompt_cache_retention", "safety_identifier"}
     | {"service_tier", "store", "verbosity"}
     | {"mm_payload", "return_mm_kwargs"}  # vLLM's, of the form of images that rendered requests have
 )
@@ -213,6 +214,8 @@ class GenerationRequest(BaseModel):
     response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
     include_metrics: bool | None = None
+    prediction: Prediction | None = None
+    speculative: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None  # of the routes that take handles
 
     @property

@@ -165,6 +165,7 @@ class ResponsesRequest(BaseModel):
     cache_salt: str | None = None
     session_id: SessionId | None = None
     priority: int | None = None
+    speculative: bool | None = None  # this server's
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
     enable_response_messages: Off | None = None

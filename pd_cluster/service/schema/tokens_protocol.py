@@ -122,6 +122,7 @@ class BatchChatRequest(ChatCompletionRequest):
             ("stream", bool(self.stream), "a batch is answered whole"),
             ("n", self.num_choices > 1, "a batch has one answer for each conversation"),
             ("prompt_logprobs", self.prompt_logprobs is not None, "a batch's answer has no place for them"),
+            ("prediction", self.prediction is not None, "a batch's conversations have answers of their own"),
         ):
             if value:
                 raise RequestError(f"{name}: {why}; leave it out, or use /v1/chat/completions", param=name)

@@ -1,0 +1,180 @@
+"""`--speculative-config`: vLLM's keys (0.32), as one JSON object.
+
+    {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
+
+`method` may also be a list, whose methods are tried in order. Methods and keys that are not served are refused by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import reprlib
+from collections.abc import Callable, Mapping
+from typing import Any, get_args, get_type_hints
+
+import msgspec
+
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.foreign import NOTHING
+from pd_cluster.settings.setting import Check, Form
+from pd_cluster.settings.speculation import METHODS, MOST_DRAFTS, Method, Speculation
+from pd_cluster.types import INT32_MAX
+
+Place = Callable[[str], str]  # a key -> how an error names it
+
+METHOD, MODEL, BATCHES = "method", "model", "num_speculative_tokens_per_batch_size"
+LEAST, MOST = "prompt_lookup_min", "prompt_lookup_max"
+SERVED = f"give {' or '.join(METHODS)}"
+NOT_YET = f"not supported yet; {SERVED}"
+NGRAM_AS_MODEL = ("ngram", "[ngram]")  # vLLM has written the method as a model, too
+WITH_MODEL = ("draft_model", "eagle", "eagle3", "mtp")  # and the types of MTP, such as deepseek_mtp
+REFUSED = {
+    **dict.fromkeys(("medusa", "mlp_speculator", "dflash", "dspark"), f"not supported; {SERVED}"),
+    "ngram_gpu": "prompts are searched on the host; give ngram",
+    "custom_class": f"foreign code is not loaded; {SERVED}",
+    "extract_hidden_states": f"drafts nothing; {SERVED}, and ask /v1/embeddings for vectors",
+}
+OF_A_MODEL = (
+    *("draft_tensor_parallel_size", "max_model_len", "quantization", "revision", "code_revision"),
+    *("draft_sample_method", "enforce_eager", "moe_backend", "attention_backend", "kv_cache_dtype"),
+    *("disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction"),
+    *("use_heterogeneous_vocab", "parallel_drafting", "enable_adaptive_verification", "dspark_draft_topk"),
+    "index_share_for_mtp_iteration",
+)
+REFUSED_KEYS = {
+    **dict.fromkeys(OF_A_MODEL, f"is for a draft model, which is {NOT_YET} without it"),
+    "synthetic_acceptance_rates": "would change answers; leave it out",
+    "synthetic_acceptance_length": "would change answers; leave it out",
+    "disable_by_batch_size": f"give {BATCHES}, such as [[1, 4, 8], [5, 256, 0]]",
+}
+UNSET = (False, "", "auto")  # values of these that ask for nothing
+ACCEPTANCE, EXACT = "rejection_sample_method", ("standard", "block")  # a draft counts if it is what would be drawn
+NUMBERS: dict[str, tuple[type, tuple[Check, ...]]] = {
+    name: (get_args(hint)[0], tuple(each for each in get_args(hint)[1:] if isinstance(each, Check)))
+    for name, hint in get_type_hints(Speculation, include_extras=True).items()
+    if hasattr(hint, "__metadata__")
+}
+KEYS = (METHOD, *NUMBERS, BATCHES, ACCEPTANCE)
+
+
+def speculation_of(given: Mapping[str, Any], place: Place) -> Speculation:
+    """Reads the keys; a null is as if the key was not given. Raises ConfigError."""
+    given = {key: value for key, value in given.items() if value is not None}
+    methods = _methods(given, place)
+    for key in given:
+        if key not in (*KEYS, MODEL) and not (key in REFUSED_KEYS and given[key] in UNSET):
+            raise ConfigError(f"{place(key[:80])}: {REFUSED_KEYS.get(key) or _no_such('key', key, KEYS)}")
+    if (acceptance := given.get(ACCEPTANCE, EXACT[0])) not in EXACT:
+        why = "would change answers; give" if acceptance == "synthetic" else "expected"
+        raise ConfigError(f"{place(ACCEPTANCE)} {reprlib.repr(acceptance)}: {why} {' or '.join(EXACT)}")
+    numbers: dict[str, Any] = {key: _number(given[key], key, place) for key in NUMBERS if key in given}
+    return Speculation(
+        methods=methods,
+        num_speculative_tokens_per_batch_size=_ranges(given[BATCHES], place) if BATCHES in given else (),
+        **{**numbers, **_lookup(numbers, place)},
+    )
+
+
+def _methods(given: Mapping[str, Any], place: Place) -> tuple[Method, ...]:
+    """Raises ConfigError for one that is not served, for none, and for a model to draft with."""
+    method, model = given.get(METHOD), given.get(MODEL)
+    if method is None and model is not None:
+        if model not in NGRAM_AS_MODEL:
+            raise ConfigError(f"{place(MODEL)} {reprlib.repr(model)}: a draft model is {NOT_YET} without it")
+        method = "ngram"
+    several: list[Any] = method if isinstance(method, list) else [] if method is None else [method]
+    if not several:
+        raise ConfigError(f"{place(METHOD)}: missing; {SERVED}")
+    for each in several:
+        if each not in METHODS:
+            raise ConfigError(f"{place(METHOD)} {reprlib.repr(each)}: {_no_method(each)}")
+    if len(set(several)) < len(several):
+        raise ConfigError(f"{place(METHOD)} {reprlib.repr(several)}: give each method once")
+    if model is not None and ("ngram" not in several or model not in NGRAM_AS_MODEL):
+        raise ConfigError(f"{place(MODEL)} {reprlib.repr(model)}: {' and '.join(several)} needs none; leave it out")
+    return tuple(several)
+
+
+def _no_method(method: Any) -> str:
+    """Says why a method is not served."""
+    if not isinstance(method, str):
+        return f"expected {' or '.join(METHODS)}, or a list of them"
+    if method in WITH_MODEL or method.endswith("_mtp"):
+        return NOT_YET
+    return REFUSED.get(method) or _no_such("method", method, METHODS)
+
+
+def _no_such(kind: str, given: str, known: tuple[str, ...]) -> str:
+    near = difflib.get_close_matches(given, known, n=1)
+    return f"no such {kind}; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
+
+
+def _number(value: Any, key: str, place: Place) -> Any:
+    """Raises ConfigError."""
+    kind, checks = NUMBERS[key]
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else int):
+        what = "a number" if kind is float else "a whole number"
+        raise ConfigError(f"{place(key)} {reprlib.repr(value)}: expected {what}")
+    for each in checks:
+        if not each.accepts(value):
+            raise ConfigError(f"{place(key)} {value}: {each.says}")
+    return kind(value)
+
+
+def _lookup(numbers: Mapping[str, Any], place: Place) -> dict[str, int]:
+    """Returns both ends of the lengths to look up; one that is not given is the other one. Raises ConfigError."""
+    found = {key: numbers[key] for key in (LEAST, MOST) if key in numbers}
+    if len(found) == 1:
+        (only,) = found.values()
+        return {LEAST: only, MOST: only}
+    if found and found[LEAST] > found[MOST]:
+        raise ConfigError(f"{place(LEAST)} {found[LEAST]}: is above {place(MOST)} {found[MOST]}; give at most that")
+    return found
+
+
+def _ranges(given: Any, place: Place) -> tuple[tuple[int, int, int], ...]:
+    """Returns the ranges in order. Raises ConfigError."""
+    where = f"{place(BATCHES)} {reprlib.repr(given)}"
+    try:
+        ranges = tuple(sorted(msgspec.convert(given, tuple[tuple[int, int, int], ...])))
+    except msgspec.ValidationError:
+        raise ConfigError(f"{where}: expected ranges [first, last, drafts], such as [[1, 4, 8], [5, 256, 0]]") from None
+    before = 0
+    for first, last, most in ranges:
+        if not 1 <= first <= last <= INT32_MAX or not 0 <= most <= MOST_DRAFTS:
+            what = f"numbers of sequences from 1 on, and 0 to {MOST_DRAFTS} drafts"
+            raise ConfigError(f"{where}: [{first}, {last}, {most}]: expected {what}")
+        if first <= before:
+            raise ConfigError(f"{where}: ranges overlap at {first}; give each number of sequences once")
+        if not before and first > 1:
+            raise ConfigError(f"{where}: begins at {first}; the first range must begin at 1")
+        before = last
+    return ranges
+
+
+def _read(name: str, written: str) -> Speculation:
+    if written.lower() in NOTHING:
+        return Speculation()
+    try:
+        given = json.loads(written)
+    except ValueError as error:
+        raise ConfigError(f"{called(name)} {written[:80]!r}: no JSON ({error})") from None
+    if not isinstance(given, dict):
+        raise ConfigError(f"{called(name)} {written[:80]!r}: expected an object with {', '.join(KEYS)}")
+    return speculation_of(given, lambda key: f"{called(name)}: {key}")
+
+
+def _write(speculation: Speculation) -> str:
+    """Returns "" for the default, which drafts only what requests and guides say."""
+    if not speculation.methods:
+        return ""
+    plain = Speculation()
+    given = {name: getattr(speculation, name) for name in (*NUMBERS, BATCHES)}
+    told = {name: value for name, value in given.items() if value != getattr(plain, name)}
+    if LEAST in told or MOST in told:  # one alone would be the other, too
+        told |= {name: given[name] for name in (LEAST, MOST)}
+    return msgspec.json.encode({METHOD: speculation.methods, **told}).decode()
+
+
+SPECULATION = Form(str, _read, _write, takes_mappings=True)

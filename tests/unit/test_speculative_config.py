@@ -1,0 +1,220 @@
+"""How to draft, in every way that command lines have: vLLM's JSON and short forms, 0.6's flags, TACO-LLM's folder."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.offline.arguments import config_of
+from pd_cluster.offline.session import _launch
+from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.options import ServeOptions, settings
+from pd_cluster.settings.speculation import Speculation
+from pd_cluster.settings.speculation_flags import FILE
+from tests.unit.test_flags import parse
+
+BOTH = ("ngram", "suffix")
+
+
+def speculation(*argv: str) -> Speculation:
+    given, warnings = parse("--model=m", *argv)
+    assert warnings == []
+    return ServeOptions(**given).engine().speculation
+
+
+def config(**keys: Any) -> list[str]:
+    return ["-sc", json.dumps(keys)]
+
+
+def test_every_way_to_say_it() -> None:
+    ngram = Speculation(methods=("ngram",))
+    five = Speculation(methods=("ngram",), num_speculative_tokens=5, prompt_lookup_min=2, prompt_lookup_max=4)
+    lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
+    short = ["--ngram-prompt-lookup-max=4", "--ngram-prompt-lookup-min", "2"]
+    suffix: dict[str, Any] = {
+        "num_speculative_tokens": 64,
+        "suffix_decoding_max_tree_depth": 8,
+        "suffix_decoding_max_cached_requests": 0,
+        "suffix_decoding_max_spec_factor": 2,
+        "suffix_decoding_min_token_prob": 0,
+    }
+    says: list[tuple[list[str], Speculation]] = [
+        ([], Speculation()),
+        (["--speculative-config="], Speculation()),
+        (["--speculative-config", "null"], Speculation()),
+        (config(method="ngram"), ngram),
+        (config(model="[ngram]", rejection_sample_method="block", quantization=None, parallel_drafting=False), ngram),
+        (["--spec-method=ngram"], ngram),
+        (["--speculative-config.method", "ngram", "--speculative-config.num_speculative_tokens=16"], ngram),
+        (config(method="ngram", num_speculative_tokens=5, **lookup), five),
+        (["--spec-method", "ngram", "--spec-tokens=5", *short], five),
+        (["--speculative-model", "[ngram]", "--num_speculative_tokens=5", *short], five),
+        (
+            config(method="ngram", prompt_lookup_max=3),
+            Speculation(methods=("ngram",), prompt_lookup_min=3, prompt_lookup_max=3),
+        ),
+        (config(method="suffix", **suffix), Speculation(methods=("suffix",), **suffix)),
+        (config(method=["suffix", "ngram"]), Speculation(methods=("suffix", "ngram"))),
+    ]
+    for argv, wanted in says:
+        assert speculation(*argv) == wanted, argv
+
+
+REFUSED: list[tuple[list[str], str]] = [
+    (
+        config(method="draft_model", model="m"),
+        "--speculative-config: method 'draft_model': not supported yet; give ngram",
+    ),
+    *(
+        (config(method=each), f"'{each}': not supported yet; give ngram or suffix")
+        for each in ("eagle", "eagle3", "mtp")
+    ),
+    (config(method="deepseek_mtp"), "'deepseek_mtp': not supported yet; give ngram or suffix"),
+    (config(model="m"), "model 'm': a draft model is not supported yet; give ngram or suffix without it"),
+    (config(method="suffix", model="ngram"), "model 'ngram': suffix needs none; leave it out"),
+    *((config(method=each), "not supported; give ngram") for each in ("medusa", "mlp_speculator", "dflash", "dspark")),
+    (config(method="ngram_gpu"), "give ngram"),
+    (config(method="custom_class"), "foreign code is not loaded"),
+    (config(method="extract_hidden_states"), "/v1/embeddings"),
+    (config(method="ngrams"), "no such method; did you mean ngram?"),
+    (config(method=5), "method 5: expected ngram or suffix"),
+    (config(method=[]), "method: missing; give ngram or suffix"),
+    (config(method=["ngram", "ngram"]), "give each method once"),
+    (config(num_speculative_tokens=5), "method: missing; give ngram or suffix"),
+    *(
+        (config(method="ngram", **{key: value}), f"{key}: is for a draft model")
+        for key, value in {"draft_tensor_parallel_size": 1, "max_model_len": 9, "revision": "r"}.items()
+    ),
+    *(
+        (config(method="ngram", draft_sample_method=each), "is for a draft model")
+        for each in ("greedy", "probabilistic")
+    ),
+    (config(method="ngram", rejection_sample_method="synthetic"), "would change answers; give standard or block"),
+    (config(method="ngram", synthetic_acceptance_rates=[1]), "would change answers"),
+    (config(method="ngram", rejection_sample_method=5), "rejection_sample_method 5: expected standard or block"),
+    (config(method="ngram", prompt_lookup_mix=2), "prompt_lookup_mix: no such key; did you mean prompt_lookup_min?"),
+    (config(method="ngram", disable_by_batch_size=4), "give num_speculative_tokens_per_batch_size"),
+    *(
+        (config(method="ngram", num_speculative_tokens=each), f"num_speculative_tokens {each}: must be in 1 to 64")
+        for each in (0, 65)
+    ),
+    (config(method="ngram", num_speculative_tokens=True), "num_speculative_tokens True: expected a whole number"),
+    (config(method="ngram", prompt_lookup_min=0), "prompt_lookup_min 0: must be in 1 to 1024"),
+    (
+        config(method="suffix", suffix_decoding_min_token_prob=1.5),
+        "suffix_decoding_min_token_prob 1.5: must be in 0 to 1",
+    ),
+    (config(method="suffix", suffix_decoding_max_spec_factor=float("nan")), "suffix_decoding_max_spec_factor nan: "),
+    (config(method="ngram", prompt_lookup_min=4, prompt_lookup_max=3), "prompt_lookup_min 4: is above "),
+    *(
+        (config(method="ngram", num_speculative_tokens_per_batch_size=ranges), error)
+        for ranges, error in (
+            ([[1, 4, 3], [4, 8, 2]], "ranges overlap at 4"),
+            ([[2, 4, 3]], "the first range must begin at 1"),
+            ([[1, 4, 65]], "[1, 4, 65]: expected numbers of sequences from 1 on, and 0 to 64 drafts"),
+            ([[4, 1, 3]], "[4, 1, 3]: expected numbers"),
+            ([[1, 4]], "expected ranges [first, last, drafts]"),
+            (5, "expected ranges [first, last, drafts]"),
+        )
+    ),
+    (["-sc", "[1]"], "--speculative-config '[1]': expected an object with method"),
+    (["-sc", "{"], "--speculative-config '{': no JSON"),
+    (["--spec-tokens=5"], "--spec-method: missing; give ngram or suffix"),
+    (["--spec-method=ngram", "--spec-tokens=65"], "--spec-tokens 65: must be in 1 to 64"),
+    (
+        ["--spec-method=ngram", "--ngram-prompt-lookup-min=3", "--ngram-prompt-lookup-max=2"],
+        "--ngram-prompt-lookup-min 3: is above --ngram-prompt-lookup-max 2",
+    ),
+    (["--spec-model=m"], "--spec-model 'm': a draft model is not supported yet"),
+    (["--speculative-disable-by-batch-size=0"], "--speculative-disable-by-batch-size 0: must be in 1 to 2147483646"),
+    ([*config(method="ngram"), "--spec-tokens=5"], "--speculative-config: --spec-tokens says how to draft, too"),
+    (["--lookahead-cache-config-dir=.", "--spec-method=ngram"], "--lookahead-cache-config-dir: --spec-method says how"),
+    (
+        ["--lookahead-cache-config-dir=/no", *config(method="ngram")],
+        "--speculative-config: --lookahead-cache-config-dir",
+    ),
+    (["--lookahead-cache-config-dir=/no/such"], "--lookahead-cache-config-dir /no/such: no such folder"),
+    (["--speculative-draft-model-path=m"], "drafting with a model is not supported yet; give --spec-method ngram"),
+    (["--speculative-algorithm", "NGRAM"], "give --speculative-config"),
+    (["--speculative-num-draft-tokens=4"], "give --speculative-config"),
+    (["--spec-decoding-acceptance-method=typical_acceptance_sampler"], "only if it is the token that would have been"),
+]
+
+
+@pytest.mark.parametrize(("argv", "error"), REFUSED)
+def test_what_is_not_served_is_refused_by_name(argv: list[str], error: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        speculation(*argv)
+    assert error in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_drafts_by_batch_size_are_those_of_vllm() -> None:
+    """Gaps and all behind the last range carry on with the range before, as vLLM's lookup table has it."""
+    rng = random.Random(52)
+    for _ in range(50):
+        ends = sorted(rng.sample(range(2, 40), 6))
+        ranges = [[1, ends[0], rng.randrange(9)]]
+        ranges += [[first, last, rng.randrange(9)] for first, last in zip(ends[1::2], ends[2::2], strict=False)]
+        given = rng.sample(ranges, len(ranges))
+        found = speculation(
+            *config(method="ngram", num_speculative_tokens=6, num_speculative_tokens_per_batch_size=given)
+        )
+        table = {number: most for first, last, most in ranges for number in range(first, last + 1)}
+        for number in range(1, 45):
+            table.setdefault(number, table.get(number - 1, 0))
+            assert found.most_drafts(number) == min(table[number], 6)
+    off = speculation("--spec-method=ngram", "--speculative-disable-by-batch-size=4")
+    assert [off.most_drafts(number) for number in (1, 4, 5, 999)] == [16, 16, 0, 0]
+    assert Speculation().most_drafts(7) == 16
+
+
+def test_the_lookahead_cache_of_taco_llm(tmp_path: Path) -> None:
+    folder = f"--lookahead-cache-config-dir={tmp_path}"
+    theirs: dict[str, Any] = {"num_speculative_tokens": 7, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
+    assert speculation(folder) == Speculation(methods=BOTH, **theirs), "its documented defaults"
+    for written, changed in (
+        ({"cache_mode": 0}, {"methods": ("ngram",)}),
+        ({"cache_mode": 1, "cache_size": 99}, {"methods": ("suffix",), "suffix_decoding_max_cached_tokens": 99}),
+        ({"cache_mode": 2, "copy_length": 9, "match_length": 4}, {"num_speculative_tokens": 9, "prompt_lookup_max": 4}),
+        ({"match_length": 1}, {"prompt_lookup_min": 1, "prompt_lookup_max": 1}),
+        ({"match_length": 4, "min_match_length": 3}, {"prompt_lookup_min": 3, "prompt_lookup_max": 4}),
+    ):
+        (tmp_path / FILE).write_text(json.dumps(written))
+        assert speculation(folder) == Speculation(**{"methods": BOTH, **theirs, **changed})
+    (tmp_path / FILE).write_text('{"cache_mode": 2, "top_k": 3, "decay": 0.5}')
+    (remark,) = ServeOptions(lookahead_cache_config_dir=str(tmp_path)).remarks()
+    assert remark == f"{tmp_path / FILE}: no effect here: top_k, decay"
+    for text, error in (
+        ('{"cache_mode": 3}', "cache_mode 3: expected 0 (ngram), 1 (suffix) or 2 (both)"),
+        ('{"copy_length": 65}', "copy_length 65: must be in 1 to 64"),
+        ('{"match_length": 2, "min_match_length": 3}', "min_match_length 3: is above"),
+        ("[", "no JSON"),
+        ("[]", "expected an object"),
+    ):
+        (tmp_path / FILE).write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            speculation(folder)
+        assert error in str(caught.value)
+
+
+def test_worker_processes_of_llm_draft_as_it_was_told(tmp_path: Path) -> None:
+    """Whatever was given travels in one form, from which each process reads the same."""
+    for given in (
+        {"speculative_config": {"method": ["suffix", "ngram"], "suffix_decoding_max_spec_factor": 0.5}},
+        {"spec_method": "ngram", "speculative_disable_by_batch_size": 4},
+        {"spec_method": "ngram", "ngram_prompt_lookup_min": 2, "ngram_prompt_lookup_max": 5},
+        {"lookahead_cache_config_dir": str(tmp_path)},
+        {},
+    ):
+        made = config_of({"model": str(SHIPPED_MODEL), **given}, prefill=1, decode=1)
+        flags = [each for each in _launch(made).arguments if each.startswith("--speculative-config")]
+        assert len(flags) == len(given and [1])
+        assert speculation(*flags) == made.engine.speculation
+    form = settings()["speculative_config"]
+    assert form.read(form.write(Speculation())) == Speculation()

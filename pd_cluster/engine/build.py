@@ -7,6 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from pd_cluster.devices.device import Device
+from pd_cluster.engine.build_drafting import drafting_of
 from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.crossing import Crossing
 from pd_cluster.engine.handover.handover import HandoverTerms
@@ -65,7 +66,9 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
         runner.window,
     )
     guides = Guides(lambda: Compiler(runner.tokenizer_file, runner.vocab_size, runner.eos_token_ids))
-    return EngineCore(LeadRunner(runner, followers) if followers else runner, scheduler, guides=guides)
+    drafting = drafting_of(config.speculation, scheduler, guides, runner)
+    lead = LeadRunner(runner, followers) if followers else runner
+    return EngineCore(lead, scheduler, guides=guides, drafting=drafting)
 
 
 def limits_of(runner: ModelRunner) -> EngineLimits:

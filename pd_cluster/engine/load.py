@@ -97,6 +97,8 @@ def load_of(
         num_queued_tokens=sum(num_behind for num_behind in to_compute if num_behind > 1),
         prefill_tokens_per_s=pace.prefill_tokens_per_s,
         decode_step_s=pace.decode_step_s,
+        tokens_per_step=pace.tokens_per_step,
+        drafts=core.drafting.totals.told(),
         num_steps=core.num_steps,
         num_landings=imports.num_landings,
         kv_sent_nbytes=handover.out_links.table.sent_nbytes,

@@ -6,7 +6,7 @@ Tokens wait longer where nobody reads them one by one. Knows nothing of legs or 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -49,6 +49,24 @@ class Outbox:
             request.num_untold = 0
             earlier = tuple(request.output_token_ids[token.position - num_untold : token.position])
             token = msgspec.structs.replace(token, earlier=earlier)
+        self._add(request, token)
+
+    def add_group(self, request: Request, tokens: Sequence[TokenOutput]) -> None:
+        """Adds the tokens that a sequence got in one step: they leave together."""
+        if request.gathers:
+            for token in tokens:
+                self.add_token(request, token)
+            return
+        for first in range(0, len(tokens), MOST_UNTOLD + 1):
+            *before, last = tokens[first : first + MOST_UNTOLD + 1]
+            told = tuple(token.logprobs for token in before if token.logprobs is not None)
+            earlier = tuple(token.token_id for token in before)
+            self._add(request, msgspec.structs.replace(last, earlier=earlier, earlier_logprobs=told))
+
+    def _add(self, request: Request, token: TokenOutput) -> None:
+        if request.num_accepted or request.num_rejected:
+            token = msgspec.structs.replace(token, predicted=(request.num_accepted, request.num_rejected))
+            request.num_accepted = request.num_rejected = 0
         self._tokens[request.client].append(token)
 
     def add_tokens(self, client: str, tokens: list[TokenOutput]) -> None:
@@ -107,7 +125,7 @@ class Outbox:
 
 def _parts(tokens: list[TokenOutput]) -> list[list[TokenOutput]]:
     """Returns the tokens in as few messages as their logprobs allow; at least one."""
-    sizes = [len(token.logprobs.top) if token.logprobs is not None else 0 for token in tokens]
+    sizes = [sum(len(told.top) for told in (token.logprobs, *token.earlier_logprobs) if told) for token in tokens]
     if sum(sizes) <= MOST_LOGPROBS:
         return [tokens]
     parts: list[list[TokenOutput]] = [[]]

@@ -18,10 +18,14 @@ class StepPace:
     def __init__(self) -> None:
         self._prompt_tokens = self._prompt_s = 0.0
         self._num_decodes = self._decode_s = 0.0
+        self._num_rows = self._num_tokens = 0.0
         self.step_tokens = Tallied(STEP_TOKENS_BOUNDS)
 
-    def computed(self, chunks: Sequence[tuple[Request, int]], took_s: float) -> None:
-        """Counts a step. A chunk of one token is a sequence's next one; longer chunks belong to prompts."""
+    def computed(self, chunks: Sequence[tuple[Request, int]], took_s: float, num_sampled: int) -> None:
+        """Counts a step, which gave `num_sampled` tokens.
+
+        A chunk of one token is a sequence's next one; longer chunks belong to prompts.
+        """
         num_prompt_tokens = sum(num_tokens for _, num_tokens in chunks if num_tokens > 1)
         if chunks:
             self.step_tokens.add(sum(num_tokens for _, num_tokens in chunks))
@@ -31,10 +35,18 @@ class StepPace:
         if any(num_tokens == 1 for _, num_tokens in chunks):
             self._num_decodes = DECAY * self._num_decodes + 1
             self._decode_s = DECAY * self._decode_s + took_s
+            if not num_prompt_tokens:
+                self._num_rows = DECAY * self._num_rows + len(chunks)
+                self._num_tokens = DECAY * self._num_tokens + num_sampled
 
     @property
     def prefill_tokens_per_s(self) -> float:
         return self._prompt_tokens / self._prompt_s if self._prompt_s else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Returns how many tokens a running sequence gets in a step: more than one with drafts."""
+        return max(1.0, self._num_tokens / self._num_rows) if self._num_rows else 1.0
 
     @property
     def decode_step_s(self) -> float:

@@ -117,7 +117,7 @@ class Worker:
             self.publish()  # before the step, which may take long
         started_s = self._clock()
         result = self.core.run(plan, self._begin)
-        self._report.pace.computed(plan.chunks, self._clock() - started_s)
+        self._report.pace.computed(plan.chunks, self._clock() - started_s, len(result.sampled))
         if self.handover.is_prefill:
             self._notes.computed(plan.chunks, started_s)
         self._computed(result)
@@ -153,12 +153,15 @@ class Worker:
             if records:
                 records.note_prompt(prompt)
         first_tokens: dict[str, list[TokenOutput]] = defaultdict(list)
-        for request, token in result.sampled:
-            self._outbox.add_token(request, token)
+        for request, tokens in result.groups():
+            if len(tokens) == 1:
+                self._outbox.add_token(request, tokens[0])
+            else:
+                self._outbox.add_group(request, tokens)
             if records:
-                records.note(request, [token])
+                records.note(request, tokens)
             if request.leg == "prefill":
-                first_tokens[request.key].append(token)
+                first_tokens[request.key] += tokens
             if request.status is Status.FINISHED:
                 legs.ended(request)
         for request, token in result.candidates:  # clients receive a beam search at its end

@@ -65,7 +65,11 @@ class Answering:
         async with contextlib.aclosing(self._tokens(generation)) as tokens:  # type: ignore[type-var]
             async for token in tokens:
                 sequence = generation.sequences[token.index]
-                text = sequence.add(token)
+                text = ""
+                for each in token.apart():
+                    text += sequence.add(each)
+                    if sequence.finish_reason is not None:
+                        break
                 if sequence.finish_reason is not None and token.finish_reason is None:
                     generation.stop(sequence.index)
                 if text or generation.every_token or sequence.finish_reason is not None:

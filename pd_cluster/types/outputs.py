@@ -30,8 +30,9 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """One token of one sequence. `position` counts output tokens from 0; `attempt` counts dispatches from 0.
 
     `score` is set for a candidate of a beam search that is handed over: its accumulated log-probability. `earlier` are
-    the tokens right before it that are sent with it, when nobody reads single ones. `predicted`: how many tokens of
-    the request's prediction were accepted and rejected as drafts since the sequence's last output; None: none was.
+    the tokens right before it that are sent with it: those of one step, or of many when nobody reads single ones;
+    `earlier_logprobs` are theirs, if there are any. `predicted`: how many tokens of the request's prediction were
+    accepted and rejected as drafts since the sequence's last output; None: none was.
     """
 
     request_id: str
@@ -44,13 +45,17 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     score: float | None = None
     earlier: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MOST_UNTOLD)] = ()
     predicted: tuple[Count, Count] | None = None
+    earlier_logprobs: Annotated[tuple[Logprobs, ...], msgspec.Meta(max_length=MOST_UNTOLD)] = ()
 
     def apart(self) -> Iterator[TokenOutput]:
         """Yields an output for each of its tokens."""
-        first = self.position - len(self.earlier)
-        for position, token_id in enumerate(self.earlier, first):
-            yield TokenOutput(self.request_id, self.attempt, self.index, position, token_id)
-        yield msgspec.structs.replace(self, earlier=())
+        if not self.earlier:
+            yield self
+            return
+        first, told = self.position - len(self.earlier), self.earlier_logprobs or (None,) * len(self.earlier)
+        for position, (token_id, logprobs) in enumerate(zip(self.earlier, told, strict=True), first):
+            yield TokenOutput(self.request_id, self.attempt, self.index, position, token_id, None, logprobs)
+        yield msgspec.structs.replace(self, earlier=(), earlier_logprobs=())
 
 
 class Candidate(NamedTuple):

@@ -62,6 +62,8 @@ class Request:
     index: int = field(default=0, metadata=OWN)
     output_token_ids: list[int] = field(default_factory=list, metadata=OWN)
     num_untold: int = field(default=0, metadata=OWN)  # of its last output tokens
+    num_accepted: int = field(default=0, metadata=OWN)  # tokens of its prediction, as drafts, since its last output
+    num_rejected: int = field(default=0, metadata=OWN)  # the same, of drafts that were wrong
     status: Status = field(default=Status.WAITING, metadata=OWN)
     num_computed_tokens: int = field(default=0, metadata=OWN)  # tokens whose KV is in this engine's pool
     block_table: list[int] = field(default_factory=list, metadata=OWN)

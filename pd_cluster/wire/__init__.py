@@ -56,6 +56,7 @@ from pd_cluster.wire.membership import PREEMPTIONS_BOUNDS as PREEMPTIONS_BOUNDS
 from pd_cluster.wire.membership import STEP_TOKENS_BOUNDS as STEP_TOKENS_BOUNDS
 from pd_cluster.wire.membership import AdapterPlace as AdapterPlace
 from pd_cluster.wire.membership import AdapterStates as AdapterStates
+from pd_cluster.wire.membership import DraftCounts as DraftCounts
 from pd_cluster.wire.membership import Gone as Gone
 from pd_cluster.wire.membership import Heartbeat as Heartbeat
 from pd_cluster.wire.membership import Hello as Hello

@@ -25,6 +25,16 @@ class Tally(msgspec.Struct, frozen=True, array_like=True):
     total: int = 0
 
 
+class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
+    """Drafts since the start. `num_drafts` counts steps of sequences with drafts; `accepted_at`, by position."""
+
+    num_drafts: int = 0
+    num_tokens: int = 0
+    num_accepted: int = 0
+    accepted_at: tuple[int, ...] = ()
+    drafting_s: float = 0.0
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's figures, sent with every heartbeat. num_blocks = free + cached + held."""
 
@@ -54,6 +64,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_queued_tokens: int = 0  # tokens of prompts that are here and not computed yet
     prefill_tokens_per_s: float = 0.0  # recent average over steps that computed prompts; 0: none yet
     decode_step_s: float = 0.0  # recent average time of a step that decoded running sequences; 0: none yet
+    tokens_per_step: float = 1.0  # recent average that a running sequence got in a step; above 1 with drafts
+    drafts: DraftCounts = DraftCounts()
     num_steps: int = 0
     num_landings: int = 0
     kv_sent_nbytes: int = 0

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from pd_cluster.engine.draft.drafter import Drafter
-from pd_cluster.engine.draft.size import DraftSize, Offer
+from pd_cluster.engine.draft.size import DraftSize, Guess
 from pd_cluster.engine.step.drafting import Drafting
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.types import Request, Status
@@ -56,10 +56,10 @@ class RandomSize(DraftSize):
     def can_pay(self, num_rows: int, most: int) -> bool:
         return True
 
-    def choose(self, num_rows: int, offers: Mapping[Request, Offer], most: int) -> dict[Request, int]:
+    def choose(self, num_rows: int, guesses: Mapping[Request, Guess], most: int) -> dict[Request, int]:
         chosen: dict[Request, int] = {}
-        for request, offer in offers.items():
-            chosen[request] = self._rng.randrange(min(most, len(offer.token_ids)) + 1)
+        for request, guess in guesses.items():
+            chosen[request] = self._rng.randrange(min(most, len(guess.token_ids)) + 1)
             most -= chosen[request]
         return {request: num_drafts for request, num_drafts in chosen.items() if num_drafts}
 

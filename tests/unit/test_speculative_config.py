@@ -177,6 +177,7 @@ def test_drafts_by_batch_size_are_those_of_vllm() -> None:
 def test_the_lookahead_cache_of_taco_llm(tmp_path: Path) -> None:
     folder = f"--lookahead-cache-config-dir={tmp_path}"
     theirs: dict[str, Any] = {"num_speculative_tokens": 7, "prompt_lookup_min": 2, "prompt_lookup_max": 2}
+    theirs["suffix_decoding_max_cached_tokens"] = 5_000_000
     assert speculation(folder) == Speculation(methods=BOTH, **theirs), "its documented defaults"
     for written, changed in (
         ({"cache_mode": 0}, {"methods": ("ngram",)}),

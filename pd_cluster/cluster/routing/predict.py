@@ -50,8 +50,9 @@ def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> 
 
 
 def predict_tpot_s(decode: Instance) -> float:
-    """Returns the current step time of its running sequences; 0 when there are none."""
-    return decode.load.decode_step_s if decode.load.num_running else 0.0
+    """Returns the current time between tokens of its running sequences; 0 when there are none."""
+    load = decode.load
+    return load.decode_step_s / load.tokens_per_step if load.num_running else 0.0
 
 
 def check_goals(

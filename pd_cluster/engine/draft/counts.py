@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from pd_cluster.engine.draft.drafter import MOST_DRAFTS
+from pd_cluster.wire import DraftCounts
 
 
 class DraftTotals:
-    """`num_drafts` counts sequences' steps with drafts. Neither a bonus token nor a correction counts as accepted."""
+    """Neither the token behind all drafts nor the one in place of a wrong draft counts as accepted."""
 
     def __init__(self) -> None:
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self.num_accepted_at = [0] * MOST_DRAFTS  # by position in the draft
+        self._num_accepted_at: list[int] = []  # by position, as far as any was accepted
         self.drafting_s = 0.0
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """Counts a sequence's drafts in one step."""
         self.num_drafts += 1
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
+        self._num_accepted_at += [0] * (num_accepted - len(self._num_accepted_at))
         for at in range(num_accepted):
-            self.num_accepted_at[at] += 1
+            self._num_accepted_at[at] += 1
+
+    def told(self) -> DraftCounts:
+        return DraftCounts(
+            self.num_drafts,
+            self.num_draft_tokens,
+            self.num_accepted_tokens,
+            tuple(self._num_accepted_at),
+            self.drafting_s,
+        )

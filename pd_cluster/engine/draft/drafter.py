@@ -7,8 +7,6 @@ from typing import Protocol
 
 from pd_cluster.types import Request
 
-MOST_DRAFTS = 64  # of a sequence in a step
-
 
 class Drafter(Protocol):
     """Called by the engine's thread, between steps.

@@ -19,7 +19,7 @@ USUAL_CHANCE = 0.5
 FADING = 0.97  # the same after each step whose drafts were not worth their rows, so that they are tried again
 
 
-class Offer(NamedTuple):
+class Guess(NamedTuple):
     """Drafts of one sequence, and the chance that the next one is right."""
 
     drafter: str
@@ -65,23 +65,23 @@ class DraftSize:
         """Whether even right drafts, `most` of them, could make a step of `num_rows` worth more."""
         return self._best(num_rows, [1.0] * most) > 0
 
-    def choose(self, num_rows: int, offers: Mapping[Request, Offer], most: int) -> dict[Request, int]:
+    def choose(self, num_rows: int, guesses: Mapping[Request, Guess], most: int) -> dict[Request, int]:
         """Returns how many of its drafts each sequence of a step of `num_rows` verifies; those with none are absent.
 
         `most`: of all sequences together.
         """
         gains: list[tuple[float, Request]] = []
-        for request, offer in offers.items():
-            chances = [offer.chance] * len(offer.token_ids)
+        for request, guess in guesses.items():
+            chances = [guess.chance] * len(guess.token_ids)
             gains += [(gain, request) for gain in accumulate(chances, operator.mul)]
         gains.sort(key=lambda each: each[0], reverse=True)
         num_verified = self._best(num_rows, [gain for gain, _ in gains[:most]])
         chosen: dict[Request, int] = {}
         for _, request in gains[:num_verified]:
             chosen[request] = chosen.get(request, 0) + 1
-        for request, offer in offers.items():
+        for request, guess in guesses.items():
             if request not in chosen:
-                self._hits_of(request, offer.drafter).fade(FADING)
+                self._hits_of(request, guess.drafter).fade(FADING)
         return chosen
 
     def _best(self, num_rows: int, gains: list[float]) -> int:

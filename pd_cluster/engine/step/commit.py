@@ -1,8 +1,8 @@
-"""What becomes of a step's outputs: sequences continue, fork, end, or are handed over. Knows nothing of logits."""
+"""Books a step's outputs: sequences continue, fork, end, or are handed over. Knows nothing of logits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pd_cluster.engine.step import beam_groups
@@ -33,6 +33,15 @@ class StepResult:
     ended: list[Request] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)
     pooled: list[tuple[Request, PooledOutput]] = field(default_factory=list)
+
+    def groups(self) -> Iterable[tuple[Request, list[TokenOutput]]]:
+        """Returns `sampled` with the tokens of each sequence together, where drafts have given some several."""
+        if not self.plan.drafts:
+            return ((request, [token]) for request, token in self.sampled)
+        found: dict[tuple[Request, int], list[TokenOutput]] = {}
+        for request, token in self.sampled:
+            found.setdefault((request, token.index), []).append(token)
+        return ((request, tokens) for (request, _), tokens in found.items())
 
 
 class Commit:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pd_cluster.engine.draft.counts import DraftTotals
 from pd_cluster.engine.draft.drafter import Drafter
 from pd_cluster.engine.draft.forced import ForcedDrafter
-from pd_cluster.engine.draft.size import DraftSize, Offer
+from pd_cluster.engine.draft.prediction import PredictionDrafter
+from pd_cluster.engine.draft.size import DraftSize, Guess
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.settings.speculation import Speculation
@@ -37,7 +38,7 @@ class Drafting:
         """`most_rows`: of a step, where its rows are limited beside its tokens."""
         self._scheduler, self._drafters, self._speculation = scheduler, drafters, speculation
         self._vocab_size, self._most_rows = vocab_size, most_rows
-        self._offers: Mapping[Request, Offer] = {}  # of the planned step
+        self._guesses: Mapping[Request, Guess] = {}  # of the planned step
         self._has_drafts = False
         self._num_waiting, self._wait_steps = 0, WAIT_STEPS
         self.size = DraftSize()
@@ -45,7 +46,7 @@ class Drafting:
 
     def add_to(self, plan: StepPlan, clock: Callable[[], float]) -> None:
         """Adds the drafts that promise more tokens a second."""
-        self._offers, self._has_drafts = {}, False
+        self._guesses, self._has_drafts = {}, False
         if not self._drafters or not plan.chunks:
             return
         started_s, num_rows = clock(), sum(num_tokens == 1 for _, num_tokens in plan.chunks)
@@ -57,24 +58,24 @@ class Drafting:
         for each in self._drafters:
             if isinstance(each, ForcedDrafter):
                 each.look(drafting)
-        self._offers = {request: offer for request in drafting if (offer := self._offer(request, most_each))}
-        chosen = self.size.choose(num_rows, self._offers, most)
+        self._guesses = {request: guess for request in drafting if (guess := self._guess(request, most_each))}
+        chosen = self.size.choose(num_rows, self._guesses, most)
         for request, num_drafts in chosen.items():
             if (num_drafts := self._scheduler.room.grow_for_drafts(request, num_drafts)) > 0:
-                plan.drafts[request] = list(self._offers[request].token_ids[:num_drafts])
+                plan.drafts[request] = list(self._guesses[request].token_ids[:num_drafts])
         self._has_drafts = bool(plan.drafts)
         self.totals.drafting_s += clock() - started_s
 
-    def _offer(self, request: Request, most: int) -> Offer | None:
+    def _guess(self, request: Request, most: int) -> Guess | None:
         """Returns the guess of the first drafter that is often right about this sequence, or the best of the others."""
         most = min(most, request.sampling.max_tokens - len(request.output_token_ids) - 1)
-        best: Offer | None = None
+        best: Guess | None = None
         for drafter in self._drafters if most > 0 else ():
             chance = self.size.chance(request, drafter.name)
             if best is not None and chance <= best.chance:
                 continue
             if found := self._known(drafter.draft(request, most)):
-                best = Offer(drafter.name, found, chance)
+                best = Guess(drafter.name, found, chance)
                 if chance >= LEAST_CHANCE:
                     break
         return best
@@ -91,9 +92,12 @@ class Drafting:
         if not self._drafters:
             return
         for request, num_accepted in accepted.items():
-            num_drafts = len(plan.drafts[request])
+            num_drafts, drafter = len(plan.drafts[request]), self._guesses[request].drafter
             self.totals.verified(num_drafts, num_accepted)
-            self.size.verified(request, self._offers[request].drafter, num_drafts, num_accepted)
+            self.size.verified(request, drafter, num_drafts, num_accepted)
+            if drafter == PredictionDrafter.name:
+                request.num_accepted += num_accepted
+                request.num_rejected += num_accepted < num_drafts  # those behind it were compared with nothing
         num_drafts = sum(len(plan.drafts[request]) for request in accepted)
         if plan.num_tokens == len(plan.chunks) and not plan.moves:
             self.size.costs.took(plan.num_tokens + num_drafts, took_s)

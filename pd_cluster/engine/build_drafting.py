@@ -1,0 +1,36 @@
+"""Puts the drafters of an engine together, in the order in which they are tried."""
+
+from __future__ import annotations
+
+from pd_cluster.engine.draft.drafter import Drafter
+from pd_cluster.engine.draft.forced import ForcedDrafter
+from pd_cluster.engine.draft.ngram import NgramDrafter
+from pd_cluster.engine.draft.prediction import PredictionDrafter
+from pd_cluster.engine.draft.suffix import SuffixDrafter
+from pd_cluster.engine.step.drafting import MOST_ROWS, Drafting
+from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.model.runner import ModelRunner
+from pd_cluster.model.sampling.guided import Guides
+from pd_cluster.settings.speculation import Method, Speculation
+
+TOKEN_NBYTES = 64  # of memory that the trees of earlier outputs take for a token, about
+
+
+def drafting_of(speculation: Speculation, scheduler: StepScheduler, guides: Guides, runner: ModelRunner) -> Drafting:
+    own = [_drafter(method, speculation) for method in speculation.methods]
+    # An accelerator's graphs are for steps of at most so many rows.
+    most_rows = scheduler.max_num_seqs if runner.goes_ahead else MOST_ROWS
+    drafters = [PredictionDrafter(), ForcedDrafter(guides), *own]
+    return Drafting(scheduler, drafters, speculation, runner.vocab_size, most_rows)
+
+
+def _drafter(method: Method, speculation: Speculation) -> Drafter:
+    if method == "ngram":
+        return NgramDrafter(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
+    return SuffixDrafter(
+        speculation.suffix_decoding_max_tree_depth,
+        speculation.suffix_decoding_max_cached_requests,
+        speculation.suffix_decoding_max_spec_factor,
+        speculation.suffix_decoding_min_token_prob,
+        TOKEN_NBYTES * speculation.suffix_decoding_max_cached_tokens,
+    )

@@ -18,6 +18,10 @@ class Drafter(Protocol):
 
     name: str
 
+    def is_for(self, request: Request) -> bool:
+        """Whether it may ever have a guess about this request."""
+        return True
+
     def draft(self, request: Request, most: int) -> Sequence[int]:
         """Returns at most `most` (1 or more) tokens that may follow all tokens of the request; none without a guess."""
 

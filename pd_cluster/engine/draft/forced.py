@@ -24,10 +24,13 @@ class ForcedDrafter(Drafter):
         self._guides = guides
         self._found: WeakKeyDictionary[Request, Sequence[int]] = WeakKeyDictionary()
 
+    def is_for(self, request: Request) -> bool:
+        return request.sampling.guide is not None
+
     def look(self, requests: Sequence[Request]) -> None:
         """Asks for all guided requests of a step at once: that takes another thread's turn."""
         self._found.clear()
-        if guided := [request for request in requests if request.sampling.guide is not None]:
+        if guided := [request for request in requests if self.is_for(request)]:
             self._found.update(self._guides.forced(guided))
 
     def draft(self, request: Request, most: int) -> Sequence[int]:

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from pd_cluster.engine.draft.context_index import IndexedText
+from pd_cluster.engine.draft.drafter import Drafter
 from pd_cluster.engine.draft.history import TokenHistory
 from pd_cluster.types import Request
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Copies what followed the longest suffix of [prompt_lookup_min, prompt_lookup_max] tokens that occurred before.
 
     The latest place of that suffix counts. A copy that reaches the sequence's end goes on with its own

@@ -8,6 +8,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from pd_cluster.engine.draft.drafter import Drafter
 from pd_cluster.engine.draft.history import FollowedOutput
 from pd_cluster.types import Request
 
@@ -20,7 +21,7 @@ PART = 8192  # tokens of a prediction whose pairs are sorted in one call: about 
 Ints = NDArray[np.int64]
 
 
-class PredictionDrafter:
+class PredictionDrafter(Drafter):
     """Copies the prediction from the place that the output has come to, and finds it again after a deviation.
 
     While output tokens equal the predicted ones, the place advances. Otherwise, it is behind the longest match of the
@@ -35,6 +36,9 @@ class PredictionDrafter:
 
     def __init__(self) -> None:
         self._followers: WeakKeyDictionary[Request, _Follower] = WeakKeyDictionary()
+
+    def is_for(self, request: Request) -> bool:
+        return bool(request.order.prediction)
 
     def draft(self, request: Request, most: int) -> Sequence[int]:
         """Returns at most `most` tokens; none where the order has no prediction or the place is unknown."""

@@ -8,7 +8,7 @@ from itertools import accumulate
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from pd_cluster.engine.draft.step_costs import SIZES, StepCosts
+from pd_cluster.engine.draft.step_costs import SIZES, StepCosts, index_of
 from pd_cluster.types import Request
 
 GAIN = 1.03  # in tokens a second, that drafts must promise
@@ -88,15 +88,18 @@ class DraftSize:
         """Returns how many further rows give the most tokens a second; `gains`, descending, are of the first ones."""
         if not self.costs.knows(num_rows):
             return 0  # what drafts are compared with is measured first
-        plain_s = self.costs.step_s(num_rows)
+        plain_s, step_s = self.costs.step_s(num_rows), self.costs.estimates()
         if self.costs_ahead.knows(num_rows):
             plain_s = min(plain_s, self.costs_ahead.step_s(num_rows))
         best, best_rate = 0, GAIN * num_rows / plain_s
         totals = [0.0, *accumulate(gains)]
-        for num_more in _numbers(num_rows, len(gains)):
-            rate = (num_rows + totals[num_more]) / self.costs.step_s(num_rows + num_more)
+        for at in range(index_of(num_rows), len(SIZES)):
+            num_more = min(SIZES[at] - num_rows, len(gains))
+            rate = (num_rows + totals[num_more]) / step_s[at] if num_more > 0 else 0.0
             if rate > best_rate:
                 best, best_rate = num_more, rate
+            if num_more == len(gains):
+                break
         return best
 
     def verified(self, request: Request, drafter: str, num_drafts: int, num_accepted: int) -> None:
@@ -105,9 +108,3 @@ class DraftSize:
         hits.fade(KEPT)
         hits.num_hits += num_accepted
         hits.num_misses += num_accepted < num_drafts
-
-
-def _numbers(num_rows: int, most: int) -> list[int]:
-    """Returns numbers of further rows worth a look: those that fill a size of steps, and all."""
-    found = [size - num_rows for size in SIZES if num_rows < size < num_rows + most]
-    return [*found, most] if most else found

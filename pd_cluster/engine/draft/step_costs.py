@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from itertools import pairwise
 
 # Numbers of rows, ascending
 SIZES: tuple[int, ...] = (
@@ -17,48 +18,61 @@ SIZES: tuple[int, ...] = (
 WEIGHT = 0.2  # of the newest step
 KEPT_STEPS = 512  # a size that has not been measured for so long is measured again
 TRIED_FACTOR = 2  # up to so many times the largest known size, another is tried
+NEVER = float("inf")
 
 
 class StepCosts:
-    """Step times by number of rows, for steps in which every sequence computes one token."""
+    """Step times by number of rows, for steps in which every sequence computes one token.
+
+    A size that is not known takes what the line between its neighbours says. One beyond all that are known is as quick
+    as the largest, so that it is tried, up to TRIED_FACTOR times as many rows; larger ones are infinite, so that a
+    wrong guess costs little. One below all that are known takes as long as the smallest.
+    """
 
     def __init__(self) -> None:
-        self._times: dict[int, tuple[float, int]] = {}  # by size: seconds, and the step that measured it last
+        self._times: dict[int, tuple[float, int]] = {}  # by index of size: seconds, and the step that measured it last
         self._num_steps = 0
+        self._estimates: list[float] = []  # by index of size; empty: to be made
 
     def took(self, num_rows: int, seconds: float) -> None:
         """Takes a step's time into account."""
         self._num_steps += 1
-        size = size_of(num_rows)
-        known_s = self._known_s(size)
-        now_s = seconds if known_s is None else known_s + WEIGHT * (seconds - known_s)
-        self._times[size] = now_s, self._num_steps
+        at = index_of(num_rows)
+        now_s = self._known_s(at)
+        now_s = seconds if now_s is None else now_s + WEIGHT * (seconds - now_s)
+        self._times[at] = now_s, self._num_steps
+        self._estimates.clear()
 
     def knows(self, num_rows: int) -> bool:
-        return self._known_s(size_of(num_rows)) is not None
+        return self._known_s(index_of(num_rows)) is not None
 
-    def _known_s(self, size: int) -> float | None:
-        seconds, step = self._times.get(size, (0.0, -KEPT_STEPS))
+    def _known_s(self, at: int) -> float | None:
+        seconds, step = self._times.get(at, (0.0, -KEPT_STEPS))
         return seconds if self._num_steps - step < KEPT_STEPS else None
 
     def step_s(self, num_rows: int) -> float:
-        """Returns what a step of so many rows takes, in seconds: measured, or on the line between two that are.
+        """Returns what a step of so many rows takes, in seconds; infinity if nothing is known."""
+        return self.estimates()[index_of(num_rows)]
 
-        Beyond the largest size that is known, it is as quick as that, so that it is tried, but infinite beyond
-        TRIED_FACTOR times as many rows: a wrong guess costs little. One below all that are known takes as long.
-        """
-        size = size_of(num_rows)
-        at = bisect_left(SIZES, size)
-        below = next((each for each in SIZES[at::-1] if self._known_s(each) is not None), None)
-        above = next((each for each in SIZES[at:] if self._known_s(each) is not None), None)
-        if below is None:
-            return self._times[above][0] if above is not None else float("inf")
-        if above is None:
-            return self._times[below][0] if size <= TRIED_FACTOR * below else float("inf")
-        below_s, above_s = self._times[below][0], self._times[above][0]
-        return below_s if above == below else below_s + (above_s - below_s) * (size - below) / (above - below)
+    def estimates(self) -> list[float]:
+        """Returns the seconds that steps of each of SIZES take."""
+        if not self._estimates:
+            self._estimates += self._estimated()
+        return self._estimates
+
+    def _estimated(self) -> list[float]:
+        known = {at: seconds for at in sorted(self._times) if (seconds := self._known_s(at)) is not None}
+        if not known:
+            return [NEVER] * len(SIZES)
+        first, *_, last = [*known, *known]
+        found = [known[first]] * (first + 1)
+        for below, above in pairwise(known):
+            slope = (known[above] - known[below]) / (SIZES[above] - SIZES[below])
+            found += [known[below] + slope * (SIZES[at] - SIZES[below]) for at in range(below + 1, above + 1)]
+        most = TRIED_FACTOR * SIZES[last]
+        return found + [known[last] if size <= most else NEVER for size in SIZES[last + 1 :]]
 
 
-def size_of(num_rows: int) -> int:
-    """Returns the smallest size of steps with at least so many rows; the largest for more."""
-    return SIZES[min(bisect_left(SIZES, num_rows), len(SIZES) - 1)]
+def index_of(num_rows: int) -> int:
+    """Returns the index of the smallest size with at least so many rows; of the largest for more."""
+    return min(bisect_left(SIZES, num_rows), len(SIZES) - 1)

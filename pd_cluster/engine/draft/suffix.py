@@ -14,6 +14,7 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from pd_cluster.engine.draft.context_index import END, IndexedText, hash_contexts
+from pd_cluster.engine.draft.drafter import Drafter
 from pd_cluster.engine.draft.earlier_outputs import EarlierOutputs
 from pd_cluster.engine.draft.history import TokenHistory
 from pd_cluster.types import Request
@@ -28,7 +29,7 @@ class Draft(NamedTuple):
     score: float  # the expected number of tokens that are right, if counts told the truth
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     """Drafts the tokens that most often followed the longest suffixes of the sequence.
 
     The class of a place is the largest of 1, 2, 4, 8, … tokens before it that equal the sequence's last tokens. The

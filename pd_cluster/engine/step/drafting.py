@@ -52,7 +52,7 @@ class Drafting:
         started_s, num_rows = clock(), sum(num_tokens == 1 for _, num_tokens in plan.chunks)
         most_each = self._speculation.most_drafts(len(plan.chunks))
         most = min(self._scheduler.max_num_batched_tokens - plan.num_tokens, MOST_ROWS, self._most_rows - num_rows)
-        drafting = [request for request, num_tokens in plan.chunks if num_tokens == 1 and may_draft(request)]
+        drafting = [request for request, num_tokens in plan.chunks if num_tokens == 1 and self._may_draft(request)]
         if not drafting or most <= 0 or not self.size.can_pay(num_rows, min(most, most_each * len(drafting))):
             return
         for each in self._drafters:
@@ -70,7 +70,7 @@ class Drafting:
         """Returns the guess of the first drafter that is often right about this sequence, or the best of the others."""
         most = min(most, request.sampling.max_tokens - len(request.output_token_ids) - 1)
         best: Guess | None = None
-        for drafter in self._drafters if most > 0 else ():
+        for drafter in self._drafters_of(request) if most > 0 else ():
             chance = self.size.chance(request, drafter.name)
             if best is not None and chance <= best.chance:
                 continue
@@ -105,7 +105,7 @@ class Drafting:
     def ended(self, requests: Iterable[Request]) -> None:
         """Tells drafters about sequences that have their last token; each may be named several times."""
         for request in dict.fromkeys(requests):
-            for drafter in self._drafters:
+            for drafter in self._drafters_of(request):
                 drafter.ended(request)
 
     def wants_host(self, requests: Sequence[Request]) -> bool:
@@ -125,7 +125,13 @@ class Drafting:
         return True
 
     def _may_guess(self, request: Request) -> bool:
-        return may_draft(request) and any(drafter.draft(request, 1) for drafter in self._drafters)
+        return self._may_draft(request) and any(each.draft(request, 1) for each in self._drafters_of(request))
+
+    def _may_draft(self, request: Request) -> bool:
+        return may_draft(request) and bool(self._drafters_of(request))
+
+    def _drafters_of(self, request: Request) -> list[Drafter]:
+        return [drafter for drafter in self._drafters if drafter.is_for(request)]
 
 
 def may_draft(request: Request) -> bool:

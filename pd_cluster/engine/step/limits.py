@@ -61,6 +61,8 @@ class EngineLimits:
             return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to tell"
         if not self._are_tokens(prompt):
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
+        if len(request.order.prediction) > self.max_model_len or not self._are_tokens(request.order.prediction):
+            return f"prediction: at most {self.max_model_len} token ids in 0 to {self.vocab_size - 1}"
         if request.num_virtual_tokens and (problem := _virtual_problem(request)):
             return problem
         if problem := self.rope.problem(request.order) or self._images_problem(request):

@@ -1,0 +1,79 @@
+"""How many drafts a step verifies, on simulated machines whose steps take what a function of their rows says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from pd_cluster.engine.draft.size import DraftSize, Guess
+from pd_cluster.engine.draft.step_costs import NEVER, SIZES, StepCosts
+from pd_cluster.types import Order, Request, Sampling
+
+MOST = 16
+Cost = Callable[[int], float]
+
+
+def knee(at: int) -> Cost:
+    """Flat up to so many rows, then in proportion to them."""
+    return lambda num_rows: max(1.0, num_rows / at)
+
+
+MACHINES: dict[str, Cost] = {"8": knee(8), "16": knee(16), "1": knee(1), "wide": knee(200)}
+
+
+def speedup(cost: Cost, num_seqs: int, chance: float, offered: int = MOST, num_steps: int = 1500) -> float:
+    """Returns tokens a second by those of plain decoding; steps take up to 5 % more than they should."""
+    rng, size = random.Random(3), DraftSize()
+    requests = [Request(f"{at}", Order([1], Sampling())) for at in range(num_seqs)]
+    num_tokens, took_s = 0, 0.0
+    for _ in range(num_steps):
+        guesses = {each: Guess("ngram", [0] * offered, size.chance(each, "ngram")) for each in requests if offered}
+        chosen = size.choose(num_seqs, guesses, 256)
+        for request, num_drafts in chosen.items():
+            num_accepted = next((at for at in range(num_drafts) if rng.random() >= chance), num_drafts)
+            size.verified(request, "ngram", num_drafts, num_accepted)
+            num_tokens += num_accepted
+        num_rows = num_seqs + sum(chosen.values())
+        step_s = cost(num_rows) * rng.uniform(1.0, 1.05)
+        size.costs.took(num_rows, step_s)
+        num_tokens += num_seqs
+        took_s += step_s
+    return num_tokens / took_s / (num_seqs / (1.025 * cost(num_seqs)))
+
+
+def best(cost: Cost, num_seqs: int, chance: float) -> float:
+    """Returns the best speedup by any constant number of drafts for each sequence."""
+    gains = [(1 + sum(chance**at for at in range(1, num + 1))) / cost(num_seqs * (1 + num)) for num in range(MOST + 1)]
+    return max(gains) * cost(num_seqs)
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("num_seqs", [1, 4, 16, 32])
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 0.8, 1.0])
+def test_it_comes_near_the_best_constant_number(machine: str, num_seqs: int, chance: float) -> None:
+    found, most = speedup(MACHINES[machine], num_seqs, chance), best(MACHINES[machine], num_seqs, chance)
+    assert found >= 0.97, "drafts cost more than they bring"
+    assert found >= 0.85 * most, f"{found:.2f} of {most:.2f}"
+
+
+def test_a_machine_that_changes_is_measured_again() -> None:
+    costs = StepCosts()
+    for _ in range(50):
+        costs.took(1, 1.0)
+        costs.took(8, 8.0)
+    assert costs.step_s(4) == pytest.approx(4.0)  # on the line between
+    for _ in range(600):
+        costs.took(1, 1.0)
+    assert costs.step_s(8) == NEVER  # forgotten; what is twice as large as the largest known one is tried
+    assert costs.step_s(2) == 1.0
+
+
+def test_estimates_are_of_all_sizes() -> None:
+    rng, costs = random.Random(1), StepCosts()
+    assert costs.step_s(5) == NEVER
+    for _ in range(300):
+        costs.took(rng.randrange(1, 2000), rng.uniform(1, 2))
+        assert len(costs.estimates()) == len(SIZES)
+        assert all(each > 0 for each in costs.estimates())

@@ -64,6 +64,16 @@ class RandomSize(DraftSize):
         return {request: num_drafts for request, num_drafts in chosen.items() if num_drafts}
 
 
+class AllDrafts(DraftSize):
+    """Verifies all drafts that there are."""
+
+    def can_pay(self, num_rows: int, most: int) -> bool:
+        return True
+
+    def choose(self, num_rows: int, guesses: Mapping[Request, Guess], most: int) -> dict[Request, int]:
+        return {request: len(guess.token_ids) for request, guess in guesses.items()}
+
+
 def liars(scheduler: StepScheduler, rng: random.Random, truth: Truth, vocab_size: int, end: int = 3) -> Drafting:
     drafting = Drafting(scheduler, [Liar(rng, truth, vocab_size, end)], vocab_size=vocab_size)
     drafting.size = RandomSize(rng)

@@ -6,6 +6,7 @@ The tokens that a guide needs are never forbidden by the others, so each request
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
@@ -26,6 +27,7 @@ from pd_cluster.numerics import Numerics
 from pd_cluster.parsers.reply import ReplyFormat
 from pd_cluster.text.grammar import Compiler
 from pd_cluster.types import Guide, Order, Request, Sampling
+from tests.support.drafts import liars
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner
 
 OPEN, CLOSE, EOS_ID = 1, 2, 3
@@ -78,9 +80,14 @@ class World:
     def text_of(self, token_ids: Sequence[int]) -> str:
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
-    def run(self, samplings: Sequence[Sampling]) -> list[Outcome]:
+    def run(self, samplings: Sequence[Sampling], known: Sequence[list[int]] | None = None) -> list[Outcome]:
+        """`known`: the whole outputs, for drafts of all kinds."""
         scheduler = StepScheduler(BlockPool(1024), StepSizes(4, 64, 256), PrefixScope("toy", Numerics()))
-        core = EngineCore(Ends(1024, self.ends), scheduler, guides=self.guides)
+        drafting = None
+        if known is not None:
+            truths = {f"r{at}": output for at, output in enumerate(known)}
+            drafting = liars(scheduler, random.Random(1), lambda r: truths[r.request_id], VOCAB_SIZE, self.id_of("B"))
+        core = EngineCore(Ends(1024, self.ends), scheduler, guides=self.guides, drafting=drafting)
         requests = [Request(f"r{at}", Order([4, 5], sampling)) for at, sampling in enumerate(samplings)]
         for request in requests:
             scheduler.add(request)
@@ -139,7 +146,9 @@ def test_every_pair_with_every_guide_and_every_budget(world: World, name: str, b
         Sampling(**{"temperature": 0.0, **first, **second}, guide=given, max_tokens=30)
         for (_, first), (_, second) in pairs
     ]
-    for ((one, _), (other, _)), (output, reason, failure) in zip(pairs, world.run(samplings), strict=True):
+    outcomes = world.run(samplings)
+    assert world.run(samplings, [outcome.output for outcome in outcomes]) == outcomes
+    for ((one, _), (other, _)), (output, reason, failure) in zip(pairs, outcomes, strict=True):
         told = f"{one}, {other}: {world.text_of(output)!r} {reason} {failure}"
         assert failure == "", told
         if budget is not None:

@@ -15,7 +15,9 @@ import pytest
 import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from pd_cluster.engine.draft.forced import ForcedDrafter
 from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.drafting import Drafting
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.errors import GuideError
 from pd_cluster.kv.blocks import BlockPool
@@ -26,6 +28,7 @@ from pd_cluster.numerics import Numerics
 from pd_cluster.text.grammar import Compiler, without_anchors, words_of
 from pd_cluster.types import Guide, Order, Request, Sampling
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, make_tokenizer
+from tests.support.drafts import AllDrafts, liars
 from tests.support.schemas import random_schema, random_value
 from tests.support.toy_model import EOS, ToyRunner, generate_alone
 from tests.support.toy_model import VOCAB_SIZE as TOY_VOCAB_SIZE
@@ -270,6 +273,37 @@ def requests_of_all_kinds(**fields: Any) -> list[Request]:
         Request(f"r{at}", Order([4 + at, 9, 5], Sampling(guide=guide, max_tokens=40, seed=at, **fields)), arrival_s=at)
         for at, guide in enumerate([*GUIDES, *GUIDES, None, None])
     ]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_change_no_guided_token(compiler: Compiler, temperature: float) -> None:
+    """Wherever a draft is forbidden, ends an output, or is text that a guide forces."""
+    alone = requests_of_all_kinds(temperature=temperature)
+    for request in alone:
+        assert run(make_core(compiler), [request]) == {}
+    truths = {request.request_id: request.output_token_ids for request in alone}
+    for seed in range(6):
+        core, drafting = make_core(compiler, num_blocks=24), requests_of_all_kinds(temperature=temperature)
+        core.drafting = liars(core.scheduler, random.Random(seed), lambda r: truths[r.request_id], TOY_VOCAB_SIZE)
+        assert run(core, drafting, random.Random(seed) if seed % 2 else None) == {}
+        assert [request.output_token_ids for request in drafting] == [*truths.values()]
+        assert core.drafting.totals.num_accepted_tokens > 20
+
+
+def test_text_that_a_guide_forces_is_drafted(compiler: Compiler) -> None:
+    """One step verifies it, and what the tokenizer would write otherwise costs nothing but time."""
+    forced = Guide("regex", "[ab](bc12bc12bc12)[cd]")
+    plain, request = guided(forced), guided(forced)
+    core = make_core(compiler)
+    assert run(core, [plain]) == {}
+    num_steps = core.num_steps
+    core = make_core(compiler)
+    core.drafting = Drafting(core.scheduler, [ForcedDrafter(core.guides)], vocab_size=TOY_VOCAB_SIZE)
+    core.drafting.size = AllDrafts()
+    assert run(core, [request]) == {}
+    assert request.output_token_ids == plain.output_token_ids
+    assert core.drafting.totals.num_accepted_tokens >= 4
+    assert core.num_steps <= num_steps - 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

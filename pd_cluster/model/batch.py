@@ -92,6 +92,7 @@ class ForwardBatch:
     chosen: torch.Tensor | None = None  # [num_tokens, most] int32, see attention/sparse.py; None: all keys are seen
     kernel_state: object = None  # kept by the kernels from layer to layer
     adapters: Ints | None = None  # [num_seqs]: slots of their adapters; None: there are none
+    leaders: Ints | None = None  # [num_seqs], see StepInput
     adapted_rows: Any = None  # a graph's batch only: lora.device_rows.DeviceBlocks of the step that it replays
     kept_rows: Ints = field(
         default_factory=lambda: np.empty(0, dtype=np.int64)
@@ -138,6 +139,7 @@ class StepInput:
     adapters: Ints | None = None  # [num_seqs]: slots (model/lora); None: no sequence has an adapter
     images: tuple[ImagePart, ...] = ()
     virtual: Ints | None = None  # [num_parts, 4], see model/virtual_rows.py; None: no token is an adapter's
+    leaders: Ints | None = None  # [num_seqs]: sequences with the same one share a block table; None: none does
 
 
 def step_input(
@@ -238,6 +240,7 @@ def batch_of(step: StepInput, pool: KVPool, sees_whole: bool = False) -> Forward
         pool=pool,
         most_tokens=most_tokens,
         adapters=step.adapters,
+        leaders=step.leaders,
         kept_rows=hidden.get("kept", arrays["sample_rows"]),
     )
 

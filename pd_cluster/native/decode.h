@@ -1,8 +1,11 @@
 // One query token: a run of KV heads of one sequence goes over the keys together, some keys at a time, so that memory
-// is read in the order it lies in, once, and fetched ahead.
+// is read in the order it lies in, once, and fetched ahead. Sequences that share a block table and begin at the same key
+// go together: their query heads are more heads of a group. A head's sums do not depend on the heads beside it.
 #pragma once
 #include "paged.h"
 
+// Memory of a function's stack that begins with a line of the cache: vectors that cross lines take twice the time.
+#define LINES(nbytes) (void *)(((uintptr_t)alloca((size_t)(nbytes) + 64) + 63) & ~(uintptr_t)63)
 #define AHEAD_HINT 2 // the L2 cache: a chunk of all heads exceeds L1
 
 // A prefetch in progress: rows of `pieces` heads each, one after the other.
@@ -18,9 +21,23 @@ INLINE void fetch(Ahead *ahead, int64_t dim) {
     if (++ahead->piece == ahead->pieces) ahead->piece = 0, ahead->row++;
 }
 
+// Part of a vector as the pool has it, or taken as floats.
+INLINE vf numbers_of(const char *p, int64_t d, int64_t dim, int is_taken) {
+    return is_taken ? load((const float *)p + d) : numbers_at(p, d, dim);
+}
+
+// Takes n vectors as floats, and their factors, rounded up to a whole PAD.
+INLINE void take_vectors(int64_t dim, const char **stored, int64_t at, int64_t n, const char **taken, float *factors) {
+    for (int64_t j = 0; j < (n + PAD - 1) / PAD * PAD; j++) {
+        UNROLL for (int64_t d = 0; d < dim; d += VL)
+            store((float *)taken[j] + d, numbers_at(stored[j] + at, d, dim));
+        if (IS_CODED) factors[j] = scale_of(stored[j] + at, dim);
+    }
+}
+
 // Computes scores[g][j] = q[g] . (k[j] + at) for `heads` query heads; n keys, rounded up to whole vectors.
 INLINE void score_keys(int64_t dim, int heads, const float *q, const char **k, int64_t at, int64_t n,
-                       float (*scores)[CHUNK], Ahead *ahead) {
+                       float (*scores)[DECODE_CHUNK], Ahead *ahead) {
     for (int64_t j0 = 0; j0 < n; j0 += VL) {
         vf parts[GT][VL], scales = splat(1.0f);
         for (int j = 0; j < VL; j++) {
@@ -31,7 +48,7 @@ INLINE void score_keys(int64_t dim, int heads, const float *q, const char **k, i
             UNROLL for (int g = 0; g < heads; g++) sum[g] = load(q + g * dim) * first;
             UNROLL for (int64_t d = VL; d < dim; d += VL) {
                 vf part = numbers_at(key, d, dim);
-                UNROLL for (int g = 0; g < heads; g++) sum[g] += load(q + g * dim + d) * part;
+                UNROLL for (int g = 0; g < heads; g++) sum[g] = multiply_add(load(q + g * dim + d), part, sum[g]);
             }
             UNROLL for (int g = 0; g < heads; g++) parts[g][j] = sum[g];
         }
@@ -40,29 +57,48 @@ INLINE void score_keys(int64_t dim, int heads, const float *q, const char **k, i
     }
 }
 
+// Returns the products of a query with VL keys, which lie as floats: those of score_keys, to the bit.
+INLINE vf score_query(int64_t dim, const float *q, const char **k, int64_t at) {
+    vf sum[VL], part[QT] = {load(q)};
+    int64_t d = VL;
+    UNROLL for (int j = 0; j < VL; j++) sum[j] = part[0] * load((const float *)(k[j] + at));
+    for (; d + QT * VL <= dim; d += QT * VL) {
+        UNROLL for (int i = 0; i < QT; i++) part[i] = load(q + d + i * VL);
+        UNROLL for (int j = 0; j < VL; j++) {
+            const float *key = (const float *)(k[j] + at) + d;
+            UNROLL for (int i = 0; i < QT; i++) sum[j] = multiply_add(part[i], load(key + i * VL), sum[j]);
+        }
+    }
+    for (; d < dim; d += VL) {
+        part[0] = load(q + d);
+        UNROLL for (int j = 0; j < VL; j++) sum[j] = multiply_add(part[0], load((const float *)(k[j] + at) + d), sum[j]);
+    }
+    return sums_of(sum);
+}
+
 // Computes acc[g] = acc[g] * fade[g] + sum over j of weights[g][j] * (v[j] + at)[d ...], for `width` vectors.
-INLINE void add_columns(int64_t dim, int heads, int width, const char **v, int64_t at, int64_t d, int64_t n,
-                        float (*weights)[CHUNK], const float *fade, float *acc, Ahead *ahead) {
+INLINE void add_columns(int64_t dim, int heads, int is_taken, int width, const char **v, int64_t at, int64_t d,
+                        int64_t n, float (*weights)[DECODE_CHUNK], const float *fade, float *acc, Ahead *ahead) {
     vf sum[GT][4];
     UNROLL for (int g = 0; g < heads; g++) UNROLL for (int i = 0; i < width; i++)
         sum[g][i] = load(acc + g * dim + i * VL) * fade[g];
     for (int64_t j = 0; j < n; j++) {
         fetch(ahead, dim);
         UNROLL for (int i = 0; i < width; i++) {
-            vf part = numbers_at(v[j] + at, d + i * VL, dim);
-            UNROLL for (int g = 0; g < heads; g++) sum[g][i] += part * weights[g][j];
+            vf part = numbers_of(v[j] + at, d + i * VL, dim, is_taken);
+            UNROLL for (int g = 0; g < heads; g++) sum[g][i] = multiply_add(part, splat(weights[g][j]), sum[g][i]);
         }
     }
     UNROLL for (int g = 0; g < heads; g++) UNROLL for (int i = 0; i < width; i++)
         store(acc + g * dim + i * VL, sum[g][i]);
 }
 
-INLINE void add_values(int64_t dim, int heads, const char **v, int64_t at, int64_t n, float (*weights)[CHUNK],
-                       const float *fade, float *acc, Ahead *ahead) {
+INLINE void add_values(int64_t dim, int heads, int is_taken, const char **v, int64_t at, int64_t n,
+                       float (*weights)[DECODE_CHUNK], const float *fade, float *acc, Ahead *ahead) {
     int64_t d = 0;
     for (; d + 4 * VL <= dim; d += 4 * VL)
-        add_columns(dim, heads, 4, v, at, d, n, weights, fade, acc + d, d ? 0 : ahead);
-    for (; d < dim; d += VL) add_columns(dim, heads, 1, v, at, d, n, weights, fade, acc + d, d ? 0 : ahead);
+        add_columns(dim, heads, is_taken, 4, v, at, d, n, weights, fade, acc + d, d ? 0 : ahead);
+    for (; d < dim; d += VL) add_columns(dim, heads, is_taken, 1, v, at, d, n, weights, fade, acc + d, d ? 0 : ahead);
 }
 
 // Turns scores [n] into weights 2^(score - m), with zeros up to a whole vector. Returns the factor for older sums.
@@ -82,69 +118,157 @@ INLINE float soften(float *scores, int64_t n, float softcap, float *m, float *l)
         sum += weight;
     }
     float fade = exp2v(splat(*m - now))[0];
-    *l = *l * fade + sum_of(sum);
+    *l = multiply_add(splat(*l), splat(fade), splat(total_of(sum)))[0];
     *m = now;
     return fade;
 }
 
-// Processes one chunk for one KV head and its group; m and l as above. Prefetches next_k and next_v.
-INLINE void decode_head(const Layer *y, int64_t dim, const float *q, const char **k, const char **v, int64_t at,
-                        int64_t n, float *acc, float *m, float *l, Ahead *next_k, Ahead *next_v) {
-    int64_t group = y->num_heads / y->num_kv_heads, g = 0;
-    ALIGNED float scores[MAX_GROUP][CHUNK];
-    float fade[MAX_GROUP];
-    for (; g + GT <= group; g += GT) score_keys(dim, GT, q + g * dim, k, at, n, scores + g, g ? 0 : next_k);
-#if GT == 4
-    if (group - g == 3) score_keys(dim, 3, q + g * dim, k, at, n, scores + g, g ? 0 : next_k), g += 3;
-    if (group - g == 2) score_keys(dim, 2, q + g * dim, k, at, n, scores + g, g ? 0 : next_k), g += 2;
-#endif
-    if (group - g == 1) score_keys(dim, 1, q + g * dim, k, at, n, scores + g, g ? 0 : next_k);
-    for (g = 0; g < group; g++) fade[g] = soften(scores[g], n, y->softcap, m + g, l + g);
-    for (int64_t j = 0; IS_CODED && j < n; j++)
-        for (g = 0; g < group; g++) scores[g][j] *= scale_of(v[j] + at, dim);
-    for (g = 0; g + GT <= group; g += GT)
-        add_values(dim, GT, v, at, n, scores + g, fade + g, acc + g * dim, g ? 0 : next_v);
-#if GT == 4
-    if (group - g == 3)
-        add_values(dim, 3, v, at, n, scores + g, fade + g, acc + g * dim, g ? 0 : next_v), g += 3;
-    if (group - g == 2)
-        add_values(dim, 2, v, at, n, scores + g, fade + g, acc + g * dim, g ? 0 : next_v), g += 2;
-#endif
-    if (group - g == 1) add_values(dim, 1, v, at, n, scores + g, fade + g, acc + g * dim, g ? 0 : next_v);
+// Does the same for `heads` heads, at most VL of them. m, l and fade have room for VL.
+INLINE void soften_heads(int64_t heads, float (*scores)[DECODE_CHUNK], int64_t n, float softcap, float *m, float *l,
+                         float *fade) {
+    vf rows[VL], old = load(m), sums = load(l);
+    vi changes = first_lanes(splat(0), heads) == splat(0);
+    UNROLL for (int g = 0; g < VL; g++) rows[g] = splat(NEVER);
+    for (int64_t g = 0; g < heads; g++) for (int64_t j = 0; j < n; j += VL) {
+        vf score = load(scores[g] + j);
+        if (softcap > 0) score = cap(score, softcap);
+        if (j + VL > n) score = first_lanes(score, n - j);
+        if (softcap > 0 || j + VL > n) store(scores[g] + j, score);
+        rows[g] = vmax(rows[g], score);
+    }
+    vf now = vmax(old, maxes_of(rows)), fades = exp2v(old - now);
+    store(m, pick(changes, now, old));
+    for (int64_t g = 0; g < heads; g++) {
+        rows[g] = (vf){0};
+        for (int64_t j = 0; j < n; j += VL) {
+            vf weight = exp2v(load(scores[g] + j) - m[g]);
+            store(scores[g] + j, weight);
+            rows[g] += weight;
+        }
+    }
+    store(l, pick(changes, multiply_add(sums, fades, sums_of(rows)), sums));
+    store(fade, fades);
 }
 
-INLINE void decode_dim(const Layer *y, int64_t dim, const Item *item, const Item *after) {
-    int64_t group = y->num_heads / y->num_kv_heads, rows = item->num_heads * group, context_len = item->context_len;
-    float *scaled = alloca((size_t)(rows * dim) * 4), *acc = alloca((size_t)(rows * dim) * 4);
-    float *m = alloca((size_t)rows * 4), *l = alloca((size_t)rows * 4), scale = query_scale(y);
-    const char *buffer[4][CHUNK], **k = buffer[0], **v = buffer[1], **next = buffer[2], **next_v = buffer[3];
-    for (int64_t i = 0; i < rows * dim; i++) scaled[i] = item->q[i] * scale, acc[i] = 0;
-    for (int64_t i = 0; i < rows; i++) m[i] = item->sinks ? item->sinks[i] * LOG2E : NEVER, l[i] = item->sinks ? 1 : 0;
+// Processes one chunk for one KV head and `heads` query heads; m and l as above. Prefetches next_k and next_v. Where
+// there are many heads, vectors are `taken` from the pool as floats, once for all.
+INLINE void attend_heads(const Layer *y, int64_t dim, int64_t heads, int many, const float *q, const char **k,
+                         const char **v, int64_t at, int64_t n, const char **taken, float *acc, float *m, float *l,
+                         Ahead *next_k, Ahead *next_v) {
+    ALIGNED float scores[MOST_HEADS_TOGETHER][DECODE_CHUNK], fade[MOST_HEADS_TOGETHER + VL], factors[DECODE_CHUNK];
+    int takes = many && POOL != POOL_FLOAT32;
+    int64_t g = 0, fetched = 0;
+#define EACH_FEW(part)                                                                                                 \
+    for (g = 0; g + GT <= heads; g += GT) part(GT);                                                                    \
+    if (GT == 4 && heads - g == 3) part(3);                                                                            \
+    if (GT == 4 && heads - g == 2) part(2);                                                                            \
+    if (heads % GT == 1) part(1)
+#define SCORE(few) score_keys(dim, few, q + g * dim, k, at, n, scores + g, g ? 0 : next_k)
+#define ADD(few)                                                                                                       \
+    add_values(dim, few, takes, takes ? taken : v, takes ? 0 : at, n, scores + g, fade + g, acc + g * dim,             \
+               many || g ? 0 : next_v)
+    if (many) {
+        if (takes) take_vectors(dim, k, at, n, taken, factors);
+        for (int64_t j = 0; j < n; j += VL) for (g = 0; g < heads; g++) {
+            for (int64_t due = j + ((g + 1) * VL + heads - 1) / heads; fetched < due; fetched++)
+                fetch(next_k, dim), fetch(next_v, dim);
+            vf score = score_query(dim, q + g * dim, takes ? taken + j : k + j, takes ? 0 : at);
+            store(scores[g] + j, IS_CODED ? score * load(factors + j) : score);
+        }
+        for (g = 0; g < heads; g += VL)
+            soften_heads(MIN(VL, heads - g), scores + g, n, y->softcap, m + g, l + g, fade + g);
+        if (takes) take_vectors(dim, v, at, n, taken, factors);
+    } else {
+        EACH_FEW(SCORE);
+        for (g = 0; g < heads; g++) fade[g] = soften(scores[g], n, y->softcap, m + g, l + g);
+        for (int64_t j = 0; IS_CODED && j < (n + PAD - 1) / PAD * PAD; j++) factors[j] = scale_of(v[j] + at, dim);
+    }
+    for (g = 0; IS_CODED && g < heads; g++)
+        for (int64_t j = 0; j < n; j += VL) store(scores[g] + j, load(scores[g] + j) * load(factors + j));
+    EACH_FEW(ADD);
+#undef EACH_FEW
+#undef SCORE
+#undef ADD
+}
+
+// The queries of an item, scaled, and their sums: [KV head][row][head of the group].
+typedef struct {
+    float *q, *acc; // [...][dim]
+    float *m, *l;   // [...]
+} Queries;
+
+// Processes one chunk for one KV head: keys [start, start + n), of which each row sees those before its end.
+INLINE void attend_group(const Layer *y, int64_t dim, const Item *item, const Queries *of, int64_t head, int many,
+                         const char **k, const char **v, int64_t start, int64_t n, const char **taken, Ahead *next_k,
+                         Ahead *next_v) {
+    int64_t group = y->num_heads / y->num_kv_heads, rows = item->num_rows, at = head * vector_nbytes(dim);
+    int64_t together = item->context_lens[0] >= start + n ? rows : 1;
+    for (int64_t r = 0, seen; r < rows; r += together) {
+        seen = MIN(n, item->context_lens[r] - start);
+        int64_t i = (head * rows + r) * group;
+        if (seen > 0)
+            attend_heads(y, dim, together * group, many, of->q + i * dim, k, v, at, seen, taken, of->acc + i * dim,
+                         of->m + i, of->l + i, next_k, next_v);
+    }
+}
+
+INLINE void decode_dim(const Layer *y, int64_t dim, int many, const Item *item, const Item *after) {
+    int64_t group = y->num_heads / y->num_kv_heads, rows = item->num_rows, heads = item->num_heads * rows * group;
+    int64_t token_stride = (y->num_heads + 2 * y->num_kv_heads) * dim, context_len = item->context_lens[rows - 1];
+    float *scaled = LINES(heads * dim * 4), *acc = LINES(heads * dim * 4);
+    float *m = LINES((heads + VL) * 4), *l = LINES((heads + VL) * 4), scale = query_scale(y);
+    float *numbers = many && POOL != POOL_FLOAT32 ? LINES(DECODE_CHUNK * dim * 4) : 0;
+    const char *buffer[5][DECODE_CHUNK], **k = buffer[0], **v = buffer[1], **next = buffer[2], **next_v = buffer[3];
+    for (int64_t j = 0; numbers && j < DECODE_CHUNK; j++) buffer[4][j] = (const char *)(numbers + j * dim);
+    Queries of = {scaled, acc, m, l};
+    for (int64_t i = 0; i < heads; i++) {
+        int64_t head = i / (rows * group) * group + i % group;
+        const float *q = item->q + item->tokens[i / group % rows] * token_stride + head * dim;
+        for (int64_t d = 0; d < dim; d++) scaled[i * dim + d] = q[d] * scale, acc[i * dim + d] = 0;
+        m[i] = item->sinks ? item->sinks[head] * LOG2E : NEVER, l[i] = item->sinks ? 1 : 0;
+    }
     int64_t at = first_seen(y, context_len - 1), n = MIN(DECODE_CHUNK, context_len - at), num_next;
     locate(&item->source, at, n, k, v);
     for (; n; at += n, n = num_next) {
         num_next = MIN(DECODE_CHUNK, context_len - at - n);
         const Item *owner = num_next || !after ? item : after;
-        int64_t start = owner == item ? at + n : first_seen(y, after->context_len - 1);
-        int64_t num_ahead = MIN(DECODE_CHUNK, owner->context_len - start);
+        int64_t end = owner->context_lens[owner->num_rows - 1];
+        int64_t start = owner == item ? at + n : first_seen(y, end - 1), num_ahead = MIN(DECODE_CHUNK, end - start);
         locate(&owner->source, start, num_ahead, next, next_v);
-        Ahead ahead_k = {next, 0, num_ahead, 0, owner->num_heads}, ahead_v = ahead_k;
+        Ahead ahead_k = {next, 0, num_ahead, 0, owner->num_heads};
+        Ahead ahead_v = ahead_k;
         ahead_v.rows = next_v;
-        for (int64_t h = 0, r = 0; h < item->num_heads; h++, r += group)
-            decode_head(y, dim, scaled + r * dim, k, v, h * vector_nbytes(dim), n, acc + r * dim, m + r, l + r,
-                        &ahead_k, &ahead_v);
+        for (int64_t h = 0; h < item->num_heads; h++)
+            attend_group(y, dim, item, &of, h, many, k, v, at, n, buffer[4], &ahead_k, &ahead_v);
         const char **old_k = k, **old_v = v;
         k = next, v = next_v, next = old_k, next_v = old_v;
     }
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t d = 0; d < dim; d++) item->out[r * dim + d] = acc[r * dim + d] / l[r];
+    for (int64_t i = 0; i < heads; i++) {
+        int64_t head = i / (rows * group) * group + i % group;
+        float *out = item->out + (item->tokens[i / group % rows] * y->num_heads + head) * dim;
+        for (int64_t d = 0; d < dim; d++) out[d] = acc[i * dim + d] / l[i];
+    }
+}
+
+INLINE void decode_item(const Layer *y, int many, const Item *item, const Item *after) {
+    switch (y->head_dim) { // the common sizes have their loops unrolled
+    case 64: decode_dim(y, 64, many, item, after); break;
+    case 128: decode_dim(y, 128, many, item, after); break;
+    default: decode_dim(y, y->head_dim, many, item, after);
+    }
+}
+
+// Functions of their own: what is allocated on their stack is released after each item.
+static __attribute__((noinline)) void decode_few(const Layer *y, const Item *item, const Item *after) {
+    decode_item(y, 0, item, after);
+}
+
+static __attribute__((noinline)) void decode_many(const Layer *y, const Item *item, const Item *after) {
+    decode_item(y, 1, item, after);
 }
 
 // `after` is this thread's next item, if known: its first keys are prefetched with this item's last ones.
 static void decode(const Layer *y, const Item *item, const Item *after) {
-    switch (y->head_dim) { // the common sizes have their loops unrolled
-    case 64: decode_dim(y, 64, item, after); break;
-    case 128: decode_dim(y, 128, item, after); break;
-    default: decode_dim(y, y->head_dim, item, after);
-    }
+    if (item->num_rows > 1 && item->num_rows * y->num_heads > GT * y->num_kv_heads) decode_many(y, item, after);
+    else decode_few(y, item, after);
 }

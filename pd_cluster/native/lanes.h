@@ -155,9 +155,10 @@ static __attribute__((noinline)) void attend_tile(const Layer *y, const Item *it
     t->num_rows = MIN(LANES, item->query_len * group - item->first_row);
     for (int64_t i = 0; i < LANES; i++) {
         int64_t row = item->first_row + MIN(i, t->num_rows - 1), token = row / group, head = row % group;
-        from[i] = item->q + token * token_stride + head * dim;
-        to[i] = item->out + (token * y->num_heads + head) * dim;
-        t->position[i / VL][i % VL] = (int32_t)(item->context_len - item->query_len + token);
+        int64_t at = item->tokens[0] + token;
+        from[i] = item->q + at * token_stride + head * dim;
+        to[i] = item->out + (at * y->num_heads + head) * dim;
+        t->position[i / VL][i % VL] = (int32_t)(item->context_lens[0] - item->query_len + token);
         t->last[i / VL][i % VL] = item->key_limits ? item->key_limits[token] - 1 : t->position[i / VL][i % VL];
     }
     load_tile(t, from, query_scale(y));

@@ -12,6 +12,10 @@
 #define DECODE_CHUNK 32 // of all heads of a sequence
 #endif
 #define PAD 16      // what is done at once with keys: at most this many
+// What an item that decodes has at most: sequences, their query heads of a KV head, and bytes of queries and sums.
+#define MOST_ROWS_TOGETHER 16
+#define MOST_HEADS_TOGETHER 64
+#define TOGETHER_NBYTES (1 << 18)
 #define LANES (2 * VL)
 _Static_assert(CHUNK % PAD == 0 && DECODE_CHUNK % PAD == 0 && PAD % VL == 0 && PAD % KR == 0, "tiles fit");
 #define NEVER -1e30f // below every score, and finite: differences stay numbers
@@ -20,6 +24,7 @@ _Static_assert(CHUNK % PAD == 0 && DECODE_CHUNK % PAD == 0 && PAD % VL == 0 && P
 typedef struct {
     int64_t num_tokens, num_seqs, num_threads;
     const int32_t *query_starts, *context_lens, *block_table, *table_starts, *order;
+    const int32_t *together; // [num_seqs] or none: how many from here on in `order` share one table, the shortest first; 0 behind it
     const int64_t *slots;
     const float *cos, *sin; // [num_tokens, head_dim]
     const int32_t *key_limits; // [num_tokens] or none: the end of the keys that a token sees, which is behind itself
@@ -41,6 +46,7 @@ typedef struct {
     int64_t token_counter, item_counter;
     const int64_t *item_starts; // in the step's order
     int64_t decode_parts;       // items that the KV heads of a decoding sequence are shared among
+    int64_t row_parts;          // likewise, rows of one table
 } Work;
 
 // ---- before attention
@@ -91,14 +97,16 @@ typedef struct {
     int64_t block_stride, row_stride, block_size; // strides in bytes
 } Source;
 
-// Some KV heads of one sequence (one unless it decodes); of query_len * group rows those from first_row on.
+// Some KV heads of one sequence, or of several that decode over one table, the shortest first. One KV head unless they
+// decode: of query_len * group rows those from first_row on.
 typedef struct {
     Source source;
-    const float *q; // at the first token's and the group's first head
+    const float *q; // at the group's first head, of the step's first token
     float *out;
     const float *sinks; // at the group's first head, or none
     const int32_t *key_limits; // at the first token, or none
-    int64_t num_heads, query_len, context_len, first_row;
+    int64_t num_heads, query_len, first_row, num_rows;
+    int64_t tokens[MOST_ROWS_TOGETHER], context_lens[MOST_ROWS_TOGETHER]; // [num_rows]: first tokens
 } Item;
 
 // Addresses of keys and values [start, start + n); the last is repeated up to a whole PAD.

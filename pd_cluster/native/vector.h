@@ -4,20 +4,25 @@
 #include <string.h>
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__AVX512F__)
 #define VL 16 // floats in a vector
 #define KR 8  // rows of a register tile: KR * 2 accumulators, 2 vectors and a broadcast must fit the registers
-#define GT 4  // query heads that share a pass over the keys when decoding
+#define GT 4  // query heads that share a pass over the values when decoding
+#define QT 8  // vectors of a query that stay in registers beside VL sums
 #elif defined(__AVX2__)
 #define VL 8
 #define KR 4
 #define GT 2
+#define QT 4
 #else
 #define VL 4
 #define KR 8
 #define GT 4
+#define QT 8
 #endif
 
 #define INLINE static inline __attribute__((always_inline))
@@ -34,6 +39,20 @@ INLINE vf load(const float *p) { return *(const vfu *)p; }
 INLINE void store(float *p, vf x) { *(vfu *)p = x; }
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
+
+// Returns a * b + sum, rounded once where the machine can. Left to themselves compilers fuse some sums, and not others
+// that look alike: those of 256 bits in loops for AMD's processors, say.
+INLINE vf multiply_add(vf a, vf b, vf sum) {
+#if VL == 16
+    return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif VL == 8 && defined(__FMA__)
+    return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#elif defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + sum;
+#endif
+}
 
 // Returns the larger value per lane; if either is NaN, the second.
 INLINE vf vmax(vf a, vf b) {
@@ -153,5 +172,44 @@ INLINE vf sums_of(vf *rows) {
     vf sums;
     for (int i = 0; i < VL; i++) sums[i] = sum_of(rows[i]);
     return sums;
+#endif
+}
+
+// Returns the sum of x, with the additions of sums_of.
+INLINE float total_of(vf x) {
+#if VL == 16
+    x += __builtin_shuffle(x, (vi){2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13});
+    x += __builtin_shuffle(x, (vi){1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14});
+    x += __builtin_shuffle(x, (vi){8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7});
+    x += __builtin_shuffle(x, (vi){4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11});
+    return x[0];
+#elif VL == 8
+    x += __builtin_shuffle(x, (vi){1, 0, 3, 2, 5, 4, 7, 6});
+    x += __builtin_shuffle(x, (vi){2, 3, 0, 1, 6, 7, 4, 5});
+    x += __builtin_shuffle(x, (vi){4, 5, 6, 7, 0, 1, 2, 3});
+    return x[0];
+#else
+    return sum_of(x);
+#endif
+}
+
+// Returns a vector whose element i is the largest of rows[i].
+INLINE vf maxes_of(vf *rows) {
+#if VL == 16
+    __m512 *r = (__m512 *)rows, p[8], q[4];
+    UNROLL for (int i = 0; i < 8; i++)
+        p[i] = _mm512_max_ps(_mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]), _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]));
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m512d a = (__m512d)p[2 * i], b = (__m512d)p[2 * i + 1];
+        q[i] = _mm512_max_ps((__m512)_mm512_unpacklo_pd(a, b), (__m512)_mm512_unpackhi_pd(a, b));
+    }
+    __m512 a = _mm512_max_ps(_mm512_shuffle_f32x4(q[0], q[1], 0x44), _mm512_shuffle_f32x4(q[0], q[1], 0xee));
+    __m512 b = _mm512_max_ps(_mm512_shuffle_f32x4(q[2], q[3], 0x44), _mm512_shuffle_f32x4(q[2], q[3], 0xee));
+    return (vf)_mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+#else
+    transpose(rows);
+    vf most = rows[0];
+    UNROLL for (int i = 1; i < VL; i++) most = vmax(most, rows[i]);
+    return most;
 #endif
 }

@@ -14,6 +14,7 @@ from pd_cluster.native import products as quantized
 from tests.model import test_cpu_kernels as cases
 from tests.model import test_cpu_kv_dtypes as kv_dtypes
 from tests.model import test_cpu_quantized as products
+from tests.model import test_shared_tables as shared_tables
 from tests.support.aarch64 import EmulatedOps, emulator
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -73,6 +74,11 @@ def test_rows_do_not_depend_on_the_batch_or_the_threads(ops: EmulatedOps) -> Non
     cases.test_a_row_does_not_depend_on_the_batch_or_the_threads(ops)
     for features in cases.FEATURES_OF_ROWS:
         cases.test_norms_and_gates_of_a_row_do_not_depend_on_the_batch_or_the_threads(ops, features)
+
+
+def test_rows_that_share_tables(ops: EmulatedOps) -> None:
+    for shape in shared_tables.SHAPES[:3]:
+        shared_tables.check(ops, "float32", shape, (6, 12))
 
 
 def test_edges_of_attention(ops: EmulatedOps) -> None:

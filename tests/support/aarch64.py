@@ -94,6 +94,7 @@ class Emulator:
             "block_table": num_blocks * 4,
             "table_starts": (num_seqs + 1) * 4,
             "order": num_seqs * 4,
+            "together": num_seqs * 4,
             "slots": num_tokens * 8,
             "cos": num_tokens * dim * 4,
             "sin": num_tokens * dim * 4,

@@ -80,7 +80,7 @@ int main(int argc, char **argv) {
             Layer *layer = address();
             float *pool = address(), *qkv = address(), *out = address();
             PLACE(step->query_starts), PLACE(step->context_lens), PLACE(step->block_table), PLACE(step->table_starts);
-            PLACE(step->order), PLACE(step->slots), PLACE(step->cos), PLACE(step->sin);
+            PLACE(step->order), PLACE(step->together), PLACE(step->slots), PLACE(step->cos), PLACE(step->sin);
             PLACE(step->key_limits);
             PLACE(layer->q_norm), PLACE(layer->k_norm), PLACE(layer->sinks);
             attend(step, layer, pool, qkv, out);

@@ -25,7 +25,7 @@ from pd_cluster.engine.handover.out_links import OutLinks
 from pd_cluster.engine.handover.out_table import OutLinkTable
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.channel import Channel
-from pd_cluster.engine.ranks.follower import LaneHost
+from pd_cluster.engine.ranks.follower import LaneHost, _input_of
 from pd_cluster.engine.ranks.lead import ALL_LAYERS, LeadRunner, Watch
 from pd_cluster.engine.ranks.remote_lanes import RankLanes
 from pd_cluster.errors import InstanceLost, LinkError
@@ -246,7 +246,7 @@ class Runner:
         return self.may_launch
 
     def step_of(self, chunks: Any) -> StepInput:
-        return StepInput(np.array([[1, 5, 2, 1]]), np.array([7]), np.array([3, 4]))
+        return StepInput(np.array([[1, 5, 2, 1, 9, 0]]), np.array([7]), np.array([3, 4]), leaders=np.array([0]))
 
     def sparing_pixels(self, parts: Any) -> list[Any]:
         return list(parts)
@@ -278,7 +278,10 @@ def test_followers_are_told_of_every_step_that_is_launched() -> None:
     assert runner.progress_inside == [to.Reached(1, 0), to.Reached(2, 0)]
     assert [(step.is_ahead, step.by_layers) for step in told] == [(False, False), (True, False)]
     assert np.frombuffer(told[0].input_ids, np.int64).tolist() == [7]
-    assert np.frombuffer(told[1].rows, np.int64).tolist() == [1, 5, 2, 1]
+    received = _input_of(told[1])
+    assert received.rows.tolist() == [[1, 5, 2, 1, 9, 0]]
+    assert received.leaders is not None
+    assert received.leaders.tolist() == [0]
 
 
 # ---- a follower's ends of lanes

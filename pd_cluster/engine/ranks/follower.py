@@ -219,8 +219,8 @@ class Follower:
 
 
 def _input_of(step: to.Step) -> StepInput:
-    parts = (step.rows, step.input_ids, step.blocks, step.rope_positions, step.adapters, step.virtual)
-    rows, input_ids, blocks, rope_positions, adapters, virtual = (
+    parts = (step.rows, step.input_ids, step.blocks, step.rope_positions, step.adapters, step.virtual, step.leaders)
+    rows, input_ids, blocks, rope_positions, adapters, virtual, leaders = (
         np.frombuffer(each, np.int64).copy() for each in parts
     )
     own = rope_positions.reshape(-1, len(input_ids)) if len(rope_positions) else None
@@ -229,7 +229,8 @@ def _input_of(step: to.Step) -> StepInput:
     )
     slots = adapters if len(adapters) else None
     virtual_parts = virtual.reshape(-1, VIRTUAL_COLUMNS) if len(virtual) else None
-    return StepInput(rows.reshape(-1, NUM_COLUMNS), input_ids, blocks, own, slots, images, virtual_parts)
+    shared = leaders if len(leaders) else None
+    return StepInput(rows.reshape(-1, NUM_COLUMNS), input_ids, blocks, own, slots, images, virtual_parts, shared)
 
 
 def send_to_rank_0(channel: Channel) -> Callable[[str, wire.Body], None]:

@@ -134,11 +134,12 @@ class LeadRunner:
     def _begin(self, step: StepInput, is_ahead: bool, on_layer: OnLayer | None) -> OnLayer | None:
         """Sends the step to the followers; returns `on_layer` with this rank's progress noted before it."""
         rows, input_ids, blocks = (each.tobytes() for each in (step.rows, step.input_ids, step.blocks))
-        rope_positions = b"" if step.rope_positions is None else step.rope_positions.tobytes()
-        adapters = b"" if step.adapters is None else step.adapters.tobytes()
-        virtual = b"" if step.virtual is None else step.virtual.tobytes()
+        rope_positions, adapters, virtual, leaders = (
+            b"" if each is None else each.tobytes()
+            for each in (step.rope_positions, step.adapters, step.virtual, step.leaders)
+        )
         by_layers = on_layer is not None
-        message = to.Step(rows, input_ids, blocks, is_ahead, by_layers, rope_positions, adapters, (), virtual)
+        message = to.Step(rows, input_ids, blocks, is_ahead, by_layers, rope_positions, adapters, (), virtual, leaders)
         if step.images:
             for rank, follower in enumerate(self._followers, start=1):
                 parts = self.runner.sparing_pixels(step.images, rank)

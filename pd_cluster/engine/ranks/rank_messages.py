@@ -36,8 +36,8 @@ class StepImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(RankMessage, frozen=True, omit_defaults=True):
-    """A StepInput of model/batch.py: int64 numbers, little endian. `rope_positions`, `adapters` and `virtual` are empty
-    where they are None there.
+    """A StepInput of model/batch.py: int64 numbers, little endian. `rope_positions`, `adapters`, `virtual` and
+    `leaders` are empty where they are None there.
 
     `is_ahead`: rank 0's device broadcasts the input ids, which no host knows yet. `by_layers`: rank 0 tracks the step
     layer by layer, and so do all followers.
@@ -52,6 +52,7 @@ class Step(RankMessage, frozen=True, omit_defaults=True):
     adapters: bytes = b""
     images: tuple[StepImage, ...] = ()
     virtual: bytes = b""
+    leaders: bytes = b""
 
 
 class Moves(RankMessage, frozen=True):

@@ -45,7 +45,7 @@ class _Step(ctypes.Structure):
     _fields_ = (
         *((name, _Int) for name in ("num_tokens", "num_seqs", "num_threads")),
         *((name, _Pointer) for name in ("query_starts", "context_lens", "block_table", "table_starts", "order")),
-        *((name, _Pointer) for name in ("slots", "cos", "sin", "key_limits")),
+        *((name, _Pointer) for name in ("together", "slots", "cos", "sin", "key_limits")),
     )
 
 
@@ -86,6 +86,7 @@ class _BatchState:
     address: int
     rope: Rope
     order: npt.NDArray[np.int32]
+    together: npt.NDArray[np.int32] | None
 
 
 @dataclass(slots=True)
@@ -366,7 +367,7 @@ def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:
     if batch.key_limits is not None:
         assert batch.key_limits.shape == (batch.num_tokens,)
         assert batch.key_limits.dtype == torch.int32
-    order = np.argsort(-batch.context_lens.numpy(), kind="stable").astype(np.int32)  # longest first
+    order, together = _order(batch)
     step = _Step(
         batch.num_tokens,
         batch.num_seqs,
@@ -376,9 +377,30 @@ def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:
         batch.block_table.data_ptr(),
         batch.table_starts.data_ptr(),
         order.ctypes.data,
+        None if together is None else together.ctypes.data,
         batch.slot_mapping.data_ptr(),
         rope.cos.data_ptr(),
         rope.sin.data_ptr(),
         None if (limits := batch.key_limits) is None else limits.data_ptr(),
     )
-    return _BatchState(step, ctypes.addressof(step), rope, order)
+    return _BatchState(step, ctypes.addressof(step), rope, order, together)
+
+
+def _order(batch: ForwardBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
+    """Returns the sequences, the longest first, and how many from each on share one table; 0 behind the first of them.
+
+    Those that share one follow each other, the shortest first. None: no sequence shares another's.
+    """
+    lens, leaders = batch.host_context_lens, batch.leaders
+    if leaders is None:
+        return np.argsort(-lens, kind="stable").astype(np.int32), None
+    assert leaders.shape == lens.shape
+    own = np.arange(len(lens))
+    leaders = np.where(batch.query_lens == 1, leaders, own)
+    longest = np.zeros_like(lens)
+    np.maximum.at(longest, leaders, lens)  # IndexError: no such sequence
+    order = np.lexsort((own, lens, leaders, -longest[leaders]))
+    firsts = np.flatnonzero(np.diff(leaders[order], prepend=-1))
+    together = np.zeros(len(lens), dtype=np.int32)
+    together[firsts] = np.diff(firsts, append=len(lens))
+    return order.astype(np.int32), together

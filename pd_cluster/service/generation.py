@@ -20,7 +20,7 @@ from pd_cluster.types import Logprobs, Order, PromptOutput, Sampling
 from pd_cluster.types.variants import num_virtual_tokens
 
 
-def _stop_nothing(index: int) -> None:
+def _stop_nothing(index: int, num_dropped: int) -> None:
     """Does nothing: a request that has not been sent cannot be stopped."""
 
 
@@ -82,7 +82,7 @@ class Generation:
     prompt: PromptOutput | None = None  # known no later than the first piece
     served_by: list[str] = field(default_factory=list)
     stream: RequestStream | None = None  # set once it has been sent
-    stop: Callable[[int], None] = _stop_nothing
+    stop: Callable[[int, int], None] = _stop_nothing  # see RequestStream.stop
     fail: Callable[[GenerationError], None] = _fail_nothing
     client_id: str = ""  # the answer's id for clients
     received_s: float | None = None

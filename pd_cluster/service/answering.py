@@ -118,7 +118,7 @@ def _pieces_of(generation: Generation, token: TokenOutput) -> Iterator[Piece]:
             sequence.note_drafts(token.drafts, num_behind)
         if is_over and (num_behind or token.finish_reason is None):
             generation.stop(sequence.index, num_behind)
-        if is_over or not num_behind or generation.kept is not None:
+        if is_over or not num_behind or generation.parts_steps or generation.kept is not None:
             if text or generation.every_token or is_over:
                 yield generation.piece_of(sequence, text)
             text = ""

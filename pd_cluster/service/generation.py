@@ -74,6 +74,7 @@ class Generation:
     num_choices: int  # of the sequences, the best ones are the answer
     first_choice: int = 0  # its first choice's number among those of all prompts of a request
     every_token: bool = False  # a piece for each token, even when there is no text yet
+    parts_steps: bool = False  # no piece has the text of several tokens that came together
     is_prompt_only: bool = False  # max_tokens 0, with echo
     new_reader: Callable[[], ReplyReader] | None = None  # for a choice's text, where it is more than content
     new_call_id: Callable[..., str] = _no_calls  # of a call's name and its number in the choice

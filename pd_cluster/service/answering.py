@@ -110,15 +110,16 @@ def _pieces_of(generation: Generation, token: TokenOutput) -> Iterator[Piece]:
 
     A stream that may resume has one for each token: its events must not depend on which tokens came together.
     """
+    is_kept = generation.kept is not None
     sequence, text = generation.sequences[token.index], ""
     for each in token.apart():
         text += sequence.add(each)
         is_over, num_behind = sequence.finish_reason is not None, token.position - each.position
-        if is_over and num_behind and token.drafts is not None:  # they are in the last token
+        if is_over and num_behind and token.drafts is not None and not is_kept:  # they are in the last token
             sequence.note_drafts(token.drafts, num_behind)
         if is_over and (num_behind or token.finish_reason is None):
             generation.stop(sequence.index, num_behind)
-        if is_over or not num_behind or generation.parts_steps or generation.kept is not None:
+        if is_over or not num_behind or generation.parts_steps or is_kept:
             if text or generation.every_token or is_over:
                 yield generation.piece_of(sequence, text)
             text = ""

@@ -64,9 +64,9 @@ class Outbox:
             self._add(request, msgspec.structs.replace(last, earlier=earlier, earlier_logprobs=told))
 
     def _add(self, request: Request, token: TokenOutput) -> None:
-        if request.num_accepted or request.num_rejected:
-            token = msgspec.structs.replace(token, predicted=(request.num_accepted, request.num_rejected))
-            request.num_accepted = request.num_rejected = 0
+        if request.draft_report is not None:
+            token = msgspec.structs.replace(token, drafts=request.draft_report)
+            request.draft_report = None
         self._tokens[request.client].append(token)
 
     def add_tokens(self, client: str, tokens: list[TokenOutput]) -> None:

@@ -98,11 +98,13 @@ class Records:
             record.prompt = prompt
 
     def note(self, request: Request, tokens: list[TokenOutput]) -> None:
-        """Keeps a sequence's next tokens, each once."""
+        """Keeps a sequence's next tokens, each once, and the report of its drafts, before an outbox takes it."""
         record = self._of(request)
         if record is None:
             return
         new = [token for token in tokens if token.position >= len(record.tokens)]
+        if new and request.draft_report is not None:
+            new[-1] = msgspec.structs.replace(new[-1], drafts=request.draft_report)
         record.tokens += new
         self._grow(record, wire.nbytes_of(new))
 

@@ -40,6 +40,7 @@ class LegNotes:
         self._clock = clock
         self._failed: set[str] = set()  # legs that have failed but not ended
         self._num_tokens: defaultdict[str, int] = defaultdict(int)  # output tokens of ended sequences, by leg
+        self._drafts: dict[str, tuple[int, int]] = {}  # draft tokens of ended sequences and accepted ones, by leg
 
     def submitted(self, request: Request, problem: str | None) -> None:
         self._note(request.transfer_id, "submitted")
@@ -72,8 +73,13 @@ class LegNotes:
         """Notes the end of a sequence; a leg ends with its last one."""
         key = request.leg_key
         self._num_tokens[key] += len(request.output_token_ids)
+        if request.num_draft_tokens:
+            num_drafted, num_accepted = self._drafts.get(key, (0, 0))
+            self._drafts[key] = num_drafted + request.num_draft_tokens, num_accepted + request.num_accepted_tokens
         if is_last:
-            num_tokens = self._num_tokens.pop(key)
+            numbers = {"num_tokens": self._num_tokens.pop(key)}
+            if (drafts := self._drafts.pop(key, None)) is not None:
+                numbers["num_drafted"], numbers["num_accepted"] = drafts
             if key not in self._failed:
-                self._note(request.transfer_id, "finished", num_tokens=num_tokens)
+                self._note(request.transfer_id, "finished", **numbers)
             self._failed.discard(key)

@@ -154,12 +154,12 @@ class Worker:
                 records.note_prompt(prompt)
         first_tokens: dict[str, list[TokenOutput]] = defaultdict(list)
         for request, tokens in result.groups():
+            if records:
+                records.note(request, tokens)
             if len(tokens) == 1:
                 self._outbox.add_token(request, tokens[0])
             else:
                 self._outbox.add_group(request, tokens)
-            if records:
-                records.note(request, tokens)
             if request.leg == "prefill":
                 first_tokens[request.key] += tokens
             if request.status is Status.FINISHED:

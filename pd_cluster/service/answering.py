@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from functools import partial
 
 import msgspec
@@ -64,16 +64,8 @@ class Answering:
             return
         async with contextlib.aclosing(self._tokens(generation)) as tokens:  # type: ignore[type-var]
             async for token in tokens:
-                sequence = generation.sequences[token.index]
-                text = ""
-                for each in token.apart():
-                    text += sequence.add(each)
-                    if sequence.finish_reason is not None:
-                        break
-                if sequence.finish_reason is not None and token.finish_reason is None:
-                    generation.stop(sequence.index)
-                if text or generation.every_token or sequence.finish_reason is not None:
-                    yield generation.piece_of(sequence, text)
+                for piece in _pieces_of(generation, token):
+                    yield piece
 
     async def _complete(self, generation: Generation) -> list[Piece]:
         first = generation.first_choice
@@ -111,6 +103,28 @@ class Answering:
             return
         async with contextlib.aclosing(self._tokens(generation)) as tokens:  # type: ignore[type-var]
             await anext(tokens)
+
+
+def _pieces_of(generation: Generation, token: TokenOutput) -> Iterator[Piece]:
+    """Yields a piece for a token and its earlier ones, if it has something to show.
+
+    A stream that may resume has one for each token: its events must not depend on which tokens came together.
+    """
+    is_kept = generation.kept is not None
+    sequence, text = generation.sequences[token.index], ""
+    for each in token.apart():
+        text += sequence.add(each)
+        is_over, num_behind = sequence.finish_reason is not None, token.position - each.position
+        if is_over and num_behind and token.drafts is not None and not is_kept:  # they are in the last token
+            sequence.note_drafts(token.drafts, num_behind)
+        if is_over and (num_behind or token.finish_reason is None):
+            generation.stop(sequence.index, num_behind)
+        if is_over or not num_behind or generation.parts_steps or is_kept:
+            if text or generation.every_token or is_over:
+                yield generation.piece_of(sequence, text)
+            text = ""
+        if is_over:
+            return
 
 
 async def _releasing(tokens: AsyncIterator[TokenOutput], hold: PixelHold) -> AsyncGenerator[TokenOutput, None]:

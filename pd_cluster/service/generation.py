@@ -20,7 +20,7 @@ from pd_cluster.types import Logprobs, Order, PromptOutput, Sampling
 from pd_cluster.types.variants import num_virtual_tokens
 
 
-def _stop_nothing(index: int) -> None:
+def _stop_nothing(index: int, num_dropped: int) -> None:
     """Does nothing: a request that has not been sent cannot be stopped."""
 
 
@@ -74,6 +74,7 @@ class Generation:
     num_choices: int  # of the sequences, the best ones are the answer
     first_choice: int = 0  # its first choice's number among those of all prompts of a request
     every_token: bool = False  # a piece for each token, even when there is no text yet
+    parts_steps: bool = False  # no piece has the text of several tokens that came together
     is_prompt_only: bool = False  # max_tokens 0, with echo
     new_reader: Callable[[], ReplyReader] | None = None  # for a choice's text, where it is more than content
     new_call_id: Callable[..., str] = _no_calls  # of a call's name and its number in the choice
@@ -82,7 +83,7 @@ class Generation:
     prompt: PromptOutput | None = None  # known no later than the first piece
     served_by: list[str] = field(default_factory=list)
     stream: RequestStream | None = None  # set once it has been sent
-    stop: Callable[[int], None] = _stop_nothing
+    stop: Callable[[int, int], None] = _stop_nothing  # see RequestStream.stop
     fail: Callable[[GenerationError], None] = _fail_nothing
     client_id: str = ""  # the answer's id for clients
     received_s: float | None = None

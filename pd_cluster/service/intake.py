@@ -53,6 +53,7 @@ class Intake:
         self.has_priorities = config.settings.routing.has_priorities
         self._seeds = random.Random(secrets.randbits(128) if config.seed is None else config.seed)
         self._sampling_defaults = config.sampling_defaults
+        self._reports_drafts = config.settings.spec_decode_metrics != "none"
         self._most_tokens = config.sampling_defaults.get("max_new_tokens")
 
     async def close(self) -> None:
@@ -147,6 +148,7 @@ class Intake:
             rope_positions=prompt.rope_positions,
             prediction=shared.prediction,
             may_draft=request.speculative is not False,
+            reports_drafts=self._reports_drafts and sampling.num_sequences == shared.num_prompts == 1,
         )
         return Generation(
             order,

@@ -9,7 +9,7 @@ import msgspec
 
 from pd_cluster.text.detokenizer import Detokenizer
 from pd_cluster.text.stop_strings import StopStrings
-from pd_cluster.types import FinishReason, Logprobs, TokenOutput
+from pd_cluster.types import DraftReport, FinishReason, Logprobs, TokenOutput
 
 
 class TokenLogprobs(NamedTuple):
@@ -54,14 +54,15 @@ class TextSequence:
     stop_reason: str | int | None = None
     num_accepted: int = 0  # tokens of the request's prediction, as drafts
     num_rejected: int = 0
+    draft_steps: list[tuple[int, int]] = field(default_factory=list)  # see DraftReport; as far as they are reported
     token_ids: list[int] = field(default_factory=list)  # since the last piece
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
     def add(self, token: TokenOutput) -> str:
         """Returns the text that is final now. Once `finish_reason` is set, this was the last token."""
         self.num_tokens += 1
-        if token.predicted is not None:
-            self._count_predicted(*token.predicted)
+        if token.drafts is not None:
+            self.note_drafts(token.drafts)
         self.token_ids.append(token.token_id)
         if token.logprobs is not None:
             self.cumulative_logprob += token.logprobs.logprob
@@ -94,8 +95,8 @@ class TextSequence:
             return "".join(self.add(each) for token in tokens for each in token.apart())
         *before, last = tokens
         for token in before:
-            if token.predicted is not None:
-                self._count_predicted(*token.predicted)
+            if token.drafts is not None:
+                self.note_drafts(token.drafts)
         token_ids = [token_id for token in before for token_id in (*token.earlier, token.token_id)]
         token_ids += last.earlier
         self.num_tokens += len(token_ids)
@@ -104,9 +105,11 @@ class TextSequence:
         self.num_chars += len(text)
         return text + self.add(last)
 
-    def _count_predicted(self, num_accepted: int, num_rejected: int) -> None:
-        self.num_accepted += num_accepted
-        self.num_rejected += num_rejected
+    def note_drafts(self, report: DraftReport, num_dropped: int = 0) -> None:
+        """`num_dropped`: tokens that came with the report and are not part of the answer; the last was no draft."""
+        self.num_accepted += max(0, report.num_accepted - max(0, num_dropped - 1))
+        self.num_rejected += report.num_rejected
+        self.draft_steps += report.steps
 
     def piece(self, text: str, index: int) -> Piece:
         """Returns the piece since the last one, with this text, as that choice's."""

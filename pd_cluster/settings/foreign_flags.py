@@ -187,7 +187,6 @@ FAMILIES = (
         accepted="--num-lookahead-slots --[no-]speculative-disable-mqa-scorer",
     ),
     Family("requests choose logprobs", accepted="--[no-]disable-logprobs-during-spec-decoding"),
-    Family("/metrics counts drafts; answers do not", refused="--per-request-spec-decode-metrics=none"),
     # ---- KV cache
     Family("blocks are known by SHA-256", refused="--prefix-caching-hash-algo=sha256|sha256_cbor"),
     Family(

@@ -24,6 +24,7 @@ SERVER = partial(Setting, panel=Panel.REQUESTS, scope=Scope.SERVER)
 
 
 ContentFormat = Literal["auto", "string", "openai"]
+DraftMetrics = Literal["none", "summary", "detailed"]
 
 
 def _names(name: str, written: list[str]) -> list[str]:
@@ -154,6 +155,14 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
             checks=(at_least(1),),
         ),
     ] = 1
+    spec_decode_metrics: Annotated[
+        DraftMetrics,
+        SERVER(
+            "Answers tell in metrics.speculative_decoding how many drafts they had, and how many were right; detailed: "
+            "also step by step.",
+            name="per_request_spec_decode_metrics",
+        ),
+    ] = "none"
 
 
 class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,6 +19,7 @@ from pd_cluster.types.order import Span as Span
 from pd_cluster.types.outputs import INT32_MAX as INT32_MAX
 from pd_cluster.types.outputs import MOST_UNTOLD as MOST_UNTOLD
 from pd_cluster.types.outputs import Candidate as Candidate
+from pd_cluster.types.outputs import DraftReport as DraftReport
 from pd_cluster.types.outputs import FinishReason as FinishReason
 from pd_cluster.types.outputs import LegEnd as LegEnd
 from pd_cluster.types.outputs import Logprobs as Logprobs

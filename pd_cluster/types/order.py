@@ -94,6 +94,7 @@ class Order(msgspec.Struct, frozen=True, omit_defaults=True):
     rope_positions: RopePositions | None = None
     prediction: tuple[int, ...] = ()  # tokens that the answer is expected to have; a wrong one costs only time
     may_draft: bool = True  # False: every token is computed in a step of its own
+    reports_drafts: bool = False  # outputs report the drafts of every step; see DraftReport
     pooling: Pooling | None = None  # the prompt becomes a vector, and `sampling` is NO_SAMPLING; None: it is continued
 
     @property

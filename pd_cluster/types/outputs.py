@@ -26,13 +26,28 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+class DraftReport(msgspec.Struct, frozen=True, array_like=True):
+    """What became of a sequence's drafts since its last output.
+
+    `num_accepted` and `num_rejected` count tokens of the request's prediction. `steps`, where the order asks for them:
+    how many tokens each step with drafts had, and how many of them were accepted.
+    """
+
+    num_accepted: Count = 0
+    num_rejected: Count = 0
+    steps: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MOST_UNTOLD + 1)] = ()
+
+    def plus(self, num_accepted: int = 0, num_rejected: int = 0, step: tuple[int, int] | None = None) -> DraftReport:
+        steps = self.steps if step is None else (*self.steps, step)
+        return DraftReport(self.num_accepted + num_accepted, self.num_rejected + num_rejected, steps)
+
+
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """One token of one sequence. `position` counts output tokens from 0; `attempt` counts dispatches from 0.
 
     `score` is set for a candidate of a beam search that is handed over: its accumulated log-probability. `earlier` are
     the tokens right before it that are sent with it: those of one step, or of many when nobody reads single ones;
-    `earlier_logprobs` are theirs, if there are any. `predicted`: how many tokens of the request's prediction were
-    accepted and rejected as drafts since the sequence's last output; None: none was.
+    `earlier_logprobs` are theirs, if there are any. `drafts`: None where there is nothing to report.
     """
 
     request_id: str
@@ -44,7 +59,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     logprobs: Logprobs | None = None
     score: float | None = None
     earlier: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MOST_UNTOLD)] = ()
-    predicted: tuple[Count, Count] | None = None
+    drafts: DraftReport | None = None
     earlier_logprobs: Annotated[tuple[Logprobs, ...], msgspec.Meta(max_length=MOST_UNTOLD)] = ()
 
     def apart(self) -> Iterator[TokenOutput]:
@@ -56,6 +71,14 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
         for position, (token_id, logprobs) in enumerate(zip(self.earlier, told, strict=True), first):
             yield TokenOutput(self.request_id, self.attempt, self.index, position, token_id, None, logprobs)
         yield msgspec.structs.replace(self, earlier=(), earlier_logprobs=())
+
+    def since(self, position: int) -> TokenOutput:
+        """Returns it without the earlier tokens before this position, which is one of its tokens'."""
+        num_known = position - (self.position - len(self.earlier))
+        if num_known <= 0:
+            return self
+        told = self.earlier_logprobs[num_known:]
+        return msgspec.structs.replace(self, earlier=self.earlier[num_known:], earlier_logprobs=told)
 
 
 class Candidate(NamedTuple):

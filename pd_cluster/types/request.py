@@ -7,7 +7,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any
 
 from pd_cluster.types.order import Order, Pooling, RopePositions
-from pd_cluster.types.outputs import FinishReason, Logprobs, Resumed
+from pd_cluster.types.outputs import DraftReport, FinishReason, Logprobs, Resumed
 from pd_cluster.types.roles import Leg
 from pd_cluster.types.sampling import Sampling
 from pd_cluster.types.variants import num_virtual_tokens
@@ -62,8 +62,9 @@ class Request:
     index: int = field(default=0, metadata=OWN)
     output_token_ids: list[int] = field(default_factory=list, metadata=OWN)
     num_untold: int = field(default=0, metadata=OWN)  # of its last output tokens
-    num_accepted: int = field(default=0, metadata=OWN)  # tokens of its prediction, as drafts, since its last output
-    num_rejected: int = field(default=0, metadata=OWN)  # the same, of drafts that were wrong
+    draft_report: DraftReport | None = field(default=None, metadata=OWN)  # since its last output
+    num_draft_tokens: int = field(default=0, metadata=OWN)  # computed here
+    num_accepted_tokens: int = field(default=0, metadata=OWN)  # those of them that were right
     status: Status = field(default=Status.WAITING, metadata=OWN)
     num_computed_tokens: int = field(default=0, metadata=OWN)  # tokens whose KV is in this engine's pool
     block_table: list[int] = field(default_factory=list, metadata=OWN)

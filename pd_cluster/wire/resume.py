@@ -70,8 +70,10 @@ class Attach(Message, frozen=True):
 
 
 def nbytes_of(tokens: Iterable[TokenOutput]) -> int:
-    """Estimates the memory of kept tokens."""
+    """Estimates the memory of kept tokens, each an output of its own."""
     return sum(
-        TOKEN_NBYTES + (TOKEN_NBYTES + LOGPROB_NBYTES * len(token.logprobs.top) if token.logprobs is not None else 0)
+        TOKEN_NBYTES
+        + (TOKEN_NBYTES + LOGPROB_NBYTES * len(token.logprobs.top) if token.logprobs is not None else 0)
+        + (TOKEN_NBYTES * (1 + len(token.drafts.steps)) if token.drafts is not None else 0)
         for token in tokens
     )

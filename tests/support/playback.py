@@ -26,6 +26,7 @@ class Playback:
         self.logprobs: dict[int, float] = {}  # sequence -> logprob of each token
         self.told: PromptOutput | None = None
         self.stopped: set[int] = set()
+        self.num_dropped = 0  # tokens that came together with an answer's last one, and behind it
         self.failed: list[Exception] = []
         self.last_reason: FinishReason = "length"
         self.requests: list[Sampling] = []
@@ -34,6 +35,11 @@ class Playback:
         self.gathered: list[bool] = []  # whether each request's reader gathers
         self.changes: dict[tuple[int, int], dict[str, Any]] = {}  # (sequence, position) -> what its token has otherwise
         self.num_together = 1  # tokens per message for a gathering reader, after the first
+        self.drafts = False  # every reader gets so many, as from steps with drafts
+
+    def stop(self, index: int, num_dropped: int) -> None:
+        self.stopped.add(index)
+        self.num_dropped += num_dropped
 
     async def serve(self, order: Order, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:
         sampling = order.sampling
@@ -41,10 +47,10 @@ class Playback:
         self.orders.append(order)
         self.salts.append(order.cache_salt)
         self.gathered.append(order.gathers)
-        num_together = self.num_together if self.gathered[-1] else 1
+        num_together = self.num_together if order.gathers or self.drafts else 1
         instances = [SimpleNamespace(name=name) for name in ("p", "d")]
         inbox = SimpleNamespace(put=self.failed.append)
-        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=self.stopped.add, inbox=inbox))
+        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=self.stop, inbox=inbox))
         if self.told is not None:
             prompted(self.told)
         try:
@@ -56,7 +62,10 @@ class Playback:
                 for index in set(range(sampling.n)) - self.stopped:
                     self.num_read += 1
                     known = Logprobs(self.logprobs[index], 1, []) if sampling.logprobs is not None else None
-                    token = TokenOutput("r", 0, index, at, token_id, last, known, earlier=earlier)
+                    told = () if known is None else (known,) * len(earlier)
+                    token = TokenOutput(
+                        "r", 0, index, at, token_id, last, known, earlier=earlier, earlier_logprobs=told
+                    )
                     changes = self.changes.get((index, at), {})
                     if "finish_reason" in changes:
                         self.stopped.add(index)

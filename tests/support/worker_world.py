@@ -24,6 +24,7 @@ from pd_cluster.engine.loop import Loop
 from pd_cluster.engine.sleep import EngineSleep
 from pd_cluster.engine.stage import Stage
 from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.drafting import Drafting
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.trace import Tracer
@@ -99,6 +100,7 @@ class World:
         drain_timeout_s: float = 30.0,
         stages_of: StagesOf = lambda scheduler, legs, clock: [],
         go_to_level: Callable[[wire.SleepLevel], None] | None = None,
+        drafting_of: Callable[[StepScheduler], Drafting] | None = None,
     ) -> None:
         self.now_s = 0.0
         self.post = Post()
@@ -110,7 +112,8 @@ class World:
         clock, lanes = (lambda: self.now_s), cast(Any, NoLinks())
         self.tracer = Tracer(clock)
         context = HandoverContext(side, self.post, lanes, self.inbox.put, times, clock, self.tracer)
-        core = EngineCore(ToyRunner(NUM_BLOCKS, BLOCK_SIZE), scheduler)
+        drafting = drafting_of(scheduler) if drafting_of is not None else None
+        core = EngineCore(ToyRunner(NUM_BLOCKS, BLOCK_SIZE), scheduler, drafting=drafting)
         terms = HandoverTerms(
             is_prefill=False, growth_tokens=EngineConfig(model="").growth_tokens, vocab_size=VOCAB_SIZE
         )

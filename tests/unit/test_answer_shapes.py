@@ -42,11 +42,9 @@ class Script:
         sampling = order.sampling
         stopped: set[int] = set()
         instances = [SimpleNamespace(name=name) for name in ("p", "d")]
-        routed(
-            SimpleNamespace(
-                prefill=instances[0], decode=instances[1], stop=stopped.add, inbox=SimpleNamespace(put=None)
-            )
-        )
+        inbox = SimpleNamespace(put=None)
+        stop = lambda index, _: stopped.add(index)  # noqa: E731
+        routed(SimpleNamespace(prefill=instances[0], decode=instances[1], stop=stop, inbox=inbox))
         prompted(self.prompt)
         positions = [0] * sampling.n
         for index, token_id, reason, logprobs in self.lines:

@@ -46,7 +46,7 @@ async def begun(sampling: Sampling = SAMPLING, step_s: float = 3600.0, is_on: bo
     """Begins a request whose decode instance computes for three others."""
     world = World(holds_first=is_on)
     for decode in world.instances[2:]:
-        decode.load = wire.Load(num_running=3, decode_step_s=step_s)
+        decode.load = wire.Load(num_running=3, decode_step_s=step_s, tokens_per_step=4.0)
     return Begun(world, *await world.begin(sampling))
 
 

@@ -22,14 +22,14 @@ from pd_cluster.cluster.tenancy.tenants import MAX_NAMED, with_names
 from pd_cluster.errors import Unavailable
 from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.reports import AllStats, Busy, Stats
-from pd_cluster.wire import LayoutInfo, Load
+from pd_cluster.wire import DraftCounts, LayoutInfo, Load
 from tests.support.router_world import info_of, ready
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "metrics.md"
 
 OF_EACH: list[Any] = [
     *(*tables.INSTANCE_GAUGES, *tables.INSTANCE_PARTS, *tables.INSTANCE_COUNTERS),
-    *tables.INSTANCE_HISTOGRAMS,
+    *(*tables.INSTANCE_POSITIONS, *tables.INSTANCE_HISTOGRAMS),
 ]
 SECTIONS: dict[str, list[Any]] = {
     "Of each instance": OF_EACH,
@@ -55,8 +55,8 @@ def page() -> str:
 def kind(each: Any) -> str:
     if each in (*tables.HISTOGRAMS, *tables.INSTANCE_HISTOGRAMS):
         return "histogram"
-    counters = (*tables.INSTANCE_COUNTERS, *tables.REQUEST_COUNTERS, *tables.TENANT_COUNTERS)
-    return "counter" if each in counters else "gauge"
+    of_instances = (*tables.INSTANCE_COUNTERS, *tables.INSTANCE_POSITIONS)
+    return "counter" if each in (*of_instances, *tables.REQUEST_COUNTERS, *tables.TENANT_COUNTERS) else "gauge"
 
 
 def shown(each: Any) -> str:
@@ -98,7 +98,9 @@ def test_all_that_is_on_the_page_is_told_and_nothing_else() -> None:
     stats.tenants.ended("a", "limited")
     stats.tenants.limited("a", "tokens")
     stats.tenants.computed("a", 1, 2)
-    found = told(stats.snapshot())
+    drafting = ready("decode-0")
+    drafting.load = Load(drafts=DraftCounts(accepted_at=(1,)))
+    found = {**told(stats.snapshot(), [drafting]), **told(stats.snapshot())}
     families = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in found}
     assert families == named
 
@@ -190,6 +192,22 @@ def test_who_does_not_know_the_others_counts_says_so() -> None:
         coroutine = cast(Any, route).endpoint(unused)
         with pytest.raises(Unavailable):
             coroutine.send(None)
+
+
+def test_drafts_are_counted_from_the_start() -> None:
+    drafting, plain = ready("decode-0"), ready("decode-1")
+    drafting.load = Load(drafts=DraftCounts(5, 20, 9, (5, 3, 1), 0.25))
+    found = told(instances=[drafting, plain])
+    numbers = {
+        "vllm:spec_decode_num_drafts_total": (5, 0),
+        "vllm:spec_decode_num_draft_tokens_total": (20, 0),
+        "vllm:spec_decode_num_accepted_tokens_total": (9, 0),
+        "pd_cluster:spec_decode_drafting_seconds_total": (0.25, 0),
+    }
+    for name, of_each in numbers.items():
+        assert found[name] == dict(zip([("decode-0",), ("decode-1",)], of_each, strict=True)), name
+    positions = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
+    assert positions == {("decode-0", "0"): 5, ("decode-0", "1"): 3, ("decode-0", "2"): 1}
 
 
 def test_what_requests_wait_for() -> None:

@@ -18,11 +18,13 @@ from pd_cluster.api.gate.error_answers import error_response
 from pd_cluster.cluster.routing import stream as stream_module
 from pd_cluster.cluster.routing.origin import FROM_ANYBODY, Admitted
 from pd_cluster.cluster.routing.predict import Goals
-from pd_cluster.cluster.routing.stats import RequestStats
+from pd_cluster.cluster.routing.resume import KeptStream
+from pd_cluster.cluster.routing.stats import Histogram, RequestStats
 from pd_cluster.cluster.routing.stream import MAX_IN_A_ROW, Inbox, RequestStream, ask_of
 from pd_cluster.cluster.routing.timeline import Timeline
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, Unavailable
-from pd_cluster.types import FinishReason, LegEnd, Order, TokenOutput
+from pd_cluster.types import FinishReason, LegEnd, Logprobs, Order, TokenOutput
+from tests.support.resume_values import DIGEST
 from tests.support.router_world import PROMPT, SAMPLING, World, ready, rest_of, run, token, turns
 
 
@@ -80,15 +82,51 @@ def test_tokens_told_together_leave_as_if_told_singly() -> None:
             for start, stop in itertools.pairwise([0, *cuts, 12]):
                 *earlier, last = token_ids[start:stop]
                 finish: FinishReason | None = "length" if stop == 12 else None
-                told.append(TokenOutput("r", 0, 0, stop - 1, last, finish, earlier=tuple(earlier)))
+                logprobs = tuple(Logprobs(-position, 1) for position in range(start, stop))
+                told.append(
+                    TokenOutput(
+                        *("r", 0, 0, stop - 1, last, finish, logprobs[-1]),
+                        earlier=tuple(earlier),
+                        earlier_logprobs=logprobs[:-1],
+                    )
+                )
         if rng.random() < 0.5:
             rng.shuffle(told)
         for each in told:
             stream.put(each)
         left = [each for out in read_now(stream) for each in out.apart()]
         assert [(each.position, each.token_id) for each in left] == list(enumerate(token_ids))
+        assert [each.logprobs for each in left] == [Logprobs(-position, 1) for position in range(12)]
         assert [each.finish_reason for each in left] == [None] * 11 + ["length"]
         assert list(stream.sequences[0].token_ids) == token_ids
+
+
+def test_tokens_of_a_step_are_told_once_and_their_time_is_spent_evenly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a group overlaps what was delivered before; what is kept for a resuming reader is told singly."""
+    now_s, keep = 1.0, wire.Keep(DIGEST, 9.0, 9999, b"")
+    stream = stream_of(1, attempt=0)
+    stream.kept = KeptStream(keep)
+    monkeypatch.setattr(stream.stats, "clock", lambda: now_s)
+    groups = [(0, 1), (1, 4), (2, 6), (0, 5), (6, 8)]  # the third one overlaps, the fourth one is old
+    delivered: list[tuple[int, int]] = []
+    for start, stop in groups:
+        now_s += 0.7
+        *earlier, last = range(start, stop)
+        stream.put(TokenOutput("r", 0, 0, stop - 1, last, earlier=tuple(earlier)))
+        for each in read_now(stream):
+            assert stream.take(each)
+            delivered.append((each.position - len(each.earlier), each.position + 1))
+    assert delivered == [(0, 1), (1, 4), (4, 6), (6, 8)]
+    intervals = stream.stats.inter_token_s
+    near = {0.7 / 3: 3, 0.35: 2, 0.71: 2}  # the last two come after twice the time
+    counted = Histogram(intervals.bounds)
+    for gap_s, number in near.items():
+        counted.observe(gap_s, number)
+    assert intervals.counts == counted.counts
+    assert [(each.position, each.earlier) for each in stream.kept.tokens] == [(at, ()) for at in range(8)]
+    stream.stop(0, num_dropped=1)
+    assert (stream.sequences[0].num_taken, stream.stats.num_generation_tokens) == (7, 7)
+    assert stream.sequences[0].finish_reason == "stop"
 
 
 async def test_a_reader_of_many_ready_items_lets_others_have_their_turn() -> None:

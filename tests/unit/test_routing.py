@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import msgspec
 import pytest
 
 from pd_cluster import wire
@@ -290,6 +291,13 @@ def test_decode_instances_that_are_too_slow_are_passed_over() -> None:
     with pytest.raises(Overloaded, match="200 ms now, and 50 ms are promised"):
         check_goals(goals, [p0, d0], p0, d0, 1)
     check_goals(goals, [p0, d2], p0, d2, 1)
+    d0.load = msgspec.structs.replace(d0.load, decode_step_s=0.09, tokens_per_step=2.0)
+    assert within_tpot(goals, [p0, d0]) == within_tpot(goals, [p0, d0, d1])[:2] == [p0, d0]
+    check_goals(goals, [p0, d0], p0, d0, 1)
+    d0.load = msgspec.structs.replace(d0.load, decode_step_s=0.11)
+    assert within_tpot(goals, [p0, d0, d1]) == [p0, d1]
+    with pytest.raises(Overloaded, match="a token takes 55 ms now, and 50 ms are promised"):
+        check_goals(goals, [p0, d0], p0, d0, 1)
 
 
 def test_pace_is_of_late() -> None:
@@ -297,8 +305,12 @@ def test_pace_is_of_late() -> None:
     assert (pace.prefill_tokens_per_s, pace.decode_step_s) == (0.0, 0.0)
     for chunks, tokens_per_s in (([(request, 100)], 100), ([(request, 300), (request, 1)], 300)):
         for _ in range(200):
-            pace.computed(chunks, 1.0)
+            pace.computed(chunks, 1.0, 1)
         assert pace.prefill_tokens_per_s == pytest.approx(tokens_per_s, rel=0.01)
-    pace.computed([(request, 3)], 10.0)  # says nothing of prompts
+    pace.computed([(request, 3)], 10.0, 1)  # says nothing of prompts
     assert pace.prefill_tokens_per_s == pytest.approx(300, rel=0.01)
     assert pace.decode_step_s == pytest.approx(1.0)
+    assert pace.tokens_per_step == 1.0, "what a step with a prompt gave is no measure"
+    for _ in range(200):
+        pace.computed([(request, 1), (request, 1)], 1.0, 5)
+    assert pace.tokens_per_step == pytest.approx(2.5)

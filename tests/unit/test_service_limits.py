@@ -16,7 +16,7 @@ from pd_cluster.service.generation import CompletionTokensDetails, PromptTokensD
 from pd_cluster.service.prompts.prompt_encoder import TRUNCATED_NUM_CHARS
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.protocol import CompletionRequest
-from pd_cluster.types import Logprobs, PromptOutput
+from pd_cluster.types import DraftReport, Logprobs, PromptOutput
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, make_tokenizer
 from tests.support.text_services import Services, chat, completion, services_in, whole
 
@@ -166,7 +166,8 @@ def test_a_prediction_becomes_tokens_as_far_as_the_context_has_room(
 def test_what_became_of_a_prediction_is_told(make: Services, num_together: int) -> None:
     service, router = make("abcdefg")
     router.num_together = num_together
-    router.changes = {(0, 0): {"predicted": (2, 1)}, (0, 3): {"predicted": (3, 0)}, (1, 6): {"predicted": (0, 4)}}
+    reports = {(0, 0): DraftReport(2, 1), (0, 3): DraftReport(3, 0), (1, 6): DraftReport(0, 4)}
+    router.changes = {at: {"drafts": report} for at, report in reports.items()}
     asked = {"n": 2, "max_tokens": 7, "seed": 5}
     generation = completion(service, "a", prediction={"type": "content", "content": "b"}, **asked)
     whole(service, generation)

@@ -37,6 +37,16 @@ class OfInstanceParts:
 
 
 @dataclass(frozen=True, slots=True)
+class OfInstancePositions:
+    """Counters of each instance by position, from 0, as far as any was counted. The name lacks its `_total`."""
+
+    name: str
+    text: str
+    read: Callable[[Load], Sequence[int]]
+    label: str = "position"
+
+
+@dataclass(frozen=True, slots=True)
 class OfInstanceSteps:
     """A histogram of each instance."""
 
@@ -241,6 +251,22 @@ INSTANCE_COUNTERS = (
         "Features of images: handed out by an encoder, or received from encoders.",
         lambda load: load.feature_nbytes,
     ),
+    OfInstance(
+        "vllm:spec_decode_num_drafts",
+        "Drafts: what was guessed behind a sequence's last token and verified in one step.",
+        lambda load: load.drafts.num_drafts,
+    ),
+    OfInstance("vllm:spec_decode_num_draft_tokens", "Tokens of these drafts.", lambda load: load.drafts.num_tokens),
+    OfInstance(
+        "vllm:spec_decode_num_accepted_tokens",
+        "Those of them that were right; neither the token in place of a wrong one nor the one behind all of them.",
+        lambda load: load.drafts.num_accepted,
+    ),
+    OfInstance(
+        "pd_cluster:spec_decode_drafting_seconds",
+        "Seconds in which steps waited until tokens were guessed.",
+        lambda load: load.drafts.drafting_s,
+    ),
     OfInstance("pd_cluster:kv_sent_bytes", "KV cache sent to decode instances.", lambda load: load.kv_sent_nbytes),
     OfInstance(
         "pd_cluster:kv_received_bytes", "KV cache received from prefill instances.", lambda x: x.kv_received_nbytes
@@ -269,6 +295,13 @@ INSTANCE_COUNTERS = (
         "pd_cluster:hold_leases_expired",
         "Transfers that stood still for --transfer-timeout, on either side.",
         lambda load: load.num_expired_holds,
+    ),
+)
+INSTANCE_POSITIONS = (
+    OfInstancePositions(
+        "vllm:spec_decode_num_accepted_tokens_per_pos",
+        "Draft tokens that were right, by their position in the draft.",
+        lambda load: load.drafts.accepted_at,
     ),
 )
 REQUEST_COUNTERS = (

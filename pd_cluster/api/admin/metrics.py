@@ -21,7 +21,13 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from pd_cluster.api.admin import metric_tables as tables
-from pd_cluster.api.admin.metric_tables import OfInstance, OfInstanceParts, OfInstanceSteps, OfRequests
+from pd_cluster.api.admin.metric_tables import (
+    OfInstance,
+    OfInstanceParts,
+    OfInstancePositions,
+    OfInstanceSteps,
+    OfRequests,
+)
 from pd_cluster.api.document.operations import Operation
 from pd_cluster.api.gate.direct import PlainRoute
 from pd_cluster.api.gate.drain import Drain
@@ -148,6 +154,8 @@ class _Cluster(Collector):
             yield self._steps(steps)
         for of in tables.INSTANCE_COUNTERS:
             yield self._of_instances(CounterMetricFamily(of.name, of.text, labels=labels), of)
+        for positions in tables.INSTANCE_POSITIONS:
+            yield self._positions(positions)
         for counter in tables.REQUEST_COUNTERS:
             yield self._counter(counter, self._told.stats)
         for counter in tables.TENANT_COUNTERS:
@@ -186,6 +194,14 @@ class _Cluster(Collector):
             if instance.is_ready:
                 for value, read in of.reads.items():
                     family.add_metric([self._model_name, instance.name, value], read(instance.load))
+        return family
+
+    def _positions(self, of: OfInstancePositions) -> CounterMetricFamily:
+        family = CounterMetricFamily(of.name, of.text, labels=["model_name", "instance_id", of.label])
+        for instance in self._instances:
+            if instance.is_ready:
+                for at, number in enumerate(of.read(instance.load)):
+                    family.add_metric([self._model_name, instance.name, str(at)], number)
         return family
 
     def _steps(self, of: OfInstanceSteps) -> HistogramMetricFamily:

@@ -6,7 +6,7 @@ only. The wait is bounded by such a step. Knows nothing of how tokens are delive
 
 from __future__ import annotations
 
-from pd_cluster.cluster.routing.predict import predict_tpot_s
+from pd_cluster.cluster.routing.predict import predict_step_s
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.types import TokenOutput
 
@@ -23,4 +23,4 @@ def hold_s(stream: RequestStream, conn: str, token: TokenOutput) -> float:
         return 0.0
     if decode.num_sequences_there <= stream.order.num_decoding:  # it computes for nobody else
         return 0.0
-    return min(MOST_STEPS * predict_tpot_s(decode), MOST_HELD_S)
+    return min(MOST_STEPS * predict_step_s(decode), MOST_HELD_S)

@@ -49,10 +49,14 @@ def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> 
     return TRANSFER_SETUP_S + nbytes / rate
 
 
+def predict_step_s(decode: Instance) -> float:
+    """Returns the current time of a step of its running sequences; 0 when there are none."""
+    return decode.load.decode_step_s if decode.load.num_running else 0.0
+
+
 def predict_tpot_s(decode: Instance) -> float:
-    """Returns the current time between tokens of its running sequences; 0 when there are none."""
-    load = decode.load
-    return load.decode_step_s / load.tokens_per_step if load.num_running else 0.0
+    """Returns the current time per token of its running sequences, which may get several in a step; 0 without any."""
+    return predict_step_s(decode) / decode.load.tokens_per_step
 
 
 def check_goals(

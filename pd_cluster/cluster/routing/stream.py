@@ -181,8 +181,8 @@ class RequestStream:
         if token.finish_reason is not None:
             sequence.is_finished = True
         first = token.position - len(token.earlier) if token.earlier else token.position
-        if first == num_delivered and not sequence.arrived and not self._waits():
-            self._deliver(sequence, token)  # the usual case
+        if first <= num_delivered and not sequence.arrived and not self._waits():  # the usual case
+            self._deliver(sequence, token if first == num_delivered else token.since(num_delivered))
             return
         if token.earlier:
             for each in token.apart():
@@ -199,7 +199,7 @@ class RequestStream:
             num_tokens += len(token.earlier)
         sequence.token_ids.append(token.token_id)
         if self.kept is not None:
-            self.kept.tokens.append(token)
+            self.kept.tokens += token.apart()
         self.inbox.put(token)
         now_s = self.stats.clock()
         if sequence.last_s:
@@ -276,10 +276,17 @@ class RequestStream:
             sequence.is_over, sequence.finish_reason = True, token.finish_reason
         return True
 
-    def stop(self, index: int) -> None:
-        """Ends one sequence at the reader's position: its further tokens are dropped, wherever they are made."""
+    def stop(self, index: int, num_dropped: int = 0) -> None:
+        """Ends one sequence at the reader's position: its further tokens are dropped, wherever they are made.
+
+        `num_dropped`: the last ones of those that were taken, which are behind the answer's end.
+        """
         sequence = self.sequences[index]
+        sequence.num_taken -= num_dropped
+        self.stats.num_generation_tokens -= num_dropped
         if sequence.is_over:
+            if num_dropped:
+                sequence.finish_reason = "stop"
             return
         sequence.is_finished = sequence.is_over = True
         sequence.finish_reason = "stop"

@@ -13,7 +13,13 @@ from typing import Any
 from pd_cluster.tables import human_nbytes
 
 Event = dict[str, Any]
-WORDS = {"num_tokens": "{} tokens", "num_cached": "{} cached", "first_token": "from token {} on"}
+WORDS = {
+    "num_tokens": "{} tokens",
+    "num_cached": "{} cached",
+    "first_token": "from token {} on",
+    "num_drafted": "{} drafted",
+    "num_accepted": "{} accepted",
+}
 LONG_DECODE = 3  # times the duration before it; a longer decode is cut
 LEAD = 1.3  # the cut, in times of the duration before the decode
 
@@ -126,4 +132,10 @@ def _prompt_tokens(found: list[Event]) -> str:
 
 
 def _num_tokens(found: list[Event]) -> str:
-    return f"{found[0]['numbers'].get('num_tokens', 0):,} tokens" if found else ""
+    """Returns the tokens of an answer, and the draft tokens that were verified for it."""
+    if not found:
+        return ""
+    numbers = found[0]["numbers"]
+    drafted = numbers.get("num_drafted", 0)
+    drafts = f", {numbers.get('num_accepted', 0):,} of {drafted:,} drafted accepted" if drafted else ""
+    return f"{numbers.get('num_tokens', 0):,} tokens{drafts}"

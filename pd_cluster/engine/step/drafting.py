@@ -15,7 +15,7 @@ from pd_cluster.engine.draft.size import DraftSize, Guess
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.settings.speculation import Speculation
-from pd_cluster.types import Request
+from pd_cluster.types import DraftReport, Request
 
 DEFAULTS = Speculation()
 MOST_ROWS = 256  # of drafts in a step: each has a row of logits
@@ -95,9 +95,7 @@ class Drafting:
             num_drafts, drafter = len(plan.drafts[request]), self._guesses[request].drafter
             self.totals.verified(num_drafts, num_accepted)
             self.size.verified(request, drafter, num_drafts, num_accepted)
-            if drafter == PredictionDrafter.name:
-                request.num_accepted += num_accepted
-                request.num_rejected += num_accepted < num_drafts  # those behind it were compared with nothing
+            _report(request, num_drafts, num_accepted, drafter == PredictionDrafter.name)
         num_drafts = sum(len(plan.drafts[request]) for request in accepted)
         if plan.num_tokens == len(plan.chunks) and not plan.moves:
             self.size.costs.took(plan.num_tokens + num_drafts, took_s)
@@ -132,6 +130,20 @@ class Drafting:
 
     def _drafters_of(self, request: Request) -> list[Drafter]:
         return [drafter for drafter in self._drafters if drafter.is_for(request)]
+
+
+def _report(request: Request, num_drafts: int, num_accepted: int, is_predicted: bool) -> None:
+    """Notes the drafts of one step for the reports of this request."""
+    request.num_draft_tokens += num_drafts
+    request.num_accepted_tokens += num_accepted
+    if not (is_predicted or request.order.reports_drafts):
+        return
+    report = request.draft_report or DraftReport()
+    if is_predicted:  # drafts behind a wrong one were compared with nothing
+        report = report.plus(num_accepted, int(num_accepted < num_drafts))
+    if request.order.reports_drafts:
+        report = report.plus(step=(num_drafts, num_accepted))
+    request.draft_report = report
 
 
 def may_draft(request: Request) -> bool:

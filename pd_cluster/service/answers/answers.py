@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from pd_cluster.service.answers.answer_metrics import AnswerMetrics, timings_of, with_drafts
 from pd_cluster.service.answers.logprobs import LogprobsFormat, PromptLogprobs
 from pd_cluster.service.answers.sse import event
-from pd_cluster.service.answers.timings import RequestTimings, timings_of
 from pd_cluster.service.generation import Generation, Usage, usage_of
 from pd_cluster.service.kv_handles import KVHandle
 from pd_cluster.service.schema.protocol import GenerationRequest
@@ -26,8 +26,12 @@ EndReason = Literal["stop", "length", "tool_calls"]
 UnixTime = Annotated[int, Meta(description="Unix time, in seconds.")]
 StopReason = Annotated[str | int | UnsetType | None, Meta(description="The stop string or stop token that ended it.")]
 OfPrompt = Annotated[PromptLogprobs | None, Meta(description="By token id; null for the first token, which has none.")]
-OfTimes = Annotated[
-    RequestTimings | UnsetType | None, Meta(description="With include_metrics; null for more than one answer.")
+OfMetrics = Annotated[
+    AnswerMetrics | UnsetType | None,
+    Meta(
+        description="With include_metrics or --per-request-spec-decode-metrics, which a stream tells with its usage; "
+        "null for more than one answer."
+    ),
 ]
 OfHandle = Annotated[KVHandle | None, Meta(description="With kv_transfer_params: {do_remote_decode: true}.")]
 
@@ -170,11 +174,18 @@ class Answer(ABC):
         chunk = self._chunk_of([])
         if self.wanted.usage:
             chunk.usage = self._usage()
-        chunk.metrics = self._timings()
+        chunk.metrics = self._metrics()
         return event(chunk)
 
-    def _timings(self) -> RequestTimings | UnsetType | None:
-        return timings_of(self.generations, self._service.router.timelines) if self.wanted.timings else UNSET
+    def _metrics(self) -> AnswerMetrics | UnsetType | None:
+        level, timings = self._service.settings.spec_decode_metrics, self.wanted.timings
+        if level == "none" and not timings:
+            return UNSET
+        metrics = timings_of(self.generations, self._service.router.timelines) if timings else None
+        if level == "none":
+            return metrics
+        most = self._service.settings.engine.speculation.num_speculative_tokens
+        return with_drafts(metrics, self.generations, most, level == "detailed")
 
     def _usage(self) -> Usage:
         """Returns the usage of the whole answer."""

@@ -53,7 +53,9 @@ class BlockReader:
     """Reads one choice's pieces. `blocks` are all so far; the last one is still growing."""
 
     def __init__(self, generation: Generation, shows_reasoning: bool = True) -> None:
+        self._generation = generation
         self._reader = generation.new_reader() if generation.new_reader is not None else None
+        generation.parts_steps = self._reader is not None  # until the first token after any reasoning is found
         self._new_call_id = generation.new_call_id
         self._shows_reasoning = shows_reasoning
         shows_stop_token = generation.sequences[0].shows_stop_token
@@ -80,6 +82,8 @@ class BlockReader:
         if self._reader is not None:
             if self._reader.is_reasoning:
                 self._num_reasoning_tokens += len(piece.token_ids)
+            else:
+                self._generation.parts_steps = False
             if piece.finish_reason is not None:
                 yield from self._all_changes(self._reader.finish())
         if piece.finish_reason is not None and self.blocks:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
-from pd_cluster.service.answers.answers import Answer, EndReason, OfHandle, OfPrompt, OfTimes, StopReason, UnixTime
+from pd_cluster.service.answers.answers import Answer, EndReason, OfHandle, OfMetrics, OfPrompt, StopReason, UnixTime
 from pd_cluster.service.answers.logprobs import ChatLogprobs
 from pd_cluster.service.answers.messages import AnswerMessage, ChoiceText, Delta
 from pd_cluster.service.generation import CompletionTokensDetails, Generation, Usage
@@ -34,7 +34,7 @@ class ChatCompletion(Struct, omit_defaults=True):
     choices: list[ChatChoice]
     usage: Usage
     kv_transfer_params: OfHandle = None
-    metrics: OfTimes = UNSET
+    metrics: OfMetrics = UNSET
     prompt_logprobs: OfPrompt = None
     prompt_token_ids: list[int] | UnsetType | None = UNSET
 
@@ -58,7 +58,7 @@ class ChatCompletionChunk(Struct, omit_defaults=True):
     choices: list[ChatChunkChoice]
     prompt_token_ids: Annotated[list[int] | None, Meta(description="In a choice's first event.")] = None
     usage: Usage | UnsetType | None = UNSET
-    metrics: OfTimes = UNSET
+    metrics: OfMetrics = UNSET
 
 
 class ChatAnswer(Answer):
@@ -86,7 +86,7 @@ class ChatAnswer(Answer):
             choices=[self._whole_choice(piece) for piece in pieces],
             usage=self._usage(),
             kv_transfer_params=self.kv_handle,
-            metrics=self._timings(),
+            metrics=self._metrics(),
             prompt_logprobs=self._prompt_logprobs(self.generations[0]),
             prompt_token_ids=self._prompt_ids(0) if self.wanted.token_ids else UNSET,
         )

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from pd_cluster.service.answers.answers import Answer, EndReason, OfHandle, OfPrompt, OfTimes, StopReason, UnixTime
+from pd_cluster.service.answers.answers import Answer, EndReason, OfHandle, OfMetrics, OfPrompt, StopReason, UnixTime
 from pd_cluster.service.answers.logprobs import CompletionLogprobs, behind
 from pd_cluster.service.generation import Generation, Usage
 from pd_cluster.service.schema.protocol import CompletionRequest
@@ -33,7 +33,7 @@ class Completion(Struct, omit_defaults=True):
     choices: list[CompletionChoice]
     usage: Usage
     kv_transfer_params: OfHandle = None
-    metrics: OfTimes = UNSET
+    metrics: OfMetrics = UNSET
 
 
 class CompletionChunkChoice(Struct, omit_defaults=True):
@@ -55,7 +55,7 @@ class CompletionChunk(Struct, omit_defaults=True):
     model: str
     choices: list[CompletionChunkChoice]
     usage: Usage | UnsetType | None = UNSET
-    metrics: OfTimes = UNSET
+    metrics: OfMetrics = UNSET
 
 
 class CompletionAnswer(Answer):
@@ -87,7 +87,7 @@ class CompletionAnswer(Answer):
             choices=[self._whole_choice(piece) for piece in pieces],
             usage=self._usage(),
             kv_transfer_params=self.kv_handle,
-            metrics=self._timings(),
+            metrics=self._metrics(),
         )
 
     def _whole_choice(self, piece: Piece) -> CompletionChoice:

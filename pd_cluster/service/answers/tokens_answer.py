@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from pd_cluster.service.answers.answers import Answer, OfHandle, OfPrompt, OfTimes, StopReason, UnixTime
+from pd_cluster.service.answers.answers import Answer, OfHandle, OfMetrics, OfPrompt, StopReason, UnixTime
 from pd_cluster.service.answers.logprobs import ChatLogprobs, LogprobsFormat
 from pd_cluster.service.generation import Generation, Usage
 from pd_cluster.service.schema.protocol import CompletionRequest
@@ -30,7 +30,7 @@ class GeneratedTokens(Struct, omit_defaults=True, kw_only=True):
     choices: list[TokensChoice]
     usage: Usage
     kv_transfer_params: OfHandle = None
-    metrics: OfTimes = UNSET
+    metrics: OfMetrics = UNSET
 
 
 class GeneratedTokensChunk(Struct, omit_defaults=True):
@@ -39,7 +39,7 @@ class GeneratedTokensChunk(Struct, omit_defaults=True):
     request_id: str
     choices: list[TokensChoice]
     usage: Usage | UnsetType | None = UNSET
-    metrics: OfTimes = UNSET
+    metrics: OfMetrics = UNSET
 
 
 class TokensAnswer(Answer):
@@ -62,7 +62,7 @@ class TokensAnswer(Answer):
             choices=[self._choice(piece.index, None, self._logprobs(piece), piece) for piece in pieces],
             usage=self._usage(),
             kv_transfer_params=self.kv_handle,
-            metrics=self._timings(),
+            metrics=self._metrics(),
         )
 
     def _chunk_of(self, choices: list[TokensChoice], prompt_ids: list[int] | None = None) -> GeneratedTokensChunk:

@@ -1,7 +1,7 @@
 // An instance's details, its log, and commands for it, each with what it will do.
 
 import { command, get, view } from "./api.js";
-import { bytes, h, table, tierText, update } from "./dom.js";
+import { bytes, h, seconds, table, tierText, update } from "./dom.js";
 import { isDown } from "./picture.js";
 
 const LOG_LINES = 300;
@@ -12,6 +12,11 @@ const COMMANDS = {
   role: ["Change role", (name, other) => `${name} is drained, then works as ${other}. Its process and its cache stay.`],
   remove: ["Remove", (name) => `${name} is drained and leaves the cluster. Its process runs until somebody ends it.`],
 };
+
+function stepText(each) {
+  const drafts = each.num_draft_tokens ? `; ${((100 * each.num_accepted_tokens) / each.num_draft_tokens).toFixed(0)} % of ${each.num_draft_tokens} drafts right` : "";
+  return `${seconds(each.decode_step_s)} for ${each.tokens_per_step.toFixed(1)} tokens of each sequence${drafts}`;
+}
 
 export class Details {
   constructor(dialog) {
@@ -65,6 +70,7 @@ export class Details {
         ["address", `${each.host}:${each.port}, devices ${each.device_ids.join(", ")}`],
       ] : []),
       ["work", `${each.num_running} running, ${each.num_waiting} waiting, ${each.num_landing} landing, ${each.num_exporting} handed over`],
+      ...(each.decode_step_s ? [["decode step", stepText(each)]] : []),
       ["KV blocks", `${each.num_free_blocks} free, ${each.num_cached_blocks} cached, ${each.num_held_blocks} held of ${each.num_blocks}`],
       ...each.tiers.slice(1).map((tier) => [tier.name, tierText(tier)]),
       ...(each.num_encoded_images ? [["images computed", `${each.num_encoded_images}`]] : []),

@@ -22,11 +22,12 @@ export function describe(timeline) {
   const p = of(timeline.prefill), d = of(timeline.decode);
   const cached = p.find((event) => event.what === "admitted")?.numbers.num_cached ?? 0;
   const moved = sum(d, "landed", (numbers) => numbers.nbytes ?? 0);
-  const decoded = d.find((event) => event.what === "finished")?.numbers.num_tokens;
+  const { num_tokens: decoded, num_drafted: drafted, num_accepted: accepted } = d.find((event) => event.what === "finished")?.numbers ?? {};
   const alone = timeline.prefill === timeline.decode;
   const parts = [`${timeline.num_prompt_tokens} prompt tokens, ${cached} of them cached on ${timeline.prefill}`];
   if (alone) parts.push(`all tokens from ${timeline.prefill}`);
   else parts.push(`${bytes(moved)} of KV cache moved to ${timeline.decode}`, `token 1 from ${timeline.prefill}`, `the others${decoded ? ` (${decoded} in all)` : ""} from ${timeline.decode}`);
+  if (drafted) parts.push(`${accepted} of ${drafted} drafted tokens accepted`);
   const replays = timeline.events.filter((event) => event.what === "replayed").length;
   if (replays) parts.push(`continued elsewhere ${replays} time${replays > 1 ? "s" : ""}`);
   if (timeline.error) parts.push(`failed: ${timeline.error}`);

@@ -170,14 +170,15 @@ def step_input(
         input_ids += request.token_ids(start, stop) if stop <= request.num_tokens else [0]
         num_logit_rows, num_hidden_rows = request.num_logit_rows(num_tokens), request.num_hidden_rows(num_tokens)
         rows.append((num_tokens, start, num_blocks, num_logit_rows, request.most_tokens, num_hidden_rows))
-    requests = [request for request, _ in chunks]
-    for request, _ in chunks if drafts else ():
+    requests, leaders = [request for request, _ in chunks], [*range(len(chunks))]
+    for at, (request, _) in enumerate(chunks if drafts else ()):
         for start, token_id in enumerate(drafts.get(request, ()), request.num_computed_tokens + 1):
             num_blocks = -(-(start + 1) // block_size)
             blocks += request.block_table[:num_blocks]
             input_ids.append(token_id)
             rows.append((1, start, num_blocks, 1, request.most_tokens, 0))
             requests.append(request)
+            leaders.append(at)
     return StepInput(
         np.array(rows, dtype=np.int64),
         np.array(input_ids, dtype=np.int64),
@@ -186,6 +187,7 @@ def step_input(
         None if slots is None else _adapters([request.order.variant for request in requests], slots),
         image_parts(chunks),
         None if prompt_slots is None else virtual_parts(chunks, prompt_slots),
+        np.array(leaders, dtype=np.int64) if len(leaders) > len(chunks) else None,
     )
 
 

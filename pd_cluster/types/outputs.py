@@ -27,7 +27,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DraftReport(msgspec.Struct, frozen=True, array_like=True):
-    """What became of a sequence's drafts since its last output.
+    """The outcome of a sequence's drafts since its last output.
 
     `num_accepted` and `num_rejected` count tokens of the request's prediction. `steps`, where the order asks for them:
     how many tokens each step with drafts had, and how many of them were accepted.

@@ -1,10 +1,10 @@
 // Paged attention over the block-major pool, and the steps just before it: norms of q and k, rotation, KV write.
 //
 // It has two forms. Decode (one query) takes several KV heads of a sequence together, and sequences whose block tables
-// begin alike; its vectors run along the head dimension. Otherwise it takes one KV head at a time, and queries are the lanes of vectors: a tile of up to 2 * VL
-// (token, head) rows is transposed once, keys and values are broadcast straight from the pool, and the softmax needs no
-// sum across a vector. Both are online: a running maximum m and sum l per row. A row's result does not depend on the
-// rest of the batch.
+// begin alike; its vectors run along the head dimension. Otherwise it takes one KV head at a time, and queries are the
+// lanes of vectors: a tile of up to 2 * VL (token, head) rows is transposed once, keys and values are broadcast straight
+// from the pool, and the softmax needs no sum across a vector. Both are online: a running maximum m and sum l per row.
+// A row's result does not depend on the rest of the batch.
 #pragma once
 #include "decode.h"
 #include "lanes.h"

@@ -1,6 +1,6 @@
 // One query token: a run of KV heads of one sequence goes over the keys together, some keys at a time, so that memory
-// is read in the order it lies in, once, and fetched ahead. Sequences that share a block table and begin at the same key
-// go together: their query heads are more heads of a group. A head's sums do not depend on the heads beside it.
+// is read in the order it lies in, once, and fetched ahead. Sequences that share a block table and begin at the same
+// key go together: their query heads are more heads of a group. A head's sums do not depend on the heads beside it.
 #pragma once
 #include "paged.h"
 
@@ -71,7 +71,8 @@ INLINE vf score_query(int64_t dim, const float *q, const char **k, int64_t at) {
     }
     for (; d < dim; d += VL) {
         part[0] = load(q + d);
-        UNROLL for (int j = 0; j < VL; j++) sum[j] = multiply_add(part[0], load((const float *)(k[j] + at) + d), sum[j]);
+        UNROLL for (int j = 0; j < VL; j++)
+            sum[j] = multiply_add(part[0], load((const float *)(k[j] + at) + d), sum[j]);
     }
     return sums_of(sum);
 }
@@ -235,8 +236,7 @@ INLINE void decode_dim(const Layer *y, int64_t dim, int many, const Item *item, 
         int64_t end = owner->context_lens[owner->num_rows - 1];
         int64_t start = owner == item ? at + n : first_seen(y, end - 1), num_ahead = MIN(DECODE_CHUNK, end - start);
         locate(&owner->source, start, num_ahead, next, next_v);
-        Ahead ahead_k = {next, 0, num_ahead, 0, owner->num_heads};
-        Ahead ahead_v = ahead_k;
+        Ahead ahead_k = {next, 0, num_ahead, 0, owner->num_heads}, ahead_v = ahead_k;
         ahead_v.rows = next_v;
         for (int64_t h = 0; h < item->num_heads; h++)
             attend_group(y, dim, item, &of, h, many, k, v, at, n, buffer[4], &ahead_k, &ahead_v);

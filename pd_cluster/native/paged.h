@@ -24,7 +24,7 @@ _Static_assert(CHUNK % PAD == 0 && DECODE_CHUNK % PAD == 0 && PAD % VL == 0 && P
 typedef struct {
     int64_t num_tokens, num_seqs, num_threads;
     const int32_t *query_starts, *context_lens, *block_table, *table_starts, *order;
-    const int32_t *together; // [num_seqs] or none: how many from here on in `order` share one table, the shortest first; 0 behind it
+    const int32_t *together; // [num_seqs] or none: how many in `order` share a table, the shortest first; then 0
     const int64_t *slots;
     const float *cos, *sin; // [num_tokens, head_dim]
     const int32_t *key_limits; // [num_tokens] or none: the end of the keys that a token sees, which is behind itself

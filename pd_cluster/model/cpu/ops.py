@@ -395,6 +395,7 @@ def _order(batch: ForwardBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.i
     if leaders is None:
         return np.argsort(-lens, kind="stable").astype(np.int32), None
     assert leaders.shape == lens.shape
+    assert leaders.min() >= 0
     own = np.arange(len(lens))
     leaders = np.where(batch.query_lens == 1, leaders, own)
     longest = np.zeros_like(lens)

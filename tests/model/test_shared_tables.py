@@ -101,7 +101,9 @@ def check(ops: CpuOps, dtype: str, shape: tuple[int, int, int, int], nums_rows: 
 @pytest.mark.parametrize(
     "flags", [FLAGS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in FLAGS[1:])], ids=str
 )
-@pytest.mark.parametrize("dtype", POOLS)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(each, marks=[] if each in ("float32", "int8") else pytest.mark.slow) for each in POOLS]
+)
 def test_rows_together_have_the_bits_of_rows_alone(dtype: str, flags: tuple[str, ...]) -> None:
     try:
         kernels = CpuOps((*build.FLAGS, *flags), dtype)

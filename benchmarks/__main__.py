@@ -38,30 +38,47 @@ def _run(measuring: Coroutine[Any, Any, None]) -> None:
 @app.command("engine")
 def engine(
     workload: Annotated[str, typer.Option(help="uniform,mixed,steps; default: all.")] = "",
-    shape: Annotated[str, typer.Option(help="mla-1B (latent attention) or moe-1B (experts); default: a Llama.")] = "",
-    parts: Annotated[
-        str, typer.Option(help="sparse: sparse against dense latent attention; default: whole models.")
-    ] = "",
+    shape: Annotated[str, typer.Option(help="moe-1B: a model with experts; default: a Llama.")] = "",
     rounds: Rounds = 3,
     threads: Threads = 2,
     quick: Quick = False,
     json: Json = "",
 ) -> None:
     """The engine alone against transformers' generate(), and its steps against what the machine can do."""
-    from benchmarks import engine, experts, latents, sparse
+    from benchmarks import engine, experts
 
-    if parts not in ("", sparse.NAME) or (parts and (shape or workload)):
-        raise PdClusterError(f"--parts {parts}: expected {sparse.NAME}, without --shape and --workload")
-    if parts:
-        sparse.run(rounds, threads, quick, json)
-        return
-    shapes = {each.NAME: each.measure for each in (latents, experts)}
-    if (shape and workload) or shape not in ("", *shapes):
-        raise PdClusterError(f"--shape {shape}: expected {' or '.join(shapes)}, without --workload")
+    if (shape and workload) or shape not in ("", experts.NAME):
+        raise PdClusterError(f"--shape {shape}: expected {experts.NAME}, without --workload")
     if shape:
-        engine.run_shape(shape, shapes[shape], rounds, threads, quick, json)
+        experts.run(rounds, threads, quick, json)
         return
     engine.run(workload, rounds, threads, quick, json)
+
+
+@app.command("speculative")
+def speculative(
+    kinds: Annotated[str, typer.Option(help="With commas; an unknown name lists them; default: all.")] = "",
+    batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,4,16,32",
+    places: Annotated[str, typer.Option(help="alone,1P1D; default: both.")] = "",
+    weights: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "float32",
+    rows: Annotated[bool, typer.Option(help="Only what decode steps of 1 to 32 rows cost.")] = False,
+    rounds: Rounds = 3,
+    threads: Threads = 1,
+    quick: Quick = False,
+    json: Json = "",
+) -> None:
+    """Tokens a second with drafts, in times of those without: right, wrong and found ones; and equal answers."""
+    from benchmarks.figures import names_of
+    from benchmarks.speculative import ALONE, KINDS, SPLIT, WEIGHTS, Bench, run
+
+    chosen, form = names_of("--kinds", kinds, KINDS), names_of("--weights", weights, WEIGHTS)[0]
+    counts = tuple(map(int, names_of("--batches", batches, map(str, range(1, 257)))))
+    where, counts, rounds = (
+        names_of("--places", places, (ALONE, SPLIT)),
+        (1, 2) if quick else counts,
+        1 if quick else rounds,
+    )
+    run(Bench(chosen, counts, where, form, rows, rounds, threads, quick), json)
 
 
 @app.command("lora")
@@ -128,18 +145,6 @@ def overload(
     from benchmarks.router.overload import run
 
     _run(run(seconds, shapes, seed, quick, json))
-
-
-@app.command("hog")
-def hog(
-    seconds: Annotated[float, typer.Option(help="Of each attack.")] = 20.0,
-    attacks: Annotated[str, typer.Option(help="With commas; an unknown name lists them; default: all.")] = "",
-    json: Json = "",
-) -> None:
-    """Three quiet tenants beside one that attacks in turn with guides, pictures, sequences, adapters and more."""
-    from benchmarks.router.hog import run
-
-    _run(run(seconds, attacks, json))
 
 
 @app.command("faults")

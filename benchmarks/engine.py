@@ -54,20 +54,6 @@ def run(workload: str, rounds: int, threads: int, quick: bool, json: str) -> Non
     finish(report, f"{rounds} rounds, {threads} threads, {time.monotonic() - started_s:.0f} s", json, quick)
 
 
-def run_shape(
-    shape: str, measure: Callable[[int, bool], Iterator[Result]], rounds: int, threads: int, quick: bool, json: str
-) -> None:
-    """Measures models of a shape in this process."""
-    import torch
-
-    begin(json)
-    torch.set_num_threads(threads)
-    started_s = time.monotonic()
-    asked = f"--shape {shape} --rounds {rounds} --threads {threads}{' --quick' * quick}"
-    report = Report(f"python -m benchmarks engine {asked}", [*measure(rounds, quick)])
-    finish(report, f"{rounds} rounds, {threads} threads, {time.monotonic() - started_s:.0f} s", json, quick)
-
-
 def spec_of(model: Path, shape: ModelShape, threads: int, names: Sequence[str], quick: bool) -> Spec:
     vocab = shape.vocab_size
     if quick:

@@ -42,7 +42,7 @@ from pd_cluster.tables import Report, Result, counted
 from pd_cluster.types import Order, Request, Sampling
 
 SMALL = Path(__file__).parent / "models" / "copy"
-QUICK_SHAPE = ModelShape(hidden_size=192, num_layers=5, num_heads=4, num_kv_heads=2, vocab_size=1088)
+QUICK_SHAPE = ModelShape(hidden_size=192, num_layers=5, num_heads=4, num_kv_heads=2, vocab_size=1344)
 ALONE, SPLIT = "alone", "1P1D"
 LENGTH, QUICK_LENGTH, WARMING_LENGTH, CALL_LENGTH = 224, 24, 32, 56  # tokens of an answer; of a call in it
 ROWS, ROW_CONTEXT, NUM_ROW_STEPS = (1, 2, 4, 6, 8, 12, 16, 24, 32), 64, 12

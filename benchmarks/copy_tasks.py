@@ -24,10 +24,6 @@ class Task(NamedTuple):
     answer: list[int]  # ends before the task's token, which the model says then
 
 
-def misspelt(word: int) -> int:
-    return word + len(WORDS)
-
-
 def copied(rng: random.Random, length: int) -> Task:
     """Asks for a document as it is. No word occurs twice, so that the last word alone says which is next."""
     document = rng.sample(WORDS, length)
@@ -38,21 +34,24 @@ def corrected(rng: random.Random, length: int, share: float = 0.05) -> Task:
     """Asks for a document in which a share of the words is misspelt, without the mistakes."""
     answer = rng.sample(WORDS, length)
     wrong = set(rng.sample(range(length), round(share * length)))
-    document = [misspelt(word) if at in wrong else word for at, word in enumerate(answer)]
+    document = [TYPOS[word - WORDS.start] if at in wrong else word for at, word in enumerate(answer)]
     return Task([CORRECT, *document, CORRECT], answer)
 
 
-def called(rng: random.Random, num_calls: int) -> Task:
-    """Asks for calls of tools whose fields are given: what is between the fields is a tool's own, known by heart."""
+def called(rng: random.Random, num_calls: int, num_changing: int = NUM_FIELDS) -> Task:
+    """Asks for calls of tools whose fields are given, the first ones new; between them is a tool's own text."""
     given, answer = list[int](), list[int]()
-    values = rng.sample(WORDS, num_calls * NUM_FIELDS * FIELD_LEN)
+    pool = WORDS if num_changing == NUM_FIELDS else WORDS[NUM_TOOLS * NUM_FIELDS * FIELD_LEN :]
+    values = rng.sample(pool, num_calls * NUM_FIELDS * FIELD_LEN)
     for tool in rng.sample(range(NUM_TOOLS), num_calls):
         first = FIRST_TOOL + tool * TOOL_LEN
         spans = first + 2 + 2 * NUM_FIELDS
         given.append(first)
         answer += [first, *range(spans, spans + SPAN)]
         for field in range(NUM_FIELDS):
-            filled = [first + 2 + 2 * field, *(values.pop() for _ in range(FIELD_LEN)), first + 3 + 2 * field]
+            same = WORDS[(tool * NUM_FIELDS + field) * FIELD_LEN :][:FIELD_LEN]
+            value = [values.pop() for _ in same] if field < num_changing else same
+            filled = [first + 2 + 2 * field, *value, first + 3 + 2 * field]
             given += filled
             answer += [*filled, *range(spans + (field + 1) * SPAN, spans + (field + 2) * SPAN)]
         given.append(first + 1)
@@ -63,7 +62,3 @@ def called(rng: random.Random, num_calls: int) -> Task:
 def chatted(rng: random.Random, length: int) -> Task:
     prompt, answer = rng.choices(WORDS, k=length), rng.choices(WORDS, k=length)
     return Task([CHAT, *prompt, CHAT], answer)
-
-
-def text_of(token_ids: list[int]) -> str:
-    return "".join(chr(FIRST_CHARACTER + each) for each in token_ids)

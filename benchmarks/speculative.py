@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import httpx
 import torch
 
-from benchmarks.copy_tasks import WORDS, Task, called, chatted, copied, corrected, text_of
+from benchmarks.copy_tasks import FIRST_CHARACTER, WORDS, Task, called, chatted, copied, corrected
 from benchmarks.figures import begin, finish, result
 from benchmarks.load import answered
 from benchmarks.peers.ours import Driver, greedy
@@ -44,11 +44,12 @@ from pd_cluster.types import Order, Request, Sampling
 SMALL = Path(__file__).parent / "models" / "copy"
 QUICK_SHAPE = ModelShape(hidden_size=192, num_layers=5, num_heads=4, num_kv_heads=2, vocab_size=1344)
 ALONE, SPLIT = "alone", "1P1D"
-LENGTH, QUICK_LENGTH, WARMING_LENGTH, CALL_LENGTH = 224, 24, 32, 56  # tokens of an answer; of a call in it
+LENGTH, QUICK_LENGTH, WARMING_LENGTH = 224, 24, 32  # tokens of an answer
 ROWS, ROW_CONTEXT, NUM_ROW_STEPS = (1, 2, 4, 6, 8, 12, 16, 24, 32), 64, 12
 WEIGHTS = {"float32": ("dtype", "float32"), "bfloat16": ("dtype", "bfloat16"), "int8": ("quantization", "int8")}
 NO_LOSS = 0.97
 
+SALTS = ("plain", "drafting")  # suffixes would find the very same answers among earlier outputs
 Answers = list[list[int]]
 
 
@@ -60,6 +61,7 @@ class Kind(NamedTuple):
     predicts: Callable[[random.Random, Task, list[int]], list[int]] | None
     goals: tuple[float, float, float]
     temperature: float = 0.0
+    num_earlier: int = 1  # answers that are not counted, and short where it is one
 
 
 KINDS = {  # those of the same methods follow each other, and share an engine
@@ -67,9 +69,7 @@ KINDS = {  # those of the same methods follow each other, and share an engine
     "wrong": Kind((), copied, lambda rng, task, plain: rng.choices(WORDS, k=len(plain)), (NO_LOSS,) * 3),
     "edited": Kind((), corrected, lambda rng, task, plain: task.prompt[1:-1], (4.0, 1.6, NO_LOSS)),
     "ngram": Kind(("ngram",), copied, None, (3.0, 1.6, NO_LOSS)),
-    "suffix": Kind(
-        ("suffix",), lambda rng, length: called(rng, max(1, length // CALL_LENGTH)), None, (3.0, 1.6, NO_LOSS)
-    ),
+    "suffix": Kind(("suffix",), lambda rng, n: called(rng, max(1, n // 56), 2), None, (3.0, 1.6, NO_LOSS), 0.0, 8),
     "chats": Kind(("ngram", "suffix"), chatted, None, (NO_LOSS,) * 3, temperature=1.0),
 }
 
@@ -95,10 +95,14 @@ class Bench:
         return f"python -m benchmarks speculative {'--rows' if self.rows else what} {asked}"
 
     def tasks(self, kind: Kind, batch: int, at: int) -> list[Task]:
-        """Makes the requests of a round; round -1 warms up."""
+        """Makes the requests of a round; those below 0 warm up."""
         rng = random.Random(f"{at} {batch}")
         tasks = [kind.task(rng, QUICK_LENGTH if self.quick else LENGTH) for _ in range(batch)]
-        return [Task(task.prompt, task.answer[:WARMING_LENGTH]) for task in tasks] if at < 0 else tasks
+        return (
+            [Task(task.prompt, task.answer[:WARMING_LENGTH]) for task in tasks]
+            if at < 0 and kind.num_earlier == 1
+            else tasks
+        )
 
 
 class Asked(NamedTuple):
@@ -162,15 +166,15 @@ async def measure(bench: Bench, model: Path, found: dict[Case, list[Round]]) -> 
 
 
 async def rounds_of(bench: Bench, asks: Engine | Server, name: str, batch: int) -> list[Round]:
-    """Asks without and with drafts in turn; the first time, which is shorter, does not count."""
+    """Asks without and with drafts in turn."""
     kind, rounds = KINDS[name], list[Round]()
-    for at in range(-1, bench.rounds):
+    for at in range(-max(1, kind.num_earlier // batch), bench.rounds):
         tasks, rng = bench.tasks(kind, batch, at), random.Random(at)
         plain = await asks.ask(kind, tasks, None)
         pairs = zip(tasks, plain.answers, strict=True)
         predicted = [kind.predicts(rng, *each) if kind.predicts else [] for each in pairs]
         rounds.append((plain, await asks.ask(kind, tasks, predicted)))
-    return rounds[1:]
+    return rounds[-bench.rounds :]
 
 
 class Engine:
@@ -185,7 +189,8 @@ class Engine:
         for at, task in enumerate(tasks):
             sampling = Sampling(temperature=kind.temperature, seed=at, max_tokens=len(task.answer), ignore_eos=True)
             prediction = tuple(predicted[at]) if predicted else ()
-            order = Order(task.prompt, sampling, prediction=prediction, may_draft=predicted is not None)
+            drafts = predicted is not None
+            order = Order(task.prompt, sampling, SALTS[drafts], prediction=prediction, may_draft=drafts)
             number = next(self._numbers)
             requests.append(Request(f"r{number}", order, arrival_s=float(number)))
             self._core.scheduler.add(requests[-1])
@@ -203,7 +208,8 @@ class Engine:
 
     def _drafted(self) -> tuple[int, int]:
         """Returns how many tokens were drafted so far, and accepted."""
-        return 0, 0
+        counts = self._core.drafting.totals
+        return counts.num_draft_tokens, counts.num_accepted_tokens
 
 
 @asynccontextmanager
@@ -228,6 +234,7 @@ class Server:
     model: str
 
     async def ask(self, kind: Kind, tasks: Sequence[Task], predicted: Answers | None) -> Asked:
+        texts = ["".join(chr(FIRST_CHARACTER + each) for each in said) for said in predicted or [[]] * len(tasks)]
         bodies = [
             {
                 "model": self.model,
@@ -238,7 +245,8 @@ class Server:
                 "ignore_eos": True,
                 "skip_special_tokens": False,
                 "speculative": predicted is not None,
-                "prediction": {"type": "content", "content": text_of(predicted[at] if predicted else [])},
+                "cache_salt": SALTS[predicted is not None],
+                "prediction": {"type": "content", "content": texts[at]},
             }
             for at, task in enumerate(tasks)
         ]
@@ -249,8 +257,8 @@ class Server:
 
 @asynccontextmanager
 async def cluster(bench: Bench, model: Path, methods: tuple[Method, ...]) -> AsyncIterator[Server]:
-    flags = [f"--speculative-config={json.dumps({'method': method})}" for method in methods]
-    flags.append("--" + "=".join(WEIGHTS[bench.weights]))
+    flags = ["--" + "=".join(WEIGHTS[bench.weights])]
+    flags += [f"--speculative-config={json.dumps({'method': methods})}"] * bool(methods)
     started = started_cluster(ServeBench(model=str(model), more_flags=tuple(flags)))
     async with started as (url, _), make_client(max(bench.batches)) as client:
         yield Server(client, url, (await ask_model(client, url))[0])

@@ -39,8 +39,7 @@ def widened(folder: Path, out: Path, shape: ModelShape, noise: float = 0.0) -> P
     torch.manual_seed(0)
     share = config["hidden_size"] / shape.hidden_size
     wide: Weights = {"model.embed_tokens.weight": _padded(small["model.embed_tokens.weight"], *shape.head)}
-    head = small.get("lm_head.weight", small["model.embed_tokens.weight"])
-    wide["lm_head.weight"] = _padded(head, *shape.head)
+    wide["lm_head.weight"] = _padded(small.get("lm_head.weight", small["model.embed_tokens.weight"]), *shape.head)
     wide["model.norm.weight"] = _norm(small["model.norm.weight"], shape, share)
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}."
@@ -78,27 +77,25 @@ def noise_for(wanted: float, folder: Path, shape: ModelShape, prompts: Sequence[
     layers = wide.model.layers[small.config.num_hidden_layers :]
     added = [each.weight for layer in layers for each in (layer.self_attn.o_proj, layer.mlp.down_proj)]
     units = [weight.clone() for weight in added]
-    low, high, best = -8.0, 8.0, (0.0, 1.0)  # powers of two
+    low, high, best = 2.0**-8, 2.0**8, (0.0, 1.0)
     for _ in range(NUM_HALVINGS):
-        noise = 2 ** ((low + high) / 2)
+        noise = math.sqrt(low * high)
         for weight, unit in zip(added, units, strict=True):
             weight.copy_(noise * unit)
         found = agreement(small, wide, prompts)
         if abs(found - wanted) < abs(best[1] - wanted):
             best = noise, found
-        low, high = ((low + high) / 2, high) if found > wanted else (low, (low + high) / 2)
+        low, high = (noise, high) if found > wanted else (low, noise)
     return best
 
 
 def _check(config: dict[str, Any], shape: ModelShape) -> None:
-    """Raises ConfigError. Queries of a head of keys stay together, so there must be room for each head's."""
     for name, value in _sizes(shape).items():
         if config[name] > value:
             raise ConfigError(f"{name} {value}: the small model has {config[name]}; give at least that")
     if config["head_dim"] != shape.head_dim:
         raise ConfigError(f"head_dim {shape.head_dim}: the small model has {config['head_dim']}; give that")
-    if config["num_attention_heads"] * shape.num_kv_heads > config["num_key_value_heads"] * shape.num_heads:
-        raise ConfigError(f"num_attention_heads {shape.num_heads}: too few for {shape.num_kv_heads} of keys; give more")
+    assert config["num_attention_heads"] * shape.num_kv_heads <= config["num_key_value_heads"] * shape.num_heads
 
 
 def _layer(given: Weights, config: dict[str, Any], shape: ModelShape, share: float) -> Weights:

@@ -38,7 +38,6 @@ from benchmarks.copy_tasks import (  # noqa: E402
     chatted,
     copied,
     corrected,
-    misspelt,
 )
 
 MAX_POSITIONS = 2048
@@ -78,7 +77,7 @@ def row(rng: random.Random, length: int) -> tuple[list[int], list[float]]:
         weights += [0.0] * len(task.prompt)
         for each in (*task.answer, task.prompt[0]):
             slips = each in WORDS and rng.random() < SLIPS
-            ids.append(misspelt(each) if slips else each)
+            ids.append(TYPOS[each - WORDS.start] if slips else each)
             weights.append(0.0 if slips else weight)
     return ids[:length], weights[:length]
 

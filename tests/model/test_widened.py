@@ -46,7 +46,8 @@ def test_it_copies_and_padding_changes_no_answer(tmp_path: Path) -> None:
 def test_noise_sets_how_often_the_small_one_agrees() -> None:
     rng = random.Random(6)
     noise, share = noise_for(0.8, FOLDER, SHAPE, [copied(rng, 60).prompt for _ in range(4)])
-    assert noise > 0 and 0.7 < share < 0.9
+    assert noise > 0
+    assert 0.7 < share < 0.9
 
 
 def test_a_shape_that_is_too_small_is_refused(tmp_path: Path) -> None:

@@ -64,6 +64,32 @@ def engine(
     engine.run(workload, rounds, threads, quick, json)
 
 
+@app.command("speculative")
+def speculative(
+    kinds: Annotated[str, typer.Option(help="With commas; an unknown name lists them; default: all.")] = "",
+    batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,4,16,32",
+    places: Annotated[str, typer.Option(help="alone,1P1D; default: both.")] = "",
+    weights: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "float32",
+    rows: Annotated[bool, typer.Option(help="Only what decode steps of 1 to 32 rows cost.")] = False,
+    rounds: Rounds = 3,
+    threads: Threads = 1,
+    quick: Quick = False,
+    json: Json = "",
+) -> None:
+    """Tokens a second with drafts, in times of those without: right, wrong and found ones; and equal answers."""
+    from benchmarks.figures import names_of
+    from benchmarks.speculative import ALONE, KINDS, SPLIT, WEIGHTS, Bench, run
+
+    chosen, form = names_of("--kinds", kinds, KINDS), names_of("--weights", weights, WEIGHTS)[0]
+    counts = tuple(map(int, names_of("--batches", batches, map(str, range(1, 257)))))
+    where, counts, rounds = (
+        names_of("--places", places, (ALONE, SPLIT)),
+        (1, 2) if quick else counts,
+        1 if quick else rounds,
+    )
+    run(Bench(chosen, counts, where, form, rows, rounds, threads, quick), json)
+
+
 @app.command("lora")
 def lora(rounds: Rounds = 20, threads: Threads = 2, quick: Quick = False, json: Json = "") -> None:
     """Decode steps on CPU with 1 to 32 LoRA adapters, against the same without."""

@@ -10,7 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("kv --quick --transports=shm --rounds=1", "router --quick --streams=20")
+QUICK = (
+    "kv --quick --transports=shm --rounds=1",
+    "router --quick --streams=20",
+    "speculative --quick --places=alone --kinds=right,suffix",
+)
 SLOW = (
     "engine --quick --threads=1",
     "engine --shape=mla-1B --quick --threads=1 --rounds=1",
@@ -22,6 +26,8 @@ SLOW = (
     "overload --quick --shapes=decode",
     "routing --users=4 --turns=2",
     "soak --quick --kv-transport=dist --seed=4",
+    "speculative --quick",
+    "speculative --quick --rows",
     "start --rounds=1",
 )
 

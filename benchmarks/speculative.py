@@ -1,0 +1,291 @@
+"""`python -m benchmarks speculative`: tokens a second with drafts, in times of those without, and equal answers.
+
+The model copies, corrects and calls tools: `widened` pads the small one that scripts/train_copy_model.py trains to 125
+million parameters, so that acceptance is real, and a step costs what such a step costs. One engine gets requests in
+turn without and with drafts; time counts from when all of them have their first token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import json
+import random
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, NamedTuple
+
+import httpx
+import torch
+
+from benchmarks.copy_tasks import FIRST_CHARACTER, WORDS, Task, called, chatted, copied, corrected
+from benchmarks.figures import begin, finish, result
+from benchmarks.load import answered
+from benchmarks.peers.ours import Driver, greedy
+from benchmarks.tiny_model import ModelShape
+from benchmarks.widened import widened
+from pd_cluster.bench.serve import ServeBench, ask_model, sigterm_ends_it, started_cluster
+from pd_cluster.client.streaming import make_client
+from pd_cluster.engine.build import build_core
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.errors import GenerationError
+from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.speculation import Method, Speculation
+from pd_cluster.tables import Report, Result, counted
+from pd_cluster.types import Order, Request, Sampling
+
+SMALL = Path(__file__).parent / "models" / "copy"
+QUICK_SHAPE = ModelShape(hidden_size=192, num_layers=5, num_heads=4, num_kv_heads=2, vocab_size=1344)
+ALONE, SPLIT = "alone", "1P1D"
+LENGTH, QUICK_LENGTH, WARMING_LENGTH = 224, 24, 32  # tokens of an answer
+ROWS, ROW_CONTEXT, NUM_ROW_STEPS = (1, 2, 4, 6, 8, 12, 16, 24, 32), 64, 12
+WEIGHTS = {"float32": ("dtype", "float32"), "bfloat16": ("dtype", "bfloat16"), "int8": ("quantization", "int8")}
+NO_LOSS = 0.97
+
+SALTS = ("plain", "drafting")  # suffixes would find the very same answers among earlier outputs
+Answers = list[list[int]]
+
+
+class Kind(NamedTuple):
+    """Requests of one sort. `predicts`: from task and plain answer. `goals`: for 1, up to 4, and more at a time."""
+
+    methods: tuple[Method, ...]
+    task: Callable[[random.Random, int], Task]
+    predicts: Callable[[random.Random, Task, list[int]], list[int]] | None
+    goals: tuple[float, float, float]
+    temperature: float = 0.0
+    num_earlier: int = 1  # answers that are not counted, and short where it is one
+
+
+KINDS = {  # those of the same methods follow each other, and share an engine
+    "right": Kind((), copied, lambda rng, task, plain: plain, (5.0, 1.8, NO_LOSS)),
+    "wrong": Kind((), copied, lambda rng, task, plain: rng.choices(WORDS, k=len(plain)), (NO_LOSS,) * 3),
+    "edited": Kind((), corrected, lambda rng, task, plain: task.prompt[1:-1], (4.0, 1.6, NO_LOSS)),
+    "ngram": Kind(("ngram",), copied, None, (3.0, 1.6, NO_LOSS)),
+    "suffix": Kind(("suffix",), lambda rng, n: called(rng, max(1, n // 56), 2), None, (3.0, 1.6, NO_LOSS), 0.0, 8),
+    "chats": Kind(("ngram", "suffix"), chatted, None, (NO_LOSS,) * 3, temperature=1.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The command's parameters. `rows`: only what a step of so many rows costs."""
+
+    kinds: tuple[str, ...]
+    batches: tuple[int, ...]
+    places: tuple[str, ...]
+    weights: str
+    rows: bool
+    rounds: int
+    threads: int
+    quick: bool
+
+    @property
+    def command(self) -> str:
+        asked = f"--rounds {self.rounds} --threads {self.threads}{' --quick' * self.quick}"
+        lists = {"kinds": self.kinds, "batches": map(str, self.batches), "places": self.places}
+        what = " ".join(f"--{name} {','.join(values)}" for name, values in lists.items()) + f" --weights {self.weights}"
+        return f"python -m benchmarks speculative {'--rows' if self.rows else what} {asked}"
+
+    def tasks(self, kind: Kind, batch: int, at: int) -> list[Task]:
+        """Makes the requests of a round; those below 0 warm up."""
+        rng = random.Random(f"{at} {batch}")
+        tasks = [kind.task(rng, QUICK_LENGTH if self.quick else LENGTH) for _ in range(batch)]
+        return (
+            [Task(task.prompt, task.answer[:WARMING_LENGTH]) for task in tasks]
+            if at < 0 and kind.num_earlier == 1
+            else tasks
+        )
+
+
+class Asked(NamedTuple):
+    """The outcome of requests. `rate`: tokens a second, from when all had their first one."""
+
+    answers: Answers
+    rate: float
+    num_drafted: int = 0
+    num_accepted: int = 0
+    tokens_a_step: float | None = None  # of a sequence
+
+
+Case = tuple[str, str, int]  # place, kind, requests at a time
+Round = tuple[Asked, Asked]  # without and with drafts
+
+
+def results_of(name: str, rounds: Sequence[Round], goal: float) -> Iterator[Result]:
+    yield result(f"{name}: without drafts", [plain.rate for plain, _ in rounds], "tokens/s", "higher")
+    ratios = [drafting.rate / plain.rate for plain, drafting in rounds]
+    yield result(f"{name}: with drafts, times that", ratios, "x", "higher", goal)
+    if shares := [each.num_accepted / each.num_drafted for _, each in rounds if each.num_drafted]:
+        yield result(f"{name}: drafts accepted", shares, "of drafts", "higher")
+    if steps := [each.tokens_a_step for _, each in rounds if each.tokens_a_step]:
+        yield result(f"{name}: tokens a step", steps, "tokens", "higher")
+    yield counted(f"{name}: answers that differ", num_differing(rounds), "answers", 0)
+
+
+def num_differing(rounds: Sequence[Round]) -> int:
+    pairs = (zip(plain.answers, drafting.answers, strict=True) for plain, drafting in rounds)
+    return sum(one != other for one, other in itertools.chain(*pairs))
+
+
+def run(bench: Bench, json_file: str) -> None:
+    """Raises PdClusterError, too where an answer with drafts is not the one without."""
+    begin(json_file)
+    torch.set_num_threads(bench.threads)
+    started_s, results, found = time.monotonic(), list[Result](), dict[Case, list[Round]]()
+    with tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
+        model = widened(SMALL, Path(folder) / "copy", QUICK_SHAPE if bench.quick else ModelShape())
+        if bench.rows:
+            results += row_costs(bench, model)
+        else:
+            asyncio.run(measure(bench, model, found))
+    for (place, name, batch), rounds in found.items():
+        goal = KINDS[name].goals[0 if batch == 1 else 1 if batch <= 4 else 2]
+        results += results_of(f"{place}, {name}, {batch} at a time", rounds, goal)
+    title = f"{bench.rounds} rounds, {bench.threads} threads, {time.monotonic() - started_s:.0f} s"
+    finish(Report(bench.command, results), title, json_file, bench.quick)
+    if num := sum(map(num_differing, found.values())):
+        raise GenerationError(f"{num} answers with drafts differ from those without; the table says which")
+
+
+async def measure(bench: Bench, model: Path, found: dict[Case, list[Round]]) -> None:
+    with sigterm_ends_it():
+        for place in bench.places:
+            for methods, names in itertools.groupby(bench.kinds, lambda name: KINDS[name].methods):
+                async with (engine if place == ALONE else cluster)(bench, model, methods) as asks:
+                    for name, batch in itertools.product(names, bench.batches):
+                        found[place, name, batch] = await rounds_of(bench, asks, name, batch)
+                        print(f"{place}, {name}, {batch} at a time", flush=True)
+
+
+async def rounds_of(bench: Bench, asks: Engine | Server, name: str, batch: int) -> list[Round]:
+    """Asks without and with drafts in turn."""
+    kind, rounds = KINDS[name], list[Round]()
+    for at in range(-max(1, kind.num_earlier // batch), bench.rounds):
+        tasks, rng = bench.tasks(kind, batch, at), random.Random(at)
+        plain = await asks.ask(kind, tasks, None)
+        pairs = zip(tasks, plain.answers, strict=True)
+        predicted = [kind.predicts(rng, *each) if kind.predicts else [] for each in pairs]
+        rounds.append((plain, await asks.ask(kind, tasks, predicted)))
+    return rounds[-bench.rounds :]
+
+
+class Engine:
+    """Asks an engine of this process, all at once. `predicted`: predictions, perhaps empty; None: drafts nothing."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._core = core
+        self._numbers = itertools.count()
+
+    async def ask(self, kind: Kind, tasks: Sequence[Task], predicted: Answers | None) -> Asked:
+        requests = []
+        for at, task in enumerate(tasks):
+            sampling = Sampling(temperature=kind.temperature, seed=at, max_tokens=len(task.answer), ignore_eos=True)
+            prediction = tuple(predicted[at]) if predicted else ()
+            drafts = predicted is not None
+            order = Order(task.prompt, sampling, SALTS[drafts], prediction=prediction, may_draft=drafts)
+            number = next(self._numbers)
+            requests.append(Request(f"r{number}", order, arrival_s=float(number)))
+            self._core.scheduler.add(requests[-1])
+        while not all(request.output_token_ids for request in requests):
+            self._core.step()
+        num_early = sum(len(request.output_token_ids) for request in requests)
+        steps, (drafted, accepted), start_s = self._core.num_steps, self._drafted(), time.perf_counter()
+        while self._core.scheduler.requests:
+            self._core.step()
+        took_s, steps = time.perf_counter() - start_s, self._core.num_steps - steps
+        answers = [request.output_token_ids for request in requests]
+        num_tokens = sum(map(len, answers)) - num_early
+        drafted, accepted = self._drafted()[0] - drafted, self._drafted()[1] - accepted
+        return Asked(answers, num_tokens / took_s, drafted, accepted, num_tokens / len(tasks) / steps)
+
+    def _drafted(self) -> tuple[int, int]:
+        """Returns how many tokens were drafted so far, and accepted."""
+        counts = self._core.drafting.totals
+        return counts.num_draft_tokens, counts.num_accepted_tokens
+
+
+@asynccontextmanager
+async def engine(bench: Bench, model: Path, methods: tuple[Method, ...]) -> AsyncIterator[Engine]:
+    core, _ = build_core(config_of(bench.weights, model, methods))
+    yield Engine(core)
+    del core
+    gc.collect()
+
+
+def config_of(weights: str, model: Path, methods: tuple[Method, ...] = ()) -> EngineConfig:
+    form: dict[str, Any] = dict([WEIGHTS[weights]])
+    return EngineConfig(model=str(model), device="cpu", speculation=Speculation(methods=methods), **form)
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """Asks a cluster over HTTP."""
+
+    client: httpx.AsyncClient
+    url: str
+    model: str
+
+    async def ask(self, kind: Kind, tasks: Sequence[Task], predicted: Answers | None) -> Asked:
+        texts = ["".join(chr(FIRST_CHARACTER + each) for each in said) for said in predicted or [[]] * len(tasks)]
+        bodies = [
+            {
+                "model": self.model,
+                "prompt": task.prompt,
+                "max_tokens": len(task.answer),
+                "temperature": kind.temperature,
+                "seed": at,
+                "ignore_eos": True,
+                "skip_special_tokens": False,
+                "speculative": predicted is not None,
+                "cache_salt": SALTS[predicted is not None],
+                "prediction": {"type": "content", "content": texts[at]},
+            }
+            for at, task in enumerate(tasks)
+        ]
+        samples = await asyncio.gather(*(answered(self.client, f"{self.url}/v1/completions", body) for body in bodies))
+        tpot_s = mean(sample.tpot_s or sample.e2e_s for sample in samples)
+        return Asked([[*sample.token_ids] for sample in samples], len(tasks) / tpot_s)
+
+
+@asynccontextmanager
+async def cluster(bench: Bench, model: Path, methods: tuple[Method, ...]) -> AsyncIterator[Server]:
+    flags = ["--" + "=".join(WEIGHTS[bench.weights])]
+    flags += [f"--speculative-config={json.dumps({'method': methods})}"] * bool(methods)
+    started = started_cluster(ServeBench(model=str(model), more_flags=tuple(flags)))
+    async with started as (url, _), make_client(max(bench.batches)) as client:
+        yield Server(client, url, (await ask_model(client, url))[0])
+
+
+def row_costs(bench: Bench, model: Path) -> Iterator[Result]:
+    """Yields the cost of a decode step of so many sequences, in times of one sequence's."""
+    for weights in WEIGHTS:
+        core, runner = build_core(config_of(weights, model))
+        driver, took_ms = Driver(core, runner, 0), defaultdict[int, list[float]](list)
+        for _, num_rows in itertools.product(range(1 + bench.rounds), ROWS):
+            took_ms[num_rows].append(_step_ms(driver, num_rows))
+        yield result(f"{weights}: a step of one row", took_ms[1][1:], "ms")  # the first round packs and compiles
+        for num_rows in ROWS[1:]:
+            times = [many / one for many, one in zip(took_ms[num_rows][1:], took_ms[1][1:], strict=True)]
+            yield result(f"{weights}: {num_rows} rows, times one", times, "x")
+
+
+def _step_ms(driver: Driver, num_rows: int) -> float:
+    """Returns the median of decode steps around ROW_CONTEXT tokens."""
+    num_before = ROW_CONTEXT - NUM_ROW_STEPS // 2
+    requests = [driver.add(driver.prompt(num_before - 4), greedy(NUM_ROW_STEPS + 4)) for _ in range(num_rows)]
+    driver.until(lambda: all(len(request.output_token_ids) >= 3 for request in requests))
+    took_s = []
+    for _ in range(NUM_ROW_STEPS):
+        start_s = time.perf_counter()
+        driver.core.step()
+        took_s.append(time.perf_counter() - start_s)
+    driver.drain()
+    return 1e3 * median(took_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from pd_cluster.engine.draft.drafter import Drafter
 from pd_cluster.engine.draft.forced import ForcedDrafter
 from pd_cluster.engine.draft.ngram import NgramDrafter
@@ -13,10 +15,17 @@ from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.guided import Guides
 from pd_cluster.settings.speculation import Method, Speculation
 
+log = logging.getLogger(__name__)
+
 TOKEN_NBYTES = 64  # of memory that the trees of earlier outputs take for a token, about
 
 
 def drafting_of(speculation: Speculation, scheduler: StepScheduler, guides: Guides, runner: ModelRunner) -> Drafting:
+    """Returns one without drafters where a row's logits depend on the rows beside it, and so would the output."""
+    if not runner.rows_are_alike:
+        if speculation.methods:
+            log.warning("speculation is off: in 16 bits drafts would change this model's output; give --dtype float32")
+        return Drafting(scheduler, ())
     own = [_drafter(method, speculation) for method in speculation.methods]
     # An accelerator's graphs are for steps of at most so many rows.
     most_rows = scheduler.max_num_seqs if runner.goes_ahead else MOST_ROWS

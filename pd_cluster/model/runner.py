@@ -117,6 +117,14 @@ class ModelRunner:
         """None also while the weights are not in memory."""
         return None if self._parts is None else self._parts.tower
 
+    @property
+    def rows_are_alike(self) -> bool:
+        """Whether a row's company changes no more than the last bits of float32, or what an accelerator's libraries do.
+
+        Torch's own products of 16 bits on a CPU change more, and near ties are frequent there.
+        """
+        return self.device.is_accelerator or self._plan.dtype == "float32" or bool(self.model.bf16_way)
+
     def forward(
         self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None, drafts: Drafts = NO_DRAFTS
     ) -> RunnerOutput:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.nn import functional
 
+from pd_cluster.model.layers import activations
 from pd_cluster.types import Order, Request, Sampling, TokenOutput
 from tests.support.checkpoints import CONFIGS, make_checkpoint
 from tests.support.engines import make_core, random_prompt, run
@@ -19,8 +22,14 @@ PROMPT_LENGTHS = (7, 1, 33, 16, 40, 2)
 SAMPLING = Sampling(max_tokens=6, temperature=0.0, logprobs=4, ignore_eos=True)
 QUICK = ("llama", "gemma", "qwen2_moe", "gpt_oss")  # each kind of layer once
 
-NOT_PACKED = ("longcat_flash",)  # whose experts are of a kind of their own: tokens are the same, not bits
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted({*CONFIGS, *MORE} - {*QUICK, *NOT_PACKED})]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in sorted({*CONFIGS, *MORE} - {*QUICK})]
+
+Elementwise = Callable[[torch.Tensor], torch.Tensor]
+REPLACED: dict[str, tuple[Elementwise, Elementwise]] = {
+    "sigmoid": (activations.sigmoid, torch.sigmoid),
+    "silu": (activations.silu, functional.silu),
+    "gelu_tanh": (activations.gelu_tanh, lambda x: functional.gelu(x, approximate="tanh")),
+}
 
 Numbers = dict[str, list[tuple[int, Any]]]
 
@@ -79,6 +88,24 @@ def test_alone_and_among_others(tmp_path: Path, architecture: str) -> None:
     together = numbers(model, prompts)
     assert all(logprobs is not None for tokens in together.values() for _, logprobs in tokens)
     assert numbers(model, prompts, alone=True) == together
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("function", "own"), REPLACED.values(), ids=REPLACED)
+def test_activations_of_a_row(function: Elementwise, own: Elementwise, threads: int) -> None:
+    """They do not depend on the rows before and behind it, and are torch's own numbers."""
+    torch.manual_seed(1)
+    torch.set_num_threads(threads)
+    for width in (4, 16, 48, 11008):  # a vector has 16 numbers, and 32 are computed at a time
+        x = torch.randn(13, width) * 3
+        found = function(x)
+        for start, stop in ((0, 1), (12, 13), (3, 5), (1, 8)):
+            assert torch.equal(function(x[start:stop].clone()), found[start:stop])
+        torch.testing.assert_close(found, own(x), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(function(x.bfloat16()), own(x.bfloat16()))
+    ends = torch.tensor([-1e30, -100.0, 0.0, 100.0, 1e30])
+    torch.testing.assert_close(function(ends), own(ends))
 
 
 @pytest.mark.usefixtures("one_thread", "freed")

@@ -42,6 +42,7 @@ from pd_cluster.model.layers.gated import ExpertRouter, Routing
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling, TokenOutput
 from tests.support.checkpoints import make_checkpoint
+from tests.support.draft_steps import Steps, random_orders
 from tests.support.engines import assert_all_same, generate, random_prompt, run
 from tests.support.interpreted import DTYPES, SLOW_IF_INTERPRETED, Noted, choose_device
 from tests.support.spread import spread
@@ -263,6 +264,23 @@ def test_an_answer_is_the_same_alone_in_a_batch_in_chunks_and_after_a_preemption
     tight = engine(folder, monkeypatch, "bfloat16", step=5, num_blocks=7)  # the first prompt comes in two chunks
     assert answers(tight, prompts) == alone
     assert tight.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("architecture", "dtype"),
+    [
+        ("llama", "bfloat16"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("llama", "float32"), ("gpt_oss", "bfloat16"))),
+    ],
+)
+def test_rows_of_drafts_are_steps(
+    architecture: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In graphs, where rows count as sequences, and beside a prompt."""
+    layers = {"num_hidden_layers": 1} if architecture == "llama" else {}
+    runner: Any = engine(make_checkpoint(tmp_path, architecture, **layers), monkeypatch, dtype, step=64).runner
+    steps = Steps(runner, random_orders((5, 9)), (5, 9), num_steps=4)
+    steps.compare(([4, 0], False), ([2, 3], False), ([3, 1], True))
 
 
 def test_float32_has_the_tokens_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

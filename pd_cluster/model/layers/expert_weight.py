@@ -31,6 +31,11 @@ class ExpertStack:
     dtype: torch.dtype  # of the activations
     rows: torch.Tensor | None = None  # [out_features] int64; None: the order of the files
 
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> ExpertStack:
+        """Takes plain matrices without biases, [num_experts, out_features, in_features]."""
+        return cls(PLAIN, {"weight": weight}, weight.dtype)
+
     def __len__(self) -> int:
         return len(next(iter(self.parts.values())))
 

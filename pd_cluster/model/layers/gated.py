@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 
+from pd_cluster.model.layers.activations import sigmoid
 from pd_cluster.model.layers.expert_weight import ExpertLayers
 from pd_cluster.model.layers.linear import Linear, make_linear, packs
 from pd_cluster.model.layers.packing import rows_apart
@@ -124,7 +125,7 @@ class Routing:
         `dtype`: the rows'; None: the logits'.
         """
         numbers = logits.float()  # in 16 bits experts would tie
-        scores = numbers.sigmoid() if self.sigmoid else numbers.softmax(-1)
+        scores = sigmoid(numbers) if self.sigmoid else numbers.softmax(-1)
         if self.is_plain:
             weights, chosen = scores.topk(self.top_k, dim=-1)
         else:
@@ -223,5 +224,5 @@ class SharedExpert:
         self._experts, self._shared, self._gate = experts, shared, gate
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        shared = self._shared(x) if self._gate is None else self._gate(x).sigmoid() * self._shared(x)
+        shared = self._shared(x) if self._gate is None else sigmoid(self._gate(x)) * self._shared(x)
         return self._experts(x).add_(shared)

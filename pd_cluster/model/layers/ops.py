@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
-from torch.nn.functional import gelu, silu
 
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.attention.latent import attend_latents, write_latents
 from pd_cluster.model.attention.sparse import IndexRows, choose_keys
 from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.layers.activations import gelu_tanh, sigmoid, silu
 from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertWeights
 from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, ExpertRouter, Experts, Gates
 from pd_cluster.model.layers.linear import Linear
@@ -174,9 +174,9 @@ class TorchOps:
         gate, up = gate_up.chunk(2, dim=-1)
         if activation == "swigluoai":
             gate = gate.clamp(max=SWIGLUOAI_LIMIT)
-            gate = gate * torch.sigmoid(gate * SWIGLUOAI_ALPHA)
+            gate = gate * sigmoid(gate * SWIGLUOAI_ALPHA)
             return (up.clamp(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT) + 1).mul_(gate)
-        return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")).mul_(up)
+        return (silu(gate) if activation == "silu" else gelu_tanh(gate)).mul_(up)
 
     def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
         return Experts(router, ExpertLayers(weights), self, activation)

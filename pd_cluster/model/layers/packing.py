@@ -1,7 +1,8 @@
 """Packs the products of models whose layers stay transformers' own: linear layers, routers, experts.
 
-Packing makes them faster on CPU, and a row's numbers independent of the rows beside it (model/layers/linear.py).
-Modules are recognised by their structure; others stay as they are.
+Packing makes them faster on CPU, and a row's numbers independent of the rows beside it (model/layers/linear.py), as are
+those of the activation functions put in their place. Modules are recognised by their structure; others stay as they
+are.
 """
 
 from __future__ import annotations
@@ -13,10 +14,19 @@ import torch
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
-from pd_cluster.model.layers.expert_weight import ExpertLayers, HeldExperts, are_experts, experts_of
+from pd_cluster.model.layers.activations import REPLACEMENTS, Elementwise, sigmoid
+from pd_cluster.model.layers.expert_weight import (
+    ExpertLayers,
+    ExpertStack,
+    ExpertWeights,
+    HeldExperts,
+    are_experts,
+    experts_of,
+)
 from pd_cluster.model.layers.linear import Linear, pack_floats, packs
 from pd_cluster.model.layers.weight import HeldLinear, LinearWeight, between_ranks, no_weight, weight_of
 
+SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid)
 APART = 16  # float32 numbers in a vector register, at most
 
 
@@ -29,6 +39,7 @@ def pack_modules(model: torch.nn.Module, linear_of: Callable[[LinearWeight], Lin
 
     `linear_of` makes the layers of weights in forms that transformers does not know.
     """
+    on_cpu = all(each.device.type == "cpu" for each in model.parameters())
     places = [
         (parent, name, child)
         for parent in model.modules()
@@ -38,6 +49,9 @@ def pack_modules(model: torch.nn.Module, linear_of: Callable[[LinearWeight], Lin
     ]
     found: dict[int, torch.nn.Module | None] = {}
     for parent, name, child in places:
+        if on_cpu and type(child).__name__ in REPLACEMENTS:
+            setattr(parent, name, Elementwise(child))
+            continue
         if id(child) not in found:
             found[id(child)] = _packed(child, linear_of)
         if (replacement := found[id(child)]) is not None:
@@ -60,6 +74,8 @@ def _packed(module: torch.nn.Module, linear_of: Callable[[LinearWeight], Linear]
         return PackedRouter(module, of_router)
     if are_experts(module) and packs(module.down_proj):  # type: ignore[arg-type]
         return PackedExperts(module)
+    if hasattr(module, "identity_expert") and packs(module.down_proj):  # type: ignore[arg-type]
+        return PackedZeroExperts(module)
     return None
 
 
@@ -121,7 +137,7 @@ class PackedRouter(torch.nn.Module):
 
 
 class _Product(TorchFunctionMode):
-    """Computes `linear(x, weight, bias)` of one weight by `packed`."""
+    """Computes `linear(x, weight, bias)` of one weight by `packed`, and sigmoids alike in every row."""
 
     def __init__(self, weight: torch.Tensor, packed: Linear) -> None:
         super().__init__()
@@ -135,6 +151,8 @@ class _Product(TorchFunctionMode):
             bias = rest[0] if rest else (kwargs or {}).get("bias")
             product = self._packed(x)
             return product if bias is None else product.add_(bias)
+        if function in SIGMOIDS:
+            return sigmoid(args[0])
         return function(*args, **(kwargs or {}))
 
 
@@ -152,3 +170,22 @@ class PackedExperts(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.layers.through(self._gate, x, chosen, weights)
+
+
+class PackedZeroExperts(torch.nn.Module):
+    """Experts of which those with the last numbers return a row as it is (LongCat-Flash)."""
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self._activation, self._num_experts = experts.act_fn, len(experts.down_proj)
+        gate_up = ExpertStack.of(experts.gate_up_proj.detach()[: self._num_experts])
+        self.layers = ExpertLayers(ExpertWeights(gate_up, ExpertStack.of(experts.down_proj.detach())))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        kept = weights.masked_fill(chosen < self._num_experts, 0.0).sum(-1, keepdim=True)  # [num_rows, 1]
+        return self.layers.through(self._gate, x, chosen, weights).addcmul_(x, kept)
+
+    def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        gated: torch.Tensor = self._activation(gate) * up
+        return gated

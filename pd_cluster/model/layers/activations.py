@@ -1,0 +1,57 @@
+"""Activation functions whose bits do not depend on where in a tensor a number is.
+
+On a CPU torch's own sigmoid, silu and tanh-gelu compute full vectors in one way and the rest of a thread's part in
+another: a row's bits would depend on the rows beside it and on the number of threads. Its exp and tanh do not, nor do
+sums, products and quotients. On accelerators torch's own are used.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type != "cpu":
+        return torch.sigmoid(x)
+    return _logistic(_wide(x)).to(x.dtype)
+
+
+def silu(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type != "cpu":
+        return functional.silu(x)
+    wide = _wide(x)
+    return _logistic(wide).mul_(wide).to(x.dtype)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    if x.device.type != "cpu":
+        return functional.gelu(x, approximate="tanh")
+    wide = _wide(x)
+    inner = torch.square(wide).mul_(0.044715).add_(1.0).mul_(wide).mul_(math.sqrt(2.0 / math.pi))
+    return inner.tanh_().add_(1.0).mul_(wide).mul_(0.5).to(x.dtype)
+
+
+def _logistic(x: torch.Tensor) -> torch.Tensor:
+    return torch.neg(x).exp_().add_(1.0).reciprocal_()
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """Returns x in float32 if it has 16 bits, which are rounded once, at the end."""
+    return x.float() if x.dtype.itemsize < 4 else x
+
+
+class Elementwise(torch.nn.Module):
+    """One of these functions in the place of a module of transformers or torch."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._function = REPLACEMENTS[type(module).__name__]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function(x)
+
+
+REPLACEMENTS = {"SiLU": silu, "SiLUActivation": silu, "GELUTanh": gelu_tanh, "Sigmoid": sigmoid}  # by modules' names

@@ -14,12 +14,12 @@ from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.types import Request
 
 
-class _Written(NamedTuple):
+class _TwinTokens(NamedTuple):
     version: int  # of the block
     token_ids: list[int]  # whose KV is in the twin's first slots
 
 
-class _Seen(NamedTuple):
+class _ValidTokens(NamedTuple):
     """How far a sequence was valid, by the table that it had. Only the table's last blocks are ever replaced."""
 
     block_table: list[int]
@@ -31,8 +31,8 @@ class TwinBlocks:
 
     def __init__(self, blocks: BlockPool, block_size: int) -> None:
         self._blocks, self.block_size = blocks, block_size
-        self._written: dict[int, _Written] = {}  # by block
-        self._seen: WeakKeyDictionary[Request, _Seen] = WeakKeyDictionary()
+        self._written: dict[int, _TwinTokens] = {}  # by block
+        self._seen: WeakKeyDictionary[Request, _ValidTokens] = WeakKeyDictionary()
 
     def num_valid(self, request: Request) -> int:
         """Counts the first tokens of a sequence, all but its last one, whose KV the twins of its blocks hold.
@@ -52,7 +52,7 @@ class TwinBlocks:
                 break
             at += 1
         found = min(found, most)
-        self._seen[request] = _Seen(table, found)
+        self._seen[request] = _ValidTokens(table, found)
         return found
 
     def _num_same(self, block: int, token_ids: Sequence[int]) -> int:
@@ -76,4 +76,4 @@ class TwinBlocks:
             version, before = self._blocks.version(block), list[int]()
             if first > at * size:
                 before = self._written[block].token_ids[: first - at * size]
-            self._written[block] = _Written(version, before + fresh)
+            self._written[block] = _TwinTokens(version, before + fresh)

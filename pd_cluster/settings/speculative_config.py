@@ -52,7 +52,6 @@ REFUSED_KEYS = {
     "synthetic_acceptance_length": "would change answers; leave it out",
     "disable_by_batch_size": f"give {BATCHES}, such as [[1, 4, 8], [5, 256, 0]]",
 }
-UNSET = (False, "", "auto")  # values of these that ask for nothing
 ACCEPTANCE, EXACT = "rejection_sample_method", ("standard", "block")  # a draft counts if it is what would be drawn
 NUMBERS: dict[str, tuple[type, tuple[Check, ...]]] = {
     name: (get_args(hint)[0], tuple(each for each in get_args(hint)[1:] if isinstance(each, Check)))
@@ -64,18 +63,16 @@ KEYS = (METHOD, *OF_A_MODEL, *(name for name in NUMBERS if name not in OF_A_MODE
 
 def speculation_of(given: Mapping[str, Any], place: Place) -> Speculation:
     """Reads the keys; a null is as if the key was not given. Raises ConfigError."""
-    given = {key: value for key, value in given.items() if value is not None}
+    given = {key: value for key, value in given.items() if not (value is None or _is_unset_of_model(key, value))}
     methods = _methods(given, place)
     for key in given:
-        if key not in KEYS and not (key in REFUSED_KEYS and given[key] in UNSET):
+        if key not in KEYS and not (key in REFUSED_KEYS and _is_unset(given[key])):
             raise ConfigError(f"{place(key[:80])}: {REFUSED_KEYS.get(key) or _no_such('key', key, KEYS)}")
     if (acceptance := given.get(ACCEPTANCE, EXACT[0])) not in EXACT:
         why = "would change answers; give" if acceptance == "synthetic" else "expected"
         raise ConfigError(f"{place(ACCEPTANCE)} {reprlib.repr(acceptance)}: {why} {' or '.join(EXACT)}")
     model = _model_keys(given, methods, place)
-    numbers: dict[str, Any] = {
-        key: _number(given[key], key, place) for key in NUMBERS if key in given and given[key] not in UNSET
-    }
+    numbers: dict[str, Any] = {key: _number(given[key], key, place) for key in NUMBERS if key in given}
     return Speculation(
         methods=methods,
         num_speculative_tokens_per_batch_size=_ranges(given[BATCHES], place) if BATCHES in given else (),
@@ -107,7 +104,7 @@ def _methods(given: Mapping[str, Any], place: Place) -> tuple[Method, ...]:
 
 def _model_keys(given: Mapping[str, Any], methods: tuple[Method, ...], place: Place) -> dict[str, str]:
     """Returns the texts about the draft model; none without one. Raises ConfigError."""
-    told = {key: given[key] for key in OF_A_MODEL if key in given and given[key] not in UNSET}
+    told = {key: given[key] for key in OF_A_MODEL if key in given}
     if DRAFT_MODEL not in methods:
         for key in told:
             if key != MODEL:
@@ -123,6 +120,15 @@ def _model_keys(given: Mapping[str, Any], methods: tuple[Method, ...], place: Pl
     if SAMPLE in texts and not rule.accepts(texts[SAMPLE]):
         raise ConfigError(f"{place(SAMPLE)} {reprlib.repr(texts[SAMPLE])}: {rule.says}")
     return texts
+
+
+def _is_unset(value: Any) -> bool:
+    """Whether a key with this value asks for nothing."""
+    return value is False or value in ("", "auto")
+
+
+def _is_unset_of_model(key: str, value: Any) -> bool:
+    return key in OF_A_MODEL and key != MODEL and _is_unset(value)
 
 
 def _no_method(method: Any) -> str:

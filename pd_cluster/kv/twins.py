@@ -37,16 +37,14 @@ class TwinBlocks:
     def num_valid(self, request: Request) -> int:
         """Counts the first tokens of a sequence, all but its last one, whose KV the twins of its blocks hold.
 
-        Blocks that a window has passed count as valid, since no later token sees them.
+        No window may have passed any of its blocks.
         """
         table, size, most = request.block_table, self.block_size, request.num_tokens - 1
         seen = self._seen.get(request)
         found = min(seen.num_valid, most) if seen is not None and seen.block_table is table else 0
         at = max(0, found // size - 1)
         while (found := at * size) < most:
-            num_same = size
-            if (block := table[at]) != self._blocks.num_blocks:  # the padding block is in the place of passed ones
-                num_same = self._num_same(block, request.token_ids(found, min(most, found + size)))
+            num_same = self._num_same(table[at], request.token_ids(found, min(most, found + size)))
             if num_same < size:
                 found += num_same
                 break

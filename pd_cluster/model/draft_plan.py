@@ -1,6 +1,6 @@
 """Plans how a draft model is loaded beside the one that it drafts for, and checks that the two go together.
 
-All of that happens before any weight is read, but for windows, which only loaded models tell.
+All of that happens before any weight is read.
 """
 
 from __future__ import annotations
@@ -88,17 +88,3 @@ def _max_model_len(draft: Checkpoint, speculation: Speculation, most: int) -> in
     if not wanted and limit < most:
         log.info("drafts for sequences of up to %d tokens of %d: %s has no more positions", limit, most, draft.path)
     return min(wanted or limit, most)
-
-
-def check_windows(draft: LoadPlan, window: int | None, own: int | None) -> None:
-    """Raises ConfigError for a draft model that sees tokens that its target has let pass.
-
-    `window` and `own`: the sliding windows of all layers of the target and of the draft model, if all have one.
-    """
-    if window is None or (own is not None and own <= window):
-        return
-    sees = "every token" if own is None else f"{own} tokens"
-    raise ConfigError(
-        f"{PLACE}: model: {draft.checkpoint.path} sees {sees}, but all layers of its target see {window}, and blocks "
-        f"are kept for that; {OTHERWISE}"
-    )

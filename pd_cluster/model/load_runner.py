@@ -17,7 +17,7 @@ from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.model.adapter_devices import put_adapters
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.declared import layout_of
-from pd_cluster.model.draft_plan import check_windows, with_draft
+from pd_cluster.model.draft_plan import with_draft
 from pd_cluster.model.graph_kinds import capture_graphs, check_prompt_graphs, why_eager
 from pd_cluster.model.graphs import sizes_of
 from pd_cluster.model.held_adapters import HeldAdapters
@@ -67,7 +67,7 @@ def load_runner(config: EngineConfig, group: Group | None = None, device: Device
             proof = _prove(plan, parts.model, memory.pool)
         if plan.draft is not None and parts.draft is not None and memory.twin is not None:
             with trial(plan.draft.checkpoint):
-                check_windows(plan.draft, proof.window, _prove(plan.draft, parts.draft, memory.twin).window)
+                _prove(plan.draft, parts.draft, memory.twin)
         graphs = capture_graphs(plan, parts.model, memory.pool, eager)
         runner = ModelRunner(plan, parts, memory, held, proof, graphs)
         plan.group.loaded()

@@ -111,11 +111,12 @@ class ModelRunner:
 
     @property
     def draft_limits(self) -> DraftLimits | None:
-        """None: no model drafts."""
+        """None: no model drafts. It does for sequences that no window has passed, whose blocks are all there."""
         speculation, draft = self._plan.config.speculation, self._plan.draft
         if draft is None:
             return None
-        return DraftLimits(draft.max_model_len, speculation.draft_sample_method == "greedy")
+        most = draft.max_model_len if self.window is None else min(draft.max_model_len, self.window)
+        return DraftLimits(most, speculation.draft_sample_method == "greedy")
 
     @property
     def _kv_memory(self) -> KVMemory:

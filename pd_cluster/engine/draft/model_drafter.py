@@ -117,7 +117,7 @@ class ModelDrafter(Drafter):
         """Computes a slice of what sequences lack, in their order, all but the last token of each."""
         most = FIRST_SLICE
         if self._token_s:
-            most = max(LEAST_SLICE, min(MOST_SLICE, int(SPARE_SHARE * spare_s / self._token_s)))
+            most = max(LEAST_SLICE, int(min(MOST_SLICE, SPARE_SHARE * spare_s / self._token_s)))
         rows, left = _Rows(self._twins.block_size), most
         for request, num_valid in late:
             if not left:

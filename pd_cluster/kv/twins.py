@@ -42,7 +42,7 @@ class TwinBlocks:
         table, size, most = request.block_table, self.block_size, request.num_tokens - 1
         seen = self._seen.get(request)
         found = min(seen.num_valid, most) if seen is not None and seen.block_table is table else 0
-        at = max(0, found // size - 1)
+        at = found // size
         while (found := at * size) < most:
             num_same = self._num_same(table[at], request.token_ids(found, min(most, found + size)))
             if num_same < size:
@@ -65,7 +65,7 @@ class TwinBlocks:
     def wrote(self, request: Request, start: int, token_ids: Sequence[int]) -> None:
         """Notes that the twins hold KV of these tokens, the first of which is at index `start` of the sequence.
 
-        All tokens before are valid. Tokens behind them in the same block are not any more.
+        All tokens before are valid. Twins behind them are not any more: those may be of drafts that were wrong.
         """
         size = self.block_size
         for at in range(start // size, (start + len(token_ids) - 1) // size + 1):
@@ -75,3 +75,5 @@ class TwinBlocks:
             if first > at * size:
                 before = self._written[block].token_ids[: first - at * size]
             self._written[block] = _TwinTokens(version, before + fresh)
+        for block in request.block_table[at + 1 :]:
+            self._written.pop(block, None)

@@ -71,8 +71,9 @@ class TwinWorld:
         return found
 
     def preempt(self, request: Request) -> None:
-        self.blocks.release(request.block_table)
-        request.block_table = self.blocks.take(len(request.block_table))
+        if (num_blocks := len(request.block_table)) <= self.blocks.num_available:
+            self.blocks.release(request.block_table)
+            request.block_table = self.blocks.take(num_blocks)
 
     def end(self) -> None:
         request = self.requests.pop(self.rng.randrange(len(self.requests)))

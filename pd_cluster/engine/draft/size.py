@@ -16,6 +16,7 @@ PRIOR = 2.0  # verified drafts that a drafter's usual chance counts as
 KEPT = 0.9  # of what is known of a sequence's hits, after each step that tells more
 USUAL_CHANCES = {"prediction": 0.8, "forced": 0.9, "draft_model": 0.8}  # that a draft is right, by drafter
 USUAL_CHANCE = 0.5
+USUALLY_KEPT = 0.98  # the same of the hits of all sequences, where they cost time
 FADING = 0.97  # the same after each step whose drafts were not worth their rows, so that they are tried again
 
 
@@ -52,11 +53,15 @@ class DraftSize:
     def __init__(self) -> None:
         self.costs = StepCosts()
         self.costs_ahead = StepCosts()  # of steps that the host does not plan, where a device goes ahead of it
+        self._usual: dict[str, _Hits] = {}  # by drafter, of all sequences; those whose drafts cost time
         self._hits: WeakKeyDictionary[Request, dict[str, _Hits]] = WeakKeyDictionary()
 
     def chance(self, request: Request, drafter: str) -> float:
         """Returns the chance that this drafter's next draft for a sequence is right, by what it has been so far."""
-        return self._hits_of(request, drafter).chance(USUAL_CHANCES.get(drafter, USUAL_CHANCE))
+        usual = USUAL_CHANCES.get(drafter, USUAL_CHANCE)
+        if (of_all := self._usual.get(drafter)) is not None:
+            usual = of_all.chance(usual)
+        return self._hits_of(request, drafter).chance(usual)
 
     def _hits_of(self, request: Request, drafter: str) -> _Hits:
         return self._hits.setdefault(request, {}).setdefault(drafter, _Hits())
@@ -111,6 +116,7 @@ class DraftSize:
         `costs`: of one draft for so many sequences; what is not known is measured with one.
         """
         num_seqs, plain_s = len(requests), self._plain_s(num_rows)
+        usual = self._usual.setdefault(drafter, _Hits())
         if (draft_s := costs.step_s(num_seqs)) == NEVER:
             return min(1, most)
         chances = [self.chance(request, drafter) for request in requests]
@@ -123,13 +129,17 @@ class DraftSize:
                 best, best_rate = depth, rate
         if not best:
             costs.passed()
+            usual.fade(FADING)
             for request in requests:
                 self._hits_of(request, drafter).fade(FADING)
         return best
 
     def verified(self, request: Request, drafter: str, num_drafts: int, num_accepted: int) -> None:
         """Takes into account how many of a sequence's drafts were right."""
-        hits = self._hits_of(request, drafter)
-        hits.fade(KEPT)
-        hits.num_hits += num_accepted
-        hits.num_misses += num_accepted < num_drafts
+        known = [(self._hits_of(request, drafter), KEPT)]
+        if (of_all := self._usual.get(drafter)) is not None:
+            known.append((of_all, USUALLY_KEPT))
+        for hits, kept in known:
+            hits.fade(kept)
+            hits.num_hits += num_accepted
+            hits.num_misses += num_accepted < num_drafts

@@ -6,13 +6,16 @@ import logging
 
 from pd_cluster.engine.draft.drafter import Drafter
 from pd_cluster.engine.draft.forced import ForcedDrafter
+from pd_cluster.engine.draft.model_drafter import ModelDrafter
 from pd_cluster.engine.draft.ngram import NgramDrafter
 from pd_cluster.engine.draft.prediction import PredictionDrafter
 from pd_cluster.engine.draft.suffix import SuffixDrafter
 from pd_cluster.engine.step.drafting import MOST_ROWS, Drafting
 from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.kv.twins import TwinBlocks
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.guided import Guides
+from pd_cluster.model.sampling.sampler import Sampler
 from pd_cluster.settings.speculation import Method, Speculation
 
 log = logging.getLogger(__name__)
@@ -26,11 +29,22 @@ def drafting_of(speculation: Speculation, scheduler: StepScheduler, guides: Guid
         if speculation.methods:
             log.warning("speculation is off: in 16 bits drafts would change this model's output; give --dtype float32")
         return Drafting(scheduler, ())
-    own = [_drafter(method, speculation) for method in speculation.methods]
+    own = [
+        _model_drafter(scheduler, runner) if method == "draft_model" else _drafter(method, speculation)
+        for method in speculation.methods
+    ]
     # An accelerator's graphs are for steps of at most so many rows.
     most_rows = scheduler.max_num_seqs if runner.goes_ahead else MOST_ROWS
     drafters = [PredictionDrafter(), ForcedDrafter(guides), *own]
     return Drafting(scheduler, drafters, speculation, runner.vocab_size, most_rows)
+
+
+def _model_drafter(scheduler: StepScheduler, runner: ModelRunner) -> Drafter:
+    limits = runner.draft_limits
+    assert limits is not None  # see model/draft_plan.py
+    twins = TwinBlocks(scheduler.blocks, scheduler.block_size)
+    sampler = Sampler(runner.vocab_size, runner.eos_token_ids)
+    return ModelDrafter(runner, sampler, twins, scheduler.room.grow_for_drafts, limits)
 
 
 def _drafter(method: Method, speculation: Speculation) -> Drafter:

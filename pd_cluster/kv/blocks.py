@@ -26,6 +26,7 @@ class BlockPool:
         self._free = deque(range(num_blocks) if rests else reversed(range(num_blocks)))
         self._take_free = self._free.popleft if rests else self._free.pop
         self._holders = [0] * num_blocks
+        self._versions = [0] * num_blocks
         self._index = PrefixIndex()
         self.tier = tier
         self.num_resets = 0
@@ -55,7 +56,12 @@ class BlockPool:
         taken = [self._take_free() if self._free else self._evict() for _ in range(num_blocks)]
         for block in taken:
             self._holders[block] = 1
+            self._versions[block] += 1
         return taken
+
+    def version(self, block: int) -> int:
+        """Returns how often the block was taken; content is only appended to it until it is taken again."""
+        return self._versions[block]
 
     def _evict(self) -> int:
         block, content = self._index.evict()

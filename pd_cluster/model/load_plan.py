@@ -30,6 +30,7 @@ class LoadPlan:
     speedups: tuple[str, ...]
     max_model_len: int
     max_num_batched_tokens: int
+    draft: LoadPlan | None = None  # of the model that drafts for this one; see draft_plan.py
 
     @classmethod
     def of(cls, config: EngineConfig, group: Group, device: Device) -> LoadPlan:

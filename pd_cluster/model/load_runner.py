@@ -17,6 +17,7 @@ from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.model.adapter_devices import put_adapters
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.declared import layout_of
+from pd_cluster.model.draft_plan import with_draft
 from pd_cluster.model.graph_kinds import capture_graphs, check_prompt_graphs, why_eager
 from pd_cluster.model.graphs import sizes_of
 from pd_cluster.model.held_adapters import HeldAdapters
@@ -55,15 +56,18 @@ def load_runner(config: EngineConfig, group: Group | None = None, device: Device
     use(device)
     if not device.is_accelerator:
         keep_what_is_freed()
-    plan = LoadPlan.of(config, group or Alone(), device)
+    plan = with_draft(LoadPlan.of(config, group or Alone(), device))
     with contextlib.ExitStack() as undo:
         with trial(plan.checkpoint):
             parts = load_parts(plan)
-            layout = _layout_for(plan, parts)
+            layout, twin = _layout_for(plan, parts), _twin_layout(plan.draft, parts.draft)
             eager = why_eager(plan, parts.model, layout) if device.is_accelerator else ""
-            memory = _allocate(plan, layout, _peak_nbytes(plan, parts, layout, eager), undo)
+            memory = _allocate(plan, layout, twin, _peak_nbytes(plan, parts, layout, eager), undo)
             held = _hold_adapters(plan, parts.model, layout)
             proof = _prove(plan, parts.model, memory.pool)
+        if plan.draft is not None and parts.draft is not None and memory.twin is not None:
+            with trial(plan.draft.checkpoint):
+                _prove(plan.draft, parts.draft, memory.twin)
         graphs = capture_graphs(plan, parts.model, memory.pool, eager)
         runner = ModelRunner(plan, parts, memory, held, proof, graphs)
         plan.group.loaded()
@@ -80,6 +84,11 @@ def _layout_for(plan: LoadPlan, parts: LoadedParts) -> KVLayout:
         check_pictures_fit(parts.tower.rules, plan.max_num_batched_tokens, plan.config.max_num_seqs)
     layout = layout_of(model.caches, plan.block_size, plan.kv_dtype)
     return layout if plan.is_alone else plan_of(plan.checkpoint, group.size).layout_of_rank(layout, group.rank)
+
+
+def _twin_layout(plan: LoadPlan | None, model: CausalLM | None) -> KVLayout | None:
+    """Returns the layout of the draft model's pool; None without one."""
+    return None if plan is None or model is None else _layout_for(plan, LoadedParts(model, None))
 
 
 def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layout: KVLayout, eager: str) -> int:
@@ -102,13 +111,17 @@ def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layout: KVLayout, eager: st
     return peak + nbytes
 
 
-def _allocate(plan: LoadPlan, layout: KVLayout, peak_nbytes: int, undo: contextlib.ExitStack) -> KVMemory:
-    """Allocates as many blocks as the rank with the least memory; `undo` closes the pool."""
+def _allocate(
+    plan: LoadPlan, layout: KVLayout, twin: KVLayout | None, peak_nbytes: int, undo: contextlib.ExitStack
+) -> KVMemory:
+    """Allocates as many blocks as the rank with the least memory, and their twins; `undo` closes the pools."""
     config, least = plan.config, plan.group.least
-    num_blocks = num_pool_blocks(config, layout, plan.max_model_len, plan.device, peak_nbytes)
-    pool = undo.enter_context(KVPool(layout, least(num_blocks), plan.device))
+    twin_nbytes = 0 if twin is None else twin.block_nbytes
+    num_blocks = least(num_pool_blocks(config, layout, plan.max_model_len, plan.device, peak_nbytes, twin_nbytes))
+    pool = undo.enter_context(KVPool(layout, num_blocks, plan.device))
     num_kept = least(num_host_cache_blocks(config, layout))
-    return KVMemory(pool, SwapSpace(pool, least(num_swap_blocks(config, layout)), num_kept))
+    swap = SwapSpace(pool, least(num_swap_blocks(config, layout)), num_kept)
+    return KVMemory(pool, swap, None if twin is None else undo.enter_context(KVPool(twin, num_blocks, plan.device)))
 
 
 def _hold_adapters(plan: LoadPlan, model: CausalLM, layout: KVLayout) -> HeldAdapters:

@@ -19,16 +19,25 @@ from pd_cluster.settings.engine import EngineConfig
 
 
 class LoadedParts(NamedTuple):
-    """The model, or this rank's share, and its tower; None: it takes no pictures."""
+    """The model, or this rank's share, and its tower; None: it takes no pictures. `draft`: the model that drafts."""
 
     model: CausalLM
     tower: Tower | None
+    draft: CausalLM | None = None
 
 
 def load_parts(plan: LoadPlan) -> LoadedParts:
     """Raises ModelError."""
     checkpoint, config = plan.checkpoint, plan.config
-    model = load_model(
+    model, tower = _model_of(plan), None
+    if checkpoint.vision is not None:
+        tower = load_tower_part(checkpoint, config, plan.dtype, plan.device, plan.group)
+    return LoadedParts(model, tower, None if plan.draft is None else _model_of(plan.draft))
+
+
+def _model_of(plan: LoadPlan) -> CausalLM:
+    checkpoint, config = plan.checkpoint, plan.config
+    return load_model(
         checkpoint,
         plan.dtype,
         plan.device,
@@ -40,9 +49,6 @@ def load_parts(plan: LoadPlan) -> LoadedParts:
         config.kv_cache_dtype,
         KernelChoices(config.npu_head_dims, plan.speedups),
     )
-    if checkpoint.vision is None:
-        return LoadedParts(model, None)
-    return LoadedParts(model, load_tower_part(checkpoint, config, plan.dtype, plan.device, plan.group))
 
 
 def load_tower_part(checkpoint: Checkpoint, config: EngineConfig, dtype: str, device: Device, group: Group) -> Tower:

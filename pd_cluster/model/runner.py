@@ -53,8 +53,18 @@ CLOSE_S = 2.0
 
 
 class KVMemory(NamedTuple):
+    """`twin`: of the draft model, with as many blocks as the pool; see kv/twins.py."""
+
     pool: KVPool
     swap: SwapSpace
+    twin: KVPool | None = None
+
+
+class DraftLimits(NamedTuple):
+    """Of a draft model: the longest sequence that it drafts for, and whether each draft is the likeliest token."""
+
+    max_model_len: int
+    is_greedy: bool
 
 
 class Proof(NamedTuple):
@@ -98,6 +108,15 @@ class ModelRunner:
     def swap(self) -> SwapSpace:
         """Raises Closed after `let_go`."""
         return self._kv_memory.swap
+
+    @property
+    def draft_limits(self) -> DraftLimits | None:
+        """None: no model drafts. It does for sequences that no window has passed, whose blocks are all there."""
+        speculation, draft = self._plan.config.speculation, self._plan.draft
+        if draft is None:
+            return None
+        most = draft.max_model_len if self.window is None else min(draft.max_model_len, self.window)
+        return DraftLimits(most, speculation.draft_sample_method == "greedy")
 
     @property
     def _kv_memory(self) -> KVMemory:
@@ -145,6 +164,18 @@ class ModelRunner:
         with self.threads.step(len(step.input_ids)):
             logits, hidden_states = self._compute(step, input_ids, on_layer)
         return RunnerOutput(logits.float(), hidden_states)
+
+    def compute_draft(self, step: StepInput) -> torch.Tensor:
+        """Computes rows of the draft model into the twins of their blocks; returns logits of the rows wanted, float32.
+
+        It has this rank's own share of cores.
+        """
+        twin = self._kv_memory.twin
+        assert self._parts is not None
+        assert self._parts.draft is not None
+        assert twin is not None  # see load_runner.py
+        with torch.inference_mode():
+            return self._parts.draft(batch_of(step, twin)).float()
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
         return can_choose(requests, self.device)
@@ -246,6 +277,8 @@ class ModelRunner:
                 tier.settle()
             self.pool.vacate()
             self.swap.vacate()
+            if (twin := self._kv_memory.twin) is not None:
+                twin.vacate()
             gc.collect()
             give_freed_back()
 
@@ -265,6 +298,8 @@ class ModelRunner:
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.pool.close()
+            if memory.twin is not None:
+                memory.twin.close()
         if not self.device.is_accelerator:
             give_freed_back()
 
@@ -273,6 +308,10 @@ class ModelRunner:
         checkpoint = Checkpoint.of(self._plan.config)
         if checkpoint.identity != self.model_identity:
             raise ModelError(f"{checkpoint.path}: it is another model than before the sleep; start all instances again")
+        if (draft := self._plan.draft) is not None and Checkpoint.of(
+            draft.config
+        ).identity != draft.checkpoint.identity:
+            raise ModelError(f"{draft.checkpoint.path}: it is another draft model than before the sleep; start again")
         with self.threads.loading():
             parts = load_parts(self._plan)
         self.held.adopt(parts.model)

@@ -33,35 +33,42 @@ def num_step_tokens(config: EngineConfig, device: Device) -> int:
 
 
 def num_pool_blocks(
-    config: EngineConfig, layout: KVLayout, max_model_len: int, device: Device, peak_nbytes: int = 0
+    config: EngineConfig,
+    layout: KVLayout,
+    max_model_len: int,
+    device: Device,
+    peak_nbytes: int = 0,
+    twin_nbytes: int = 0,
 ) -> int:
     """Returns the pool's blocks, once the weights are loaded. Raises ConfigError unless one of max_model_len fits.
 
-    `peak_nbytes`: the memory that the weights and the largest step take on an accelerator.
+    `peak_nbytes`: the memory that the weights and the largest step take on an accelerator. `twin_nbytes`: of a block's
+    twin for the draft model, which is in the same memory.
     """
+    block_nbytes = layout.block_nbytes + twin_nbytes
     per_request = layout.num_blocks_for(max_model_len)
     free = None if device.is_accelerator else host.memory()
     if config.num_blocks is not None:
         num_blocks, flag = config.num_blocks, f"{called('num_blocks')} {config.num_blocks}"
     elif config.kv_cache_memory_gib is not None:
-        num_blocks = int(config.kv_cache_memory_gib * GIB) // layout.block_nbytes
+        num_blocks = int(config.kv_cache_memory_gib * GIB) // block_nbytes
         flag = f"{called('kv_cache_memory')} {config.kv_cache_memory_gib:g}"
     elif free is None:
         share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
-        num_blocks = _left_nbytes(device, share, peak_nbytes) // layout.block_nbytes
+        num_blocks = _left_nbytes(device, share, peak_nbytes) // block_nbytes
         taken = f"of which weights and steps take {peak_nbytes / GIB:.1f} GiB"
         flag = f"{called('gpu_memory_utilization')} {share:g}, {taken}"
     elif config.gpu_memory_utilization is not None:
         share = config.gpu_memory_utilization
-        num_blocks = _host_share(free, share, config.num_local_ranks) // layout.block_nbytes
+        num_blocks = _host_share(free, share, config.num_local_ranks) // block_nbytes
         flag = f"{called('gpu_memory_utilization')} {share:g}, {_shared(free, config)}"
     else:
-        enough = max(per_request, DEFAULT_KV_CACHE_NBYTES // layout.block_nbytes)
-        fitting = _host_share(free, DEFAULT_SHARE, config.num_local_ranks) // layout.block_nbytes
+        enough = max(per_request, DEFAULT_KV_CACHE_NBYTES // block_nbytes)
+        fitting = _host_share(free, DEFAULT_SHARE, config.num_local_ranks) // block_nbytes
         num_blocks = min(per_request * config.max_num_seqs, enough, fitting)
         flag = f"{_shared(free, config)}, of which {DEFAULT_SHARE:.0%} is for KV caches"
     if free is not None:
-        _check_fits(num_blocks * layout.block_nbytes, free, config.num_local_ranks, flag)
+        _check_fits(num_blocks * block_nbytes, free, config.num_local_ranks, flag)
     num_blocks = _within_indices(num_blocks, layout, device, config.num_blocks is not None)
     if num_blocks < per_request:
         raise ConfigError(

@@ -322,10 +322,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Annotated[
         Speculation,
         ENGINE(
-            "JSON object with vLLM's keys: method (ngram or suffix, or a list of both), num_speculative_tokens, "
-            "prompt_lookup_min, prompt_lookup_max, suffix_decoding_max_tree_depth and others. Decoding drafts tokens "
-            "and computes several in a step, which changes no answer. Default: only what a request's prediction says "
-            "and its guide forces is drafted.",
+            "JSON object with vLLM's keys: method (ngram, suffix or draft_model, or a list of them), model, "
+            "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, suffix_decoding_max_tree_depth and others. "
+            "Decoding drafts tokens and computes several in a step, which changes no answer. Default: only what a "
+            "request's prediction says and its guide forces is drafted.",
             name="speculative_config",
             form=SPECULATION,
         ),
@@ -340,6 +340,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.enable_mm and self.language_model_only:
             one, other = called("enable_mm"), called("language_model_only")
             raise ConfigError(f"{one}: {other} serves no images; give one of the two")
+        if (coded := self.speculation.quantization) and not (rule := one_of(QUANTIZATIONS)).accepts(coded):
+            raise ConfigError(f"{called('speculative_config')}: quantization {coded!r}: {rule.says}")
+        if self.speculation.model and self.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"{called('speculative_config')}: model: only instances of one rank draft with a model, and "
+                f"{called('tensor_parallel_size')} is {self.tensor_parallel_size}; give 1, or method ngram or suffix"
+            )
         if self.kv_host_cache_gib and not self.enable_prefix_caching:
             one, other = called("kv_host_cache"), called("enable_prefix_caching")
             raise ConfigError(f"{one}: keeps blocks of the prefix cache, which {other} off has switched off")

@@ -169,7 +169,8 @@ FAMILIES = (
         refused="--max-num-queued-tokens",
     ),
     Family(
-        f"drafting with a model is not supported yet; give {called('spec_method')} ngram or suffix",
+        f"give {called('speculative_config')}, whose keys about a draft model are model, revision, quantization, "
+        "max_model_len and draft_sample_method",
         refused="--speculative-draft-* --speculative-model-* --speculative-max-model-len",
     ),
     Family(

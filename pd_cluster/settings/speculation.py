@@ -9,10 +9,12 @@ import msgspec
 from pd_cluster.settings.setting import Check, finite, within
 from pd_cluster.types import INT32_MAX
 
-Method = Literal["ngram", "suffix"]
+Method = Literal["ngram", "suffix", "draft_model"]
 METHODS: tuple[Method, ...] = get_args(Method)
 MOST_DRAFTS = 64  # of a sequence in a step
 DEFAULT_DRAFTS = 16
+SampleMethod = Literal["probabilistic", "greedy"]
+SAMPLE_METHODS: tuple[SampleMethod, ...] = get_args(SampleMethod)
 MOST_MATCHED = 1024  # tokens of a sequence's end that are looked for
 COUNT = within(0, INT32_MAX)
 PROBABILITY = Check(lambda value: 0 <= value <= 1, "must be in 0 to 1")
@@ -25,6 +27,10 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     measured times and hits decide how many there are. `num_speculative_tokens_per_batch_size`: (first, last, most) by
     numbers of running sequences, in order; as in vLLM, numbers behind a range and before the next belong to it.
     `suffix_decoding_max_cached_tokens`, which vLLM does not have: of earlier outputs, all trees together.
+
+    Of the draft model: `model`, a folder or a hub's, with `revision` and `quantization` like the flags of these names;
+    `max_model_len`: it drafts for shorter sequences only, 0 means as far as both models reach; `draft_sample_method`:
+    drafts are drawn as the request's tokens are, or each is the likeliest token.
     """
 
     methods: tuple[Method, ...] = ()
@@ -37,6 +43,12 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     suffix_decoding_max_cached_tokens: Annotated[int, COUNT] = 1_000_000
     suffix_decoding_max_spec_factor: Annotated[float, finite("must be a number of at least 0")] = 1.0
     suffix_decoding_min_token_prob: Annotated[float, PROBABILITY] = 0.1
+
+    model: str = ""
+    revision: str = ""
+    quantization: str = ""
+    max_model_len: Annotated[int, within(1, INT32_MAX)] = 0
+    draft_sample_method: SampleMethod = "probabilistic"
 
     def most_drafts(self, num_seqs: int) -> int:
         """Returns the most drafts of a sequence in a step of so many sequences."""

@@ -46,13 +46,15 @@ DRAFTING = partial(Setting, panel=Panel.ENGINE, scope=Scope.ENGINE)
 class SpeculationFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Other ways to say what is in `--speculative-config`; `into` reads them."""
 
-    spec_method: Annotated[str | None, DRAFTING("ngram or suffix: method in --speculative-config.", after=CONFIG)] = (
-        None
-    )
+    spec_method: Annotated[
+        str | None, DRAFTING("ngram, suffix or draft_model: method in --speculative-config.", after=CONFIG)
+    ] = None
     spec_model: Annotated[
         str | None,
         DRAFTING(
-            "Only ngram, as [ngram], which vLLM has written so.", also=("speculative_model",), after="spec_method"
+            "A draft model: model in --speculative-config. Or [ngram], as vLLM has written that method.",
+            also=("speculative_model",),
+            after="spec_method",
         ),
     ] = None
     spec_tokens: Annotated[int | None, DRAFTING(f"The same as {DRAFTS} there.", also=(DRAFTS,), after="spec_model")] = (

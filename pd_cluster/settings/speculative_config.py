@@ -2,7 +2,8 @@
 
     {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
 
-`method` may also be a list, whose methods are tried in order. Methods and keys that are not served are refused by name.
+`method` may also be a list, whose methods are tried in order; a `model` alone is a draft model. Methods and keys that
+are not served are refused by name.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import msgspec
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.foreign import NOTHING
-from pd_cluster.settings.setting import Check, Form
-from pd_cluster.settings.speculation import METHODS, MOST_DRAFTS, Method, Speculation
+from pd_cluster.settings.setting import Check, Form, one_of
+from pd_cluster.settings.speculation import METHODS, MOST_DRAFTS, SAMPLE_METHODS, Method, Speculation
 from pd_cluster.types import INT32_MAX
 
 Place = Callable[[str], str]  # a key -> how an error names it
@@ -28,61 +29,62 @@ LEAST, MOST = "prompt_lookup_min", "prompt_lookup_max"
 SERVED = f"give {' or '.join(METHODS)}"
 NOT_YET = f"not supported yet; {SERVED}"
 NGRAM_AS_MODEL = ("ngram", "[ngram]")  # vLLM has written the method as a model, too
-WITH_MODEL = ("draft_model", "eagle", "eagle3", "mtp")  # and the types of MTP, such as deepseek_mtp
+DRAFT_MODEL: Method = "draft_model"
+WITH_MODEL = ("eagle", "eagle3", "mtp")  # and the types of MTP, such as deepseek_mtp
 REFUSED = {
     **dict.fromkeys(("medusa", "mlp_speculator", "dflash", "dspark"), f"not supported; {SERVED}"),
     "ngram_gpu": "prompts are searched on the host; give ngram",
     "custom_class": f"foreign code is not loaded; {SERVED}",
     "extract_hidden_states": f"drafts nothing; {SERVED}, and ask /v1/embeddings for vectors",
 }
-OF_A_MODEL = (
-    *("draft_tensor_parallel_size", "max_model_len", "quantization", "revision", "code_revision"),
-    *("draft_sample_method", "enforce_eager", "moe_backend", "attention_backend", "kv_cache_dtype"),
+REVISION, QUANTIZATION, MAX_LEN = "revision", "quantization", "max_model_len"
+TP_SIZE, SAMPLE = "draft_tensor_parallel_size", "draft_sample_method"
+OF_A_MODEL = (MODEL, REVISION, QUANTIZATION, MAX_LEN, TP_SIZE, SAMPLE)
+NOT_OF_A_MODEL = (
+    *("code_revision", "enforce_eager", "moe_backend", "attention_backend", "kv_cache_dtype"),
     *("disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction"),
     *("use_heterogeneous_vocab", "parallel_drafting", "enable_adaptive_verification", "dspark_draft_topk"),
     "index_share_for_mtp_iteration",
 )
 REFUSED_KEYS = {
-    **dict.fromkeys(OF_A_MODEL, f"is for a draft model, which is {NOT_YET} without it"),
+    **dict.fromkeys(NOT_OF_A_MODEL, "not supported; leave it out, and the draft model goes by the engine's own flag"),
     "synthetic_acceptance_rates": "would change answers; leave it out",
     "synthetic_acceptance_length": "would change answers; leave it out",
     "disable_by_batch_size": f"give {BATCHES}, such as [[1, 4, 8], [5, 256, 0]]",
 }
-UNSET = (False, "", "auto")  # values of these that ask for nothing
 ACCEPTANCE, EXACT = "rejection_sample_method", ("standard", "block")  # a draft counts if it is what would be drawn
 NUMBERS: dict[str, tuple[type, tuple[Check, ...]]] = {
     name: (get_args(hint)[0], tuple(each for each in get_args(hint)[1:] if isinstance(each, Check)))
     for name, hint in get_type_hints(Speculation, include_extras=True).items()
     if hasattr(hint, "__metadata__")
 }
-KEYS = (METHOD, *NUMBERS, BATCHES, ACCEPTANCE)
+KEYS = (METHOD, *OF_A_MODEL, *(name for name in NUMBERS if name not in OF_A_MODEL), BATCHES, ACCEPTANCE)
 
 
 def speculation_of(given: Mapping[str, Any], place: Place) -> Speculation:
     """Reads the keys; a null is as if the key was not given. Raises ConfigError."""
-    given = {key: value for key, value in given.items() if value is not None}
+    given = {key: value for key, value in given.items() if not (value is None or _is_unset_of_model(key, value))}
     methods = _methods(given, place)
     for key in given:
-        if key not in (*KEYS, MODEL) and not (key in REFUSED_KEYS and given[key] in UNSET):
+        if key not in KEYS and not (key in REFUSED_KEYS and _is_unset(given[key])):
             raise ConfigError(f"{place(key[:80])}: {REFUSED_KEYS.get(key) or _no_such('key', key, KEYS)}")
     if (acceptance := given.get(ACCEPTANCE, EXACT[0])) not in EXACT:
         why = "would change answers; give" if acceptance == "synthetic" else "expected"
         raise ConfigError(f"{place(ACCEPTANCE)} {reprlib.repr(acceptance)}: {why} {' or '.join(EXACT)}")
+    model = _model_keys(given, methods, place)
     numbers: dict[str, Any] = {key: _number(given[key], key, place) for key in NUMBERS if key in given}
     return Speculation(
         methods=methods,
         num_speculative_tokens_per_batch_size=_ranges(given[BATCHES], place) if BATCHES in given else (),
-        **{**numbers, **_lookup(numbers, place)},
+        **{**model, **numbers, **_lookup(numbers, place)},
     )
 
 
 def _methods(given: Mapping[str, Any], place: Place) -> tuple[Method, ...]:
-    """Raises ConfigError for one that is not served, for none, and for a model to draft with."""
+    """Raises ConfigError for one that is not served, for none, and for a model without a method that takes it."""
     method, model = given.get(METHOD), given.get(MODEL)
     if method is None and model is not None:
-        if model not in NGRAM_AS_MODEL:
-            raise ConfigError(f"{place(MODEL)} {reprlib.repr(model)}: a draft model is {NOT_YET} without it")
-        method = "ngram"
+        method = "ngram" if model in NGRAM_AS_MODEL else DRAFT_MODEL
     several: list[Any] = method if isinstance(method, list) else [] if method is None else [method]
     if not several:
         raise ConfigError(f"{place(METHOD)}: missing; {SERVED}")
@@ -91,9 +93,42 @@ def _methods(given: Mapping[str, Any], place: Place) -> tuple[Method, ...]:
             raise ConfigError(f"{place(METHOD)} {reprlib.repr(each)}: {_no_method(each)}")
     if len(set(several)) < len(several):
         raise ConfigError(f"{place(METHOD)} {reprlib.repr(several)}: give each method once")
-    if model is not None and ("ngram" not in several or model not in NGRAM_AS_MODEL):
+    if DRAFT_MODEL in several and (not isinstance(model, str) or not model or model in NGRAM_AS_MODEL):
+        missing = "missing" if model is None else f"{reprlib.repr(model)}: no draft model"
+        raise ConfigError(f"{place(MODEL)}{':' if model is None else ''} {missing}; give a folder, or a hub's model")
+    is_asked_for = DRAFT_MODEL in several or ("ngram" in several and model in NGRAM_AS_MODEL)
+    if model is not None and not is_asked_for:
         raise ConfigError(f"{place(MODEL)} {reprlib.repr(model)}: {' and '.join(several)} needs none; leave it out")
     return tuple(several)
+
+
+def _model_keys(given: Mapping[str, Any], methods: tuple[Method, ...], place: Place) -> dict[str, str]:
+    """Returns the texts about the draft model; none without one. Raises ConfigError."""
+    told = {key: given[key] for key in OF_A_MODEL if key in given}
+    if DRAFT_MODEL not in methods:
+        for key in told:
+            if key != MODEL:
+                raise ConfigError(f"{place(key)}: is for a draft model; give {MODEL} with it, or leave it out")
+        return {}
+    if (size := told.pop(TP_SIZE, 1)) != 1 or isinstance(size, bool):
+        raise ConfigError(f"{place(TP_SIZE)} {reprlib.repr(size)}: a draft model is not split; give 1, or leave it out")
+    texts = {key: value for key, value in told.items() if key != MAX_LEN}
+    for key, value in texts.items():
+        if not isinstance(value, str):
+            raise ConfigError(f"{place(key)} {reprlib.repr(value)}: expected a text")
+    rule = one_of(SAMPLE_METHODS)
+    if SAMPLE in texts and not rule.accepts(texts[SAMPLE]):
+        raise ConfigError(f"{place(SAMPLE)} {reprlib.repr(texts[SAMPLE])}: {rule.says}")
+    return texts
+
+
+def _is_unset(value: Any) -> bool:
+    """Whether a key with this value asks for nothing."""
+    return value is False or value in ("", "auto")
+
+
+def _is_unset_of_model(key: str, value: Any) -> bool:
+    return key in OF_A_MODEL and key != MODEL and _is_unset(value)
 
 
 def _no_method(method: Any) -> str:
@@ -170,7 +205,8 @@ def _write(speculation: Speculation) -> str:
     if not speculation.methods:
         return ""
     plain = Speculation()
-    given = {name: getattr(speculation, name) for name in (*NUMBERS, BATCHES)}
+    names = dict.fromkeys((*OF_A_MODEL, *NUMBERS, BATCHES))
+    given = {name: getattr(speculation, name) for name in names if name != TP_SIZE}
     told = {name: value for name, value in given.items() if value != getattr(plain, name)}
     if LEAST in told or MOST in told:  # one alone would be the other, too
         told |= {name: given[name] for name in (LEAST, MOST)}

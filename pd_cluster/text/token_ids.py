@@ -22,3 +22,14 @@ def token_ids_of(folder: Path, text: str) -> list[int]:
     except Exception as error:  # the library raises no narrower type
         raise ModelError(f"{folder}/tokenizer.json: cannot be read: {error}") from None
     return ids
+
+
+def vocabulary_of(folder: Path) -> dict[str, int]:
+    """Returns the ids of all tokens of the folder's tokenizer, added ones included. Raises ModelError."""
+    try:
+        found: dict[str, int] = RustTokenizer.from_str(tokenizer_text(folder / "tokenizer.json")).get_vocab()
+    except ModelError:
+        raise
+    except Exception as error:  # the library raises no narrower type
+        raise ModelError(f"{folder}/tokenizer.json: cannot be read: {error}") from None
+    return found

@@ -36,6 +36,14 @@ def test_every_way_to_say_it() -> None:
     five = Speculation(methods=("ngram",), num_speculative_tokens=5, prompt_lookup_min=2, prompt_lookup_max=4)
     lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 4}
     short = ["--ngram-prompt-lookup-max=4", "--ngram-prompt-lookup-min", "2"]
+    draft = Speculation(methods=("draft_model",), model="a/b")
+    model: dict[str, Any] = {
+        "revision": "r",
+        "quantization": "int8",
+        "max_model_len": 9,
+        "draft_sample_method": "greedy",
+    }
+    both = Speculation(methods=("ngram", "draft_model"), model="a/b", **model)
     suffix: dict[str, Any] = {
         "num_speculative_tokens": 64,
         "suffix_decoding_max_tree_depth": 8,
@@ -60,22 +68,31 @@ def test_every_way_to_say_it() -> None:
         ),
         (config(method="suffix", **suffix), Speculation(methods=("suffix",), **suffix)),
         (config(method=["suffix", "ngram"]), Speculation(methods=("suffix", "ngram"))),
+        (config(method="draft_model", model="a/b", draft_tensor_parallel_size=1, quantization=""), draft),
+        (config(model="a/b"), draft),
+        (["--spec-model", "a/b"], draft),
+        (["--speculative-model=a/b", "--spec-method=draft_model"], draft),
+        (config(method=["ngram", "draft_model"], model="a/b", **model), both),
     ]
     for argv, wanted in says:
         assert speculation(*argv) == wanted, argv
 
 
 REFUSED: list[tuple[list[str], str]] = [
-    (
-        config(method="draft_model", model="m"),
-        "--speculative-config: method 'draft_model': not supported yet; give ngram",
-    ),
+    (config(method="draft_model"), "--speculative-config: model: missing; give a folder"),
+    (config(method="draft_model", model="[ngram]"), "model '[ngram]': no draft model; give a folder"),
+    (config(model="m", draft_tensor_parallel_size=2), "draft_tensor_parallel_size 2: a draft model is not split"),
+    (config(model="m", draft_sample_method="beam"), "'beam': expected probabilistic or greedy"),
+    (config(model="m", quantization="int7"), "--speculative-config: quantization 'int7': expected one of awq"),
+    (config(model="m", max_model_len=0), "max_model_len 0: must be in 1 to"),
+    (config(model="m", revision=5), "revision 5: expected a text"),
+    (config(model="m", parallel_drafting=True), "parallel_drafting: not supported; leave it out"),
+    ([*config(model="m"), "--tensor-parallel-size=2"], "--tensor-parallel-size is 2; give 1, or method ngram"),
     *(
         (config(method=each), f"'{each}': not supported yet; give ngram or suffix")
         for each in ("eagle", "eagle3", "mtp")
     ),
     (config(method="deepseek_mtp"), "'deepseek_mtp': not supported yet; give ngram or suffix"),
-    (config(model="m"), "model 'm': a draft model is not supported yet; give ngram or suffix without it"),
     (config(method="suffix", model="ngram"), "model 'ngram': suffix needs none; leave it out"),
     *((config(method=each), "not supported; give ngram") for each in ("medusa", "mlp_speculator", "dflash", "dspark")),
     (config(method="ngram_gpu"), "give ngram"),
@@ -130,7 +147,7 @@ REFUSED: list[tuple[list[str], str]] = [
         ["--spec-method=ngram", "--ngram-prompt-lookup-min=3", "--ngram-prompt-lookup-max=2"],
         "--ngram-prompt-lookup-min 3: is above --ngram-prompt-lookup-max 2",
     ),
-    (["--spec-model=m"], "--spec-model 'm': a draft model is not supported yet"),
+    (["--spec-model=m", "--spec-method=suffix"], "--spec-model 'm': suffix needs none"),
     (["--speculative-disable-by-batch-size=0"], "--speculative-disable-by-batch-size 0: must be in 1 to 2147483646"),
     ([*config(method="ngram"), "--spec-tokens=5"], "--speculative-config: --spec-tokens says how to draft, too"),
     (["--lookahead-cache-config-dir=.", "--spec-method=ngram"], "--lookahead-cache-config-dir: --spec-method says how"),
@@ -139,7 +156,7 @@ REFUSED: list[tuple[list[str], str]] = [
         "--speculative-config: --lookahead-cache-config-dir",
     ),
     (["--lookahead-cache-config-dir=/no/such"], "--lookahead-cache-config-dir /no/such: no such folder"),
-    (["--speculative-draft-model-path=m"], "drafting with a model is not supported yet; give --spec-method ngram"),
+    (["--speculative-draft-model-path=m"], "give --speculative-config, whose keys about a draft model"),
     (["--speculative-algorithm", "NGRAM"], "give --speculative-config"),
     (["--speculative-num-draft-tokens=4"], "give --speculative-config"),
     (["--spec-decoding-acceptance-method=typical_acceptance_sampler"], "only if it is the token that would have been"),
@@ -209,6 +226,7 @@ def test_worker_processes_of_llm_draft_as_it_was_told(tmp_path: Path) -> None:
     for given in (
         {"speculative_config": {"method": ["suffix", "ngram"], "suffix_decoding_max_spec_factor": 0.5}},
         {"spec_method": "ngram", "speculative_disable_by_batch_size": 4},
+        {"speculative_config": {"model": "a/b", "draft_sample_method": "greedy", "quantization": "int8"}},
         {"spec_method": "ngram", "ngram_prompt_lookup_min": 2, "ngram_prompt_lookup_max": 5},
         {"lookahead_cache_config_dir": str(tmp_path)},
         {},

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from pd_cluster.engine.draft.step_costs import StepCosts
 from pd_cluster.types import Request
 
 
@@ -17,10 +18,18 @@ class Drafter(Protocol):
     """
 
     name: str
+    costs: StepCosts | None = None  # of one draft for each of so many sequences; None: not worth counting
 
     def is_for(self, request: Request) -> bool:
         """Whether it may ever have a guess about this request."""
         return True
+
+    def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
+        """Prepares for the drafts of a step: it will be asked about these requests, for at most `most` tokens each.
+
+        `spare_s`: the time that it may take for what will help only later steps.
+        """
+        return
 
     def draft(self, request: Request, most: int) -> Sequence[int]:
         """Returns at most `most` (1 or more) tokens that may follow all tokens of the request; none without a guess."""

@@ -27,11 +27,10 @@ class ForcedDrafter(Drafter):
     def is_for(self, request: Request) -> bool:
         return request.sampling.guide is not None
 
-    def look(self, requests: Sequence[Request]) -> None:
+    def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
         """Asks for all guided requests of a step at once: that takes another thread's turn."""
         self._found.clear()
-        if guided := [request for request in requests if self.is_for(request)]:
-            self._found.update(self._guides.forced(guided))
+        self._found.update(self._guides.forced(requests))
 
     def draft(self, request: Request, most: int) -> Sequence[int]:
         return self._found.get(request, ())[:most]

@@ -8,14 +8,15 @@ from itertools import accumulate
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-from pd_cluster.engine.draft.step_costs import SIZES, StepCosts, index_of
+from pd_cluster.engine.draft.step_costs import NEVER, SIZES, StepCosts, index_of
 from pd_cluster.types import Request
 
 GAIN = 1.03  # in tokens a second, that drafts must promise
 PRIOR = 2.0  # verified drafts that a drafter's usual chance counts as
 KEPT = 0.9  # of what is known of a sequence's hits, after each step that tells more
-USUAL_CHANCES = {"prediction": 0.8, "forced": 0.9}  # that a draft is right, by drafter
+USUAL_CHANCES = {"prediction": 0.8, "forced": 0.9, "draft_model": 0.8}  # that a draft is right, by drafter
 USUAL_CHANCE = 0.5
+USUALLY_KEPT = 0.98  # the same of the hits of all sequences, where they cost time
 FADING = 0.97  # the same after each step whose drafts were not worth their rows, so that they are tried again
 
 
@@ -52,11 +53,15 @@ class DraftSize:
     def __init__(self) -> None:
         self.costs = StepCosts()
         self.costs_ahead = StepCosts()  # of steps that the host does not plan, where a device goes ahead of it
+        self._usual: dict[str, _Hits] = {}  # by drafter, of all sequences; those whose drafts cost time
         self._hits: WeakKeyDictionary[Request, dict[str, _Hits]] = WeakKeyDictionary()
 
     def chance(self, request: Request, drafter: str) -> float:
         """Returns the chance that this drafter's next draft for a sequence is right, by what it has been so far."""
-        return self._hits_of(request, drafter).chance(USUAL_CHANCES.get(drafter, USUAL_CHANCE))
+        usual = USUAL_CHANCES.get(drafter, USUAL_CHANCE)
+        if (of_all := self._usual.get(drafter)) is not None:
+            usual = of_all.chance(usual)
+        return self._hits_of(request, drafter).chance(usual)
 
     def _hits_of(self, request: Request, drafter: str) -> _Hits:
         return self._hits.setdefault(request, {}).setdefault(drafter, _Hits())
@@ -88,9 +93,7 @@ class DraftSize:
         """Returns how many further rows give the most tokens a second; `gains`, descending, are of the first ones."""
         if not self.costs.knows(num_rows):
             return 0  # what drafts are compared with is measured first
-        plain_s, step_s = self.costs.step_s(num_rows), self.costs.estimates()
-        if self.costs_ahead.knows(num_rows):
-            plain_s = min(plain_s, self.costs_ahead.step_s(num_rows))
+        plain_s, step_s = self._plain_s(num_rows), self.costs.estimates()
         best, best_rate = 0, GAIN * num_rows / plain_s
         totals = [0.0, *accumulate(gains)]
         for at in range(index_of(num_rows), len(SIZES)):
@@ -102,9 +105,41 @@ class DraftSize:
                 break
         return best
 
+    def _plain_s(self, num_rows: int) -> float:
+        """Returns what a step without drafts takes."""
+        plain_s = self.costs.step_s(num_rows)
+        return min(plain_s, self.costs_ahead.step_s(num_rows)) if self.costs_ahead.knows(num_rows) else plain_s
+
+    def depth(self, requests: Sequence[Request], drafter: str, costs: StepCosts, num_rows: int, most: int) -> int:
+        """Returns how many drafts of each sequence are worth what making and verifying them takes, at most `most`.
+
+        `costs`: of one draft for so many sequences; what is not known is measured with one.
+        """
+        num_seqs, plain_s = len(requests), self._plain_s(num_rows)
+        usual = self._usual.setdefault(drafter, _Hits())
+        if (draft_s := costs.step_s(num_seqs)) == NEVER:
+            return min(1, most)
+        chances = [self.chance(request, drafter) for request in requests]
+        best, best_rate, total, gains = 0, GAIN * num_rows / plain_s, 0.0, [1.0] * num_seqs
+        for depth in range(1, most + 1):
+            gains = [gain * chance for gain, chance in zip(gains, chances, strict=True)]
+            total += sum(gains)
+            rate = (num_rows + total) / (self.costs.step_s(num_rows + num_seqs * depth) + depth * draft_s)
+            if rate > best_rate:
+                best, best_rate = depth, rate
+        if not best:
+            costs.passed()
+            usual.fade(FADING)
+            for request in requests:
+                self._hits_of(request, drafter).fade(FADING)
+        return best
+
     def verified(self, request: Request, drafter: str, num_drafts: int, num_accepted: int) -> None:
         """Takes into account how many of a sequence's drafts were right."""
-        hits = self._hits_of(request, drafter)
-        hits.fade(KEPT)
-        hits.num_hits += num_accepted
-        hits.num_misses += num_accepted < num_drafts
+        known = [(self._hits_of(request, drafter), KEPT)]
+        if (of_all := self._usual.get(drafter)) is not None:
+            known.append((of_all, USUALLY_KEPT))
+        for hits, kept in known:
+            hits.fade(kept)
+            hits.num_hits += num_accepted
+            hits.num_misses += num_accepted < num_drafts

@@ -43,6 +43,11 @@ class StepCosts:
         self._times[at] = now_s, self._num_steps
         self._estimates.clear()
 
+    def passed(self) -> None:
+        """Counts a step that was not measured: what is known gets older."""
+        self._num_steps += 1
+        self._estimates.clear()
+
     def knows(self, num_rows: int) -> bool:
         return self._known_s(index_of(num_rows)) is not None
 

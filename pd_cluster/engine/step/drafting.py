@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pd_cluster.engine.draft.counts import DraftTotals
 from pd_cluster.engine.draft.drafter import Drafter
-from pd_cluster.engine.draft.forced import ForcedDrafter
 from pd_cluster.engine.draft.prediction import PredictionDrafter
 from pd_cluster.engine.draft.size import DraftSize, Guess
 from pd_cluster.engine.step.plan import StepPlan
@@ -55,10 +54,7 @@ class Drafting:
         drafting = [request for request, num_tokens in plan.chunks if num_tokens == 1 and self._may_draft(request)]
         if not drafting or most <= 0 or not self.size.can_pay(num_rows, min(most, most_each * len(drafting))):
             return
-        for each in self._drafters:
-            if isinstance(each, ForcedDrafter):
-                each.look(drafting)
-        self._guesses = {request: guess for request in drafting if (guess := self._guess(request, most_each))}
+        self._guesses = self._find(drafting, num_rows, most_each)
         chosen = self.size.choose(num_rows, self._guesses, most)
         for request, num_drafts in chosen.items():
             if (num_drafts := self._scheduler.room.grow_for_drafts(request, num_drafts)) > 0:
@@ -66,19 +62,28 @@ class Drafting:
         self._has_drafts = bool(plan.drafts)
         self.totals.drafting_s += clock() - started_s
 
-    def _guess(self, request: Request, most: int) -> Guess | None:
-        """Returns the guess of the first drafter that is often right about this sequence, or the best of the others."""
-        most = min(most, request.sampling.max_tokens - len(request.output_token_ids) - 1)
-        best: Guess | None = None
-        for drafter in self._drafters_of(request) if most > 0 else ():
-            chance = self.size.chance(request, drafter.name)
-            if best is not None and chance <= best.chance:
+    def _find(self, requests: Sequence[Request], num_rows: int, most: int) -> dict[Request, Guess]:
+        """Returns the guesses of the first drafter that is often right about a sequence, or the best of the others."""
+        found: dict[Request, Guess] = {}
+        left = {request: request.sampling.max_tokens - len(request.output_token_ids) - 1 for request in requests}
+        for drafter in self._drafters:
+            asked = [each for each in requests if left[each] > 0 and self._may_better(each, drafter, found.get(each))]
+            depth = most
+            if asked and drafter.costs is not None:
+                depth = self.size.depth(asked, drafter.name, drafter.costs, num_rows, most)
+            if not asked or not depth:
                 continue
-            if found := self._known(drafter.draft(request, most)):
-                best = Guess(drafter.name, found, chance)
-                if chance >= LEAST_CHANCE:
-                    break
-        return best
+            drafter.look(asked, depth, self.size.costs.step_s(num_rows))
+            for request in asked:
+                if token_ids := self._known(drafter.draft(request, min(depth, left[request]))):
+                    found[request] = Guess(drafter.name, token_ids, self.size.chance(request, drafter.name))
+        return found
+
+    def _may_better(self, request: Request, drafter: Drafter, guess: Guess | None) -> bool:
+        """Whether a drafter shall be asked about a sequence that has this guess so far."""
+        if not drafter.is_for(request):
+            return False
+        return guess is None or guess.chance < min(LEAST_CHANCE, self.size.chance(request, drafter.name))
 
     def _known(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Returns the drafts before the first that the model has no embedding for."""

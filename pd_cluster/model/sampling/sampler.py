@@ -111,6 +111,14 @@ class Sampler:
                 sampled += self._sample(own, rows[part])
         return sampled
 
+    def token_ids(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+        """Returns the tokens that `sample` chooses, without their logprobs; a row without any has one of no meaning."""
+        found: list[int] = []
+        with torch.inference_mode():
+            for part in self._parts(len(rows)):
+                found += self._choose(logits[part], rows[part])[0].tolist()
+        return found
+
     def prompt_logprobs(self, logits: Tensor, targets: list[int], num_top: int) -> list[Logprobs]:
         """Returns logprobs of the target token of each row of logits [num_rows, vocab_size] float32."""
         told: list[Logprobs] = []
@@ -155,6 +163,15 @@ class Sampler:
         return [slice(start, start + step) for start in range(0, num_rows, step)]
 
     def _sample(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[Sampled]:
+        token_ids, best, stuck = self._choose(logits, rows)
+        told = self._logprobs(logits, best, token_ids, [row.request.sampling for row in rows])
+        found = [Sampled(token_id, told.get(i)) for i, token_id in enumerate(token_ids.tolist())]
+        for i in stuck:
+            found[i] = Sampled(NO_TOKEN, None)
+        return found
+
+    def _choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Ints, Floats, set[int]]:
+        """Returns tokens, the largest of each row's logits, and the rows where nothing may follow."""
         params = [row.request.sampling for row in rows]
         token_ids, best = peaks(logits)
         drawn = [i for i, p in enumerate(params) if not p.greedy]
@@ -174,11 +191,7 @@ class Sampler:
                 knobs = self._knobs(others[:num_drawn])
                 chosen[:num_drawn] = draw(work[:num_drawn], best_left[:num_drawn], knobs)
             token_ids[at] = chosen
-        told = self._logprobs(logits, best, token_ids, params)
-        found = [Sampled(token_id, told.get(i)) for i, token_id in enumerate(token_ids.tolist())]
-        for i in stuck:
-            found[i] = Sampled(NO_TOKEN, None)
-        return found
+        return token_ids, best, stuck
 
     def _adjust(self, logits: Tensor, rows: Sequence[SamplingRow]) -> None:
         """Applies masks, biases and penalties in place."""

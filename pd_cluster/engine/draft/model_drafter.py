@@ -1,0 +1,179 @@
+"""Drafts with a smaller model of the same vocabulary, for all sequences of a step at once.
+
+Its KV is in the twins of the sequences' own blocks (kv/twins.py). A sequence whose tokens have no KV there, such as one
+that was handed over, catches up in slices of later steps, and is drafted for once it has. Drafts are drawn with the
+parameters and the random numbers of the tokens that they guess.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from pd_cluster.engine.draft.drafter import Drafter
+from pd_cluster.engine.draft.step_costs import StepCosts
+from pd_cluster.kv.twins import TwinBlocks
+from pd_cluster.model.batch import StepInput
+from pd_cluster.model.runner import DraftLimits
+from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
+from pd_cluster.types import Request
+
+MOST_BEHIND = 32  # tokens that a sequence catches up with in the step that drafts, each as a row of its own
+LEAST_SLICE, MOST_SLICE = 16, 512  # tokens that a step catches up with, all sequences together
+FIRST_SLICE = 64  # before it is known how long one takes
+SPARE_SHARE = 0.5  # of the time that may be spared
+WEIGHT = 0.2  # of the newest slice in what a token takes
+
+
+class DraftingRunner(Protocol):
+    """The part of a runner that this drafter needs."""
+
+    def compute_draft(self, step: StepInput) -> torch.Tensor:
+        """Computes rows of the draft model; returns logits of the rows wanted, [num_samples, vocab_size] float32."""
+
+
+class _Drafted(NamedTuple):
+    num_tokens: int  # of the sequence when it was drafted for
+    token_ids: list[int]
+
+
+class ModelDrafter(Drafter):
+    name = "draft_model"
+
+    def __init__(
+        self,
+        runner: DraftingRunner,
+        sampler: Sampler,
+        twins: TwinBlocks,
+        grow: Callable[[Request, int], int],
+        limits: DraftLimits,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`grow` takes blocks for so many drafts of a sequence, and returns for how many there is room."""
+        self._runner, self._sampler, self._twins, self._grow = runner, sampler, twins, grow
+        self._limits, self._clock = limits, clock
+        self._found: WeakKeyDictionary[Request, _Drafted] = WeakKeyDictionary()
+        self.costs: StepCosts = StepCosts()
+        self._is_warm = False  # the first drafts tell the time of a process's first steps
+        self._token_s = 0.0  # of a slice; 0: not known
+
+    def is_for(self, request: Request) -> bool:
+        """All but those with tokens that only the target has embeddings for: pictures, and adapters' own."""
+        return not request.order.images and not request.num_virtual_tokens
+
+    def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
+        self._found.clear()
+        late: list[tuple[Request, int]] = []
+        ready: list[_Chain] = []
+        for request in requests:
+            left = request.sampling.max_tokens - len(request.output_token_ids) - 1
+            if (depth := min(most, left, self._limits.max_model_len - request.num_tokens)) <= 0:
+                continue
+            num_valid = self._twins.num_valid(request)
+            if request.num_tokens - num_valid > MOST_BEHIND:
+                late.append((request, num_valid))
+            elif (depth := self._grow(request, depth)) > 0:
+                ready.append(_Chain(request, num_valid, depth, []))
+        if ready:
+            self._draft(ready)
+        if late:
+            self._catch_up(late, spare_s)
+
+    def _draft(self, chains: Sequence[_Chain]) -> None:
+        """Computes what each sequence lacks, then one draft after the other."""
+        started_s, num_behind = self._clock(), sum(each.request.num_tokens - each.num_valid for each in chains)
+        depth, going = 0, list(chains)
+        while going:
+            rows = _Rows(self._twins.block_size)
+            for each in going:
+                token_ids = each.fresh()
+                start = each.request.num_tokens + depth - len(token_ids)
+                for at, token_id in enumerate(token_ids, start):
+                    rows.add(each.request, at, [token_id], at == start + len(token_ids) - 1)
+                self._twins.wrote(each.request, start, token_ids)
+            logits = self._runner.compute_draft(rows.step())
+            for each, token_id in zip(going, self._choose(logits, going), strict=True):
+                each.drafts.append(token_id)
+            depth += 1
+            going = [each for each in going if len(each.drafts) < each.depth]
+        for each in chains:
+            self._found[each.request] = _Drafted(each.request.num_tokens, each.drafts)
+        if self._is_warm and num_behind <= 2 * len(chains):
+            self.costs.took(len(chains), (self._clock() - started_s) / depth)
+        self._is_warm = True
+
+    def _choose(self, logits: torch.Tensor, chains: Sequence[_Chain]) -> list[int]:
+        if self._limits.is_greedy:
+            return [int(token_id) for token_id in logits.argmax(-1).tolist()]
+        rows = [SamplingRow(each.request, each.request.index, each.position) for each in chains]
+        return self._sampler.token_ids(logits, rows)
+
+    def _catch_up(self, late: Sequence[tuple[Request, int]], spare_s: float) -> None:
+        """Computes a slice of what sequences lack, in their order, all but the last token of each."""
+        most = FIRST_SLICE
+        if self._token_s:
+            most = max(LEAST_SLICE, int(min(MOST_SLICE, SPARE_SHARE * spare_s / self._token_s)))
+        rows, left = _Rows(self._twins.block_size), most
+        for request, num_valid in late:
+            if not left:
+                break
+            token_ids = request.token_ids(num_valid, min(num_valid + left, request.num_tokens - 1))
+            rows.add(request, num_valid, token_ids, False)
+            self._twins.wrote(request, num_valid, token_ids)
+            left -= len(token_ids)
+        started_s = self._clock()
+        self._runner.compute_draft(rows.step())
+        token_s = (self._clock() - started_s) / (most - left)
+        self._token_s = token_s if not self._token_s else self._token_s + WEIGHT * (token_s - self._token_s)
+
+    def draft(self, request: Request, most: int) -> Sequence[int]:
+        found = self._found.get(request)
+        return found.token_ids[:most] if found is not None and found.num_tokens == request.num_tokens else ()
+
+    def ended(self, request: Request) -> None: ...
+
+
+class _Chain(NamedTuple):
+    """Drafts of one sequence, as they come: `depth` of them."""
+
+    request: Request
+    num_valid: int
+    depth: int
+    drafts: list[int]
+
+    def fresh(self) -> list[int]:
+        """Returns the tokens to compute next: what the twins lack, then the last draft."""
+        return self.drafts[-1:] or self.request.token_ids(self.num_valid, self.request.num_tokens)
+
+    @property
+    def position(self) -> int:
+        """Returns the next draft's, among the output tokens."""
+        return len(self.request.output_token_ids) + len(self.drafts)
+
+
+class _Rows:
+    """Collects a step of the draft model."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._rows: list[tuple[int, ...]] = []
+        self._input_ids: list[int] = []
+        self._blocks: list[int] = []
+
+    def add(self, request: Request, start: int, token_ids: Sequence[int], wants_logits: bool) -> None:
+        """Adds tokens of a sequence from index `start` on; `wants_logits`: of the last one."""
+        num_blocks = -(-(start + len(token_ids)) // self._block_size)
+        self._rows.append((len(token_ids), start, num_blocks, int(wants_logits), request.most_tokens, 0))
+        self._input_ids += token_ids
+        self._blocks += request.block_table[:num_blocks]
+
+    def step(self) -> StepInput:
+        rows, input_ids, blocks = (
+            np.array(each, dtype=np.int64) for each in (self._rows, self._input_ids, self._blocks)
+        )
+        return StepInput(rows, input_ids, blocks)

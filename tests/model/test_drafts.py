@@ -177,7 +177,7 @@ def test_own_drafters(checkpoint: Checkpoints) -> None:
 def without_predictions(answers: Answers) -> Answers:
     """Leaves out what was counted about predictions."""
     return {
-        name: {index: [replace(token, predicted=None) for token in tokens] for index, tokens in choices.items()}
+        name: {index: [replace(token, drafts=None) for token in tokens] for index, tokens in choices.items()}
         for name, choices in answers.items()
     }
 

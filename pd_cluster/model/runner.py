@@ -61,7 +61,7 @@ class KVMemory(NamedTuple):
 
 
 class DraftLimits(NamedTuple):
-    """Of a draft model: the longest sequence that it drafts for, and whether each draft is the likeliest token."""
+    """The longest sequence that a draft model drafts for, and whether each of its drafts is the likeliest token."""
 
     max_model_len: int
     is_greedy: bool

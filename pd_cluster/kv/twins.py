@@ -1,7 +1,7 @@
 """Which tokens the twins of a pool's blocks hold: block i of a draft model's pool is the twin of the target's block i.
 
-A twin is valid as far as its tokens are those of the sequence, and only while its block is the one that it was written
-for. So nobody takes, holds or releases twins. Integers only.
+A twin is valid as far as its tokens are those of the sequence, and until its block is taken again. So twins need no
+accounting of their own. Integers only.
 """
 
 from __future__ import annotations

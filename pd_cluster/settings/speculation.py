@@ -28,9 +28,9 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     numbers of running sequences, in order; as in vLLM, numbers behind a range and before the next belong to it.
     `suffix_decoding_max_cached_tokens`, which vLLM does not have: of earlier outputs, all trees together.
 
-    `model` is the draft model, a folder or a hub's, with `revision` and `quantization` like the flags of these names.
-    `max_model_len`: it drafts for shorter sequences only, 0 means as far as both models reach; `draft_sample_method`:
-    drafts are drawn as the request's tokens are, or each is the likeliest token.
+    `model`, the draft model, is a folder or a hub's; `revision` and `quantization` are its own. `max_model_len`: the
+    longest sequence that it drafts for; 0: as far as both models reach. `draft_sample_method`: its drafts are drawn as
+    the request's tokens are, or each is the likeliest token.
     """
 
     methods: tuple[Method, ...] = ()

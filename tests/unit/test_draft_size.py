@@ -77,3 +77,36 @@ def test_estimates_are_of_all_sizes() -> None:
         costs.took(rng.randrange(1, 2000), rng.uniform(1, 2))
         assert len(costs.estimates()) == len(SIZES)
         assert all(each > 0 for each in costs.estimates())
+
+
+DRAFT_S = 0.1  # of a draft for each of any number of sequences
+
+
+@pytest.mark.parametrize("machine", ["16", "1"])
+@pytest.mark.parametrize("num_seqs", [1, 4])
+@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 0.8, 1.0])
+def test_a_draft_model_pays_for_its_own_steps(machine: str, num_seqs: int, chance: float) -> None:
+    """Near the best constant number, as above; a model that is wrong is tried again, which may cost a little."""
+    rng, cost, size, draft_costs = random.Random(3), MACHINES[machine], DraftSize(), StepCosts()
+    requests = [Request(f"{at}", Order([1], Sampling())) for at in range(num_seqs)]
+    num_tokens, took_s, num_steps = 0, 0.0, 1500
+    for _ in range(num_steps):
+        depth = size.depth(requests, "draft_model", draft_costs, num_seqs, MOST) if size.costs.knows(num_seqs) else 0
+        guesses = {each: Guess("", [0] * depth, size.chance(each, "draft_model")) for each in requests if depth}
+        chosen = size.choose(num_seqs, guesses, 256)
+        for request, num_drafts in chosen.items():
+            num_accepted = next((at for at in range(num_drafts) if rng.random() >= chance), num_drafts)
+            size.verified(request, "draft_model", num_drafts, num_accepted)
+            num_tokens += num_accepted
+        if depth:
+            draft_costs.took(num_seqs, DRAFT_S * rng.uniform(1.0, 1.05))
+        num_rows = num_seqs + sum(chosen.values())
+        size.costs.took(num_rows, step_s := cost(num_rows) * rng.uniform(1.0, 1.05))
+        num_tokens, took_s = num_tokens + num_seqs, took_s + step_s + depth * DRAFT_S * 1.025
+    found = num_tokens / took_s / (num_seqs / (1.025 * cost(num_seqs)))
+    rates = [
+        (1 + sum(chance**at for at in range(1, num + 1))) / (cost(num_seqs * (1 + num)) + num * DRAFT_S)
+        for num in range(MOST + 1)
+    ]
+    assert found >= 0.97
+    assert found >= 0.85 * max(rates) * cost(num_seqs)

@@ -61,11 +61,7 @@ class KVMemory(NamedTuple):
 
 
 class DraftLimits(NamedTuple):
-<<<<<<< HEAD
-    """A draft model's longest sequence that it drafts for, and whether each draft is the likeliest token."""
-=======
     """The longest sequence that a draft model drafts for, and whether each of its drafts is the likeliest token."""
->>>>>>> 9e98fce3d23858d72e3db73b1035d0856b99e475
 
     max_model_len: int
     is_greedy: bool

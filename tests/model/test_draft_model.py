@@ -220,11 +220,11 @@ def test_both_models_share_the_memory_of_the_pool(checkpoint: Checkpoints) -> No
 
 
 def test_over_a_split(checkpoint: Checkpoints) -> None:
-    """The decode instance computes the draft model's KV of prompts that it receives."""
-    folder, rng = checkpoint("llama"), random.Random(6)
+    """The decode instance computes the draft model's KV of prompts that it receives; rank processes know both types."""
+    folder, draft, rng = checkpoint("llama"), checkpoint("qwen3", seed=1), random.Random(6)
     prompts = [random_prompt(rng, length) for length in (3, 120)]
     params = SamplingParams(max_tokens=48, temperature=0.0)
-    config = {"model": str(folder), "num_speculative_tokens": 4}
+    config = {"model": str(draft), "num_speculative_tokens": 4}
     with LLM(str(folder), prefill=1, decode=1, num_blocks=256, speculative_config=config) as llm:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
     expected = [reference_greedy(folder, prompt, 48) for prompt in prompts]

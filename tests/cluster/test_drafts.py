@@ -152,7 +152,7 @@ def test_a_role_that_changes_in_mid_answer(cluster: LiveCluster, expected: list[
 
 
 def decoding(cluster: LiveCluster) -> list[str]:
-    return [i["instance_id"] for i in cluster.instances() if i["num_running"]]
+    return [i["instance_id"] for i in cluster.instances() if i["role"] == "decode" and i["num_running"]]
 
 
 def goes_on(cluster: LiveCluster, dead: str) -> bool:
@@ -173,6 +173,7 @@ def test_streams_that_are_resumed(model: Path, tmp_path: Path) -> None:
             whole = cluster.ask("/v1/completions", {**ask, **PLAIN})["choices"][0]["token_ids"]
             with EventReader(first, ask) as reader:
                 events = reader.take(10)
+                cluster.wait_until("it decodes", lambda: len(decoding(cluster)) == 1)
                 (name,) = decoding(cluster)
                 cluster.kill_rank(name)
                 cluster.wait_until("another one goes on", partial(goes_on, cluster, name))

@@ -170,12 +170,12 @@ def test_own_drafters(checkpoint: Checkpoints) -> None:
     core = make_core(folder, speculation=Speculation(methods=("ngram", "suffix")), **settings)
     core.drafting.size = AllDrafts()
     for _ in range(2):
-        assert_same(without_predictions(run(core, asked(expected))), expected)
+        assert_same(without_reports(run(core, asked(expected))), expected)
     assert core.drafting.totals.num_accepted_tokens > 200
 
 
-def without_predictions(answers: Answers) -> Answers:
-    """Leaves out what was counted about predictions."""
+def without_reports(answers: Answers) -> Answers:
+    """Leaves out what is reported of drafts."""
     return {
         name: {index: [replace(token, drafts=None) for token in tokens] for index, tokens in choices.items()}
         for name, choices in answers.items()

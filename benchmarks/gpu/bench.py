@@ -44,14 +44,14 @@ class Part:
     reads_model: bool = True
 
 
-ENGINE = ("startup", "decode", "overhead", "prefill", "mixed", "profile")
+ENGINE = ("startup", "decode", "overhead", "prefill", "mixed", "drafts", "profile")
 MODEL = Part("model", (), "gpu_model", (), 20, 120, False)
 PARTS = (
     Part("ceilings", ("engine", "cluster"), "gpu_ceilings", (), 10, 60, False),
     Part("engine", ("engine",), "gpu_engine", ENGINE, 40, 180),
     Part("handover", ("cluster",), "", (handover.CHECKED, handover.UNCHECKED), 15, 45, False),
     Part("cluster", ("cluster",), "gpu_cluster", ("split", "colocated"), 50, 150),
-    Part("deterministic", ("engine",), "gpu_engine", ("deterministic",), 30, 90),
+    Part("deterministic", ("engine",), "gpu_engine", ("deterministic",), 30, 120),
     Part("speedups", ("engine",), "gpu_engine", (PDL, SKINNY_GATE, PROMPT_GRAPHS), 30, 120),
 )
 

@@ -7,6 +7,7 @@ Steps are `EngineCore`'s own, with sampling, as in a worker. The spec selects th
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 from pathlib import Path
 from statistics import median
@@ -19,13 +20,15 @@ from benchmarks.peers.ours import Driver, greedy, run
 from pd_cluster.devices.device import Device, reset_peak, synchronize
 from pd_cluster.engine.build import build_core
 from pd_cluster.settings.engine import PDL, PROMPT_GRAPHS, SKINNY_GATE, EngineConfig
-from pd_cluster.types import Request
+from pd_cluster.settings.speculation import Speculation
+from pd_cluster.types import Order, Request
 
 MAX_MODEL_LEN = 36_864
 STEP_TOKENS = 8192  # per prefill step
 NUM_SETTLING_STEPS = 8  # the first of them capture graphs and compile kernels
 DETERMINISTIC, SPEEDUPS = "deterministic", (PDL, SKINNY_GATE, PROMPT_GRAPHS)
 SEED = 7
+NUM_DRAFTS = 4  # of a sequence in a step, at most
 
 
 class Bench(Driver):
@@ -45,6 +48,7 @@ class Bench(Driver):
             max_num_batched_tokens=spec.sizes(STEP_TOKENS, 128),
             enable_prefix_caching=False,
             deterministic=changed == DETERMINISTIC,
+            speculation=Speculation(num_speculative_tokens=NUM_DRAFTS),
             cuda_speedups=(changed,) if changed in SPEEDUPS else (),
         )
         super().__init__(*build_core(config), SEED)
@@ -150,6 +154,35 @@ class Bench(Driver):
             rate = workload.num_output_tokens / run(self.core, workload).took_s
             self.put(f"mixed workload, {which}", [rate], "tokens/s")
 
+    def drafts(self) -> None:
+        """Decodes answers without drafts, and with their own tokens as prediction; counts tokens that then differ."""
+        for batch in (1, 2) if self.spec.quick else (1, 16, 64):
+            prompts = [self.prompt(self.spec.sizes(256, 16)) for _ in range(batch)]
+            length = self.spec.sizes(128, 8)
+            self._answers([Order(prompt, greedy(length)) for prompt in prompts])  # captures graphs
+            answers, plain = self._answers([Order(prompt, greedy(length), may_draft=False) for prompt in prompts])
+            orders = [
+                Order(prompt, greedy(length), prediction=tuple(answer))
+                for prompt, answer in zip(prompts, answers, strict=True)
+            ]
+            self._answers(orders)
+            found, drafting = self._answers(orders)
+            pairs = zip(itertools.chain(*answers), itertools.chain(*found), strict=True)
+            num_other = sum(one != other for one, other in pairs)
+            self.put(f"drafts {batch}: without", [plain], "tokens/s")
+            self.put(f"drafts {batch}: with {NUM_DRAFTS} right ones", [drafting], "tokens/s")
+            self.put(f"drafts {batch}: tokens that differ", [float(num_other)], "tokens")
+
+    def _answers(self, orders: list[Order]) -> tuple[list[list[int]], float]:
+        """Returns the answers, and tokens a second from when all have their first one."""
+        requests = [self.ask(order) for order in orders]
+        self.until(lambda: all(request.output_token_ids for request in requests))
+        start_s, num_before = time.perf_counter(), sum(len(request.output_token_ids) for request in requests)
+        self.drain()
+        num_tokens = sum(len(request.output_token_ids) for request in requests) - num_before
+        rate = num_tokens / (time.perf_counter() - start_s)
+        return [request.output_token_ids for request in requests], rate
+
     def profile(self) -> None:
         """Writes all kernels of steps to pages."""
         batch = self.spec.sizes(32, 2)
@@ -187,6 +220,8 @@ def measure_changed(spec: GpuSpec, results: Writer, name: str) -> None:
         bench.mixed()
     else:
         bench.decode()
+    if name == DETERMINISTIC:
+        bench.drafts()
     device = bench.device
     del bench
     gc.collect()

@@ -33,9 +33,11 @@ class Driver:
         return random_prompt(self._rng, self.runner.vocab_size, length)
 
     def add(self, prompt: list[int], sampling: Sampling) -> Request:
+        return self.ask(Order(prompt, structs.replace(sampling, seed=self._num_requests + 1)))
+
+    def ask(self, order: Order) -> Request:
         self._num_requests += 1
-        sampling = structs.replace(sampling, seed=self._num_requests)
-        request = Request(f"r{self._num_requests}", Order(prompt, sampling), arrival_s=float(self._num_requests))
+        request = Request(f"r{self._num_requests}", order, arrival_s=float(self._num_requests))
         self.core.scheduler.add(request)
         return request
 

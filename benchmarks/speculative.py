@@ -23,6 +23,7 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 import httpx
+import msgspec
 import torch
 
 from benchmarks.copy_tasks import FIRST_CHARACTER, WORDS, Task, called, chatted, copied, corrected
@@ -42,12 +43,17 @@ from pd_cluster.tables import Report, Result, counted
 from pd_cluster.types import Order, Request, Sampling
 
 SMALL = Path(__file__).parent / "models" / "copy"
+SMALL_SHAPE = ModelShape(
+    hidden_size=128, num_layers=4, num_heads=2, num_kv_heads=2, intermediate_size=192, vocab_size=1344
+)
 QUICK_SHAPE = ModelShape(hidden_size=192, num_layers=5, num_heads=4, num_kv_heads=2, vocab_size=1344)
 ALONE, SPLIT = "alone", "1P1D"
 LENGTH, QUICK_LENGTH, WARMING_LENGTH = 224, 24, 32  # tokens of an answer
 ROWS, ROW_CONTEXT, NUM_ROW_STEPS = (1, 2, 4, 6, 8, 12, 16, 24, 32), 64, 12
 WEIGHTS = {"float32": ("dtype", "float32"), "bfloat16": ("dtype", "bfloat16"), "int8": ("quantization", "int8")}
 NO_LOSS = 0.97
+DRAFT_MODEL: tuple[Method, ...] = ("draft_model",)
+NOISE = 1.0  # in the padding of the model that is drafted for: the small one agrees in about 0.8 of its tokens
 
 SALTS = ("plain", "drafting")  # suffixes would find the very same answers among earlier outputs
 Answers = list[list[int]]
@@ -71,6 +77,7 @@ KINDS = {  # those of the same methods follow each other, and share an engine
     "ngram": Kind(("ngram",), copied, None, (3.0, 1.6, NO_LOSS)),
     "suffix": Kind(("suffix",), lambda rng, n: called(rng, max(1, n // 56), 2), None, (3.0, 1.6, NO_LOSS), 0.0, 8),
     "chats": Kind(("ngram", "suffix"), chatted, None, (NO_LOSS,) * 3, temperature=1.0),
+    "model": Kind(DRAFT_MODEL, copied, None, (1.6, NO_LOSS, NO_LOSS)),
 }
 
 
@@ -103,6 +110,24 @@ class Bench:
             if at < 0 and kind.num_earlier == 1
             else tasks
         )
+
+    def models(self, folder: Path, methods: tuple[Method, ...]) -> Models:
+        """Makes the model, and the one that drafts for it if the methods need one, unless they are there."""
+        shape = QUICK_SHAPE if self.quick else ModelShape()
+        noise = NOISE if methods == DRAFT_MODEL else 0.0
+        model, small = folder / f"copy-{noise:g}", folder / "small"
+        if not model.exists():
+            widened(SMALL, model, shape, noise)
+        if noise and not small.exists():
+            widened(SMALL, small, msgspec.structs.replace(SMALL_SHAPE, vocab_size=shape.vocab_size))
+        return Models(model, Speculation(methods=methods, model=str(small) if noise else ""))
+
+
+class Models(NamedTuple):
+    """A model, and how it is drafted for."""
+
+    folder: Path
+    speculation: Speculation
 
 
 class Asked(NamedTuple):
@@ -141,11 +166,10 @@ def run(bench: Bench, json_file: str) -> None:
     torch.set_num_threads(bench.threads)
     started_s, results, found = time.monotonic(), list[Result](), dict[Case, list[Round]]()
     with tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
-        model = widened(SMALL, Path(folder) / "copy", QUICK_SHAPE if bench.quick else ModelShape())
         if bench.rows:
-            results += row_costs(bench, model)
+            results += row_costs(bench, bench.models(Path(folder), ()))
         else:
-            asyncio.run(measure(bench, model, found))
+            asyncio.run(measure(bench, Path(folder), found))
     for (place, name, batch), rounds in found.items():
         goal = KINDS[name].goals[0 if batch == 1 else 1 if batch <= 4 else 2]
         results += results_of(f"{place}, {name}, {batch} at a time", rounds, goal)
@@ -155,11 +179,11 @@ def run(bench: Bench, json_file: str) -> None:
         raise GenerationError(f"{num} answers with drafts differ from those without; the table says which")
 
 
-async def measure(bench: Bench, model: Path, found: dict[Case, list[Round]]) -> None:
+async def measure(bench: Bench, folder: Path, found: dict[Case, list[Round]]) -> None:
     with sigterm_ends_it():
         for place in bench.places:
             for methods, names in itertools.groupby(bench.kinds, lambda name: KINDS[name].methods):
-                async with (engine if place == ALONE else cluster)(bench, model, methods) as asks:
+                async with (engine if place == ALONE else cluster)(bench, bench.models(folder, methods)) as asks:
                     for name, batch in itertools.product(names, bench.batches):
                         found[place, name, batch] = await rounds_of(bench, asks, name, batch)
                         print(f"{place}, {name}, {batch} at a time", flush=True)
@@ -213,16 +237,16 @@ class Engine:
 
 
 @asynccontextmanager
-async def engine(bench: Bench, model: Path, methods: tuple[Method, ...]) -> AsyncIterator[Engine]:
-    core, _ = build_core(config_of(bench.weights, model, methods))
+async def engine(bench: Bench, models: Models) -> AsyncIterator[Engine]:
+    core, _ = build_core(config_of(bench.weights, models))
     yield Engine(core)
     del core
     gc.collect()
 
 
-def config_of(weights: str, model: Path, methods: tuple[Method, ...] = ()) -> EngineConfig:
+def config_of(weights: str, models: Models) -> EngineConfig:
     form: dict[str, Any] = dict([WEIGHTS[weights]])
-    return EngineConfig(model=str(model), device="cpu", speculation=Speculation(methods=methods), **form)
+    return EngineConfig(model=str(models.folder), device="cpu", speculation=models.speculation, **form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,18 +280,19 @@ class Server:
 
 
 @asynccontextmanager
-async def cluster(bench: Bench, model: Path, methods: tuple[Method, ...]) -> AsyncIterator[Server]:
+async def cluster(bench: Bench, models: Models) -> AsyncIterator[Server]:
     flags = ["--" + "=".join(WEIGHTS[bench.weights])]
-    flags += [f"--speculative-config={json.dumps({'method': methods})}"] * bool(methods)
-    started = started_cluster(ServeBench(model=str(model), more_flags=tuple(flags)))
+    given = {"method": models.speculation.methods, **({"model": each} if (each := models.speculation.model) else {})}
+    flags += [f"--speculative-config={json.dumps(given)}"] * bool(given["method"])
+    started = started_cluster(ServeBench(model=str(models.folder), more_flags=tuple(flags)))
     async with started as (url, _), make_client(max(bench.batches)) as client:
         yield Server(client, url, (await ask_model(client, url))[0])
 
 
-def row_costs(bench: Bench, model: Path) -> Iterator[Result]:
+def row_costs(bench: Bench, models: Models) -> Iterator[Result]:
     """Yields the cost of a decode step of so many sequences, in times of one sequence's."""
     for weights in WEIGHTS:
-        core, runner = build_core(config_of(weights, model))
+        core, runner = build_core(config_of(weights, models))
         driver, took_ms = Driver(core, runner, 0), defaultdict[int, list[float]](list)
         for _, num_rows in itertools.product(range(1 + bench.rounds), ROWS):
             took_ms[num_rows].append(_step_ms(driver, num_rows))

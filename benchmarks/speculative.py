@@ -53,7 +53,7 @@ ROWS, ROW_CONTEXT, NUM_ROW_STEPS = (1, 2, 4, 6, 8, 12, 16, 24, 32), 64, 12
 WEIGHTS = {"float32": ("dtype", "float32"), "bfloat16": ("dtype", "bfloat16"), "int8": ("quantization", "int8")}
 NO_LOSS = 0.97
 DRAFT_MODEL: tuple[Method, ...] = ("draft_model",)
-NOISE = 1.0  # in the padding of the model that is drafted for: the small one agrees in about 0.8 of its tokens
+NOISE = 6.5  # in the padding of the model that is drafted for: the small one agrees in about 0.8 of its tokens
 
 SALTS = ("plain", "drafting")  # suffixes would find the very same answers among earlier outputs
 Answers = list[list[int]]

@@ -20,7 +20,13 @@ def knee(at: int) -> Cost:
     return lambda num_rows: max(1.0, num_rows / at)
 
 
-MACHINES: dict[str, Cost] = {"8": knee(8), "16": knee(16), "1": knee(1), "wide": knee(200)}
+MACHINES: dict[str, Cost] = {
+    "8": knee(8),
+    "16": knee(16),
+    "1": knee(1),
+    "wide": knee(200),
+    "soft": lambda num_rows: 1.0 + 0.06 * (num_rows - 1),
+}
 
 
 def speedup(cost: Cost, num_seqs: int, chance: float, offered: int = MOST, num_steps: int = 700) -> float:
@@ -29,11 +35,13 @@ def speedup(cost: Cost, num_seqs: int, chance: float, offered: int = MOST, num_s
     requests = [Request(f"{at}", Order([1], Sampling())) for at in range(num_seqs)]
     num_tokens, took_s = 0, 0.0
     for _ in range(num_steps):
-        guesses = {each: Guess("ngram", [0] * offered, size.chance(each, "ngram")) for each in requests if offered}
+        guesses = {
+            each: Guess("prediction", [0] * offered, size.chance(each, "prediction")) for each in requests if offered
+        }
         chosen = size.choose(num_seqs, guesses, 256)
         for request, num_drafts in chosen.items():
             num_accepted = next((at for at in range(num_drafts) if rng.random() >= chance), num_drafts)
-            size.verified(request, "ngram", num_drafts, num_accepted)
+            size.verified(request, "prediction", num_drafts, num_accepted)
             num_tokens += num_accepted
         num_rows = num_seqs + sum(chosen.values())
         step_s = cost(num_rows) * rng.uniform(1.0, 1.05)

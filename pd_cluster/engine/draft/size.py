@@ -17,7 +17,7 @@ KEPT = 0.9  # of what is known of a sequence's hits, after each step that tells 
 USUAL_CHANCES = {"prediction": 0.8, "forced": 0.9, "draft_model": 0.8}  # that a draft is right, by drafter
 USUAL_CHANCE = 0.5
 USUALLY_KEPT = 0.98  # the same of the hits of all sequences, where they cost time
-FADING = 0.97  # the same after each step whose drafts were not worth their rows, so that they are tried again
+FADING = 0.995  # the same after each step whose drafts were not worth their rows, so that they are tried again
 
 
 class Guess(NamedTuple):

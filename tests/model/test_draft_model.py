@@ -40,7 +40,7 @@ class AnySize(DraftSize):
         super().__init__()
         self._rng, self._least = random.Random(seed), least
 
-    def can_pay(self, num_rows: int, most: int) -> bool:
+    def can_pay(self, num_rows: int, drafters: Mapping[Request, Sequence[str]], most_each: int, most: int) -> bool:
         return True
 
     def depth(self, requests: Sequence[Request], drafter: str, costs: StepCosts, num_rows: int, most: int) -> int:

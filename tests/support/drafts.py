@@ -53,7 +53,7 @@ class RandomSize(DraftSize):
         super().__init__()
         self._rng = rng
 
-    def can_pay(self, num_rows: int, most: int) -> bool:
+    def can_pay(self, num_rows: int, drafters: Mapping[Request, Sequence[str]], most_each: int, most: int) -> bool:
         return True
 
     def choose(self, num_rows: int, guesses: Mapping[Request, Guess], most: int) -> dict[Request, int]:
@@ -67,7 +67,7 @@ class RandomSize(DraftSize):
 class AllDrafts(DraftSize):
     """Verifies all drafts that there are."""
 
-    def can_pay(self, num_rows: int, most: int) -> bool:
+    def can_pay(self, num_rows: int, drafters: Mapping[Request, Sequence[str]], most_each: int, most: int) -> bool:
         return True
 
     def choose(self, num_rows: int, guesses: Mapping[Request, Guess], most: int) -> dict[Request, int]:

@@ -38,7 +38,8 @@ def speedup(cost: Cost, num_seqs: int, chance: float, offered: int = MOST, num_s
         guesses = {
             each: Guess("prediction", [0] * offered, size.chance(each, "prediction")) for each in requests if offered
         }
-        chosen = size.choose(num_seqs, guesses, 256)
+        pays = size.can_pay(num_seqs, dict.fromkeys(guesses, ("prediction",)), offered, 256)
+        chosen = size.choose(num_seqs, guesses, 256) if pays else {}
         for request, num_drafts in chosen.items():
             num_accepted = next((at for at in range(num_drafts) if rng.random() >= chance), num_drafts)
             size.verified(request, "prediction", num_drafts, num_accepted)

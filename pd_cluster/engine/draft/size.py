@@ -12,8 +12,8 @@ from pd_cluster.engine.draft.step_costs import NEVER, SIZES, StepCosts, index_of
 from pd_cluster.types import Request
 
 GAIN = 1.03  # in tokens a second, that drafts must promise
-PRIOR = 2.0  # verified drafts that a drafter's usual chance counts as
-KEPT = 0.9  # of what is known of a sequence's hits, after each step that tells more
+PRIOR = 1.0  # verified drafts that a drafter's usual chance counts as
+KEPT = 0.95  # of what is known of a sequence's hits, after each step that tells more
 USUAL_CHANCES = {"prediction": 0.8, "forced": 0.9, "draft_model": 0.8}  # that a draft is right, by drafter
 USUAL_CHANCE = 0.5
 USUALLY_KEPT = 0.98  # the same of the hits of all sequences, where they cost time
@@ -66,9 +66,24 @@ class DraftSize:
     def _hits_of(self, request: Request, drafter: str) -> _Hits:
         return self._hits.setdefault(request, {}).setdefault(drafter, _Hits())
 
-    def can_pay(self, num_rows: int, most: int) -> bool:
-        """Whether even right drafts, `most` of them, could make a step of `num_rows` worth more."""
-        return self._best(num_rows, [1.0] * most) > 0
+    def can_pay(self, num_rows: int, drafters: Mapping[Request, Sequence[str]], most_each: int, most: int) -> bool:
+        """Whether a step of `num_rows` could be worth more, if each sequence had drafts of the best of its drafters.
+
+        Where it could not, it takes into account that nothing was verified.
+        """
+        if not self.costs.knows(num_rows):
+            return False
+        gains: list[float] = []
+        for request, names in drafters.items():
+            chance = max(self.chance(request, name) for name in names)
+            gains += accumulate([chance] * most_each, operator.mul)
+        gains.sort(reverse=True)
+        if self._best(num_rows, gains[:most]):
+            return True
+        for request, names in drafters.items():
+            for name in names:
+                self._hits_of(request, name).fade(FADING)
+        return False
 
     def choose(self, num_rows: int, guesses: Mapping[Request, Guess], most: int) -> dict[Request, int]:
         """Returns how many of its drafts each sequence of a step of `num_rows` verifies; those with none are absent.

@@ -52,7 +52,10 @@ class Drafting:
         most_each = self._speculation.most_drafts(len(plan.chunks))
         most = min(self._scheduler.max_num_batched_tokens - plan.num_tokens, MOST_ROWS, self._most_rows - num_rows)
         drafting = [request for request, num_tokens in plan.chunks if num_tokens == 1 and self._may_draft(request)]
-        if not drafting or most <= 0 or not self.size.can_pay(num_rows, min(most, most_each * len(drafting))):
+        if not drafting or most <= 0:
+            return
+        names = {request: [each.name for each in self._drafters_of(request)] for request in drafting}
+        if not self.size.can_pay(num_rows, names, most_each, most):
             return
         self._guesses = self._find(drafting, num_rows, most_each)
         chosen = self.size.choose(num_rows, self._guesses, most)

@@ -145,7 +145,7 @@ def test_ranks(checkpoint: Checkpoints, architecture: str) -> None:
 
 
 def test_own_drafters(checkpoint: Checkpoints) -> None:
-    """Of prompts that repeat themselves, a prediction of the answer, and a guide that leaves no choice."""
+    """Prompts repeat themselves, and there are a prediction of the answer, and a guide that leaves no choice."""
     folder, rng = checkpoint("llama"), random.Random(6)
     settings: dict[str, Any] = {"num_blocks": 128, **WHOLE}
     copying = {"repetition_penalty": 0.6, "max_tokens": 40, "ignore_eos": True}  # says again what it has said

@@ -128,7 +128,7 @@ def test_rows_of_a_table_read_its_keys_once(ops: CpuOps) -> None:
 
 @pytest.mark.parametrize("name", ["bfloat16, int8 pool", "w4a8 of bfloat16"])
 def test_logits_of_a_step(tmp_path: Path, name: str) -> None:
-    """Of all decoder layers in one call, and of each on its own."""
+    """All decoder layers are one call, or each is called on its own."""
     runner, decoder = runner_of(wide(tmp_path / "model", "llama"), **CASES[name])
     assert isinstance(runner.model, FusedCausalLM)
     step = a_step((5, 1, 2, 8), 16, random.Random(2), has_prompt=False)

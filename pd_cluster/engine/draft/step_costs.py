@@ -17,6 +17,7 @@ SIZES: tuple[int, ...] = (
 )
 WEIGHT = 0.2  # of the newest step
 KEPT_STEPS = 512  # a size that has not been measured for so long is measured again
+NUM_TRIED = 3  # steps of a size, the quickest of which counts at first: one may be late, and the first one prepares
 TRIED_FACTOR = 2  # up to so many times the largest known size, another is tried
 NEVER = float("inf")
 
@@ -24,14 +25,15 @@ NEVER = float("inf")
 class StepCosts:
     """Step times by number of rows, for steps in which every sequence computes one token.
 
-    A size that is not known takes what the line between its neighbours says. One beyond all that are known is as quick
-    as the largest, so that it is tried, up to TRIED_FACTOR times as many rows; larger ones are infinite, so that a
-    wrong guess costs little. One below all that are known takes as long as the smallest.
+    A size that is not known takes what the line between its neighbours says. One beyond all that are known is on the
+    line through the last two, up to TRIED_FACTOR times as many rows; larger ones are infinite, so that a wrong guess
+    costs little. One below all that are known takes as long as the smallest.
     """
 
     def __init__(self) -> None:
         self._times: dict[int, tuple[float, int]] = {}  # by index of size: seconds, and the step that measured it last
         self._num_steps = 0
+        self._tried: dict[int, list[float]] = {}  # by index of size: seconds, until there are NUM_TRIED
         self._estimates: list[float] = []  # by index of size; empty: to be made
 
     def took(self, num_rows: int, seconds: float) -> None:
@@ -39,7 +41,14 @@ class StepCosts:
         self._num_steps += 1
         at = index_of(num_rows)
         now_s = self._known_s(at)
-        now_s = seconds if now_s is None else now_s + WEIGHT * (seconds - now_s)
+        if now_s is None:
+            tried = self._tried.setdefault(at, [])
+            tried.append(seconds)
+            if len(tried) < NUM_TRIED:
+                return
+            now_s = min(self._tried.pop(at))
+        else:
+            now_s += WEIGHT * (seconds - now_s)
         self._times[at] = now_s, self._num_steps
         self._estimates.clear()
 
@@ -70,12 +79,14 @@ class StepCosts:
         if not known:
             return [NEVER] * len(SIZES)
         first, *_, last = [*known, *known]
-        found = [known[first]] * (first + 1)
+        found, slope = [known[first]] * (first + 1), 0.0
         for below, above in pairwise(known):
             slope = (known[above] - known[below]) / (SIZES[above] - SIZES[below])
             found += [known[below] + slope * (SIZES[at] - SIZES[below]) for at in range(below + 1, above + 1)]
         most = TRIED_FACTOR * SIZES[last]
-        return found + [known[last] if size <= most else NEVER for size in SIZES[last + 1 :]]
+        slope = max(0.0, slope)
+        behind = SIZES[last + 1 :]
+        return found + [known[last] + slope * (size - SIZES[last]) if size <= most else NEVER for size in behind]
 
 
 def index_of(num_rows: int) -> int:

@@ -61,6 +61,28 @@ class HiddenRows:
 
 
 @dataclass(slots=True)
+class Taps:
+    """The states of all tokens that a draft head reads; the model fills in `states`, in the order of `layers`.
+
+    `layers`: those whose input is read, the residual stream before any norm; (): the output of the final norm.
+    """
+
+    layers: tuple[int, ...]
+    states: list[torch.Tensor] = field(default_factory=list)  # each [num_tokens, hidden_size]
+
+
+@dataclass(slots=True)
+class PairRows:
+    """The second half of the pairs in a draft head's batch, whose tokens are the first: see draft_head.py.
+
+    The model fills in `embeddings`, those of its tokens.
+    """
+
+    states: torch.Tensor  # [num_tokens, hidden_size]
+    embeddings: torch.Tensor | None = None  # [num_tokens, hidden_size]
+
+
+@dataclass(slots=True)
 class ForwardBatch:
     """All sequences of a step, flattened: sequence i owns rows [query_starts[i], query_starts[i + 1]).
 
@@ -80,6 +102,8 @@ class ForwardBatch:
     host_context_lens: Ints  # [num_seqs], the same as `context_lens`
     pool: KVPool
     hidden: HiddenRows | None = None  # None: no hidden states are wanted
+    taps: Taps | None = None  # None: no draft head reads
+    pairs: PairRows | None = None  # None: these are the rows of a whole model
     images: ImageRows | None = None  # None: no token stands for a picture
     virtual: VirtualRows | None = None  # None: no token is an adapter's
     key_limits: torch.Tensor | None = None  # [num_tokens] int32: the end of the keys that a row sees; None: itself

@@ -6,6 +6,7 @@ requests or files.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 
 from pd_cluster.model.attention.latent import LatentCache
 from pd_cluster.model.attention_choice import SDPA, Attention
-from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.batch import ForwardBatch, Taps
 from pd_cluster.model.declared import LayerCache, cache_argument, caches_of, has_latents
 from pd_cluster.model.layers.fused_layer import FusedLayer
 from pd_cluster.model.layers.linear import Linear
@@ -202,6 +203,7 @@ class ModelEnds:
     vocab_size: int  # the whole model's
     embedding_factor: float = 1.0  # which `embed` applies
     bf16_way: str = ""  # as in CausalLM
+    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None  # a draft head's: to x
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,11 +236,10 @@ class FusedCausalLM:
         self.kernels = f"fused layers, {ops.name} kernels, attention by {ops.attention}{products}"
         self.key_features: torch.Tensor | None = ends.ropes.order
         self.embedding_factor = ends.embedding_factor
-        self._embed, self._ropes, self._layers, self._norm, self._head = (
-            ends.embed, ends.ropes, layers, ends.norm, ends.head,
-        )  # fmt: skip
-        whole = isinstance(ops, JoinsLayers) and isinstance(self._group, Alone)
-        self.decoder = ops.decoder(layers) if whole and isinstance(ops, JoinsLayers) else None
+        self.ends, self.layers = ends, layers
+        self._embed, self._ropes, self._norm, self._head = ends.embed, ends.ropes, ends.norm, ends.head
+        self.decoder = self._joined(layers)
+        self._parts: dict[tuple[int, ...], list[WholeDecoder]] = {}  # by taps, the decoders between them
         attentions = (layer.attention for layer in layers)
         self.indexers = [each for attention in attentions if (each := getattr(attention, "indexer", None)) is not None]
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -251,17 +252,28 @@ class FusedCausalLM:
             images.embed(x)
         if batch.virtual is not None:
             batch.virtual.embed(x)
-        ropes = self._ropes(x, batch)
+        if (pairs := batch.pairs) is not None:
+            assert self.ends.join is not None
+            pairs.embeddings = x
+            x = self.ends.join(x, pairs.states)
+        ropes, taps = self._ropes(x, batch), batch.taps
         if self.decoder is not None and self.adapters is None and self.decoder.takes(batch):
-            return self._logits(self._added(x, self.decoder(x, ropes, batch), self._norm))
+            x = self._added(x, self._decoded(x, ropes, batch), self._norm)
+            if taps is not None and not taps.layers:
+                taps.states.append(x)
+            return self.logits_of(x)
         delta = None
-        for layer_idx, layer in enumerate(self._layers[:-1]):
+        for layer_idx, layer in enumerate(self.layers[:-1]):
+            _tap(taps, layer_idx, x, delta)
             delta = self._after_attention(layer, x, self._attention(layer, x, delta, ropes, batch))
             if images is not None:
                 images.deepen(x, layer_idx)
-        last = self._layers[-1]
+        last = self.layers[-1]
+        _tap(taps, len(self.layers) - 1, x, delta)
         attended = self._attention(last, x, delta, ropes, batch)
         hidden = batch.hidden
+        if taps is not None and not taps.layers:
+            return self._tapped(batch, x, attended)
         rows = batch.sample_rows if hidden is None else hidden.kept  # the other rows of the last layer are not read
         if len(rows) == 0:
             self._group.sum(x.new_zeros(1))  # when this returns, every rank has written its last layer
@@ -276,9 +288,43 @@ class FusedCausalLM:
             hidden.states, x = x[hidden.hidden_at], x[hidden.logits_at]
             if len(x) == 0:
                 return x.new_empty(0, self._vocab_size)
-        return self._logits(x)
+        return self.logits_of(x)
 
-    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+    def _joined(self, layers: Sequence[FusedLayer]) -> WholeDecoder | None:
+        is_alone = isinstance(self._group, Alone)
+        return self.ops.decoder(layers) if is_alone and isinstance(self.ops, JoinsLayers) else None
+
+    def _decoded(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
+        """Computes all layers as one, or as one between two taps; returns what the last one adds to x."""
+        taps = batch.taps
+        if taps is None or not taps.layers:
+            assert self.decoder is not None
+            return self.decoder(x, ropes, batch)
+        if (parts := self._parts.get(taps.layers)) is None:
+            edges = [0, *taps.layers, len(self.layers)]
+            found = [self._joined(self.layers[first:stop]) for first, stop in itertools.pairwise(edges) if first < stop]
+            parts = self._parts[taps.layers] = [part for part in found if part is not None]
+            assert len(parts) == len(found)  # they are parts of one that was joined
+        if taps.layers[0] == 0:
+            taps.states.append(x.clone())
+        delta = parts[0](x, ropes, batch)
+        for part in parts[1:]:
+            taps.states.append(x.add_(delta).clone())
+            delta = part(x, ropes, batch)
+        return delta
+
+    def _tapped(self, batch: ForwardBatch, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Computes the second half of the last layer for all rows, whose final states are tapped; returns logits."""
+        assert batch.taps is not None
+        x = self._added(x, self._after_attention(self.layers[-1], x, attended), self._norm)
+        batch.taps.states.append(x)
+        if (hidden := batch.hidden) is not None:
+            hidden.states = x[hidden.rows]
+        x = x[batch.sample_rows]
+        return self.logits_of(x) if len(x) else x.new_empty(0, self._vocab_size)
+
+    def logits_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the output layer's [num_rows, vocab_size] of final states [num_rows, hidden_size]."""
         logits = self._head(x)
         if self._final_softcap is not None:
             logits = logits.div_(self._final_softcap).tanh_().mul_(self._final_softcap)
@@ -313,3 +359,9 @@ class FusedCausalLM:
         if norm is not None:
             delta = self._added(delta, None, norm)
         return delta if layer.residual_multiplier == 1.0 else delta.mul_(layer.residual_multiplier)
+
+
+def _tap(taps: Taps | None, layer_idx: int, x: torch.Tensor, delta: torch.Tensor | None) -> None:
+    """Notes the residual stream that enters a layer, if a draft head reads it. `delta`: what is still to be added."""
+    if taps is not None and layer_idx in taps.layers:
+        taps.states.append(x.clone() if delta is None else x + delta)

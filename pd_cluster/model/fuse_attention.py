@@ -103,7 +103,8 @@ def _heads(attention: Any, config: Any, quirks: Quirks, order: torch.Tensor | No
         sliding_window=quirks.window(attention),
         softcap=attention.attn_logit_softcapping if quirks.caps_scores else None,
         sinks=None if sinks is None else sinks.detach().clone(),
-        **norms,
+        q_norm=norms.get("q_norm"),
+        k_norm=norms.get("k_norm"),
     )
 
 

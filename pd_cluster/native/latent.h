@@ -13,6 +13,7 @@
 typedef struct {
     int64_t num_heads, width, rope_width, query_width, value_width, block_size; // query_width without the rotated part
     int64_t block_stride, latent_offset, rope_offset;                           // bytes
+    int64_t first_key;                                                          // of those that are seen
     float scaling;
     const float *keys;   // [num_heads, query_width, width]
     const float *values; // [num_heads, width, value_width]
@@ -143,7 +144,7 @@ INLINE void attend_latents(Tile *t, int lv, const LatentWork *w, const Rows *row
     const char *stored_k[CHUNK], *stored_r[CHUNK];
     const float *k[CHUNK], *r[CHUNK];
     float *numbers = POOL == POOL_FLOAT32 ? 0 : alloca((size_t)(CHUNK * (y->width + y->rope_width)) * 4);
-    for (int64_t at = 0; at < stop; at += CHUNK) {
+    for (int64_t at = y->first_key; at < stop; at += CHUNK) {
         int64_t n = MIN(CHUNK, stop - at);
         vf fade[2];
         locate_latents(w, rows, at, n, stored_k, stored_r);

@@ -31,7 +31,7 @@ typedef struct {
 } Step;
 
 typedef struct {
-    int64_t num_heads, num_kv_heads, head_dim, window, block_size;
+    int64_t num_heads, num_kv_heads, head_dim, window, first_key, block_size;
     int64_t block_stride, key_offset, value_offset; // bytes
     float scaling, softcap, eps;
     const float *q_norm, *k_norm;
@@ -131,6 +131,8 @@ INLINE vf cap(vf x, float softcap) {
     return (1.0f - 2.0f / (e + 1.0f)) * (softcap * LOG2E);
 }
 
-INLINE int64_t first_seen(const Layer *y, int64_t position) { return y->window ? MAX(0, position - y->window + 1) : 0; }
+INLINE int64_t first_seen(const Layer *y, int64_t position) {
+    return y->window ? MAX(y->first_key, position - y->window + 1) : y->first_key;
+}
 
 INLINE float query_scale(const Layer *y) { return y->scaling * LOG2E * (y->softcap > 0 ? 2.0f / y->softcap : 1.0f); }

@@ -9,7 +9,7 @@ import msgspec
 from pd_cluster.settings.setting import Check, finite, within
 from pd_cluster.types import INT32_MAX
 
-Method = Literal["ngram", "suffix", "draft_model"]
+Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
 METHODS: tuple[Method, ...] = get_args(Method)
 MOST_DRAFTS = 64  # of a sequence in a step
 DEFAULT_DRAFTS = 16

@@ -106,7 +106,7 @@ def launched_by(
         request.num_computed_tokens = context_len - 1
     step = dataclasses.replace(step_input([(request, 1) for request in requests], 16), adapters=adapters)
     batch = batch_of(step, pool)
-    model._layers = model._layers[:1] * num_layers
+    model.layers = model.layers[:1] * num_layers
     launches.clear()
     model(batch)
     return list(launches)

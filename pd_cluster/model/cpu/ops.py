@@ -53,7 +53,7 @@ class _Layer(ctypes.Structure):
     """Layer in paged.h: one layer in one pool."""
 
     _fields_ = (
-        *((name, _Int) for name in ("num_heads", "num_kv_heads", "head_dim", "window", "block_size")),
+        *((name, _Int) for name in ("num_heads", "num_kv_heads", "head_dim", "window", "first_key", "block_size")),
         *((name, _Int) for name in ("block_stride", "key_offset", "value_offset")),
         *((name, _Float) for name in ("scaling", "softcap", "eps")),
         *((name, _Pointer) for name in ("q_norm", "k_norm", "sinks")),
@@ -65,7 +65,7 @@ class _Latents(ctypes.Structure):
 
     _fields_ = (
         *((name, _Int) for name in ("num_heads", "width", "rope_width", "query_width", "value_width", "block_size")),
-        *((name, _Int) for name in ("block_stride", "latent_offset", "rope_offset")),
+        *((name, _Int) for name in ("block_stride", "latent_offset", "rope_offset", "first_key")),
         ("scaling", _Float),
         *((name, _Pointer) for name in ("keys", "values", "chosen")),
         ("most", _Int),
@@ -303,6 +303,7 @@ class CpuOps:
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
             window=heads.sliding_window or 0,
+            first_key=heads.first_key,
             block_size=layout.block_size,
             block_stride=strides[0],
             key_offset=heads.layer_idx * strides[1],
@@ -351,6 +352,7 @@ def _latents_in(latents: Latents, pool: KVPool, chosen: torch.Tensor | None) -> 
         block_stride=layout.block_nbytes,
         latent_offset=planes[0].data_ptr() - first,
         rope_offset=planes[1].data_ptr() - first,
+        first_key=latents.first_key,
         scaling=latents.scaling,
         keys=latents.keys.data_ptr(),
         values=latents.values.data_ptr(),

@@ -48,6 +48,7 @@ class Heads:
     q_norm: Norm | None = None
     k_norm: Norm | None = None
     sinks: torch.Tensor | None = None  # [num_heads]: scores of one more key, whose value is zero (gpt-oss)
+    first_key: int = 0  # slots before it are not seen; others than 0 in the C kernels only
 
     @property
     def scoring(self) -> sdpa.Scoring:
@@ -64,6 +65,7 @@ class Latents:
     values: torch.Tensor  # [num_heads, width, value_width]
     rope_width: int
     scaling: float
+    first_key: int = 0  # as in Heads
 
     @property
     def num_heads(self) -> int:

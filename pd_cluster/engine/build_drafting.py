@@ -12,6 +12,7 @@ from pd_cluster.engine.draft.prediction import PredictionDrafter
 from pd_cluster.engine.draft.suffix import SuffixDrafter
 from pd_cluster.engine.step.drafting import MOST_ROWS, Drafting
 from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.twins import TwinBlocks
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.guided import Guides
@@ -48,8 +49,11 @@ def _model_drafter(scheduler: StepScheduler, runner: ModelRunner) -> Drafter:
 
 
 def _drafter(method: Method, speculation: Speculation) -> Drafter:
+    """Raises ConfigError."""
     if method == "ngram":
         return NgramDrafter(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
+    if method != "suffix":
+        raise ConfigError(f"{called('speculative_config')}: method {method}: not supported yet; give ngram or suffix")
     return SuffixDrafter(
         speculation.suffix_decoding_max_tree_depth,
         speculation.suffix_decoding_max_cached_requests,

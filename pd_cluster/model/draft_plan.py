@@ -27,7 +27,7 @@ OTHERWISE = "give another model, or method ngram or suffix"
 def with_draft(plan: LoadPlan) -> LoadPlan:
     """Returns the plan with that of its draft model, if the settings name one. Raises ConfigError, ModelError."""
     speculation = plan.config.speculation
-    if not speculation.model:
+    if speculation.with_weights != "draft_model":
         return plan
     if plan.device.is_accelerator:
         raise ConfigError(

@@ -322,10 +322,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Annotated[
         Speculation,
         ENGINE(
-            "JSON object with vLLM's keys: method (ngram, suffix or draft_model, or a list of them), model, "
-            "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, suffix_decoding_max_tree_depth and others. "
-            "Decoding drafts tokens and computes several in a step, which changes no answer. Default: only what a "
-            "request's prediction says and its guide forces is drafted.",
+            "JSON object with vLLM's keys: method (ngram, suffix, draft_model, eagle3 or mtp, or a list of them), "
+            "model, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, suffix_decoding_max_tree_depth and "
+            "others. Decoding drafts tokens and computes several in a step, which changes no answer. Default: only "
+            "what a request's prediction says and its guide forces is drafted.",
             name="speculative_config",
             form=SPECULATION,
         ),
@@ -342,10 +342,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{one}: {other} serves no images; give one of the two")
         if (coded := self.speculation.quantization) and not (rule := one_of(QUANTIZATIONS)).accepts(coded):
             raise ConfigError(f"{called('speculative_config')}: quantization {coded!r}: {rule.says}")
-        if self.speculation.model and self.tensor_parallel_size > 1:
+        if (method := self.speculation.with_weights) is not None and self.tensor_parallel_size > 1:
             raise ConfigError(
-                f"{called('speculative_config')}: model: only instances of one rank draft with a model, and "
+                f"{called('speculative_config')}: method {method}: only instances of one rank draft with weights, and "
                 f"{called('tensor_parallel_size')} is {self.tensor_parallel_size}; give 1, or method ngram or suffix"
+            )
+        if method == "mtp" and self.speculation.model not in ("", self.model):
+            raise ConfigError(
+                f"{called('speculative_config')}: model {self.speculation.model}: mtp drafts with the layers of "
+                f"{called('model')} {self.model} itself; leave it out"
             )
         if self.kv_host_cache_gib and not self.enable_prefix_caching:
             one, other = called("kv_host_cache"), called("enable_prefix_caching")

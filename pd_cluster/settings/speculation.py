@@ -11,6 +11,12 @@ from pd_cluster.types import INT32_MAX
 
 Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
 METHODS: tuple[Method, ...] = get_args(Method)
+WITH_WEIGHTS: tuple[Method, ...] = ("draft_model", "eagle3", "mtp")  # beside those of the model's own layers
+MTP_TYPES = {  # vLLM's name of the method for some model -> the types of that model
+    "deepseek_mtp": ("deepseek_v3",),
+    "glm4_moe_mtp": ("glm4_moe",),
+    "glm4_moe_lite_mtp": ("glm4_moe_lite",),
+}
 MOST_DRAFTS = 64  # of a sequence in a step
 DEFAULT_DRAFTS = 16
 SampleMethod = Literal["probabilistic", "greedy"]
@@ -28,9 +34,10 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     numbers of running sequences, in order; as in vLLM, numbers behind a range and before the next belong to it.
     `suffix_decoding_max_cached_tokens`, which vLLM does not have: of earlier outputs, all trees together.
 
-    `model`, the draft model, is a folder or a hub's; `revision` and `quantization` are its own. `max_model_len`: the
-    longest sequence that it drafts for; 0: as far as both models reach. `draft_sample_method`: its drafts are drawn as
-    the request's tokens are, or each is the likeliest token.
+    `model`, the draft model or the head of eagle3, is a folder or a hub's; `revision` and `quantization` are its own.
+    mtp has none but the model itself, and `mtp_type` is one of MTP_TYPES if that name was given. `max_model_len`: the
+    longest sequence that a draft model drafts for; 0: as far as both models reach. `draft_sample_method`: drafts are
+    drawn as the request's tokens are, or each is the likeliest token.
     """
 
     methods: tuple[Method, ...] = ()
@@ -45,10 +52,16 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
     suffix_decoding_min_token_prob: Annotated[float, PROBABILITY] = 0.1
 
     model: str = ""
+    mtp_type: str = ""
     revision: str = ""
     quantization: str = ""
     max_model_len: Annotated[int, within(1, INT32_MAX)] = 0
     draft_sample_method: SampleMethod = "probabilistic"
+
+    @property
+    def with_weights(self) -> Method | None:
+        """The one of `methods` that is in WITH_WEIGHTS; None without."""
+        return next((method for method in self.methods if method in WITH_WEIGHTS), None)
 
     def most_drafts(self, num_seqs: int) -> int:
         """Returns the most drafts of a sequence in a step of so many sequences."""

@@ -47,12 +47,13 @@ class SpeculationFlags(msgspec.Struct, frozen=True, kw_only=True):
     """Other ways to say what is in `--speculative-config`; `into` reads them."""
 
     spec_method: Annotated[
-        str | None, DRAFTING("ngram, suffix or draft_model: method in --speculative-config.", after=CONFIG)
+        str | None,
+        DRAFTING("ngram, suffix, draft_model, eagle3 or mtp: method in --speculative-config.", after=CONFIG),
     ] = None
     spec_model: Annotated[
         str | None,
         DRAFTING(
-            "A draft model: model in --speculative-config. Or [ngram], as vLLM has written that method.",
+            "A draft model or EAGLE-3 head: model in --speculative-config. Or [ngram], as vLLM wrote that method.",
             also=("speculative_model",),
             after="spec_method",
         ),

@@ -2,8 +2,8 @@
 
     {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
 
-`method` may also be a list, whose methods are tried in order; a `model` alone is a draft model. Methods and keys that
-are not served are refused by name.
+`method` may also be a list, whose methods are tried in order; a `model` alone is a draft model. At most one of them has
+weights. Methods and keys that are not served are refused by name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ import msgspec
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.foreign import NOTHING
 from pd_cluster.settings.setting import Check, Form, one_of
-from pd_cluster.settings.speculation import METHODS, MOST_DRAFTS, SAMPLE_METHODS, Method, Speculation
+from pd_cluster.settings.speculation import (
+    METHODS,
+    MOST_DRAFTS,
+    MTP_TYPES,
+    SAMPLE_METHODS,
+    WITH_WEIGHTS,
+    Method,
+    Speculation,
+)
 from pd_cluster.types import INT32_MAX
 
 Place = Callable[[str], str]  # a key -> how an error names it
@@ -27,11 +35,11 @@ Place = Callable[[str], str]  # a key -> how an error names it
 METHOD, MODEL, BATCHES = "method", "model", "num_speculative_tokens_per_batch_size"
 LEAST, MOST = "prompt_lookup_min", "prompt_lookup_max"
 SERVED = f"give {' or '.join(METHODS)}"
-NOT_YET = f"not supported yet; {SERVED}"
 NGRAM_AS_MODEL = ("ngram", "[ngram]")  # vLLM has written the method as a model, too
-DRAFT_MODEL: Method = "draft_model"
-WITH_MODEL = ("eagle", "eagle3", "mtp")  # and the types of MTP, such as deepseek_mtp
+NEEDS_MODEL: dict[str, str] = {"draft_model": "a draft model", "eagle3": "an EAGLE-3 head"}
+MTP: Method = "mtp"
 REFUSED = {
+    "eagle": "only EAGLE-3 heads are supported; give eagle3 and such a head, or another method",
     **dict.fromkeys(("medusa", "mlp_speculator", "dflash", "dspark"), f"not supported; {SERVED}"),
     "ngram_gpu": "prompts are searched on the host; give ngram",
     "custom_class": f"foreign code is not loaded; {SERVED}",
@@ -40,6 +48,7 @@ REFUSED = {
 REVISION, QUANTIZATION, MAX_LEN = "revision", "quantization", "max_model_len"
 TP_SIZE, SAMPLE = "draft_tensor_parallel_size", "draft_sample_method"
 OF_A_MODEL = (MODEL, REVISION, QUANTIZATION, MAX_LEN, TP_SIZE, SAMPLE)
+OF_A_HEAD = {"eagle3": (MODEL, REVISION, TP_SIZE, SAMPLE), "mtp": (MODEL, TP_SIZE, SAMPLE)}
 NOT_OF_A_MODEL = (
     *("code_revision", "enforce_eager", "moe_backend", "attention_backend", "kv_cache_dtype"),
     *("disable_padded_drafter_batch", "disable_eagle_block_drop", "use_local_argmax_reduction"),
@@ -64,7 +73,7 @@ KEYS = (METHOD, *OF_A_MODEL, *(name for name in NUMBERS if name not in OF_A_MODE
 def speculation_of(given: Mapping[str, Any], place: Place) -> Speculation:
     """Reads the keys; a null is as if the key was not given. Raises ConfigError."""
     given = {key: value for key, value in given.items() if not (value is None or _is_unset_of_model(key, value))}
-    methods = _methods(given, place)
+    methods, mtp_type = _methods(given, place)
     for key in given:
         if key not in KEYS and not (key in REFUSED_KEYS and _is_unset(given[key])):
             raise ConfigError(f"{place(key[:80])}: {REFUSED_KEYS.get(key) or _no_such('key', key, KEYS)}")
@@ -75,43 +84,62 @@ def speculation_of(given: Mapping[str, Any], place: Place) -> Speculation:
     numbers: dict[str, Any] = {key: _number(given[key], key, place) for key in NUMBERS if key in given}
     return Speculation(
         methods=methods,
+        mtp_type=mtp_type,
         num_speculative_tokens_per_batch_size=_ranges(given[BATCHES], place) if BATCHES in given else (),
         **{**model, **numbers, **_lookup(numbers, place)},
     )
 
 
-def _methods(given: Mapping[str, Any], place: Place) -> tuple[Method, ...]:
-    """Raises ConfigError for one that is not served, for none, and for a model without a method that takes it."""
+def _methods(given: Mapping[str, Any], place: Place) -> tuple[tuple[Method, ...], str]:
+    """Returns them and the name of MTP_TYPES that stands for one; "": none.
+
+    Raises ConfigError for one that is not served, for none, for two with weights, and for a model without a method that
+    takes it.
+    """
     method, model = given.get(METHOD), given.get(MODEL)
     if method is None and model is not None:
-        method = "ngram" if model in NGRAM_AS_MODEL else DRAFT_MODEL
-    several: list[Any] = method if isinstance(method, list) else [] if method is None else [method]
-    if not several:
+        method = "ngram" if model in NGRAM_AS_MODEL else "draft_model"
+    names: list[Any] = method if isinstance(method, list) else [] if method is None else [method]
+    if not names:
         raise ConfigError(f"{place(METHOD)}: missing; {SERVED}")
-    for each in several:
-        if each not in METHODS:
+    for each in names:
+        if not isinstance(each, str) or each not in (*METHODS, *MTP_TYPES):
             raise ConfigError(f"{place(METHOD)} {reprlib.repr(each)}: {_no_method(each)}")
+    several: list[Method] = [MTP if each in MTP_TYPES else each for each in names]
     if len(set(several)) < len(several):
-        raise ConfigError(f"{place(METHOD)} {reprlib.repr(several)}: give each method once")
-    if DRAFT_MODEL in several and (not isinstance(model, str) or not model or model in NGRAM_AS_MODEL):
-        missing = "missing" if model is None else f"{reprlib.repr(model)}: no draft model"
-        raise ConfigError(f"{place(MODEL)}{':' if model is None else ''} {missing}; give a folder, or a hub's model")
-    is_asked_for = DRAFT_MODEL in several or ("ngram" in several and model in NGRAM_AS_MODEL)
+        raise ConfigError(f"{place(METHOD)} {reprlib.repr(names)}: give each method once")
+    if len(weighty := [each for each in several if each in WITH_WEIGHTS]) > 1:
+        raise ConfigError(f"{place(METHOD)}: only one of them may have weights; give one of {' and '.join(weighty)}")
+    _check_model(model, several, place)
+    return tuple(several), next((each for each in names if each in MTP_TYPES), "")
+
+
+def _check_model(model: Any, methods: list[Method], place: Place) -> None:
+    """Raises ConfigError for a model that no method takes, and for a missing one."""
+    needed = next((what for method, what in NEEDS_MODEL.items() if method in methods), "")
+    if needed and (not isinstance(model, str) or model in NGRAM_AS_MODEL):
+        missing = "missing" if model is None else f"{reprlib.repr(model)}: not {needed}"
+        where = f"{place(MODEL)}{':' if model is None else ''}"
+        raise ConfigError(f"{where} {missing}; give {needed}: a folder, or a hub's model")
+    is_asked_for = needed or MTP in methods or ("ngram" in methods and model in NGRAM_AS_MODEL)
     if model is not None and not is_asked_for:
-        raise ConfigError(f"{place(MODEL)} {reprlib.repr(model)}: {' and '.join(several)} needs none; leave it out")
-    return tuple(several)
+        raise ConfigError(f"{place(MODEL)} {reprlib.repr(model)}: {' and '.join(methods)} needs none; leave it out")
 
 
 def _model_keys(given: Mapping[str, Any], methods: tuple[Method, ...], place: Place) -> dict[str, str]:
-    """Returns the texts about the draft model; none without one. Raises ConfigError."""
+    """Returns the texts about the method that has weights; none without one. Raises ConfigError."""
     told = {key: given[key] for key in OF_A_MODEL if key in given}
-    if DRAFT_MODEL not in methods:
+    method = next((each for each in methods if each in WITH_WEIGHTS), None)
+    if method is None:
         for key in told:
             if key != MODEL:
                 raise ConfigError(f"{place(key)}: is for a draft model; give {MODEL} with it, or leave it out")
         return {}
+    if other := [key for key in told if key not in OF_A_HEAD.get(method, OF_A_MODEL)]:
+        raise ConfigError(f"{place(other[0])}: is for a draft model, and {method} has none; leave it out")
     if (size := told.pop(TP_SIZE, 1)) != 1 or isinstance(size, bool):
-        raise ConfigError(f"{place(TP_SIZE)} {reprlib.repr(size)}: a draft model is not split; give 1, or leave it out")
+        what = "a draft model is not split" if method == "draft_model" else f"{method} is not split"
+        raise ConfigError(f"{place(TP_SIZE)} {reprlib.repr(size)}: {what}; give 1, or leave it out")
     texts = {key: value for key, value in told.items() if key != MAX_LEN}
     for key, value in texts.items():
         if not isinstance(value, str):
@@ -128,15 +156,16 @@ def _is_unset(value: Any) -> bool:
 
 
 def _is_unset_of_model(key: str, value: Any) -> bool:
-    return key in OF_A_MODEL and key != MODEL and _is_unset(value)
+    return value == "" if key == MODEL else key in OF_A_MODEL and _is_unset(value)
 
 
 def _no_method(method: Any) -> str:
     """Says why a method is not served."""
     if not isinstance(method, str):
         return f"expected {' or '.join(METHODS)}, or a list of them"
-    if method in WITH_MODEL or method.endswith("_mtp"):
-        return NOT_YET
+    if method.endswith("_mtp"):
+        types = ", ".join(each for several in MTP_TYPES.values() for each in several)
+        return f"no model of that type is served with such layers; give {MTP} with one of {types}"
     return REFUSED.get(method) or _no_such("method", method, METHODS)
 
 
@@ -210,7 +239,8 @@ def _write(speculation: Speculation) -> str:
     told = {name: value for name, value in given.items() if value != getattr(plain, name)}
     if LEAST in told or MOST in told:  # one alone would be the other, too
         told |= {name: given[name] for name in (LEAST, MOST)}
-    return msgspec.json.encode({METHOD: speculation.methods, **told}).decode()
+    methods = [speculation.mtp_type or each if each == MTP else each for each in speculation.methods]
+    return msgspec.json.encode({METHOD: methods, **told}).decode()
 
 
 SPECULATION = Form(str, _read, _write, takes_mappings=True)

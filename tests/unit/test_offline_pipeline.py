@@ -225,7 +225,7 @@ def test_documented_defaults_of_pipeline(make: Make) -> None:
         ({"arguments": "--kv-hmac"}, "arguments '--kv-hmac': "),
         ({"session_length": 5}, "pipeline: session_length is unknown"),
         ({"speculative_config": 5}, "speculative_config 5: expected a dict"),
-        ({"speculative_config": {"method": "eagle3"}}, "speculative_config: method 'eagle3': not supported yet"),
+        ({"speculative_config": {"method": "eagle"}}, "speculative_config: method 'eagle': only EAGLE-3 heads are"),
         ({"backend_confg": None}, "pipeline: backend_confg is unknown; did you mean backend_config?"),
     ],
 )

@@ -73,14 +73,26 @@ def test_every_way_to_say_it() -> None:
         (["--spec-model", "a/b"], draft),
         (["--speculative-model=a/b", "--spec-method=draft_model"], draft),
         (config(method=["ngram", "draft_model"], model="a/b", **model), both),
+        (
+            config(method="eagle3", model="a/b", revision="r", draft_tensor_parallel_size=1, quantization=""),
+            Speculation(methods=("eagle3",), model="a/b", revision="r"),
+        ),
+        (["--spec-method=eagle3", "--spec-model=a/b"], Speculation(methods=("eagle3",), model="a/b")),
+        (["--spec-method=mtp"], Speculation(methods=("mtp",))),
+        (
+            config(method=["suffix", "mtp"], draft_sample_method="greedy", draft_tensor_parallel_size=1),
+            Speculation(methods=("suffix", "mtp"), draft_sample_method="greedy"),
+        ),
+        (config(method="mtp", model="m"), Speculation(methods=("mtp",), model="m")),
+        (config(method="deepseek_mtp", model=""), Speculation(methods=("mtp",), mtp_type="deepseek_mtp")),
     ]
     for argv, wanted in says:
         assert speculation(*argv) == wanted, argv
 
 
 REFUSED: list[tuple[list[str], str]] = [
-    (config(method="draft_model"), "--speculative-config: model: missing; give a folder"),
-    (config(method="draft_model", model="[ngram]"), "model '[ngram]': no draft model; give a folder"),
+    (config(method="draft_model"), "--speculative-config: model: missing; give a draft model: a folder"),
+    (config(method="draft_model", model="[ngram]"), "model '[ngram]': not a draft model; give a draft model: a"),
     (config(model="m", draft_tensor_parallel_size=2), "draft_tensor_parallel_size 2: a draft model is not split"),
     (config(model="m", draft_sample_method="beam"), "'beam': expected probabilistic or greedy"),
     (config(model="m", quantization="int7"), "--speculative-config: quantization 'int7': expected one of awq"),
@@ -88,11 +100,21 @@ REFUSED: list[tuple[list[str], str]] = [
     (config(model="m", revision=5), "revision 5: expected a text"),
     (config(model="m", parallel_drafting=True), "parallel_drafting: not supported; leave it out"),
     ([*config(model="m"), "--tensor-parallel-size=2"], "--tensor-parallel-size is 2; give 1, or method ngram"),
+    (config(method="eagle", model="m"), "method 'eagle': only EAGLE-3 heads are supported; give eagle3"),
+    (config(method="eagle3"), "model: missing; give an EAGLE-3 head: a folder, or a hub's model"),
+    (config(method="mimo_mtp"), "no model of that type is served with such layers; give mtp with one of deepseek_v3,"),
+    (config(method="mtp", model="n"), "model n: mtp drafts with the layers of --model m itself; leave it out"),
+    (config(method=["mtp", "deepseek_mtp"]), "method ['mtp', 'deepseek_mtp']: give each method once"),
+    (config(method=["eagle3", "ngram", "mtp"], model="m"), "weights; give one of eagle3 and mtp"),
+    (config(method="mtp", draft_tensor_parallel_size=2), "draft_tensor_parallel_size 2: mtp is not split"),
+    (["--spec-method=mtp", "--tensor-parallel-size=2"], "method mtp: only instances of one rank draft with weights"),
     *(
-        (config(method=each), f"'{each}': not supported yet; give ngram or suffix")
-        for each in ("eagle", "eagle3", "mtp")
+        (config(method=method, model="m", **{key: value}), f"{key}: is for a draft model, and {method} has none")
+        for method, key, value in (
+            *(("eagle3", *each) for each in (("quantization", "int8"), ("max_model_len", 9))),
+            *(("mtp", *each) for each in (("quantization", "int8"), ("max_model_len", 9), ("revision", "r"))),
+        )
     ),
-    (config(method="deepseek_mtp"), "'deepseek_mtp': not supported yet; give ngram or suffix"),
     (config(method="suffix", model="ngram"), "model 'ngram': suffix needs none; leave it out"),
     *((config(method=each), "not supported; give ngram") for each in ("medusa", "mlp_speculator", "dflash", "dspark")),
     (config(method="ngram_gpu"), "give ngram"),
@@ -226,6 +248,8 @@ def test_worker_processes_of_llm_draft_as_it_was_told(tmp_path: Path) -> None:
     for given in (
         {"speculative_config": {"method": ["suffix", "ngram"], "suffix_decoding_max_spec_factor": 0.5}},
         {"spec_method": "ngram", "speculative_disable_by_batch_size": 4},
+        {"speculative_config": {"method": ["ngram", "glm4_moe_mtp"], "draft_sample_method": "greedy"}},
+        {"speculative_config": {"method": "eagle3", "model": "a/b", "revision": "r"}},
         {"speculative_config": {"model": "a/b", "draft_sample_method": "greedy", "quantization": "int8"}},
         {"spec_method": "ngram", "ngram_prompt_lookup_min": 2, "ngram_prompt_lookup_max": 5},
         {"lookahead_cache_config_dir": str(tmp_path)},

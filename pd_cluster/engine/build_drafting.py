@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 
+from pd_cluster.engine.draft.chains import DraftChoice
 from pd_cluster.engine.draft.drafter import Drafter
 from pd_cluster.engine.draft.forced import ForcedDrafter
+from pd_cluster.engine.draft.head_drafter import HeadDrafter
 from pd_cluster.engine.draft.model_drafter import ModelDrafter
 from pd_cluster.engine.draft.ngram import NgramDrafter
 from pd_cluster.engine.draft.prediction import PredictionDrafter
 from pd_cluster.engine.draft.suffix import SuffixDrafter
 from pd_cluster.engine.step.drafting import MOST_ROWS, Drafting
 from pd_cluster.engine.step.scheduler import StepScheduler
-from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.twins import TwinBlocks
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.guided import Guides
@@ -30,30 +31,18 @@ def drafting_of(speculation: Speculation, scheduler: StepScheduler, guides: Guid
         if speculation.methods:
             log.warning("speculation is off: in 16 bits drafts would change this model's output; give --dtype float32")
         return Drafting(scheduler, ())
-    own = [
-        _model_drafter(scheduler, runner) if method == "draft_model" else _drafter(method, speculation)
-        for method in speculation.methods
-    ]
+    own = [_drafter(method, speculation, scheduler, runner) for method in speculation.methods]
     # An accelerator's graphs are for steps of at most so many rows.
     most_rows = scheduler.max_num_seqs if runner.goes_ahead else MOST_ROWS
     drafters = [PredictionDrafter(), ForcedDrafter(guides), *own]
     return Drafting(scheduler, drafters, speculation, runner.vocab_size, most_rows)
 
 
-def _model_drafter(scheduler: StepScheduler, runner: ModelRunner) -> Drafter:
-    limits = runner.draft_limits
-    assert limits is not None  # see model/draft_plan.py
-    twins = TwinBlocks(scheduler.blocks, scheduler.block_size)
-    sampler = Sampler(runner.vocab_size, runner.eos_token_ids)
-    return ModelDrafter(runner, sampler, twins, scheduler.room.grow_for_drafts, limits)
-
-
-def _drafter(method: Method, speculation: Speculation) -> Drafter:
-    """Raises ConfigError."""
+def _drafter(method: Method, speculation: Speculation, scheduler: StepScheduler, runner: ModelRunner) -> Drafter:
     if method == "ngram":
         return NgramDrafter(speculation.prompt_lookup_min, speculation.prompt_lookup_max)
     if method != "suffix":
-        raise ConfigError(f"{called('speculative_config')}: method {method}: not supported yet; give ngram or suffix")
+        return _drafter_with_weights(method, scheduler, runner)
     return SuffixDrafter(
         speculation.suffix_decoding_max_tree_depth,
         speculation.suffix_decoding_max_cached_requests,
@@ -61,3 +50,12 @@ def _drafter(method: Method, speculation: Speculation) -> Drafter:
         speculation.suffix_decoding_min_token_prob,
         TOKEN_NBYTES * speculation.suffix_decoding_max_cached_tokens,
     )
+
+
+def _drafter_with_weights(method: Method, scheduler: StepScheduler, runner: ModelRunner) -> Drafter:
+    limits, grow = runner.draft_limits, scheduler.room.grow_for_drafts
+    assert limits is not None  # see model/draft_plan.py
+    choice = DraftChoice(Sampler(runner.vocab_size, runner.eos_token_ids), limits)
+    if method != "draft_model":
+        return HeadDrafter(method, runner, choice, grow)
+    return ModelDrafter(runner, choice, TwinBlocks(scheduler.blocks, scheduler.block_size), grow)

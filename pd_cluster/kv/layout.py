@@ -47,6 +47,8 @@ class KVLayout:
     tp_size: int = 1
     tp_rank: int = 0
     plane_layers: tuple[tuple[int, ...], ...] = ()
+    num_draft_layers: int = 0
+    draft_head: str = ""
 
     @property
     def alike(self) -> tuple[AlikeLayers, ...]:

@@ -164,6 +164,7 @@ class StepInput:
     images: tuple[ImagePart, ...] = ()
     virtual: Ints | None = None  # [num_parts, 4], see model/virtual_rows.py; None: no token is an adapter's
     leaders: Ints | None = None  # [num_seqs]: sequences with the same one share a block table; None: none does
+    num_again: int = 0  # the last of the sequences are tokens computed before, whose keys and values go nowhere
 
 
 def step_input(
@@ -172,11 +173,13 @@ def step_input(
     slots: Mapping[str, int] | None = None,
     prompt_slots: Mapping[str, int] | None = None,
     drafts: Drafts = NO_DRAFTS,
+    again: Sequence[Request] = (),
 ) -> StepInput:
     """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0, and behind them all the drafts.
 
     Each draft is a sequence of one token that shares the blocks of its request: a row by itself, never part of a longer
     chunk, so that its numbers are those of a step of its own. All keys of a step are written before any are read.
+    Last come the tokens before the chunks of `again`, which only read: a draft head needs what they leave.
 
     `slots`: those of LoRA adapters, by the requests' variants, and `prompt_slots` those of prompt adapters; None: this
     engine takes none.
@@ -203,6 +206,14 @@ def step_input(
             rows.append((1, start, num_blocks, 1, request.most_tokens, 0))
             requests.append(request)
             leaders.append(at)
+    for request in again:
+        start = request.num_computed_tokens - 1
+        num_blocks = -(-(start + 1) // block_size)
+        blocks += request.block_table[:num_blocks]
+        input_ids += request.token_ids(start, start + 1)
+        rows.append((1, start, num_blocks, 0, request.most_tokens, 0))
+        requests.append(request)
+        leaders.append(len(leaders))
     return StepInput(
         np.array(rows, dtype=np.int64),
         np.array(input_ids, dtype=np.int64),
@@ -211,7 +222,8 @@ def step_input(
         None if slots is None else _adapters([request.order.variant for request in requests], slots),
         image_parts(chunks),
         None if prompt_slots is None else virtual_parts(chunks, prompt_slots),
-        np.array(leaders, dtype=np.int64) if len(leaders) > len(chunks) else None,
+        np.array(leaders, dtype=np.int64) if drafts else None,
+        len(again),
     )
 
 
@@ -286,11 +298,14 @@ def step_numbers(step: StepInput, pool: KVPool, sees_whole: bool = False) -> dic
     rope_positions = positions[None]
     if (own := step.rope_positions) is not None:
         rope_positions = own if len(own) == 1 else own[:, None]
+    slots = block_table[first_block + block] * block_size + offset
+    if step.num_again:
+        slots[-step.num_again :] = pool.num_blocks * block_size  # of the block that receives the writes of padding
     limits = {"key_limits": key_limits(step.images, positions).astype(np.int32)} if sees_whole and step.images else {}
     return {
         "input_ids": input_ids[None],
         "rope_positions": np.ascontiguousarray(rope_positions),
-        "slot_mapping": block_table[first_block + block] * block_size + offset,
+        "slot_mapping": slots,
         "sample_rows": _last_rows(query_starts, counts),
         "query_starts": query_starts.astype(np.int32),
         "context_lens": (starts + lens).astype(np.int32),

@@ -32,3 +32,11 @@ class DraftHead:
     project: Callable[[torch.Tensor], torch.Tensor]
     taps: tuple[int, ...] = ()
     token_ids: torch.Tensor | None = None
+
+    def of_model(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """Returns logits [num_rows, vocab_size] of the model's tokens; those that the head does not know have -inf."""
+        if self.token_ids is None:
+            return logits
+        whole = logits.new_full((len(logits), vocab_size), -torch.inf)
+        whole[:, self.token_ids] = logits
+        return whole

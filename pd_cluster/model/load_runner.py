@@ -63,7 +63,7 @@ def load_runner(config: EngineConfig, group: Group | None = None, device: Device
             layout, twin = _layout_for(plan, parts), _twin_layout(plan.draft, parts.draft)
             eager = why_eager(plan, parts.model, layout) if device.is_accelerator else ""
             memory = _allocate(plan, layout, twin, _peak_nbytes(plan, parts, layout, eager), undo)
-            held = _hold_adapters(plan, parts.model, layout)
+            held = _hold_adapters(plan, parts, layout)
             proof = _prove(plan, parts.model, memory.pool)
         if plan.draft is not None and parts.draft is not None and memory.twin is not None:
             with trial(plan.draft.checkpoint):
@@ -78,11 +78,12 @@ def load_runner(config: EngineConfig, group: Group | None = None, device: Device
 def _layout_for(plan: LoadPlan, parts: LoadedParts) -> KVLayout:
     """Returns the layout of this rank's pool. Raises ConfigError if the model and the settings do not go together."""
     model, group = parts.model, plan.group
-    own = layout_of(model.caches, plan.block_size, plan.dtype)
+    identity = "" if parts.head is None else parts.head.identity
+    own = layout_of(parts.caches, plan.block_size, plan.dtype, identity)
     warn_of_chance(model, plan.checkpoint, own, plan.device, group)
     if parts.tower is not None:
         check_pictures_fit(parts.tower.rules, plan.max_num_batched_tokens, plan.config.max_num_seqs)
-    layout = layout_of(model.caches, plan.block_size, plan.kv_dtype)
+    layout = layout_of(parts.caches, plan.block_size, plan.kv_dtype, identity)
     return layout if plan.is_alone else plan_of(plan.checkpoint, group.size).layout_of_rank(layout, group.rank)
 
 
@@ -124,9 +125,11 @@ def _allocate(
     return KVMemory(pool, swap, None if twin is None else undo.enter_context(KVPool(twin, num_blocks, plan.device)))
 
 
-def _hold_adapters(plan: LoadPlan, model: CausalLM, layout: KVLayout) -> HeldAdapters:
-    """Returns what holds adapters, with those that the settings name."""
-    settings, device = plan.config.adapters, plan.device
+def _hold_adapters(plan: LoadPlan, parts: LoadedParts, layout: KVLayout) -> HeldAdapters:
+    """Returns what holds adapters, with those that the settings name. They are the model's alone, not its head's."""
+    settings, device, model = plan.config.adapters, plan.device, parts.model
+    if parts.head is not None:
+        layout = layout_of(model.caches, plan.block_size, plan.kv_dtype)
     if device.is_accelerator and model.adapters is not None:
         put_adapters(model.adapters.places, settings, device, plan.dtype)
     held = HeldAdapters(model, layout, settings, device)

@@ -10,6 +10,9 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.model.declared import LayerCache
+from pd_cluster.model.draft_head import DraftHead
+from pd_cluster.model.draft_plan import load_head
 from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.model.loader import KernelChoices, load_model
 from pd_cluster.model.parallel.group import Group
@@ -19,11 +22,20 @@ from pd_cluster.settings.engine import EngineConfig
 
 
 class LoadedParts(NamedTuple):
-    """The model, or this rank's share, and its tower; None: it takes no pictures. `draft`: the model that drafts."""
+    """The model, or this rank's share, and its tower; None: it takes no pictures.
+
+    `draft`: the model that drafts; `head`: the one layer that does.
+    """
 
     model: CausalLM
     tower: Tower | None
     draft: CausalLM | None = None
+    head: DraftHead | None = None
+
+    @property
+    def caches(self) -> tuple[LayerCache, ...]:
+        """What each layer keeps, the head's last."""
+        return self.model.caches if self.head is None else (*self.model.caches, *self.head.model.caches)
 
 
 def load_parts(plan: LoadPlan) -> LoadedParts:
@@ -32,7 +44,8 @@ def load_parts(plan: LoadPlan) -> LoadedParts:
     model, tower = _model_of(plan), None
     if checkpoint.vision is not None:
         tower = load_tower_part(checkpoint, config, plan.dtype, plan.device, plan.group)
-    return LoadedParts(model, tower, None if plan.draft is None else _model_of(plan.draft))
+    draft = None if plan.draft is None else _model_of(plan.draft)
+    return LoadedParts(model, tower, draft, load_head(plan, model))
 
 
 def _model_of(plan: LoadPlan) -> CausalLM:

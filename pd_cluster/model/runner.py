@@ -28,13 +28,16 @@ from pd_cluster.model.batch import (
     OnLayer,
     RunnerOutput,
     StepInput,
+    Taps,
     batch_of,
     on_device,
     sample_rows_of,
     step_input,
 )
 from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.model.draft_head import DraftHead
 from pd_cluster.model.graph_kinds import StepGraphs
+from pd_cluster.model.head_pairs import HeadOutput, HeadPairs, PairChunk, draft_pairs, write_pairs
 from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.load_plan import LoadPlan
@@ -96,6 +99,7 @@ class ModelRunner:
         self.goes_ahead = plan.goes_ahead
         self.held, self.graphs = held, graphs
         self.window, self.numerics = proof
+        self.head_pairs = HeadPairs(plan.block_size)
         self.tiers: dict[LowerKind, TierThread] = {}
         self.threads = StepThreads()
 
@@ -113,9 +117,10 @@ class ModelRunner:
     def draft_limits(self) -> DraftLimits | None:
         """None: no model drafts. It does for sequences that no window has passed, whose blocks are all there."""
         speculation, draft = self._plan.config.speculation, self._plan.draft
-        if draft is None:
+        if draft is None and self.head is None:
             return None
-        most = draft.max_model_len if self.window is None else min(draft.max_model_len, self.window)
+        most = self.max_model_len if draft is None else draft.max_model_len
+        most = most if self.window is None else min(most, self.window)
         return DraftLimits(most, speculation.draft_sample_method == "greedy")
 
     @property
@@ -130,6 +135,11 @@ class ModelRunner:
         if self._parts is None:
             raise Closed("the model's weights are not in memory")
         return self._parts.model
+
+    @property
+    def head(self) -> DraftHead | None:
+        """None also while the weights are not in memory."""
+        return None if self._parts is None else self._parts.head
 
     @property
     def tower(self) -> Tower | None:
@@ -147,10 +157,23 @@ class ModelRunner:
     def forward(
         self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None, drafts: Drafts = NO_DRAFTS
     ) -> RunnerOutput:
-        """See `compute`."""
-        return self.compute(self.step_of(chunks, drafts), on_layer)
+        """See `compute`. A draft head's pairs of prompts, and of blocks that become full, are computed too."""
+        if (head := self.head) is None:
+            return self.compute(self.step_of(chunks, drafts), on_layer)
+        lacking = self.head_pairs.lacking(chunks)
+        taps = Taps(head.taps)
+        output = self.compute(self.step_of(chunks, drafts, lacking), on_layer, taps=taps)
+        pairs = self.head_pairs.tapped(chunks, drafts, lacking, torch.cat(taps.states, dim=1))
+        if pairs:
+            with torch.inference_mode(), self.threads.step(sum(len(each.token_ids) for each in pairs)):
+                write_pairs(head, self.pool, pairs)
+        if on_layer is not None:
+            on_layer(self.pool.layout.num_layers)
+        return output
 
-    def compute(self, step: StepInput, on_layer: OnLayer | None = None, is_ahead: bool = False) -> RunnerOutput:
+    def compute(
+        self, step: StepInput, on_layer: OnLayer | None = None, is_ahead: bool = False, taps: Taps | None = None
+    ) -> RunnerOutput:
         """Computes the chunks into the pool; returns logits and hidden states of the rows wanted.
 
         After each layer, `on_layer` receives how many layers of the chunks' keys and values are in the pool; on an
@@ -162,7 +185,7 @@ class ModelRunner:
             empty = torch.zeros(len(step.input_ids), dtype=torch.int64, device=self.device.torch_name)
             input_ids = self.group.spread(empty)
         with self.threads.step(len(step.input_ids)):
-            logits, hidden_states = self._compute(step, input_ids, on_layer)
+            logits, hidden_states = self._compute(step, input_ids, on_layer, taps)
         return RunnerOutput(logits.float(), hidden_states)
 
     def compute_draft(self, step: StepInput) -> torch.Tensor:
@@ -177,12 +200,20 @@ class ModelRunner:
         with torch.inference_mode():
             return self._parts.draft(batch_of(step, twin)).float()
 
+    def draft_pairs(self, chunks: Sequence[PairChunk], are_tapped: bool) -> HeadOutput:
+        """Computes pairs of the draft head; see head_pairs.py."""
+        assert self.head is not None
+        with torch.inference_mode():
+            return draft_pairs(self.head, self.pool, chunks, are_tapped, self.vocab_size)
+
     def can_launch(self, requests: Sequence[Request]) -> bool:
         return can_choose(requests, self.device)
 
-    def step_of(self, chunks: Sequence[tuple[Request, int]], drafts: Drafts = NO_DRAFTS) -> StepInput:
+    def step_of(
+        self, chunks: Sequence[tuple[Request, int]], drafts: Drafts = NO_DRAFTS, again: Sequence[Request] = ()
+    ) -> StepInput:
         block_size = self.pool.layout.block_size
-        step = step_input(chunks, block_size, self.held.lora_slots, self.held.prompt_slots, drafts)
+        step = step_input(chunks, block_size, self.held.lora_slots, self.held.prompt_slots, drafts, again)
         return replace(step, images=self.tower.marked(step.images)) if step.images and self.tower is not None else step
 
     @property
@@ -232,7 +263,11 @@ class ModelRunner:
         return choose(logits, requests, last_ids, self.eos_token_ids, self.device, unknown)
 
     def _compute(
-        self, step: StepInput, input_ids: torch.Tensor | None, on_layer: OnLayer | None = None
+        self,
+        step: StepInput,
+        input_ids: torch.Tensor | None,
+        on_layer: OnLayer | None = None,
+        taps: Taps | None = None,
     ) -> RunnerOutput:
         """Returns logits in the model's dtype; `input_ids` [num_tokens], on the device, replace the step's."""
         with torch.inference_mode():
@@ -254,7 +289,7 @@ class ModelRunner:
             if step.virtual is not None:
                 assert self.held.prompts is not None  # see engine/step/limits.py
                 batch.virtual = self.held.prompts.rows(step.virtual)
-            batch.on_layer = on_layer
+            batch.on_layer, batch.taps = on_layer, taps
             batch.after_layer = self.threads.adjust if self.threads.may_change else None
             logits = self.model(batch)
             states = batch.hidden.states if batch.hidden is not None else None

@@ -19,6 +19,7 @@ class Drafter(Protocol):
 
     name: str
     costs: StepCosts | None = None  # of one draft for each of so many sequences; None: not worth counting
+    needs_blocks: bool = False  # its keys and values are in the sequences' blocks, which a step's moves come to change
 
     def is_for(self, request: Request) -> bool:
         """Whether it may ever have a guess about this request."""

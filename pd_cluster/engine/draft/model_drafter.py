@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
 
+from pd_cluster.engine.draft.chains import Chain, DraftChoice, FoundDrafts
 from pd_cluster.engine.draft.drafter import Drafter
 from pd_cluster.engine.draft.step_costs import StepCosts
 from pd_cluster.kv.twins import TwinBlocks
 from pd_cluster.model.batch import StepInput
-from pd_cluster.model.runner import DraftLimits
-from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
 from pd_cluster.types import Request
 
 MOST_BEHIND = 32  # tokens that a sequence catches up with in the step that drafts, each as a row of its own
@@ -37,27 +36,20 @@ class DraftingRunner(Protocol):
         """Computes rows of the draft model; returns logits of the rows wanted, [num_samples, vocab_size] float32."""
 
 
-class _Drafted(NamedTuple):
-    num_tokens: int  # of the sequence when it was drafted for
-    token_ids: list[int]
-
-
 class ModelDrafter(Drafter):
     name = "draft_model"
 
     def __init__(
         self,
         runner: DraftingRunner,
-        sampler: Sampler,
+        choice: DraftChoice,
         twins: TwinBlocks,
         grow: Callable[[Request, int], int],
-        limits: DraftLimits,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`grow` takes blocks for so many drafts of a sequence, and returns for how many there is room."""
-        self._runner, self._sampler, self._twins, self._grow = runner, sampler, twins, grow
-        self._limits, self._clock = limits, clock
-        self._found: WeakKeyDictionary[Request, _Drafted] = WeakKeyDictionary()
+        self._runner, self._choice, self._twins, self._grow = runner, choice, twins, grow
+        self._clock, self._found = clock, FoundDrafts()
         self.costs: StepCosts = StepCosts()
         self._is_warm = False  # the first drafts tell the time of a process's first steps
         self._token_s = 0.0  # of a slice; 0: not known
@@ -67,24 +59,23 @@ class ModelDrafter(Drafter):
         return not request.order.images and not request.num_virtual_tokens
 
     def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
-        self._found.clear()
         late: list[tuple[Request, int]] = []
-        ready: list[_Chain] = []
+        ready: list[_TwinChain] = []
         for request in requests:
-            left = request.sampling.max_tokens - len(request.output_token_ids) - 1
-            if (depth := min(most, left, self._limits.max_model_len - request.num_tokens)) <= 0:
+            if (depth := self._choice.most(request, most)) <= 0:
                 continue
             num_valid = self._twins.num_valid(request)
             if request.num_tokens - num_valid > MOST_BEHIND:
                 late.append((request, num_valid))
             elif (depth := self._grow(request, depth)) > 0:
-                ready.append(_Chain(request, num_valid, depth, []))
+                ready.append(_TwinChain(request, depth, num_valid=num_valid))
         if ready:
             self._draft(ready)
+        self._found.replace(ready)
         if late:
             self._catch_up(late, spare_s)
 
-    def _draft(self, chains: Sequence[_Chain]) -> None:
+    def _draft(self, chains: Sequence[_TwinChain]) -> None:
         """Computes what each sequence lacks, then one draft after the other."""
         started_s, num_behind = self._clock(), sum(each.request.num_tokens - each.num_valid for each in chains)
         depth, going = 0, list(chains)
@@ -97,21 +88,12 @@ class ModelDrafter(Drafter):
                     rows.add(each.request, at, [token_id], at == start + len(token_ids) - 1)
                 self._twins.wrote(each.request, start, token_ids)
             logits = self._runner.compute_draft(rows.step())
-            for each, token_id in zip(going, self._choose(logits, going), strict=True):
-                each.drafts.append(token_id)
+            self._choice.extend(going, logits)
             depth += 1
-            going = [each for each in going if len(each.drafts) < each.depth]
-        for each in chains:
-            self._found[each.request] = _Drafted(each.request.num_tokens, each.drafts)
+            going = [each for each in going if not each.is_done]
         if self._is_warm and num_behind <= 2 * len(chains):
             self.costs.took(len(chains), (self._clock() - started_s) / depth)
         self._is_warm = True
-
-    def _choose(self, logits: torch.Tensor, chains: Sequence[_Chain]) -> list[int]:
-        if self._limits.is_greedy:
-            return [int(token_id) for token_id in logits.argmax(-1).tolist()]
-        rows = [SamplingRow(each.request, each.request.index, each.position) for each in chains]
-        return self._sampler.token_ids(logits, rows)
 
     def _catch_up(self, late: Sequence[tuple[Request, int]], spare_s: float) -> None:
         """Computes a slice of what sequences lack, in their order, all but the last token of each."""
@@ -132,28 +114,18 @@ class ModelDrafter(Drafter):
         self._token_s = token_s if not self._token_s else self._token_s + WEIGHT * (token_s - self._token_s)
 
     def draft(self, request: Request, most: int) -> Sequence[int]:
-        found = self._found.get(request)
-        return found.token_ids[:most] if found is not None and found.num_tokens == request.num_tokens else ()
+        return self._found.of(request, most)
 
     def ended(self, request: Request) -> None: ...
 
 
-class _Chain(NamedTuple):
-    """Drafts of one sequence, as they come: `depth` of them."""
-
-    request: Request
-    num_valid: int
-    depth: int
-    drafts: list[int]
+@dataclass(slots=True)
+class _TwinChain(Chain):
+    num_valid: int = 0  # tokens whose KV the twins hold
 
     def fresh(self) -> list[int]:
         """Returns the tokens to compute next: what the twins lack, then the last draft."""
         return self.drafts[-1:] or self.request.token_ids(self.num_valid, self.request.num_tokens)
-
-    @property
-    def position(self) -> int:
-        """Returns the next draft's, among the output tokens."""
-        return len(self.request.output_token_ids) + len(self.drafts)
 
 
 class _Rows:

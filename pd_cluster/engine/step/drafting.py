@@ -57,7 +57,8 @@ class Drafting:
         names = {request: [each.name for each in self._drafters_of(request)] for request in drafting}
         if not self.size.can_pay(num_rows, names, most_each, most):
             return
-        self._guesses = self._find(drafting, num_rows, most_each)
+        drafters = [each for each in self._drafters if not (each.needs_blocks and plan.moves)]
+        self._guesses = self._find(drafting, drafters, num_rows, most_each)
         chosen = self.size.choose(num_rows, self._guesses, most)
         for request, num_drafts in chosen.items():
             if (num_drafts := self._scheduler.room.grow_for_drafts(request, num_drafts)) > 0:
@@ -65,11 +66,13 @@ class Drafting:
         self._has_drafts = bool(plan.drafts)
         self.totals.drafting_s += clock() - started_s
 
-    def _find(self, requests: Sequence[Request], num_rows: int, most: int) -> dict[Request, Guess]:
+    def _find(
+        self, requests: Sequence[Request], drafters: Sequence[Drafter], num_rows: int, most: int
+    ) -> dict[Request, Guess]:
         """Returns the guesses of the first drafter that is often right about a sequence, or the best of the others."""
         found: dict[Request, Guess] = {}
         left = {request: request.sampling.max_tokens - len(request.output_token_ids) - 1 for request in requests}
-        for drafter in self._drafters:
+        for drafter in drafters:
             asked = [each for each in requests if left[each] > 0 and self._may_better(each, drafter, found.get(each))]
             depth = most
             if asked and drafter.costs is not None:

@@ -1,0 +1,92 @@
+"""Drafts with a head of the target itself: one layer that reads the states of the last tokens (EAGLE-3, MTP).
+
+Its keys and values are in the sequences' own blocks; see model/head_pairs.py. A sequence has drafts one step after its
+first one here, which leaves the states.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from pd_cluster.engine.draft.chains import Chain, DraftChoice, FoundDrafts
+from pd_cluster.engine.draft.drafter import Drafter
+from pd_cluster.engine.draft.step_costs import StepCosts
+from pd_cluster.model.head_pairs import HeadOutput, HeadPairs, PairChunk, is_for
+from pd_cluster.types import Request
+
+
+class HeadRunner(Protocol):
+    """The part of a runner that this drafter needs."""
+
+    vocab_size: int
+
+    @property
+    def head_pairs(self) -> HeadPairs:
+        """The pairs that are still to be computed."""
+
+    def draft_pairs(self, chunks: Sequence[PairChunk], are_tapped: bool) -> HeadOutput:
+        """Computes pairs; their states are as they were tapped, or as this has returned them."""
+
+
+class HeadDrafter(Drafter):
+    needs_blocks = True
+
+    def __init__(
+        self,
+        name: str,
+        runner: HeadRunner,
+        choice: DraftChoice,
+        grow: Callable[[Request, int], int],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`grow` takes blocks for so many drafts of a sequence, and returns for how many there is room."""
+        self.name, self._runner, self._choice, self._grow = name, runner, choice, grow
+        self._clock, self._found = clock, FoundDrafts()
+        self.costs: StepCosts = StepCosts()
+
+    def is_for(self, request: Request) -> bool:
+        return is_for(request)
+
+    def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
+        chains, pairs = list[Chain](), list[PairChunk]()
+        for request in requests:
+            waiting = self._runner.head_pairs.waiting(request)
+            if waiting is None or (depth := self._choice.most(request, most)) <= 0:
+                continue
+            if (depth := self._grow(request, depth)) > 0:
+                chains.append(Chain(request, depth))
+                pairs.append(waiting)
+        if chains:
+            self._draft(chains, pairs)
+        self._found.replace(chains)
+
+    def _draft(self, chains: Sequence[Chain], pairs: Sequence[PairChunk]) -> None:
+        """Computes the pairs up to each sequence's last token, then one draft after the other."""
+        started_s, depth = self._clock(), max(each.depth for each in chains)
+        output = self._runner.draft_pairs(pairs, True)
+        for each in chains:
+            self._runner.head_pairs.wrote(each.request)
+        self._choice.extend(chains, output.logits)
+        going, states = list(chains), output.states
+        while kept := [at for at, each in enumerate(going) if not each.is_done]:
+            going, states = [going[at] for at in kept], states[kept]
+            output = self._runner.draft_pairs([_next(*each) for each in zip(going, states, strict=True)], False)
+            self._choice.extend(going, output.logits)
+            states = output.states
+        if sum(len(each.token_ids) for each in pairs) <= 2 * len(chains):
+            self.costs.took(len(chains), (self._clock() - started_s) / depth)
+
+    def draft(self, request: Request, most: int) -> Sequence[int]:
+        return self._found.of(request, most)
+
+    def ended(self, request: Request) -> None: ...
+
+
+def _next(chain: Chain, states: torch.Tensor) -> PairChunk:
+    """Returns the pair of a chain's last draft. `states` [hidden_size]: what its own pair's were followed by."""
+    at = chain.request.num_tokens + len(chain.drafts) - 1
+    return PairChunk(chain.request, at, chain.drafts[-1:], states[None])

@@ -1,0 +1,172 @@
+"""The pairs that a draft head still has to compute of each sequence, as the states of the tokens before.
+
+Pairs of a prompt are written in the step that computes it, so that they leave with its layers. Those of decoded tokens
+wait until somebody drafts, or until a block is full: a block whose hash is known is whole in all layers. A token's
+states are lost where another process, or another sequence, has computed it; then the next step computes it once more,
+as a row that only reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.model.batch import Drafts, ForwardBatch, PairRows, StepInput, batch_of
+from pd_cluster.model.draft_head import FIRST_KEY, DraftHead
+from pd_cluster.types import Request
+
+
+class HeadOutput(NamedTuple):
+    """Of the last pair of each chunk."""
+
+    logits: torch.Tensor  # [num_chunks, vocab_size] float32, of the model's tokens
+    states: torch.Tensor  # [num_chunks, hidden_size]
+
+
+@dataclass(slots=True)
+class PairChunk:
+    """Consecutive pairs of a sequence: tokens from index `start` on, each with the states of the one before."""
+
+    request: Request
+    start: int
+    token_ids: Sequence[int]
+    states: torch.Tensor  # [num_tokens, hidden_size]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """`rows`: what was tapped of tokens from `first` on, each [width]. Pairs of tokens up to `first` are written."""
+
+    first: int
+    rows: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.rows)
+
+
+class HeadPairs:
+    """By sequence; those with pictures, or with embeddings of a prompt adapter, have none."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._waiting: WeakKeyDictionary[Request, _Waiting] = WeakKeyDictionary()
+
+    def lacking(self, chunks: Iterable[tuple[Request, int]]) -> list[Request]:
+        """Returns those whose token before their chunk has to be computed once more, for its states."""
+        return [request for request, _ in chunks if is_for(request) and self._lacks(request)]
+
+    def _lacks(self, request: Request) -> bool:
+        start, waiting = request.num_computed_tokens, self._waiting.get(request)
+        return start > 0 and (waiting is None or not waiting.first <= start <= waiting.stop)
+
+    def tapped(
+        self, chunks: Sequence[tuple[Request, int]], drafts: Drafts, lacking: Sequence[Request], taps: torch.Tensor
+    ) -> list[PairChunk]:
+        """Takes what a step's tokens left, [num_tokens, width], in the order of `step_input`; returns pairs to compute.
+
+        Those are in `PairChunk.states` as they were tapped. Chunks have not been booked yet.
+        """
+        num_tokens, num_drafts = sum(number for _, number in chunks), sum(map(len, drafts.values()))
+        again = dict(zip(lacking, taps[num_tokens + num_drafts :], strict=True))
+        found: list[PairChunk] = []
+        at, draft_at = 0, num_tokens
+        for request, number in chunks:
+            own = taps[at : at + number]
+            token_ids = drafts.get(request, ())
+            if token_ids:
+                own = torch.cat((own, taps[draft_at : draft_at + len(token_ids)]))
+            at, draft_at = at + number, draft_at + len(token_ids)
+            if is_for(request):
+                found += self._continued(request, number, token_ids, own, again.get(request))
+        return found
+
+    def _continued(
+        self, request: Request, number: int, drafts: Sequence[int], own: torch.Tensor, before: torch.Tensor | None
+    ) -> Iterable[PairChunk]:
+        """Notes the states of a chunk and its drafts, `own`; yields its pairs if they have to be written now."""
+        start = request.num_computed_tokens
+        waiting = self._waiting.get(request) or _Waiting(0)
+        if start == 0:
+            waiting = _Waiting(0)
+        elif before is not None:
+            waiting = _Waiting(start - 1, [before])
+        del waiting.rows[start - waiting.first :]
+        self._waiting[request] = waiting
+        stop = start + len(own)
+        if number > 1 or stop // self._block_size > start // self._block_size:
+            token_ids = [*request.token_ids(start, start + number), *drafts]
+            first = max(waiting.first + 1, FIRST_KEY)
+            before_ids = request.token_ids(first, start) if first < start else []
+            states = torch.cat((*(row[None] for row in waiting.rows), own[:-1]))
+            if first < stop:
+                yield PairChunk(request, first, [*before_ids, *token_ids[max(0, first - start) :]], states)
+            # Drafts may be wrong: theirs are written once more when they are known to be right.
+            computed = start + number
+            waiting.first, waiting.rows = computed - 1, [row.clone() for row in own[number - 1 :]]
+        else:
+            waiting.rows += own.unbind()
+
+    def waiting(self, request: Request) -> PairChunk | None:
+        """Returns the pairs up to a sequence's last token, with states as they were tapped; then call `wrote`.
+
+        None: states of earlier tokens are missing.
+        """
+        waiting, stop = self._waiting.get(request), request.num_tokens
+        if waiting is None or not waiting.first < stop - 1 <= waiting.stop:
+            return None
+        rows, first = waiting.rows[: stop - 1 - waiting.first], waiting.first + 1
+        return PairChunk(request, first, request.token_ids(first, stop), torch.stack(rows))
+
+    def wrote(self, request: Request) -> None:
+        """Notes that the pairs of all its tokens are written."""
+        self._waiting[request] = _Waiting(request.num_tokens - 1)
+
+
+def is_for(request: Request) -> bool:
+    """Whether all its tokens have embeddings of the model."""
+    return not request.order.images and not request.num_virtual_tokens
+
+
+def write_pairs(head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk]) -> None:
+    """Writes the keys and values of pairs, whose states are as they were tapped."""
+    _compute(head, pool, chunks, head.project(_states(chunks)), 0)
+
+
+def draft_pairs(
+    head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk], are_tapped: bool, vocab_size: int
+) -> HeadOutput:
+    """Does the same, and returns what follows the last pair of each chunk; states may be such as it returns."""
+    states = _states(chunks)
+    logits, batch = _compute(head, pool, chunks, head.project(states) if are_tapped else states, 1)
+    assert batch.hidden is not None
+    assert batch.hidden.states is not None
+    return HeadOutput(head.of_model(logits.float(), vocab_size), batch.hidden.states)
+
+
+def _states(chunks: Sequence[PairChunk]) -> torch.Tensor:
+    return torch.cat([chunk.states for chunk in chunks])
+
+
+def _compute(
+    head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk], states: torch.Tensor, num_outputs: int
+) -> tuple[torch.Tensor, ForwardBatch]:
+    rows: list[tuple[int, ...]] = []
+    blocks: list[int] = []
+    for chunk in chunks:
+        stop = chunk.start + len(chunk.token_ids)
+        num_blocks = pool.layout.num_blocks_for(stop)
+        blocks += chunk.request.block_table[:num_blocks]
+        most_tokens = chunk.request.most_tokens
+        rows.append((len(chunk.token_ids), chunk.start, num_blocks, num_outputs, most_tokens, num_outputs))
+    input_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
+    numbers, ids, table = (np.array(each, dtype=np.int64) for each in (rows, input_ids, blocks))
+    batch = batch_of(StepInput(numbers, ids, table), pool)
+    batch.pairs = PairRows(states)
+    return head.model(batch), batch

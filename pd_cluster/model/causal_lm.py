@@ -198,7 +198,7 @@ class ModelEnds:
 
     embed: Callable[[torch.Tensor], torch.Tensor]
     ropes: RopeTables
-    norm: Norm
+    norm: Norm | None  # None: `head` has it, and states are those before it
     head: Linear
     vocab_size: int  # the whole model's
     embedding_factor: float = 1.0  # which `embed` applies

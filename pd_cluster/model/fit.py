@@ -59,7 +59,7 @@ def check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> No
             f"{_file_of(checkpoint, left[0])}: {left[0]}{more}: {checkpoint.model_type} has no such weight and would "
             f"be computed without it; if a quantizer made this folder, {WAY_OUT}; otherwise remove such tensors"
         )
-    if num_further := sum(_is_further(checkpoint, each.key) for each in checkpoint.weights.stored()):
+    if num_further := sum(is_further(checkpoint, each.key) for each in checkpoint.weights.stored()):
         log.info("%s: %d tensors of layers behind the last one are left out", checkpoint.path, num_further)
     if checkpoint.is_unproven:
         check_fields(model)
@@ -72,10 +72,10 @@ def check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> No
 
 def _may_be_left(checkpoint: Checkpoint, key: str) -> bool:
     """Whether a tensor that no module takes changes nothing, beyond those that transformers knows of."""
-    return bool(BUFFERS.search(key) or ROTARY.search(key)) or _is_further(checkpoint, key)
+    return bool(BUFFERS.search(key) or ROTARY.search(key)) or is_further(checkpoint, key)
 
 
-def _is_further(checkpoint: Checkpoint, key: str) -> bool:
+def is_further(checkpoint: Checkpoint, key: str) -> bool:
     """Whether a tensor is of a layer behind those that config.json counts, and may be left out."""
     layer = LAYER.search(key)
     num_layers, num_further = checkpoint.config.get(NUM_LAYERS), checkpoint.config.get(NUM_FURTHER_LAYERS)

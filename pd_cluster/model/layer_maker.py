@@ -47,7 +47,7 @@ class LayerMaker:
         if self.adapters is not None:
             eps, dtype = norm.eps, found.weight.dtype
             self.adapters.norms.beside(
-                f"{self.path}.{name}", norm, lambda weight: Norm(_norm_weight(weight.to(dtype), quirks), eps)
+                f"{self.path}.{name}", norm, lambda weight: Norm(norm_weight(weight.to(dtype), quirks), eps)
             )
         return norm
 
@@ -63,13 +63,13 @@ class LayerMaker:
 
 def norm_of(module: Any, quirks: Quirks, order: torch.Tensor | None = None) -> Norm:
     """`order`: that of a head's features, if they are what is normed."""
-    weight = _norm_weight(module.weight.detach().clone(), quirks)
+    weight = norm_weight(module.weight.detach().clone(), quirks)
     if order is not None:
         weight = weight[order.to(weight.device)]
     return Norm(weight, module.eps if hasattr(module, "eps") else module.variance_epsilon)
 
 
-def _norm_weight(weight: torch.Tensor, quirks: Quirks) -> torch.Tensor:
+def norm_weight(weight: torch.Tensor, quirks: Quirks) -> torch.Tensor:
     """Returns what a norm multiplies by, from a weight of the files."""
     if quirks.adds_one:
         return 1.0 + weight.float()  # in 16 bits the sum would lose the weight

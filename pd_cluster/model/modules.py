@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from pd_cluster.devices.device import Device
 from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.model.attention import sdpa
-from pd_cluster.model.fit import check_loaded, check_stored
+from pd_cluster.model.fit import check_loaded, check_stored, is_further
 from pd_cluster.model.forms import HeldWeights, hold, is_in_other_form
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.shard import has_head, names, read_named, read_shard, read_text_part, read_whole
@@ -136,8 +137,9 @@ def _read_weights(checkpoint: Checkpoint, share: Share | None, dtype: torch.dtyp
                 f"{checkpoint.path}: experts of pictures are not quantized here; serve plain weights as they are"
             )
         plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
-        name_of = text_name if checkpoint.part_of else str
-        return read_quantized(checkpoint.weights, checkpoint.quantization, name_of, dtype, plan, rank)
+        return read_quantized(
+            checkpoint.weights, checkpoint.quantization, partial(_name_of, checkpoint), dtype, plan, rank
+        )
     if checkpoint.part_of == experts.WHOLE_TYPE:
         plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
         return experts.as_text_model(read_named(checkpoint.weights, experts.texts_name(checkpoint), plan, rank))
@@ -149,6 +151,11 @@ def _read_weights(checkpoint: Checkpoint, share: Share | None, dtype: torch.dtyp
     if checkpoint.layout is not None or any(map(is_in_other_form, names(checkpoint.weights))):
         return read_whole(checkpoint.weights)
     return None
+
+
+def _name_of(checkpoint: Checkpoint, key: str) -> str:
+    """Returns a tensor's name in the model; "" for one of a further layer, whose codes would have no module."""
+    return "" if is_further(checkpoint, key) else text_name(key) if checkpoint.part_of else key
 
 
 def expert_width(checkpoint: Checkpoint) -> int:

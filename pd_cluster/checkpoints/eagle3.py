@@ -42,7 +42,7 @@ class StoredWeight(NamedTuple):
 
 
 class Eagle3Target(NamedTuple):
-    """What a head must fit: the model that it drafts for."""
+    """The model that a head must fit."""
 
     path: Path
     hidden_size: int

@@ -13,9 +13,6 @@ from msgspec import structs
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.hub import resolve_model
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM
-from pd_cluster.model.draft_head import DraftHead
-from pd_cluster.model.eagle3 import load_eagle3, load_mtp
 from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.settings.speculation import Speculation
@@ -62,15 +59,6 @@ def with_draft(plan: LoadPlan) -> LoadPlan:
     return replace(
         plan, draft=LoadPlan.of(structs.replace(config, max_model_len=max_model_len), plan.group, plan.device)
     )
-
-
-def load_head(plan: LoadPlan, model: CausalLM) -> DraftHead | None:
-    """Loads the draft head that the settings name. Raises ModelError."""
-    method = plan.config.speculation.with_weights
-    if method is None or method == "draft_model":
-        return None
-    assert isinstance(model, FusedCausalLM)  # see with_draft
-    return load_eagle3(plan, model) if method == "eagle3" else load_mtp(plan, model)
 
 
 def _check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:

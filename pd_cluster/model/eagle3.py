@@ -58,14 +58,12 @@ def check_eagle3(plan: LoadPlan) -> Eagle3Folder:
 
     Raises ConfigError, ModelError.
     """
-    speculation, adapters = plan.config.speculation, plan.config.adapters
+    speculation = plan.config.speculation
     method = f"{PLACE}: method eagle3"
     if plan.device.is_accelerator:
         raise ConfigError(f"{method}: only CPUs draft with a head, and this is {plan.device.kind}; {INSTEAD}")
     if not plan.is_alone:
         raise ConfigError(f"{method}: {called('tensor_parallel_size')} {plan.group.size}: use 1, or {INSTEAD}")
-    if adapters.enable_lora:
-        raise ConfigError(f"{method}: {called('enable_lora')}: a head knows no adapters; leave it out, or {INSTEAD}")
     where = f"{PLACE}: model"
     path = resolve_model(
         speculation.model, speculation.revision, plan.config.download_dir, where, revision_flag=f"{PLACE}: revision"
@@ -200,7 +198,7 @@ def _model_of(weights: _HeadWeights, target: FusedCausalLM) -> FusedCausalLM:
         mlp_norm=weights.norm(f"{LAYER}post_attention_layernorm.weight"),
     )
     cache = LayerCache(config.num_kv_heads, keys_and_values(config.head_dim))
-    return FusedCausalLM(rotary.config, ops, [layer], ends, Served((cache,)))
+    return FusedCausalLM(rotary.config, ops, [layer], ends, Served((cache,), adapters=target.adapters))
 
 
 def _rotary(config: Eagle3Config) -> Any:

@@ -21,6 +21,7 @@ from pd_cluster.model.draft_plan import with_draft
 from pd_cluster.model.graph_kinds import capture_graphs, check_prompt_graphs, why_eager
 from pd_cluster.model.graphs import sizes_of
 from pd_cluster.model.held_adapters import HeldAdapters
+from pd_cluster.model.load_head import check_head
 from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.model.loader import plan_of
 from pd_cluster.model.parallel.group import Alone, Group
@@ -57,6 +58,7 @@ def load_runner(config: EngineConfig, group: Group | None = None, device: Device
     if not device.is_accelerator:
         keep_what_is_freed()
     plan = with_draft(LoadPlan.of(config, group or Alone(), device))
+    check_head(plan)
     with contextlib.ExitStack() as undo:
         with trial(plan.checkpoint):
             parts = load_parts(plan)

@@ -29,7 +29,7 @@ from pd_cluster.checkpoints.tensor_place import TensorPlace
 from pd_cluster.checkpoints.weight_files import PLAIN_DTYPES, QUANTIZERS_TENSORS
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.kv.memory import TORCH_DTYPES
-from pd_cluster.model.causal_lm import FusedCausalLM, Served
+from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, Served
 from pd_cluster.model.cpu.ops import CpuOps
 from pd_cluster.model.declared import is_indexed
 from pd_cluster.model.draft_head import FIRST_KEY, DraftHead
@@ -79,12 +79,12 @@ def check_mtp(plan: LoadPlan) -> None:
         raise ConfigError(f"{PLACE}: method mtp: {checkpoint.path} {why}; {OTHERWISE}")
 
 
-def load_mtp(plan: LoadPlan, target: FusedCausalLM) -> DraftHead:
+def load_mtp(plan: LoadPlan, target: CausalLM) -> DraftHead:
     """Loads the head of a plan that passed `check_mtp` beside the loaded model. Raises ConfigError, ModelError."""
-    checkpoint, index = plan.checkpoint, len(target.layers)
-    if not isinstance(target.ops, CpuOps):
+    checkpoint = plan.checkpoint
+    if not isinstance(target, FusedCausalLM) or not isinstance(target.ops, CpuOps):
         raise ConfigError(f"{PLACE}: method mtp: takes the C kernels, and this model has {target.kernels}; {OTHERWISE}")
-    one = _load_layer(plan)
+    one, index = _load_layer(plan), len(target.layers)
     if one.caches[0] != target.caches[-1]:
         raise ModelError(
             f"{checkpoint.path}: layer {index} keeps {one.caches[0]}, and those before {target.caches[-1]}"
@@ -229,7 +229,9 @@ def _join_of(plan: LoadPlan, one: FusedCausalLM, ops: Ops) -> Join:
     config = config_of(checkpoint)
     quirks = ARCHITECTURES[_architecture(config).__name__]
     norms = (weights.pop(f"{FIRST}{name}.weight").float() for name in NORMS)
-    enorm, hnorm = (Norm(norm_weight(weight, quirks), one.ends.norm.eps) for weight in norms)
+    assert one.ends.norm is not None
+    eps = one.ends.norm.eps
+    enorm, hnorm = (Norm(norm_weight(weight, quirks), eps) for weight in norms)
     project = _projection(checkpoint, weights, dtype, ops)
     is_turned = bool(getattr(config, "mtp_hidden_states_first", False))
 

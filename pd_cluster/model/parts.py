@@ -12,7 +12,7 @@ from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.declared import LayerCache
 from pd_cluster.model.draft_head import DraftHead
-from pd_cluster.model.draft_plan import load_head
+from pd_cluster.model.load_head import load_head
 from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.model.loader import KernelChoices, load_model
 from pd_cluster.model.parallel.group import Group

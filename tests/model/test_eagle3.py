@@ -26,7 +26,6 @@ from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.model.parallel.group import Alone
 from pd_cluster.model.parts import load_parts
 from pd_cluster.native.products import multiplies_bf16
-from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.speculation import Speculation
 from tests.support.checkpoints import reference_model
@@ -395,7 +394,6 @@ TARGET_FAULTS: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
     ("llama", {**SEVEN, "head_dim": 32}, {}, "head_dim 16: "),
     ("llama", {}, {}, f"{IDS}: missing, and the usual ones of a model of 3 layers would be 2, 1, 0"),
     ("deepseek_v3", {}, {}, "keeps latents"),
-    ("llama", SEVEN, {"adapters": AdapterSettings(enable_lora=True)}, "a head knows no adapters"),
 ]
 
 

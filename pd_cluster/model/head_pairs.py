@@ -23,7 +23,7 @@ from pd_cluster.types import Request
 
 
 class HeadOutput(NamedTuple):
-    """What follows the last pair of each chunk."""
+    """The outputs of the last pair of each chunk."""
 
     logits: torch.Tensor  # [num_chunks, vocab_size] float32, of the model's tokens
     states: torch.Tensor  # [num_chunks, hidden_size]

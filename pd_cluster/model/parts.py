@@ -34,7 +34,7 @@ class LoadedParts(NamedTuple):
 
     @property
     def caches(self) -> tuple[LayerCache, ...]:
-        """What each layer keeps, the head's last."""
+        """The caches of all layers, the head's last."""
         return self.model.caches if self.head is None else (*self.model.caches, *self.head.model.caches)
 
 

@@ -39,7 +39,7 @@ WAY_OUT = "give another head, or method ngram or suffix"
 
 @dataclass(frozen=True, slots=True)
 class Eagle3Config:
-    """A head's config.json says. `rope` are the fields that its rotary embedding follows from.
+    """The contents of a head's config.json. `rope` are the fields that its rotary embedding follows from.
 
     `draft_vocab_size` 0: its output layer has the whole vocabulary. `num_taps`: how many states of the model's layers
     `fc` takes; 0: there is no fc, and the head reads the model's last states. `layers`: whose inputs they are; None:

@@ -31,7 +31,7 @@ class SendLane(SendingEnd):
         scheduler = StepScheduler(
             BlockPool(pool.num_blocks), StepSizes(LAYOUT.block_size, 1, 1)
         )  # only its block size is used
-        sizes = ShipSizes(LAYOUT.num_layers, LAYOUT.most_layer_nbytes)
+        sizes = ShipSizes(LAYOUT.most_layer_nbytes)
         self._exports = Exports(scheduler, self._table, self, TransferTerms(time.monotonic, TIMEOUTS), sizes)
         self._free = free
         self._requests: dict[str, Request] = {}

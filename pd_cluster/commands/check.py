@@ -20,6 +20,7 @@ from pd_cluster.cluster.members.place import Place, find_place, node_ports
 from pd_cluster.devices import hccl, npu_software
 from pd_cluster.devices.device import num_threads_for
 from pd_cluster.errors import ConfigError
+from pd_cluster.settings.options import settings
 from pd_cluster.settings.processes import KeyFiles, PortRange
 from pd_cluster.settings.setting import declared, variable_of
 from pd_cluster.settings.timeouts import Timeouts
@@ -45,6 +46,8 @@ def run(env: Mapping[str, str], network: bool = False, wait_s: float = 0.0, as_j
     console.print(_deadlines())
     for line in _npu_software(env):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+    if head := _head(env):
+        console.print(head)
     if not env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
         console.print("no rank table: set GLOBAL_RANK_TABLE_FILE_PATH and RANK_TABLE_FILE_PATH to check them")
         return True
@@ -106,6 +109,18 @@ def _keys(place: Place, env: Mapping[str, str]) -> str:
     except ConfigError as error:
         return f"{WARNING}{error}"
     return "the files of the cluster's secrets are there and readable" if not files.derives else "secrets: derived"
+
+
+def _head(env: Mapping[str, str]) -> str:
+    """Describes what a draft head means for the KV cache; "" where the variables name none. Raises ConfigError."""
+    given = _given(env, "speculative_config")
+    method = settings()["speculative_config"].read(given).with_weights if given else None
+    if method in (None, "draft_model"):
+        return ""
+    return (
+        f"{method}: its layer is part of the KV cache, and is handed over to instances with the same head; between "
+        f"others the model's own layers are, and the head begins without the prompt"
+    )
 
 
 def _given(env: Mapping[str, str], setting: str) -> str | None:

@@ -49,8 +49,9 @@ def build_core(
 
 
 def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Channel]) -> EngineCore:
-    prefix = PrefixScope(runner.model_identity, runner.numerics) if config.enable_prefix_caching else None
-    block_size, num_kept = runner.pool.layout.block_size, runner.swap.num_kept
+    layout, num_kept = runner.pool.layout, runner.swap.num_kept
+    block_size, scope = layout.block_size, PrefixScope(runner.model_identity, runner.numerics, layout.draft_head)
+    prefix = scope if config.enable_prefix_caching else None
     tier = HostTier(num_kept, runner.swap.num_blocks, LoadCost(block_size)) if num_kept and prefix is not None else None
     scheduler = StepScheduler(
         BlockPool(runner.pool.num_blocks, rests=runner.device.is_accelerator, tier=tier),

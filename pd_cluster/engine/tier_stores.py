@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from pd_cluster import __version__
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.hub import resolve_model
 from pd_cluster.checkpoints.weight_files import whole_digest
 from pd_cluster.devices.device import product
 from pd_cluster.engine.step.scheduler import StepScheduler
@@ -59,11 +61,19 @@ def origin_of(config: EngineConfig, runner: ModelRunner) -> list[str]:
 
     Raises ModelError.
     """
-    weights = whole_digest(Checkpoint.of(config).path)
+    weights = [whole_digest(folder) for folder in (Checkpoint.of(config).path, *_folders_of_head(config))]
     machine = build.identity() or torch.backends.cpu.get_cpu_capability()
     if runner.device.is_accelerator:
         machine = product(runner.device)
-    return [weights, __version__, str(torch.__version__), machine]
+    return [*weights, __version__, str(torch.__version__), machine]
+
+
+def _folders_of_head(config: EngineConfig) -> list[Path]:
+    """Returns the folder of a draft head's weights; none where they are in the model's own, or there is no head."""
+    asked = config.speculation
+    if asked.with_weights != "eagle3":
+        return []
+    return [resolve_model(asked.model, asked.revision, config.download_dir, called("speculative_config"))]
 
 
 def tiers_of(

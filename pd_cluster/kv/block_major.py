@@ -148,7 +148,8 @@ class HostBlocks(BlockMajor):
         copy = streaming_copy()
         for first, start, count in paired_runs(piece.block_ids, into):
             to_blocks, of_blocks = there[start : start + count], here[first : first + count]
-            pairs = zip(_contiguous(to_blocks), _contiguous(of_blocks), strict=True)
+            are_whole = to_blocks.is_contiguous() and of_blocks.is_contiguous()  # one pool may have more layers
+            pairs = zip(*(_contiguous(each, are_whole) for each in (to_blocks, of_blocks)), strict=True)
             for to, of in _hot(pairs) if seen is not None else pairs:
                 if copy is not None:
                     copy(to, of)
@@ -170,7 +171,8 @@ class HostBlocks(BlockMajor):
 
     def _contiguous(self, piece: KVPiece, blocks: list[int]) -> list[torch.Tensor]:
         layers = self._layers(piece)
-        return [part for first, count in runs(blocks) for part in _contiguous(layers[first : first + count])]
+        found = (layers[first : first + count] for first, count in runs(blocks))
+        return [part for each in found for part in _contiguous(each, each.is_contiguous())]
 
 
 class DeviceBlocks(BlockMajor):
@@ -216,9 +218,9 @@ def _copy_each(blocks: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
         blocks[target].copy_(blocks[source])
 
 
-def _contiguous(blocks: torch.Tensor) -> list[torch.Tensor]:
+def _contiguous(blocks: torch.Tensor, is_whole: bool) -> list[torch.Tensor]:
     """Splits [n, nbytes] of a pool: whole when all layers are there, otherwise block by block."""
-    return [blocks.view(-1)] if blocks.is_contiguous() else [block.view(-1) for block in blocks]
+    return [blocks.view(-1)] if is_whole else [block.view(-1) for block in blocks]
 
 
 def _hot(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The shape of a KV cache block, and the conditions under which two pools can exchange blocks.
+"""The shape of a KV cache block, and the ways from one pool into another.
 
 Knows nothing of tensors: sizes are integers, dtypes are names.
 """
@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from pd_cluster.errors import LinkError
-from pd_cluster.settings.engine import MAX_BLOCK_SIZE, MAX_TP_SIZE
+from pd_cluster.settings.engine import MAX_TP_SIZE
 from pd_cluster.wire import KVPiece, LayoutInfo, Plane
 
 CODE_BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4}  # of vectors that are codes with one scale behind them
 DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, **dict.fromkeys(CODE_BITS, 1)}  # codes lie as bytes
 SCALE_NBYTES = 4  # one float32
 LATENT, INDEX = "latent", "index"
+COLD = "drafts cold"
 
 
 class AlikeLayers(NamedTuple):
@@ -36,7 +36,8 @@ class KVLayout:
     `plane_layers`: for each plane the layers that have it, ascending. It is () where every layer has every plane.
     num_kv_heads counts the whole model. Heads are split evenly over tp_size ranks; with more ranks than heads each head
     is replicated on tp_size / num_kv_heads ranks. `dtype` is the pool's, which may be narrower than the model's: see
-    `stored_width`.
+    `stored_width`. The last `num_draft_layers` layers are those of a draft head; `draft_head` identifies everything
+    that their contents follow from beside the model, and is "" without one.
     """
 
     num_layers: int
@@ -49,6 +50,25 @@ class KVLayout:
     plane_layers: tuple[tuple[int, ...], ...] = ()
     num_draft_layers: int = 0
     draft_head: str = ""
+
+    @property
+    def num_model_layers(self) -> int:
+        """Counts the model's own layers."""
+        return self.num_layers - self.num_draft_layers
+
+    @property
+    def without_head(self) -> KVLayout:
+        """Returns the layout of the model's own layers alone."""
+        stop, planes, plane_layers = self.num_model_layers, self.planes, self.plane_layers
+        if plane_layers:
+            own = [tuple(layer for layer in layers if layer < stop) for layers in plane_layers]
+            kept = [(plane, layers) for plane, layers in zip(planes, own, strict=False) if layers]
+            planes, plane_layers = tuple(plane for plane, _ in kept), tuple(layers for _, layers in kept)
+            if all(len(layers) == stop for layers in plane_layers):
+                plane_layers = ()
+        return replace(
+            self, num_layers=stop, planes=planes, plane_layers=plane_layers, num_draft_layers=0, draft_head=""
+        )
 
     @property
     def alike(self) -> tuple[AlikeLayers, ...]:
@@ -200,60 +220,17 @@ def vectors_nbytes(planes: Iterable[Plane], dtype: str) -> int:
     return sum(stored_width(dtype, plane.width) for plane in planes) * DTYPE_NBYTES[dtype]
 
 
-def token_nbytes_of(info: LayoutInfo) -> int:
-    """Counts the bytes of a token on all ranks of an instance, each KV head once."""
-    alike = _alike(info.num_layers, info.planes, info.plane_layers)
-    vectors = sum((each.stop - each.first) * vectors_nbytes(each.planes, info.dtype) for each in alike)
-    return info.num_kv_heads * vectors
+def num_common_layers(source: KVLayout | LayoutInfo, target: KVLayout | LayoutInfo) -> int:
+    """Counts the first layers of a pair that travel: a draft head's only to a pool with the same head."""
+    return source.num_layers - (source.num_draft_layers if source.draft_head != target.draft_head else 0)
 
 
-def check_pair(source: KVLayout, target: KVLayout) -> None:
-    """Checks that KV cache of `source` can land in `target`; raises LinkError(retry=False) naming the field.
-
-    Block size, dtype and tensor parallel size may differ: see pack.py and `lanes`.
-    """
-    for name, theirs, ours in _compared(source, target):
-        if theirs != ours:
-            raise LinkError(
-                f"KV layout differs: {name} is {theirs} on the prefill instance and {ours} on the decode instance; "
-                f"start both with the same model"
-            )
-    for layout in (source, target):
-        if not can_split_heads(layout.num_kv_heads, layout.tp_size):
-            raise LinkError(
-                f"KV layout makes no sense: {layout.num_kv_heads} KV heads cannot be spread over {layout.tp_size} ranks"
-            )
-        if not _has_planes(layout) or min(plane.width for plane in layout.planes) < 1:
-            raise LinkError("KV layout makes no sense: a layer has no planes, or one of them no numbers")
-        if not can_hold(layout.planes, layout.dtype):
-            raise LinkError(f"KV layout makes no sense: {layout.dtype} holds two numbers a byte, and a width is odd")
-        is_rank = 0 <= layout.tp_rank < layout.tp_size
-        if layout.dtype not in DTYPE_NBYTES or not 1 <= layout.block_size <= MAX_BLOCK_SIZE or not is_rank:
-            raise LinkError(
-                f"KV layout makes no sense: blocks of {layout.block_size} tokens of {layout.dtype!r}, rank "
-                f"{layout.tp_rank} of {layout.tp_size}"
-            )
-
-
-def _compared(source: KVLayout, target: KVLayout) -> Iterator[tuple[str, object, object]]:
-    """Yields the fields that must be the same, under their public names."""
-    for name in ("num_layers", "num_kv_heads"):
-        yield name, getattr(source, name), getattr(target, name)
-    if (names := [plane.name for plane in source.planes]) != [plane.name for plane in target.planes]:
-        yield "planes", ", ".join(names), ", ".join(plane.name for plane in target.planes)
-        return
-    for theirs, ours in zip(source.planes, target.planes, strict=True):
-        yield f"{theirs.name}_head_dim", theirs.width, ours.width
-    yield "plane_layers", source.plane_layers, target.plane_layers
-
-
-def _has_planes(layout: KVLayout) -> bool:
-    """Whether each layer has a plane, and no plane a layer that is not there, or the same one twice."""
-    if not layout.plane_layers:
-        return bool(layout.planes)
-    known = range(layout.num_layers)
-    is_known = all(list(layers) == sorted({*layers} & {*known}) for layers in layout.plane_layers)
-    return is_known and len(layout.plane_layers) == len(layout.planes) and all(each.planes for each in layout.alike)
+def token_nbytes_of(source: LayoutInfo, target: LayoutInfo) -> int:
+    """Counts the bytes of a token that travel from all ranks of an instance to another, each KV head once."""
+    stop, vectors = num_common_layers(source, target), 0
+    for each in _alike(source.num_layers, source.planes, source.plane_layers):
+        vectors += max(0, min(each.stop, stop) - each.first) * vectors_nbytes(each.planes, source.dtype)
+    return source.num_kv_heads * vectors
 
 
 def can_split_heads(num_kv_heads: int, tp_size: int) -> bool:
@@ -339,11 +316,18 @@ class Route:
 
     @property
     def precision(self) -> str:
-        """Returns "" when the target holds just what it would have computed itself, otherwise its dtype on the way."""
-        source, target = self.source.dtype, self.target.dtype
-        if self.wire_dtype not in (source, target):
-            return self.wire_dtype
-        return "" if source == target else source
+        """Returns "" when the target holds just what it would have computed itself.
+
+        Otherwise it names the dtype on the way, and COLD where the target's draft head finds nothing of the prompt.
+        """
+        source, target, losses = self.source, self.target, list[str]()
+        if self.wire_dtype not in (source.dtype, target.dtype):
+            losses.append(self.wire_dtype)
+        elif source.dtype != target.dtype:
+            losses.append(source.dtype)
+        if target.draft_head not in ("", source.draft_head):
+            losses.append(COLD)
+        return ", ".join(losses)
 
     def payload_nbytes(self, piece: KVPiece) -> int:
         if self.is_verbatim:

@@ -23,7 +23,7 @@ from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.block_major import BlockMajor, DeviceBlocks, HostBlocks
 from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.layout import KVLayout
-from pd_cluster.kv.memory import TORCH_DTYPES, Memory
+from pd_cluster.kv.memory import TORCH_DTYPES, Memory, runs
 from pd_cluster.kv.vectors import encode
 from pd_cluster.wire import KVPiece
 
@@ -128,11 +128,12 @@ class KVPool:
         piece = KVPiece(0, self.layout.block_size, 0, self.layout.num_layers, [block])
         self.memory.scatter(numbers, piece, [block])
 
-    def clear_block(self, block: int) -> None:
-        """Fills the block with zeros."""
-        for layer in range(self.layout.num_layers):
+    def clear(self, blocks: list[int], first_layer: int = 0) -> None:
+        """Fills these blocks with zeros in the layers from `first_layer` on, scales of codes included."""
+        for layer in range(first_layer, self.layout.num_layers):
             for plane in self.memory.planes(layer):
-                plane[block] = 0
+                for first, count in runs(blocks):
+                    plane[first : first + count] = 0
 
     def check_blocks(self, table: npt.NDArray[np.int64], wanted: int) -> None:
         """Checks a table that kernels will trust; `wanted` is its required length. Raises ValueError."""

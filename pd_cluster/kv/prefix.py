@@ -30,11 +30,13 @@ class PrefixScope:
     """Limits sharing of KV to requests with the same model, variant, numerics, transfer precision and salt.
 
     Where positions depend on a request's length, that must be the same, too. Pooled prompts share only among
-    themselves, because they are computed in chunks of one size.
+    themselves, because they are computed in chunks of one size. Blocks with a draft head's layers are shared with none
+    that lack them or have those of another head (`KVLayout.draft_head`).
     """
 
     model_identity: str
     numerics: Numerics
+    draft_head: str = ""
 
     def root(self, order: Order, kv_precision: str = "") -> bytes:
         numerics = self.numerics.digest
@@ -44,6 +46,8 @@ class PrefixScope:
             numerics += f" for {length}"
         if order.pooling is not None:  # blocks of which every bit follows from the tokens
             numerics += " in fixed chunks"
+        if self.draft_head:
+            numerics += f" with {self.draft_head}"
         variant = (order.variant,) if order.variant else ()
         return root_hash(self.model_identity, numerics, order.cache_salt, *variant)
 

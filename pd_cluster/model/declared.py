@@ -90,15 +90,22 @@ def has_latents(caches: tuple[LayerCache, ...]) -> bool:
 def layout_of(caches: tuple[LayerCache, ...], block_size: int, dtype: str, draft_head: str = "") -> KVLayout:
     """Returns the layout of a pool of this dtype. Raises ConfigError for one that cannot hold such vectors.
 
-    `draft_head`: the identity of one that writes the last layer; "": there is none.
+    `draft_head`: the identity of the one that writes the last layer; "": all layers are the model's own.
     """
     planes = _all_planes(caches)
     layers = tuple(tuple(index for index, each in enumerate(caches) if plane in each.planes) for plane in planes)
     are_alike = all(len(each) == len(caches) for each in layers)
+    assert all(each.num_heads == caches[0].num_heads for each in caches)
     layout = KVLayout(
-        len(caches), caches[0].num_heads, planes, block_size, dtype, plane_layers=() if are_alike else layers,
-        num_draft_layers=int(bool(draft_head)), draft_head=draft_head,
-    )  # fmt: skip
+        len(caches),
+        caches[0].num_heads,
+        planes,
+        block_size,
+        dtype,
+        plane_layers=() if are_alike else layers,
+        num_draft_layers=int(bool(draft_head)),
+        draft_head=draft_head,
+    )
     if layout.has_index and dtype in CODE_BITS:
         raise ConfigError(
             f"{called('kv_cache_dtype')} {dtype}: the keys by which an indexer chooses stay numbers; leave it out"

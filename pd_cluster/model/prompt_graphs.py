@@ -130,7 +130,7 @@ class PromptGraphs:
         if replay is None:
             return None
         logits = replay()[: int(step.rows[:, 3].sum())]
-        for layer_idx in range(self._pool.layout.num_layers if on_layer is not None else 0):
+        for layer_idx in range(self._pool.layout.num_model_layers if on_layer is not None else 0):
             assert on_layer is not None
             on_layer(layer_idx + 1)
         return logits

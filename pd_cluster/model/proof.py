@@ -57,7 +57,7 @@ def prove_every_layer_writes(model: CausalLM, pool: KVPool) -> set[int | None]:
     batch = build_batch([(probe, probe.num_tokens)], pool)
     with torch.inference_mode(), refusal(model):
         model(batch)
-    num_layers = pool.layout.num_layers - pool.layout.num_draft_layers
+    num_layers = pool.layout.num_model_layers
     if batch.layers_written != list(range(num_layers)):
         raise ModelError(
             f"{_name(model)}: layers {batch.layers_written} wrote the KV pool instead of each of {num_layers} once, in "

@@ -17,7 +17,7 @@ import xxhash
 
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import KVLayout, Route
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.device_memory import DeviceMemory
@@ -61,7 +61,7 @@ class KVReceiver(Protocol):
     """D's end of a link. Received payloads are in their blocks once `copies` have settled."""
 
     name: TransportName
-    precision: str  # see kv.layout.Route
+    route: Route
     copies: Copies
 
     @property

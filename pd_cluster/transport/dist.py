@@ -111,15 +111,14 @@ class DistReceiver:
         self._backend = _backend_of(self.name)
         self._place, self._pool = place, place.pool
         self._checksum = checksum
-        self._route = Route(peer.layout, place.pool.layout, place.wants_int8)
+        self.route = Route(peer.layout, place.pool.layout, place.wants_int8)
         self.copies = Copies(place.pool.device, place.transfer_s)
-        self._staging = Staging(place.pool, self._route, self.copies, in_host_memory=self._backend in IN_HOST_MEMORY)
+        self._staging = Staging(place.pool, self.route, self.copies, in_host_memory=self._backend in IN_HOST_MEMORY)
         self._free = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_UNDER_WAY)]
         self._announced: deque[tuple[int, KVChunk]] = deque()  # waiting for a free buffer
         # sequence, work (None once done), buffer, the payload's part of it
         self._under_way: deque[tuple[int, Any, torch.Tensor, torch.Tensor]] = deque()
         self._group: Any = None
-        self.precision = self._route.precision
 
     def open(self) -> None:
         if problem := _why_no_pair(self.name, self._offer, self._pool.device):
@@ -155,8 +154,8 @@ class DistReceiver:
             self._start()
 
     def _take(self, payload: torch.Tensor, chunk: KVChunk, into: list[int]) -> None:
-        if chunk.nbytes != self._route.payload_nbytes(chunk.piece):
-            raise TransferFailed(f"{chunk.nbytes} bytes came for {self._route.payload_nbytes(chunk.piece)}")
+        if chunk.nbytes != self.route.payload_nbytes(chunk.piece):
+            raise TransferFailed(f"{chunk.nbytes} bytes came for {self.route.payload_nbytes(chunk.piece)}")
         if self._backend in IN_HOST_MEMORY and chunk.checksum and self._checksum.of(payload) != chunk.checksum:
             raise TransferFailed("checksum of a KV chunk is wrong")
         self._staging.unpack(payload, chunk.piece, into)
@@ -171,7 +170,7 @@ class DistReceiver:
         """Receives into every free staging buffer, in order. Raises LinkError."""
         while self._free and self._announced:
             sequence, chunk = self._announced.popleft()
-            if not 0 < chunk.nbytes <= max(_most(self._backend), self._route.source.block_nbytes):
+            if not 0 < chunk.nbytes <= max(_most(self._backend), self.route.source.block_nbytes):
                 raise LinkError(f"a header announces a payload of {chunk.nbytes} bytes", retry=True)
             buffer = self._free.pop()
             try:

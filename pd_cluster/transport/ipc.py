@@ -94,7 +94,7 @@ class IpcReceiver(OneSidedReceiver):
 
     def _source(self) -> Memory:
         self._check_device()
-        layout = self._route.source
+        layout = self.route.source
         way = type(self._pool.memory)  # the same as P's pool, which is on a device of the same kind
         shapes = way.shapes(layout, self._num_blocks)
         self._peer = unix.connect(self._offer.address, "device memory", self._place.connect_s)
@@ -120,7 +120,7 @@ class IpcReceiver(OneSidedReceiver):
 
     def _checked(self, export: PoolExport, shapes: Sequence[tuple[int, ...]]) -> PoolExport:
         """Checks an export against P's layout, whose parts have these shapes. Raises LinkError."""
-        source = self._route.source
+        source = self.route.source
         block_nbytes = source.block_nbytes
         if len(export.parts) != len(shapes):
             raise LinkError(f"the prefill instance's pool is in {len(export.parts)} parts, not in {len(shapes)}")

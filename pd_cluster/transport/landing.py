@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pd_cluster import wire
 from pd_cluster.devices.streams import REACHED, Marker
 from pd_cluster.errors import TransferFailed
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.layout import KVLayout, num_common_layers
 from pd_cluster.transport.base import KVReceiver
 from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, numbers_of
 from pd_cluster.types import Note, note_nothing
@@ -28,7 +29,7 @@ class Landing:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The bounds of pieces: layers, and tokens of a block on either side."""
+    """The bounds of pieces: layers that travel, and tokens of a block on either side."""
 
     num_layers: int
     source_block_size: int
@@ -36,15 +37,25 @@ class Geometry:
 
     @classmethod
     def of(cls, source: KVLayout, target: KVLayout) -> Geometry:
-        return cls(source.num_layers, source.block_size, target.block_size)
+        return cls(num_common_layers(source, target), source.block_size, target.block_size)
 
 
 class Lander:
-    """Pure bookkeeping around `receiver`: every token of a transfer lands once in every layer, layers in order."""
+    """Pure bookkeeping around `receiver`: every token of a transfer lands once in every layer, layers in order.
 
-    def __init__(self, receiver: KVReceiver, geometry: Geometry, note: Note = note_nothing) -> None:
+    `clear` gets the blocks that are written, for layers here that do not travel; it may get some twice.
+    """
+
+    def __init__(
+        self,
+        receiver: KVReceiver,
+        geometry: Geometry,
+        note: Note = note_nothing,
+        clear: Callable[[list[int]], None] | None = None,
+    ) -> None:
         self._receiver = receiver
         self._note = note
+        self._clear = clear
         self._geometry = geometry
         self._landings: dict[str, Landing] = {}
         self.received_nbytes = 0
@@ -85,6 +96,8 @@ class Lander:
         into = landing.block_ids[piece.first_token // size : -(-piece.stop_token // size)]
         if not landing.num_chunks:
             self._receiver.copies.after(landing.free)
+        if self._clear is not None and not piece.first_layer:
+            self._clear(into)
         self._receiver.receive(sequence, chunk, into)
         landing.num_layers_of[piece.first_token : piece.stop_token] = array("H", [piece.stop_layer]) * piece.num_tokens
         landing.num_chunks += 1

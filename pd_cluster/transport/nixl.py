@@ -128,12 +128,11 @@ class NixlReceiver:
         self._agent, self._place = agent, place
         self._offer = decode_offer(peer.offer, AgentOffer)
         self._num_peer_blocks = peer.num_blocks + NUM_EXTRA_BLOCKS
-        self._route = Route(peer.layout, place.pool.layout, place.wants_int8)
-        self.precision = self._route.precision
+        self.route = Route(peer.layout, place.pool.layout, place.wants_int8)
         self.meeting = Meeting(place.connect_s, post)
-        self._reads_pool = self._route.is_verbatim and bool(self._offer.kind)
-        kind = kind_of(place.pool.device) if self._route.is_verbatim else PACKED
-        self._reads = Reads(agent, place.pool, self._route, checksum, kind, place.transfer_s)
+        self._reads_pool = self.route.is_verbatim and bool(self._offer.kind)
+        kind = kind_of(place.pool.device) if self.route.is_verbatim else PACKED
+        self._reads = Reads(agent, place.pool, self.route, checksum, kind, place.transfer_s)
         self.copies: Copies = self._reads
         self._slots: list[int] = []
         self._turn = 0
@@ -141,7 +140,7 @@ class NixlReceiver:
 
     def open(self) -> None:
         offer = self._offer
-        if not self._reads_pool and offer.buffer_nbytes < self._route.source.block_nbytes:
+        if not self._reads_pool and offer.buffer_nbytes < self.route.source.block_nbytes:
             raise LinkError("the prefill instance's buffers are smaller than its blocks")
         self._reads.attach(self._agent.attach(offer.agent, offer.metadata))
         if not self._reads_pool:
@@ -168,11 +167,11 @@ class NixlReceiver:
 
     def _source(self, chunk: KVChunk) -> ReadSource:
         """Checks a header; returns where its payload lies. Raises TransferFailed, LinkError."""
-        piece, offer, layout = chunk.piece, self._offer, self._route.source
+        piece, offer, layout = chunk.piece, self._offer, self.route.source
         problem = ""
         if not all(is_block(block, self._num_peer_blocks) for block in piece.block_ids):
             problem = "a header names a block outside the prefill instance's pool"
-        elif chunk.nbytes != (wanted := self._route.payload_nbytes(piece)):
+        elif chunk.nbytes != (wanted := self.route.payload_nbytes(piece)):
             problem = f"a header announces {chunk.nbytes} bytes for {wanted}"
         elif chunk.nbytes > (most := min(offer.buffer_nbytes, self._agent.slots.nbytes)):
             problem = f"a header announces {chunk.nbytes} bytes, and buffers have {most}"

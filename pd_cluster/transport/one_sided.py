@@ -123,14 +123,13 @@ class OneSidedReceiver(abc.ABC):
         self._num_blocks = peer.num_blocks + NUM_EXTRA_BLOCKS
         self._checksum = checksum
         self.copies = Copies(place.pool.device, place.transfer_s)
-        self._route = Route(peer.layout, place.pool.layout, one_sided=True)
+        self.route = Route(peer.layout, place.pool.layout, one_sided=True)
         self._reader: OneSidedReader | None = None
-        self.precision = self._route.precision
 
     def open(self) -> None:
         with self.copies.launch():
             self._pool.memory.warm()
-        self._reader = OneSidedReader(self._source(), self._route, self._pool, self._checksum, self.copies)
+        self._reader = OneSidedReader(self._source(), self.route, self._pool, self._checksum, self.copies)
 
     @abc.abstractmethod
     def _source(self) -> Memory:

@@ -20,7 +20,7 @@ from pd_cluster.devices.device import use
 from pd_cluster.devices.streams import mark
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.block_major import HostBlocks
-from pd_cluster.kv.layout import KVLayout, Route
+from pd_cluster.kv.layout import KVLayout, Route, num_common_layers
 from pd_cluster.kv.pack import pack, unpack, vectors_of
 from pd_cluster.kv.pool import KVPool, probe_content
 from pd_cluster.transport.base import KVReceiver, LaneContext
@@ -42,19 +42,19 @@ class Probe:
     def problem(self, receiver: KVReceiver, sequence: int, chunk: wire.KVChunk, timeout_s: float) -> str:
         """Receives the probe; "" when it is correct. Raises LinkError, TransferFailed."""
         piece, layout = chunk.piece, self.pool.layout
-        wanted = 0, min(layout.block_size, self.source.block_size), 0, layout.num_layers
+        wanted = 0, min(layout.block_size, self.source.block_size), 0, num_common_layers(self.source, layout)
         if (piece.first_token, piece.num_tokens, piece.first_layer, piece.num_layers) != wanted:
             return "the probe has another shape"
         receiver.arrive(sequence, chunk, timeout_s)
         with self.pool.probe_lock:  # held during a copy, never during a wait for a peer
             with receiver.copies.launch():
-                self.pool.clear_block(self.pool.landing_probe_block)
+                self.pool.clear([self.pool.landing_probe_block])
             receiver.receive(sequence, chunk, [self.pool.landing_probe_block])
             receiver.copies.settle()
             with receiver.copies.launch():
                 found = HostBlocks(layout, [self.pool.block(self.pool.landing_probe_block)])
-            here = wire.KVPiece(0, piece.num_tokens, 0, layout.num_layers, [0])
-            expected = self._expected(receiver, here)
+            here = wire.KVPiece(0, piece.num_tokens, 0, piece.num_layers, [0])
+            expected = self._expected(receiver.route, here)
             same = all(self._are_same(found, expected, part) for _, part in layout.parts_of(here))
         return "" if same else "the prefill instance's probe arrived with another content"
 
@@ -64,8 +64,7 @@ class Probe:
         pairs = zip(*([vectors_of(plane, piece, found.layout) for plane in planes] for planes in both), strict=True)
         return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
-    def _expected(self, receiver: KVReceiver, piece: wire.KVPiece) -> HostBlocks:
-        route = Route(self.source, self.pool.layout, receiver.precision == "int8")
+    def _expected(self, route: Route, piece: wire.KVPiece) -> HostBlocks:
         sent = HostBlocks(self.source, [probe_content(self.source, self.seed)])
         expected = HostBlocks(self.pool.layout, [torch.zeros_like(probe_content(self.pool.layout, 0))])
         unpack(pack(sent, piece, route), piece, route, expected, [0])
@@ -175,7 +174,7 @@ class ReceiveThread:
     @property
     def precision(self) -> str:
         """Returns the precision of KV landing over this link; "" is exact. Known once the link is ready."""
-        return self._receiver.precision if self._receiver is not None else ""
+        return self._receiver.route.precision if self._receiver is not None else ""
 
     # ---- other threads
 
@@ -242,11 +241,23 @@ class ReceiveThread:
                 log.exception("link %s: opening %s failed", self._conn, receiver.name)
                 receiver.close()
                 continue
-            self._receiver, self._lander = receiver, Lander(receiver, self._geometry, self._note)
-            self._post(wire.LinkReady(self._link_id, receiver.name, receiver.precision, self._lane))
+            lander = Lander(receiver, self._geometry, self._note, self._clear_others if self._is_short else None)
+            self._receiver, self._lander = receiver, lander
+            self._post(wire.LinkReady(self._link_id, receiver.name, receiver.route.precision, self._lane))
             return True
         self._post(wire.LinkRefused(self._link_id, "; ".join(failures), retry))
         return False
+
+    @property
+    def _is_short(self) -> bool:
+        """Whether layers of the pool here do not travel."""
+        return self._geometry.num_layers < self._probe.pool.layout.num_layers
+
+    def _clear_others(self, blocks: list[int]) -> None:
+        """Clears these blocks in the layers that do not travel: nothing of another request may be read there."""
+        assert self._receiver is not None
+        with self._receiver.copies.launch():
+            self._probe.pool.clear(blocks, self._geometry.num_layers)
 
     def _await_probe(self, receiver: KVReceiver) -> None:
         """Checks a block of known content through this transport. Raises LinkError, TransferFailed."""

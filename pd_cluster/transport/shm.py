@@ -58,7 +58,7 @@ class ShmReceiver(OneSidedReceiver):
             os.close(fds[0])
 
     def _map(self, fd: int) -> Memory:
-        nbytes = self._num_blocks * self._route.source.block_nbytes
+        nbytes = self._num_blocks * self.route.source.block_nbytes
         if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise LinkError("the prefill instance's pool could shrink while it is read")
         if os.fstat(fd).st_size != nbytes:
@@ -66,7 +66,7 @@ class ShmReceiver(OneSidedReceiver):
         view = mmap.mmap(fd, nbytes, prot=mmap.PROT_READ)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the mapping is read-only, which is intended
-            return view_blocks(view, self._route.source, self._num_blocks)
+            return view_blocks(view, self.route.source, self._num_blocks)
 
 
 def why_not(name: TransportName, own: Device, peer: TransportOffer | None = None) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from pd_cluster.numerics import Numerics
-from pd_cluster.wire.base import MAX_OFFER_NBYTES, KVWireDtype, Message, PairWish, TransportName
+from pd_cluster.wire.base import MAX_OFFER_NBYTES, KVWireDtype, Message, PairWish, ShortText, TransportName
 
 
 class Plane(msgspec.Struct, frozen=True, array_like=True):
@@ -18,7 +18,7 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The layout that two pools must agree on; see kv/layout.py."""
+    """The layout of a pool; kv/layout.py says what two of them must agree on."""
 
     num_layers: int
     num_kv_heads: int
@@ -28,6 +28,8 @@ class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     tp_size: int
     tp_rank: int
     plane_layers: tuple[tuple[int, ...], ...] = ()
+    num_draft_layers: int = 0
+    draft_head: ShortText = ""
 
 
 class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,7 +86,7 @@ class LinkAnswer(Message, frozen=True):
 
 
 class LinkReady(Message, frozen=True):
-    """P's probe has arrived through a lane. `precision` names the loss of KV in transit ("" when it is exact)."""
+    """P's probe has arrived through a lane. `precision`: see kv.layout.Route ("" when KV is exact)."""
 
     link_id: str
     transport: TransportName

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ConfigError, LinkError, ModelError
-from pd_cluster.kv.layout import KVLayout, check_pair, keys_and_values, latents
+from pd_cluster.kv.layout import KVLayout, keys_and_values, latents
+from pd_cluster.kv.pair_check import check_pair
 from pd_cluster.model.attention_choice import choose_attention
 from pd_cluster.model.declared import LayerCache, caches_of, layout_of
 from pd_cluster.types import Sampling

@@ -20,7 +20,7 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.errors import ConfigError, LinkError, ModelError
-from pd_cluster.kv.layout import check_pair
+from pd_cluster.kv.pair_check import check_pair
 from pd_cluster.model import loader
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.causal_lm import FusedCausalLM

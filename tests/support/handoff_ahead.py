@@ -16,7 +16,7 @@ from pd_cluster.model.batch import OnLayer
 from pd_cluster.model.sampling.sampler import Sampled
 from pd_cluster.model.sampling.tokens import After, Tokens
 from pd_cluster.types import Request
-from tests.support.handoff_engine import NUM_LAYERS, Memory, contents
+from tests.support.handoff_engine import Memory
 from tests.support.handoff_world import World
 
 
@@ -32,7 +32,7 @@ class ToyDevice:
         """The launch keeps the block tables and tokens that it is given: the host changes its own meanwhile."""
         for request, num_tokens in chunks:
             start = request.num_computed_tokens
-            values = contents(request, 0, start + num_tokens)
+            values = self._memory.contents(request, 0, start + num_tokens, layer)
             self._queue.append(partial(self._compute, list(request.block_table), values, start, layer))
             self.num_launched += 1
 
@@ -81,7 +81,7 @@ class AheadWorld(World):
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
     ) -> DeviceTokens:
         assert after is None, "a prompt that is handed over does not decode here"
-        for layer in range(NUM_LAYERS):
+        for layer in range(self.p.num_layers):
             self.device.launch(chunks, layer)
             self.meanwhile()
             self._read_credits()
@@ -137,13 +137,10 @@ class AheadWorld(World):
         super().ship(conn, transfer_id, index, piece)
         link, job = self.link(conn), self.link(conn).jobs.pop()
         request = self.p.legs[transfer_id.removeprefix("t")][0]
-        expected = contents(request, piece.first_token, piece.stop_token)
 
         def checked() -> wire.KVHeader | None:
             header = job()
-            if header is not None:
-                is_there = all(layer == expected for layer in link.source.read(piece))
-                assert is_there, f"{transfer_id} is shipped too early"
+            assert header is None or link.source.holds(request, piece), f"{transfer_id} is shipped too early"
             return header
 
         link.jobs.append(checked)

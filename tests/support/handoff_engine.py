@@ -1,7 +1,7 @@
 """An engine without torch for the explorer: the real scheduler, and memory that knows what every slot stands for.
 
-A slot's content, in each layer, is the hash of all tokens up to the one written there. Blocks reused too early, shared
-wrongly, or committed in spite of that, are therefore noticed.
+A slot's content, in each layer, is the hash of all tokens up to the one written there, and in a draft head's layer of
+the head, too. Blocks reused too early, shared wrongly, or committed in spite of that, are therefore noticed.
 """
 
 from __future__ import annotations
@@ -15,19 +15,27 @@ from pd_cluster.engine.step.beams import BeamSearch, candidates_of, first_tokens
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.layout import COLD, KVLayout, keys_and_values
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Candidate, Order, Request, Sampling, Status, TokenOutput
 
-NUM_LAYERS = 3
+NUM_LAYERS = 3  # the model's own
 
 
 class Memory:
-    """`slots[layer][block * block_size + offset]`; 0 before the first write."""
+    """`slots[layer][block * block_size + offset]`; 0 before the first write. A draft head has the last layer."""
 
-    def __init__(self, blocks: BlockPool, block_size: int) -> None:
+    def __init__(self, blocks: BlockPool, block_size: int, draft_head: str = "") -> None:
         self.block_size = block_size
-        self.slots = [[0] * (blocks.num_blocks * block_size) for _ in range(NUM_LAYERS)]
+        num_draft = int(bool(draft_head))
+        self.layout = KVLayout(
+            NUM_LAYERS + num_draft,
+            *(1, keys_and_values(1), block_size, "float32"),
+            num_draft_layers=num_draft,
+            draft_head=draft_head,
+        )
+        self.slots = [[0] * (blocks.num_blocks * block_size) for _ in range(self.layout.num_layers)]
         self._blocks = blocks
 
     def slot(self, block_table: Sequence[int], position: int) -> int:
@@ -47,30 +55,44 @@ class Memory:
             for position, value in zip(range(piece.first_token, piece.stop_token), values, strict=True):
                 self.slots[layer][self.slot(into, position - offset)] = value
 
+    def clear(self, blocks: Sequence[int], first_layer: int) -> None:
+        """Clears layers from `first_layer` on of blocks that must still be held."""
+        assert not self._blocks.num_unheld(blocks), f"{blocks} were released and are cleared"
+        for layer in self.slots[first_layer:]:
+            for block in blocks:
+                layer[block * self.block_size : (block + 1) * self.block_size] = [0] * self.block_size
+
+    def contents(self, request: Request, start: int, stop: int, layer: int) -> list[int]:
+        """Returns the expected content of the slots of its tokens [start, stop) in a layer."""
+        found, value = [], 0 if layer < NUM_LAYERS else ord(self.layout.draft_head)
+        for position, token in enumerate(request.token_ids(0, stop)):
+            value = hash((value, token)) or 1
+            if position >= start:
+                found.append(value)
+        return found
+
+    def holds(self, request: Request, piece: wire.KVPiece) -> bool:
+        """Whether the piece has been computed for this request."""
+        layers = range(piece.first_layer, piece.stop_layer)
+        return self.read(piece) == [
+            self.contents(request, piece.first_token, piece.stop_token, layer) for layer in layers
+        ]
+
     def copy(self, source: int, target: int) -> None:
         size = self.block_size
         for layer in self.slots:
             layer[target * size : (target + 1) * size] = layer[source * size : (source + 1) * size]
 
 
-def contents(request: Request, start: int, stop: int) -> list[int]:
-    """Returns the expected content of the slots of its tokens [start, stop)."""
-    found, value = [], 0
-    for position, token in enumerate(request.token_ids(0, stop)):
-        value = hash((value, token)) or 1
-        if position >= start:
-            found.append(value)
-    return found
-
-
 class Engine:
     """One life of one side. `legs` has the sequences of each request that have not ended."""
 
-    def __init__(self, num_blocks: int, block_size: int, budget: int, caches: bool) -> None:
-        prefix = PrefixScope("model", Numerics()) if caches else None
+    def __init__(self, num_blocks: int, block_size: int, budget: int, caches: bool, draft_head: str = "") -> None:
+        prefix = PrefixScope("model", Numerics(), draft_head) if caches else None
         blocks = BlockPool(num_blocks, rests=False)  # the worst case for late readers and writers
         self.scheduler = StepScheduler(blocks, StepSizes(block_size, 6, budget), prefix)
-        self.memory = Memory(blocks, block_size)
+        self.memory = Memory(blocks, block_size, draft_head)
+        self.num_layers = self.memory.layout.num_layers
         self.legs: dict[str, list[Request]] = {}
         self.plan: StepPlan | None = None  # the step in progress
         self.num_layers_done = 0
@@ -88,7 +110,7 @@ class Engine:
         for request, num_tokens in self.plan.chunks:
             start = request.num_computed_tokens
             self.check_layer(request, start, self.num_layers_done)
-            values = contents(request, start, start + num_tokens)
+            values = self.memory.contents(request, start, start + num_tokens, self.num_layers_done)
             for position, value in enumerate(values, start):
                 layer[self.memory.slot(request.block_table, position)] = value
         self.num_layers_done += 1
@@ -101,13 +123,20 @@ class Engine:
 
     def check_memory(self, request: Request, num_tokens: int) -> None:
         """Asserts that the slots of its first tokens hold these tokens' content, and nothing newer."""
-        for layer in range(NUM_LAYERS):
+        for layer in range(self.num_layers):
             self.check_layer(request, num_tokens, layer)
 
     def check_layer(self, request: Request, num_tokens: int, layer: int) -> None:
+        """A prompt that landed without a head's layer has nothing there, but for what was computed here."""
+        found = self.slots_of(request, 0, num_tokens, layer)
+        expected = self.memory.contents(request, 0, num_tokens, layer)
+        if layer >= NUM_LAYERS and request.kv_precision == COLD:
+            expected = [value and right for value, right in zip(found, expected, strict=True)]
+        assert found == expected, f"{request.key} holds foreign KV in layer {layer}"
+
+    def slots_of(self, request: Request, start: int, stop: int, layer: int) -> list[int]:
         slots = self.memory.slots[layer]
-        found = [slots[self.memory.slot(request.block_table, p)] for p in range(num_tokens)]
-        assert found == contents(request, 0, num_tokens), f"{request.key} holds foreign KV in layer {layer}"
+        return [slots[self.memory.slot(request.block_table, p)] for p in range(start, stop)]
 
 
 class Ends:
@@ -155,7 +184,7 @@ def ends_at_once(request: Request, tokens: Sequence[TokenOutput]) -> bool:
 def decode_step(engine: Engine) -> list[Request]:
     """Runs a whole step on D; returns the sequences that ended."""
     engine.begin(engine.scheduler.plan())
-    for _ in range(NUM_LAYERS):
+    for _ in range(engine.num_layers):
         engine.compute_layer()
     ended = []
     for request in engine.end_step()[1]:

@@ -22,6 +22,7 @@ from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.errors import LinkError
+from pd_cluster.kv.layout import COLD, Route
 from pd_cluster.model.batch import OnLayer
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.copies import Copies
@@ -30,12 +31,10 @@ from pd_cluster.transport.guard import LinkKey, Opener, Sealer
 from pd_cluster.transport.landing import Geometry, Lander
 from pd_cluster.types import Order, Request, Status, TokenOutput
 from tests.support.handoff_engine import (
-    NUM_LAYERS,
     Ends,
     Engine,
     Memory,
     abort,
-    contents,
     decode_step,
     ends_at_once,
     first_tokens,
@@ -81,10 +80,12 @@ class Link:
         self.works = True
         self.copies = LateCopies()
         self._is_late = is_late  # whether the pools are on devices
-        self.lander = Lander(self, Geometry(NUM_LAYERS, source.block_size, target.block_size))
+        self.route = Route(source.layout, target.layout)
+        geometry = Geometry.of(source.layout, target.layout)
+        self.num_layers = geometry.num_layers
+        self.lander = Lander(self, geometry, clear=self._clear if self.route.precision else None)
 
     name: wire.TransportName = "local"
-    precision = ""
 
     def open(self) -> None: ...
     def expect(self, sequence: int, chunk: wire.KVChunk) -> None: ...
@@ -106,6 +107,11 @@ class Link:
             return
         self.copied.append(chunk.transfer_id)
         self.copies.add(partial(self._copy, chunk, into, payload))
+        if not self._is_late:
+            self.copies.settle()
+
+    def _clear(self, blocks: list[int]) -> None:
+        self.copies.add(partial(self.target.clear, blocks, self.num_layers))
         if not self._is_late:
             self.copies.settle()
 
@@ -147,6 +153,7 @@ class World:
         self.d_shape = (rng.randrange(10, 20) * 4 // self.d_size, self.d_size, 16, rng.random() < 0.7)
         self.group_nbytes = rng.choice([1, 1, 2, 5])
         self.max_payload_nbytes = rng.choice([1, 4, 100])
+        self._have_heads = random.Random(f"{seed} heads").random() < 0.5
         self.batch_share = random.Random(f"{seed} batch").choice([0.0, 0.8, 1.0, 1.0])
         self.p_ends, self.d_ends = Ends(), Ends()
         self.taken: set[str] = set()  # transfers for which P's mailbox has confirmed that D may continue
@@ -159,7 +166,7 @@ class World:
         self.rng.shuffle(self.unsubmitted)
         self.half_submitted: set[str] = set()
         self.trouble = True
-        self.num_troubles = self.num_waits = self.num_landing_waits = 0
+        self.num_troubles = self.num_waits = self.num_landing_waits = self.num_cold = 0
         self.num_events = 0
         self.troubles = [self._abort, self._break_link, self._pass_time, self._repeat_frame, self._swap_frames]
         self.troubles += [self._p_dies, self._d_dies]
@@ -191,14 +198,14 @@ class World:
 
     def start_p(self) -> None:
         self.p_life += 1
-        self.p = Engine(*self.p_shape)
+        self.p = Engine(*self.p_shape, self._draft_head("p", self.p_life))
         layer_nbytes = 1
         self.exports = Exports(
             self.p.scheduler,
             self,
             self,
             TransferTerms(self.clock, TIMES),
-            ShipSizes(NUM_LAYERS, layer_nbytes, self.group_nbytes),
+            ShipSizes(layer_nbytes, self.group_nbytes),
         )
         self.p_conn: str | None = None  # as its mailbox knows it
         self.p_link: str | None = None  # as its engine knows it
@@ -209,7 +216,7 @@ class World:
 
     def start_d(self) -> None:
         self.d_life += 1
-        self.d = Engine(*self.d_shape)
+        self.d = Engine(*self.d_shape, self._draft_head("d", self.d_life))
         self.d_side = side = DecodeSide(self)
         self.imports = Imports(
             self.d.scheduler, side, self, TransferTerms(self.clock, TIMES), growth_tokens=4, vocab_size=999
@@ -219,6 +226,10 @@ class World:
         self.d_conn: str | None = None
         self.to_d: deque[tuple[str, wire.Body]] = deque()
         self.d_inbox: deque[Arrived | Landed | LandFault | Drained | tuple[str, wire.Body]] = deque()
+
+    def _draft_head(self, side: str, life: int) -> str:
+        """Each life has a draft head of its own, if any."""
+        return random.Random(f"{self.seed} {side} {life}").choice(["", "a", "a", "b"]) if self._have_heads else ""
 
     def connect(self) -> None:
         conn = f"link-{len(self.links)}"
@@ -318,7 +329,7 @@ class World:
             plan = p.scheduler.plan()
             self._begins(plan)
             p.begin(plan)
-        elif p.num_layers_done < NUM_LAYERS:
+        elif p.num_layers_done < p.num_layers:
             p.compute_layer()
             self._read_credits()
             self.exports.layers_done(p.num_layers_done)
@@ -554,7 +565,7 @@ class World:
         return False
 
     def limits(self, conn: str) -> ShipLimits:
-        return ShipLimits(self.d_size, self.max_payload_nbytes)
+        return ShipLimits(self.d_size, self.max_payload_nbytes, self.link(conn).num_layers)
 
     def send(self, conn: str, body: wire.Body) -> None:
         is_late = isinstance(body, wire.Revoke) and body.transfer_id in self.taken
@@ -572,8 +583,7 @@ class World:
     def _check_shipped(self, transfer_id: str, piece: wire.KVPiece) -> None:
         """Asserts that it has been computed."""
         request = self.p.legs[transfer_id.removeprefix("t")][0]
-        expected = contents(request, piece.first_token, piece.stop_token)
-        assert all(layer == expected for layer in self.p.memory.read(piece)), f"{request.key} is shipped too early"
+        assert self.p.memory.holds(request, piece), f"{request.key} is shipped too early"
 
     def ship_end(self, conn: str, end: wire.KVEnd) -> None:
         link = self.link(conn)
@@ -613,6 +623,12 @@ class World:
         assert [s.output_token_ids for s in sequences] == [[t.token_id] for t in going_on]
         for sequence in sequences:
             self.d.check_memory(sequence, sequence.num_computed_tokens)
+            if request.kv_precision == COLD:
+                first_token, layer = self.d_side.first_tokens[request.transfer_id], self.d.num_layers - 1
+                stop = min(len(request.prompt_token_ids), sequence.num_computed_tokens)
+                found = self.d.slots_of(sequence, first_token, stop, layer)
+                assert not any(found), f"{request.key} drafts with KV of another request"
+                self.num_cold += 1
         self.d.legs[request.request_id] = list(sequences)
 
     def _standing(self, engine: Engine) -> list[str]:
@@ -625,16 +641,17 @@ class DecodeSide:
     def __init__(self, world: World) -> None:
         self.world = world
         self.landing: dict[str, str] = {}  # transfers that have blocks -> their connections
+        self.first_tokens: dict[str, int] = {}  # by transfer: those before are cached
 
     def send(self, conn: str, body: wire.Body) -> None:
         if conn == self.world.d_conn:
             self.world.to_p.append((conn, body))
 
     def precision(self, conn: str) -> str:
-        return ""
+        return self.world.link(conn).route.precision
 
     def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
-        self.landing[transfer_id] = conn
+        self.landing[transfer_id], self.first_tokens[transfer_id] = conn, first_token
         self.world.link(conn).lander.begin(transfer_id, block_ids, first_token, num_tokens)
 
     def forget(self, conn: str, transfer_id: str) -> None:

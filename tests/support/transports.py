@@ -175,9 +175,10 @@ class Link:
         devices: tuple[int | None, int | None] = (None, None),
         kind: DeviceKind = "cuda",
         connect_timeout_s: float = 5.0,
+        pools: tuple[KVPool, KVPool] | None = None,
     ) -> None:
         """`devices`: those of that kind that P's and D's pools are on."""
-        self.source, self.target = random_pool(1), random_pool(2)
+        self.source, self.target = pools or (random_pool(1), random_pool(2))
         for pool, index in zip((self.source, self.target), devices, strict=True):
             if index is not None:
                 put_on(pool, index, kind)
@@ -190,8 +191,8 @@ class Link:
         self._keep = (p, d)
         self.send = p.send_thread("c", KEY, self._to_receiver, self.events.put)
         seed = self.source.probe_seed if probe_seed is None else probe_seed
-        layout = LAYOUT.to_info()
-        lane = wire.LaneOffer(offers=self.send.offers, probe_seed=seed)
+        layout, rank = self.source.layout.of_rank(0).to_info(), self.source.layout.tp_rank
+        lane = wire.LaneOffer(offers=self.send.offers, probe_seed=seed, source_rank=rank)
         opened = wire.LinkOpen("link", "m", Numerics(), layout, NUM_BLOCKS, wire.KVOptions(), [lane])
         self._ready = threading.Event()
         self.receive = d.receive_thread("c", opened, KEY, self._to_sender, self._report)
@@ -205,7 +206,7 @@ class Link:
 
     def _to_sender(self, body: wire.Body) -> None:
         if isinstance(body, wire.LinkAnswer):
-            self.send.open(body.transport, LAYOUT, KVLayout.from_info(body.layout))
+            self.send.open(body.transport, self.source.layout, KVLayout.from_info(body.layout))
         if isinstance(body, wire.LinkValue):
             self.send.meet(body)
             return

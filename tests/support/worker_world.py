@@ -146,7 +146,7 @@ class World:
         """Gives its engine a link to every peer, `link`, over which whatever it ships is recorded."""
         links, shipped = self.worker.handover.out_links.table, Shipped()
         monkeypatch.setattr(links, "link_to", lambda peer: "link")
-        monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20))
+        monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20, LAYOUT.num_layers))
         monkeypatch.setattr(links, "send", lambda conn, body: shipped.sent.append(body))
         monkeypatch.setattr(
             links, "ship", lambda conn, tid, at, piece: shipped.pieces.append((piece, self.worker.core.num_steps))

@@ -43,6 +43,7 @@ def explore(seeds: Sequence[int], world_of: type[World] = World) -> Counter[str]
                 was_told = at_p in ("handed over", "aborted")  # D may be done before P has read that it took over
                 assert on_token_one or (was_told and at_d == "finished"), f"seed {seed}: {at_p}, {at_d}"
         seen["D waits"] += world.num_waits > 0
+        seen["D drafts cold"] += world.num_cold
         seen["D waits for a landing"] += world.num_landing_waits > 0
         if isinstance(world, AheadWorld):
             seen["steps ahead"] += world.num_ahead
@@ -67,7 +68,7 @@ PLAIN = (
     *("P the link to decode is down", "P decode did not take the transfer within 10 s"),
     *("P decode did not finish the transfer within 30 s", "P decode gave the transfer up", "D aborted", "D dropped"),
     *("D died", "D the link from prefill is down", "D the transfer stood still for 30 s", "D waits"),
-    "D waits for a landing",
+    *("D waits for a landing", "D drafts cold"),
 )
 ORDERS: list[tuple[type[World], int, tuple[str, ...]]] = [
     (World, 200, PLAIN),  # 2 of 100 at least noticed each of the deliberate faults that 6ae04940 has
@@ -107,7 +108,7 @@ class Recorder:
         self.sent.append(body)
 
     def limits(self, conn: str) -> ShipLimits:
-        return ShipLimits(4, 1000)
+        return ShipLimits(4, 1000, 2)
 
     def precision(self, conn: str) -> str:
         return "int8"
@@ -142,7 +143,7 @@ def make_request(leg: Leg, sampling: Sampling | None = None) -> Request:
 def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> None:
     world = Recorder()
     scheduler = StepScheduler(BlockPool(8), StepSizes(4, 4, 16))
-    exports = Exports(scheduler, world, world, TransferTerms(lambda: 0.0, Timeouts()), ShipSizes(2, 32))
+    exports = Exports(scheduler, world, world, TransferTerms(lambda: 0.0, Timeouts()), ShipSizes(32))
     request = make_request("prefill")
     scheduler.add(request)
     scheduler.plan()

@@ -6,6 +6,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.devices.device import CPU
+from pd_cluster.kv.layout import Route
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Arrived, Landed, LandFault
 from pd_cluster.transport.landing import Geometry, Lander
@@ -20,7 +21,7 @@ class Recorder:
     """A receiver that writes down where payloads go."""
 
     name: wire.TransportName = "local"
-    precision = ""
+    route: Route  # none of its layouts matters
 
     def __init__(self) -> None:
         self.copies = Copies(CPU)

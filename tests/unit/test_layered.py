@@ -120,6 +120,6 @@ def test_on_an_npu_a_pool_lies_by_layers_that_are_contiguous(monkeypatch: pytest
     assert values.is_contiguous()
     assert keys.shape == (NUM_BLOCKS + 3, 4, 4, 8)
     assert pool.block(pool.probe_block).any()
-    pool.clear_block(pool.probe_block)
+    pool.clear([pool.probe_block])
     assert not pool.block(pool.probe_block).any()
     assert not pool.block(pool.landing_probe_block).any()

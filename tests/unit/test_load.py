@@ -46,12 +46,12 @@ class Exporting:
         ports = Mock()
         ports.link_to.return_value = "c"
         ports.progress_s.return_value = 0.0
-        ports.limits.return_value = ShipLimits(4, 1 << 20)
+        ports.limits.return_value = ShipLimits(4, 1 << 20, 2)
         self.ended: list[str | None] = []
         scheduler = StepScheduler(BlockPool(8), StepSizes(4, 4, 16))
         outcomes = Mock(export_ended=lambda request, error: self.ended.append(error))
         terms = TransferTerms(lambda: self.now_s, Timeouts())
-        self.exports = Exports(scheduler, ports, outcomes, terms, ShipSizes(2, 32))
+        self.exports = Exports(scheduler, ports, outcomes, terms, ShipSizes(32))
         self.request = request_of("prefill")
         scheduler.add(self.request)
         plan = scheduler.plan()

@@ -13,9 +13,10 @@ from pd_cluster import wire
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.block_major import HostBlocks
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.layout import KVLayout, Route, check_pair, token_nbytes_of
+from pd_cluster.kv.layout import KVLayout, Route, token_nbytes_of
 from pd_cluster.kv.memory import TORCH_DTYPES, Memory
 from pd_cluster.kv.pack import pack, unpack
+from pd_cluster.kv.pair_check import check_pair
 from pd_cluster.kv.pool import KVPool, shape_of
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.wire import KVPiece, Plane
@@ -64,7 +65,7 @@ def test_sizes_are_sums_over_planes() -> None:
 
 def test_a_layer_without_a_plane_has_no_place_for_it() -> None:
     assert MIXED.token_nbytes == (3 * (512 + 64) + 2 * 32) * 4
-    assert token_nbytes_of(MIXED.to_info()) == MIXED.token_nbytes
+    assert token_nbytes_of(MIXED.to_info(), MIXED.to_info()) == MIXED.token_nbytes
     assert [(first, stop, len(planes)) for first, stop, planes in MIXED.alike] == [(0, 1, 3), (1, 2, 2), (2, 3, 3)]
     assert MIXED.most_layer_nbytes == 4 * (512 + 64 + 32) * 4
     assert [MIXED.layers_nbytes(0, stop) for stop in range(4)] == [0, 9728, 9728 + 9216, MIXED.block_nbytes]

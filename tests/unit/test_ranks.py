@@ -134,10 +134,10 @@ class End:
 class World:
     """P's end of a link from one rank to two."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: KVLayout = LAYOUT) -> None:
         self.sent: list[wire.Body] = []
         self.ends = [End([]), End(None)]  # the second is on another rank, which has not told what it offers
-        side = Side("prefill-0@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions())
+        side = Side("prefill-0@1", b"s", "m", Numerics(), layout, 8, 0, wire.KVOptions())
         ends = iter(self.ends)
         conns: Any = SimpleNamespace(connect=lambda *_: "c", disconnect=lambda _: None, send=self.send)
         lanes: Any = SimpleNamespace(send_end=lambda *_: next(ends))
@@ -176,6 +176,20 @@ def test_a_link_is_up_when_all_of_its_lanes_are() -> None:
     assert world.state == "opening"
     world.links.on_ready("c", wire.LinkReady(link_id, "dist", "", 1))
     assert world.state == "up (dist+shm)"
+
+
+@pytest.mark.parametrize(("own", "peer", "num_layers"), [("", "", 2), ("", "a", 2), ("a", "", 2), ("a", "a", 3)])
+def test_a_link_carries_a_draft_heads_layer_to_the_same_head(own: str, peer: str, num_layers: int) -> None:
+    def layout_with(draft_head: str) -> KVLayout:
+        num = int(bool(draft_head))
+        return dataclasses.replace(LAYOUT, num_layers=2 + num, num_draft_layers=num, draft_head=draft_head)
+
+    world = World(layout_with(own))
+    link_id = world.announce()
+    for rank in range(2):
+        layout = dataclasses.replace(layout_with(peer), tp_size=2, tp_rank=rank)
+        world.links.on_answer("c", wire.LinkAnswer(link_id, "shm", layout.to_info(), rank))
+    assert world.links.table.limits("c").num_layers == num_layers
 
 
 def test_lanes_of_unequal_precision_are_tried_again() -> None:

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pd_cluster.errors import ConfigError, LinkError
-from pd_cluster.kv.layout import CODE_BITS, KVLayout, Route, can_hold, check_pair, keys_and_values, stored_width
+from pd_cluster.kv.layout import CODE_BITS, KVLayout, Route, can_hold, keys_and_values, stored_width
+from pd_cluster.kv.pair_check import check_pair
 from pd_cluster.kv.pool import KVPool, probe_content
 from pd_cluster.kv.vectors import MOST, SMALLEST, convert, decode, encode
 from pd_cluster.model.declared import LayerCache, layout_of

@@ -57,7 +57,7 @@ class Prompt:
     def __init__(self, order: Order) -> None:
         self.num_tokens = len(order.prompt_token_ids)
         self._order = order
-        self._keys: dict[tuple[str, str, int], Sequence[int]] = {}
+        self._keys: dict[tuple[str, str, str, int], Sequence[int]] = {}
 
     def num_cached(self, info: InstanceInfo | None, known: KnownBlocks, load: wire.Load = NO_LOAD) -> int:
         """Returns the prompt tokens whose computation an instance is known to save; never the last one, which gives the
@@ -66,10 +66,10 @@ class Prompt:
         if info is None or info.layout is None or not len(known):
             return 0
         layout = info.layout
-        pool = (info.model_identity, info.numerics.digest, layout.block_size)
+        pool = (info.model_identity, info.numerics.digest, layout.draft_head, layout.block_size)
         if (keys := self._keys.get(pool)) is None:
             order = self._order
-            root = PrefixScope(info.model_identity, info.numerics).root(order)
+            root = PrefixScope(info.model_identity, info.numerics, layout.draft_head).root(order)
             token_ids = order.prompt_token_ids[: self.num_tokens - 1]
             hashes = chain_hashes(root, token_ids, layout.block_size, 0, order.spans, order.rope_positions)
             keys = self._keys[pool] = read_keys(keys_of(hashes))

@@ -41,10 +41,10 @@ def predict_ttft_s(instance: Instance, num_uncached: int, rates: Sequence[float]
 
 def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> float:
     """Returns the time from the last token's computation until the KV cache has arrived at the decode instance."""
-    layout = prefill.info.layout if prefill.info is not None else None
-    if layout is None:
+    source, target = (each.info.layout if each.info is not None else None for each in (prefill, decode))
+    if source is None:
         return TRANSFER_SETUP_S
-    nbytes = num_tokens * token_nbytes_of(layout)
+    nbytes = num_tokens * token_nbytes_of(source, target or source)
     rate = slowest_nbytes_per_s(prefill.link_to(decode).transports)  # the slowest lane's share arrives last
     return TRANSFER_SETUP_S + nbytes / rate
 

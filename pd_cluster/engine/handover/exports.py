@@ -26,6 +26,7 @@ class ShipLimits:
 
     peer_block_size: int  # tokens
     max_payload_nbytes: int
+    num_layers: int  # that travel: all, or all but a draft head's
 
 
 class ExportPorts(Protocol):
@@ -63,7 +64,7 @@ class ExportState(enum.Enum):
 
 @dataclass(slots=True)
 class Export:
-    """All tokens before `next_token` are queued in every layer; of those up to `step_stop`, `num_layers` layers are."""
+    """All tokens before `next_token` are queued in all layers that travel, those up to `step_stop` in `num_layers`."""
 
     request: Request
     conn: str
@@ -85,7 +86,6 @@ class ExportOutcomes(Protocol):
 class ShipSizes:
     """A block's share of each layer decides how many finished layers make a payload."""
 
-    num_layers: int
     layer_nbytes: int  # of a block, in the largest layer
     min_group_nbytes: int = MIN_GROUP_NBYTES
 
@@ -103,8 +103,7 @@ class Exports:
         self._ports = ports
         self._outcomes = outcomes
         self._clock, self._timeouts, self._note = terms.clock, terms.timeouts, terms.note
-        self._num_layers, self._layer_nbytes = sizes.num_layers, sizes.layer_nbytes
-        self._min_group_nbytes = sizes.min_group_nbytes
+        self._layer_nbytes, self._min_group_nbytes = sizes.layer_nbytes, sizes.min_group_nbytes
         self._exports: dict[str, Export] = {}
         self._step: list[Export] = []  # those whose prompts the current step computes
         self.held = Held()
@@ -140,7 +139,10 @@ class Exports:
         return bool(self._step)
 
     def layers_done(self, num_layers: int) -> None:
-        """Ships layers: the step has written the KV of its tokens in the first `num_layers` layers."""
+        """Ships layers: the step has written the KV of its tokens in the first `num_layers` layers.
+
+        A draft head's layer comes last: exports to peers without this head have ended their step before it.
+        """
         for export in self._step:
             if export.state is ExportState.STREAMING:
                 self._ship_layers(export, num_layers)
@@ -257,10 +259,11 @@ class Exports:
 
     def _ship_layers(self, export: Export, num_layers: int) -> None:
         """Ships the layers that the running step has finished in complete blocks, if they are worth a payload."""
-        stop = self._complete(export, export.step_stop)
-        first, is_last = export.num_layers, num_layers == self._num_layers
+        stop, first = self._complete(export, export.step_stop), export.num_layers
         if stop <= export.next_token or num_layers <= first:
             return
+        most = self._ports.limits(export.conn).num_layers
+        num_layers, is_last = min(num_layers, most), num_layers >= most
         num_blocks = len(self._blocks(export, export.next_token, stop))
         if is_last or (num_layers - first) * num_blocks * self._layer_nbytes >= self._min_group_nbytes:
             self._send(export, stop, first, num_layers)
@@ -272,7 +275,7 @@ class Exports:
         num_computed = len(export.request.prompt_token_ids) if done else export.request.num_computed_tokens
         stop = self._complete(export, num_computed)
         if stop > export.next_token:
-            self._send(export, stop, export.num_layers, self._num_layers)
+            self._send(export, stop, export.num_layers, self._ports.limits(export.conn).num_layers)
         if done:
             export.state = ExportState.ENDED
             transfer_id, num_tokens = export.request.transfer_id, len(export.request.prompt_token_ids)
@@ -294,7 +297,7 @@ class Exports:
             self._ports.ship(export.conn, export.request.transfer_id, export.num_chunks, piece)
             export.num_chunks += 1
             start = end
-        if stop_layer == self._num_layers:
+        if stop_layer == limits.num_layers:
             export.next_token, export.num_layers = stop, 0
         else:
             export.num_layers = stop_layer

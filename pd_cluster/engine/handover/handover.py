@@ -55,7 +55,7 @@ class Handover:
         self.imports = Imports(scheduler, lanes, outcomes, context.terms, terms.growth_tokens, terms.vocab_size)
         self.in_links = InLinks(context, lanes, self.imports)
         table = OutLinkTable(context, self._progress)
-        sizes = ShipSizes(layout.num_layers, layout.most_layer_nbytes)
+        sizes = ShipSizes(layout.most_layer_nbytes)
         self.exports = Exports(scheduler, table, outcomes, context.terms, sizes)
         self.out_links = OutLinks(context, table, self.exports)
 

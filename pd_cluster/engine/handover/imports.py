@@ -28,7 +28,7 @@ class ImportPorts(Protocol):
     def send(self, conn: str, body: wire.Body) -> None: ...
 
     def precision(self, conn: str) -> str:
-        """Returns the precision that KV cache had on its way over this link; "" when it is exact."""
+        """Returns in what KV cache that came over this link differs from what is computed here; "" when in nothing."""
 
     def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
         """Lets the link's thread write the prompt's tokens from `first_token` on; earlier ones are here already."""

@@ -17,7 +17,8 @@ from pd_cluster.engine.handover.in_table import InLanes
 from pd_cluster.engine.handover.links import ReceiveEnd
 from pd_cluster.engine.handover.pairs import Queued
 from pd_cluster.errors import LinkError, called
-from pd_cluster.kv.layout import KVLayout, check_pair, lanes
+from pd_cluster.kv.layout import KVLayout, lanes
+from pd_cluster.kv.pair_check import check_pair
 from pd_cluster.transport.events import Landed, LinkEvent, Report
 
 log = logging.getLogger(__name__)

@@ -36,6 +36,7 @@ class OutLink:
     due_s: float = 0.0  # waiting: time of the next attempt; opening: time to give up
     backoff_s: float = FIRST_BACKOFF_S
     peer_block_size: int = 0  # tokens
+    num_layers: int = 0  # that travel
     used_s: float = 0.0  # when something was last sent over it
     probed_s: float = 0.0
     patience_s: float = 0.0  # opening: the time that ends at `due_s`

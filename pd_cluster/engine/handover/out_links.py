@@ -17,7 +17,8 @@ from pd_cluster.engine.handover.out_link import FIRST_BACKOFF_S, OutLane, OutLin
 from pd_cluster.engine.handover.out_table import OutLinkTable
 from pd_cluster.engine.handover.pairs import Rests
 from pd_cluster.errors import LinkError, told
-from pd_cluster.kv.layout import KVLayout, check_pair, lanes
+from pd_cluster.kv.layout import KVLayout, lanes, num_common_layers
+from pd_cluster.kv.pair_check import check_pair
 from pd_cluster.net.admission import peer_key
 from pd_cluster.transport.table import are_pairs
 from pd_cluster.types import LinkState
@@ -113,7 +114,7 @@ class OutLinks:
         except LinkError as error:
             self._refuse(link, str(error))
             return
-        link.peer_block_size = peer.block_size
+        link.peer_block_size, link.num_layers = peer.block_size, num_common_layers(own, peer)
         link.has_place = link.has_place or are_pairs([answer.transport])
         self._set_patience(link, 3 * self._timeouts.connect_timeout_s)  # it opens, then the probe arrives
         lane.end.open(answer.transport, own, peer)
@@ -140,7 +141,8 @@ class OutLinks:
             link.backoff_s, link.used_s = FIRST_BACKOFF_S, self._clock()
             link.has_place = are_pairs(link.over)
             link.is_rested = link.is_unproven = False
-            log.info("link to %s is up over %s", link.info.name, link.state.over)
+            over = f"{link.state.over}, {ready.precision}" if ready.precision else link.state.over
+            log.info("link to %s is up over %s", link.info.name, over)
             if link.awaited_s is not None:
                 link.awaited_s = None
                 self._users.link_up(peer_key(link.info.name, link.info.epoch), conn)

@@ -48,8 +48,9 @@ class OutLinkTable:
     def limits(self, conn: str) -> ShipLimits:
         link = self.by_conn.get(conn)
         if link is None or not link.peer_block_size:
-            return ShipLimits(self._layout.block_size, self._layout.block_nbytes)
-        return ShipLimits(link.peer_block_size, min(lane.end.max_payload_nbytes for lane in link.lanes))
+            return ShipLimits(self._layout.block_size, self._layout.block_nbytes, self._layout.num_layers)
+        most_nbytes = min(lane.end.max_payload_nbytes for lane in link.lanes)
+        return ShipLimits(link.peer_block_size, most_nbytes, link.num_layers)
 
     def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
         """Sends the same blocks from every rank: each sends its own heads."""

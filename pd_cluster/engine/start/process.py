@@ -120,13 +120,22 @@ def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueu
     tell_lost = partial(_tell_lost, channel)
     loop, mailbox, mailroom, report = build_worker(config, inbox, tell_lost)
     mailbox.start(mailroom)
-    layout = report.layout
-    what = f"{report.num_blocks} blocks of {layout.block_size} tokens" if layout is not None else "images alone"
-    log.info("ready after %.1f s: %s, control port %d", time.monotonic() - started_s, what, report.control_port)
+    took_s, what = time.monotonic() - started_s, _cache_of(report)
+    log.info("ready after %.1f s: %s, control port %d", took_s, what, report.control_port)
     _tell(channel, report)
     loop.run(ends_when_hung(config.timeouts.step_timeout_s))
     mailbox.await_heard(config.timeouts.dead_after_s)  # otherwise a request that has ended would go on elsewhere
     mailbox.close()
+
+
+def _cache_of(report: RankReport) -> str:
+    """Describes the KV pool."""
+    if (layout := report.layout) is None:
+        return "images alone"
+    what = f"{report.num_blocks} blocks of {layout.block_size} tokens"
+    if layout.num_draft_layers:
+        what += f" in {layout.num_layers} layers, of which {layout.num_draft_layers} of a draft head"
+    return what
 
 
 def _tell(channel: socket.socket, report: RankReport) -> None:

@@ -84,8 +84,7 @@ class End:
             receiving.compare(command)
         finally:
             receiving.close()
-            for block in range(NUM_BLOCKS):  # the next link must not find these
-                self._pool.clear_block(block)
+            self._pool.clear(list(range(NUM_BLOCKS)))  # the next link must not find these
         return TripAnswer()
 
 

@@ -1,0 +1,67 @@
+"""Checks whether KV cache of one pool can land in another. Knows nothing of how it gets there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pd_cluster.errors import LinkError
+from pd_cluster.kv.layout import DTYPE_NBYTES, KVLayout, can_hold, can_split_heads
+from pd_cluster.settings.engine import MAX_BLOCK_SIZE
+
+
+def check_pair(source: KVLayout, target: KVLayout) -> None:
+    """Checks that KV cache of `source` can land in `target`; raises LinkError(retry=False) naming the field.
+
+    Block size, dtype and tensor parallel size may differ: see pack.py and `lanes`. So may draft heads, whose layers
+    stay behind then: see `num_common_layers`.
+    """
+    for name, theirs, ours in _compared(source, target):
+        if theirs != ours:
+            raise LinkError(
+                f"KV layout differs: {name} is {theirs} on the prefill instance and {ours} on the decode instance; "
+                f"start both with the same model"
+            )
+    for layout in (source, target):
+        if why := _nonsense(layout):
+            raise LinkError(f"KV layout makes no sense: {why}")
+
+
+def _compared(source: KVLayout, target: KVLayout) -> Iterator[tuple[str, object, object]]:
+    """Yields the fields that must be the same, under their public names; they describe the layers that travel."""
+    if source.draft_head != target.draft_head:
+        source, target = source.without_head, target.without_head
+    for name in ("num_layers", "num_draft_layers", "num_kv_heads"):
+        yield name, getattr(source, name), getattr(target, name)
+    if (names := [plane.name for plane in source.planes]) != [plane.name for plane in target.planes]:
+        yield "planes", ", ".join(names), ", ".join(plane.name for plane in target.planes)
+        return
+    for theirs, ours in zip(source.planes, target.planes, strict=True):
+        yield f"{theirs.name}_head_dim", theirs.width, ours.width
+    yield "plane_layers", source.plane_layers, target.plane_layers
+
+
+def _nonsense(layout: KVLayout) -> str:
+    """Returns why no pool can have this layout, or ""."""
+    if not can_split_heads(layout.num_kv_heads, layout.tp_size):
+        return f"{layout.num_kv_heads} KV heads cannot be spread over {layout.tp_size} ranks"
+    num_layers, num_draft = layout.num_layers, layout.num_draft_layers
+    if bool(layout.draft_head) != bool(num_draft) or not 0 <= num_draft < num_layers:
+        return f"{num_draft} of {num_layers} layers are a draft head's, which is {layout.draft_head or 'none'}"
+    if not _has_planes(layout) or min(plane.width for plane in layout.planes) < 1:
+        return "a layer has no planes, or one of them no numbers"
+    if not can_hold(layout.planes, layout.dtype):
+        return f"{layout.dtype} holds two numbers a byte, and a width is odd"
+    is_rank = 0 <= layout.tp_rank < layout.tp_size
+    if layout.dtype not in DTYPE_NBYTES or not 1 <= layout.block_size <= MAX_BLOCK_SIZE or not is_rank:
+        rank = f"rank {layout.tp_rank} of {layout.tp_size}"
+        return f"blocks of {layout.block_size} tokens of {layout.dtype!r}, {rank}"
+    return ""
+
+
+def _has_planes(layout: KVLayout) -> bool:
+    """Whether each layer has a plane, and no plane a layer that is not there, or the same one twice."""
+    if not layout.plane_layers:
+        return bool(layout.planes)
+    known = range(layout.num_layers)
+    is_known = all(list(layers) == sorted({*layers} & {*known}) for layers in layout.plane_layers)
+    return is_known and len(layout.plane_layers) == len(layout.planes) and all(each.planes for each in layout.alike)

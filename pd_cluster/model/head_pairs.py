@@ -66,6 +66,15 @@ class HeadPairs:
         start, waiting = request.num_computed_tokens, self._waiting.get(request)
         return start > 0 and (waiting is None or not waiting.first <= start <= waiting.stop)
 
+    def without(self, chunks: Iterable[tuple[Request, int]]) -> list[int]:
+        """Returns blocks that tokens without pairs begin to fill; they must be cleared in the head's layer."""
+        found: list[int] = []
+        for request, num_tokens in chunks:
+            if not is_for(request):
+                start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+                found += request.block_table[-(-start // self._block_size) : -(-stop // self._block_size)]
+        return found
+
     def tapped(
         self, chunks: Sequence[tuple[Request, int]], drafts: Drafts, lacking: Sequence[Request], taps: torch.Tensor
     ) -> list[PairChunk]:

@@ -130,11 +130,9 @@ def _allocate(
 def _hold_adapters(plan: LoadPlan, parts: LoadedParts, layout: KVLayout) -> HeldAdapters:
     """Returns what holds adapters, with those that the settings name. They are the model's alone, not its head's."""
     settings, device, model = plan.config.adapters, plan.device, parts.model
-    if parts.head is not None:
-        layout = layout_of(model.caches, plan.block_size, plan.kv_dtype)
     if device.is_accelerator and model.adapters is not None:
         put_adapters(model.adapters.places, settings, device, plan.dtype)
-    held = HeldAdapters(model, layout, settings, device)
+    held = HeldAdapters(model, layout.without_head, settings, device)
     held.load_named(settings)
     return held
 

@@ -160,6 +160,8 @@ class ModelRunner:
         """See `compute`. A draft head's pairs of prompts, and of blocks that become full, are computed too."""
         if (head := self.head) is None:
             return self.compute(self.step_of(chunks, drafts), on_layer)
+        if blank := self.head_pairs.without(chunks):
+            self.pool.clear(blank, self.pool.layout.num_model_layers)
         lacking = self.head_pairs.lacking(chunks)
         taps = Taps(head.taps)
         output = self.compute(self.step_of(chunks, drafts, lacking), on_layer, taps=taps)

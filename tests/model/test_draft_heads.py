@@ -141,3 +141,22 @@ def test_blocks_that_became_full_without_drafts(headed: Headed) -> None:
     assert all(
         each.num_cached_tokens > len(before.prompt_token_ids) for each, before in zip(requests, first, strict=True)
     )
+
+
+def test_blocks_of_tokens_without_pairs(headed: Headed) -> None:
+    """Tokens of a prompt adapter have none, so each block that they begin to fill is cleared in the head's layer."""
+    core = headed.core(enable_prefix_caching=False)
+    pool, size = core.runner.pool, ROOM["block_size"]
+    own = pool.layout.num_model_layers
+    for layer in range(pool.layout.num_layers):
+        for plane in pool.memory.planes(layer):
+            plane.fill_(9.0)
+    without = Request("without", Order([3] * (2 * size + 1), Sampling(max_tokens=size + 2, ignore_eos=True)))
+    without.num_virtual_tokens = 1
+    core.scheduler.add(without)
+    while len(without.output_token_ids) < size + 1:
+        core.step()
+        for block in without.block_table[: -(-without.num_computed_tokens // size)]:
+            assert all(not plane[block].any() for plane in pool.memory.planes(own))
+            assert all((plane[block][0] != 9.0).all() for plane in pool.memory.planes(own - 1))
+    assert not core.drafting.totals.num_draft_tokens

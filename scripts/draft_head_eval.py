@@ -33,7 +33,7 @@ NUM_DRAFTS = 4  # of a chain
 
 @dataclass(frozen=True)
 class DraftScore:
-    """`num_right` of `num_places` next tokens are foreseen by one draft, and of a chain's at most 4 `accepted` are."""
+    """One draft foresees `num_right` of `num_places` tokens; `num_chains` chains get `num_accepted` drafts accepted."""
 
     kind: str
     num_answers: int

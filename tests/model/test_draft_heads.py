@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from msgspec import structs
+from tokenizers import Tokenizer
 
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import Taps, batch_of, step_input
 from pd_cluster.model.head_pairs import PairChunk, draft_pairs
 from pd_cluster.model.runner import ModelRunner
+from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.settings.speculation import Speculation
 from pd_cluster.types import Order, Request, Sampling, Status
 from tests.model.test_draft_model import DRAWN, FORKS, GREEDY, ROOM, AnySize, plain, token_ids, traffic
@@ -23,6 +25,8 @@ from tests.support.engines import MAX_STEPS, make_core, run
 from tests.support.mtp import add_mtp_layer
 
 NEAR = 1e-4
+HEAD = SHIPPED_MODEL.with_name("tiny-chat-eagle3")
+QUESTIONS = ("Count from 3 to 12", "Tell me a joke about rain.", "Hello!", "Count from 20 to 30")
 TAPS: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -160,3 +164,23 @@ def test_blocks_of_tokens_without_pairs(headed: Headed) -> None:
             assert all(not plane[block].any() for plane in pool.memory.planes(own))
             assert all((plane[block][0] != 9.0).all() for plane in pool.memory.planes(own - 1))
     assert not core.drafting.totals.num_draft_tokens
+
+
+@pytest.mark.parametrize("sampling", [Sampling(max_tokens=60, temperature=0.0), Sampling(max_tokens=60, seed=3)])
+def test_the_shipped_head_is_often_right(sampling: Sampling) -> None:
+    """One draft in each step, for greedy answers and drawn ones; they are those without drafts."""
+    speculation = Speculation(methods=("eagle3",), model=str(HEAD), num_speculative_tokens=1)
+    tokenizer = Tokenizer.from_file(str(SHIPPED_MODEL / "tokenizer.json"))
+    text = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    prompts = [tokenizer.encode(text.format(question)).ids for question in QUESTIONS]
+    answers = []
+    for drafts in (False, True):
+        core = make_core(SHIPPED_MODEL, speculation=speculation, max_model_len=512)
+        core.drafting.size = AnySize(5, least=1)
+        orders = [Order(prompt, sampling, may_draft=drafts) for prompt in prompts]
+        requests = [Request(f"r{at}", order) for at, order in enumerate(orders)]
+        answers.append(token_ids(run(core, requests)))
+    assert answers[0] == answers[1]
+    told = core.drafting.totals.told()
+    assert told.num_tokens > 60
+    assert told.num_accepted >= 0.6 * told.num_tokens

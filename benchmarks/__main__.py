@@ -71,12 +71,14 @@ def speculative(
     places: Annotated[str, typer.Option(help="alone,1P1D; default: both.")] = "",
     weights: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "float32",
     rows: Annotated[bool, typer.Option(help="Only what decode steps of 1 to 32 rows cost.")] = False,
+    vllm: Annotated[str, typer.Option(help="A Python that has vLLM for CPUs: n-gram drafts beside its own.")] = "",
     rounds: Rounds = 3,
     threads: Threads = 1,
     quick: Quick = False,
     json: Json = "",
 ) -> None:
     """Tokens a second with drafts, in times of those without: right, wrong and found ones; and equal answers."""
+    from benchmarks import beside_vllm
     from benchmarks.figures import names_of
     from benchmarks.speculative import ALONE, KINDS, SPLIT, WEIGHTS, Bench, run
 
@@ -87,7 +89,11 @@ def speculative(
         (1, 2) if quick else counts,
         1 if quick else rounds,
     )
-    run(Bench(chosen, counts, where, form, rows, rounds, threads, quick), json)
+    bench = Bench(chosen, counts, where, form, rows, rounds, threads, quick)
+    if vllm:
+        beside_vllm.run(bench, vllm, json)
+    else:
+        run(bench, json)
 
 
 @app.command("lora")

@@ -167,7 +167,6 @@ def run(bench: Bench, json_file: str) -> None:
     started_s, results, found = time.monotonic(), list[Result](), dict[Case, list[Round]]()
     with tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
         if bench.rows:
-            results += row_costs(bench, bench.models(Path(folder), ()))
         else:
             asyncio.run(measure(bench, Path(folder), found))
     for (place, name, batch), rounds in found.items():
@@ -287,30 +286,3 @@ async def cluster(bench: Bench, models: Models) -> AsyncIterator[Server]:
     started = started_cluster(ServeBench(model=str(models.folder), more_flags=tuple(flags)))
     async with started as (url, _), make_client(max(bench.batches)) as client:
         yield Server(client, url, (await ask_model(client, url))[0])
-
-
-def row_costs(bench: Bench, models: Models) -> Iterator[Result]:
-    """Yields the cost of a decode step of so many sequences, in times of one sequence's."""
-    for weights in WEIGHTS:
-        core, runner = build_core(config_of(weights, models))
-        driver, took_ms = Driver(core, runner, 0), defaultdict[int, list[float]](list)
-        for _, num_rows in itertools.product(range(1 + bench.rounds), ROWS):
-            took_ms[num_rows].append(_step_ms(driver, num_rows))
-        yield result(f"{weights}: a step of one row", took_ms[1][1:], "ms")  # the first round packs and compiles
-        for num_rows in ROWS[1:]:
-            times = [many / one for many, one in zip(took_ms[num_rows][1:], took_ms[1][1:], strict=True)]
-            yield result(f"{weights}: {num_rows} rows, times one", times, "x")
-
-
-def _step_ms(driver: Driver, num_rows: int) -> float:
-    """Returns the median of decode steps around ROW_CONTEXT tokens."""
-    num_before = ROW_CONTEXT - NUM_ROW_STEPS // 2
-    requests = [driver.add(driver.prompt(num_before - 4), greedy(NUM_ROW_STEPS + 4)) for _ in range(num_rows)]
-    driver.until(lambda: all(len(request.output_token_ids) >= 3 for request in requests))
-    took_s = []
-    for _ in range(NUM_ROW_STEPS):
-        start_s = time.perf_counter()
-        driver.core.step()
-        took_s.append(time.perf_counter() - start_s)
-    driver.drain()
-    return 1e3 * median(took_s)

@@ -2,7 +2,7 @@
 // is read in the order it lies in, once, and fetched ahead. Sequences that share a block table and begin at the same
 // key go together: their query heads are more heads of a group. A head's sums do not depend on the heads beside it.
 #pragma once
-#include "paged.h"
+#include "many.h"
 
 // Memory of a function's stack that begins with a line of the cache: vectors that cross lines take twice the time.
 #define LINES(nbytes) (void *)(((uintptr_t)alloca((size_t)(nbytes) + 64) + 63) & ~(uintptr_t)63)
@@ -19,6 +19,12 @@ INLINE void fetch(Ahead *ahead, int64_t dim) {
     const char *from = ahead->rows[ahead->row] + ahead->piece * vector_nbytes(dim);
     UNROLL for (int64_t at = 0; at < vector_nbytes(dim); at += 64) __builtin_prefetch(from + at, 0, AHEAD_HINT);
     if (++ahead->piece == ahead->pieces) ahead->piece = 0, ahead->row++;
+}
+
+// Has the processor look up addresses of vectors, one of each page, before they are fetched one by one.
+INLINE void look_up(const char **k, const char **v, int64_t n, int64_t row_stride) {
+    for (int64_t j = 0; j < n; j += MAX(1, PAGE_NBYTES / row_stride))
+        __builtin_prefetch(k[j], 0, AHEAD_HINT), __builtin_prefetch(v[j], 0, AHEAD_HINT);
 }
 
 // Part of a vector as the pool has it, or taken as floats.
@@ -55,26 +61,6 @@ INLINE void score_keys(int64_t dim, int heads, const float *q, const char **k, i
         UNROLL for (int g = 0; g < heads; g++)
             store(scores[g] + j0, IS_CODED ? sums_of(parts[g]) * scales : sums_of(parts[g]));
     }
-}
-
-// Returns the products of a query with VL keys, which lie as floats: those of score_keys, to the bit.
-INLINE vf score_query(int64_t dim, const float *q, const char **k, int64_t at) {
-    vf sum[VL], part[QT] = {load(q)};
-    int64_t d = VL;
-    UNROLL for (int j = 0; j < VL; j++) sum[j] = part[0] * load((const float *)(k[j] + at));
-    for (; d + QT * VL <= dim; d += QT * VL) {
-        UNROLL for (int i = 0; i < QT; i++) part[i] = load(q + d + i * VL);
-        UNROLL for (int j = 0; j < VL; j++) {
-            const float *key = (const float *)(k[j] + at) + d;
-            UNROLL for (int i = 0; i < QT; i++) sum[j] = multiply_add(part[i], load(key + i * VL), sum[j]);
-        }
-    }
-    for (; d < dim; d += VL) {
-        part[0] = load(q + d);
-        UNROLL for (int j = 0; j < VL; j++)
-            sum[j] = multiply_add(part[0], load((const float *)(k[j] + at) + d), sum[j]);
-    }
-    return sums_of(sum);
 }
 
 // Computes acc[g] = acc[g] * fade[g] + sum over j of weights[g][j] * (v[j] + at)[d ...], for `width` vectors.
@@ -151,6 +137,33 @@ INLINE void soften_heads(int64_t heads, float (*scores)[DECODE_CHUNK], int64_t n
     store(fade, fades);
 }
 
+// Computes scores as score_keys does, of keys that lie as floats, and prefetches next_k and next_v.
+INLINE void score_many(int64_t dim, int64_t heads, const float *q, const char **k, int64_t at, int64_t n,
+                       const float *factors, float (*scores)[DECODE_CHUNK], Ahead *next_k, Ahead *next_v) {
+    int64_t fetched = 0, step = 1;
+#if VL == 16
+    float ALIGNED keys[MAX_DIM][VL];
+    if (scores_six(dim, heads, k)) step = TQ;
+#endif
+    for (int64_t j = 0; j < n; j += VL) {
+#if VL == 16
+        if (step > 1) transpose_keys(dim, k + j, at, keys);
+#endif
+        for (int64_t g = 0; g < heads; g += step) {
+            for (int64_t due = j + MIN(VL, ((g + step) * VL + heads - 1) / heads); fetched < due; fetched++)
+                fetch(next_k, dim), fetch(next_v, dim);
+#if VL == 16
+            int64_t first = MIN(g, heads - step);
+            if (step > 1) SIX_OF(score, dim, q + first * dim, keys, (float (*)[DECODE_CHUNK])(scores[first] + j));
+            else
+#endif
+                store(scores[g] + j, score_query(dim, q + g * dim, k + j, at));
+        }
+        for (int64_t g = 0; IS_CODED && g < heads; g++)
+            store(scores[g] + j, load(scores[g] + j) * load(factors + j));
+    }
+}
+
 // Processes one chunk for one KV head and `heads` query heads; m and l as above. Prefetches next_k and next_v. Where
 // there are many heads, vectors are `taken` from the pool as floats, once for all.
 INLINE void attend_heads(const Layer *y, int64_t dim, int64_t heads, int many, const float *q, const char **k,
@@ -158,24 +171,19 @@ INLINE void attend_heads(const Layer *y, int64_t dim, int64_t heads, int many, c
                          Ahead *next_k, Ahead *next_v) {
     ALIGNED float scores[MOST_HEADS_TOGETHER][DECODE_CHUNK], fade[MOST_HEADS_TOGETHER + VL], factors[DECODE_CHUNK];
     int takes = many && POOL != POOL_FLOAT32;
-    int64_t g = 0, fetched = 0;
+    int64_t g = 0;
 #define EACH_FEW(part)                                                                                                 \
-    for (g = 0; g + GT <= heads; g += GT) part(GT);                                                                    \
+    for (; g + GT <= heads; g += GT) part(GT);                                                                         \
     if (GT == 4 && heads - g == 3) part(3);                                                                            \
     if (GT == 4 && heads - g == 2) part(2);                                                                            \
-    if (heads % GT == 1) part(1)
+    if (heads - g == 1) part(1)
 #define SCORE(few) score_keys(dim, few, q + g * dim, k, at, n, scores + g, g ? 0 : next_k)
 #define ADD(few)                                                                                                       \
     add_values(dim, few, takes, takes ? taken : v, takes ? 0 : at, n, scores + g, fade + g, acc + g * dim,             \
                many || g ? 0 : next_v)
     if (many) {
         if (takes) take_vectors(dim, k, at, n, taken, factors);
-        for (int64_t j = 0; j < n; j += VL) for (g = 0; g < heads; g++) {
-            for (int64_t due = j + ((g + 1) * VL + heads - 1) / heads; fetched < due; fetched++)
-                fetch(next_k, dim), fetch(next_v, dim);
-            vf score = score_query(dim, q + g * dim, takes ? taken + j : k + j, takes ? 0 : at);
-            store(scores[g] + j, IS_CODED ? score * load(factors + j) : score);
-        }
+        score_many(dim, heads, q, takes ? taken : k, takes ? 0 : at, n, factors, scores, next_k, next_v);
         for (g = 0; g < heads; g += VL)
             soften_heads(MIN(VL, heads - g), scores + g, n, y->softcap, m + g, l + g, fade + g);
         if (takes) take_vectors(dim, v, at, n, taken, factors);
@@ -186,6 +194,10 @@ INLINE void attend_heads(const Layer *y, int64_t dim, int64_t heads, int many, c
     }
     for (g = 0; IS_CODED && g < heads; g++)
         for (int64_t j = 0; j < n; j += VL) store(scores[g] + j, load(scores[g] + j) * load(factors + j));
+    g = 0;
+#if VL == 16
+    if (many) g = add_sixes(dim, heads, takes ? taken : v, takes ? 0 : at, n, scores, fade, acc);
+#endif
     EACH_FEW(ADD);
 #undef EACH_FEW
 #undef SCORE
@@ -238,6 +250,7 @@ INLINE void decode_dim(const Layer *y, int64_t dim, int many, const Item *item, 
         locate(&owner->source, start, num_ahead, next, next_v);
         Ahead ahead_k = {next, 0, num_ahead, 0, owner->num_heads}, ahead_v = ahead_k;
         ahead_v.rows = next_v;
+        look_up(next, next_v, num_ahead, item->source.row_stride);
         for (int64_t h = 0; h < item->num_heads; h++)
             attend_group(y, dim, item, &of, h, many, k, v, at, n, buffer[4], &ahead_k, &ahead_v);
         const char **old_k = k, **old_v = v;

@@ -11,6 +11,11 @@
 #define MOST_ROWS_OF_FLOATS 96
 #define ROWS_AT_ONCE 7 // whose sums find room in registers, beside a line of weights
 #define PART 64        // inputs that are multiplied with all rows before the next: they stay in the L1 cache
+#define FAR_PART 32    // likewise, where the next ones are fetched to the L2 cache only
+#define LEAST_FAR 5    // rows from which on, and up to which, that is faster: multiplying takes about as long as reading
+#define MOST_FAR 18
+#define PAGE 1024      // floats
+#define PAGES_AHEAD 32 // addresses are looked up so early: a line that is fetched would wait for that
 #define SHARES 6       // of a thread's lines: one that is late leaves the others to the rest
 
 typedef struct {
@@ -25,20 +30,21 @@ typedef struct {
 } Lines;
 
 // Adds to sums [m][LINE] the products of n inputs of m rows, whose x is `stride` apart. Fetches `step` floats for each
-// input, from `ahead` on.
+// input, from `ahead` on, to the L1 cache or, `far`, to the L2 cache.
 typedef void Adder(const float *x, int64_t stride, const float *words, int64_t n, const float *ahead, int64_t step,
                    float *sums, int begins);
 
-INLINE void add_inputs(int m, const float *x, int64_t stride, const float *words, int64_t n, const float *ahead,
-                       int64_t step, float *to, int begins) {
+INLINE void add_inputs(int m, int far, const float *x, int64_t stride, const float *words, int64_t n,
+                       const float *ahead, int64_t step, float *to, int begins) {
     vf sums[ROWS_AT_ONCE][LINE / VL];
     UNROLL for (int r = 0; r < m; r++) UNROLL for (int q = 0; q < LINE / VL; q++)
         sums[r][q] = begins ? (vf){0} : load(to + r * LINE + q * VL);
     for (int64_t k = 0; k < n; k++, words += LINE, ahead += step) {
         vf w[LINE / VL];
         UNROLL for (int q = 0; q < LINE / VL; q++) {
-            w[q] = load(words + q * VL);
-            __builtin_prefetch(ahead + q * VL);
+            w[q] = far ? in_register(load(words + q * VL)) : load(words + q * VL);
+            if (far) __builtin_prefetch(ahead + q * VL, 0, 2);
+            else __builtin_prefetch(ahead + q * VL);
         }
         UNROLL for (int r = 0; r < m; r++) {
             vf value = splat(x[r * stride + k]);
@@ -51,26 +57,32 @@ INLINE void add_inputs(int m, const float *x, int64_t stride, const float *words
 }
 
 // Functions of their own, because compilers keep the sums of loops inside larger ones in memory.
-#define ADDER(m)                                                                                                       \
-    static __attribute__((noinline)) void add_inputs_##m(const float *x, int64_t stride, const float *words,           \
-                                                         int64_t n, const float *ahead, int64_t step, float *to,       \
-                                                         int begins) {                                                 \
-        add_inputs(m, x, stride, words, n, ahead, step, to, begins);                                                   \
+#define ADDER(name, m, far)                                                                                            \
+    static __attribute__((noinline)) void name##_##m(const float *x, int64_t stride, const float *words, int64_t n,    \
+                                                     const float *ahead, int64_t step, float *to, int begins) {        \
+        add_inputs(m, far, x, stride, words, n, ahead, step, to, begins);                                              \
     }
-ADDER(1) ADDER(2) ADDER(3) ADDER(4) ADDER(5) ADDER(6) ADDER(7)
-static Adder *const adders[ROWS_AT_ONCE] = {add_inputs_1, add_inputs_2, add_inputs_3,
-                                            add_inputs_4, add_inputs_5, add_inputs_6, add_inputs_7};
+#define ADDERS_FROM_4(name, far) ADDER(name, 4, far) ADDER(name, 5, far) ADDER(name, 6, far) ADDER(name, 7, far)
+#define NAMES_FROM_4(name) name##_4, name##_5, name##_6, name##_7
+ADDER(add_near, 1, 0) ADDER(add_near, 2, 0) ADDER(add_near, 3, 0) ADDERS_FROM_4(add_near, 0)
+ADDERS_FROM_4(add_far, 1) // fewer rows are always near
+static Adder *const adders[2][ROWS_AT_ONCE] = {{add_near_1, add_near_2, add_near_3, NAMES_FROM_4(add_near)},
+                                               {0, 0, 0, NAMES_FROM_4(add_far)}};
+_Static_assert(LEAST_FAR >= 4 && ROWS_AT_ONCE >= 7, "blocks of rows that are far have at least four");
 
 // Sets sums [num_rows][LINE] to those over n inputs. Blocks of rows share the fetching of the part after this one.
 static void add_span(const Floats *p, const float *x, const float *words, int64_t n, float *sums) {
     int64_t blocks = (p->num_rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE, step = LINE / blocks;
-    for (int64_t k = 0; k < n; k += PART) {
+    int far = p->num_rows >= LEAST_FAR && p->num_rows <= MOST_FAR;
+    int64_t most = far ? FAR_PART : PART;
+    for (int64_t k = 0; k < n; k += most) {
         const float *at = words + k * LINE;
-        int64_t part = MIN(PART, n - k), row = 0;
+        int64_t part = MIN(most, n - k), row = 0;
+        for (int64_t i = 0; i < most * LINE; i += PAGE) __builtin_prefetch(at + PAGES_AHEAD * PAGE + i);
         for (int64_t block = 0; block < blocks; block++) { // about as many rows in each
             int64_t m = (p->num_rows - row + blocks - block - 1) / (blocks - block);
-            adders[m - 1](x + row * p->inputs + k, p->inputs, at, part, at + PART * LINE + block * part * step, step,
-                          sums + row * LINE, k == 0);
+            adders[far][m - 1](x + row * p->inputs + k, p->inputs, at, part, at + most * LINE + block * part * step,
+                               step, sums + row * LINE, k == 0);
             row += m;
         }
     }

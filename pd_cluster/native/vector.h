@@ -40,6 +40,14 @@ INLINE void store(float *p, vf x) { *(vfu *)p = x; }
 INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf pick(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
+// Returns x in a register. Otherwise compilers may read it from memory anew for each use.
+INLINE vf in_register(vf x) {
+#if VL == 16
+    __asm__("" : "+v"(x));
+#endif
+    return x;
+}
+
 // Returns a * b + sum, rounded once where the machine can. Left to themselves compilers fuse some sums, and not others
 // that look alike: those of 256 bits in loops for AMD's processors, say.
 INLINE vf multiply_add(vf a, vf b, vf sum) {

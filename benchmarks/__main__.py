@@ -70,7 +70,7 @@ def speculative(
     batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,4,16,32",
     places: Annotated[str, typer.Option(help="alone,1P1D; default: both.")] = "",
     weights: Annotated[str, typer.Option(help="float32, bfloat16 or int8.")] = "float32",
-    rows: Annotated[bool, typer.Option(help="Only what decode steps of 1 to 32 rows cost.")] = False,
+    rows: Annotated[bool, typer.Option(help="Only what steps of one sequence with drafts cost.")] = False,
     vllm: Annotated[str, typer.Option(help="A Python that has vLLM for CPUs: n-gram drafts beside its own.")] = "",
     rounds: Rounds = 3,
     threads: Threads = 1,
@@ -79,6 +79,7 @@ def speculative(
 ) -> None:
     """Tokens a second with drafts, in times of those without: right, wrong and found ones; and equal answers."""
     from benchmarks import beside_vllm
+    from benchmarks import rows as row_costs
     from benchmarks.figures import names_of
     from benchmarks.speculative import ALONE, KINDS, SPLIT, WEIGHTS, Bench, run
 
@@ -89,8 +90,10 @@ def speculative(
         (1, 2) if quick else counts,
         1 if quick else rounds,
     )
-    bench = Bench(chosen, counts, where, form, rows, rounds, threads, quick)
-    if vllm:
+    bench = Bench(chosen, counts, where, form, rounds, threads, quick)
+    if rows:
+        row_costs.run(form, rounds, threads, quick, json)
+    elif vllm:
         beside_vllm.run(bench, vllm, json)
     else:
         run(bench, json)

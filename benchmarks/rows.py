@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.child import make_model
 from benchmarks.figures import begin, finish, result
+from benchmarks.speculative import WEIGHTS
 from benchmarks.tiny_model import QUICK_SHAPE, ModelShape
 from pd_cluster.model.load_runner import load_runner
 from pd_cluster.model.runner import ModelRunner
@@ -25,10 +26,9 @@ from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.tables import Report, Result
 from pd_cluster.types import Order, Request, Sampling
 
-WEIGHTS = {"float32": ("dtype", "float32"), "bfloat16": ("dtype", "bfloat16"), "int8": ("quantization", "int8")}
 ROWS, CONTEXTS = (1, 2, 4, 6, 8, 12, 16, 24, 32), (64, 1024, 4096)
 NUM_TRIES = 3  # the least of which counts
-GOAL = {(4096, 8): 1.3}
+GOALS = {("float32", 4096, 8): 1.3}
 
 
 def run(weights: str, rounds: int, threads: int, quick: bool, json: str) -> None:
@@ -40,14 +40,15 @@ def run(weights: str, rounds: int, threads: int, quick: bool, json: str) -> None
         shape = QUICK_SHAPE if quick else ModelShape(max_positions=length)
         form: dict[str, Any] = dict([WEIGHTS[weights]])
         model = str(make_model(Path(folder), shape, threads))
-        runner = load_runner(EngineConfig(model=model, device="cpu", max_model_len=length, num_blocks=length // 8, **form))
+        sizes: dict[str, Any] = {"max_model_len": length, "num_blocks": length // 8}
+        runner = load_runner(EngineConfig(model=model, device="cpu", **sizes, **form))
         took_ms = defaultdict[tuple[int, int], list[float]](list)
         for plane in (each for layer in range(shape.num_layers) for each in runner.pool.memory.planes(layer)):
             plane.normal_()
         for _, context, num_rows in product(range(1 + rounds), contexts, ROWS):
             took_ms[context, num_rows].append(_step_ms(runner, context, num_rows))
     asked = f"--rows --weights {weights} --rounds {rounds} --threads {threads}{' --quick' * quick}"
-    report = Report(f"python -m benchmarks speculative {asked}", [*_results(took_ms, contexts)])
+    report = Report(f"python -m benchmarks speculative {asked}", [*_results(weights, took_ms, contexts)])
     finish(report, f"{rounds} rounds, {threads} threads, {time.monotonic() - started_s:.0f} s", json, quick)
 
 
@@ -63,11 +64,11 @@ def _step_ms(runner: ModelRunner, context: int, num_rows: int) -> float:
     return 1e3 * min(took_s) / torch.get_num_threads()
 
 
-def _results(took_ms: dict[tuple[int, int], list[float]], contexts: tuple[int, ...]) -> Iterator[Result]:
+def _results(weights: str, took_ms: dict[tuple[int, int], list[float]], contexts: tuple[int, ...]) -> Iterator[Result]:
     for context in contexts:
         _, *alone = took_ms[context, 1]  # the first round packs and compiles
         yield result(f"context of {context}: one row", alone, "ms")
         for num_rows in ROWS[1:]:
             ratios = [many / one for many, one in zip(took_ms[context, num_rows][1:], alone, strict=True)]
-            goal = GOAL.get((context, num_rows))
+            goal = GOALS.get((weights, context, num_rows))
             yield result(f"context of {context}: {num_rows} rows, times one", ratios, "x", goal=goal)

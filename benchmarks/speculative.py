@@ -14,12 +14,11 @@ import json
 import random
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean
 from typing import Any, NamedTuple
 
 import httpx
@@ -29,7 +28,6 @@ import torch
 from benchmarks.copy_tasks import FIRST_CHARACTER, WORDS, Task, called, chatted, copied, corrected
 from benchmarks.figures import begin, finish, result
 from benchmarks.load import answered
-from benchmarks.peers.ours import Driver, greedy
 from benchmarks.tiny_model import ModelShape
 from benchmarks.widened import widened
 from pd_cluster.bench.serve import ServeBench, ask_model, sigterm_ends_it, started_cluster
@@ -49,7 +47,6 @@ SMALL_SHAPE = ModelShape(
 QUICK_SHAPE = ModelShape(hidden_size=192, num_layers=5, num_heads=4, num_kv_heads=2, vocab_size=1344)
 ALONE, SPLIT = "alone", "1P1D"
 LENGTH, QUICK_LENGTH, WARMING_LENGTH = 224, 24, 32  # tokens of an answer
-ROWS, ROW_CONTEXT, NUM_ROW_STEPS = (1, 2, 4, 6, 8, 12, 16, 24, 32), 64, 12
 WEIGHTS = {"float32": ("dtype", "float32"), "bfloat16": ("dtype", "bfloat16"), "int8": ("quantization", "int8")}
 NO_LOSS = 0.97
 DRAFT_MODEL: tuple[Method, ...] = ("draft_model",)
@@ -83,13 +80,12 @@ KINDS = {  # those of the same methods follow each other, and share an engine
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The command's parameters. `rows`: only what a step of so many rows costs."""
+    """The command's parameters."""
 
     kinds: tuple[str, ...]
     batches: tuple[int, ...]
     places: tuple[str, ...]
     weights: str
-    rows: bool
     rounds: int
     threads: int
     quick: bool
@@ -99,7 +95,7 @@ class Bench:
         asked = f"--rounds {self.rounds} --threads {self.threads}{' --quick' * self.quick}"
         lists = {"kinds": self.kinds, "batches": map(str, self.batches), "places": self.places}
         what = " ".join(f"--{name} {','.join(values)}" for name, values in lists.items()) + f" --weights {self.weights}"
-        return f"python -m benchmarks speculative {'--rows' if self.rows else what} {asked}"
+        return f"python -m benchmarks speculative {what} {asked}"
 
     def tasks(self, kind: Kind, batch: int, at: int) -> list[Task]:
         """Makes the requests of a round; those below 0 warm up."""
@@ -166,9 +162,7 @@ def run(bench: Bench, json_file: str) -> None:
     torch.set_num_threads(bench.threads)
     started_s, results, found = time.monotonic(), list[Result](), dict[Case, list[Round]]()
     with tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
-        if bench.rows:
-        else:
-            asyncio.run(measure(bench, Path(folder), found))
+        asyncio.run(measure(bench, Path(folder), found))
     for (place, name, batch), rounds in found.items():
         goal = KINDS[name].goals[0 if batch == 1 else 1 if batch <= 4 else 2]
         results += results_of(f"{place}, {name}, {batch} at a time", rounds, goal)

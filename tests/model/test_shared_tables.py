@@ -28,7 +28,8 @@ from tests.support.spread import spread
 __all__ = ["ops", "threads_as_before"]  # fixtures
 NUMS_ROWS = [(1, 8), (12, 1, 3), (20, 2), (1, 1, 4, 5), (6,)]
 SHAPES = spread(  # block size, query heads, KV heads, head dim
-    [16, 1, 3, 64], [(2, 2, 64), (6, 2, 128), (8, 2, 96), (24, 3, 64), (4, 4, 160), (18, 2, 64), (12, 4, 64)]
+    [16, 1, 3, 64],
+    [(2, 2, 64), (6, 2, 128), (8, 2, 96), (24, 3, 64), (4, 4, 160), (18, 2, 64), (12, 4, 64), (16, 8, 128)],
 )
 FLAGS: list[tuple[str, ...]] = [()]
 if platform.machine() == "x86_64":  # vectors of 8 and of 4 floats

@@ -3,7 +3,7 @@
 Pairs of a prompt are written in the step that computes it, so that they leave with its layers. Those of decoded tokens
 wait until somebody drafts, or until a block is full: a block whose hash is known is whole in all layers. A token's
 states are lost where another process, or another sequence, has computed it; then the next step computes it once more,
-as a row that only reads.
+as a row that only reads. Beams take one another's tokens and blocks, so theirs never wait and are always lost.
 """
 
 from __future__ import annotations
@@ -41,9 +41,13 @@ class PairChunk:
 
 @dataclass(slots=True)
 class _Waiting:
-    """`rows`: what was tapped of tokens from `first` on, each [width]. Pairs of tokens up to `first` are written."""
+    """`rows`: what was tapped of tokens from `first` on, each [width]. Pairs of tokens up to `first` are written.
+
+    `num_computed`: tokens that it had computed at least. With fewer it has begun again, in other blocks.
+    """
 
     first: int
+    num_computed: int
     rows: list[torch.Tensor] = field(default_factory=list)
 
     @property
@@ -52,7 +56,7 @@ class _Waiting:
 
 
 class HeadPairs:
-    """By sequence; those with pictures, or with embeddings of a prompt adapter, have none."""
+    """By sequence; see `num_paired`."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -60,11 +64,13 @@ class HeadPairs:
 
     def lacking(self, chunks: Iterable[tuple[Request, int]]) -> list[Request]:
         """Returns those whose token before their chunk has to be computed once more, for its states."""
-        return [request for request, _ in chunks if is_for(request) and self._lacks(request)]
+        return [request for request, _ in chunks if self._lacks(request)]
 
     def _lacks(self, request: Request) -> bool:
         start, waiting = request.num_computed_tokens, self._waiting.get(request)
-        return start > 0 and (waiting is None or not waiting.first <= start <= waiting.stop)
+        if not 0 < start < num_paired(request):
+            return False
+        return waiting is None or not waiting.num_computed <= start <= waiting.stop
 
     def without(self, chunks: Iterable[tuple[Request, int]]) -> list[int]:
         """Returns blocks that tokens without pairs begin to fill; they must be cleared in the head's layer."""
@@ -92,8 +98,8 @@ class HeadPairs:
             if token_ids:
                 own = torch.cat((own, taps[draft_at : draft_at + len(token_ids)]))
             at, draft_at = at + number, draft_at + len(token_ids)
-            if is_for(request):
-                found += self._continued(request, number, token_ids, own, again.get(request))
+            if (left := num_paired(request) - request.num_computed_tokens) > 0:
+                found += self._continued(request, min(number, left), token_ids, own[:left], again.get(request))
         return found
 
     def _continued(
@@ -101,26 +107,30 @@ class HeadPairs:
     ) -> Iterable[PairChunk]:
         """Notes the states of a chunk and its drafts, `own`; yields its pairs if they have to be written now."""
         start = request.num_computed_tokens
-        waiting = self._waiting.get(request) or _Waiting(0)
-        if start == 0:
-            waiting = _Waiting(0)
-        elif before is not None:
-            waiting = _Waiting(start - 1, [before])
+        stop, computed = start + len(own), start + number
+        waiting = self._waiting.get(request)
+        if start == 0 or waiting is None:
+            waiting = _Waiting(0, 0)
+        if before is not None:
+            waiting = _Waiting(start - 1, start, [before])
         del waiting.rows[start - waiting.first :]
-        self._waiting[request] = waiting
-        stop = start + len(own)
-        if number > 1 or stop // self._block_size > start // self._block_size:
-            token_ids = [*request.token_ids(start, start + number), *drafts]
+        waiting.num_computed = computed
+        kept = own[number - 1 :].clone()  # the step's own rows are not kept for a few of them
+        if number == 1 and stop // self._block_size == start // self._block_size and _may_wait(request):
+            waiting.rows += kept.unbind()
+        else:
+            token_ids = [*request.token_ids(start, computed), *drafts]
             first = max(waiting.first + 1, FIRST_KEY)
             before_ids = request.token_ids(first, start) if first < start else []
             states = torch.cat((*(row[None] for row in waiting.rows), own[:-1]))
             if first < stop:
                 yield PairChunk(request, first, [*before_ids, *token_ids[max(0, first - start) :]], states)
             # Drafts may be wrong: theirs are written once more when they are known to be right.
-            computed = start + number
-            waiting.first, waiting.rows = computed - 1, [row.clone() for row in own[number - 1 :]]
+            waiting.first, waiting.rows = computed - 1, [*kept.unbind()]
+        if request.sampling.beam_width:
+            self._waiting.pop(request, None)
         else:
-            waiting.rows += own.unbind()
+            self._waiting[request] = waiting
 
     def waiting(self, request: Request) -> PairChunk | None:
         """Returns the pairs up to a sequence's last token, with states as they were tapped; then call `wrote`.
@@ -128,19 +138,35 @@ class HeadPairs:
         None: states of earlier tokens are missing.
         """
         waiting, stop = self._waiting.get(request), request.num_tokens
-        if waiting is None or not waiting.first < stop - 1 <= waiting.stop:
+        if waiting is None or self._lacks(request) or not waiting.first < stop - 1 <= waiting.stop:
             return None
         rows, first = waiting.rows[: stop - 1 - waiting.first], waiting.first + 1
         return PairChunk(request, first, request.token_ids(first, stop), torch.stack(rows))
 
     def wrote(self, request: Request) -> None:
         """Notes that the pairs of all its tokens are written."""
-        self._waiting[request] = _Waiting(request.num_tokens - 1)
+        self._waiting[request] = _Waiting(request.num_tokens - 1, request.num_tokens - 1)
 
 
 def is_for(request: Request) -> bool:
     """Whether all its tokens have embeddings of the model."""
     return not request.order.images and not request.num_virtual_tokens
+
+
+def num_paired(request: Request) -> int:
+    """Returns how many of its first tokens have pairs: those before a picture; none with tokens of a prompt adapter.
+
+    Blocks of texts are shared with those of other requests, also if a picture follows.
+    """
+    if is_for(request):
+        return request.most_tokens
+    return 0 if request.num_virtual_tokens else request.order.spans[0].start
+
+
+def _may_wait(request: Request) -> bool:
+    """Whether the pair of its next token is for itself only: it is neither handed over with its block nor shared."""
+    is_decoded = request.num_computed_tokens >= len(request.prompt_token_ids)
+    return is_decoded and request.leg != "prefill" and not request.sampling.beam_width
 
 
 def write_pairs(head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk]) -> None:

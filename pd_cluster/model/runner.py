@@ -351,6 +351,9 @@ class ModelRunner:
             raise ModelError(f"{draft.checkpoint.path}: it is another draft model than before the sleep; start again")
         with self.threads.loading():
             parts = load_parts(self._plan)
+        if parts.head is not None and parts.head.identity != self.pool.layout.draft_head:
+            place = self._plan.config.speculation.model or checkpoint.path
+            raise ModelError(f"{place}: it is another draft head than before the sleep; start all instances again")
         self.held.adopt(parts.model)
         prove(parts.model, self.pool, self._plan.dtype)
         self.group.loaded()

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import random
+import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from msgspec import structs
 from tokenizers import Tokenizer
 
 from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.errors import ModelError
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import Taps, batch_of, step_input
-from pd_cluster.model.head_pairs import PairChunk, draft_pairs
+from pd_cluster.model.draft_head import DraftHead
+from pd_cluster.model.head_pairs import HeadPairs, PairChunk, draft_pairs, write_pairs
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.settings.speculation import Speculation
@@ -21,8 +27,9 @@ from pd_cluster.types import Order, Request, Sampling, Status
 from tests.model.test_draft_model import DRAWN, FORKS, GREEDY, ROOM, AnySize, plain, token_ids, traffic
 from tests.support.checkpoints import make_checkpoint
 from tests.support.eagle3_heads import make_eagle3_head
-from tests.support.engines import MAX_STEPS, make_core, run
+from tests.support.engines import MAX_STEPS, make_core, random_prompt, run
 from tests.support.mtp import add_mtp_layer
+from tests.support.pictures import make_vision, picture, shown
 
 NEAR = 1e-4
 HEAD = SHIPPED_MODEL.with_name("tiny-chat-eagle3")
@@ -60,15 +67,37 @@ def assert_own(runner: ModelRunner, known: list[int], drafts: list[int]) -> None
     head, layout = runner.head, runner.pool.layout
     assert head is not None
     with KVPool(layout, layout.num_blocks_for(len(known) + len(drafts))) as pool, torch.inference_mode():
-        request = Request("alone", Order(known, Sampling()), block_table=list(range(pool.num_blocks)))
-        batch = batch_of(step_input([(request, len(known) - 1)], layout.block_size), pool)
-        batch.taps = Taps(head.taps)
-        runner.model(batch)
-        pairs = PairChunk(request, 1, known[1:], torch.cat(batch.taps.states, dim=1))
+        pairs = pairs_of(runner, head, known, pool)
         for at, draft in enumerate(drafts):
             output = draft_pairs(head, pool, [pairs], at == 0, runner.vocab_size)
             assert output.logits[0].max() - output.logits[0, draft] < NEAR, (len(known), at)
-            pairs = PairChunk(request, len(known) + at, [draft], output.states)
+            pairs = PairChunk(pairs.request, len(known) + at, [draft], output.states)
+
+
+def pairs_of(runner: ModelRunner, head: DraftHead, known: list[int], pool: KVPool) -> PairChunk:
+    """Lets the model compute all tokens but the last in a pool that is otherwise empty."""
+    request = Request("alone", Order(known, Sampling()), block_table=list(range(pool.num_blocks)))
+    batch = batch_of(step_input([(request, len(known) - 1)], pool.layout.block_size), pool)
+    batch.taps = Taps(head.taps)
+    runner.model(batch)
+    return PairChunk(request, 1, known[1:], torch.cat(batch.taps.states, dim=1))
+
+
+def assert_whole(core: EngineCore, known: list[int]) -> None:
+    """Cached blocks of these tokens have in the head's layer what all pairs have that are computed at once."""
+    runner, probe = core.runner, Request("probe", Order(known, Sampling()))
+    assert isinstance(runner, ModelRunner)
+    assert runner.head is not None
+    layout, head = runner.pool.layout, runner.head
+    num_cached = core.scheduler.land(probe, len(known))
+    assert num_cached >= len(known) - layout.block_size
+    with KVPool(layout, layout.num_blocks_for(len(known))) as pool, torch.inference_mode():
+        write_pairs(head, pool, [pairs_of(runner, head, known, pool)])
+        last = layout.num_layers - 1
+        for found, expected in zip(runner.pool.memory.planes(last), pool.memory.planes(last), strict=True):
+            wrong = found[probe.block_table].flatten(0, 1) - expected[: pool.num_blocks].flatten(0, 1)
+            assert wrong[1:num_cached].abs().max() < NEAR
+    core.scheduler.finish(probe)
 
 
 def run_and_compare(core: EngineCore, requests: list[Request]) -> int:
@@ -112,7 +141,8 @@ def test_a_prompt_that_was_computed_elsewhere(headed: Headed) -> None:
     """Its blocks come with the head's layer; drafts follow from all of it, a step after the first one here."""
     sources, requests, whole = traffic(4), traffic(4), dict[int, torch.Tensor]()
     expected = plain(headed.target, traffic(4))
-    prefill, decode = (headed.core(enable_prefix_caching=False) for _ in range(2))
+    prefill = headed.core(max_num_batched_tokens=33, max_num_seqs=8)  # the last chunk of 67 tokens is one of them
+    decode = headed.core(enable_prefix_caching=False)
     for source, request in zip(sources, requests, strict=True):
         source.leg, request.leg = "prefill", "decode"
         prefill.scheduler.add(source)
@@ -184,3 +214,62 @@ def test_the_shipped_head_is_often_right(sampling: Sampling) -> None:
     told = core.drafting.totals.told()
     assert told.num_tokens > 60
     assert told.num_accepted >= 0.6 * told.num_tokens
+
+
+def test_blocks_that_sequences_share(headed: Headed) -> None:
+    """Forks behind a last chunk of one token, and beams, which take one another's tokens and blocks."""
+    beams = Sampling(max_tokens=20, temperature=0.0, beam_width=3, n=3)
+    core, rng = headed.core(max_num_batched_tokens=18, max_num_seqs=8), random.Random(3)
+    requests = [
+        Request(f"r{at}", Order(random_prompt(rng, length), sampling), arrival_s=float(at))
+        for at, (length, sampling) in enumerate(((19, FORKS), (37, FORKS), (5, beams), (23, beams)))
+    ]
+    prompts = {each.request_id: each.prompt_token_ids for each in requests}
+    for request_id, outputs in token_ids(run(core, requests)).items():
+        for output in outputs.values():
+            assert_whole(core, prompts[request_id] + output[:-1])
+
+
+def test_a_sequence_begins_again_from_cached_blocks(headed: Headed) -> None:
+    core, requests = headed.core(block_size=2, num_blocks=160), traffic(1)
+    assert run_and_compare(core, requests) > 150
+    assert core.scheduler.num_preemptions > 0
+
+
+def test_text_before_a_picture_is_shared_with_texts(tmp_path: Path) -> None:
+    target = make_vision(tmp_path / "target", "qwen2_vl", num_hidden_layers=4)
+    (tmp_path / "text").mkdir()
+    config = json.loads((target / "config.json").read_text())["text_config"]
+    (tmp_path / "text" / "config.json").write_text(json.dumps(config))
+    layer = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+    folder = make_eagle3_head(tmp_path / "head", tmp_path / "text", draft_vocab_size=100, layer=layer, **TAPS)
+    core = Headed(target, Speculation(methods=("eagle3",), model=str(folder), draft_sample_method="greedy")).core()
+    order = shown(1, [20, 7], [picture(1)]).order(target, GREEDY)
+    run(core, [Request("picture", order)])
+    text = Request("text", Order([*order.prompt_token_ids[: order.spans[0].start], 5], GREEDY))
+    assert run_and_compare(core, [text]) > 20
+    assert text.num_cached_tokens >= 16
+
+
+def test_states_that_wait_do_not_keep_those_of_their_step() -> None:
+    pairs, states = HeadPairs(16), np.zeros((95, 8), dtype=np.float32)
+    one, prompt = Request("one", Order([1] * 4, GREEDY)), Request("prompt", Order([2] * 94, GREEDY))
+    pairs.tapped([(one, 4)], {}, [], torch.zeros(4, 8))
+    one.num_computed_tokens, one.output_token_ids = 4, [3, 4]
+    pairs.tapped([(one, 1), (prompt, 94)], {}, [], torch.from_numpy(states))
+    one.num_computed_tokens = 5
+    assert pairs.waiting(one) is not None
+    kept = weakref.ref(states)
+    del states
+    assert kept() is None
+
+
+def test_another_head_in_its_place_after_a_sleep(tmp_path: Path) -> None:
+    target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=4)
+    folder = make_eagle3_head(tmp_path / "head", target, **TAPS)
+    core = Headed(target, Speculation(methods=("eagle3",), model=str(folder))).core()
+    assert isinstance(core.runner, ModelRunner)
+    core.runner.sleep(2)
+    make_eagle3_head(folder, target, seed=1, **TAPS)
+    with pytest.raises(ModelError, match="another draft head than before the sleep"):
+        core.runner.sleep(0)

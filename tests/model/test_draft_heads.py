@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import weakref
 from pathlib import Path
@@ -89,12 +88,11 @@ def assert_whole(core: EngineCore, known: list[int]) -> None:
     assert isinstance(runner, ModelRunner)
     assert runner.head is not None
     layout, head = runner.pool.layout, runner.head
-    num_cached = core.scheduler.land(probe, len(known))
-    assert num_cached >= len(known) - layout.block_size
+    assert (num_cached := core.scheduler.land(probe, len(known))) >= len(known) - layout.block_size
     with KVPool(layout, layout.num_blocks_for(len(known))) as pool, torch.inference_mode():
         write_pairs(head, pool, [pairs_of(runner, head, known, pool)])
-        last = layout.num_layers - 1
-        for found, expected in zip(runner.pool.memory.planes(last), pool.memory.planes(last), strict=True):
+        planes = (each.memory.planes(layout.num_layers - 1) for each in (runner.pool, pool))
+        for found, expected in zip(*planes, strict=True):
             wrong = found[probe.block_table].flatten(0, 1) - expected[: pool.num_blocks].flatten(0, 1)
             assert wrong[1:num_cached].abs().max() < NEAR
     core.scheduler.finish(probe)
@@ -220,14 +218,11 @@ def test_blocks_that_sequences_share(headed: Headed) -> None:
     """Forks behind a last chunk of one token, and beams, which take one another's tokens and blocks."""
     beams = Sampling(max_tokens=20, temperature=0.0, beam_width=3, n=3)
     core, rng = headed.core(max_num_batched_tokens=18, max_num_seqs=8), random.Random(3)
-    requests = [
-        Request(f"r{at}", Order(random_prompt(rng, length), sampling), arrival_s=float(at))
-        for at, (length, sampling) in enumerate(((19, FORKS), (37, FORKS), (5, beams), (23, beams)))
-    ]
-    prompts = {each.request_id: each.prompt_token_ids for each in requests}
-    for request_id, outputs in token_ids(run(core, requests)).items():
+    kinds = ((19, FORKS), (37, FORKS), (5, beams), (23, beams))
+    orders = {f"r{at}": Order(random_prompt(rng, length), own) for at, (length, own) in enumerate(kinds)}
+    for request_id, outputs in token_ids(run(core, [Request(*each) for each in orders.items()])).items():
         for output in outputs.values():
-            assert_whole(core, prompts[request_id] + output[:-1])
+            assert_whole(core, orders[request_id].prompt_token_ids + output[:-1])
 
 
 def test_a_sequence_begins_again_from_cached_blocks(headed: Headed) -> None:
@@ -238,11 +233,8 @@ def test_a_sequence_begins_again_from_cached_blocks(headed: Headed) -> None:
 
 def test_text_before_a_picture_is_shared_with_texts(tmp_path: Path) -> None:
     target = make_vision(tmp_path / "target", "qwen2_vl", num_hidden_layers=4)
-    (tmp_path / "text").mkdir()
-    config = json.loads((target / "config.json").read_text())["text_config"]
-    (tmp_path / "text" / "config.json").write_text(json.dumps(config))
     layer = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
-    folder = make_eagle3_head(tmp_path / "head", tmp_path / "text", draft_vocab_size=100, layer=layer, **TAPS)
+    folder = make_eagle3_head(tmp_path / "head", target, draft_vocab_size=100, layer=layer, **TAPS)
     core = Headed(target, Speculation(methods=("eagle3",), model=str(folder), draft_sample_method="greedy")).core()
     order = shown(1, [20, 7], [picture(1)]).order(target, GREEDY)
     run(core, [Request("picture", order)])
@@ -268,7 +260,6 @@ def test_another_head_in_its_place_after_a_sleep(tmp_path: Path) -> None:
     target = make_checkpoint(tmp_path / "target", "llama", num_hidden_layers=4)
     folder = make_eagle3_head(tmp_path / "head", target, **TAPS)
     core = Headed(target, Speculation(methods=("eagle3",), model=str(folder))).core()
-    assert isinstance(core.runner, ModelRunner)
     core.runner.sleep(2)
     make_eagle3_head(folder, target, seed=1, **TAPS)
     with pytest.raises(ModelError, match="another draft head than before the sleep"):

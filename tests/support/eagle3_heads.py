@@ -38,6 +38,7 @@ def make_eagle3_head(
     `prefix`: of the tensors' names, but for d2t and t2d.
     """
     target = json.loads((target_folder / "config.json").read_text())
+    target = target.get("text_config", target)
     own = {name: target[name] for name in LAYER_FIELDS if name in target}
     own |= {"model_type": "llama", "num_hidden_layers": 1, "hidden_act": "silu", **(layer or {})}
     nested = {name: fields.pop(name) for name in NESTED if name in fields}

@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.peers.floors import read_bandwidth
 from benchmarks.shapes import Goal, fused, model_of, results, step_ms
-from pd_cluster.model.causal_lm import Served
 from pd_cluster.model.cpu.ops import CpuOps
 from pd_cluster.model.declared import caches_of
+from pd_cluster.model.fused_lm import Served
 from pd_cluster.model.layers.expert_weight import experts_of
 from pd_cluster.model.layers.gated import ExpertRouter
 from pd_cluster.tables import Result

@@ -12,8 +12,9 @@ from typing import Any
 
 from benchmarks.peers.floors import read_bandwidth
 from benchmarks.shapes import Goal, fused, model_of, results, step_ms
-from pd_cluster.model.causal_lm import PlainCausalLM, Served
+from pd_cluster.model.causal_lm import PlainCausalLM
 from pd_cluster.model.declared import caches_of
+from pd_cluster.model.fused_lm import Served
 from pd_cluster.tables import Result
 
 NAME = "mla-1B"

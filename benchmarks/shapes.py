@@ -13,9 +13,10 @@ from benchmarks.figures import result
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.attention.latent import UpProjection
 from pd_cluster.model.batch import build_batch
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, Served
+from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.declared import layout_of
 from pd_cluster.model.fuse import fuse
+from pd_cluster.model.fused_lm import FusedCausalLM, Served
 from pd_cluster.model.loader import choose_ops
 from pd_cluster.tables import Better, Result
 from pd_cluster.types import Order, Request, Sampling

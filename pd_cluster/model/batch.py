@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,18 +13,14 @@ import torch
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.streams import HostValues
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.image_rows import ImagePart, ImageRows, image_parts, key_limits
-from pd_cluster.model.virtual_rows import VirtualRows, virtual_parts
+from pd_cluster.model.image_rows import ImageRows, key_limits
+from pd_cluster.model.step_input import Ints, StepInput, last_rows, starts_of, step_input
+from pd_cluster.model.virtual_rows import VirtualRows
 from pd_cluster.types import Request
-from pd_cluster.types.variants import lora_of
 
-Ints = npt.NDArray[np.int64]
 OnLayer = Callable[[int], None]  # receives how many layers of a step's keys and values are in the pool, or launched
-Drafts = Mapping[Request, Sequence[int]]  # tokens that may follow those of a chunk of one token
-NO_DRAFTS: Drafts = MappingProxyType({})
 
 ALIGNMENT = 16  # bytes
-NUM_COLUMNS = 6  # of StepInput.rows
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -147,112 +142,6 @@ class ForwardBatch:
         return len(self.context_lens)
 
 
-@dataclass(frozen=True, slots=True)
-class StepInput:
-    """The numbers of a step that every rank needs: sequence i computes `rows[i]` of the tokens in order.
-
-    `rows`, [num_seqs, NUM_COLUMNS] int64: tokens to compute, tokens computed before, blocks, rows whose logits are
-    wanted, the most tokens that the request may ever have, and rows whose final hidden states are wanted. Wanted rows
-    are counted from the end of the sequence's tokens.
-    """
-
-    rows: Ints
-    input_ids: Ints  # [num_tokens]
-    blocks: Ints  # [sum of blocks]
-    rope_positions: Ints | None = None  # [1 or 3, num_tokens]; None: every token's index in its sequence
-    adapters: Ints | None = None  # [num_seqs]: slots (model/lora); None: no sequence has an adapter
-    images: tuple[ImagePart, ...] = ()
-    virtual: Ints | None = None  # [num_parts, 4], see model/virtual_rows.py; None: no token is an adapter's
-    leaders: Ints | None = None  # [num_seqs]: sequences with the same one share a block table; None: none does
-    num_again: int = 0  # the last of the sequences are tokens computed before, whose keys and values go nowhere
-
-
-def step_input(
-    chunks: Sequence[tuple[Request, int]],
-    block_size: int,
-    slots: Mapping[str, int] | None = None,
-    prompt_slots: Mapping[str, int] | None = None,
-    drafts: Drafts = NO_DRAFTS,
-    again: Sequence[Request] = (),
-) -> StepInput:
-    """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0, and behind them all the drafts.
-
-    Each draft is a sequence of one token that shares the blocks of its request: a row by itself, never part of a longer
-    chunk, so that its numbers are those of a step of its own. All keys of a step are written before any are read.
-    Last come the tokens before the chunks of `again`, which only read: a draft head needs what they leave.
-
-    `slots`: those of LoRA adapters, by the requests' variants, and `prompt_slots` those of prompt adapters; None: this
-    engine takes none.
-
-    The input id of a token that only the device knows, one behind a request's last, is 0.
-    """
-    rows: list[tuple[int, ...]] = []
-    input_ids: list[int] = []
-    blocks: list[int] = []
-    for request, num_tokens in chunks:
-        start = request.num_computed_tokens
-        stop = start + num_tokens
-        num_blocks = -(-stop // block_size)
-        blocks += request.block_table[:num_blocks]
-        input_ids += request.token_ids(start, stop) if stop <= request.num_tokens else [0]
-        num_logit_rows, num_hidden_rows = request.num_logit_rows(num_tokens), request.num_hidden_rows(num_tokens)
-        rows.append((num_tokens, start, num_blocks, num_logit_rows, request.most_tokens, num_hidden_rows))
-    requests, leaders = [request for request, _ in chunks], [*range(len(chunks))]
-    for at, (request, _) in enumerate(chunks if drafts else ()):
-        for start, token_id in enumerate(drafts.get(request, ()), request.num_computed_tokens + 1):
-            num_blocks = -(-(start + 1) // block_size)
-            blocks += request.block_table[:num_blocks]
-            input_ids.append(token_id)
-            rows.append((1, start, num_blocks, 1, request.most_tokens, 0))
-            requests.append(request)
-            leaders.append(at)
-    for request in again:
-        start = request.num_computed_tokens - 1
-        num_blocks = -(-(start + 1) // block_size)
-        blocks += request.block_table[:num_blocks]
-        input_ids += request.token_ids(start, start + 1)
-        rows.append((1, start, num_blocks, 0, request.most_tokens, 0))
-        requests.append(request)
-        leaders.append(len(leaders))
-    return StepInput(
-        np.array(rows, dtype=np.int64),
-        np.array(input_ids, dtype=np.int64),
-        np.array(blocks, dtype=np.int64),
-        _rope_positions(requests, rows),
-        None if slots is None else _adapters([request.order.variant for request in requests], slots),
-        image_parts(chunks),
-        None if prompt_slots is None else virtual_parts(chunks, prompt_slots),
-        np.array(leaders, dtype=np.int64) if drafts else None,
-        len(again),
-    )
-
-
-def _adapters(variants: Sequence[str], slots: Mapping[str, int]) -> Ints | None:
-    """Returns `adapters` of a StepInput. Requests of unknown variants never come here (engine/step/limits.py)."""
-    digests = [lora_of(variant) for variant in variants]
-    if not any(digests):
-        return None
-    return np.array([slots[digest] if digest else 0 for digest in digests], dtype=np.int64)
-
-
-def sample_rows_of(step: StepInput) -> Ints:
-    """Returns the rows of a step's tokens whose logits are wanted, ascending."""
-    return _last_rows(_starts(step.rows[:, 0]), step.rows[:, 3])
-
-
-def _rope_positions(requests: Sequence[Request], rows: Sequence[tuple[int, ...]]) -> Ints | None:
-    """Returns `rope_positions` of a StepInput with these rows; None if no request has its own."""
-    own = [request.rope_positions for request in requests]
-    num_rows = max((len(each.rows) for each in own if each is not None), default=0)
-    if not num_rows:
-        return None
-    parts = []
-    for each, (num_tokens, start, *_) in zip(own, rows, strict=True):
-        positions = [range(start, start + num_tokens)] if each is None else each.between(start, start + num_tokens)
-        parts.append(np.broadcast_to(np.array(positions, dtype=np.int64), (num_rows, num_tokens)))
-    return np.concatenate(parts, axis=1)
-
-
 def build_batch(chunks: list[tuple[Request, int]], pool: KVPool) -> ForwardBatch:
     """Builds the batch of `step_input`."""
     return batch_of(step_input(chunks, pool.layout.block_size), pool)
@@ -267,7 +156,7 @@ def batch_of(step: StepInput, pool: KVPool, sees_whole: bool = False) -> Forward
     arrays = step_numbers(step, pool, sees_whole)
     hidden: dict[str, Ints] = {}
     if nums_hidden.any():
-        hidden = _hidden_rows(arrays["sample_rows"], _last_rows(_starts(lens), nums_hidden))
+        hidden = _hidden_rows(arrays["sample_rows"], last_rows(starts_of(lens), nums_hidden))
     tensors: dict[str, Any] = on_device({**arrays, **hidden}, pool.device)
     if hidden:
         tensors["hidden"] = HiddenRows(**{name: tensors.pop(name) for name in hidden})
@@ -287,7 +176,7 @@ def step_numbers(step: StepInput, pool: KVPool, sees_whole: bool = False) -> dic
     """Returns the tensors of a step's batch as arrays. Raises ValueError as `batch_of` does."""
     block_size, input_ids, block_table = pool.layout.block_size, step.input_ids, step.blocks
     lens, starts, nums_blocks, counts, _, _ = step.rows.T
-    query_starts, table_starts = _starts(lens), _starts(nums_blocks)
+    query_starts, table_starts = starts_of(lens), starts_of(nums_blocks)
     pool.check_blocks(block_table, int(table_starts[-1]))
     if len(lens) == len(input_ids):  # one token each
         positions, first_block = starts, table_starts[:-1]
@@ -306,7 +195,7 @@ def step_numbers(step: StepInput, pool: KVPool, sees_whole: bool = False) -> dic
         "input_ids": input_ids[None],
         "rope_positions": np.ascontiguousarray(rope_positions),
         "slot_mapping": slots,
-        "sample_rows": _last_rows(query_starts, counts),
+        "sample_rows": last_rows(query_starts, counts),
         "query_starts": query_starts.astype(np.int32),
         "context_lens": (starts + lens).astype(np.int32),
         "block_table": block_table.astype(np.int32),
@@ -350,18 +239,3 @@ def packed(
         name: there[starts[name] : starts[name] + array.nbytes].view(_DTYPES[array.dtype.name]).view(array.shape)
         for name, array in arrays.items()
     }
-
-
-def _starts(lens: Ints) -> Ints:
-    """Returns 0 and the running sums: [n] to [n + 1]."""
-    starts = np.zeros(len(lens) + 1, dtype=np.int64)
-    np.cumsum(lens, out=starts[1:])
-    return starts
-
-
-def _last_rows(query_starts: Ints, counts: Ints) -> Ints:
-    """Returns the last `counts` rows of each sequence in turn."""
-    if counts.max() <= 1:
-        return query_starts[1:][counts > 0] - 1
-    ends = _starts(counts)
-    return np.arange(ends[-1]) + np.repeat(query_starts[1:] - ends[1:], counts)

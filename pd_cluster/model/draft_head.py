@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pd_cluster.model.causal_lm import FusedCausalLM
+from pd_cluster.model.fused_lm import FusedCausalLM
 
 FIRST_KEY = 1
 
@@ -33,7 +33,7 @@ class DraftHead:
     taps: tuple[int, ...] = ()
     token_ids: torch.Tensor | None = None
 
-    def of_model(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    def in_model_vocabulary(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """Returns logits [num_rows, vocab_size] of the model's tokens; those that the head does not know have -inf."""
         if self.token_ids is None:
             return logits

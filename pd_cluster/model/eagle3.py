@@ -32,11 +32,12 @@ from pd_cluster.checkpoints.hub import resolve_model
 from pd_cluster.errors import ConfigError, ModelError, called, first_line
 from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, ModelEnds, Served
+from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.cpu.ops import CpuOps
 from pd_cluster.model.declared import LayerCache, has_latents
 from pd_cluster.model.draft_head import FIRST_KEY, DraftHead
 from pd_cluster.model.fuse import ACTIVATIONS
+from pd_cluster.model.fused_lm import FusedCausalLM, ModelEnds, Served
 from pd_cluster.model.layers.fused_layer import FusedLayer, HeadsAttention
 from pd_cluster.model.layers.gated import GatedMLP
 from pd_cluster.model.layers.linear import Linear

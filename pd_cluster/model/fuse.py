@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers.utils import logging as transformers_logging
 
-from pd_cluster.model.causal_lm import FusedCausalLM, ModelEnds, Served
 from pd_cluster.model.fuse_attention import has_latents, heads_attention, latent_attention
+from pd_cluster.model.fused_lm import FusedCausalLM, ModelEnds, Served
 from pd_cluster.model.layer_maker import LayerMaker
 from pd_cluster.model.layers.expert_weight import ExpertWeights, experts_of
 from pd_cluster.model.layers.fused_layer import FusedLayer

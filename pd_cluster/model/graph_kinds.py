@@ -17,7 +17,8 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.adapter_devices import are_in_tables
 from pd_cluster.model.attention_choice import SDPA
 from pd_cluster.model.capturable import obstacle
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM
+from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, Capture, DecodeGraphs, GraphRules
 from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.model.prompt_graphs import PromptGraphs

@@ -24,9 +24,10 @@ from pd_cluster.devices.device import is_out_of_memory
 from pd_cluster.devices.streams import Marker, mark
 from pd_cluster.errors import first_line, flag_of
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.batch import ForwardBatch, Ints, StepInput
+from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.lora.device_rows import AdaptedBlocks, blocks_of, most_blocks
+from pd_cluster.model.step_input import Ints, StepInput
 
 log = logging.getLogger(__name__)
 

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.batch import Drafts, ForwardBatch, PairRows, StepInput, batch_of
+from pd_cluster.model.batch import ForwardBatch, PairRows, batch_of
 from pd_cluster.model.draft_head import FIRST_KEY, DraftHead
+from pd_cluster.model.step_input import Drafts, RowCollector
 from pd_cluster.types import Request
 
 
@@ -72,16 +72,16 @@ class HeadPairs:
             return False
         return waiting is None or not waiting.num_computed <= start <= waiting.stop
 
-    def without(self, chunks: Iterable[tuple[Request, int]]) -> list[int]:
+    def unpaired_blocks(self, chunks: Iterable[tuple[Request, int]]) -> list[int]:
         """Returns blocks that tokens without pairs begin to fill; they must be cleared in the head's layer."""
         found: list[int] = []
         for request, num_tokens in chunks:
-            if not is_for(request):
+            if not has_embeddings(request):
                 start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
                 found += request.block_table[-(-start // self._block_size) : -(-stop // self._block_size)]
         return found
 
-    def tapped(
+    def take(
         self, chunks: Sequence[tuple[Request, int]], drafts: Drafts, lacking: Sequence[Request], taps: torch.Tensor
     ) -> list[PairChunk]:
         """Takes what a step's tokens left, [num_tokens, width], in the order of `step_input`; returns pairs to compute.
@@ -148,7 +148,7 @@ class HeadPairs:
         self._waiting[request] = _Waiting(request.num_tokens - 1, request.num_tokens - 1)
 
 
-def is_for(request: Request) -> bool:
+def has_embeddings(request: Request) -> bool:
     """Whether all its tokens have embeddings of the model."""
     return not request.order.images and not request.num_virtual_tokens
 
@@ -158,7 +158,7 @@ def num_paired(request: Request) -> int:
 
     Blocks of texts are shared with those of other requests, also if a picture follows.
     """
-    if is_for(request):
+    if has_embeddings(request):
         return request.most_tokens
     return 0 if request.num_virtual_tokens else request.order.spans[0].start
 
@@ -182,7 +182,7 @@ def draft_pairs(
     logits, batch = _compute(head, pool, chunks, head.project(states) if are_tapped else states, 1)
     assert batch.hidden is not None
     assert batch.hidden.states is not None
-    return HeadOutput(head.of_model(logits.float(), vocab_size), batch.hidden.states)
+    return HeadOutput(head.in_model_vocabulary(logits.float(), vocab_size), batch.hidden.states)
 
 
 def _states(chunks: Sequence[PairChunk]) -> torch.Tensor:
@@ -192,16 +192,9 @@ def _states(chunks: Sequence[PairChunk]) -> torch.Tensor:
 def _compute(
     head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk], states: torch.Tensor, num_outputs: int
 ) -> tuple[torch.Tensor, ForwardBatch]:
-    rows: list[tuple[int, ...]] = []
-    blocks: list[int] = []
+    rows = RowCollector(pool.layout.block_size)
     for chunk in chunks:
-        stop = chunk.start + len(chunk.token_ids)
-        num_blocks = pool.layout.num_blocks_for(stop)
-        blocks += chunk.request.block_table[:num_blocks]
-        most_tokens = chunk.request.most_tokens
-        rows.append((len(chunk.token_ids), chunk.start, num_blocks, num_outputs, most_tokens, num_outputs))
-    input_ids = [token_id for chunk in chunks for token_id in chunk.token_ids]
-    numbers, ids, table = (np.array(each, dtype=np.int64) for each in (rows, input_ids, blocks))
-    batch = batch_of(StepInput(numbers, ids, table), pool)
+        rows.add(chunk.request, chunk.start, chunk.token_ids, num_outputs, num_outputs)
+    batch = batch_of(rows.step(), pool)
     batch.pairs = PairRows(states)
     return head.model(batch), batch

@@ -27,10 +27,11 @@ from pd_cluster.model import modules
 from pd_cluster.model.attention.latent import UpProjection
 from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE, SDPA, Attention, choose_attention
 from pd_cluster.model.batch import build_batch
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM, Served
+from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.cpu.ops import CpuOps, supports
 from pd_cluster.model.declared import caches_of, is_indexed, layout_of
 from pd_cluster.model.fuse import can_fuse, fuse, is_known, why_not_deterministic
+from pd_cluster.model.fused_lm import FusedCausalLM, Served
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Ops, TorchOps
 from pd_cluster.model.layers.packing import pack_modules, packed

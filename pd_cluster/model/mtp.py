@@ -29,12 +29,13 @@ from pd_cluster.checkpoints.tensor_place import TensorPlace
 from pd_cluster.checkpoints.weight_files import PLAIN_DTYPES, QUANTIZERS_TENSORS
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.kv.memory import TORCH_DTYPES
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, Served
+from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.cpu.ops import CpuOps
 from pd_cluster.model.declared import is_indexed
 from pd_cluster.model.draft_head import FIRST_KEY, DraftHead
 from pd_cluster.model.draft_plan import PLACE
 from pd_cluster.model.fuse import is_known
+from pd_cluster.model.fused_lm import FusedCausalLM, Served
 from pd_cluster.model.known_forms import form_of
 from pd_cluster.model.layer_maker import norm_weight
 from pd_cluster.model.layers.fused_layer import FusedLayer, HeadsAttention, LatentAttention

@@ -20,9 +20,10 @@ import torch
 from pd_cluster.devices.streams import Marker, mark
 from pd_cluster.errors import first_line
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.batch import ForwardBatch, OnLayer, StepInput, step_numbers
+from pd_cluster.model.batch import ForwardBatch, OnLayer, step_numbers
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.graphs import NUM_STAGES, Capture, GraphRules, has_one_row
+from pd_cluster.model.step_input import StepInput
 
 log = logging.getLogger(__name__)
 

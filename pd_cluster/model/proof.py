@@ -19,7 +19,8 @@ from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.batch import build_batch
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM
+from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
+from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.types import Order, Request, Sampling
 
 NUM_TOKENS = 12  # of each of two sequences

@@ -20,20 +20,7 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.kv.tier_orders import AnyOrder, LowerKind
 from pd_cluster.kv.tier_thread import TierThread
-from pd_cluster.model.batch import (
-    NO_DRAFTS,
-    NO_HIDDEN_STATES,
-    Drafts,
-    Encoded,
-    OnLayer,
-    RunnerOutput,
-    StepInput,
-    Taps,
-    batch_of,
-    on_device,
-    sample_rows_of,
-    step_input,
-)
+from pd_cluster.model.batch import NO_HIDDEN_STATES, Encoded, OnLayer, RunnerOutput, Taps, batch_of, on_device
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.draft_head import DraftHead
 from pd_cluster.model.graph_kinds import StepGraphs
@@ -45,6 +32,7 @@ from pd_cluster.model.parts import LoadedParts, load_parts
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
+from pd_cluster.model.step_input import NO_DRAFTS, Drafts, StepInput, sample_rows_of, step_input
 from pd_cluster.model.threads import StepThreads
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.native.memory import give_freed_back
@@ -160,12 +148,12 @@ class ModelRunner:
         """See `compute`. A draft head's pairs of prompts, and of blocks that become full, are computed too."""
         if (head := self.head) is None:
             return self.compute(self.step_of(chunks, drafts), on_layer)
-        if blank := self.head_pairs.without(chunks):
+        if blank := self.head_pairs.unpaired_blocks(chunks):
             self.pool.clear(blank, self.pool.layout.num_model_layers)
         lacking = self.head_pairs.lacking(chunks)
         taps = Taps(head.taps)
         output = self.compute(self.step_of(chunks, drafts, lacking), on_layer, taps=taps)
-        pairs = self.head_pairs.tapped(chunks, drafts, lacking, torch.cat(taps.states, dim=1))
+        pairs = self.head_pairs.take(chunks, drafts, lacking, torch.cat(taps.states, dim=1))
         if pairs:
             with torch.inference_mode(), self.threads.step(sum(len(each.token_ids) for each in pairs)):
                 write_pairs(head, self.pool, pairs)

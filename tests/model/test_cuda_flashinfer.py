@@ -18,8 +18,9 @@ from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.attention.sdpa import Scoring
-from pd_cluster.model.batch import batch_of, build_batch, step_input
+from pd_cluster.model.batch import batch_of, build_batch
 from pd_cluster.model.graphs import DecodeGraphs, GraphRules
+from pd_cluster.model.step_input import step_input
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Sampling
 from tests.support import fake_flashinfer as fake

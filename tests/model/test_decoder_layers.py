@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from pd_cluster.model.batch import batch_of
-from pd_cluster.model.causal_lm import FusedCausalLM
 from pd_cluster.model.cpu.decoder import LAYERS_AT_ONCE, MOST_ROWS, DecoderLayers
+from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.model.load_runner import load_runner
 from pd_cluster.model.runner import ModelRunner, RunnerOutput
 from pd_cluster.native import floats

@@ -16,10 +16,11 @@ from tokenizers import Tokenizer
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.errors import ModelError
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.batch import Taps, batch_of, step_input
+from pd_cluster.model.batch import Taps, batch_of
 from pd_cluster.model.draft_head import DraftHead
 from pd_cluster.model.head_pairs import HeadPairs, PairChunk, draft_pairs, write_pairs
 from pd_cluster.model.runner import ModelRunner
+from pd_cluster.model.step_input import step_input
 from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.settings.speculation import Speculation
 from pd_cluster.types import Order, Request, Sampling, Status
@@ -246,9 +247,9 @@ def test_text_before_a_picture_is_shared_with_texts(tmp_path: Path) -> None:
 def test_states_that_wait_do_not_keep_those_of_their_step() -> None:
     pairs, states = HeadPairs(16), np.zeros((95, 8), dtype=np.float32)
     one, prompt = Request("one", Order([1] * 4, GREEDY)), Request("prompt", Order([2] * 94, GREEDY))
-    pairs.tapped([(one, 4)], {}, [], torch.zeros(4, 8))
+    pairs.take([(one, 4)], {}, [], torch.zeros(4, 8))
     one.num_computed_tokens, one.output_token_ids = 4, [3, 4]
-    pairs.tapped([(one, 1), (prompt, 94)], {}, [], torch.from_numpy(states))
+    pairs.take([(one, 1), (prompt, 94)], {}, [], torch.from_numpy(states))
     one.num_computed_tokens = 5
     assert pairs.waiting(one) is not None
     kept = weakref.ref(states)

@@ -17,14 +17,15 @@ from safetensors.torch import load_file, save_file
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.batch import PairRows, StepInput, Taps, batch_of
-from pd_cluster.model.causal_lm import FusedCausalLM
+from pd_cluster.model.batch import PairRows, Taps, batch_of
 from pd_cluster.model.declared import layout_of
 from pd_cluster.model.draft_head import DraftHead
 from pd_cluster.model.eagle3 import check_eagle3, load_eagle3
+from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.model.parallel.group import Alone
 from pd_cluster.model.parts import load_parts
+from pd_cluster.model.step_input import StepInput
 from pd_cluster.native.products import multiplies_bf16
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.speculation import Speculation

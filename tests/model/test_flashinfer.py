@@ -22,9 +22,10 @@ from pd_cluster.model import loader
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.attention_choice import Attention
-from pd_cluster.model.batch import batch_of, build_batch, step_input
+from pd_cluster.model.batch import batch_of, build_batch
 from pd_cluster.model.causal_lm import PlainCausalLM
 from pd_cluster.model.graphs import DecodeGraphs, GraphRules
+from pd_cluster.model.step_input import step_input
 from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Request, Sampling
 from tests.support import fake_flashinfer as fake

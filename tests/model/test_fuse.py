@@ -20,9 +20,10 @@ from pd_cluster.errors import ModelError
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import loader, modules
 from pd_cluster.model.batch import build_batch
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM, PlainCausalLM, Served
+from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.declared import LayerCache, caches_of, layout_of
 from pd_cluster.model.fuse import can_fuse, fuse, is_known
+from pd_cluster.model.fused_lm import FusedCausalLM, Served
 from pd_cluster.model.graph_kinds import rope_type
 from pd_cluster.model.layer_maker import norm_of
 from pd_cluster.model.layers.gated import GatedMLP

@@ -13,9 +13,10 @@ import torch
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.model import loader
-from pd_cluster.model.batch import ForwardBatch, step_input
+from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.graphs import DecodeGraphs, GraphRules, Run, bucket_of, sizes_of, spread_out
+from pd_cluster.model.step_input import step_input
 from pd_cluster.types import Order, Request, RopePositions, Sampling
 from tests.support.checkpoints import VOCAB_SIZE
 from tests.support.graph_world import BLOCK_SIZE, MAX_LEN, MOST, NUM_BLOCKS, World, one_token_each

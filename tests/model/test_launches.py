@@ -23,13 +23,14 @@ from pd_cluster.model import loader, modules
 from pd_cluster.model.adapter_devices import to_tables
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.attention_choice import triton_attention
-from pd_cluster.model.batch import batch_of, step_input
-from pd_cluster.model.causal_lm import FusedCausalLM, Served
+from pd_cluster.model.batch import batch_of
 from pd_cluster.model.cuda.plan import SPLIT_KEYS
 from pd_cluster.model.declared import caches_of, layout_of
+from pd_cluster.model.fused_lm import FusedCausalLM, Served
 from pd_cluster.model.sampling.draw import Knobs
 from pd_cluster.model.sampling.on_device import draw_shaped
 from pd_cluster.model.speedups import sped_up
+from pd_cluster.model.step_input import step_input
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.quantized import FORMATS, W8A8, rewritten

@@ -14,7 +14,7 @@ from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.errors import ConfigError, ModelError
-from pd_cluster.model.batch import step_input
+from pd_cluster.model.step_input import step_input
 from pd_cluster.native import build
 from pd_cluster.native import lora as native
 from pd_cluster.types import Order, Request, Sampling

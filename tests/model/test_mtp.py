@@ -16,9 +16,9 @@ from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ConfigError, ModelError
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.batch import HiddenRows, PairRows, build_batch
-from pd_cluster.model.causal_lm import FusedCausalLM
 from pd_cluster.model.declared import layout_of
 from pd_cluster.model.draft_head import DraftHead
+from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.model.mtp import check_mtp, load_mtp
 from pd_cluster.model.parallel.group import Alone

@@ -15,12 +15,14 @@ import torch
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.batch import ForwardBatch, StepInput, batch_of, step_input
-from pd_cluster.model.causal_lm import CausalLM, FusedCausalLM
+from pd_cluster.model.batch import ForwardBatch, batch_of
+from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.cuda.plan import Ids
+from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.model.graph_kinds import check_prompt_graphs
 from pd_cluster.model.graphs import GraphRules, Run
 from pd_cluster.model.prompt_graphs import PromptGraphs, Size, sizes_up_to
+from pd_cluster.model.step_input import StepInput, step_input
 from pd_cluster.types import Order, Request, RopePositions, Sampling
 
 BLOCK_SIZE, NUM_BLOCKS, LONGEST, VOCAB_SIZE = 4, 200, 300, 11

@@ -23,8 +23,8 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.quantized import Quantization
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ModelError
-from pd_cluster.model.causal_lm import FusedCausalLM
 from pd_cluster.model.declared import layout_of
+from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.model.layers.weight import HeldLinear
 from pd_cluster.model.loader import load_model, probe_logits
 from pd_cluster.model.modules import load_plain

@@ -23,8 +23,8 @@ from pd_cluster.errors import ConfigError, LinkError, ModelError
 from pd_cluster.kv.pair_check import check_pair
 from pd_cluster.model import loader
 from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.causal_lm import FusedCausalLM
 from pd_cluster.model.declared import LayerCache, caches_of, layout_of
+from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.model.layers.fused_layer import LatentAttention
 from pd_cluster.model.layers.indexer import Indexer
 from pd_cluster.model.layers.ops import Rope

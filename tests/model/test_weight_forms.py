@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ModelError
-from pd_cluster.model.causal_lm import FusedCausalLM
 from pd_cluster.model.declared import layout_of
+from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.model.known_forms import FORMS
 from pd_cluster.model.layers.expert_weight import ExpertStack
 from pd_cluster.model.layers.linear import Linear, PlainLinear, make_linear

@@ -28,13 +28,13 @@ from pd_cluster.model import loader
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.attention_choice import triton_attention
 from pd_cluster.model.batch import build_batch
-from pd_cluster.model.causal_lm import FusedCausalLM
 from pd_cluster.model.cuda import deterministic, experts_kernels, linear_kernels
 from pd_cluster.model.cuda.attention_configs import AttentionConfigs, TileConfig, padded
 from pd_cluster.model.cuda.deterministic import DeterministicOps, attend_rows
 from pd_cluster.model.cuda.experts import ExpertMatrices, TritonGroupedExperts
 from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.plan import tiles_of
+from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.model.graph_kinds import StepGraphs
 from pd_cluster.model.graphs import DecodeGraphs, GraphRules
 from pd_cluster.model.layers.expert_weight import experts_of

@@ -21,11 +21,12 @@ from pd_cluster.engine.build import build_core
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model import loader, modules, prompt_graphs
 from pd_cluster.model.attention_choice import Attention, cuda_ops, triton_attention
-from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM, Served
+from pd_cluster.model.causal_lm import PlainCausalLM
 from pd_cluster.model.cuda import coded
 from pd_cluster.model.cuda.coded import E2M1, INT4, ROUNDED
 from pd_cluster.model.cuda.paged import PaddedPlanner
 from pd_cluster.model.declared import caches_of, layout_of
+from pd_cluster.model.fused_lm import FusedCausalLM, Served
 from pd_cluster.model.graph_kinds import StepGraphs
 from pd_cluster.model.graphs import DecodeGraphs, GraphRules
 from pd_cluster.model.prompt_graphs import PromptGraphs

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.batch import StepInput, batch_of, step_input
+from pd_cluster.model.batch import batch_of
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.declared import layout_of
 from pd_cluster.model.graphs import DecodeGraphs, GraphRules, Run
+from pd_cluster.model.step_input import StepInput, step_input
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import VOCAB_SIZE
 

@@ -19,8 +19,9 @@ from pd_cluster.errors import ConfigError, told
 from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.model import loader, modules
-from pd_cluster.model.causal_lm import FusedCausalLM, PlainCausalLM, Served
+from pd_cluster.model.causal_lm import PlainCausalLM
 from pd_cluster.model.declared import layout_of
+from pd_cluster.model.fused_lm import FusedCausalLM, Served
 from pd_cluster.model.layers.gated import ExpertRouter
 from pd_cluster.model.npu.attention import problem
 from pd_cluster.model.runner import ModelRunner

@@ -13,10 +13,11 @@ import torch
 
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.step.plan import Move
-from pd_cluster.model.batch import NO_DRAFTS, Drafts, Encoded, RunnerOutput
+from pd_cluster.model.batch import Encoded, RunnerOutput
 from pd_cluster.model.sampling.on_device import choose, tell
 from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
+from pd_cluster.model.step_input import NO_DRAFTS, Drafts
 from pd_cluster.types import Logprobs, Order, Request, Sampling
 from tests.support.reference_beams import search_everything
 from tests.support.reference_sampler import adjusted, reference

@@ -30,7 +30,7 @@ from pd_cluster.engine.ranks.lead import ALL_LAYERS, LeadRunner, Watch
 from pd_cluster.engine.ranks.remote_lanes import RankLanes
 from pd_cluster.errors import InstanceLost, LinkError
 from pd_cluster.kv.layout import KVLayout, Lane, keys_and_values
-from pd_cluster.model.batch import StepInput
+from pd_cluster.model.step_input import StepInput
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed

@@ -15,8 +15,9 @@ from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import batch as module
-from pd_cluster.model.batch import StepInput, batch_of, step_input
+from pd_cluster.model.batch import batch_of
 from pd_cluster.model.rope_limit import RopeLimit
+from pd_cluster.model.step_input import StepInput, step_input
 from pd_cluster.types import NO_SAMPLING, Order, Pooling, Request, RopePositions, Sampling
 
 BLOCK_SIZE = 4

@@ -20,7 +20,8 @@ from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.engine.worker import Worker
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.lower_tier import LowerTier
-from pd_cluster.model.batch import NO_DRAFTS, Drafts, RunnerOutput
+from pd_cluster.model.batch import RunnerOutput
+from pd_cluster.model.step_input import NO_DRAFTS, Drafts
 from pd_cluster.types import LegEnd, Order, Request
 from tests.support.toy_model import ToyRunner, generate_alone
 from tests.support.worker_world import BLOCK_SIZE, CONN, NUM_BLOCKS, PROMPT, Shipped, World, found, peer, sampling

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
+from pd_cluster.engine.draft.drafter import Drafter
+from pd_cluster.engine.draft.step_costs import StepCosts
+from pd_cluster.model.head_pairs import has_embeddings
 from pd_cluster.model.runner import DraftLimits
 from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
 from pd_cluster.types import Request
@@ -59,17 +63,29 @@ class _Drafted(NamedTuple):
     token_ids: Sequence[int]
 
 
-class FoundDrafts:
-    """The drafts of a step, by sequence. They hold until it has another token."""
+class ChainDrafter(Drafter):
+    """Drafts for all sequences of a step when it is told of them (`look`). Drafts hold until there is another token."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, choice: DraftChoice, grow: Callable[[Request, int], int], clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`grow` takes blocks for so many drafts of a sequence, and returns for how many there is room."""
+        self._choice, self._grow, self._clock = choice, grow, clock
         self._found: WeakKeyDictionary[Request, _Drafted] = WeakKeyDictionary()
+        self.costs: StepCosts = StepCosts()
 
-    def replace(self, chains: Sequence[Chain]) -> None:
+    def is_for(self, request: Request) -> bool:
+        """All but those with tokens that only the target has embeddings for: pictures, and adapters' own."""
+        return has_embeddings(request)
+
+    def found(self, chains: Sequence[Chain]) -> None:
+        """Notes the drafts of a step."""
         self._found.clear()
         for each in chains:
             self._found[each.request] = _Drafted(each.request.num_tokens, each.drafts)
 
-    def of(self, request: Request, most: int) -> Sequence[int]:
+    def draft(self, request: Request, most: int) -> Sequence[int]:
         found = self._found.get(request)
         return found.token_ids[:most] if found is not None and found.num_tokens == request.num_tokens else ()
+
+    def ended(self, request: Request) -> None: ...

@@ -12,10 +12,8 @@ from typing import Protocol
 
 import torch
 
-from pd_cluster.engine.draft.chains import Chain, DraftChoice, FoundDrafts
-from pd_cluster.engine.draft.drafter import Drafter
-from pd_cluster.engine.draft.step_costs import StepCosts
-from pd_cluster.model.head_pairs import HeadOutput, HeadPairs, PairChunk, is_for
+from pd_cluster.engine.draft.chains import Chain, ChainDrafter, DraftChoice
+from pd_cluster.model.head_pairs import HeadOutput, HeadPairs, PairChunk
 from pd_cluster.types import Request
 
 
@@ -32,7 +30,7 @@ class HeadRunner(Protocol):
         """Computes pairs; their states are as they were tapped, or as this has returned them."""
 
 
-class HeadDrafter(Drafter):
+class HeadDrafter(ChainDrafter):
     needs_blocks = True
 
     def __init__(
@@ -43,13 +41,8 @@ class HeadDrafter(Drafter):
         grow: Callable[[Request, int], int],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`grow` takes blocks for so many drafts of a sequence, and returns for how many there is room."""
-        self.name, self._runner, self._choice, self._grow = name, runner, choice, grow
-        self._clock, self._found = clock, FoundDrafts()
-        self.costs: StepCosts = StepCosts()
-
-    def is_for(self, request: Request) -> bool:
-        return is_for(request)
+        super().__init__(choice, grow, clock)
+        self.name, self._runner = name, runner
 
     def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
         chains, pairs = list[Chain](), list[PairChunk]()
@@ -62,7 +55,7 @@ class HeadDrafter(Drafter):
                 pairs.append(waiting)
         if chains:
             self._draft(chains, pairs)
-        self._found.replace(chains)
+        self.found(chains)
 
     def _draft(self, chains: Sequence[Chain], pairs: Sequence[PairChunk]) -> None:
         """Computes the pairs up to each sequence's last token, then one draft after the other."""
@@ -79,11 +72,6 @@ class HeadDrafter(Drafter):
             states = output.states
         if sum(len(each.token_ids) for each in pairs) <= 2 * len(chains):
             self.costs.took(len(chains), (self._clock() - started_s) / depth)
-
-    def draft(self, request: Request, most: int) -> Sequence[int]:
-        return self._found.of(request, most)
-
-    def ended(self, request: Request) -> None: ...
 
 
 def _next(chain: Chain, states: torch.Tensor) -> PairChunk:

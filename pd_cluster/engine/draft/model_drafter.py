@@ -12,14 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from pd_cluster.engine.draft.chains import Chain, DraftChoice, FoundDrafts
-from pd_cluster.engine.draft.drafter import Drafter
-from pd_cluster.engine.draft.step_costs import StepCosts
+from pd_cluster.engine.draft.chains import Chain, ChainDrafter, DraftChoice
 from pd_cluster.kv.twins import TwinBlocks
-from pd_cluster.model.batch import StepInput
+from pd_cluster.model.step_input import RowCollector, StepInput
 from pd_cluster.types import Request
 
 MOST_BEHIND = 32  # tokens that a sequence catches up with in the step that drafts, each as a row of its own
@@ -36,7 +33,7 @@ class DraftingRunner(Protocol):
         """Computes rows of the draft model; returns logits of the rows wanted, [num_samples, vocab_size] float32."""
 
 
-class ModelDrafter(Drafter):
+class ModelDrafter(ChainDrafter):
     name = "draft_model"
 
     def __init__(
@@ -47,16 +44,10 @@ class ModelDrafter(Drafter):
         grow: Callable[[Request, int], int],
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`grow` takes blocks for so many drafts of a sequence, and returns for how many there is room."""
-        self._runner, self._choice, self._twins, self._grow = runner, choice, twins, grow
-        self._clock, self._found = clock, FoundDrafts()
-        self.costs: StepCosts = StepCosts()
+        super().__init__(choice, grow, clock)
+        self._runner, self._twins = runner, twins
         self._is_warm = False  # the first drafts tell the time of a process's first steps
         self._token_s = 0.0  # of a slice; 0: not known
-
-    def is_for(self, request: Request) -> bool:
-        """All but those with tokens that only the target has embeddings for: pictures, and adapters' own."""
-        return not request.order.images and not request.num_virtual_tokens
 
     def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
         late: list[tuple[Request, int]] = []
@@ -71,7 +62,7 @@ class ModelDrafter(Drafter):
                 ready.append(_TwinChain(request, depth, num_valid=num_valid))
         if ready:
             self._draft(ready)
-        self._found.replace(ready)
+        self.found(ready)
         if late:
             self._catch_up(late, spare_s)
 
@@ -80,12 +71,12 @@ class ModelDrafter(Drafter):
         started_s, num_behind = self._clock(), sum(each.request.num_tokens - each.num_valid for each in chains)
         depth, going = 0, list(chains)
         while going:
-            rows = _Rows(self._twins.block_size)
+            rows = RowCollector(self._twins.block_size)
             for each in going:
                 token_ids = each.fresh()
                 start = each.request.num_tokens + depth - len(token_ids)
                 for at, token_id in enumerate(token_ids, start):
-                    rows.add(each.request, at, [token_id], at == start + len(token_ids) - 1)
+                    rows.add(each.request, at, [token_id], int(at == start + len(token_ids) - 1))
                 self._twins.wrote(each.request, start, token_ids)
             logits = self._runner.compute_draft(rows.step())
             self._choice.extend(going, logits)
@@ -100,23 +91,18 @@ class ModelDrafter(Drafter):
         most = FIRST_SLICE
         if self._token_s:
             most = max(LEAST_SLICE, int(min(MOST_SLICE, SPARE_SHARE * spare_s / self._token_s)))
-        rows, left = _Rows(self._twins.block_size), most
+        rows, left = RowCollector(self._twins.block_size), most
         for request, num_valid in late:
             if not left:
                 break
             token_ids = request.token_ids(num_valid, min(num_valid + left, request.num_tokens - 1))
-            rows.add(request, num_valid, token_ids, False)
+            rows.add(request, num_valid, token_ids)
             self._twins.wrote(request, num_valid, token_ids)
             left -= len(token_ids)
         started_s = self._clock()
         self._runner.compute_draft(rows.step())
         token_s = (self._clock() - started_s) / (most - left)
         self._token_s = token_s if not self._token_s else self._token_s + WEIGHT * (token_s - self._token_s)
-
-    def draft(self, request: Request, most: int) -> Sequence[int]:
-        return self._found.of(request, most)
-
-    def ended(self, request: Request) -> None: ...
 
 
 @dataclass(slots=True)
@@ -126,26 +112,3 @@ class _TwinChain(Chain):
     def fresh(self) -> list[int]:
         """Returns the tokens to compute next: what the twins lack, then the last draft."""
         return self.drafts[-1:] or self.request.token_ids(self.num_valid, self.request.num_tokens)
-
-
-class _Rows:
-    """Collects a step of the draft model."""
-
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
-        self._rows: list[tuple[int, ...]] = []
-        self._input_ids: list[int] = []
-        self._blocks: list[int] = []
-
-    def add(self, request: Request, start: int, token_ids: Sequence[int], wants_logits: bool) -> None:
-        """Adds tokens of a sequence from index `start` on; `wants_logits`: of the last one."""
-        num_blocks = -(-(start + len(token_ids)) // self._block_size)
-        self._rows.append((len(token_ids), start, num_blocks, int(wants_logits), request.most_tokens, 0))
-        self._input_ids += token_ids
-        self._blocks += request.block_table[:num_blocks]
-
-    def step(self) -> StepInput:
-        rows, input_ids, blocks = (
-            np.array(each, dtype=np.int64) for each in (self._rows, self._input_ids, self._blocks)
-        )
-        return StepInput(rows, input_ids, blocks)

@@ -25,9 +25,9 @@ from pd_cluster.engine.ranks.lane_calls import RECEIVE_CALLS, SEND_CALLS, LaneCa
 from pd_cluster.engine.ranks.lead import ALL_LAYERS
 from pd_cluster.engine.ranks.rank_adapters import load_share
 from pd_cluster.errors import LinkError
-from pd_cluster.model.batch import NUM_COLUMNS, StepInput
 from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.runner import ModelRunner
+from pd_cluster.model.step_input import NUM_COLUMNS, StepInput
 from pd_cluster.model.virtual_rows import NUM_COLUMNS as VIRTUAL_COLUMNS
 from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed
 from pd_cluster.types import note_nothing

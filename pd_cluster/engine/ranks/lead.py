@@ -19,9 +19,10 @@ from pd_cluster.engine.ranks.rank_adapters import LeadAdapters
 from pd_cluster.engine.step.plan import Move
 from pd_cluster.errors import InstanceLost
 from pd_cluster.kv.tier_orders import AnyOrder, LowerKind
-from pd_cluster.model.batch import NO_DRAFTS, Drafts, Encoded, OnLayer, RunnerOutput, StepInput
+from pd_cluster.model.batch import Encoded, OnLayer, RunnerOutput
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.tokens import After, Tokens
+from pd_cluster.model.step_input import NO_DRAFTS, Drafts, StepInput
 from pd_cluster.types import Request
 from pd_cluster.wire import SleepLevel
 

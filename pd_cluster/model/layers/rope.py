@@ -18,8 +18,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ModelError
-from pd_cluster.model.batch import ForwardBatch, Ints, on_device
+from pd_cluster.model.batch import ForwardBatch, on_device
 from pd_cluster.model.rope_limit import RopeLimit
+from pd_cluster.model.step_input import Ints
 from pd_cluster.numerics import RopeScaling
 
 USE_LOGN = "use_logn_attn"  # LMDeploy's name, an override

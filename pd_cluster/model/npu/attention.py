@@ -20,7 +20,8 @@ from pd_cluster.errors import called
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.attention.sdpa import Scoring
-from pd_cluster.model.batch import ForwardBatch, Ints
+from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.step_input import Ints
 
 DTYPES = ("float16", "bfloat16")
 PACKED_HEAD_DIM = 128  # values of 192 only without blocks

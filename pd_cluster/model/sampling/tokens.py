@@ -10,9 +10,10 @@ import torch
 
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.streams import mark
-from pd_cluster.model.batch import StepInput, on_device
+from pd_cluster.model.batch import on_device
 from pd_cluster.model.sampling.logprobs import Telling, logprobs_from
 from pd_cluster.model.sampling.sampler import Sampled
+from pd_cluster.model.step_input import StepInput
 
 
 class Tokens(Protocol):

@@ -20,7 +20,7 @@ from benchmarks.figures import begin, finish, result
 from benchmarks.speculative import KINDS, Asked, Bench, engine
 from pd_cluster.tables import Report, Result, counted
 
-NGRAM = {"num_speculative_tokens": 8, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
+NGRAM = {"num_speculative_tokens": 16, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
 DEADLINE_S = 900.0
 GOAL = 1.2
 

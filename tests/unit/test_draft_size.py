@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from pd_cluster.engine.draft.size import DraftSize, Guess
-from pd_cluster.engine.draft.step_costs import NEVER, SIZES, StepCosts
+from pd_cluster.engine.draft.step_costs import NEVER, NUM_TRIED, SIZES, StepCosts
 from pd_cluster.types import Order, Request, Sampling
 
 MOST = 16
@@ -119,3 +119,12 @@ def test_a_draft_model_pays_for_its_own_steps(machine: str, num_seqs: int, chanc
     ]
     assert found >= 0.97
     assert found >= 0.85 * max(rates) * cost(num_seqs)
+
+
+@pytest.mark.parametrize(("row_s", "expected"), [(0.0, 1), (1.0, 0)])
+def test_nobody_catches_up_for_drafts_whose_verification_cannot_pay(row_s: float, expected: int) -> None:
+    size, requests = DraftSize(), [Request(f"{at}", Order([1], Sampling())) for at in range(32)]
+    for num_rows in (16, 32):
+        for _ in range(NUM_TRIED):
+            size.costs.took(num_rows, 1.0 + row_s * num_rows)
+    assert size.depth(requests, "draft_model", StepCosts(), 32, MOST) == expected

@@ -128,12 +128,14 @@ class DraftSize:
     def depth(self, requests: Sequence[Request], drafter: str, costs: StepCosts, num_rows: int, most: int) -> int:
         """Returns how many drafts of each sequence are worth what making and verifying them takes, at most `most`.
 
-        `costs`: of one draft for so many sequences; what is not known is measured with one.
+        `costs`: of one draft for so many sequences; what is not known is measured with one, if drafts that cost nothing
+        would pay: a drafter may have much to catch up with before its first one.
         """
         num_seqs, plain_s = len(requests), self._plain_s(num_rows)
         usual = self._usual.setdefault(drafter, _Hits())
-        if (draft_s := costs.step_s(num_seqs)) == NEVER:
-            return min(1, most)
+        draft_s = costs.step_s(num_seqs)
+        if not (is_known := draft_s != NEVER):
+            draft_s, most = 0.0, min(1, most)
         chances = [self.chance(request, drafter) for request in requests]
         best, best_rate, total, gains = 0, GAIN * num_rows / plain_s, 0.0, [1.0] * num_seqs
         for depth in range(1, most + 1):
@@ -143,7 +145,8 @@ class DraftSize:
             if rate > best_rate:
                 best, best_rate = depth, rate
         if not best:
-            costs.passed()
+            if is_known:
+                costs.passed()
             usual.fade(FADING)
             for request in requests:
                 self._hits_of(request, drafter).fade(FADING)

@@ -92,6 +92,16 @@ def test_descriptors_and_addresses_have_limits() -> None:
     assert ConnectionLimits(total=3, per_host=0).share(8) == ConnectionLimits(total=1, per_host=0)
 
 
+def test_a_crowd_without_requests_has_the_low_descriptors() -> None:
+    """A request on a high one is served in the place of the connection that has been idle longest."""
+    doorman = Doorman(ConnectionLimits(num_kept_descriptors=28), 128)  # probes: 88 to 99
+    crowd = [enter(doorman, descriptor=at)[0] for at in range(10, 88)]
+    for number, descriptor in enumerate((88, 99), 1):
+        doorman.begin_request(enter(doorman, descriptor=descriptor)[1], is_probe=False)
+        assert [guest.was_evicted for guest in crowd] == [at < number for at in range(len(crowd))]
+    assert (doorman.num_busy, doorman.num_open) == (2, len(crowd))
+
+
 def test_deadlines_end_what_waits_for_its_client() -> None:
     clock = Clock()
     doorman = Doorman(ConnectionLimits(), MANY, clock)

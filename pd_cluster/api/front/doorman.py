@@ -157,6 +157,14 @@ class Doorman:
         guest.evict()
         return True
 
+    def _breaks_up_a_crowd(self, visit: Visit) -> bool:
+        """Ends the connection that has been idle longest, if most are idle: they have the low descriptors, then.
+
+        Where most have requests, the few idle ones are about to say theirs, or are probes. Returns False.
+        """
+        is_crowd = len(self._idle) > 2 * self.num_busy and next(iter(self._idle)) is not visit
+        return is_crowd and self._evict(self._idle)
+
     def begin_request(self, visit: Visit, is_probe: bool) -> None:
         """Makes a visit busy. Raises Unavailable or Overloaded. Probes never wait, and never take a place."""
         if visit.state is not State.IDLE:  # a pipelined request shares the place of the one being answered
@@ -170,7 +178,8 @@ class Doorman:
                 f"this address has {host.num_busy} connections with requests, as many as one may have "
                 f"(--max-connections-per-host); wait for some of them"
             )
-        if self.num_busy >= limits.total or visit.descriptor >= self._end_of_requests:
+        is_short = visit.descriptor >= self._end_of_requests and not self._breaks_up_a_crowd(visit)
+        if self.num_busy >= limits.total or is_short:
             raise Unavailable(
                 f"{self.num_busy} connections have requests, and this server takes no more (--max-connections); "
                 f"try again"

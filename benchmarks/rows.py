@@ -56,7 +56,7 @@ def _step_ms(runner: ModelRunner, context: int, num_rows: int) -> float:
     """Returns the CPU time of a step behind `context` tokens, for each thread."""
     table = [*range(runner.pool.layout.num_blocks_for(context + num_rows))]
     order = Order([5] * (context + 1), Sampling())
-    request, took_s = Request("r", order, num_computed_tokens=context, block_table=table), list[float]()
+    request, took_s = Request("r", order, num_computed_tokens=context, tables=[table]), list[float]()
     for _ in range(NUM_TRIES):
         start_s = time.process_time()
         runner.forward([(request, 1)], drafts={request: [5] * (num_rows - 1)}).logits.argmax(-1)

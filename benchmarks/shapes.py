@@ -45,7 +45,7 @@ def step_ms(model: CausalLM, past: int, num_tokens: int, num_tries: int = 4) -> 
     took_s = []
     try:
         for _ in range(num_tries if num_tokens == 1 else 2):
-            request = Request("r", Order([5] * length, Sampling()), num_computed_tokens=past, block_table=table)
+            request = Request("r", Order([5] * length, Sampling()), num_computed_tokens=past, tables=[table])
             batch = build_batch([(request, num_tokens)], pool)
             batch.sample_rows = torch.tensor([num_tokens - 1])
             start_s = time.perf_counter()

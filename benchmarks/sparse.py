@@ -55,7 +55,7 @@ class _Step:
 
     def __init__(self, ops: CpuOps, pool: KVPool, context: int, num_tokens: int) -> None:
         order = Order([5] * context, Sampling())
-        request = Request("r", order, num_computed_tokens=context - num_tokens, block_table=[*range(pool.num_blocks)])
+        request = Request("r", order, num_computed_tokens=context - num_tokens, tables=[[*range(pool.num_blocks)]])
         self._ops, self._batch = ops, build_batch([(request, num_tokens)], pool)
         self._layer = Latents(
             layer_idx=0,

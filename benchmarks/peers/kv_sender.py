@@ -65,7 +65,7 @@ class SendLane(SendingEnd):
         transfer_id = f"t{time.monotonic_ns():x}"
         request = Request(transfer_id, Order([0] * (move.num_blocks * LAYOUT.block_size), Sampling(max_tokens=2)))
         request.leg, request.transfer_id, request.peer = "prefill", transfer_id, self._peer
-        request.block_table = self._free.take(move.num_blocks)
+        request.tables[0] = self._free.take(move.num_blocks)
         self._requests[transfer_id] = request
         self._num_offered += 1
         self._exports.admitted(request)
@@ -98,8 +98,8 @@ class SendLane(SendingEnd):
         if error is not None:
             raise LinkError(error)
         del self._requests[request.transfer_id]
-        self.last_blocks = request.block_table
-        self._free.release(request.block_table)
+        self.last_blocks = request.tables[0]
+        self._free.release(request.tables[0])
         self._num_done += 1
 
 

@@ -86,7 +86,7 @@ def batch_of(pool: KVPool, num_seqs: int, num_adapters: int | None) -> ForwardBa
     chunks = []
     for at in range(num_seqs):
         table = blocks[at * per_seq : (at + 1) * per_seq]
-        request = Request(str(at), Order([1] * (CONTEXT_LEN + 1), Sampling()), block_table=table)
+        request = Request(str(at), Order([1] * (CONTEXT_LEN + 1), Sampling()), tables=[table])
         request.num_computed_tokens = CONTEXT_LEN
         chunks.append((request, 1))
     batch = build_batch(chunks, pool)

@@ -143,5 +143,5 @@ def num_leaked_blocks(scheduler: StepScheduler) -> int:
 
     The bound is exact while there are no requests; `StepScheduler.check` finds the blocks, but looks at each one.
     """
-    named = sum(len(request.block_table) for request in scheduler.requests.values())
+    named = sum(len(request.tables[0]) for request in scheduler.requests.values())
     return max(0, scheduler.blocks.num_held - named)

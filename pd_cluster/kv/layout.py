@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from pd_cluster.kv.rule import Rule
 from pd_cluster.settings.engine import MAX_TP_SIZE
-from pd_cluster.wire import KVPiece, LayoutInfo, Plane
+from pd_cluster.wire import KVPiece, LayoutInfo, Plane, RuleName
 
 CODE_BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4}  # of vectors that are codes with one scale behind them
 DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, **dict.fromkeys(CODE_BITS, 1)}  # codes lie as bytes
@@ -38,6 +39,10 @@ class KVLayout:
     is replicated on tp_size / num_kv_heads ranks. `dtype` is the pool's, which may be narrower than the model's: see
     `stored_width`. The last `num_draft_layers` layers are those of a draft head; `draft_head` identifies everything
     that their contents follow from beside the model, and is "" without one.
+
+    The layout is that of one group of the model's layers: `layers` are their indices in the model, ascending, and () if
+    the group has all of them. `rule` says what a request holds of a group: blocks of all its tokens, those of the last
+    `window` tokens, or one block with a state, whose block size is 1.
     """
 
     num_layers: int
@@ -50,6 +55,14 @@ class KVLayout:
     plane_layers: tuple[tuple[int, ...], ...] = ()
     num_draft_layers: int = 0
     draft_head: str = ""
+    rule: RuleName = "all"
+    window: int = 0
+    layers: tuple[int, ...] = ()
+
+    @property
+    def holds(self) -> Rule:
+        """Returns what a request holds of this group of layers."""
+        return Rule(self.rule, self.window)
 
     @property
     def num_model_layers(self) -> int:

@@ -18,7 +18,8 @@ from pd_cluster.wire import KVPiece
 MODEL_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TORCH_DTYPES = {**MODEL_DTYPES, **dict.fromkeys(CODE_BITS, torch.uint8)}  # of a pool's elements
 
-Move = Literal["copy", "out", "in"]
+Move = Literal["copy", "out", "in", "clear"]
+GroupMove = tuple[Move, int, int, int]  # source and target block, and the group of layers whose pool they are in
 Seen = Callable[[torch.Tensor], None]
 
 

@@ -39,7 +39,7 @@ class TwinBlocks:
 
         No window may have passed any of its blocks.
         """
-        table, size, most = request.block_table, self.block_size, request.num_tokens - 1
+        table, size, most = request.tables[0], self.block_size, request.num_tokens - 1
         seen = self._seen.get(request)
         found = min(seen.num_valid, most) if seen is not None and seen.block_table is table else 0
         at = found // size
@@ -69,11 +69,11 @@ class TwinBlocks:
         """
         size = self.block_size
         for at in range(start // size, (start + len(token_ids) - 1) // size + 1):
-            block, first = request.block_table[at], max(start, at * size)
+            block, first = request.tables[0][at], max(start, at * size)
             fresh = list(token_ids[first - start : (at + 1) * size - start])
             version, before = self._blocks.version(block), list[int]()
             if first > at * size:
                 before = self._written[block].token_ids[: first - at * size]
             self._written[block] = _TwinTokens(version, before + fresh)
-        for block in request.block_table[at + 1 :]:
+        for block in request.tables[0][at + 1 :]:
             self._written.pop(block, None)

@@ -65,7 +65,7 @@ def obstacle(model: CausalLM, layout: KVLayout, device: Device) -> str:
 
 
 def _sequence(blocks: list[int], context_len: int) -> Request:
-    request = Request(f"watched {blocks[0]}", Order([0] * context_len, Sampling()), block_table=blocks)
+    request = Request(f"watched {blocks[0]}", Order([0] * context_len, Sampling()), tables=[blocks])
     request.num_computed_tokens = context_len - 1
     return request
 

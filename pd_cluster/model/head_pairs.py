@@ -78,7 +78,7 @@ class HeadPairs:
         for request, num_tokens in chunks:
             if not has_embeddings(request):
                 start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
-                found += request.block_table[-(-start // self._block_size) : -(-stop // self._block_size)]
+                found += request.tables[0][-(-start // self._block_size) : -(-stop // self._block_size)]
         return found
 
     def take(

@@ -346,7 +346,7 @@ def probe_logits(model: CausalLM, layout: KVLayout, device: Device) -> torch.Ten
     vocab_size = model.config.vocab_size
     token_ids = [i * (vocab_size - 1) // PROBE_NUM_TOKENS for i in range(PROBE_NUM_TOKENS)]
     num_blocks = layout.num_blocks_for(PROBE_NUM_TOKENS)
-    probe = Request("probe", Order(token_ids, Sampling()), block_table=list(range(num_blocks)))
+    probe = Request("probe", Order(token_ids, Sampling()), tables=[list(range(num_blocks))])
     pool = KVPool(layout, num_blocks, device)
     try:
         batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)

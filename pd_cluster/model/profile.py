@@ -30,7 +30,7 @@ def peak_of_a_step(
     if not device.is_accelerator:
         return 0
     chunks = largest_step(num_tokens, num_seqs, max_model_len, layout)
-    num_blocks = sum(len(request.block_table) for request, _ in chunks)
+    num_blocks = sum(len(request.tables[0]) for request, _ in chunks)
     pool = KVPool(layout, num_blocks, device)
     reset_peak(device)
     try:
@@ -88,7 +88,7 @@ def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: D
     """
     num_tokens = max(num_tokens, num_seqs)
     chunks = largest_step(num_tokens, num_seqs, num_tokens, layout)
-    pool = KVPool(layout, sum(len(request.block_table) for request, _ in chunks), device)
+    pool = KVPool(layout, sum(len(request.tables[0]) for request, _ in chunks), device)
     held = reserved_nbytes(device)
     reset_peak(device)
     try:
@@ -139,5 +139,5 @@ def largest_step(num_tokens: int, num_seqs: int, max_model_len: int, layout: KVL
     for i, length in enumerate(min(length, max_model_len) for length in lens):
         blocks = list(range(first, first + layout.num_blocks_for(length)))
         first += len(blocks)
-        chunks.append((Request(f"profile {i}", Order([0] * length, Sampling()), block_table=blocks), length))
+        chunks.append((Request(f"profile {i}", Order([0] * length, Sampling()), tables=[blocks]), length))
     return chunks

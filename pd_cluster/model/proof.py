@@ -52,7 +52,7 @@ def prove_every_layer_writes(model: CausalLM, pool: KVPool) -> set[int | None]:
 
     Uses the padding block.
     """
-    probe = Request("probe", Order([0, 0], Sampling()), block_table=[pool.num_blocks])
+    probe = Request("probe", Order([0, 0], Sampling()), tables=[[pool.num_blocks]])
     if pool.layout.block_size < 2:
         probe.prompt_token_ids = [0]
     batch = build_batch([(probe, probe.num_tokens)], pool)
@@ -142,7 +142,7 @@ def _in_chunks(model: CausalLM, layout: KVLayout, device: Device, token_ids: lis
 
 def _steps(model: CausalLM, pool: KVPool, token_ids: list[list[int]]) -> torch.Tensor:
     requests = [
-        Request(f"probe {i}", Order(ids, Sampling()), block_table=table)
+        Request(f"probe {i}", Order(ids, Sampling()), tables=[table])
         for i, (ids, table) in enumerate(zip(token_ids, BLOCK_TABLES, strict=True))
     ]
     rows: list[list[torch.Tensor]] = [[], []]

@@ -15,7 +15,7 @@ import torch
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.streams import mark
 from pd_cluster.errors import Closed, ModelError
-from pd_cluster.kv.memory import Move
+from pd_cluster.kv.memory import GroupMove
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.kv.tier_orders import AnyOrder, LowerKind
@@ -347,6 +347,6 @@ class ModelRunner:
         self.group.loaded()
         return parts
 
-    def move(self, moves: Sequence[tuple[Move, int, int]]) -> None:
-        """Copies blocks (kind, source, target) in this order; see SwapSpace."""
-        self.swap.move(moves)
+    def move(self, moves: Sequence[GroupMove]) -> None:
+        """Copies blocks (kind, source, target, group) in this order; see SwapSpace."""
+        self.swap.move([(kind, source, target) for kind, source, target, _ in moves])

@@ -75,7 +75,7 @@ def _logits(model: CausalLM, token_ids: list[int], layout: KVLayout, device: Dev
     """Returns what predicts the second half's tokens."""
     num_tokens = len(token_ids)
     num_blocks = layout.num_blocks_for(num_tokens)
-    request = Request("sense", Order(token_ids, Sampling()), block_table=list(range(num_blocks)))
+    request = Request("sense", Order(token_ids, Sampling()), tables=[list(range(num_blocks))])
     pool = KVPool(layout, num_blocks, device)
     try:
         batch = build_batch([(request, num_tokens)], pool)

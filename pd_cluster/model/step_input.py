@@ -57,7 +57,7 @@ class RowCollector:
         self.requests.append(request)
         self.rows.append((len(token_ids), start, num_blocks, num_logit_rows, request.most_tokens, num_hidden_rows))
         self._input_ids += token_ids
-        self._blocks += request.block_table[:num_blocks]
+        self._blocks += request.tables[0][:num_blocks]
 
     def arrays(self) -> tuple[Ints, Ints, Ints]:
         """Returns `rows`, `input_ids` and `blocks` of a StepInput."""

@@ -135,8 +135,8 @@ def _prove_length(
     blocks = list(reversed(range(sum(num_blocks))))
     ids = probe_token_ids(model.config.vocab_size, 2 * num_tokens)
     requests = [
-        Request("long", Order(ids[0].tolist(), NOTHING_MORE), block_table=blocks[: num_blocks[0]]),
-        Request("short", Order(ids[1, :COMPANY].tolist(), NOTHING_MORE), block_table=blocks[num_blocks[0] :]),
+        Request("long", Order(ids[0].tolist(), NOTHING_MORE), tables=[blocks[: num_blocks[0]]]),
+        Request("short", Order(ids[1, :COMPANY].tolist(), NOTHING_MORE), tables=[blocks[num_blocks[0] :]]),
     ]
     half = num_tokens // 2
     steps = [(half, 5), (num_tokens - half - 3, 4), (1, 1), (1, 1), (1, 1)]

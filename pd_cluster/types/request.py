@@ -67,8 +67,8 @@ class Request:
     num_accepted_tokens: int = field(default=0, metadata=OWN)  # those of them that were right
     status: Status = field(default=Status.WAITING, metadata=OWN)
     num_computed_tokens: int = field(default=0, metadata=OWN)  # tokens whose KV is in this engine's pool
-    block_table: list[int] = field(default_factory=list, metadata=OWN)
-    swap_table: list[int] = field(default_factory=list, metadata=OWN)  # where its KV is in host memory while it waits
+    tables: list[list[int]] = field(default_factory=lambda: [[]], metadata=OWN)  # its blocks of each group of layers
+    swap_tables: list[list[int]] = field(default_factory=lambda: [[]], metadata=OWN)  # in host memory while it waits
     block_hashes: list[bytes] = field(default_factory=list, metadata=OWN)  # of full blocks, as far as they were needed
     num_hashed_blocks: int = field(default=0, metadata=OWN)  # blocks of its table that are known to the prefix cache
     num_preemptions: int = field(default=0, metadata=OWN)  # how often it gave way to others here

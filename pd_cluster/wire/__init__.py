@@ -49,6 +49,7 @@ from pd_cluster.wire.links import LinkRest as LinkRest
 from pd_cluster.wire.links import LinkValue as LinkValue
 from pd_cluster.wire.links import LinkYield as LinkYield
 from pd_cluster.wire.links import Plane as Plane
+from pd_cluster.wire.links import RuleName as RuleName
 from pd_cluster.wire.links import TransportOffer as TransportOffer
 from pd_cluster.wire.membership import GIVEN_UP as GIVEN_UP
 from pd_cluster.wire.membership import PAUSED as PAUSED

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
 from pd_cluster.numerics import Numerics
 from pd_cluster.wire.base import MAX_OFFER_NBYTES, KVWireDtype, Message, PairWish, ShortText, TransportName
 
+RuleName = Literal["all", "window", "state"]  # of what a request holds in a group of layers; see kv/rule.py
+
 
 class Plane(msgspec.Struct, frozen=True, array_like=True):
-    """A named part of a layer's cache: a token has `width` numbers in it for each KV head."""
+    """A named part of a layer's cache: a token has `width` numbers in it for each of its heads.
+
+    `num_heads` counts the whole model's; 0: as many as the layout has KV heads.
+    """
 
     name: str
     width: int
+    num_heads: int = 0
 
 
 class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -30,6 +36,9 @@ class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     plane_layers: tuple[tuple[int, ...], ...] = ()
     num_draft_layers: int = 0
     draft_head: ShortText = ""
+    rule: RuleName = "all"
+    window: int = 0
+    layers: tuple[int, ...] = ()
 
 
 class KVOptions(msgspec.Struct, frozen=True, kw_only=True):

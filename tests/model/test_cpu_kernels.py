@@ -65,7 +65,7 @@ def make_batch(
             str(i),
             Order([0] * (query_len + prefix), ANY),
             num_computed_tokens=prefix,
-            block_table=table,
+            tables=[table],
             arrival_s=float(i),
         )
         chunks.append((request, query_len))
@@ -209,12 +209,12 @@ def test_keys_and_values_reach_their_slots_and_no_others(ops: CpuOps, head_dim: 
 
 def test_the_padding_block_can_be_written(ops: CpuOps) -> None:
     pool = KVPool(KVLayout(NUM_LAYERS, 1, keys_and_values(16), 4, "float32"), num_blocks=2)
-    batch = build_batch([(Request("probe", Order([0, 0], ANY), block_table=[2]), 2)], pool)
+    batch = build_batch([(Request("probe", Order([0, 0], ANY), tables=[[2]]), 2)], pool)
     ops.attend(Heads(0, 2, 1, 16, 0.25), torch.randn(2, 4 * 16), make_rope(batch, 16), batch)
     assert pool.data[2, 0].any()
     assert not pool.data[:2].any()
     with pytest.raises(ValueError, match="from 3 to 3, wanted 1 from 0 to 2"):
-        build_batch([(Request("probe", Order([0, 0], ANY), block_table=[3]), 2)], pool)
+        build_batch([(Request("probe", Order([0, 0], ANY), tables=[[3]]), 2)], pool)
 
 
 def check_rows_apart(ops: CpuOps, dtype: str) -> None:
@@ -233,7 +233,7 @@ def check_rows_apart(ops: CpuOps, dtype: str) -> None:
     for i, (query_len, prefix) in enumerate(SEQUENCES):
         rows = slice(starts[i], starts[i + 1])
         table = batch.block_table[tables[i] : tables[i + 1]].tolist()
-        request = Request("x", Order([0] * (query_len + prefix), ANY), num_computed_tokens=prefix, block_table=table)
+        request = Request("x", Order([0] * (query_len + prefix), ANY), num_computed_tokens=prefix, tables=[table])
         alone = build_batch([(request, query_len)], batch.pool)
         assert torch.equal(together[rows], ops.attend(heads, qkv[rows].clone(), make_rope(alone, 64), alone))
 

@@ -92,7 +92,7 @@ def a_step(w: Widths, sequences: list[tuple[int, int]], block_size: int, dtype: 
 
 def a_chunk(query_len: int, prefix: int, table: list[int]) -> Request:
     order = Order([0] * (query_len + prefix), Sampling())
-    return Request(f"r{table[0]}", order, num_computed_tokens=prefix, block_table=table)
+    return Request(f"r{table[0]}", order, num_computed_tokens=prefix, tables=[table])
 
 
 def attend(ops: CpuOps | TorchOps, layer: Latents, step: Step) -> torch.Tensor:

@@ -58,7 +58,7 @@ def sequences(runner: ModelRunner, num_seqs: int) -> Chunks:
         order = Order([rng.randrange(1, 200) for _ in range(num_tokens)], Sampling())
         needed = runner.pool.layout.num_blocks_for(num_tokens)
         table = blocks[3 * at : 3 * at + needed]
-        found.append((Request(str(at), order, num_computed_tokens=num_tokens - 1, block_table=table), 1))
+        found.append((Request(str(at), order, num_computed_tokens=num_tokens - 1, tables=[table]), 1))
     return found
 
 

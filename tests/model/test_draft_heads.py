@@ -76,7 +76,7 @@ def assert_own(runner: ModelRunner, known: list[int], drafts: list[int]) -> None
 
 def pairs_of(runner: ModelRunner, head: DraftHead, known: list[int], pool: KVPool) -> PairChunk:
     """Lets the model compute all tokens but the last in a pool that is otherwise empty."""
-    request = Request("alone", Order(known, Sampling()), block_table=list(range(pool.num_blocks)))
+    request = Request("alone", Order(known, Sampling()), tables=[list(range(pool.num_blocks))])
     batch = batch_of(step_input([(request, len(known) - 1)], pool.layout.block_size), pool)
     batch.taps = Taps(head.taps)
     runner.model(batch)
@@ -94,7 +94,7 @@ def assert_whole(core: EngineCore, known: list[int]) -> None:
         write_pairs(head, pool, [pairs_of(runner, head, known, pool)])
         planes = (each.memory.planes(layout.num_layers - 1) for each in (runner.pool, pool))
         for found, expected in zip(*planes, strict=True):
-            wrong = found[probe.block_table].flatten(0, 1) - expected[: pool.num_blocks].flatten(0, 1)
+            wrong = found[probe.tables[0]].flatten(0, 1) - expected[: pool.num_blocks].flatten(0, 1)
             assert wrong[1:num_cached].abs().max() < NEAR
     core.scheduler.finish(probe)
 
@@ -148,10 +148,10 @@ def test_a_prompt_that_was_computed_elsewhere(headed: Headed) -> None:
         while source.status is not Status.EXPORTING:
             prefill.step()
         decode.scheduler.land(request, len(source.prompt_token_ids))
-        for theirs, own in zip(source.block_table, request.block_table, strict=True):
+        for theirs, own in zip(source.tables[0], request.tables[0], strict=True):
             decode.runner.pool.flat()[own] = prefill.runner.pool.flat()[theirs]
         num_whole = len(source.prompt_token_ids) // ROOM["block_size"]
-        whole |= {own: decode.runner.pool.flat()[own].clone() for own in request.block_table[:num_whole]}
+        whole |= {own: decode.runner.pool.flat()[own].clone() for own in request.tables[0][:num_whole]}
         prefill.scheduler.finish(source)
         request.output_token_ids += source.output_token_ids
         decode.scheduler.landed(request)
@@ -189,7 +189,7 @@ def test_blocks_of_tokens_without_pairs(headed: Headed) -> None:
     core.scheduler.add(without)
     while len(without.output_token_ids) < size + 1:
         core.step()
-        for block in without.block_table[: -(-without.num_computed_tokens // size)]:
+        for block in without.tables[0][: -(-without.num_computed_tokens // size)]:
             assert all(not plane[block].any() for plane in pool.memory.planes(own))
             assert all((plane[block][0] != 9.0).all() for plane in pool.memory.planes(own - 1))
     assert not core.drafting.totals.num_draft_tokens

@@ -51,9 +51,7 @@ def all_logits(model: CausalLM, caches: tuple[LayerCache, ...]) -> list[torch.Te
     rng.shuffle(free)
     for i, n in enumerate(lens):
         table = [free.pop() for _ in range(n // 16 + 1)]
-        requests.append(
-            Request(str(i), Order([rng.randrange(VOCAB_SIZE) for _ in range(n)], GREEDY), block_table=table)
-        )
+        requests.append(Request(str(i), Order([rng.randrange(VOCAB_SIZE) for _ in range(n)], GREEDY), tables=[table]))
     found = []
     for count in (16, 90, 1):
         chunks = [(r, min(count, r.num_behind)) for r in requests if r.num_behind]

@@ -64,7 +64,7 @@ def test_padding_touches_no_block_but_its_own(world: World) -> None:
     before = world.pool.data.clone()
     assert world.graphs.compute(world.next_step()) is not None
     changed = (world.pool.data != before).flatten(1).any(1).nonzero().flatten().tolist()
-    own = {r.block_table[r.num_computed_tokens // BLOCK_SIZE] for r in world.requests}
+    own = {r.tables[0][r.num_computed_tokens // BLOCK_SIZE] for r in world.requests}
     assert set(changed) == own | {NUM_BLOCKS}
 
 
@@ -90,7 +90,7 @@ def test_sizes_and_buckets() -> None:
 
 
 def test_steps_of_another_kind_are_left_to_others(world: World) -> None:
-    request = Request("0", Order([1, 2], Sampling()), block_table=[0])
+    request = Request("0", Order([1, 2], Sampling()), tables=[[0]])
     assert world.graphs.compute(step_input([(request, 2)], BLOCK_SIZE)) is None
     assert world.graphs.compute(step_input([(request, 1)], BLOCK_SIZE)) is None  # a prompt's part: not sampled
     assert world.graphs.compute(one_token_each(MOST + 1)) is None
@@ -103,7 +103,7 @@ def test_buffers_hold_one_rotary_position_per_sequence(world: World) -> None:
     """Three rows of a prompt's last token may differ; behind the prompt they are equal."""
     for rows, is_graph in (((3, 4, 5), False), ((4, 4, 4), True), ((4,), True)):
         own = RopePositions(tuple((row,) for row in rows), 7)
-        request = Request("r", Order([9], Sampling(), rope_positions=own), block_table=[0])
+        request = Request("r", Order([9], Sampling(), rope_positions=own), tables=[[0]])
         assert (world.graphs.compute(step_input([(request, 1)], BLOCK_SIZE)) is not None) == is_graph
         request.num_computed_tokens = 1
         request.output_token_ids.append(5)
@@ -138,7 +138,7 @@ def test_kernels_are_told_on_the_host_before_each_replay(model: CausalLM) -> Non
 def test_longer_contexts_than_asked_for_run_eagerly(world: World) -> None:
     """`--max-seq-len-to-capture`: a step with one such context is left to the runner, whatever else is in it."""
     graphs = world.use(longest=8)
-    requests = [Request(str(i), Order([1] * n, Sampling()), block_table=[3 * i, 3 * i + 1, 3 * i + 2])
+    requests = [Request(str(i), Order([1] * n, Sampling()), tables=[[3 * i, 3 * i + 1, 3 * i + 2]])
                 for i, n in enumerate((8, 9))]  # fmt: skip
     for request in requests:
         request.num_computed_tokens = request.num_tokens - 1

@@ -90,7 +90,7 @@ def test_layers_that_are_done_do_not_change(
     runner = load_runner(EngineConfig(model=str(checkpoint(architecture)), block_size=4, num_blocks=128))
     assert fused or isinstance(runner.model, PlainCausalLM)
     request = Request("r", Order(random_prompt(random.Random(1), 21), Sampling(max_tokens=2)))
-    request.block_table = random.Random(2).sample(range(128), 6)
+    request.tables[0] = random.Random(2).sample(range(128), 6)
     seen: list[torch.Tensor] = []
 
     def on_layer(num_layers: int) -> None:
@@ -104,7 +104,7 @@ def test_layers_that_are_done_do_not_change(
         for num_layers, then in enumerate(seen, 1):
             assert torch.equal(then, runner.pool.data[:, :num_layers]), f"layer {num_layers} was not done"
         request.num_computed_tokens += num_tokens
-    written = runner.pool.data[request.block_table[0]]
+    written = runner.pool.data[request.tables[0][0]]
     assert (written.abs().sum(dim=(1, 2, 3, 4)) > 0).all(), "a layer has nothing in the pool"
 
 

@@ -100,9 +100,7 @@ def launched_by(
     num_blocks = -(-context_len // 16)
     pool = KVPool(layout_of(model.caches, 16, "bfloat16"), 3 * num_blocks)
     tables = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(3)]
-    requests = [
-        Request(str(i), Order([1] * context_len, Sampling()), block_table=table) for i, table in enumerate(tables)
-    ]
+    requests = [Request(str(i), Order([1] * context_len, Sampling()), tables=[table]) for i, table in enumerate(tables)]
     for request in requests:
         request.num_computed_tokens = context_len - 1
     step = dataclasses.replace(step_input([(request, 1) for request in requests], 16), adapters=adapters)

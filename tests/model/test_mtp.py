@@ -117,7 +117,7 @@ def draft(head: DraftHead, target: FusedCausalLM, plan: LoadPlan, sequences: lis
     pool.memory.bytes.fill_(255)  # NaN: what no pair has written is not read
     blocks = rng.sample(range(64), 64)
     for each in sequences:
-        each.request.block_table += [blocks.pop() for _ in range(layout.num_blocks_for(each.request.num_tokens))]
+        each.request.tables[0] += [blocks.pop() for _ in range(layout.num_blocks_for(each.request.num_tokens))]
     while running := [each for each in sequences if not each.is_done]:
         chunks = [(each, rng.randint(1, each.most())) for each in rng.sample(running, rng.randint(1, len(running)))]
         batch = build_batch([(each.request, num_tokens) for each, num_tokens in chunks], pool)

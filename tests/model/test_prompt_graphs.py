@@ -67,7 +67,7 @@ def graphs_of(model: Model, max_num_seqs: int = 16, capture: Any = lambda run: r
 def chunk(num_computed: int, num_tokens: int, is_last: bool = True, first_block: int = 0) -> tuple[Request, int]:
     length = num_computed + num_tokens + (not is_last)
     table = list(range(first_block, first_block + -(-length // BLOCK_SIZE)))
-    request = Request("r", Order(list(range(length)), Sampling()), num_computed_tokens=num_computed, block_table=table)
+    request = Request("r", Order(list(range(length)), Sampling()), num_computed_tokens=num_computed, tables=[table])
     return request, num_tokens
 
 
@@ -111,7 +111,7 @@ def test_steps_of_another_kind_are_left_to_others(model: Model) -> None:
     graphs = graphs_of(model)
     together = [chunk(0, 2, first_block=i) for i in range(17)]
     turned = Request("m", Order([1, 2], Sampling(), rope_positions=RopePositions(((1, 2), (1, 3), (1, 2)), 2)))
-    turned.block_table = [0]
+    turned.tables[0] = [0]
     images: Any = (SimpleNamespace(),)
     others: list[StepInput] = [
         step_input([chunk(5, 1), chunk(6, 1, first_block=9)], BLOCK_SIZE),  # they decode

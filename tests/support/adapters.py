@@ -111,7 +111,7 @@ def logits_of(core: EngineCore, requests: list[Request]) -> torch.Tensor:
     """The logits after each prompt, all computed in one step."""
     for at, request in enumerate(requests):
         num_blocks = -(-len(request.prompt_token_ids) // 16)
-        request.block_table = list(range(4 * at, 4 * at + num_blocks))
+        request.tables[0] = list(range(4 * at, 4 * at + num_blocks))
     return core.runner.forward([(request, len(request.prompt_token_ids)) for request in requests]).logits.clone()
 
 

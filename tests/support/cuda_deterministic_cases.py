@@ -180,7 +180,7 @@ def test_a_token_attends_the_same_however_its_prompt_is_cut(
         requests = []
         for i, (seq, start, stop) in enumerate(chunks):
             order = Order([0] * num_tokens, Sampling())
-            request = Request(f"{i}", order, num_computed_tokens=start, block_table=tables[seq])
+            request = Request(f"{i}", order, num_computed_tokens=start, tables=[tables[seq]])
             requests.append((request, stop - start))
         batch = build_batch(requests, pool)
         together = torch.cat([query[start:stop] for _, start, stop in chunks])

@@ -123,8 +123,8 @@ def test_a_layer_is_reported_as_written_before_attention_runs() -> None:
     pool = make_pool(heads, 3, 16, torch.float32)
     pool.data[: pool.num_blocks].normal_()
     order, before = Order([0] * 20, Sampling()), pool.data.clone()
-    chunks = [(Request("prompt", order, block_table=[4, 2, 9, 0, 1, 3, 5]), 9)]
-    chunks.append((Request("decoded", order, num_computed_tokens=8, block_table=[12, 7, 8, 6, 10, 11, 13]), 1))
+    chunks = [(Request("prompt", order, tables=[[4, 2, 9, 0, 1, 3, 5]]), 9)]
+    chunks.append((Request("decoded", order, num_computed_tokens=8, tables=[[12, 7, 8, 6, 10, 11, 13]]), 1))
     with torch.device("cpu"):
         batch = build_batch(chunks, pool)
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch)}

@@ -196,7 +196,7 @@ def test_steps_with_prompts_through_graphs(tmp_path: Path, monkeypatch: pytest.M
     assert core.ahead.num_ahead > 0
     assert {True, False} <= set(used)
     layers: list[int] = []
-    runner.forward([(Request("layers", Order(prompts[3], GREEDY), block_table=[0]), 9)], layers.append)
+    runner.forward([(Request("layers", Order(prompts[3], GREEDY), tables=[[0]]), 9)], layers.append)
     assert used[-1]
     assert layers == list(range(1, runner.pool.layout.num_layers + 1))
 

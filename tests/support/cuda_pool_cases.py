@@ -114,5 +114,5 @@ def filled(heads: Heads, pool_dtype: str, sequences: list[tuple[int, int]]) -> t
     for (query_len, context), count in zip(sequences, counts, strict=True):
         table, blocks = blocks[:count], blocks[count:]
         order = Order([0] * context, Sampling())
-        chunks.append((Request("x", order, num_computed_tokens=context - query_len, block_table=table), query_len))
+        chunks.append((Request("x", order, num_computed_tokens=context - query_len, tables=[table]), query_len))
     return pool, build_batch(chunks, pool)

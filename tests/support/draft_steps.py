@@ -58,7 +58,7 @@ class Steps:
 
         def request_of(name: str, order: Order, num_tokens: int) -> Request:
             table = [free.pop() for _ in range(runner.pool.layout.num_blocks_for(num_tokens))]
-            return Request(name, order, block_table=table)
+            return Request(name, order, tables=[table])
 
         self.sequences: list[Known] = []
         for at, (order, start) in enumerate(zip(orders, starts, strict=True)):
@@ -79,7 +79,7 @@ class Steps:
         for stop in range(known.start + 1, len(known.token_ids) + 1):
             known.go_to(stop - 1, stop)
             logits = self._runner.forward([(known.request, 1)]).logits.clone()
-            found.append((logits, self._bytes[known.request.block_table]))
+            found.append((logits, self._bytes[known.request.tables[0]]))
         return found
 
     def compare(self, *cases: Case) -> None:
@@ -111,7 +111,7 @@ class Steps:
             what = f"{counts} rows, prompt beside: {has_beside}, behind {known.start} tokens"
             error = (logits[rows] - expected).abs().amax(1).tolist()
             assert torch.equal(logits[rows], expected), f"{what}: logits differ by {error}"
-            assert torch.equal(self._bytes[known.request.block_table], steps[-1][1]), f"{what}: KV differs"
+            assert torch.equal(self._bytes[known.request.tables[0]], steps[-1][1]), f"{what}: KV differs"
         assert behind == len(logits)
 
 

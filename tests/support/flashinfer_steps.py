@@ -22,7 +22,7 @@ def chunks_of(
     for i, (query_len, context_len) in enumerate(sequences):
         table = [free.pop() for _ in range(-(-context_len // block_size))]
         order, prefix = Order([0] * context_len, Sampling()), context_len - query_len
-        chunks.append((Request(str(i), order, num_computed_tokens=prefix, block_table=table), query_len))
+        chunks.append((Request(str(i), order, num_computed_tokens=prefix, tables=[table]), query_len))
     return chunks
 
 

@@ -61,7 +61,7 @@ class World:
         for i in range(num_requests):
             prompt = [self.rng.randrange(VOCAB_SIZE) for _ in range(self.rng.randrange(1, 9))]
             self.requests.append(
-                Request(str(i), Order(prompt, Sampling()), block_table=[free.pop() for _ in range(MAX_LEN // 4)][:4])
+                Request(str(i), Order(prompt, Sampling()), tables=[[free.pop() for _ in range(MAX_LEN // 4)][:4]])
             )
         step = step_input([(r, len(r.prompt_token_ids)) for r in self.requests], BLOCK_SIZE)
         assert self.graphs.compute(step) is None or all(len(r.prompt_token_ids) == 1 for r in self.requests)
@@ -98,5 +98,5 @@ def one_token_each(num_seqs: int, context_len: int = 1, first: int = 0) -> StepI
     for i in range(num_seqs):
         table = [(first + i) * num_blocks + at for at in range(num_blocks)]
         order = Order([1] * context_len, Sampling())
-        requests.append(Request(str(i), order, num_computed_tokens=context_len - 1, block_table=table))
+        requests.append(Request(str(i), order, num_computed_tokens=context_len - 1, tables=[table]))
     return step_input([(request, 1) for request in requests], BLOCK_SIZE)

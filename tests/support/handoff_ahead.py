@@ -33,7 +33,7 @@ class ToyDevice:
         for request, num_tokens in chunks:
             start = request.num_computed_tokens
             values = self._memory.contents(request, 0, start + num_tokens, layer)
-            self._queue.append(partial(self._compute, list(request.block_table), values, start, layer))
+            self._queue.append(partial(self._compute, list(request.tables[0]), values, start, layer))
             self.num_launched += 1
 
     def run_one(self) -> None:

@@ -98,7 +98,7 @@ class Engine:
         self.num_layers_done = 0
 
     def begin(self, plan: StepPlan) -> None:
-        for kind, source, target in plan.moves:
+        for kind, source, target, _ in plan.moves:
             assert kind == "copy"
             self.memory.copy(source, target)
         self.plan, self.num_layers_done = plan, 0
@@ -112,7 +112,7 @@ class Engine:
             self.check_layer(request, start, self.num_layers_done)
             values = self.memory.contents(request, start, start + num_tokens, self.num_layers_done)
             for position, value in enumerate(values, start):
-                layer[self.memory.slot(request.block_table, position)] = value
+                layer[self.memory.slot(request.tables[0], position)] = value
         self.num_layers_done += 1
 
     def end_step(self) -> tuple[StepPlan, list[Request]]:
@@ -136,7 +136,7 @@ class Engine:
 
     def slots_of(self, request: Request, start: int, stop: int, layer: int) -> list[int]:
         slots = self.memory.slots[layer]
-        return [slots[self.memory.slot(request.block_table, p)] for p in range(start, stop)]
+        return [slots[self.memory.slot(request.tables[0], p)] for p in range(start, stop)]
 
 
 class Ends:

@@ -77,7 +77,7 @@ def test_every_step_of_growing_contexts_is_the_eager_one(folder: Path) -> None:
         for i, length in enumerate(lens):
             table = list(range(block, block + (length + NUM_STEPS) // 128 + 1))
             block += len(table)
-            requests.append(Request(str(i), Order(random_prompt(rng, length), Sampling()), block_table=table))
+            requests.append(Request(str(i), Order(random_prompt(rng, length), Sampling()), tables=[table]))
         assert block <= runner.pool.num_blocks
         logits = runner.forward([(request, request.num_tokens) for request in requests]).logits
         worst = 0.0

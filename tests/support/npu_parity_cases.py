@@ -79,7 +79,7 @@ def attended(case: AttentionCase, contents: list[Tensors], scoring: Scoring, tab
                     if num_tokens > 0:
                         start = at * case.block_size
                         plane[block][:num_tokens] = new[start : start + num_tokens].to(there)
-            request = Request(str(i), Order([0] * context_len, Sampling()), block_table=list(table))
+            request = Request(str(i), Order([0] * context_len, Sampling()), tables=[list(table)])
             request.num_computed_tokens = prefix
             requests.append((request, query_len))
         batch = build_batch(requests, pool)
@@ -159,7 +159,7 @@ def test_a_window_of_w_shows_exactly_w_keys_as_in_transformers(window: int) -> N
 
     num_tokens = 60  # in chunks, and decoded one by one
     pool = KVPool(KVLayout(1, 1, keys_and_values(128), BLOCK_SIZE, "bfloat16"), num_blocks=1, device=NPU)
-    request = Request("r", Order([0] * num_tokens, Sampling()), block_table=[0])
+    request = Request("r", Order([0] * num_tokens, Sampling()), tables=[[0]])
     attention, values = NpuAttention(NPU, "TND"), torch.eye(num_tokens, 128, dtype=torch.bfloat16)[:, None]
     rows = []
     for count in (40, 17, 1, 1, 1):

@@ -71,7 +71,7 @@ class ToyRunner:
             known = [*request.token_ids(0, request.num_tokens), *drafts.get(request, ())]
             stop = request.num_computed_tokens + num_tokens + len(drafts.get(request, ()))
             for position in range(request.num_computed_tokens, stop):
-                self.memory[request.block_table[position // self.block_size]] = tuple(known[: position + 1])
+                self.memory[request.tables[0][position // self.block_size]] = tuple(known[: position + 1])
         rows, states = [], []
         for request, num_tokens in chunks:
             stop = request.num_computed_tokens + num_tokens
@@ -112,7 +112,7 @@ class ToyRunner:
             start = request.num_computed_tokens
             assert start + num_tokens <= len(tokens)
             for position in range(start, start + num_tokens):
-                self.memory[request.block_table[position // self.block_size]] = tuple(tokens[: position + 1])
+                self.memory[request.tables[0][position // self.block_size]] = tuple(tokens[: position + 1])
         if on_layer is not None:
             on_layer(1)
         ready = [i for i, (r, n) in enumerate(chunks) if r.num_computed_tokens + n == len(known[i])]
@@ -129,7 +129,7 @@ class ToyRunner:
         stops = range(self.block_size, len(tokens) + self.block_size, self.block_size)
         expected = [tokens[: min(stop, len(tokens))] for stop in stops if stop > least]
         seen = slice(least // self.block_size, len(stops))
-        found = [self.memory[block] for block in request.block_table[seen]]
+        found = [self.memory[block] for block in request.tables[0][seen]]
         if found and found[-1] is not None:
             found[-1] = found[-1][: len(expected[-1])]  # what drafts left behind it is overwritten
         assert found == expected, f"{request.key} reads foreign KV: {found} instead of {expected}"

@@ -57,7 +57,7 @@ def make_batch(
         num_passed = max(0, prefix - window + 1) // block_size if window is not None else 0
         table[:num_passed] = [pool.num_blocks] * num_passed
         request = Request(
-            str(i), Order([0] * context, ANY), num_computed_tokens=prefix, block_table=table, arrival_s=float(i)
+            str(i), Order([0] * context, ANY), num_computed_tokens=prefix, tables=[table], arrival_s=float(i)
         )
         chunks.append((request, query_len))
     return build_batch(chunks, pool)
@@ -139,7 +139,7 @@ def among_others(lens: list[int], window: int | None, num_sms: int, split_keys: 
 
     together, at = attended(batch, slice(None)), lens.index(max(lens))
     table = batch.block_table[batch.table_starts[at] : batch.table_starts[at + 1]].tolist()
-    request = Request("alone", Order([0] * lens[at], ANY), num_computed_tokens=lens[at] - 1, block_table=table)
+    request = Request("alone", Order([0] * lens[at], ANY), num_computed_tokens=lens[at] - 1, tables=[table])
     alone = attended(build_batch([(request, 1)], batch.pool), slice(at, at + 1))
     return difference(together, expected), torch.equal(alone[0], together[at])
 

@@ -46,7 +46,7 @@ def our_logits(
     )
     layout = layout_of(model.caches, BLOCK_SIZE, dtype)
     pool = KVPool(layout, layout.num_blocks_for(len(token_ids)), device)
-    request = Request("logits", Order(token_ids, Sampling()), block_table=list(range(pool.num_blocks))[::-1])
+    request = Request("logits", Order(token_ids, Sampling()), tables=[list(range(pool.num_blocks))[::-1]])
     found = []
     for num_tokens in chunks:
         batch = build_batch([(request, num_tokens)], pool)

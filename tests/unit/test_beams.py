@@ -232,13 +232,13 @@ def test_beams_share_blocks_and_write_to_copies() -> None:
         scheduler.park(beam)
     children = beam_groups.regroup(scheduler, [first, second], [Growth(1, 8), Growth(1, 9)])
     assert children == [first, second]
-    assert first.block_table == second.block_table
+    assert first.tables[0] == second.tables[0]
     assert [child.output_token_ids[-1] for child in children] == [8, 9]
     assert first.output_token_ids[:-1] == second.output_token_ids[:-1]
     plan = scheduler.plan()
     assert [move.kind for move in plan.moves] == ["copy"]
-    assert first.block_table[0] == second.block_table[0]
-    assert first.block_table[1] != second.block_table[1]
+    assert first.tables[0][0] == second.tables[0][0]
+    assert first.tables[0][1] != second.tables[0][1]
 
 
 @pytest.mark.parametrize("swap", [0, 3, 40])
@@ -270,13 +270,13 @@ def test_a_parked_beam_gives_way_to_its_sibling_and_to_older_requests_only() -> 
     young, old = (Request(name, Order([1] * 29, Sampling()), arrival_s=at) for name, at in (("y", 2.0), ("o", 0.0)))
     scheduler.add(young)
     assert scheduler.plan().admitted == []
-    assert parked.block_table
+    assert parked.tables[0]
     scheduler.finish(young)
     sibling = scheduler.running[0]
     scheduler.finish(sibling)
     scheduler.add(old)
     assert scheduler.plan().admitted == [old]
-    assert (parked.block_table, parked.status) == ([], Status.PARKED)
+    assert (parked.tables[0], parked.status) == ([], Status.PARKED)
     scheduler.check()
 
 

@@ -234,7 +234,7 @@ def test_candidates_of_a_beam_search_are_checked(name: str, is_right: bool) -> N
     land(imports, *(TokenOutput(name, 0, at, 0, 5 + at, score=-1.0 - at) for at in range(3)))
     assert world.ended == ([] if is_right else ["the first-token outputs do not belong to this request"])
     assert [beam.output_token_ids for beam in world.sequences] == ([[5], [6]] if is_right else [])
-    assert len({tuple(beam.block_table) for beam in world.sequences}) == (1 if is_right else 0)
+    assert len({tuple(beam.tables[0]) for beam in world.sequences}) == (1 if is_right else 0)
 
 
 def test_an_offer_of_another_instance_than_the_one_expected_is_ignored() -> None:

@@ -78,7 +78,7 @@ class Traffic:
             return
         if self.tier is not None:
             self.tier.begin(lambda kind, source, target: None)
-        request.block_table = self.holdings.take_with(cached, in_tier, needed - len(cached))
+        request.tables[0] = self.holdings.take_with(cached, in_tier, needed - len(cached))
         request.num_hashed_blocks = len(cached)
         request.num_computed_tokens = self.rng.randrange((len(cached) + len(in_tier)) * BLOCK, length + 1)
         self.holdings.remember(request)

@@ -28,8 +28,8 @@ def test_blocks_that_no_request_holds_are_told() -> None:
     scheduler.computed(scheduler.plan())
     assert (scheduler.blocks.num_held, num_leaked_blocks(scheduler)) == (2, 0)
     scheduler.requests[sibling.key] = sibling
-    sibling.block_table = request.block_table[:1]
-    scheduler.blocks.share(sibling.block_table)
+    sibling.tables[0] = request.tables[0][:1]
+    scheduler.blocks.share(sibling.tables[0])
     assert num_leaked_blocks(scheduler) == 0
     scheduler.blocks.take(3)
     assert num_leaked_blocks(scheduler) == 2  # while one is shared, fewer are reported, and never too many

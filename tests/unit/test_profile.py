@@ -33,7 +33,7 @@ def test_the_largest_step_has_as_many_tokens_and_sequences_as_may_be() -> None:
         chunks = profile.largest_step(num_tokens, num_seqs, max_len, LAYOUT)
         assert [count for _, count in chunks] == lens
         assert all(request.num_logit_rows(count) == 1 for request, count in chunks)
-        blocks = [block for request, _ in chunks for block in request.block_table]
+        blocks = [block for request, _ in chunks for block in request.tables[0]]
         assert blocks == list(range(len(blocks)))
     assert profile.peak_of_a_step(cast(CausalLM, None), LAYOUT, 12, 2, 64, CPU) == 0, "on CPU nothing is run"
 

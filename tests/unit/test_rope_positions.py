@@ -26,7 +26,7 @@ LAYOUT = KVLayout(1, 1, keys_and_values(8), BLOCK_SIZE, "float32")
 
 def request(own: RopePositions | None, num_prompt: int = 6, num_computed: int = 0, output: int = 0) -> Request:
     made = Request("r", Order([1] * num_prompt, Sampling(max_tokens=8), rope_positions=own))
-    made.block_table, made.num_computed_tokens = [0, 1, 2, 3], num_computed
+    made.tables[0], made.num_computed_tokens = [0, 1, 2, 3], num_computed
     made.output_token_ids = [2] * output
     return made
 

@@ -81,7 +81,7 @@ def test_landing_takes_all_blocks_or_none() -> None:
     scheduler = make(num_blocks=4, block_size=4)
     landing = request("landing", 8)
     scheduler.land(landing, 12)
-    assert len(landing.block_table) == 3
+    assert len(landing.tables[0]) == 3
     with pytest.raises(OutOfBlocks):
         scheduler.land(request("other", 8), 12)
     scheduler.check()

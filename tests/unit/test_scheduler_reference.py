@@ -158,7 +158,7 @@ class Both:
         for key, job in reference.jobs.items():
             request = self.real.requests[key]
             assert (request.status.value, request.num_computed_tokens) == (job.status, job.computed)
-            passed = [block == pool.num_blocks for block in request.block_table]
+            passed = [block == pool.num_blocks for block in request.tables[0]]
             assert passed == [block is None for block in job.blocks]
             self.seen["passed by the window"] += any(passed)
         assert len(self.real.requests) == len(reference.jobs)

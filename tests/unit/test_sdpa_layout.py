@@ -22,7 +22,7 @@ def _decoded() -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     pool = KVPool(KVLayout(1, NUM_KV_HEADS, keys_and_values(HEAD_DIM), 4, "float32"), num_blocks=2)
     pool.data[:2] = torch.randn(pool.data[:2].shape, generator=generator)
-    request = Request("r", Order([1] * CONTEXT_LEN, Sampling()), block_table=[0, 1])
+    request = Request("r", Order([1] * CONTEXT_LEN, Sampling()), tables=[[0, 1]])
     request.num_computed_tokens = CONTEXT_LEN - 1
     query = torch.randn(NUM_HEADS, 1, HEAD_DIM, generator=generator)
     keys = torch.randn(1, NUM_KV_HEADS, HEAD_DIM, generator=generator)

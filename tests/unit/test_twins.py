@@ -31,32 +31,32 @@ class TwinWorld:
             other = self.rng.choice(self.requests)
             num_blocks = self.rng.randint(0, (other.num_tokens - 1) // SIZE)
             prompt = other.token_ids(0, num_blocks * SIZE) + prompt
-            table = other.block_table[:num_blocks]
+            table = other.tables[0][:num_blocks]
             self.num_shared += num_blocks
         num_missing = -(-len(prompt) // SIZE) - len(table)
         if num_missing <= self.blocks.num_available:
             self.blocks.share(table)
-            request = Request("r", Order(prompt, Sampling()), block_table=table + self.blocks.take(num_missing))
+            request = Request("r", Order(prompt, Sampling()), tables=[table + self.blocks.take(num_missing)])
             self.requests.append(request)
 
     def grow(self, request: Request, count: int) -> None:
-        num_missing = -(-(request.num_tokens + count) // SIZE) - len(request.block_table)
+        num_missing = -(-(request.num_tokens + count) // SIZE) - len(request.tables[0])
         if 0 < num_missing <= self.blocks.num_available:
-            request.block_table += self.blocks.take(num_missing)
+            request.tables[0] += self.blocks.take(num_missing)
 
     def write(self, request: Request, right: bool) -> None:
         """Computes all that is lacking, and drafts; then the sequence goes on with some of them."""
         start = self.check(request)
         drafts = self.tokens(self.rng.randint(0, 5))
         self.grow(request, len(drafts) + 2)
-        drafts = drafts[: max(0, len(request.block_table) * SIZE - request.num_tokens - 2)]
+        drafts = drafts[: max(0, len(request.tables[0]) * SIZE - request.num_tokens - 2)]
         tokens = request.token_ids(0, request.num_tokens) + drafts
         stop = len(tokens) if self.rng.random() < 0.7 else self.rng.randint(start + 1, request.num_tokens)
         for at in range(start, stop):
-            self.memory[request.block_table[at // SIZE], at % SIZE] = tuple(tokens[: at + 1])
+            self.memory[request.tables[0][at // SIZE], at % SIZE] = tuple(tokens[: at + 1])
         self.twins.wrote(request, start, tokens[start:stop])
         assert self.check(request) == min(stop, request.num_tokens - 1)
-        if len(request.block_table) * SIZE > len(tokens) + 1:
+        if len(request.tables[0]) * SIZE > len(tokens) + 1:
             request.output_token_ids += [*drafts, 1] if right else [1 - each for each in drafts[:1]] + [0]
             if right:
                 assert self.check(request) == min(stop, request.num_tokens - 1)
@@ -66,18 +66,18 @@ class TwinWorld:
         tokens = tuple(request.token_ids(0, request.num_tokens))
         assert found < len(tokens)
         for at in range(found):
-            assert self.memory[request.block_table[at // SIZE], at % SIZE] == tokens[: at + 1]
+            assert self.memory[request.tables[0][at // SIZE], at % SIZE] == tokens[: at + 1]
         self.num_valid += found
         return found
 
     def preempt(self, request: Request) -> None:
-        if (num_blocks := len(request.block_table)) <= self.blocks.num_available:
-            self.blocks.release(request.block_table)
-            request.block_table = self.blocks.take(num_blocks)
+        if (num_blocks := len(request.tables[0])) <= self.blocks.num_available:
+            self.blocks.release(request.tables[0])
+            request.tables[0] = self.blocks.take(num_blocks)
 
     def end(self) -> None:
         request = self.requests.pop(self.rng.randrange(len(self.requests)))
-        self.blocks.release(request.block_table)
+        self.blocks.release(request.tables[0])
 
 
 def test_twins_hold_what_they_are_said_to_hold() -> None:

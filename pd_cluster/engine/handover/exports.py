@@ -309,7 +309,7 @@ class Exports:
 
     def _blocks(self, export: Export, start: int, stop: int) -> list[int]:
         size = self._scheduler.block_size
-        return export.request.block_table[start // size : -(-stop // size)]
+        return export.request.tables[0][start // size : -(-stop // size)]
 
     def _ended(self, request: Request, error: str | None) -> None:
         self.num_handed_over += error is None

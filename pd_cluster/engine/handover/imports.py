@@ -128,7 +128,7 @@ class Imports:
     def _num_draining_blocks(self, least_s: float) -> int:
         draining = (i for i in self._imports.values() if i.state is ImportState.DRAINING and i.request is not None)
         before_s = self._clock() - least_s
-        return sum(len(i.request.block_table) for i in draining if i.request is not None and i.since_s <= before_s)
+        return sum(len(i.request.tables[0]) for i in draining if i.request is not None and i.since_s <= before_s)
 
     def num_on_their_way(self, batch: str) -> int:
         """Counts requests whose KV will land without further action; 0 if one lacks room or is of another batch."""
@@ -189,7 +189,7 @@ class Imports:
             waiting.num_wanted_tokens = waiting.num_tokens - first_token
             self.num_wanted_tokens += waiting.num_wanted_tokens
             num_prompt_blocks = self._scheduler.num_blocks_for(waiting.num_tokens)
-            block_ids = request.block_table[:num_prompt_blocks]
+            block_ids = request.tables[0][:num_prompt_blocks]
             self._ports.begin(waiting.conn, waiting.transfer_id, block_ids, first_token, waiting.num_tokens)
             self._note(waiting.transfer_id, "credited", first_token=first_token)
             self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first_token))

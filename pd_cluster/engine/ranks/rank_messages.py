@@ -11,7 +11,7 @@ import msgspec
 
 from pd_cluster import wire
 from pd_cluster.kv.layout import Lane
-from pd_cluster.kv.memory import Move
+from pd_cluster.kv.memory import GroupMove
 from pd_cluster.kv.tier_orders import AnyOrder, LowerKind, TierContents, TierDone
 from pd_cluster.transport.events import LinkEvent
 from pd_cluster.types import Image
@@ -56,7 +56,7 @@ class Step(RankMessage, frozen=True, omit_defaults=True):
 
 
 class Moves(RankMessage, frozen=True):
-    moves: Sequence[tuple[Move, int, int]]
+    moves: Sequence[GroupMove]
 
 
 class TierOrders(RankMessage, frozen=True):

@@ -78,9 +78,9 @@ def regroup(scheduler: StepScheduler, before: Sequence[Request], growths: Sequen
     """
     children = [_child(scheduler, before, index, growth) for index, growth in enumerate(growths)]
     for beam in before:
-        scheduler.blocks.release(scheduler.held(beam.block_table))
-        scheduler.swap.release(beam.swap_table)
-        beam.block_table, beam.swap_table = [], []
+        scheduler.blocks.release(scheduler.held(beam.tables[0]))
+        scheduler.swap.release(beam.swap_tables[0])
+        beam.tables, beam.swap_tables = [[]], [[]]
     num_places = scheduler.places.num_free_for_group
     return [
         _go_on(scheduler, before[index] if index < len(before) else child, child, index < num_places)
@@ -91,32 +91,32 @@ def regroup(scheduler: StepScheduler, before: Sequence[Request], growths: Sequen
 def _child(scheduler: StepScheduler, before: Sequence[Request], index: int, growth: Growth) -> Request:
     """Returns the beam as it will be; it holds its parent's blocks in addition to the parent."""
     parent = before[growth.parent]
-    table = parent.block_table and parent.block_table[: scheduler.num_blocks_for(parent.num_computed_tokens)]
+    table = parent.tables[0] and parent.tables[0][: scheduler.num_blocks_for(parent.num_computed_tokens)]
     scheduler.blocks.share(scheduler.held(table))
-    scheduler.swap.share(parent.swap_table)
+    scheduler.swap.share(parent.swap_tables[0])
     return replace(
         parent,
         index=index,
         output_token_ids=[*parent.output_token_ids, growth.token_id],
-        block_table=list(table),
-        swap_table=list(parent.swap_table),
+        tables=[list(table)],
+        swap_tables=[list(parent.swap_tables[0])],
         block_hashes=list(parent.block_hashes),
     )
 
 
 def _go_on(scheduler: StepScheduler, beam: Request, child: Request, has_place: bool) -> Request:
     """Gives the beam of that index, which may be the child itself, the child's state and its place in the scheduler."""
-    for name in ("output_token_ids", "block_table", "swap_table", "block_hashes"):
+    for name in ("output_token_ids", "tables", "swap_tables", "block_hashes"):
         setattr(beam, name, getattr(child, name))
     beam.num_computed_tokens, beam.num_hashed_blocks = child.num_computed_tokens, child.num_hashed_blocks
     scheduler.requests[beam.key] = beam
-    if beam.block_table and has_place:
+    if beam.tables[0] and has_place:
         beam.status = Status.RUNNING
         scheduler.running.append(beam)
         return beam
-    if beam.block_table:
-        scheduler.blocks.release(scheduler.held(beam.block_table))
-        beam.block_table, beam.num_computed_tokens, beam.num_hashed_blocks = [], 0, 0
+    if beam.tables[0]:
+        scheduler.blocks.release(scheduler.held(beam.tables[0]))
+        beam.tables[0], beam.num_computed_tokens, beam.num_hashed_blocks = [], 0, 0
     beam.status = Status.WAITING
     insort(scheduler.waiting, beam, key=service_order)
     return beam

@@ -49,7 +49,7 @@ class Holdings:
 
     def let_pass(self, request: Request) -> None:
         """Frees blocks that the window has passed; the prefix cache keeps known contents."""
-        table = request.block_table
+        table = request.tables[0]
         first = stop = self.num_passed(request)
         while first and table[first - 1] != self.nobodys:
             first -= 1
@@ -61,7 +61,7 @@ class Holdings:
 
         Those of a pooled prompt are whole chunks, so that the rest is computed as it would be without them.
         """
-        if self.prefix is None or request.swap_table or request.computes_all:
+        if self.prefix is None or request.swap_tables[0] or request.computes_all:
             return []
         num_blocks = num_tokens // self.block_size
         if request.pooling is None:
@@ -74,7 +74,7 @@ class Holdings:
     def in_tier(self, request: Request, num_tokens: int, num_cached: int) -> list[bytes]:
         """Returns the contents behind its cached blocks that host memory has; none if computing is quicker."""
         tier = self.blocks.tier
-        if tier is None or self.prefix is None or request.swap_table or request.computes_all:
+        if tier is None or self.prefix is None or request.swap_tables[0] or request.computes_all:
             return []
         step = 1 if request.pooling is None else self._blocks_of_chunk
         found = tier.find(self._hashes(request, num_tokens // self.block_size)[num_cached:]) if step else []
@@ -123,7 +123,7 @@ class Holdings:
         hashes = self._hashes(request, num_blocks)
         log = self.blocks.log
         for at in range(request.num_hashed_blocks, num_blocks):
-            if self.blocks.remember(request.block_table[at], hashes[at]) and log is not None:
+            if self.blocks.remember(request.tables[0][at], hashes[at]) and log is not None:
                 first = at * self.block_size
                 token_ids = request.token_ids(first, first + self.block_size)
                 log.stored(hashes[at], hashes[at - 1] if at else None, token_ids, request.order, first)
@@ -144,7 +144,7 @@ class Holdings:
         return known[:num_blocks]
 
     def give_back(self, request: Request) -> None:
-        self.blocks.release(self.held(request.block_table))
-        self.swap.release(request.swap_table)
-        request.block_table, request.swap_table = [], []
+        self.blocks.release(self.held(request.tables[0]))
+        self.swap.release(request.swap_tables[0])
+        request.tables[0], request.swap_tables[0] = [], []
         request.num_hashed_blocks = 0

@@ -45,11 +45,15 @@ def ends_with(request: Request) -> bool:
 
 
 class Move(NamedTuple):
-    """A block's content to copy before the step computes: within the pool, or between it and host memory."""
+    """A block's content to copy before the step computes: within its group's pool, or between it and host memory.
 
-    kind: Literal["copy", "out", "in"]
+    "clear" fills `target` with zeros.
+    """
+
+    kind: Literal["copy", "out", "in", "clear"]
     source: int
     target: int
+    group: int = 0
 
 
 @dataclass(slots=True)

@@ -53,12 +53,12 @@ class BlockRoom:
         if num_missing is None:
             return False
         in_tier = self._holdings.in_tier(request, request.num_tokens - 1, len(cached))
-        request.block_table = self._holdings.take_with(cached, in_tier, num_missing)
+        request.tables[0] = self._holdings.take_with(cached, in_tier, num_missing)
         self._holdings.keep_below(request, cached)
-        if request.swap_table:
-            plan.moves += [Move("in", s, t) for s, t in zip(request.swap_table, request.block_table, strict=False)]
-            self._swap.release(request.swap_table)
-            request.swap_table = []
+        if request.swap_tables[0]:
+            plan.moves += [Move("in", s, t) for s, t in zip(request.swap_tables[0], request.tables[0], strict=False)]
+            self._swap.release(request.swap_tables[0])
+            request.swap_tables[0] = []
             request.num_hashed_blocks = self._holdings.num_passed(request)  # the former blocks' hashes are lost
             return True
         request.num_computed_tokens = (len(cached) + len(in_tier)) * self._holdings.block_size
@@ -87,11 +87,11 @@ class BlockRoom:
         if is_shared:
             first = request.num_computed_tokens // self._holdings.block_size
             (own,) = self._blocks.take(1)
-            plan.moves.append(Move("copy", request.block_table[first], own))
-            self._blocks.release([request.block_table[first]])
-            request.block_table[first] = own
+            plan.moves.append(Move("copy", request.tables[0][first], own))
+            self._blocks.release([request.tables[0][first]])
+            request.tables[0][first] = own
         if missing:
-            request.block_table += self._blocks.take(missing)
+            request.tables[0] += self._blocks.take(missing)
         return True
 
     def enters_with_moves(self, request: Request) -> bool:
@@ -113,7 +113,7 @@ class BlockRoom:
         if is_shared or missing > most:
             return False
         if missing:
-            request.block_table += self._blocks.take(missing)
+            request.tables[0] += self._blocks.take(missing)
         return True
 
     def grow_for_drafts(self, request: Request, num_drafts: int) -> int:
@@ -121,29 +121,29 @@ class BlockRoom:
 
         Only free ones beyond the reserve: drafts neither preempt nor evict anything.
         """
-        num_blocks = self._holdings.num_blocks_for(request.num_tokens + num_drafts) - len(request.block_table)
+        num_blocks = self._holdings.num_blocks_for(request.num_tokens + num_drafts) - len(request.tables[0])
         if (num_blocks := min(num_blocks, self._blocks.num_free - self.reserve())) > 0:
-            request.block_table += self._blocks.take(num_blocks)
-        return min(num_drafts, len(request.block_table) * self._holdings.block_size - request.num_tokens)
+            request.tables[0] += self._blocks.take(num_blocks)
+        return min(num_drafts, len(request.tables[0]) * self._holdings.block_size - request.num_tokens)
 
     def _lacks(self, request: Request, num_tokens: int) -> tuple[int, bool]:
         """Returns how many blocks its first `num_tokens` tokens lack, and whether the first to be written is shared."""
         first = request.num_computed_tokens // self._holdings.block_size
-        is_shared = first < len(request.block_table) and self._blocks.is_shared(request.block_table[first])
-        return max(0, self._holdings.num_blocks_for(num_tokens) - len(request.block_table)), is_shared
+        is_shared = first < len(request.tables[0]) and self._blocks.is_shared(request.tables[0][first])
+        return max(0, self._holdings.num_blocks_for(num_tokens) - len(request.tables[0])), is_shared
 
     def parked(self, request: Request) -> list[Request]:
         """Returns the beams that give their blocks to a request: those of its own search and of younger requests."""
-        parked = [r for r in self._requests.values() if r.status is Status.PARKED and r.block_table]
+        parked = [r for r in self._requests.values() if r.status is Status.PARKED and r.tables[0]]
         return [r for r in parked if r.leg_key == request.leg_key or service_order(r) > service_order(request)]
 
     def preempt(self, victim: Request, plan: StepPlan) -> None:
         num_blocks = self._holdings.num_blocks_for(victim.num_computed_tokens)
         swap_table = self._swap.take(num_blocks) if num_blocks <= self._swap.num_available else []
-        pairs = zip(victim.block_table, swap_table, strict=False)
+        pairs = zip(victim.tables[0], swap_table, strict=False)
         plan.moves += [Move("out", source, target) for source, target in pairs if source != self._holdings.nobodys]
         self._holdings.give_back(victim)
-        victim.swap_table = swap_table
+        victim.swap_tables[0] = swap_table
         if not swap_table:
             victim.num_computed_tokens = 0
         self.num_preemptions += 1

@@ -94,7 +94,7 @@ class StepScheduler:
         self._take_in(request)
         moves = self._begin_moves([])
         in_tier = self._holdings.in_tier(request, len(request.prompt_token_ids), len(cached))
-        request.block_table = self._holdings.take_with(cached, in_tier, num_missing)
+        request.tables[0] = self._holdings.take_with(cached, in_tier, num_missing)
         self._holdings.keep_below(request, cached)
         if moves:
             self.move_now(moves)  # before anything lands
@@ -134,9 +134,9 @@ class StepScheduler:
             return child
         child.status = Status.RUNNING
         child.num_computed_tokens = parent.num_computed_tokens
-        child.block_table = parent.block_table[: self.num_blocks_for(parent.num_computed_tokens)]
+        child.tables[0] = parent.tables[0][: self.num_blocks_for(parent.num_computed_tokens)]
         child.num_hashed_blocks = parent.num_hashed_blocks
-        self.blocks.share(self.held(child.block_table))
+        self.blocks.share(self.held(child.tables[0]))
         self.running.append(child)
         return child
 
@@ -242,7 +242,7 @@ class StepScheduler:
 
         One that lacks pixels may end on entering, which only a step of the host reports.
         """
-        needs_host = request.lacks_pixels or request.swap_table or self.room.parked(request)
+        needs_host = request.lacks_pixels or request.swap_tables[0] or self.room.parked(request)
         return may_go(request) and not (needs_host or self.room.enters_with_moves(request))
 
     def computed(self, plan: StepPlan) -> list[Request]:
@@ -300,13 +300,13 @@ class StepScheduler:
 
         Raises AssertionError.
         """
-        self.blocks.check([self.held(r.block_table) for r in self.requests.values()])
-        self.swap.check([r.swap_table for r in self.requests.values()])
+        self.blocks.check([self.held(r.tables[0]) for r in self.requests.values()])
+        self.swap.check([r.swap_tables[0] for r in self.requests.values()])
         for status, members in ((Status.WAITING, self.waiting), (Status.RUNNING, self.running)):
             expected = {r.key for r in self.requests.values() if r.status is status}
             if expected != {r.key for r in members} or len(expected) != len(members):
                 raise AssertionError(f"requests that are {status.value} and their list differ")
-        if any(r.block_table for r in self.waiting):
+        if any(r.tables[0] for r in self.waiting):
             raise AssertionError("a request that waits holds blocks")
 
     # ---- waiting requests enter

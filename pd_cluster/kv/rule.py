@@ -1,0 +1,28 @@
+"""What a request holds of a group of layers: blocks of all its tokens, of its last ones, or one block with a state.
+
+Integers only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from pd_cluster.wire import RuleName
+
+
+class Rule(NamedTuple):
+    """`window`: the tokens that a layer sees, the one that attends included; 0 unless the rule is "window"."""
+
+    name: RuleName = "all"
+    window: int = 0
+
+    @property
+    def is_state(self) -> bool:
+        return self.name == "state"
+
+    def first_seen(self, num_tokens: int) -> int:
+        """Returns the first of `num_tokens` computed tokens that a later token sees."""
+        return max(0, num_tokens - self.window + 1) if self.window else 0
+
+
+ALL, STATE = Rule(), Rule("state")

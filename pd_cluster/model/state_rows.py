@@ -1,0 +1,43 @@
+"""Where the sequences of a step keep the states of recurrent layers, and which of their rows follow one another.
+
+A state is a block of one token: planes of a layer's recurrence and of its convolution, all float32. A segment is a run
+of rows of one sequence, computed in order from the state in `block`, to where the state behind them is written. If
+`keep` names a block, that receives a copy of the state behind the segment's last row (a checkpoint).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pd_cluster.kv.pool import KVPool
+
+NO_BLOCK = -1
+
+
+class Segment(NamedTuple):
+    """Rows [first, stop) of the step. Segments of one sequence follow one another and share `block`."""
+
+    first: int
+    stop: int
+    block: int
+    keep: int = NO_BLOCK
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """All segments of a step, in the order of its rows; `table` is the same as [num_segments, 4] int32.
+
+    A state that nothing has been computed into is zeros.
+    """
+
+    pool: KVPool
+    segments: tuple[Segment, ...]
+    table: npt.NDArray[np.int32]
+
+    @classmethod
+    def of(cls, pool: KVPool, segments: list[Segment]) -> StateRows:
+        return cls(pool, tuple(segments), np.array(segments, dtype=np.int32).reshape(-1, 4))

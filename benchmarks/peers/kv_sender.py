@@ -13,6 +13,7 @@ from pd_cluster.devices.device import resolve, use
 from pd_cluster.engine.handover.events import Event, HandedOver, Mail
 from pd_cluster.engine.handover.exports import Exports, ShipSizes
 from pd_cluster.engine.handover.terms import TransferTerms
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.trip.links import LAYOUT, TIMEOUTS, SendingEnd
 from pd_cluster.engine.trip.spec import Send
@@ -29,7 +30,7 @@ class SendLane(SendingEnd):
         send = Send(lane.secret, NAMES["decode"], lane.port, lane.epoch, 0)
         super().__init__(lane.begin("prefill"), send, pool, lane.options)
         scheduler = StepScheduler(
-            BlockPool(pool.num_blocks), StepSizes(LAYOUT.block_size, 1, 1)
+            [LayerGroup(BlockPool(pool.num_blocks))], StepSizes(LAYOUT.block_size, 1, 1)
         )  # only its block size is used
         sizes = ShipSizes(LAYOUT.most_layer_nbytes)
         self._exports = Exports(scheduler, self._table, self, TransferTerms(time.monotonic, TIMEOUTS), sizes)

@@ -16,11 +16,13 @@ from pd_cluster.engine.legs import Legs
 from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.lead import LeadRunner
 from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.kv.rule import within
 from pd_cluster.model.load_runner import load_runner
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.runner import ModelRunner
@@ -54,7 +56,13 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
     prefix = scope if config.enable_prefix_caching else None
     tier = HostTier(num_kept, runner.swap.num_blocks, LoadCost(block_size)) if num_kept and prefix is not None else None
     scheduler = StepScheduler(
-        BlockPool(runner.pool.num_blocks, rests=runner.device.is_accelerator, tier=tier),
+        [
+            LayerGroup(
+                BlockPool(runner.pool.num_blocks, rests=runner.device.is_accelerator, tier=tier),
+                within(runner.window),
+                BlockPool(runner.swap.num_blocks),
+            )
+        ],
         StepSizes(
             block_size,
             config.max_num_seqs,
@@ -63,8 +71,6 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
             keeps_pictures=runner.tower is not None and runner.tower.rules.sees_whole,
         ),
         prefix,
-        BlockPool(runner.swap.num_blocks),
-        runner.window,
     )
     guides = Guides(lambda: Compiler(runner.tokenizer_file, runner.vocab_size, runner.eos_token_ids))
     drafting = drafting_of(config.speculation, scheduler, guides, runner)

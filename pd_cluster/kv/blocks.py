@@ -94,6 +94,20 @@ class BlockPool:
     def is_shared(self, block: int) -> bool:
         return self._holders[block] > 1
 
+    def has_content(self, block: int) -> bool:
+        """Whether the block keeps a known content, and so must not be written."""
+        return self._index.knows(block)
+
+    def drop(self, content: bytes) -> None:
+        """Forgets a content: a block without holders is free then."""
+        block = self._index.remove(content)
+        if block is not None and not self._holders[block]:
+            self._free.append(block)
+
+    def block_of(self, content: bytes) -> int | None:
+        """Returns the block with this content; `share` it before any other is taken."""
+        return self._index.block_of(content)
+
     # ---- contents
 
     def remember(self, block: int, content: bytes) -> bool:

@@ -165,16 +165,27 @@ class PrefixIndex:
     def __contains__(self, content: bytes) -> bool:
         return content in self._block_of
 
+    def block_of(self, content: bytes) -> int | None:
+        return self._block_of.get(content)
+
     def evict(self) -> tuple[int, bytes]:
         """Forgets the least recently used block without a holder; returns it and its content."""
-        block, _ = self._unheld.popitem(last=False)
-        content = self._hash_of.pop(block)
-        del self._block_of[content]
+        block = next(iter(self._unheld))
+        content = self._hash_of[block]
+        self.remove(content)
+        return block, content
+
+    def remove(self, content: bytes) -> int | None:
+        """Forgets a content; returns the block that had it, if there was one."""
+        if (block := self._block_of.pop(content, None)) is None:
+            return None
+        del self._hash_of[block]
+        self._unheld.pop(block, None)
         if self._changes is not None:
             self._changes.add(content)
         if self.log is not None:
             self.log.removed(content)
-        return block, content
+        return block
 
     def forget(self) -> list[int]:
         """Forgets every content; returns the blocks without a holder, least recently used first."""

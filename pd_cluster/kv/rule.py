@@ -25,4 +25,10 @@ class Rule(NamedTuple):
         return max(0, num_tokens - self.window + 1) if self.window else 0
 
 
+def within(window: int | None) -> Rule:
+    """Returns the rule of layers that see so many tokens; None: all."""
+    return ALL if window is None else Rule("window", window)
+
+
 ALL, STATE = Rule(), Rule("state")
+MOST_PEER_BLOCK = 256  # tokens: a decode instance with larger blocks is no peer for groups with a window

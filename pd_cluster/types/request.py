@@ -98,6 +98,11 @@ class Request:
         return f"{self.leg_key}/{index}" if index else self.leg_key
 
     @property
+    def is_swapped(self) -> bool:
+        """Whether its KV cache waits in host memory."""
+        return any(self.swap_tables)
+
+    @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
 

@@ -89,7 +89,8 @@ def assert_whole(core: EngineCore, known: list[int]) -> None:
     assert isinstance(runner, ModelRunner)
     assert runner.head is not None
     layout, head = runner.pool.layout, runner.head
-    assert (num_cached := core.scheduler.land(probe, len(known))) >= len(known) - layout.block_size
+    (num_cached,) = core.scheduler.land(probe, len(known))
+    assert num_cached >= len(known) - layout.block_size
     with KVPool(layout, layout.num_blocks_for(len(known))) as pool, torch.inference_mode():
         write_pairs(head, pool, [pairs_of(runner, head, known, pool)])
         planes = (each.memory.planes(layout.num_layers - 1) for each in (runner.pool, pool))

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pd_cluster import wire
 from pd_cluster.engine.step import beam_groups
 from pd_cluster.engine.step.beams import BeamSearch, candidates_of, first_tokens_of
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
@@ -90,7 +91,7 @@ class Engine:
     def __init__(self, num_blocks: int, block_size: int, budget: int, caches: bool, draft_head: str = "") -> None:
         prefix = PrefixScope("model", Numerics(), draft_head) if caches else None
         blocks = BlockPool(num_blocks, rests=False)  # the worst case for late readers and writers
-        self.scheduler = StepScheduler(blocks, StepSizes(block_size, 6, budget), prefix)
+        self.scheduler = StepScheduler([LayerGroup(blocks)], StepSizes(block_size, 6, budget), prefix)
         self.memory = Memory(blocks, block_size, draft_head)
         self.num_layers = self.memory.layout.num_layers
         self.legs: dict[str, list[Request]] = {}

@@ -96,6 +96,9 @@ class Reference:
             return False
         return all(position <= job.computed - self.window for position in self.positions(at))
 
+    def passed(self, job: Job) -> list[Block | None]:
+        return [None for at in range(self.need(job.computed)) if self.is_passed(job, at)]
+
     def positions(self, at: int) -> range:
         return range(at * self.block_size, (at + 1) * self.block_size)
 
@@ -119,15 +122,42 @@ class Reference:
                 block.content = content
         job.asked = max(job.asked, full)
 
-    def known(self, job: Job, num_tokens: int) -> list[Block]:
-        found: list[Block] = []
-        for at in range(num_tokens // self.block_size):
-            content = (job.salt, *job.tokens[: (at + 1) * self.block_size])
-            match = [b for b in self.pool if b.content == content]
-            if not self.caches or not match:
-                break
-            found += match
+    def match(self, job: Job, at: int) -> Block | None:
+        content = (job.salt, *job.tokens[: (at + 1) * self.block_size])
+        return next((b for b in self.pool if self.caches and b.content == content), None)
+
+    def unseen(self, num_tokens: int) -> int:
+        """Returns how many first blocks none of the tokens from `num_tokens` on sees."""
+        if self.window is None:
+            return 0
+        return sum(
+            all(position <= num_tokens - self.window for position in self.positions(at))
+            for at in range(self.need(num_tokens))
+        )
+
+    def known(self, job: Job, num_tokens: int) -> list[Block | None]:
+        """Returns the blocks of the longest beginning of which all that is seen from behind it is cached."""
+        for num_blocks in range(num_tokens // self.block_size, 0, -1):
+            first = self.unseen(num_blocks * self.block_size)
+            found = [self.match(job, at) for at in range(first, num_blocks)]
+            if self.caches and all(found):
+                return [None] * first + found
+        return []
+
+    def landing(self, job: Job) -> list[Block | None]:
+        """Returns the blocks before those that must land: unseen ones, and cached ones behind these."""
+        found: list[Block | None] = [None] * self.unseen(job.prompt)
+        while len(found) < job.prompt // self.block_size and (block := self.match(job, len(found))) is not None:
+            found.append(block)
         return found
+
+    def num_idle(self, blocks: list[Block | None]) -> int:
+        return sum(1 for b in blocks if b is not None and not b.holders)
+
+    def share(self, blocks: list[Block | None]) -> None:
+        for block in blocks:
+            if block is not None:
+                block.holders += 1
 
     # ---- the rules
 
@@ -151,19 +181,18 @@ class Reference:
         return len(self.free()) + len(self.cached())
 
     def can_land(self, job: Job, num_tokens: int) -> bool:
-        shared = self.known(job, job.prompt)
+        shared, unseen = self.landing(job), self.unseen(job.prompt)
         slots = min(job.num_sequences, self.max_seqs - self.seqs())
-        wanted = min(self.need(num_tokens) + slots - 1, len(self.pool)) - len(shared)
-        fits = wanted + len(self.of("running")) <= self.room() - sum(1 for b in shared if not b.holders)
+        wanted = min(self.need(num_tokens) - unseen + slots - 1, len(self.pool)) - (len(shared) - unseen)
+        fits = wanted + len(self.of("running")) <= self.room() - self.num_idle(shared)
         begins = self.seqs() - self.further() < self.kept() or self.further() >= self.most_further()
         before = [j for j in self.of("waiting") if not (begins and j.order[-1])]
         is_first = all(job.order[0] < other.order[0] for other in before[:1])
         return is_first and self.seqs() < self.max_seqs and fits
 
     def land(self, job: Job, num_tokens: int) -> int:
-        shared = self.known(job, job.prompt)
-        for block in shared:
-            block.holders += 1
+        shared = self.landing(job)
+        self.share(shared)
         job.blocks = shared + self.take(self.need(num_tokens) - len(shared))
         job.asked, job.status = len(shared), "landing"
         self.jobs[job.key] = job
@@ -191,15 +220,17 @@ class Reference:
         return list(chunks.items()), admitted, preempted
 
     def enter(self, job: Job) -> bool:
-        shared = [] if job.swapped else self.known(job, len(job.tokens) - 1)
-        missing = self.need(len(job.tokens)) - len(shared)
-        if missing + len(self.of("running")) > self.room() - sum(1 for b in shared if not b.holders):
+        shared = self.passed(job) if job.swapped else self.known(job, len(job.tokens) - 1)
+        most, start = len(job.tokens), job.computed if job.swapped else len(shared) * self.block_size
+        if self.window is not None and job.leg != "prefill":
+            most = min(most, start + self.budget)
+        missing = self.need(most) - len(shared)
+        if missing + len(self.of("running")) > self.room() - self.num_idle(shared):
             return False
-        for block in shared:
-            block.holders += 1
+        self.share(shared)
         job.blocks = shared + self.take(missing)
         if job.swapped:
-            job.asked = sum(1 for at in range(len(job.blocks)) if self.is_passed(job, at))
+            job.asked = len(shared)
         else:
             job.computed, job.asked = len(shared) * self.block_size, len(shared)
         self.swap_room += job.swapped
@@ -220,7 +251,7 @@ class Reference:
             victim = younger[-1]
             chunks.pop(victim.key, None)
             preempted.append(victim.key)
-            num_blocks = self.need(victim.computed)
+            num_blocks = self.need(victim.computed) - len(self.passed(victim))
             self.let_go(victim)
             victim.status = "waiting"
             if 0 < num_blocks <= self.swap_room:

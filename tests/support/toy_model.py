@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pd_cluster.devices.device import CPU
-from pd_cluster.engine.step.plan import Move
+from pd_cluster.engine.step.plan import Keep, Move
 from pd_cluster.model.batch import Encoded, RunnerOutput
 from pd_cluster.model.sampling.on_device import choose, tell
 from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
@@ -54,7 +54,7 @@ class ToyRunner:
         self.num_moves = {"copy": 0, "out": 0, "in": 0}
 
     def move(self, moves: Sequence[Move]) -> None:
-        for kind, source, target in moves:
+        for kind, source, target, _ in moves:
             self.num_moves[kind] += 1
             read = self.host if kind == "in" else self.memory
             write = self.host if kind == "out" else self.memory
@@ -65,6 +65,7 @@ class ToyRunner:
         chunks: list[tuple[Request, int]],
         on_layer: Callable[[int], None] | None = None,
         drafts: Drafts = NO_DRAFTS,
+        keeps: Sequence[Keep] = (),
     ) -> RunnerOutput:
         for request, num_tokens in chunks:
             self._read(request, tuple(request.token_ids(0, request.num_computed_tokens)))

@@ -25,6 +25,7 @@ from pd_cluster.engine.sleep import EngineSleep
 from pd_cluster.engine.stage import Stage
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.drafting import Drafting
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.trace import Tracer
@@ -106,7 +107,7 @@ class World:
         self.post = Post()
         self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         prefix = PrefixScope("model", Numerics())
-        scheduler = StepScheduler(BlockPool(NUM_BLOCKS), StepSizes(BLOCK_SIZE, 4, 16), prefix)
+        scheduler = StepScheduler([LayerGroup(BlockPool(NUM_BLOCKS))], StepSizes(BLOCK_SIZE, 4, 16), prefix)
         times = Timeouts(drain_timeout_s=drain_timeout_s)
         side = Side("decode-0@1", b"", "model", Numerics(), LAYOUT, NUM_BLOCKS, 0, wire.KVOptions())
         clock, lanes = (lambda: self.now_s), cast(Any, NoLinks())

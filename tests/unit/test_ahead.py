@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.plan import needs_host
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
@@ -33,7 +34,9 @@ EVERYTHING: dict[str, Any] = {
 def core_that_goes_ahead(max_num_seqs: int = 4) -> EngineCore:
     runner = ToyRunner(NUM_BLOCKS, BLOCK_SIZE)
     runner.goes_ahead = True
-    return EngineCore(runner, StepScheduler(BlockPool(NUM_BLOCKS), StepSizes(BLOCK_SIZE, max_num_seqs, 32)))
+    return EngineCore(
+        runner, StepScheduler([LayerGroup(BlockPool(NUM_BLOCKS))], StepSizes(BLOCK_SIZE, max_num_seqs, 32))
+    )
 
 
 def run(core: EngineCore, params: Sampling) -> None:
@@ -150,7 +153,9 @@ def test_steps_planned_early_are_those_planned_late(seed: int) -> None:
         runner.goes_ahead = goes_ahead
         prefix = PrefixScope("model", Numerics()) if rng.random() < 0.7 else None
         scheduler = StepScheduler(
-            BlockPool(num_blocks), StepSizes(block_size, rng.randrange(2, 6), rng.randrange(3, 20)), prefix
+            [LayerGroup(BlockPool(num_blocks))],
+            StepSizes(block_size, rng.randrange(2, 6), rng.randrange(3, 20)),
+            prefix,
         )
         core = EngineCore(runner, scheduler)
         for at in range(12):

@@ -12,11 +12,13 @@ import pytest
 
 from pd_cluster.engine.step import beam_groups
 from pd_cluster.engine.step.beams import BeamSearch, Growth, are_first_tokens, first_tokens_of
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.kv.rule import ALL
 from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Candidate, Order, Request, Sampling, Status, TokenOutput
@@ -179,7 +181,9 @@ def make(
     num_blocks: int, max_num_seqs: int = 8, budget: int = 16, caches: bool = False, swap: int = 0
 ) -> StepScheduler:
     prefix = PrefixScope("model", Numerics()) if caches else None
-    return StepScheduler(BlockPool(num_blocks), StepSizes(4, max_num_seqs, budget), prefix, BlockPool(swap))
+    return StepScheduler(
+        [LayerGroup(BlockPool(num_blocks), ALL, BlockPool(swap))], StepSizes(4, max_num_seqs, budget), prefix
+    )
 
 
 def row_after(beam: Request) -> list[Candidate]:

@@ -18,6 +18,7 @@ import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.errors import GuideError
 from pd_cluster.kv.blocks import BlockPool
@@ -82,7 +83,7 @@ class World:
 
     def run(self, samplings: Sequence[Sampling], known: Sequence[list[int]] | None = None) -> list[Outcome]:
         """`known`: the whole outputs, for drafts of all kinds."""
-        scheduler = StepScheduler(BlockPool(1024), StepSizes(4, 64, 256), PrefixScope("toy", Numerics()))
+        scheduler = StepScheduler([LayerGroup(BlockPool(1024))], StepSizes(4, 64, 256), PrefixScope("toy", Numerics()))
         drafting = None
         if known is not None:
             truths = {f"r{at}": output for at, output in enumerate(known)}

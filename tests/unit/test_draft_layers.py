@@ -19,6 +19,7 @@ from pd_cluster.commands import check
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.handover.exports import Exports, ShipLimits, ShipSizes
 from pd_cluster.engine.handover.terms import TransferTerms
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.tier_stores import origin_of
 from pd_cluster.errors import LinkError
@@ -237,7 +238,7 @@ class Ports:
 def test_a_step_ends_by_its_last_layer_or_by_its_heads_as_the_peer_has_it() -> None:
     """The head's layer is late: a peer that wants it has all else by then, and takes no end without it."""
     ports = Ports()
-    scheduler = StepScheduler(BlockPool(16), StepSizes(4, 4, 32))
+    scheduler = StepScheduler([LayerGroup(BlockPool(16))], StepSizes(4, 4, 32))
     exports = Exports(scheduler, ports, ports, TransferTerms(lambda: 0.0, Timeouts()), ShipSizes(64, 1))  # type: ignore[arg-type]
     requests = [
         Request(conn, Order([1] * 10, Sampling(max_tokens=4)), leg="prefill", transfer_id=conn, peer=conn)

@@ -14,11 +14,13 @@ from pd_cluster.engine.step import acceptance
 from pd_cluster.engine.step import core as core_module
 from pd_cluster.engine.step.commit import StepResult
 from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.kv.rule import within
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Logprobs, Order, PromptOutput, Request, Sampling, Status
 from tests.support.drafts import liars
@@ -101,11 +103,9 @@ class Traffic:
         self.runner = ToyRunner(num_blocks, block_size, num_swap_blocks + num_kept, window)
         self.runner.goes_ahead = launches
         self.scheduler = StepScheduler(
-            BlockPool(num_blocks, tier=tier),
+            [LayerGroup(BlockPool(num_blocks, tier=tier), within(window), BlockPool(num_swap_blocks))],
             StepSizes(block_size, rng.randrange(2, 10), rng.randrange(1, 30)),
             prefix,
-            BlockPool(num_swap_blocks),
-            window,
         )
         drafting = liars(self.scheduler, random.Random(seed), self.truth, VOCAB_SIZE) if drafts else None
         self.core = EngineCore(self.runner, self.scheduler, drafting=drafting)

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from pd_cluster.engine.draft.forced import ForcedDrafter
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.drafting import Drafting
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.errors import GuideError
 from pd_cluster.kv.blocks import BlockPool
@@ -244,7 +245,7 @@ def test_masks_go_with_everything_else() -> None:
 
 
 def make_core(compiler: Compiler, num_blocks: int = 64) -> EngineCore:
-    scheduler = StepScheduler(BlockPool(num_blocks), StepSizes(4, 8, 16), PrefixScope("toy", Numerics()))
+    scheduler = StepScheduler([LayerGroup(BlockPool(num_blocks))], StepSizes(4, 8, 16), PrefixScope("toy", Numerics()))
     return EngineCore(ToyRunner(num_blocks, 4), scheduler, guides=Guides(lambda: compiler))
 
 

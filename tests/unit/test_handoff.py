@@ -14,6 +14,7 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.exports import Exports, ShipLimits, ShipSizes
 from pd_cluster.engine.handover.imports import Imports
 from pd_cluster.engine.handover.terms import TransferTerms
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.errors import QuarantineFull
 from pd_cluster.kv.blocks import BlockPool
@@ -142,7 +143,7 @@ def make_request(leg: Leg, sampling: Sampling | None = None) -> Request:
 @pytest.mark.parametrize("first_token", [-1, 3, 9, 2**62])
 def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> None:
     world = Recorder()
-    scheduler = StepScheduler(BlockPool(8), StepSizes(4, 4, 16))
+    scheduler = StepScheduler([LayerGroup(BlockPool(8))], StepSizes(4, 4, 16))
     exports = Exports(scheduler, world, world, TransferTerms(lambda: 0.0, Timeouts()), ShipSizes(32))
     request = make_request("prefill")
     scheduler.add(request)
@@ -155,7 +156,7 @@ def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> Non
 
 
 def submitted(sampling: Sampling | None = None, clock: Callable[[], float] = lambda: 0.0) -> tuple[Imports, Recorder]:
-    world, scheduler = Recorder(), StepScheduler(BlockPool(8), StepSizes(4, 4, 16))
+    world, scheduler = Recorder(), StepScheduler([LayerGroup(BlockPool(8))], StepSizes(4, 4, 16))
     imports = Imports(scheduler, world, world, TransferTerms(clock, Timeouts()), growth_tokens=4, vocab_size=100)
     imports.submit(make_request("decode", sampling))
     return imports, world

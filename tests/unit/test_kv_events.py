@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from pd_cluster.engine.kv_events import KVEvents
+from pd_cluster.engine.step.group import GroupTables, LayerGroup
 from pd_cluster.engine.step.holdings import Holdings
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.event_log import EventBatch, EventLog
@@ -59,7 +60,8 @@ class Traffic:
         self.rng = rng
         self.tier = HostTier(9, 0, LoadCost(BLOCK)) if has_tier else None
         self.pool = BlockPool(24, tier=self.tier)
-        self.holdings = Holdings(self.pool, BlockPool(0), BLOCK, PrefixScope("m", Numerics()), None, 0)
+        tables = GroupTables(0, LayerGroup(self.pool), BLOCK, 6 * BLOCK)
+        self.holdings = Holdings([tables], BLOCK, PrefixScope("m", Numerics()), 0)
         self.mirror = Mirror()
         self.events = KVEvents(self.pool, BLOCK, Kept(self.mirror))  # type: ignore[arg-type]
         self.held: list[Request] = []
@@ -72,7 +74,7 @@ class Traffic:
         order = Order(prompt, Sampling(), self.rng.choice(("", "", "salt")), self.rng.choice(("", "ab" * 32)))
         request = Request(f"r{next(self.number)}", order)
         needed = self.holdings.num_blocks_for(length)
-        cached = self.holdings.cached(request, length - 1)
+        (cached,) = self.holdings.find(request, length - 1).tables
         in_tier = self.holdings.in_tier(request, length - 1, len(cached))
         if self.pool.num_available - self.pool.num_unheld(cached) < needed - len(cached):
             return

@@ -11,6 +11,7 @@ from pd_cluster.engine.handover.exports import Exports, ShipLimits, ShipSizes
 from pd_cluster.engine.handover.imports import Imports
 from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.load import num_leaked_blocks
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.settings.timeouts import Timeouts
@@ -22,7 +23,7 @@ def request_of(leg: Leg, name: str = "r") -> Request:
 
 
 def test_blocks_that_no_request_holds_are_told() -> None:
-    scheduler = StepScheduler(BlockPool(16), StepSizes(4, 4, 64))
+    scheduler = StepScheduler([LayerGroup(BlockPool(16))], StepSizes(4, 4, 64))
     request, sibling = request_of("hybrid"), request_of("hybrid", "s")
     scheduler.add(request)
     scheduler.computed(scheduler.plan())
@@ -48,7 +49,7 @@ class Exporting:
         ports.progress_s.return_value = 0.0
         ports.limits.return_value = ShipLimits(4, 1 << 20, 2)
         self.ended: list[str | None] = []
-        scheduler = StepScheduler(BlockPool(8), StepSizes(4, 4, 16))
+        scheduler = StepScheduler([LayerGroup(BlockPool(8))], StepSizes(4, 4, 16))
         outcomes = Mock(export_ended=lambda request, error: self.ended.append(error))
         terms = TransferTerms(lambda: self.now_s, Timeouts())
         self.exports = Exports(scheduler, ports, outcomes, terms, ShipSizes(32))
@@ -91,7 +92,7 @@ def test_an_expired_lease_counts_by_what_it_waited_for(is_credited: bool, counts
 def test_a_landing_that_stands_still_counts_as_expired() -> None:
     now_s, ports = [0.0], Mock()
     ports.progress_s.return_value = 0.0
-    scheduler = StepScheduler(BlockPool(8), StepSizes(4, 4, 16))
+    scheduler = StepScheduler([LayerGroup(BlockPool(8))], StepSizes(4, 4, 16))
     outcomes = Mock()
     imports = Imports(scheduler, ports, outcomes, TransferTerms(lambda: now_s[0], Timeouts()), 4, 100)
     imports.submit(request_of("decode"))
@@ -107,7 +108,12 @@ def test_a_landing_that_stands_still_counts_as_expired() -> None:
 
 def test_what_waits_for_its_prompt_is_told_from_what_waits_for_memory() -> None:
     imports = Imports(
-        StepScheduler(BlockPool(8), StepSizes(4, 4, 16)), Mock(), Mock(), TransferTerms(lambda: 0.0, Timeouts()), 4, 100
+        StepScheduler([LayerGroup(BlockPool(8))], StepSizes(4, 4, 16)),
+        Mock(),
+        Mock(),
+        TransferTerms(lambda: 0.0, Timeouts()),
+        4,
+        100,
     )
     imports.submit(request_of("decode"))
     imports.submit(request_of("decode", "s"))

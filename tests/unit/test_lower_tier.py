@@ -12,6 +12,7 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.devices.streams import REACHED, Marker
 from pd_cluster.engine.legs import request_of
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.errors import ConfigError
@@ -201,7 +202,7 @@ def full_host(num_slots: int, contents: list[bytes]) -> HostTier:
 
 @pytest.mark.parametrize("kind", ["disk", "shared"])
 def test_the_end_of_a_prompt_does_not_displace_its_beginning(kind: LowerKind) -> None:
-    scheduler = StepScheduler(BlockPool(16), StepSizes(4, 4, 16), PrefixScope("model", Numerics()))
+    scheduler = StepScheduler([LayerGroup(BlockPool(16))], StepSizes(4, 4, 16), PrefixScope("model", Numerics()))
     submit = wire.Submit("r", 0, "", "hybrid", "", Order(list(range(25)), Sampling()), 0.0)
     others = [bytes([each]) * 32 for each in range(4)]
     hashes = scheduler.prompt_hashes(request_of(submit, "c", 0.0))

@@ -12,9 +12,11 @@ import pytest
 from pd_cluster import types, wire
 from pd_cluster.engine.legs import request_of
 from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope, chain_hashes
+from pd_cluster.kv.rule import ALL
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import OWN, Image, LegEnd, Order, Request, Resumed, RopePositions, Sampling, Span, TokenOutput
 from tests.support.router_world import PROMPT, World, rest_of, token
@@ -77,7 +79,7 @@ async def test_every_attempt_is_told_the_whole_order() -> None:
 )
 def test_every_sequence_of_an_engine_has_the_whole_order(sampling: Sampling, num_swap_blocks: int) -> None:
     orders = [Order([at, 5, 6, 7, 8], sampling, **odd_fields()) for at in (1, 2)]
-    scheduler = StepScheduler(BlockPool(12), StepSizes(4, 8, 16), SCOPE, BlockPool(num_swap_blocks))
+    scheduler = StepScheduler([LayerGroup(BlockPool(12), ALL, BlockPool(num_swap_blocks))], StepSizes(4, 8, 16), SCOPE)
     core = EngineCore(ToyRunner(12, 4, num_swap_blocks), scheduler)
     wanted = {}
     for at, order in enumerate(orders):
@@ -122,7 +124,7 @@ def test_siblings_share_what_is_the_requests_and_nothing_that_changes_with_one_o
 
 
 def test_requests_of_different_variants_share_no_blocks() -> None:
-    scheduler = StepScheduler(BlockPool(40), StepSizes(4, 8, 64), SCOPE)
+    scheduler = StepScheduler([LayerGroup(BlockPool(40))], StepSizes(4, 8, 64), SCOPE)
     core = EngineCore(ToyRunner(40, 4), scheduler)
     cached = []
     for at, variant in enumerate(["", "a", "b", "a", ""]):
@@ -159,7 +161,7 @@ def test_requests_of_different_contents_share_no_blocks_behind_them() -> None:
     rows = [(tuple(i + gap * (i >= 9) for i in range(17)), gap) for gap in (3, 4, 3)]
     positions = [{"rope_positions": RopePositions((row,), gap)} for row, gap in rows]
     for contents in (spans, positions):
-        scheduler = StepScheduler(BlockPool(32), StepSizes(4, 4, 64), SCOPE)
+        scheduler = StepScheduler([LayerGroup(BlockPool(32))], StepSizes(4, 4, 64), SCOPE)
         found = []
         for at, own in enumerate(contents):
             order = Order([5] * 17, Sampling(max_tokens=1), **own)  # type: ignore[arg-type]

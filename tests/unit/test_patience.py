@@ -8,6 +8,7 @@ import pytest
 
 from pd_cluster.engine.handover.tails import Tails
 from pd_cluster.engine.step import patience
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
@@ -27,7 +28,7 @@ class Coming:
 class World:
     def __init__(self, num_running: int, num_coming: int) -> None:
         self.now_s = 100.0
-        self.scheduler = StepScheduler(BlockPool(100), StepSizes(4, 100, 1000))
+        self.scheduler = StepScheduler([LayerGroup(BlockPool(100))], StepSizes(4, 100, 1000))
         self.coming = Coming(num_coming)
         self.patience = Patience(self.scheduler, self.coming, lambda: self.now_s)
         for at in range(num_running):

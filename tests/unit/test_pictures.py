@@ -22,6 +22,7 @@ import pytest
 from PIL import Image as Pictures
 
 from pd_cluster.checkpoints.vision import VisionPart
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.errors import ConfigError, RequestError, Unavailable
 from pd_cluster.kv.blocks import BlockPool
@@ -415,7 +416,7 @@ async def test_pixels_beyond_memory_are_in_a_file_without_a_name(tmp_path: Path)
 
 def test_a_decode_leg_that_would_compute_a_picture_without_pixels() -> None:
     """It is finished and named; one whose cached prefix covers its pictures runs."""
-    scheduler = StepScheduler(BlockPool(16), StepSizes(4, 8, 64))
+    scheduler = StepScheduler([LayerGroup(BlockPool(16))], StepSizes(4, 8, 64))
     fields = {"spans": (Span(1, 5, b"d"),), "images": (Image(4, 4),)}
     order = Order([1, 7, 7, 7, 7, 2, 3], Sampling(max_tokens=20), **fields)  # type: ignore[arg-type]
     text = Request("text", Order([1, 2], Sampling()), leg="decode")

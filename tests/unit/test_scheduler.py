@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.errors import OutOfBlocks
@@ -15,7 +16,7 @@ from pd_cluster.types import Order, Request, Sampling, Span, Status
 
 
 def make(num_blocks: int = 32, block_size: int = 4, max_num_seqs: int = 8, budget: int = 16) -> StepScheduler:
-    return StepScheduler(BlockPool(num_blocks), StepSizes(block_size, max_num_seqs, budget))
+    return StepScheduler([LayerGroup(BlockPool(num_blocks))], StepSizes(block_size, max_num_seqs, budget))
 
 
 def request(name: str, prompt: int, arrival_s: float = 0.0, max_tokens: int = 8) -> Request:
@@ -39,7 +40,7 @@ def chunks(plan: StepPlan) -> dict[str, int]:
 
 def test_a_picture_stays_in_one_piece() -> None:
     """Chunks end before or behind it; one that does not fit beside others' tokens waits, and so do younger ones."""
-    scheduler = StepScheduler(BlockPool(64), StepSizes(4, 8, 16, keeps_pictures=True))
+    scheduler = StepScheduler([LayerGroup(BlockPool(64))], StepSizes(4, 8, 16, keeps_pictures=True))
     spans = (Span(10, 22, b"1"), Span(22, 34, b"2"), Span(36, 39, b"3"))
     asked = request("a", 45)
     asked = Request("a", replace(asked.order, spans=spans), arrival_s=1.0)
@@ -58,7 +59,7 @@ def test_a_picture_stays_in_one_piece() -> None:
 def test_what_is_cached_may_end_inside_a_picture() -> None:
     """Its rest is computed in one piece, in a later step if there is no room for it."""
     scheduler = StepScheduler(
-        BlockPool(64), StepSizes(4, 20, 16, keeps_pictures=True), PrefixScope("model", Numerics())
+        [LayerGroup(BlockPool(64))], StepSizes(4, 20, 16, keeps_pictures=True), PrefixScope("model", Numerics())
     )
     order = replace(request("a", 23).order, spans=(Span(7, 23, b"1"),))
     scheduler.add(Request("first", order))
@@ -118,15 +119,15 @@ def test_a_request_of_many_sequences_keeps_none_from_beginning() -> None:
     ("landed_as", "asked_as", "hits"), [("", "", 2), ("int8", "int8", 2), ("int8", "", 0), ("", "int8", 0)]
 )
 def test_kv_that_lost_precision_serves_only_its_like(landed_as: str, asked_as: str, hits: int) -> None:
-    scheduler = StepScheduler(BlockPool(32), StepSizes(4, 8, 16), PrefixScope("model", Numerics()))
+    scheduler = StepScheduler([LayerGroup(BlockPool(32))], StepSizes(4, 8, 16), PrefixScope("model", Numerics()))
     first, second = request("a", 9), request("b", 9)
     first.kv_precision, second.kv_precision = landed_as, asked_as
-    assert scheduler.land(first, 9) == 0
+    assert scheduler.land(first, 9) == [0]
     scheduler.landed(first)
     assert scheduler.fork(first, 1).kv_precision == landed_as
     for each in list(scheduler.requests.values()):
         scheduler.finish(each)
-    assert scheduler.land(second, 9) == hits * 4
+    assert scheduler.land(second, 9) == [hits * 4]
     scheduler.finish(second)
     local = request("c", 10)  # computed here, so exact
     scheduler.add(local)

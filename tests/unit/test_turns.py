@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.step.turns import Turns
 from pd_cluster.kv.blocks import BlockPool
@@ -77,11 +78,11 @@ def steps_of(scheduler: StepScheduler, requests: list[Request]) -> list[set[str]
 def test_steps_have_so_many_adapters_and_all_requests_end(most: int, num_blocks: int) -> None:
     """Also in a pool so small that requests are preempted, and with more requests than run at a time."""
     rng = random.Random(most)
-    scheduler = StepScheduler(BlockPool(num_blocks), StepSizes(4, 6, 16, most_adapters=most))
+    scheduler = StepScheduler([LayerGroup(BlockPool(num_blocks))], StepSizes(4, 6, 16, most_adapters=most))
     requests = [request(str(at), rng.choice(["", "a", "b", "c", "d"]), rng.randrange(1, 20)) for at in range(24)]
     found = steps_of(scheduler, requests)
     assert min(most, 2) <= max(len(each) for each in found) <= most
 
 
 def test_without_adapters_there_are_no_turns() -> None:
-    assert len(steps_of(StepScheduler(BlockPool(64), StepSizes(4, 6, 16)), of("", "", ""))) == 8
+    assert len(steps_of(StepScheduler([LayerGroup(BlockPool(64))], StepSizes(4, 6, 16)), of("", "", ""))) == 8

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from pd_cluster.engine.leg_table import LegTable
 from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS, Legs
 from pd_cluster.engine.stage import Released, Stage
 from pd_cluster.engine.step.patience import Patience
+from pd_cluster.engine.step.plan import Keep
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.engine.worker import Worker
@@ -38,6 +39,7 @@ class MidStepCredit(ToyRunner):
         chunks: list[tuple[Request, int]],
         on_layer: Callable[[int], None] | None = None,
         drafts: Drafts = NO_DRAFTS,
+        keeps: Sequence[Keep] = (),
     ) -> RunnerOutput:
         output = super().forward(chunks, None, drafts)
         if on_layer is not None:

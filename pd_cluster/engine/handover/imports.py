@@ -183,7 +183,7 @@ class Imports:
             num_tokens = waiting.num_tokens + growth
             if not self._scheduler.can_land(request, num_tokens):
                 return
-            first_token = self._scheduler.land(request, num_tokens)
+            first_token = self._scheduler.land(request, num_tokens)[0]
             waiting.state = ImportState.LANDING
             waiting.since_s = self._clock()
             waiting.num_wanted_tokens = waiting.num_tokens - first_token

@@ -78,9 +78,8 @@ def regroup(scheduler: StepScheduler, before: Sequence[Request], growths: Sequen
     """
     children = [_child(scheduler, before, index, growth) for index, growth in enumerate(growths)]
     for beam in before:
-        scheduler.blocks.release(scheduler.held(beam.tables[0]))
-        scheduler.swap.release(beam.swap_tables[0])
-        beam.tables, beam.swap_tables = [[]], [[]]
+        for each in scheduler.groups:
+            each.give_back(beam)
     num_places = scheduler.places.num_free_for_group
     return [
         _go_on(scheduler, before[index] if index < len(before) else child, child, index < num_places)
@@ -91,15 +90,14 @@ def regroup(scheduler: StepScheduler, before: Sequence[Request], growths: Sequen
 def _child(scheduler: StepScheduler, before: Sequence[Request], index: int, growth: Growth) -> Request:
     """Returns the beam as it will be; it holds its parent's blocks in addition to the parent."""
     parent = before[growth.parent]
-    table = parent.tables[0] and parent.tables[0][: scheduler.num_blocks_for(parent.num_computed_tokens)]
-    scheduler.blocks.share(scheduler.held(table))
-    scheduler.swap.share(parent.swap_tables[0])
+    for each in scheduler.groups:
+        each.swap.share(parent.swap_tables[each.at])
     return replace(
         parent,
         index=index,
         output_token_ids=[*parent.output_token_ids, growth.token_id],
-        tables=[list(table)],
-        swap_tables=[list(parent.swap_tables[0])],
+        tables=scheduler.share_tables(parent),
+        swap_tables=[list(table) for table in parent.swap_tables],
         block_hashes=list(parent.block_hashes),
     )
 
@@ -115,8 +113,9 @@ def _go_on(scheduler: StepScheduler, beam: Request, child: Request, has_place: b
         scheduler.running.append(beam)
         return beam
     if beam.tables[0]:
-        scheduler.blocks.release(scheduler.held(beam.tables[0]))
-        beam.tables[0], beam.num_computed_tokens, beam.num_hashed_blocks = [], 0, 0
+        for each in scheduler.groups:
+            each.give_back(beam)
+        beam.num_computed_tokens, beam.num_hashed_blocks = 0, 0
     beam.status = Status.WAITING
     insort(scheduler.waiting, beam, key=service_order)
     return beam

@@ -18,7 +18,7 @@ from pd_cluster.engine.step.ahead import Begins, LookAhead, begin_quietly
 from pd_cluster.engine.step.commit import Commit, StepResult
 from pd_cluster.engine.step.drafting import Drafting
 from pd_cluster.engine.step.outputs import NextToken, PooledVector, RowOutput
-from pd_cluster.engine.step.plan import Move, StepPlan
+from pd_cluster.engine.step.plan import Keep, Move, StepPlan
 from pd_cluster.engine.step.pooler import Pooler, logits_of
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.model.batch import Encoded, OnLayer, RunnerOutput
@@ -54,7 +54,11 @@ class Runner(Protocol):
         """See ahead.Launcher."""
 
     def forward(
-        self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None, drafts: Drafts = NO_DRAFTS
+        self,
+        chunks: list[tuple[Request, int]],
+        on_layer: OnLayer | None = None,
+        drafts: Drafts = NO_DRAFTS,
+        keeps: Sequence[Keep] = (),
     ) -> RunnerOutput:
         """Returns logits and hidden states: of each chunk in turn, its last `num_logit_rows` and `num_hidden_rows`.
 
@@ -150,7 +154,7 @@ class EngineCore:
         plan, times = result.plan, self.times
         begun_s = self._clock()
         guided = self.guides.begin(plan.chunks, plan.drafts)  # masks are built while the model runs
-        output = self.runner.forward(plan.chunks, on_layer, plan.drafts)
+        output = self.runner.forward(plan.chunks, on_layer, plan.drafts, plan.kept())
         computed_s = self._clock()
         times.forward_s += computed_s - begun_s
         if (tier := self.scheduler.blocks.tier) is not None and plan.num_tokens >= MEASURED_TOKENS:

@@ -1,80 +1,113 @@
-"""Which blocks requests hold, and which contents others may share. Integers only, like scheduler.py."""
+"""Which blocks requests hold in each group of layers, and which contents others may share. Integers only."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.engine.step.group import GroupTables
 from pd_cluster.kv.prefix import PrefixScope, chain_hashes
 from pd_cluster.types import Request
+
+
+class Hit(NamedTuple):
+    """The beginning of a request that the prefix cache knows, in blocks of tokens.
+
+    `tables`: of each group, the known blocks behind those that its window has passed; of a state, the one that is kept
+    at this point. `num_known` blocks are known where states are left out of account.
+    """
+
+    num_blocks: int
+    tables: list[list[int]]
+    num_known: int = 0
 
 
 class Holdings:
     """`prefix` None: nothing is looked up or kept.
 
-    `window`: no layer sees more tokens than that; blocks that no later token sees are freed early, and the block table
-    names the padding block in their place, which no kernel reads.
+    The first group's blocks carry the log of contents and the tiers below; there are tiers only if it is the only one.
     """
 
     def __init__(
-        self,
-        blocks: BlockPool,
-        swap: BlockPool,
-        block_size: int,
-        prefix: PrefixScope | None,
-        window: int | None,
-        pooling_chunk: int,
+        self, groups: Sequence[GroupTables], block_size: int, prefix: PrefixScope | None, pooling_chunk: int
     ) -> None:
         """`pooling_chunk`: see `plan.pooling_chunk_of`."""
-        self.blocks = blocks
-        self.swap = swap
+        self.groups = groups
         self.block_size = block_size
         self.prefix = prefix
-        self._window = window
+        self.states = next((each for each in groups if each.rule.is_state), None)
+        self._of_tokens = [each for each in groups if not each.rule.is_state]
+        self._sliding = [each for each in self._of_tokens if each.slides]
+        self._whole = [each for each in self._of_tokens if not each.slides]
         self._blocks_of_chunk = pooling_chunk // block_size if pooling_chunk % block_size == 0 else 0
-        self.nobodys = blocks.num_blocks  # the pool's padding block
+        self.blocks = groups[0].blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def held(self, block_table: list[int]) -> list[int]:
-        """Returns the table without the places of freed blocks."""
-        return block_table if self._window is None else [block for block in block_table if block != self.nobodys]
-
-    def num_passed(self, request: Request) -> int:
-        """Counts its first blocks that no later token sees; 0 for a prefill leg, whose prompt is sent whole."""
-        if self._window is None or request.leg == "prefill":
-            return 0
-        return max(0, request.num_computed_tokens - self._window + 1) // self.block_size
-
     def let_pass(self, request: Request) -> None:
-        """Frees blocks that the window has passed; the prefix cache keeps known contents."""
-        table = request.tables[0]
-        first = stop = self.num_passed(request)
-        while first and table[first - 1] != self.nobodys:
-            first -= 1
-        self.blocks.release(table[first:stop])
-        table[first:stop] = [self.nobodys] * (stop - first)
+        for each in self._of_tokens:
+            if each.rule.window:
+                each.let_pass(request)
 
-    def cached(self, request: Request, num_tokens: int) -> list[int]:
-        """Returns cached blocks that hold the beginning of its first `num_tokens` tokens.
+    # ---- what is known
 
-        Those of a pooled prompt are whole chunks, so that the rest is computed as it would be without them.
+    def find(self, request: Request, num_tokens: int) -> Hit:
+        """Returns what is known of the beginning of its first `num_tokens` tokens.
+
+        Of a pooled prompt that is whole chunks, so that the rest is computed as it would be without them.
         """
-        if self.prefix is None or request.swap_tables[0] or request.computes_all:
-            return []
-        num_blocks = num_tokens // self.block_size
-        if request.pooling is None:
-            return self.blocks.find(self._hashes(request, num_blocks))
-        if not (step := self._blocks_of_chunk):
-            return []
-        found = self.blocks.find(self._hashes(request, num_blocks))
-        return found[: len(found) // step * step]
+        if self.prefix is None or request.is_swapped or request.computes_all:
+            return Hit(0, [[] for _ in self.groups])
+        step = 1 if request.pooling is None else self._blocks_of_chunk
+        if not step:
+            return Hit(0, [[] for _ in self.groups])
+        hashes = self._hashes(request, num_tokens // self.block_size)
+        whole, sliding = self._whole, self._sliding
+        most = min((len(each.blocks.find(hashes)) for each in whole), default=len(hashes)) // step * step
+        num_known = num_blocks = self._longest(hashes, most, step, sliding)
+        if self.states is not None:
+            num_blocks = self._longest(hashes, num_known, step, [*sliding, self.states])
+        return Hit(num_blocks, [self._known(each, hashes, num_blocks) for each in self.groups], num_known)
+
+    def _longest(self, hashes: Sequence[bytes], most: int, step: int, groups: Sequence[GroupTables]) -> int:
+        """Returns the most first blocks, up to `most`, at whose end each group knows all that a later token sees."""
+        num_blocks = most
+        while num_blocks and not all(self._knows(each, hashes, num_blocks) for each in groups):
+            num_blocks -= step
+        return num_blocks
+
+    def _knows(self, group: GroupTables, hashes: Sequence[bytes], num_blocks: int) -> bool:
+        first = self._first_seen(group, num_blocks)
+        return all(hashes[at] in group.blocks for at in range(num_blocks - 1, first - 1, -1))
+
+    def _known(self, group: GroupTables, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+        return group.blocks.find(hashes[self._first_seen(group, num_blocks) : num_blocks]) if num_blocks else []
+
+    def _first_seen(self, group: GroupTables, num_blocks: int) -> int:
+        """Returns the first of the blocks that a token behind them sees."""
+        if group.rule.is_state:
+            return num_blocks - 1
+        return group.rule.first_seen(num_blocks * self.block_size) // self.block_size if group.slides else 0
+
+    def landing(self, request: Request) -> Hit:
+        """Returns what is known of a prompt that lands: each group's blocks by themselves, and never a state.
+
+        Those of a group with a window begin with the first block that the token behind the prompt sees.
+        """
+        num_tokens = len(request.prompt_token_ids)
+        if self.prefix is None or request.computes_all:
+            return Hit(0, [[] for _ in self.groups])
+        hashes, tables = self._hashes(request, num_tokens // self.block_size), list[list[int]]()
+        for each in self.groups:
+            first = each.rule.first_seen(num_tokens) // self.block_size if each.slides else 0
+            tables.append([] if each.rule.is_state else each.blocks.find(hashes[first:]))
+        return Hit(0, tables)
 
     def in_tier(self, request: Request, num_tokens: int, num_cached: int) -> list[bytes]:
         """Returns the contents behind its cached blocks that host memory has; none if computing is quicker."""
         tier = self.blocks.tier
-        if tier is None or self.prefix is None or request.swap_tables[0] or request.computes_all:
+        if tier is None or self.prefix is None or request.is_swapped or request.computes_all:
             return []
         step = 1 if request.pooling is None else self._blocks_of_chunk
         found = tier.find(self._hashes(request, num_tokens // self.block_size)[num_cached:]) if step else []
@@ -105,8 +138,13 @@ class Holdings:
             for at in reversed(self.not_below(request, len(cached))):
                 tier.store(cached[at], request.block_hashes[at])
 
+    # ---- what is held
+
     def take_with(self, cached: list[int], in_tier: Sequence[bytes], num_missing: int) -> list[int]:
-        """Shares cached blocks and takes the missing ones, the first of which are loaded; returns all in order."""
+        """Shares the first group's cached blocks and takes the missing ones, the first of which are loaded.
+
+        Returns all in order.
+        """
         tier = self.blocks.tier
         slots = tier.pin(in_tier) if tier is not None and in_tier else []  # before a block that is evicted needs one
         self.blocks.share(cached)
@@ -122,12 +160,20 @@ class Holdings:
         num_blocks = request.num_computed_tokens // self.block_size
         hashes = self._hashes(request, num_blocks)
         log = self.blocks.log
-        for at in range(request.num_hashed_blocks, num_blocks):
-            if self.blocks.remember(request.tables[0][at], hashes[at]) and log is not None:
-                first = at * self.block_size
-                token_ids = request.token_ids(first, first + self.block_size)
-                log.stored(hashes[at], hashes[at - 1] if at else None, token_ids, request.order, first)
+        for each in self._of_tokens:
+            table = request.tables[each.at]
+            for at in range(request.num_hashed_blocks, num_blocks):
+                if table[at] == each.nobodys or not each.blocks.remember(table[at], hashes[at]):
+                    continue
+                if each.at == 0 and log is not None:
+                    first = at * self.block_size
+                    token_ids = request.token_ids(first, first + self.block_size)
+                    log.stored(hashes[at], hashes[at - 1] if at else None, token_ids, request.order, first)
         request.num_hashed_blocks = num_blocks
+
+    def content_at(self, request: Request, num_blocks: int) -> bytes:
+        """Returns the hash of its first blocks of tokens, under which a state behind them is kept."""
+        return self._hashes(request, num_blocks)[-1]
 
     def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         assert self.prefix is not None
@@ -144,7 +190,6 @@ class Holdings:
         return known[:num_blocks]
 
     def give_back(self, request: Request) -> None:
-        self.blocks.release(self.held(request.tables[0]))
-        self.swap.release(request.swap_tables[0])
-        request.tables[0], request.swap_tables[0] = [], []
+        for each in self.groups:
+            each.give_back(request)
         request.num_hashed_blocks = 0

@@ -56,6 +56,14 @@ class Move(NamedTuple):
     group: int = 0
 
 
+class Keep(NamedTuple):
+    """A step copies the state behind the request's first `num_tokens` tokens to `block`."""
+
+    request: Request
+    num_tokens: int
+    block: int
+
+
 @dataclass(slots=True)
 class StepPlan:
     """`chunks` holds (request, tokens to compute now); `moves` come first, in this order.
@@ -68,6 +76,7 @@ class StepPlan:
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     lacking: list[Request] = field(default_factory=list)  # finished: they would compute pictures without pixels
+    keeps: list[Keep] = field(default_factory=list)  # states to copy behind tokens that the step computes
     num_prompt_rows: int = 0  # tokens among them whose logits are wanted for prompt_logprobs
     drafts: dict[Request, list[int]] = field(default_factory=dict)  # behind chunks of one token; computed with them
 
@@ -75,6 +84,13 @@ class StepPlan:
         self.chunks.append((request, num_tokens))
         if request.wants_prompt_logprobs:
             self.num_prompt_rows += num_tokens
+
+    def kept(self) -> list[Keep]:
+        """Returns the states to copy of the sequences that are still in the plan."""
+        if not self.keeps:
+            return []
+        computed = {request for request, _ in self.chunks}
+        return [keep for keep in self.keeps if keep.request in computed]
 
     @property
     def num_tokens(self) -> int:

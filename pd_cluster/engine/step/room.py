@@ -1,6 +1,7 @@
 """Blocks for the sequences of one engine: who gets them, who grows, who gives way.
 
-Integers only. Shares the scheduler's lists of requests; knows nothing of steps' token budgets.
+Integers only. Shares the scheduler's lists of requests; knows nothing of steps' token budgets. Of several groups of
+layers, a sequence gets what it lacks in all of them, or nothing.
 """
 
 from __future__ import annotations
@@ -8,9 +9,9 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
-from pd_cluster.engine.step.holdings import Holdings
+from pd_cluster.engine.step.group import GroupTables
+from pd_cluster.engine.step.holdings import Hit, Holdings
 from pd_cluster.engine.step.plan import Move, StepPlan, service_order
-from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.types import Request, Status
 
 
@@ -21,84 +22,161 @@ class BlockRoom:
     """
 
     def __init__(
-        self,
-        holdings: Holdings,
-        blocks: BlockPool,
-        swap: BlockPool,
-        requests: dict[str, Request],
-        waiting: list[Request],
-        running: list[Request],
+        self, holdings: Holdings, requests: dict[str, Request], waiting: list[Request], running: list[Request]
     ) -> None:
-        self._holdings, self._blocks, self._swap = holdings, blocks, swap
+        self._holdings, self._groups, self._blocks = holdings, holdings.groups, holdings.blocks
         self._requests, self._waiting, self._running = requests, waiting, running
         self.num_preemptions = 0
         self.num_prefix_query_tokens = 0
         self.num_prefix_hit_tokens = 0
         self.num_tier_hit_tokens = 0
 
-    def reserve(self) -> int:
+    def reserve(self, group: GroupTables) -> int:
         """Returns the blocks kept free for running requests' growth, so that admission does not preempt at once."""
-        return len(self._running)
+        return 0 if group.rule.is_state else len(self._running)
 
-    def num_missing(self, request: Request, cached: Sequence[int]) -> int | None:
-        """Returns how many blocks it takes besides its cached ones; None: there are not enough."""
-        num_missing = self._holdings.num_blocks_for(request.num_tokens) - len(cached)
-        num_available = self._blocks.num_available - self._blocks.num_unheld(cached)
-        return num_missing if num_missing + self.reserve() <= num_available else None
+    def num_missing(self, request: Request, hit: Hit) -> list[int] | None:
+        """Returns how many blocks it takes in each group besides those of the hit; None: there are not enough."""
+        start = request.num_computed_tokens if request.is_swapped else hit.num_blocks * self._holdings.block_size
+        missing = []
+        for each, known in zip(self._groups, hit.tables, strict=True):
+            num_blocks = each.num_on_entry(request, start)
+            if not each.rule.is_state:
+                num_blocks -= self._num_before(each, request, start) + len(known)
+            missing.append(num_blocks)
+        return missing if self.has(missing, hit.tables) else None
 
-    def enter(self, request: Request, plan: StepPlan) -> bool:
-        """Takes blocks for all known tokens that are not cached. False: there are not enough."""
-        cached = self._holdings.cached(request, request.num_tokens - 1)  # the last token gives the logits
-        num_missing = self.num_missing(request, cached)
-        if num_missing is None:
-            return False
-        in_tier = self._holdings.in_tier(request, request.num_tokens - 1, len(cached))
-        request.tables[0] = self._holdings.take_with(cached, in_tier, num_missing)
-        self._holdings.keep_below(request, cached)
-        if request.swap_tables[0]:
-            plan.moves += [Move("in", s, t) for s, t in zip(request.swap_tables[0], request.tables[0], strict=False)]
-            self._swap.release(request.swap_tables[0])
-            request.swap_tables[0] = []
-            request.num_hashed_blocks = self._holdings.num_passed(request)  # the former blocks' hashes are lost
-            return True
-        request.num_computed_tokens = (len(cached) + len(in_tier)) * self._holdings.block_size
-        request.num_hashed_blocks = len(cached)
+    def has(self, missing: Sequence[int], known: Sequence[list[int]]) -> bool:
+        """Whether each group has so many blocks besides the known ones, and those that are reserved."""
+        return all(
+            num_blocks + self.reserve(each) <= each.blocks.num_available - each.blocks.num_unheld(held)
+            for each, num_blocks, held in zip(self._groups, missing, known, strict=True)
+        )
+
+    def enter(self, request: Request, plan: StepPlan) -> Hit | None:
+        """Takes blocks for its known tokens that are not cached. None: there are not enough."""
+        holdings = self._holdings
+        hit = holdings.find(request, request.num_tokens - 1)  # the last token gives the logits
+        if (missing := self.num_missing(request, hit)) is None:
+            return None
+        start = hit.num_blocks * holdings.block_size
+        in_tier = holdings.in_tier(request, request.num_tokens - 1, len(hit.tables[0]))
+        if request.is_swapped:
+            self._swap_in(request, missing, plan)
+            return hit
+        for each, known, num_blocks in zip(self._groups, hit.tables, missing, strict=True):
+            if each.rule.is_state:
+                self._begin_state(each, request, known, plan)
+                continue
+            before = [each.nobodys] * self._num_before(each, request, start)
+            request.tables[each.at] = before + (
+                holdings.take_with(known, in_tier, num_blocks) if each.at == 0 else _take(each, known, num_blocks)
+            )
+        holdings.keep_below(request, hit.tables[0])
+        request.num_computed_tokens = start + len(in_tier) * holdings.block_size
+        request.num_hashed_blocks = hit.num_blocks
         if request.num_cached_tokens < 0:
             request.num_cached_tokens = request.num_computed_tokens
-            self.num_prefix_query_tokens += len(request.prompt_token_ids) if self._holdings.prefix is not None else 0
+            self.num_prefix_query_tokens += len(request.prompt_token_ids) if holdings.prefix is not None else 0
             self.num_prefix_hit_tokens += request.num_cached_tokens
-            self.num_tier_hit_tokens += len(in_tier) * self._holdings.block_size
-        return True
+            self.num_tier_hit_tokens += len(in_tier) * holdings.block_size
+        return hit
+
+    def _swap_in(self, request: Request, missing: Sequence[int], plan: StepPlan) -> None:
+        num_hashed = []
+        for each, num_blocks in zip(self._groups, missing, strict=True):
+            swapped = request.swap_tables[each.at]
+            num_before = 0 if each.rule.is_state else self._num_before(each, request, request.num_computed_tokens)
+            taken = each.blocks.take(num_blocks)
+            plan.moves += [Move("in", source, target, each.at) for source, target in zip(swapped, taken, strict=False)]
+            each.swap.release(swapped)
+            request.swap_tables[each.at], request.tables[each.at] = [], [each.nobodys] * num_before + taken
+            if not each.rule.is_state:
+                num_hashed.append(num_before)
+        request.num_hashed_blocks = min(num_hashed)  # the former blocks' hashes are lost
+
+    def _num_before(self, group: GroupTables, request: Request, start: int) -> int:
+        """Counts the padding blocks with which the table of a request begins that is computed from `start` on."""
+        return group.num_passed(request, start) if request.is_swapped else self.num_before(group, start)
+
+    def _begin_state(self, group: GroupTables, request: Request, known: list[int], plan: StepPlan) -> None:
+        """Gives it a state of its own: a copy of the known one, or zeros."""
+        group.blocks.share(known)
+        (own,) = group.blocks.take(1)
+        plan.moves += [Move("copy", block, own, group.at) for block in known] or [Move("clear", own, own, group.at)]
+        group.blocks.release(known)
+        request.tables[group.at] = [own]
+
+    def num_missing_to_land(self, request: Request, hit: Hit, num_tokens: int, num_further: int = 0) -> list[int]:
+        """Returns how many blocks a landing of `num_tokens` tokens takes in each group besides those of the hit.
+
+        Each further sequence counts for one, but all together never for more than an empty pool has.
+        """
+        missing = []
+        for each, known in zip(self._groups, hit.tables, strict=True):
+            before = self.num_before(each, len(request.prompt_token_ids))
+            num_blocks = each.num_blocks_for(num_tokens) - before + num_further
+            missing.append(min(num_blocks, each.blocks.num_blocks) - len(known))
+        return missing
+
+    def land(self, request: Request, hit: Hit, missing: Sequence[int], in_tier: Sequence[bytes]) -> None:
+        """Takes landing blocks, some of which are loaded from the host's cache."""
+        num_prompt, num_hashed = len(request.prompt_token_ids), []
+        for each, known, num_blocks in zip(self._groups, hit.tables, missing, strict=True):
+            before = self.num_before(each, num_prompt)
+            request.tables[each.at] = [each.nobodys] * before + (
+                self._holdings.take_with(known, in_tier, num_blocks) if each.at == 0 else _take(each, known, num_blocks)
+            )
+            if not each.rule.is_state:
+                num_hashed.append(before + len(known))
+        self._holdings.keep_below(request, hit.tables[0])
+        request.num_hashed_blocks = min(num_hashed)
+
+    def num_before(self, group: GroupTables, num_tokens: int) -> int:
+        """Counts the blocks of tokens that a group with a window takes no more when a sequence begins there."""
+        return group.rule.first_seen(num_tokens) // self._holdings.block_size if group.slides else 0
+
+    def tokens(self, hit: Hit) -> list[tuple[GroupTables, list[int]]]:
+        """Returns the groups that hold blocks of tokens, which come first, with what the hit knows of each."""
+        pairs = zip(self._groups, hit.tables, strict=True)
+        return [(each, known) for each, known in pairs if not each.rule.is_state]
 
     def make_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Grows the block table to `num_tokens`, preempting younger requests. False: not in this step.
+        """Grows the block tables to `num_tokens`, preempting younger requests. False: not in this step.
 
         A block that others hold too is replaced by a copy before it is written.
         """
         while True:
-            missing, is_shared = self._lacks(request, num_tokens)
-            if missing + is_shared <= self._blocks.num_available:
+            lacks = [each.lacks(request, num_tokens) for each in self._groups]
+            if all(
+                lack.num_blocks + lack.copies <= each.blocks.num_available
+                for each, lack in zip(self._groups, lacks, strict=True)
+            ):
                 break
             victims = [r for r in self._running if r.leg != "prefill" and service_order(r) > service_order(request)]
             victims += self.parked(request)
             if not victims:
                 return False
             self.preempt(max(victims, key=service_order), plan)
-        if is_shared:
-            first = request.num_computed_tokens // self._holdings.block_size
-            (own,) = self._blocks.take(1)
-            plan.moves.append(Move("copy", request.tables[0][first], own))
-            self._blocks.release([request.tables[0][first]])
-            request.tables[0][first] = own
-        if missing:
-            request.tables[0] += self._blocks.take(missing)
+        for each, lack in zip(self._groups, lacks, strict=True):
+            table = request.tables[each.at]
+            if lack.copies:
+                first = 0 if each.rule.is_state else request.num_computed_tokens // self._holdings.block_size
+                (own,) = each.blocks.take(1)
+                plan.moves.append(Move("copy", table[first], own, each.at))
+                each.blocks.release([table[first]])
+                table[first] = own
+            if lack.num_blocks:
+                table += each.blocks.take(lack.num_blocks)
         return True
 
     def enters_with_moves(self, request: Request) -> bool:
-        """Whether it would load blocks from the host's cache, or evict or copy some to there."""
+        """Whether it would load blocks from the host's cache, evict or copy some to there, or begin with a state."""
+        if self._holdings.states is not None:
+            return True
         if self._blocks.tier is None:
             return False
-        cached = self._holdings.cached(request, request.num_tokens - 1)
+        cached = self._holdings.find(request, request.num_tokens - 1).tables[0]
         num_missing = self._holdings.num_blocks_for(request.num_tokens) - len(cached)
         return (
             num_missing > self._blocks.num_free
@@ -108,12 +186,14 @@ class BlockRoom:
 
     def grow_ahead(self, request: Request, num_tokens: int) -> bool:
         """Takes blocks for its next `num_tokens` tokens; False if some are missing or one must be copied."""
-        missing, is_shared = self._lacks(request, request.num_computed_tokens + num_tokens)
-        most = self._blocks.num_available if self._blocks.tier is None else self._blocks.num_free
-        if is_shared or missing > most:
-            return False
-        if missing:
-            request.tables[0] += self._blocks.take(missing)
+        lacks = [each.lacks(request, request.num_computed_tokens + num_tokens) for each in self._groups]
+        for each, lack in zip(self._groups, lacks, strict=True):
+            most = each.blocks.num_available if each.blocks.tier is None else each.blocks.num_free
+            if lack.copies or lack.num_blocks > most:
+                return False
+        for each, lack in zip(self._groups, lacks, strict=True):
+            if lack.num_blocks:
+                request.tables[each.at] += each.blocks.take(lack.num_blocks)
         return True
 
     def grow_for_drafts(self, request: Request, num_drafts: int) -> int:
@@ -121,16 +201,13 @@ class BlockRoom:
 
         Only free ones beyond the reserve: drafts neither preempt nor evict anything.
         """
-        num_blocks = self._holdings.num_blocks_for(request.num_tokens + num_drafts) - len(request.tables[0])
-        if (num_blocks := min(num_blocks, self._blocks.num_free - self.reserve())) > 0:
-            request.tables[0] += self._blocks.take(num_blocks)
-        return min(num_drafts, len(request.tables[0]) * self._holdings.block_size - request.num_tokens)
-
-    def _lacks(self, request: Request, num_tokens: int) -> tuple[int, bool]:
-        """Returns how many blocks its first `num_tokens` tokens lack, and whether the first to be written is shared."""
-        first = request.num_computed_tokens // self._holdings.block_size
-        is_shared = first < len(request.tables[0]) and self._blocks.is_shared(request.tables[0][first])
-        return max(0, self._holdings.num_blocks_for(num_tokens) - len(request.tables[0])), is_shared
+        for each in self._groups:
+            table = request.tables[each.at]
+            num_blocks = each.num_blocks_for(request.num_tokens + num_drafts) - len(table)
+            if (num_blocks := min(num_blocks, each.blocks.num_free - self.reserve(each))) > 0:
+                table += each.blocks.take(num_blocks)
+            num_drafts = min(num_drafts, len(table) * self._holdings.block_size - request.num_tokens)
+        return num_drafts
 
     def parked(self, request: Request) -> list[Request]:
         """Returns the beams that give their blocks to a request: those of its own search and of younger requests."""
@@ -138,13 +215,16 @@ class BlockRoom:
         return [r for r in parked if r.leg_key == request.leg_key or service_order(r) > service_order(request)]
 
     def preempt(self, victim: Request, plan: StepPlan) -> None:
-        num_blocks = self._holdings.num_blocks_for(victim.num_computed_tokens)
-        swap_table = self._swap.take(num_blocks) if num_blocks <= self._swap.num_available else []
-        pairs = zip(victim.tables[0], swap_table, strict=False)
-        plan.moves += [Move("out", source, target) for source, target in pairs if source != self._holdings.nobodys]
+        wanted = [each.to_swap(victim) for each in self._groups]
+        fits = all(len(blocks) <= each.swap.num_available for each, blocks in zip(self._groups, wanted, strict=True))
+        swapped = [
+            each.swap.take(len(blocks)) if fits else [] for each, blocks in zip(self._groups, wanted, strict=True)
+        ]
+        for each, blocks, slots in zip(self._groups, wanted, swapped, strict=True):
+            plan.moves += [Move("out", source, slot, each.at) for source, slot in zip(blocks, slots, strict=False)]
         self._holdings.give_back(victim)
-        victim.swap_tables[0] = swap_table
-        if not swap_table:
+        victim.swap_tables = swapped
+        if not victim.is_swapped:
             victim.num_computed_tokens = 0
         self.num_preemptions += 1
         victim.num_preemptions += 1
@@ -155,3 +235,9 @@ class BlockRoom:
         plan.preempted.append(victim)
         victim.status = Status.WAITING
         insort(self._waiting, victim, key=service_order)
+
+
+def _take(group: GroupTables, known: list[int], num_blocks: int) -> list[int]:
+    """Shares known blocks and takes others; returns all in order."""
+    group.blocks.share(known)
+    return known + group.blocks.take(num_blocks)

@@ -11,6 +11,8 @@ from bisect import insort
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from pd_cluster.engine.step.checkpoints import Checkpoints, KeepRule
+from pd_cluster.engine.step.group import GroupTables, LayerGroup
 from pd_cluster.engine.step.holdings import Holdings
 from pd_cluster.engine.step.places import StepPlaces
 from pd_cluster.engine.step.plan import MAX_PROMPT_LOGPROB_TOKENS, Move, StepPlan, pooling_chunk_of, service_order
@@ -18,11 +20,12 @@ from pd_cluster.engine.step.room import BlockRoom
 from pd_cluster.engine.step.tally import Tallied
 from pd_cluster.engine.step.turns import Turns
 from pd_cluster.errors import OutOfBlocks
-from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.types import Request, Status, TokenOutput, sibling
 from pd_cluster.types.variants import num_given_tokens
 from pd_cluster.wire import PREEMPTIONS_BOUNDS
+
+KEEP_ALIGNED = KeepRule()
 
 
 class StepSizes(NamedTuple):
@@ -43,7 +46,7 @@ class StepScheduler:
     A request takes the blocks of all its known tokens when it is admitted and grows by a block when it needs one. When
     there is none, the youngest running request is preempted: its KV goes to `swap` if there is room; otherwise it gives
     its blocks back and computes its tokens again later, which gives the same tokens. Requests that are being handed
-    over are never preempted. `prefix` and `window` are those of holdings.py.
+    over are never preempted. `prefix` is that of holdings.py.
 
     A pooled prompt is computed in chunks that end at fixed places, whatever else a step has, because attention's last
     bits depend on where a chunk begins. A chunk waits for a step with room for all of it, and younger ones behind it.
@@ -51,18 +54,18 @@ class StepScheduler:
 
     def __init__(
         self,
-        blocks: BlockPool,
+        groups: Sequence[LayerGroup],
         sizes: StepSizes,
         prefix: PrefixScope | None = None,
-        swap: BlockPool | None = None,
-        window: int | None = None,
+        keep_rule: KeepRule = KEEP_ALIGNED,
     ) -> None:
-        self.blocks = blocks
-        self.swap = swap if swap is not None else BlockPool(0)
+        self.blocks, self.swap = groups[0].blocks, groups[0].swap
         self.block_size, max_num_seqs, max_num_batched_tokens, most_adapters, keeps_pictures = sizes
         self._pooling_chunk = chunk = pooling_chunk_of(max_num_batched_tokens, self.block_size)
-        self._holdings = holdings = Holdings(blocks, self.swap, self.block_size, prefix, window, chunk)
-        self.held, self.num_blocks_for = holdings.held, holdings.num_blocks_for
+        self.groups = [GroupTables(at, each, self.block_size, max_num_batched_tokens) for at, each in enumerate(groups)]
+        self._holdings = holdings = Holdings(self.groups, self.block_size, prefix, chunk)
+        self._checkpoints = Checkpoints(holdings, keep_rule)
+        self.num_blocks_for = holdings.num_blocks_for
         self._turns = Turns(most_adapters) if most_adapters else None
         self._keeps_pictures = keeps_pictures
         self.max_num_seqs = max_num_seqs
@@ -73,7 +76,7 @@ class StepScheduler:
         self.running: list[Request] = []
         self.preemptions = Tallied(PREEMPTIONS_BOUNDS)  # of sequences that ended
         self.move_now: Callable[[list[Move]], None] = lambda moves: None  # outside steps
-        self.room = BlockRoom(holdings, blocks, self.swap, self.requests, self.waiting, self.running)
+        self.room = BlockRoom(holdings, self.requests, self.waiting, self.running)
 
     # ---- arrival and end of a request
 
@@ -82,26 +85,29 @@ class StepScheduler:
         self._take_in(request)
         insort(self.waiting, request, key=service_order)
 
-    def land(self, request: Request, num_tokens: int) -> int:
-        """Takes landing blocks for `num_tokens` tokens; returns how many prompt tokens are cached and need not land.
+    def land(self, request: Request, num_tokens: int) -> list[int]:
+        """Takes landing blocks for `num_tokens` tokens in every group.
 
-        Raises OutOfBlocks and then changes nothing.
+        Returns the first token of the prompt that must land in each; those before it are cached, or not seen again. A
+        state lands whole, as its only token. Raises OutOfBlocks and then changes nothing.
         """
-        cached = self._holdings.cached(request, len(request.prompt_token_ids))
-        num_missing = self.num_blocks_for(num_tokens) - len(cached)
-        if num_missing > self.blocks.num_available - self.blocks.num_unheld(cached):
-            raise OutOfBlocks(wanted=num_missing, free=self.blocks.num_available)
+        hit = self._holdings.landing(request)
+        missing = self.room.num_missing_to_land(request, hit, num_tokens)
+        for group, known, num_missing in zip(self.groups, hit.tables, missing, strict=True):
+            if num_missing > group.blocks.num_available - group.blocks.num_unheld(known):
+                raise OutOfBlocks(wanted=num_missing, free=group.blocks.num_available)
         self._take_in(request)
         moves = self._begin_moves([])
-        in_tier = self._holdings.in_tier(request, len(request.prompt_token_ids), len(cached))
-        request.tables[0] = self._holdings.take_with(cached, in_tier, num_missing)
-        self._holdings.keep_below(request, cached)
+        in_tier = self._holdings.in_tier(request, len(request.prompt_token_ids), len(hit.tables[0]))
+        self.room.land(request, hit, missing, in_tier)
         if moves:
             self.move_now(moves)  # before anything lands
-        request.num_hashed_blocks = len(cached)
         request.status = Status.LANDING
         self.room.num_tier_hit_tokens += len(in_tier) * self.block_size
-        return (len(cached) + len(in_tier)) * self.block_size
+        num_prompt, size = len(request.prompt_token_ids), self.block_size
+        first = [(self.room.num_before(each, num_prompt) + len(known)) * size for each, known in self.room.tokens(hit)]
+        first[0] += len(in_tier) * size
+        return first + [0] * (len(self.groups) - len(first))
 
     def prompt_hashes(self, request: Request) -> list[bytes]:
         """See Holdings."""
@@ -134,9 +140,8 @@ class StepScheduler:
             return child
         child.status = Status.RUNNING
         child.num_computed_tokens = parent.num_computed_tokens
-        child.tables[0] = parent.tables[0][: self.num_blocks_for(parent.num_computed_tokens)]
+        child.tables = self.share_tables(parent)
         child.num_hashed_blocks = parent.num_hashed_blocks
-        self.blocks.share(self.held(child.tables[0]))
         self.running.append(child)
         return child
 
@@ -171,8 +176,17 @@ class StepScheduler:
         request.status = Status.FINISHED
         del self.requests[request.key]
 
+    def share_tables(self, request: Request) -> list[list[int]]:
+        """Returns tables of its computed tokens for another sequence, which holds these blocks too.
+
+        The one that writes a shared block first copies it; so a state is copied by each sequence but the last.
+        """
+        return [each.share(request, request.num_computed_tokens) for each in self.groups]
+
     def _take_in(self, request: Request) -> None:
         self._refuse_double(request)
+        request.tables = [[] for _ in self.groups]
+        request.swap_tables = [[] for _ in self.groups]
         self.requests[request.key] = request
 
     def _refuse_double(self, request: Request) -> None:
@@ -205,6 +219,7 @@ class StepScheduler:
                 budget = self.max_num_batched_tokens - plan.num_tokens if plan.preempted else budget - num_tokens
         if not plan.preempted:
             self._admit(plan, budget, may_enter=turn.admits if turn is not None else lambda request: True)
+        plan.keeps = self._checkpoints.plan(plan.chunks)
         return plan
 
     def plan_ahead(self, leaving: Sequence[Request], may_go: Callable[[Request], bool]) -> StepPlan | None:
@@ -229,8 +244,8 @@ class StepScheduler:
         at = self.places.next(self.waiting)
         if at < len(self.waiting) and budget and self.num_seqs - len(gone) < self.max_num_seqs:
             first = self.waiting[at]
-            cached = self._holdings.cached(first, first.num_tokens - 1)
-            if self.room.num_missing(first, cached) is None:
+            hit = self._holdings.find(first, first.num_tokens - 1)
+            if self.room.num_missing(first, hit) is None:
                 return None if gone or self.room.parked(first) else plan
             if not self._enters_ahead(first, may_go):
                 return None
@@ -242,11 +257,12 @@ class StepScheduler:
 
         One that lacks pixels may end on entering, which only a step of the host reports.
         """
-        needs_host = request.lacks_pixels or request.swap_tables[0] or self.room.parked(request)
+        needs_host = request.lacks_pixels or request.is_swapped or self.room.parked(request)
         return may_go(request) and not (needs_host or self.room.enters_with_moves(request))
 
     def computed(self, plan: StepPlan) -> list[Request]:
         """Records a computed step; returns the requests that caught up and sample now, in the plan's order."""
+        self._checkpoints.computed(plan.keeps, plan.chunks)
         for request, num_tokens in plan.chunks:
             self._advance(request, num_tokens)
         return [request for request, _ in plan.chunks if request.num_behind == 0]
@@ -269,10 +285,9 @@ class StepScheduler:
         if not self.places.may_land(request, self.waiting):
             return False
         num_sequences = min(request.sampling.num_sequences, self.max_num_seqs - self.num_seqs)
-        cached = self._holdings.cached(request, len(request.prompt_token_ids))
-        num_blocks = min(self.num_blocks_for(num_tokens) + num_sequences - 1, self.blocks.num_blocks)
-        num_available = self.blocks.num_available - self.blocks.num_unheld(cached)
-        return num_blocks - len(cached) + self.room.reserve() <= num_available
+        hit = self._holdings.landing(request)
+        missing = self.room.num_missing_to_land(request, hit, num_tokens, num_sequences - 1)
+        return self.room.has(missing, hit.tables)
 
     @property
     def num_preemptions(self) -> int:
@@ -300,13 +315,14 @@ class StepScheduler:
 
         Raises AssertionError.
         """
-        self.blocks.check([self.held(r.tables[0]) for r in self.requests.values()])
-        self.swap.check([r.swap_tables[0] for r in self.requests.values()])
+        for each in self.groups:
+            each.blocks.check([each.held(r) for r in self.requests.values()])
+            each.swap.check([r.swap_tables[each.at] for r in self.requests.values()])
         for status, members in ((Status.WAITING, self.waiting), (Status.RUNNING, self.running)):
             expected = {r.key for r in self.requests.values() if r.status is status}
             if expected != {r.key for r in members} or len(expected) != len(members):
                 raise AssertionError(f"requests that are {status.value} and their list differ")
-        if any(r.tables[0] for r in self.waiting):
+        if any(any(r.tables) for r in self.waiting):
             raise AssertionError("a request that waits holds blocks")
 
     # ---- waiting requests enter
@@ -357,10 +373,11 @@ class StepScheduler:
             num_seqs += 1
             if num_seqs > self.max_num_seqs or not self._chunk(request, budget, plan):
                 return
-            while not self.room.enter(request, plan):
+            while (hit := self.room.enter(request, plan)) is None:
                 if not (victims := self.room.parked(request)):
                     return
                 self.room.preempt(max(victims, key=service_order), plan)
+            self._checkpoints.entered(request, hit)
             self.waiting.pop(at)
             request.status = Status.RUNNING
             self.running.append(request)

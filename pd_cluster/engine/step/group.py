@@ -1,0 +1,119 @@
+"""One group of layers in an engine: its blocks, and which of them a request holds. Integers only.
+
+A request's table of a group lists blocks in the order of its tokens. Of a group with a window, the padding block, which
+no kernel reads, stands for those that no later token sees. A state is one block, whatever the number of tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.rule import ALL, MOST_PEER_BLOCK, Rule
+from pd_cluster.types import Request
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """`swap`: host memory for the blocks of preempted requests."""
+
+    blocks: BlockPool
+    rule: Rule = ALL
+    swap: BlockPool = field(default_factory=lambda: BlockPool(0))
+
+
+class Lacks(NamedTuple):
+    """Blocks that a table lacks before a step, and whether the first one to be written must be replaced by a copy."""
+
+    num_blocks: int
+    copies: bool
+
+
+class GroupTables:
+    """The tables of all requests in one group: `request.tables[at]`."""
+
+    def __init__(self, at: int, group: LayerGroup, block_size: int, step_tokens: int) -> None:
+        """`step_tokens`: the most of a step."""
+        self.at, self.blocks, self.swap, self.rule = at, group.blocks, group.swap, group.rule
+        self.nobodys = group.blocks.num_blocks  # the pool's padding block
+        self._block_size, self._step_tokens = block_size, step_tokens
+
+    @property
+    def slides(self) -> bool:
+        """Whether a request takes its blocks as it needs them: those before its window are never taken.
+
+        With a tier below, blocks come from there as a whole beginning.
+        """
+        return self.rule.window > 0 and self.blocks.tier is None
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Returns the length of a table of so many tokens."""
+        return 1 if self.rule.is_state else -(-num_tokens // self._block_size)
+
+    def num_on_entry(self, request: Request, num_computed: int) -> int:
+        """Returns the length of the table with which it begins to run: for all its tokens, or for the next step's.
+
+        A prefill leg is never preempted, so two of them must not wait for each other's blocks.
+        """
+        num_tokens = request.num_tokens
+        if self.slides and request.leg != "prefill":
+            num_tokens = min(num_tokens, num_computed + self._step_tokens)
+        return self.num_blocks_for(num_tokens)
+
+    def held(self, request: Request) -> list[int]:
+        """Returns its blocks, without the places of those that were freed."""
+        table = request.tables[self.at]
+        return [block for block in table if block != self.nobodys] if self.rule.window else table
+
+    def num_passed(self, request: Request, num_computed: int) -> int:
+        """Counts the first blocks that no token behind `num_computed` sees.
+
+        A prefill leg keeps what a block of the decode instance may begin with.
+        """
+        if not self.rule.window:
+            return 0
+        kept = MOST_PEER_BLOCK - 1 if request.leg == "prefill" else 0
+        return max(0, self.rule.first_seen(num_computed) - kept) // self._block_size
+
+    def let_pass(self, request: Request) -> None:
+        """Frees blocks that the window has passed; the prefix cache keeps known contents."""
+        table = request.tables[self.at]
+        first = stop = self.num_passed(request, request.num_computed_tokens)
+        while first and table[first - 1] != self.nobodys:
+            first -= 1
+        self.blocks.release(table[first:stop])
+        table[first:stop] = [self.nobodys] * (stop - first)
+
+    def lacks(self, request: Request, num_tokens: int) -> Lacks:
+        """Returns what it lacks to compute its tokens up to `num_tokens`.
+
+        A state that others hold too, or that is kept under a prefix, is never written: its copy is.
+        """
+        table = request.tables[self.at]
+        first = 0 if self.rule.is_state else request.num_computed_tokens // self._block_size
+        copies = first < len(table) and self.must_copy(table[first])
+        return Lacks(max(0, self.num_blocks_for(num_tokens) - len(table)), copies)
+
+    def must_copy(self, block: int) -> bool:
+        """Whether a block that one of its holders is about to write is not its own."""
+        return self.blocks.is_shared(block) or (self.rule.is_state and self.blocks.has_content(block))
+
+    def to_swap(self, request: Request) -> list[int]:
+        """Returns the blocks whose contents a preempted request needs again."""
+        if not (num_computed := request.num_computed_tokens):
+            return []
+        first, stop = self.num_passed(request, num_computed), self.num_blocks_for(num_computed)
+        return [block for block in request.tables[self.at][first:stop] if block != self.nobodys]
+
+    def share(self, request: Request, num_tokens: int) -> list[int]:
+        """Returns a table of the same first tokens for another sequence, which holds these blocks too."""
+        table = request.tables[self.at]
+        table = table[: self.num_blocks_for(num_tokens)] if table else []
+        self.blocks.share([block for block in table if block != self.nobodys])
+        return table
+
+    def give_back(self, request: Request) -> None:
+        self.blocks.release(self.held(request))
+        self.swap.release(request.swap_tables[self.at])
+        request.tables[self.at], request.swap_tables[self.at] = [], []

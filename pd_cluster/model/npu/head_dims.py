@@ -96,7 +96,7 @@ def _found(device: Device, layout: KVLayout, numbers: Sequence[_Numbers], scorin
         if scoring.sinks is not None:
             scoring = replace(scoring, sinks=scoring.sinks.to(device.torch_name))
         requests = [
-            Request(f"probe {i}", Order([0] * len(each.query), Sampling()), tables=[list(table]))
+            Request(f"probe {i}", Order([0] * len(each.query), Sampling()), tables=[list(table)])
             for i, (each, table) in enumerate(zip(numbers, BLOCK_TABLES, strict=True))
         ]
         parts: list[list[torch.Tensor]] = [[] for _ in numbers]

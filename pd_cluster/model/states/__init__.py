@@ -1,0 +1,1 @@
+"""Layers that keep a state of a sequence in place of keys and values."""

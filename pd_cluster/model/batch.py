@@ -14,6 +14,7 @@ from pd_cluster.devices.device import Device
 from pd_cluster.devices.streams import HostValues
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.image_rows import ImageRows, key_limits
+from pd_cluster.model.state_rows import StateRows
 from pd_cluster.model.step_input import Ints, StepInput, last_rows, starts_of, step_input
 from pd_cluster.model.virtual_rows import VirtualRows
 from pd_cluster.types import Request
@@ -109,6 +110,8 @@ class ForwardBatch:
     on_layer: OnLayer | None = None  # receives how many layers' keys and values are in the pool
     write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces attention/sdpa.py's
     chosen: torch.Tensor | None = None  # [num_tokens, most] int32, see attention/sparse.py; None: all keys are seen
+    states: StateRows | None = None  # None: no layer keeps a state
+    states_written: list[int] = field(default_factory=list)  # layers whose states are in their pool
     kernel_state: object = None  # kept by the kernels from layer to layer
     adapters: Ints | None = None  # [num_seqs]: slots of their adapters; None: there are none
     leaders: Ints | None = None  # [num_seqs], see StepInput
@@ -136,6 +139,12 @@ class ForwardBatch:
             self.after_layer()
         if self.on_layer is not None:
             self.on_layer(len(self.layers_written))
+
+    def state_written(self, layer_idx: int) -> None:
+        """Notes that the states that this layer keeps of all sequences are in their pool, checkpoints included."""
+        self.states_written.append(layer_idx)
+        if self.after_layer is not None:
+            self.after_layer()
 
     @property
     def num_seqs(self) -> int:

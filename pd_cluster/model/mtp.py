@@ -86,7 +86,7 @@ def load_mtp(plan: LoadPlan, target: CausalLM) -> DraftHead:
     if not isinstance(target, FusedCausalLM) or not isinstance(target.ops, CpuOps):
         raise ConfigError(f"{PLACE}: method mtp: takes the C kernels, and this model has {target.kernels}; {OTHERWISE}")
     one, index = _load_layer(plan), len(target.layers)
-    if one.caches[0] != target.caches[-1]:
+    if replace(one.caches[0], window=0) != replace(target.caches[-1], window=0):
         raise ModelError(
             f"{checkpoint.path}: layer {index} keeps {one.caches[0]}, and those before {target.caches[-1]}"
         )

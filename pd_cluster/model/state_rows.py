@@ -7,6 +7,7 @@ of rows of one sequence, computed in order from the state in `block`, to where t
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,5 +40,27 @@ class StateRows:
     table: npt.NDArray[np.int32]
 
     @classmethod
-    def of(cls, pool: KVPool, segments: list[Segment]) -> StateRows:
-        return cls(pool, tuple(segments), np.array(segments, dtype=np.int32).reshape(-1, 4))
+    def of(cls, pool: KVPool, segments: Iterable[Segment]) -> StateRows:
+        rows = tuple(segments)
+        return cls(pool, rows, np.array(rows, dtype=np.int32).reshape(-1, 4))
+
+
+def segments_of(
+    nums_tokens: Sequence[int], blocks: Sequence[int], keeps: Sequence[tuple[int, int, int]] = ()
+) -> Iterator[Segment]:
+    """Cuts the rows of a step's sequences after those of whose states a copy is kept.
+
+    `blocks` are the sequences' states; `keeps` as in StepInput: (sequence, its tokens before the copy, block), sorted.
+    """
+    first, rest = 0, list(reversed(keeps))
+    for seq, (num_tokens, block) in enumerate(zip(nums_tokens, blocks, strict=True)):
+        start, stop = first, first + num_tokens
+        while rest and rest[-1][0] == seq:
+            _, after, keep = rest.pop()
+            assert first < start + after <= stop
+            yield Segment(first, start + after, block, keep)
+            first = start + after
+        if first < stop:
+            yield Segment(first, stop, block)
+        first = stop
+    assert not rest

@@ -37,8 +37,15 @@ class Scoring:
         return self.softcap is None and self.sinks is None
 
 
-class _OfModule:
+class OfModule:
     """The default of `sliding_window`: a module that does not pass its window may have it as an attribute."""
+
+
+def window_of(module: torch.nn.Module, given: int | type[OfModule] | None) -> int | None:
+    """Returns the window through which a module attends, as it gives it or has it; None: all tokens are seen."""
+    window = getattr(module, "sliding_window", None) if isinstance(given, type) else given
+    assert window is None or isinstance(window, int)
+    return window
 
 
 def forward(
@@ -50,7 +57,7 @@ def forward(
     *,
     scaling: float,
     forward_batch: ForwardBatch,
-    sliding_window: int | type[_OfModule] | None = _OfModule,
+    sliding_window: int | type[OfModule] | None = OfModule,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **others: object,
@@ -62,7 +69,7 @@ def forward(
     dropout = others.pop("dropout", None) or None  # 0 is none
     unknown = {name: given for name, given in others.items() if name not in HARMLESS}
     _refuse_unknown(module, {**unknown, "attention_mask": attention_mask, "dropout": dropout})
-    window = getattr(module, "sliding_window", None) if isinstance(sliding_window, type) else sliding_window
+    window = window_of(module, sliding_window)
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [num_tokens, num_kv_heads, head_dim]
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)

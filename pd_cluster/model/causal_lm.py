@@ -14,7 +14,7 @@ import torch
 from pd_cluster.model.attention.latent import LatentCache
 from pd_cluster.model.attention_choice import SDPA, Attention
 from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.declared import LayerCache, cache_argument, caches_of, has_latents
+from pd_cluster.model.declared import LayerCache, cache_argument, caches_of, has_latents, has_states
 from pd_cluster.model.layers.rope import LengthRotary, LogN
 from pd_cluster.model.layers.rope_tables import MODELS_ORDER
 from pd_cluster.model.layers.up_projections import put_up_projections
@@ -22,6 +22,7 @@ from pd_cluster.model.layers.weight import WeightForm
 from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.rope_limit import RopeLimit
+from pd_cluster.model.states.driven import drive
 from pd_cluster.model.vision.experts import ByKind
 from pd_cluster.model.weak_hook import WeakHook
 
@@ -82,6 +83,7 @@ class PlainCausalLM:
         self._attend = attention.write_and_attend
         self._has_latents, self._cache_argument = has_latents(self.caches), cache_argument(model)
         self._up_projections = put_up_projections(model) if self._has_latents else []
+        self._states = drive(model) if has_states(self.caches) else []
         self.model = model
         self._vocab_size = vocab_size or model.config.vocab_size
         self._group = group or Alone()
@@ -133,6 +135,8 @@ class PlainCausalLM:
         self._batch = batch
         for rotary in self._rotaries:
             rotary.batch = batch
+        for state in self._states:
+            state.batch = batch
         images = None if batch is None else batch.images
         for up in self._up_projections:
             up.is_absorbed = batch is not None

@@ -6,10 +6,10 @@ less than their own mask contains. Such a model would answer wrongly; here it is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,17 +18,17 @@ from pd_cluster.errors import ModelError
 from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.attention import sdpa
-from pd_cluster.model.batch import build_batch
+from pd_cluster.model.batch import ForwardBatch, build_batch
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.fused_lm import FusedCausalLM
+from pd_cluster.model.state_rows import StateRows, segments_of
+from pd_cluster.model.states.parts import state_modules
 from pd_cluster.types import Order, Request, Sampling
 
-NUM_TOKENS = 12  # of each of two sequences
-STEPS = ((5, 7), (6, 4), (1, 1))  # tokens of the two in each step
 BLOCK_SIZE = 4
-BLOCK_TABLES = ([4, 1, 3], [0, 5, 2])
 WINDOW = 3  # replaces a longer one, and the number of keys that an indexer chooses, which so few tokens would not reach
 SHORTENED = ("sliding_window", "index_topk")
+SCAN, MOST_SCANNED = "chunk_size", 64  # tokens that recurrent modules scan together, some of them more than these
 ROUNDED = "int8"  # activations are codes, of which some fall to the other side by the last bits
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, ROUNDED: 0.25}  # relative; float32 differs by about 1e-6
 # The share of the rows of logits that may differ by more: in 16 bits a router can choose another expert, which changes
@@ -36,61 +36,109 @@ TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, ROUNDED: 0.25}  #
 SPARED_ROWS = {"float32": 0.0, "bfloat16": 0.25, "float16": 0.25, ROUNDED: 0.25}
 
 
-def prove(model: CausalLM, pool: KVPool, dtype: str) -> int | None:
+class Course(NamedTuple):
+    """How the proof computes two sequences: `steps` has the tokens of both in each step.
+
+    A copy of the first one's state after `kept` tokens is kept, if it is not 0; a third sequence continues from it.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+    kept: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Counts the tokens of each sequence."""
+        return sum(first for first, _ in self.steps)
+
+
+KEYS = Course(((5, 7), (6, 4), (1, 1)))
+STATES = Course(((64, 1), (65, 67), (1, 62), (1, 1)), kept=68)  # scans are of 64 tokens; it is kept within a chunk
+
+
+def prove(model: CausalLM, pools: KVPool | Sequence[KVPool], dtype: str) -> int | None:
     """Raises ModelError for a model that must not be served; also the warm-up. `dtype`: the model's.
 
-    Returns the sliding window that all layers have; None when one of them sees everything, or they differ.
+    `pools` are those of its groups of layers. Returns the sliding window that all layers have; None when one of them
+    sees everything, or they differ.
     """
-    windows = prove_every_layer_writes(model, pool)
+    pools = [pools] if isinstance(pools, KVPool) else list(pools)
+    windows = prove_every_layer_writes(model, pools)
     if isinstance(model, PlainCausalLM):  # fused layers were compared with this at their creation
-        prove_same_logits(model, pool, dtype)
+        prove_same_logits(model, pools, dtype)
     return windows.pop() if len(windows) == 1 else None
 
 
-def prove_every_layer_writes(model: CausalLM, pool: KVPool) -> set[int | None]:
-    """Raises ModelError unless each layer wrote the pool once, in ascending order; returns the layers' windows.
+def prove_every_layer_writes(model: CausalLM, pools: KVPool | Sequence[KVPool]) -> set[int | None]:
+    """Raises ModelError unless each layer wrote its pool once, in ascending order; returns the layers' windows.
 
-    Uses the padding block.
+    Layers with keys and values write these, layers with a state that. Uses the padding blocks.
     """
-    probe = Request("probe", Order([0, 0], Sampling()), tables=[[pool.num_blocks]])
-    if pool.layout.block_size < 2:
+    pools = [pools] if isinstance(pools, KVPool) else list(pools)
+    probe = Request("probe", Order([0, 0], Sampling()), tables=[[pool.num_blocks] for pool in pools])
+    if pools[0].layout.block_size < 2:
         probe.prompt_token_ids = [0]
-    batch = build_batch([(probe, probe.num_tokens)], pool)
+    batch = probe_batch([(probe, probe.num_tokens)], pools)
     with torch.inference_mode(), refusal(model):
         model(batch)
-    num_layers = pool.layout.num_model_layers
-    if batch.layers_written != list(range(num_layers)):
-        raise ModelError(
-            f"{_name(model)}: layers {batch.layers_written} wrote the KV pool instead of each of {num_layers} once, in "
-            f"order; this architecture cannot be served"
-        )
+    for written, what in ((batch.layers_written, "KV"), (batch.states_written, "state")):
+        own = [pool.layout for pool in pools if pool.layout.holds.is_state == (what == "state")]
+        wanted = sorted(layer for layout in own for layer in _layers_of(layout))
+        if written != wanted:
+            each = len(wanted) if wanted == list(range(len(wanted))) else wanted
+            raise ModelError(
+                f"{_name(model)}: layers {written} wrote the {what} pool instead of each of {each} once, in "
+                f"order; this architecture cannot be served"
+            )
     return batch.windows
 
 
-def prove_same_logits(model: PlainCausalLM, pool: KVPool, dtype: str) -> None:
-    """Raises ModelError unless two prompts, in chunks through a small pool, give the logits of transformers alone.
+def _layers_of(layout: KVLayout) -> Sequence[int]:
+    """Returns the indices in the model of a group's layers, without a draft head's."""
+    return (layout.layers or range(layout.num_layers))[: layout.num_model_layers]
 
-    The pool has the model's dtype: codes would change the numbers. A row's mean carries no information and is left out.
+
+def probe_batch(
+    chunks: list[tuple[Request, int]], pools: Sequence[KVPool], keeps: Sequence[tuple[int, int, int]] = ()
+) -> ForwardBatch:
+    """Builds a step over the pools of all groups; `keeps` as in StepInput."""
+    batch = build_batch(chunks, pools[0])
+    for group, pool in enumerate(pools):
+        if pool.layout.holds.is_state:
+            blocks = [request.tables[group][0] for request, _ in chunks]
+            batch.states = StateRows.of(pool, segments_of([num for _, num in chunks], blocks, keeps))
+    return batch
+
+
+def prove_same_logits(model: PlainCausalLM, pools: Sequence[KVPool], dtype: str) -> None:
+    """Raises ModelError unless two prompts, in chunks through small pools, give the logits of transformers alone.
+
+    Pools of keys and values have the model's dtype: codes would change the numbers. A row's mean carries no information
+    and is left out.
     """
-    token_ids = probe_token_ids(model.config.vocab_size)
-    with torch.inference_mode(), refusal(model), _short_windows([*model.model.modules(), *_configs(model.model)]):
-        actual = _in_chunks(model, replace(pool.layout, dtype=dtype), pool.device, token_ids.tolist())
-        expected = own_logits(model, token_ids.to(actual.device))
-    check_same(actual, expected, model, ROUNDED if model.rounds_activations else dtype)
+    layouts = [pool.layout if pool.layout.holds.is_state else replace(pool.layout, dtype=dtype) for pool in pools]
+    course = STATES if any(layout.holds.is_state for layout in layouts) else KEYS
+    token_ids = probe_token_ids(model.config.vocab_size, 2 * course.num_tokens)
+    bound = ROUNDED if model.rounds_activations else dtype
+    with torch.inference_mode(), refusal(model), _all_shortened(model):
+        actual = _in_chunks(model, layouts, pools[0].device, token_ids.tolist(), course)
+        expected = own_logits(model, token_ids.to(pools[0].device.torch_name))
+    check_same(torch.stack(actual[:2]), expected, model, bound)
+    for resumed in actual[2:]:
+        check_same(resumed, expected[0, course.kept :], model, bound, "from a kept state")
 
 
 def own_choices(model: PlainCausalLM) -> torch.Tensor:
     """Returns logits by transformers alone of two prompts most of whose tokens see fewer keys than there are."""
     token_ids = probe_token_ids(model.config.vocab_size)
-    with torch.inference_mode(), refusal(model), _short_windows(model.model.modules()):
+    with torch.inference_mode(), refusal(model), _shortened(model.model.modules()):
         return own_logits(model, token_ids).flatten(0, 1).float()
 
 
 def fused_choices(model: FusedCausalLM, layout: KVLayout) -> torch.Tensor:
     """Returns the same by fused layers, in chunks through a pool of this layout, but for its size of blocks."""
     token_ids = probe_token_ids(model.config.vocab_size)
-    with torch.inference_mode(), _short_windows(model.indexers):
-        return _in_chunks(model, layout, CPU, token_ids.tolist()).flatten(0, 1).float()
+    with torch.inference_mode(), _shortened(model.indexers):
+        return torch.cat(_in_chunks(model, [layout], CPU, token_ids.tolist(), KEYS)).float()
 
 
 def own_logits(model: PlainCausalLM, token_ids: torch.Tensor, rows: torch.Tensor | int = 0) -> torch.Tensor:
@@ -128,31 +176,62 @@ def _centred(logits: torch.Tensor) -> torch.Tensor:
     return logits - logits.mean(-1, keepdim=True)
 
 
-def probe_token_ids(vocab_size: int, num_tokens: int = 2 * NUM_TOKENS) -> torch.Tensor:
+def probe_token_ids(vocab_size: int, num_tokens: int = 2 * KEYS.num_tokens) -> torch.Tensor:
     """Returns ids [2, num_tokens / 2] from all over the vocabulary."""
     return (torch.arange(num_tokens) * 7919 % vocab_size).view(2, -1)
 
 
-def _in_chunks(model: CausalLM, layout: KVLayout, device: Device, token_ids: list[list[int]]) -> torch.Tensor:
-    """Computes logits [2, NUM_TOKENS, vocab_size] in chunks, through a small pool."""
-    small = replace(layout, block_size=BLOCK_SIZE)
-    with KVPool(small, num_blocks=2 * len(BLOCK_TABLES[0]), device=device) as pool:
-        return _steps(model, pool, token_ids)
+def _in_chunks(
+    model: CausalLM, layouts: Sequence[KVLayout], device: Device, token_ids: list[list[int]], course: Course
+) -> list[torch.Tensor]:
+    """Computes logits [course.num_tokens, vocab_size] of two sequences, in chunks through small pools.
+
+    They are followed by those of the third sequence of a course that has one, from where it continues.
+    """
+    per_seq = -(-course.num_tokens // BLOCK_SIZE)
+    with ExitStack() as stack:
+        pools = list[KVPool]()
+        for layout in layouts:
+            is_state = layout.holds.is_state
+            small = layout if is_state else replace(layout, block_size=BLOCK_SIZE)
+            pools.append(stack.enter_context(KVPool(small, 4 if is_state else 3 * per_seq, device)))
+        tables = [[3 * at + seq for at in reversed(range(per_seq))] for seq in range(3)]
+        requests = [
+            Request(f"probe {seq}", Order(ids, Sampling()), tables=[_table(pool, tables[seq], seq) for pool in pools])
+            for seq, ids in enumerate((*token_ids, token_ids[0]))
+        ]
+        found = _steps(model, pools, requests[:2], course)
+        if course.kept:
+            third, num_shared = requests[2], course.kept // BLOCK_SIZE
+            third.num_computed_tokens = course.kept
+            for table, of in zip(third.tables, requests[0].tables, strict=True):
+                if len(table) > 1:
+                    table[:num_shared] = of[:num_shared]
+            found += [_all_logits(model, probe_batch([(third, course.num_tokens - course.kept)], pools))]
+    return found
 
 
-def _steps(model: CausalLM, pool: KVPool, token_ids: list[list[int]]) -> torch.Tensor:
-    requests = [
-        Request(f"probe {i}", Order(ids, Sampling()), tables=[table])
-        for i, (ids, table) in enumerate(zip(token_ids, BLOCK_TABLES, strict=True))
-    ]
+def _table(pool: KVPool, blocks: list[int], seq: int) -> list[int]:
+    """Returns a sequence's table in a pool: its blocks, or its state."""
+    return [seq + 1] if pool.layout.holds.is_state else list(blocks)
+
+
+def _steps(model: CausalLM, pools: Sequence[KVPool], requests: list[Request], course: Course) -> list[torch.Tensor]:
+    """Computes the course of two sequences; the third one's state is where the first one's is kept."""
     rows: list[list[torch.Tensor]] = [[], []]
-    for step in STEPS:
-        batch = build_batch(list(zip(requests, step, strict=True)), pool)
-        batch.sample_rows = torch.arange(batch.num_tokens, device=batch.slot_mapping.device)
-        for i, part in enumerate(torch.split(model(batch), list(step))):
+    for step in course.steps:
+        after = course.kept - requests[0].num_computed_tokens
+        keeps = [(0, after, 3)] if 0 < after <= step[0] else []
+        batch = probe_batch(list(zip(requests, step, strict=True)), pools, keeps)
+        for i, part in enumerate(torch.split(_all_logits(model, batch), list(step))):
             rows[i].append(part)
             requests[i].num_computed_tokens += step[i]
-    return torch.stack([torch.cat(parts) for parts in rows])
+    return [torch.cat(parts) for parts in rows]
+
+
+def _all_logits(model: CausalLM, batch: ForwardBatch) -> torch.Tensor:
+    batch.sample_rows = torch.arange(batch.num_tokens, device=batch.slot_mapping.device)
+    return model(batch)
 
 
 @contextmanager
@@ -167,20 +246,28 @@ def refusal(model: CausalLM) -> Iterator[None]:
 
 
 @contextmanager
-def _short_windows(owners: Iterable[Any]) -> Iterator[None]:
-    """Sets every sliding window to WINDOW: the config's, which transformers' masks use, and the modules' own.
+def _shortened(owners: Iterable[Any], names: Sequence[str] = SHORTENED, most: int = WINDOW) -> Iterator[None]:
+    """Sets every sliding window to `most`: the config's, which transformers' masks use, and the modules' own.
 
-    Likewise the number of keys that indexers choose.
+    Likewise the number of keys that indexers choose, or what else is named.
     """
-    values = [(owner, name, getattr(owner, name, None)) for owner in owners for name in SHORTENED]
+    values = [(owner, name, getattr(owner, name, None)) for owner in owners for name in names]
     values = [each for each in values if isinstance(each[2], int)]
     try:
         for owner, name, _ in values:
-            setattr(owner, name, WINDOW)
+            setattr(owner, name, most)
         yield
     finally:
         for owner, name, value in values:
             setattr(owner, name, value)
+
+
+@contextmanager
+def _all_shortened(model: PlainCausalLM) -> Iterator[None]:
+    """Shortens whatever the proof's few tokens would not reach."""
+    scans = state_modules(model.model).values()
+    with _shortened([*model.model.modules(), *_configs(model.model)]), _shortened(scans, (SCAN,), MOST_SCANNED):
+        yield
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -29,7 +29,7 @@ class BlockMajor:
     """The common part of both: one allocation, [num_blocks, numbers of a block], whose layers follow one another.
 
     `data` is the same as [num_blocks, num_layers, num_planes, block_size, local_kv_heads, width] where all layers are
-    alike and all planes have one width.
+    alike and all planes have one shape.
     """
 
     def __init__(self, layout: KVLayout, parts: Sequence[torch.Tensor]) -> None:
@@ -44,20 +44,20 @@ class BlockMajor:
         self._planes = [
             [plane[:, at] for plane in planes] for first, stop, planes in self._alike for at in range(stop - first)
         ]
-        widths, shape = layout.stored_widths(layout.planes), (layout.block_size, layout.local_kv_heads)
+        shapes = layout.block_shapes(layout.planes)
         self._data: torch.Tensor | None = None
-        if len(self._alike) == 1 and len(set(widths)) == 1:
-            self._data = self._numbers.view(num_blocks, layout.num_layers, len(widths), *shape, -1)
+        if len(self._alike) == 1 and len(set(shapes)) == 1:
+            self._data = self._numbers.view(num_blocks, layout.num_layers, len(shapes), *shapes[0])
 
     def _planes_of(self, alike: AlikeLayers) -> _AlikePlanes:
         layout, (first, stop, planes) = self.layout, alike
-        size, heads, itemsize = layout.block_size, layout.local_kv_heads, DTYPE_NBYTES[layout.dtype]
+        itemsize = DTYPE_NBYTES[layout.dtype]
         layers = self._numbers[:, self._starts[first] // itemsize : self._starts[stop] // itemsize]
         layers = layers.view(len(layers), stop - first, -1)
-        ends = list(itertools.accumulate(size * heads * width for width in layout.stored_widths(planes)))
-        shape = (len(layers), stop - first, size, heads, -1)
-        places = zip([0, *ends], ends, strict=False)
-        return _AlikePlanes(first, stop, [layers[:, :, at:end].view(shape) for at, end in places])
+        shapes = layout.block_shapes(planes)
+        parts = torch.split(layers, [math.prod(shape) for shape in shapes], dim=2)
+        views = [part.view(len(layers), stop - first, *shape) for part, shape in zip(parts, shapes, strict=True)]
+        return _AlikePlanes(first, stop, views)
 
     @classmethod
     def shapes(cls, layout: KVLayout, num_blocks: int) -> list[tuple[int, ...]]:
@@ -89,15 +89,17 @@ class BlockMajor:
         layers = slice(piece.first_layer - found.first, piece.stop_layer - found.first)
         return [plane[:, layers] for plane in found.planes]
 
-    def heads_of(self, piece: KVPiece, heads: slice) -> list[torch.Tensor]:
+    def heads_of(self, piece: KVPiece, heads: Sequence[slice]) -> list[torch.Tensor]:
         ids = ids_on(self.device, torch.tensor(piece.block_ids))
-        planes = self._alike_planes(piece)
-        return [plane[:, :, :, heads].index_select(0, ids).transpose(0, 1) for plane in planes]
+        planes = zip(self._alike_planes(piece), heads, strict=True)
+        return [plane[:, :, :, own].index_select(0, ids).transpose(0, 1) for plane, own in planes]
 
-    def put_vectors(self, planes: Sequence[torch.Tensor], piece: KVPiece, into: list[int], heads: slice) -> None:
+    def put_vectors(
+        self, planes: Sequence[torch.Tensor], piece: KVPiece, into: list[int], heads: Sequence[slice]
+    ) -> None:
         block, offset = slots_of(self.layout, piece, into, self.device)
-        for plane, vectors in zip(self._alike_planes(piece), planes, strict=True):
-            target = plane[:, :, :, heads]
+        for plane, vectors, own in zip(self._alike_planes(piece), planes, heads, strict=True):
+            target = plane[:, :, :, own]
             target[block, :, offset] = vectors.transpose(0, 1)  # [num_tokens, num_layers, heads, width]
 
     def view_of(self, piece: KVPiece) -> torch.Tensor | None:
@@ -160,8 +162,8 @@ class HostBlocks(BlockMajor):
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
         blocks = self.bytes
-        if kind == "copy":
-            _copy_each(blocks, pairs)
+        if kind in ("copy", "clear"):
+            _copy_or_clear_each(blocks, kind, pairs)
             return
         sources, targets = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
         to, of = (host, blocks) if kind == "out" else (blocks, host)
@@ -199,10 +201,10 @@ class DeviceBlocks(BlockMajor):
         copy_blocks(self._layers_of(source, piece), self._layers(piece), ids, into, paired_runs(ids, into))
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
-        """Copies a block at a time between device and host: each is one large contiguous copy."""
+        """Copies a block at a time: each is one large contiguous copy."""
         blocks = self.bytes
-        if kind == "copy":
-            _copy_each(blocks, pairs)
+        if kind in ("copy", "clear"):
+            _copy_or_clear_each(blocks, kind, pairs)
             return
         to, of = (host, blocks) if kind == "out" else (blocks, host)
         for source, target in pairs:
@@ -212,10 +214,13 @@ class DeviceBlocks(BlockMajor):
         warm(self.device)
 
 
-def _copy_each(blocks: torch.Tensor, pairs: Sequence[tuple[int, int]]) -> None:
-    """Copies one after the other: a target may be the next one's source."""
+def _copy_or_clear_each(blocks: torch.Tensor, kind: Move, pairs: Sequence[tuple[int, int]]) -> None:
+    """Changes one block after the other: a target may be the next one's source."""
     for source, target in pairs:
-        blocks[target].copy_(blocks[source])
+        if kind == "clear":
+            blocks[target].zero_()
+        else:
+            blocks[target].copy_(blocks[source])
 
 
 def _contiguous(blocks: torch.Tensor, is_whole: bool) -> list[torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,20 +17,17 @@ ALL = slice(None)
 class LayerMajor:
     """`layers[i]` holds the planes of layer i one after the other, each [num_blocks, block_size, heads, width].
 
-    It is [num_planes, num_blocks, block_size, local_kv_heads, width] where all planes have one width, and flat
-    otherwise.
+    It is [num_planes, num_blocks, block_size, heads, width] where all planes have one shape, and flat otherwise.
     """
 
     def __init__(self, layout: KVLayout, parts: Sequence[torch.Tensor]) -> None:
         self.layout = layout
         self.layers = list(parts)
-        size, heads = layout.block_size, layout.local_kv_heads
         self._num_blocks = self.layers[0].numel() // layout.layer_numel(layout.alike[0].planes)
         self._planes: list[list[torch.Tensor]] = []
         for first, stop, planes in layout.alike:
-            widths = layout.stored_widths(planes)
-            shapes = [(self._num_blocks, size, heads, width) for width in widths]
-            numels = [size * heads * width * self._num_blocks for width in widths]
+            shapes = [(self._num_blocks, *shape) for shape in layout.block_shapes(planes)]
+            numels = [math.prod(shape) for shape in shapes]
             self._planes += [
                 [flat.view(shape) for flat, shape in zip(torch.split(layer.view(-1), numels), shapes, strict=True)]
                 for layer in self.layers[first:stop]
@@ -39,10 +37,10 @@ class LayerMajor:
     def shapes(cls, layout: KVLayout, num_blocks: int) -> list[tuple[int, ...]]:
         shapes: list[tuple[int, ...]] = []
         for first, stop, planes in layout.alike:
-            widths = set(layout.stored_widths(planes))
+            of_planes = set(layout.block_shapes(planes))
             shape: tuple[int, ...] = (num_blocks * layout.layer_numel(planes),)
-            if len(widths) == 1:
-                shape = (len(planes), num_blocks, layout.block_size, layout.local_kv_heads, widths.pop())
+            if len(of_planes) == 1:
+                shape = (len(planes), num_blocks, *of_planes.pop())
             shapes += [shape] * (stop - first)
         return shapes
 
@@ -80,25 +78,32 @@ class LayerMajor:
         layers = _layers_of(piece)
         self._copy(source, self._ids(piece.block_ids), self._ids(into), layers)
 
-    def heads_of(self, piece: KVPiece, heads: slice) -> list[torch.Tensor]:
+    def heads_of(self, piece: KVPiece, heads: Sequence[slice]) -> list[torch.Tensor]:
         ids = self._ids(piece.block_ids)
-        by_plane = zip(*self._planes[_layers_of(piece)], strict=True)
-        return [torch.stack([plane.index_select(0, ids)[:, :, heads] for plane in planes]) for planes in by_plane]
+        by_plane = zip(zip(*self._planes[_layers_of(piece)], strict=True), heads, strict=True)
+        return [torch.stack([plane.index_select(0, ids)[:, :, own] for plane in planes]) for planes, own in by_plane]
 
-    def put_vectors(self, planes: Sequence[torch.Tensor], piece: KVPiece, into: list[int], heads: slice) -> None:
+    def put_vectors(
+        self, planes: Sequence[torch.Tensor], piece: KVPiece, into: list[int], heads: Sequence[slice]
+    ) -> None:
         block, offset = slots_of(self.layout, piece, into, self.device)
-        size, num_heads = self.layout.block_size, self.layout.local_kv_heads
-        wanted = torch.arange(*heads.indices(num_heads), device=self.device)
-        rows = ((block * size + offset)[:, None] * num_heads + wanted).flatten()
+        slots = (block * self.layout.block_size + offset)[:, None]
+        rows: dict[tuple[int, int, int], torch.Tensor] = {}  # of the same heads of so many
         for at, layer in enumerate(self._planes[_layers_of(piece)]):
-            for plane, vectors in zip(layer, planes, strict=True):
-                width = plane.shape[-1]
-                plane.view(-1, width).index_copy_(0, rows, vectors[at].reshape(-1, width))
+            for plane, vectors, own in zip(layer, planes, heads, strict=True):
+                num_heads, width = plane.shape[2:]
+                key = (num_heads, own.start, own.stop)
+                if key not in rows:
+                    rows[key] = (slots * num_heads + torch.arange(own.start, own.stop, device=self.device)).flatten()
+                plane.view(-1, width).index_copy_(0, rows[key], vectors[at].reshape(-1, width))
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
         for source, target in pairs:
             if kind == "copy":
                 self._copy(self, self._ids([source]), self._ids([target]), ALL)
+            elif kind == "clear":
+                for plane in self._flat_planes(ALL):
+                    plane.index_fill_(0, self._ids([target]), 0)
             elif kind == "out":
                 host[target].copy_(self._gathered(self._ids([source]), ALL)[0], non_blocking=True)
             else:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -32,11 +33,12 @@ class AlikeLayers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """One rank's share of a block holds, in each layer, its planes in order, each [block_size, local_kv_heads, width].
+    """One rank's share of a block holds, in each layer, its planes in order, each [block_size, heads, width].
 
     `plane_layers`: for each plane the layers that have it, ascending. It is () where every layer has every plane.
-    num_kv_heads counts the whole model. Heads are split evenly over tp_size ranks; with more ranks than heads each head
-    is replicated on tp_size / num_kv_heads ranks. `dtype` is the pool's, which may be narrower than the model's: see
+    num_kv_heads counts the whole model; planes whose `num_heads` is not 0 have their own number, which divides it. The
+    heads of each plane are split evenly over tp_size ranks; with more ranks than heads each head is replicated on
+    tp_size / heads ranks. `dtype` is the pool's, which may be narrower than the model's: see
     `stored_width`. The last `num_draft_layers` layers are those of a draft head; `draft_head` identifies everything
     that their contents follow from beside the model, and is "" without one.
 
@@ -98,16 +100,34 @@ class KVLayout:
     @property
     def head_range(self) -> tuple[int, int]:
         """Returns the global KV heads [start, stop) on this rank."""
-        if self.tp_size <= self.num_kv_heads:
-            per_rank = self.num_kv_heads // self.tp_size
-            return self.tp_rank * per_rank, (self.tp_rank + 1) * per_rank
-        head = self.tp_rank * self.num_kv_heads // self.tp_size
-        return head, head + 1
+        return _head_range(self.num_kv_heads, self.tp_size, self.tp_rank)
 
     @property
     def local_kv_heads(self) -> int:
         start, stop = self.head_range
         return stop - start
+
+    def num_heads_of(self, plane: Plane) -> int:
+        """Counts the whole model's heads of a plane."""
+        return plane.num_heads or self.num_kv_heads
+
+    def head_range_of(self, plane: Plane) -> tuple[int, int]:
+        """Returns the global heads [start, stop) of a plane on this rank."""
+        return _head_range(plane.num_heads, self.tp_size, self.tp_rank) if plane.num_heads else self.head_range
+
+    def local_heads(self, plane: Plane) -> int:
+        """Counts the heads of a plane on this rank."""
+        start, stop = self.head_range_of(plane)
+        return stop - start
+
+    @property
+    def has_own_heads(self) -> bool:
+        """Whether planes differ in their number of heads."""
+        return any(plane.num_heads not in (0, self.num_kv_heads) for plane in self.planes)
+
+    def can_split(self, tp_size: int) -> bool:
+        """Whether the heads of every plane can be spread over so many ranks."""
+        return all(can_split_heads(self.num_heads_of(plane), tp_size) for plane in self.planes)
 
     def width_of(self, name: str) -> int:
         """Returns the width of the plane of this name."""
@@ -130,13 +150,18 @@ class KVLayout:
         """Whether some layers choose the keys that a token attends to."""
         return any(plane.name == INDEX for plane in self.planes)
 
-    def stored_widths(self, planes: Iterable[Plane]) -> list[int]:
-        """Returns the elements that a vector of each of these planes takes."""
-        return [stored_width(self.dtype, plane.width) for plane in planes]
+    def block_shapes(self, planes: Iterable[Plane]) -> list[tuple[int, int, int]]:
+        """Returns the shape of each of these planes in one block: [block_size, heads on this rank, stored width]."""
+        dtype, size = self.dtype, self.block_size
+        return [(size, self.local_heads(plane), stored_width(dtype, plane.width)) for plane in planes]
 
     def layer_numel(self, planes: Iterable[Plane]) -> int:
         """Counts the elements of one block in a layer with these planes, on this rank."""
-        return self.local_kv_heads * self.block_size * sum(self.stored_widths(planes))
+        return sum(map(math.prod, self.block_shapes(planes)))
+
+    def local_layer(self, layer_idx: int) -> int:
+        """Returns the index in this group of a layer of the model; raises ValueError for one of another group."""
+        return self.layers.index(layer_idx) if self.layers else layer_idx
 
     def layers_nbytes(self, first: int, stop: int) -> int:
         """Counts the bytes of one block in layers [first, stop), which lie one behind the other, on this rank."""
@@ -176,6 +201,14 @@ class KVLayout:
     @classmethod
     def from_info(cls, info: LayoutInfo) -> KVLayout:
         return cls(**{name: getattr(info, name) for name in info.__struct_fields__})
+
+
+def _head_range(num_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
+    if tp_size <= num_heads:
+        per_rank = num_heads // tp_size
+        return tp_rank * per_rank, (tp_rank + 1) * per_rank
+    head = tp_rank * num_heads // tp_size
+    return head, head + 1
 
 
 @functools.lru_cache(maxsize=64)
@@ -240,10 +273,13 @@ def num_common_layers(source: KVLayout | LayoutInfo, target: KVLayout | LayoutIn
 
 def token_nbytes_of(source: LayoutInfo, target: LayoutInfo) -> int:
     """Counts the bytes of a token that travel from all ranks of an instance to another, each KV head once."""
-    stop, vectors = num_common_layers(source, target), 0
+    stop, nbytes = num_common_layers(source, target), 0
     for each in _alike(source.num_layers, source.planes, source.plane_layers):
-        vectors += max(0, min(each.stop, stop) - each.first) * vectors_nbytes(each.planes, source.dtype)
-    return source.num_kv_heads * vectors
+        of_layer = sum(
+            (plane.num_heads or source.num_kv_heads) * vectors_nbytes((plane,), source.dtype) for plane in each.planes
+        )
+        nbytes += max(0, min(each.stop, stop) - each.first) * of_layer
+    return nbytes
 
 
 def can_split_heads(num_kv_heads: int, tp_size: int) -> bool:
@@ -263,7 +299,7 @@ def num_lanes(own: KVLayout, tp_sizes: Iterable[int]) -> int:
 
     Instances over whose ranks the heads cannot be spread get none: they are refused when they link.
     """
-    others = [replace(own, tp_size=size, tp_rank=0) for size in tp_sizes if can_split_heads(own.num_kv_heads, size)]
+    others = [replace(own, tp_size=size, tp_rank=0) for size in tp_sizes if own.can_split(size)]
     sent = sum(lane.source_rank == own.tp_rank for other in others for lane in lanes(own, other))
     return max(sent, sum(lane.target_rank == own.tp_rank for other in others for lane in lanes(other, own)))
 
@@ -272,7 +308,7 @@ def lanes(source: KVLayout, target: KVLayout) -> list[Lane]:
     """Lists the senders and receivers between two instances: each rank of `target` gets each of its heads exactly once.
 
     Where a head is replicated on several ranks of `source`, the ranks of `target` are spread over them. The first lane
-    is from rank 0 to rank 0.
+    is from rank 0 to rank 0. Planes with fewer heads than `num_kv_heads` take the same lanes: see `Route.heads_of`.
     """
     found: list[Lane] = []
     num_replicas = max(1, source.tp_size // source.num_kv_heads)
@@ -284,67 +320,3 @@ def lanes(source: KVLayout, target: KVLayout) -> list[Lane]:
             if lane not in found:
                 found.append(lane)
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """The way from one pool into another: the contents of a payload, and the cost in precision.
-
-    `one_sided`: the receiver reads the sender's pool itself, so a smaller payload gains nothing.
-    """
-
-    source: KVLayout
-    target: KVLayout
-    wants_int8: bool = False
-    one_sided: bool = False
-
-    @property
-    def is_verbatim(self) -> bool:
-        """Whether payloads are the blocks' own bytes."""
-        same = (self.source.block_size, self.source.dtype) == (self.target.block_size, self.target.dtype)
-        return same and self.source.head_range == self.target.head_range and self.wire_dtype == self.source.dtype
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """Returns the KV heads [start, stop), counted over the whole model, that both ranks have."""
-        (first, last), (start, stop) = self.source.head_range, self.target.head_range
-        return max(first, start), min(last, stop)
-
-    @property
-    def num_heads(self) -> int:
-        start, stop = self.heads
-        return stop - start
-
-    def heads_in(self, layout: KVLayout) -> slice:
-        """Returns their position in a pool of this layout."""
-        start, stop = self.heads
-        first = layout.head_range[0]
-        return slice(start - first, stop - first)
-
-    @property
-    def wire_dtype(self) -> str:
-        """Returns the dtype of a payload: the narrowest of the two pools' and, where it is wanted, int8."""
-        dtypes = [self.source.dtype, self.target.dtype, *(["int8"] if self.wants_int8 and not self.one_sided else [])]
-        return min(dtypes, key=lambda dtype: CODE_BITS.get(dtype, 8 * DTYPE_NBYTES[dtype]))  # the first of equal ones
-
-    @property
-    def precision(self) -> str:
-        """Returns "" when the target holds just what it would have computed itself.
-
-        Otherwise it names the dtype on the way, and COLD where the target's draft head finds nothing of the prompt.
-        """
-        source, target, losses = self.source, self.target, list[str]()
-        if self.wire_dtype not in (source.dtype, target.dtype):
-            losses.append(self.wire_dtype)
-        elif source.dtype != target.dtype:
-            losses.append(source.dtype)
-        if target.draft_head not in ("", source.draft_head):
-            losses.append(COLD)
-        return ", ".join(losses)
-
-    def payload_nbytes(self, piece: KVPiece) -> int:
-        if self.is_verbatim:
-            return len(piece.block_ids) * self.source.layers_nbytes(piece.first_layer, piece.stop_layer)
-        parts = self.source.parts_of(piece)
-        nbytes = sum(part.num_layers * vectors_nbytes(planes, self.wire_dtype) for planes, part in parts)
-        return piece.num_tokens * self.num_heads * nbytes

@@ -1,7 +1,7 @@
 """Declares the interface of a pool's memory; block_major.py and layer_major.py implement its orders of blocks.
 
 Verbatim payloads are the same bytes from each of them: block by block, in each the layers, in each the planes, in each
-[block_size, local_kv_heads, width]. Widths are those in which vectors are stored (kv/vectors.py). Knows nothing of
+[block_size, heads, width]. Widths are those in which vectors are stored (kv/vectors.py). Knows nothing of
 transports or of blocks' holders.
 """
 
@@ -46,7 +46,7 @@ class Memory(Protocol):
         """Counts blocks."""
 
     def planes(self, layer: int) -> list[torch.Tensor]:
-        """Returns the layer's planes, each [num_blocks, block_size, local_kv_heads, width], possibly strided."""
+        """Returns the planes of a layout's layer, each [num_blocks, block_size, heads, width], perhaps strided."""
 
     def gather(self, piece: KVPiece) -> torch.Tensor:
         """Returns the verbatim payload, [nbytes] uint8; a view of the memory where possible."""
@@ -66,20 +66,22 @@ class Memory(Protocol):
         Only host memory supports `seen`.
         """
 
-    def heads_of(self, piece: KVPiece, heads: slice) -> list[torch.Tensor]:
-        """Returns a copy of these heads of the piece's blocks, a tensor for each plane, possibly strided.
+    def heads_of(self, piece: KVPiece, heads: Sequence[slice]) -> list[torch.Tensor]:
+        """Returns a copy of each plane's heads, as `heads` has them, of the piece's blocks, possibly strided.
 
         Each is [num_layers, num_blocks, block_size, num_heads, width]; the layers are alike (`KVLayout.parts_of`).
         """
 
-    def put_vectors(self, planes: Sequence[torch.Tensor], piece: KVPiece, into: list[int], heads: slice) -> None:
-        """Writes vectors in the pool's own form to these heads of the piece's tokens in the blocks `into`.
+    def put_vectors(
+        self, planes: Sequence[torch.Tensor], piece: KVPiece, into: list[int], heads: Sequence[slice]
+    ) -> None:
+        """Writes vectors in the pool's own form to these heads of each plane, of the piece's tokens in `into`.
 
         There is a tensor for each plane: [num_layers, num_tokens, num_heads, width]; the layers are alike.
         """
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
-        """Copies blocks (source, target) within the memory, out to `host` or back in from it.
+        """Copies blocks (source, target) within the memory, out to `host` or back in from it; or clears the targets.
 
         `host` is [num_blocks, block_nbytes] uint8.
         """

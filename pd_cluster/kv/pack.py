@@ -6,27 +6,29 @@ The only place that converts. Payloads are the same however the pools lie in mem
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 
-from pd_cluster.kv.layout import KVLayout, Route, stored_width
+from pd_cluster.kv.layout import KVLayout, stored_width
 from pd_cluster.kv.memory import TORCH_DTYPES, Memory
+from pd_cluster.kv.route import Route
 from pd_cluster.kv.vectors import convert
-from pd_cluster.wire import KVPiece
+from pd_cluster.wire import KVPiece, Plane
 
 
 def pack(memory: Memory, piece: KVPiece, route: Route) -> torch.Tensor:
     """Returns the payload as bytes, [payload_nbytes] uint8; a view of the pool where possible.
 
-    A converted payload goes layer by layer, plane by plane, [num_tokens, num_heads, stored width].
+    A converted payload goes layer by layer, plane by plane, [num_tokens, num_heads of the plane, stored width].
     """
     if route.is_verbatim:
         return memory.gather(piece)
     found = []
-    for _, part in route.source.parts_of(piece):
+    for own, part in route.source.parts_of(piece):
         planes = [
             convert(vectors, route.source.dtype, route.wire_dtype)
-            for vectors in memory.heads_of(part, route.heads_in(route.source))
+            for vectors in memory.heads_of(part, route.heads_in(route.source, own))
         ]
         joined = _joined(planes, part, memory.layout, TORCH_DTYPES[route.wire_dtype])
         found.append(joined.view(torch.uint8).view(-1))
@@ -41,13 +43,11 @@ def unpack(payload: torch.Tensor, piece: KVPiece, route: Route, memory: Memory, 
     at = 0
     for own, part in route.source.parts_of(piece):
         nbytes = route.payload_nbytes(part)
-        widths = [stored_width(route.wire_dtype, plane.width) for plane in own]
         numbers = payload[at : at + nbytes].view(TORCH_DTYPES[route.wire_dtype])
         planes = [
-            convert(vectors, route.wire_dtype, route.target.dtype)
-            for vectors in _planes_of(numbers, part, route, widths)
+            convert(vectors, route.wire_dtype, route.target.dtype) for vectors in _planes_of(numbers, part, route, own)
         ]
-        memory.put_vectors(planes, part, into, route.heads_in(route.target))
+        memory.put_vectors(planes, part, into, route.heads_in(route.target, own))
         at += nbytes
 
 
@@ -68,10 +68,13 @@ def _joined(planes: list[torch.Tensor], piece: KVPiece, layout: KVLayout, dtype:
     return result
 
 
-def _planes_of(numbers: torch.Tensor, piece: KVPiece, route: Route, widths: list[int]) -> list[torch.Tensor]:
-    """Inverts `_joined`: [num_layers, num_tokens, num_heads, width] of each plane."""
-    num_vectors = piece.num_tokens * route.num_heads
-    ends = list(itertools.accumulate(num_vectors * width for width in widths))
-    layers = numbers.view(piece.num_layers, -1)
-    shape = (piece.num_layers, piece.num_tokens, route.num_heads, -1)
-    return [layers[:, at:end].view(shape) for at, end in zip([0, *ends], ends, strict=False)]
+def _planes_of(
+    numbers: torch.Tensor, piece: KVPiece, route: Route, planes: tuple[Plane, ...]
+) -> Iterator[torch.Tensor]:
+    """Inverts `_joined`: yields [num_layers, num_tokens, num_heads, width] of each plane."""
+    layers, at = numbers.view(piece.num_layers, -1), 0
+    for plane in planes:
+        (start, stop), width = route.heads_of(plane), stored_width(route.wire_dtype, plane.width)
+        end = at + piece.num_tokens * (stop - start) * width
+        yield layers[:, at:end].view(piece.num_layers, piece.num_tokens, stop - start, width)
+        at = end

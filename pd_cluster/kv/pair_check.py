@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import DTYPE_NBYTES, KVLayout, can_hold, can_split_heads
 from pd_cluster.settings.engine import MAX_BLOCK_SIZE
+
+
+def check_groups(source: Sequence[KVLayout], target: Sequence[KVLayout]) -> None:
+    """Checks the layouts of all groups of layers, in their order; raises LinkError(retry=False) naming the group."""
+    theirs, ours = (_groups(layouts) for layouts in (source, target))
+    if theirs != ours:
+        raise LinkError(
+            f"groups of layers differ: {theirs} on the prefill instance and {ours} on the decode instance; start both "
+            f"with the same model, on the same kind of device"
+        )
+    for each, other in zip(source, target, strict=True):
+        check_pair(each, other)
+
+
+def _groups(layouts: Sequence[KVLayout]) -> str:
+    return ", ".join(_group(layout) for layout in layouts)
+
+
+def _group(layout: KVLayout) -> str:
+    return f"{layout.rule} {layout.window}" if layout.window else layout.rule
 
 
 def check_pair(source: KVLayout, target: KVLayout) -> None:
@@ -15,11 +35,12 @@ def check_pair(source: KVLayout, target: KVLayout) -> None:
     Block size, dtype and tensor parallel size may differ: see pack.py and `lanes`. So may draft heads, whose layers
     stay behind then: see `num_common_layers`.
     """
+    where = f" of group {_group(source)}" if source.layers else ""
     for name, theirs, ours in _compared(source, target):
         if theirs != ours:
             raise LinkError(
-                f"KV layout differs: {name} is {theirs} on the prefill instance and {ours} on the decode instance; "
-                f"start both with the same model"
+                f"KV layout{where} differs: {name} is {theirs} on the prefill instance and {ours} on the decode "
+                f"instance; start both with the same model"
             )
     for layout in (source, target):
         if why := _nonsense(layout):
@@ -30,20 +51,26 @@ def _compared(source: KVLayout, target: KVLayout) -> Iterator[tuple[str, object,
     """Yields the fields that must be the same, under their public names; they describe the layers that travel."""
     if source.draft_head != target.draft_head:
         source, target = source.without_head, target.without_head
-    for name in ("num_layers", "num_draft_layers", "num_kv_heads"):
+    for name in ("rule", "window", "num_layers", "layers", "num_draft_layers", "num_kv_heads"):
         yield name, getattr(source, name), getattr(target, name)
     if (names := [plane.name for plane in source.planes]) != [plane.name for plane in target.planes]:
         yield "planes", ", ".join(names), ", ".join(plane.name for plane in target.planes)
         return
     for theirs, ours in zip(source.planes, target.planes, strict=True):
         yield f"{theirs.name}_head_dim", theirs.width, ours.width
+        yield f"{theirs.name}_num_heads", source.num_heads_of(theirs), target.num_heads_of(ours)
     yield "plane_layers", source.plane_layers, target.plane_layers
 
 
 def _nonsense(layout: KVLayout) -> str:
     """Returns why no pool can have this layout, or ""."""
-    if not can_split_heads(layout.num_kv_heads, layout.tp_size):
-        return f"{layout.num_kv_heads} KV heads cannot be spread over {layout.tp_size} ranks"
+    for heads in dict.fromkeys((layout.num_kv_heads, *map(layout.num_heads_of, layout.planes))):
+        if not can_split_heads(heads, layout.tp_size):
+            return f"{heads} KV heads cannot be spread over {layout.tp_size} ranks"
+        if layout.num_kv_heads % heads:
+            return f"a plane has {heads} heads, and another {layout.num_kv_heads}, which is no multiple"
+    if why := _wrong_group(layout):
+        return why
     num_layers, num_draft = layout.num_layers, layout.num_draft_layers
     if bool(layout.draft_head) != bool(num_draft) or not 0 <= num_draft < num_layers:
         return f"{num_draft} of {num_layers} layers are a draft head's, which is {layout.draft_head or 'none'}"
@@ -55,6 +82,18 @@ def _nonsense(layout: KVLayout) -> str:
     if layout.dtype not in DTYPE_NBYTES or not 1 <= layout.block_size <= MAX_BLOCK_SIZE or not is_rank:
         rank = f"rank {layout.tp_rank} of {layout.tp_size}"
         return f"blocks of {layout.block_size} tokens of {layout.dtype!r}, {rank}"
+    return ""
+
+
+def _wrong_group(layout: KVLayout) -> str:
+    """Returns why no group of layers can have such a rule and such layers, or ""."""
+    rule, layers = layout.holds, layout.layers
+    if (rule.name == "window") != (rule.window > 0):
+        return f"the rule is {rule.name}, with a window of {rule.window} tokens"
+    if rule.is_state and (layout.block_size, layout.dtype) != (1, "float32"):
+        return f"blocks of states have {layout.block_size} tokens of {layout.dtype!r}; they have one of float32"
+    if layers and (len(layers) != layout.num_layers or list(layers) != sorted({*layers}) or layers[0] < 0):
+        return f"{layout.num_layers} layers of a group are {len(layers)} of the model, or out of order"
     return ""
 
 

@@ -41,6 +41,8 @@ class KVPool:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
+        # By layer of the model, its place in the layout; None: the group has all of them.
+        self._places = {layer_idx: at for at, layer_idx in enumerate(layout.layers)} if layout.layers else None
         self.fd = -1  # the memory's, on CPU
         self._map: mmap.mmap | None = None  # likewise
         self.memory: Memory
@@ -107,13 +109,21 @@ class KVPool:
     def landing_probe_block(self) -> int:
         return self.num_blocks + 2
 
-    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns one layer's keys and values, strided: [num_blocks + extra, block_size, local_kv_heads, head_dim].
+    def has_layer(self, layer_idx: int) -> bool:
+        """Whether a layer of the model is of this pool's group."""
+        return self._places is None or layer_idx in self._places
 
-        They are its first two planes. In a pool of codes their last dimension is the stored width, in bytes: see
-        kv/vectors.py.
+    def planes(self, layer_idx: int) -> list[torch.Tensor]:
+        """Returns the planes of a layer of the model: each [num_blocks + extra, block_size, heads, width], strided."""
+        return self.memory.planes(layer_idx if self._places is None else self._places[layer_idx])
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the keys and values of a layer of the model, its first two planes, strided.
+
+        They are [num_blocks + extra, block_size, local_kv_heads, head_dim]. In a pool of codes their last dimension is
+        the stored width, in bytes: see kv/vectors.py.
         """
-        keys, values, *_ = self.memory.planes(layer_idx)
+        keys, values, *_ = self.planes(layer_idx)
         return keys, values
 
     def block(self, block: int) -> torch.Tensor:
@@ -200,12 +210,13 @@ def is_block(block: int, num_blocks_in_all: int) -> bool:
 
 def probe_content(layout: KVLayout, seed: int) -> torch.Tensor:
     """Returns one block, [1, elements of a block], whose numbers are the same in every plain dtype."""
-    size, heads = layout.block_size, layout.local_kv_heads
     generator, found = torch.Generator().manual_seed(seed), []
     for first, stop, planes in layout.alike:
-        numels = [size * heads * plane.width for plane in planes]
+        num_vectors = [layout.block_size * layout.local_heads(plane) for plane in planes]
+        numels = [count * plane.width for count, plane in zip(num_vectors, planes, strict=True)]
         numbers = torch.randint(-127, 128, (stop - first, sum(numels)), generator=generator) / 64
-        vectors = [part.reshape(stop - first, size * heads, -1) for part in torch.split(numbers, numels, dim=1)]
+        parts = zip(torch.split(numbers, numels, dim=1), num_vectors, strict=True)
+        vectors = [part.reshape(stop - first, count, -1) for part, count in parts]
         found.append(torch.cat([encode(part, layout.dtype).flatten(1) for part in vectors], dim=1).view(1, -1))
     return torch.cat(found, dim=1)
 

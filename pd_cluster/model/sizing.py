@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 
 from pd_cluster import host
 from pd_cluster.devices.device import Device, memory, reserved_nbytes
@@ -108,8 +109,8 @@ def _within_indices(num_blocks: int, layout: KVLayout, device: Device, is_asked_
     traits = device.traits
     if not traits.most_plane_numel:
         return num_blocks
-    widest = max(layout.stored_widths(layout.planes))
-    most = traits.most_plane_numel // (layout.block_size * layout.local_kv_heads * widest) - NUM_EXTRA_BLOCKS
+    widest = max(map(math.prod, layout.block_shapes(layout.planes)))
+    most = traits.most_plane_numel // widest - NUM_EXTRA_BLOCKS
     if num_blocks > most and is_asked_for:
         raise ConfigError(
             f"{called('num_blocks')} {num_blocks}: {traits.noun} takes at most {most} of this model's blocks"

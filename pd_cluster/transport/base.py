@@ -17,8 +17,9 @@ import xxhash
 
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import KVLayout, Route
+from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.route import Route
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.device_memory import DeviceMemory
 from pd_cluster.transport.events import Report

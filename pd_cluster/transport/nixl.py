@@ -16,8 +16,9 @@ import torch
 from pd_cluster.devices.device import Device
 from pd_cluster.devices.streams import poll
 from pd_cluster.errors import LinkError, TransferFailed, first_line
-from pd_cluster.kv.layout import KVLayout, Route
+from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, is_block
+from pd_cluster.kv.route import Route
 from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey, Prepared, decode_offer
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.meeting import Meeting

@@ -13,8 +13,8 @@ import msgspec
 
 from pd_cluster.devices.streams import REACHED, Marker, poll
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import Route
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.route import Route
 from pd_cluster.transport.base import Checksum
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.nixl_agent import Agent, Ranges, Read, ReadState, RemoteAgent, ranges_at

@@ -11,10 +11,11 @@ import abc
 import msgspec
 
 from pd_cluster.errors import TransferFailed
-from pd_cluster.kv.layout import KVLayout, Route
+from pd_cluster.kv.layout import KVLayout
 from pd_cluster.kv.memory import Memory, Seen
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool, is_block
+from pd_cluster.kv.route import Route
 from pd_cluster.transport.base import Checksum, LinkContext, Peer, Prepared, buffer_of, decode_offer
 from pd_cluster.transport.copies import Copies
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer

@@ -20,9 +20,10 @@ from pd_cluster.devices.device import use
 from pd_cluster.devices.streams import mark
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.block_major import HostBlocks
-from pd_cluster.kv.layout import KVLayout, Route, num_common_layers
+from pd_cluster.kv.layout import KVLayout, num_common_layers
 from pd_cluster.kv.pack import pack, unpack, vectors_of
 from pd_cluster.kv.pool import KVPool, probe_content
+from pd_cluster.kv.route import Route
 from pd_cluster.transport.base import KVReceiver, LaneContext
 from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed
 from pd_cluster.transport.guard import Opener
@@ -55,13 +56,15 @@ class Probe:
                 found = HostBlocks(layout, [self.pool.block(self.pool.landing_probe_block)])
             here = wire.KVPiece(0, piece.num_tokens, 0, piece.num_layers, [0])
             expected = self._expected(receiver.route, here)
-            same = all(self._are_same(found, expected, part) for _, part in layout.parts_of(here))
+            same = all(self._are_same(found, expected, part, own) for own, part in layout.parts_of(here))
         return "" if same else "the prefill instance's probe arrived with another content"
 
-    def _are_same(self, found: HostBlocks, expected: HostBlocks, piece: wire.KVPiece) -> bool:
-        heads = slice(0, self.pool.layout.local_kv_heads)
+    def _are_same(
+        self, found: HostBlocks, expected: HostBlocks, piece: wire.KVPiece, planes: tuple[wire.Plane, ...]
+    ) -> bool:
+        heads = [slice(0, self.pool.layout.local_heads(plane)) for plane in planes]
         both = (each.heads_of(piece, heads) for each in (found, expected))
-        pairs = zip(*([vectors_of(plane, piece, found.layout) for plane in planes] for planes in both), strict=True)
+        pairs = zip(*([vectors_of(plane, piece, found.layout) for plane in each] for each in both), strict=True)
         return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
     def _expected(self, route: Route, piece: wire.KVPiece) -> HostBlocks:

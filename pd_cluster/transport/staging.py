@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 
-from pd_cluster.kv.layout import Route
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.route import Route
 from pd_cluster.transport.copies import Copies
 from pd_cluster.wire import KVPiece
 

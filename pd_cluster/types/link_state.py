@@ -15,7 +15,7 @@ class LinkState(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of a link from a prefill instance to a decode instance.
 
     `transports` are those of its lanes, sorted, without repeats. `precision` names in what KV cache that has landed
-    differs from what would be computed there ("": in nothing; see kv.layout.Route). Both are known once the link is up.
+    differs from what would be computed there ("": in nothing; see kv.route.Route). Both are known once the link is up.
     A resting link is opened by its first transfer. `reason` says why it is not up. It has settings as `errors.called`
     leaves them; /instances shows the text, with flags.
     """

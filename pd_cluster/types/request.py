@@ -55,7 +55,7 @@ class Request:
     transfer_id: str = ""
     peer: str = ""  # the other leg's connection or instance
     client: str = ""  # the connection that receives outputs
-    kv_precision: str = ""  # in what its landed KV differs from what is computed here (kv.layout.Route)
+    kv_precision: str = ""  # in what its landed KV differs from what is computed here (kv.route.Route)
     num_cached_tokens: int = -1  # prompt tokens found in the prefix cache on first admission; -1: not yet admitted
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
 

@@ -95,7 +95,7 @@ class LinkAnswer(Message, frozen=True):
 
 
 class LinkReady(Message, frozen=True):
-    """P's probe has arrived through a lane. `precision`: see kv.layout.Route ("" when KV is exact)."""
+    """P's probe has arrived through a lane. `precision`: see kv.route.Route ("" when KV is exact)."""
 
     link_id: str
     transport: TransportName

@@ -22,7 +22,8 @@ from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import COLD, Route
+from pd_cluster.kv.layout import COLD
+from pd_cluster.kv.route import Route
 from pd_cluster.model.batch import OnLayer
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.copies import Copies

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.layout import KVLayout, Route, keys_and_values, latents
+from pd_cluster.kv.layout import KVLayout, keys_and_values, latents
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.kv.open_stores import seal_of
 from pd_cluster.kv.pack import pack
 from pd_cluster.kv.pool import KVPool, probe_content
+from pd_cluster.kv.route import Route
 from pd_cluster.wire import KVPiece
 
 HEADS = KVLayout(3, 4, keys_and_values(16), 4, "bfloat16", tp_size=2, tp_rank=1)
@@ -31,8 +32,8 @@ RECORDED = {
         "layer by layer": "eaaa20076841176e",
         "payloads of blocks": "37e2724b87fd58da",
         "payloads of layers": "37e2724b87fd58da",
-        "info": "5c736a93fcc15dd7",
-        "seal": "bf0c7ee7b20d1771",
+        "info": "20ba6bc5a333558e",
+        "seal": "faef0c84d69b24b9",
         "sizes": "fe3f8871686a3b9a",
     },
     "codes": {
@@ -41,8 +42,8 @@ RECORDED = {
         "layer by layer": "f921ed161d0dcb21",
         "payloads of blocks": "52669ae2f3f9d294",
         "payloads of layers": "52669ae2f3f9d294",
-        "info": "b7e601dcb2f97706",
-        "seal": "57f5ef84cb271937",
+        "info": "e031f0737ad1cd5d",
+        "seal": "bd3b89e8c4f1f25f",
         "sizes": "0b97b864377d53d9",
     },
     "latents": {
@@ -51,8 +52,8 @@ RECORDED = {
         "layer by layer": "3dbc5d7e6a5594f5",
         "payloads of blocks": "a5030c917d90a2e9",
         "payloads of layers": "a5030c917d90a2e9",
-        "info": "a9536139f54c52d8",
-        "seal": "7d90cef09ac30d54",
+        "info": "bdf82e1a179c5d57",
+        "seal": "d461ab327e2e0d9e",
         "sizes": "4e64894ebf59c429",
     },
 }

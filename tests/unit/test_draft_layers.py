@@ -25,12 +25,21 @@ from pd_cluster.errors import LinkError
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.disk_store import DiskStore
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.layout import COLD, KVLayout, Route, keys_and_values, latents, num_common_layers, token_nbytes_of
+from pd_cluster.kv.layout import (
+    COLD,
+    KVLayout,
+    keys_and_values,
+    latents,
+    num_common_layers,
+    stored_width,
+    token_nbytes_of,
+)
 from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.kv.open_stores import open_disk, seal_of
 from pd_cluster.kv.pair_check import check_pair
 from pd_cluster.kv.pool import KVPool, probe_content
 from pd_cluster.kv.prefix import PrefixScope, chain_hashes, keys_of
+from pd_cluster.kv.route import Route
 from pd_cluster.model.declared import LayerCache, layout_of
 from pd_cluster.numerics import Numerics
 from pd_cluster.reports import InstanceInfo
@@ -163,14 +172,16 @@ def test_heads_layers_travel_between_equal_heads_and_are_cleared_otherwise(
             assert link.await_ready().precision == ("" if is_same or not ours else COLD)
             ship(link, table, into, num_layers)
             landed = link.events.get(timeout=WAIT_S)
-            widths = sum(sender.layout.stored_widths(OWN.planes))
+            widths = sum(stored_width(source.dtype, plane.width) for plane in OWN.planes)
             num_sent = len(table) * source.block_size if route.is_verbatim else NUM_TOKENS
             nbytes = num_layers * num_sent * route.num_heads * widths * (1 if source.dtype == "int8" else 4)
             assert landed == Landed("t", [TOKEN], nbytes)
             assert link.send.sent_nbytes == link.receive.received_nbytes == nbytes
             for layer in range(num_layers):
                 for sent, found in zip(tokens_of(sender, table, layer), tokens_of(pool, into, layer), strict=True):
-                    heads_there, heads_here = route.heads_in(sender.layout), route.heads_in(pool.layout)
+                    (heads_there,), (heads_here,) = (
+                        route.heads_in(each.layout, OWN.planes[:1]) for each in (sender, pool)
+                    )
                     assert torch.equal(sent[:, heads_there], found[:, heads_here])
             link.close()
         others = [block for block in range(NUM_BLOCKS) if block not in into]

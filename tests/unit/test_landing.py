@@ -6,7 +6,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.devices.device import CPU
-from pd_cluster.kv.layout import Route
+from pd_cluster.kv.route import Route
 from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Arrived, Landed, LandFault
 from pd_cluster.transport.landing import Geometry, Lander

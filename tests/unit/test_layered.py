@@ -12,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd_cluster.devices.device import Device
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.layout import KVLayout, Route, keys_and_values
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.route import Route
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.wire import KVPiece
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import KVLayout, Route, keys_and_values
+from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.memory import runs
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pair_check import check_pair
 from pd_cluster.kv.pool import KVPool, probe_content
+from pd_cluster.kv.route import Route
 from pd_cluster.kv.vectors import convert, encode
 from pd_cluster.wire import KVPiece
 

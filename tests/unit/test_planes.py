@@ -13,11 +13,12 @@ from pd_cluster import wire
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.block_major import HostBlocks
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.layout import KVLayout, Route, token_nbytes_of
+from pd_cluster.kv.layout import KVLayout, token_nbytes_of
 from pd_cluster.kv.memory import TORCH_DTYPES, Memory
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pair_check import check_pair
 from pd_cluster.kv.pool import KVPool, shape_of
+from pd_cluster.kv.route import Route
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.wire import KVPiece, Plane
 from tests.support.fake_device import FakeModule, install

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from pd_cluster.errors import ConfigError, LinkError
-from pd_cluster.kv.layout import CODE_BITS, KVLayout, Route, can_hold, keys_and_values, stored_width
+from pd_cluster.kv.layout import CODE_BITS, KVLayout, can_hold, keys_and_values, stored_width
 from pd_cluster.kv.pair_check import check_pair
 from pd_cluster.kv.pool import KVPool, probe_content
+from pd_cluster.kv.route import Route
 from pd_cluster.kv.vectors import MOST, SMALLEST, convert, decode, encode
 from pd_cluster.model.declared import LayerCache, layout_of
 from pd_cluster.wire import KVPiece
@@ -92,7 +93,7 @@ def test_blocks_hold_what_was_put(dtype: str) -> None:
     assert torch.equal(pool.block(2), content)
     vectors = [torch.randn(2, 7, 3, 32) for _ in range(2)]
     piece = KVPiece(0, 7, 0, 2, [4, 1])
-    pool.memory.put_vectors([encode(x, dtype) for x in vectors], piece, [4, 1], slice(0, 3))
+    pool.memory.put_vectors([encode(x, dtype) for x in vectors], piece, [4, 1], [slice(0, 3)] * 2)
     for plane, x in zip(pool.layer(1), vectors, strict=True):
         there = plane[[4, 1]].flatten(0, 1)[:7]
         assert torch.equal(decode(there, dtype), decode(encode(x[1], dtype), dtype))

@@ -29,7 +29,7 @@ class IndexRows:
 def choose_keys(rows: IndexRows, batch: ForwardBatch) -> torch.Tensor | None:
     """Writes the keys to the pool; returns the choice, or None if no token sees more than `most` keys."""
     queries, weights, most = rows.queries.float(), rows.weights.float(), rows.most
-    plane = batch.pool.memory.planes(rows.layer_idx)[2]
+    plane = batch.pool.planes(rows.layer_idx)[2]
     size = plane.shape[1]
     plane.index_put_((batch.slot_mapping // size, batch.slot_mapping % size), rows.keys[:, None].to(plane.dtype))
     if batch.host_context_lens.max() <= most:

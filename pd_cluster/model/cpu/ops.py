@@ -255,7 +255,7 @@ class CpuOps:
         scores = torch.empty(num_slab, longest)
         counters = np.zeros(2 * -(-len(chooses) // max(1, num_slab)), dtype=np.int64)
         chosen = torch.empty(num_tokens, rows.most, dtype=torch.int32) if len(chooses) else None
-        offset = pool.memory.planes(rows.layer_idx)[2].data_ptr() - pool.data_ptr()
+        offset = pool.planes(rows.layer_idx)[2].data_ptr() - pool.data_ptr()
         index = _Index(num_heads, width, rows.most, pool.layout.block_size, pool.layout.block_nbytes, offset)
         _latents_in_pools(self._flags, pool.layout.dtype).pd_choose(
             self.step_address(rope, batch, rope.cos.shape[1]), ctypes.addressof(index), pool.data_ptr(),
@@ -293,12 +293,13 @@ class CpuOps:
         strides = [data.element_size() * stride for stride in data.stride()]
         assert (layout.local_kv_heads, layout.head_dim) == (heads.num_kv_heads, heads.head_dim)
         assert heads.num_heads % heads.num_kv_heads == 0
-        assert heads.layer_idx < layout.num_layers
+        layer = layout.local_layer(heads.layer_idx)
+        assert layer < layout.num_layers
         if heads.sinks is not None:
             assert heads.sinks.shape == (heads.num_heads,)
             assert heads.sinks.dtype == torch.float32
             assert heads.sinks.is_contiguous()
-        layer = _Layer(
+        bound = _Layer(
             num_heads=heads.num_heads,
             num_kv_heads=heads.num_kv_heads,
             head_dim=heads.head_dim,
@@ -306,8 +307,8 @@ class CpuOps:
             first_key=heads.first_key,
             block_size=layout.block_size,
             block_stride=strides[0],
-            key_offset=heads.layer_idx * strides[1],
-            value_offset=heads.layer_idx * strides[1] + strides[2],
+            key_offset=layer * strides[1],
+            value_offset=layer * strides[1] + strides[2],
             scaling=heads.scaling,
             softcap=heads.softcap or 0.0,
             eps=heads.q_norm.eps if heads.q_norm is not None else 0.0,
@@ -316,8 +317,8 @@ class CpuOps:
             sinks=heads.sinks.data_ptr() if heads.sinks is not None else None,
         )
         library = self._kernels_for(layout.dtype)
-        bound = self._layers[heads] = _Bound(pool, layer, ctypes.addressof(layer), library.pd_attend, library)
-        return bound
+        found = self._layers[heads] = _Bound(pool, bound, ctypes.addressof(bound), library.pd_attend, library)
+        return found
 
     def _kernels_for(self, pool_dtype: str) -> ctypes.CDLL:
         return _attend_in(self._flags, pool_dtype)
@@ -337,7 +338,6 @@ def _latents_in(latents: Latents, pool: KVPool, chosen: torch.Tensor | None) -> 
     layout, planes = pool.layout, pool.layer(latents.layer_idx)
     first = pool.data_ptr()
     assert [plane.width for plane in layout.planes[:2]] == [latents.width, latents.rope_width]
-    assert latents.layer_idx < layout.num_layers
     for matrix in (latents.keys, latents.values):
         assert matrix.dtype == torch.float32
         assert matrix.is_contiguous()

@@ -1,0 +1,158 @@
+"""Groups of layers: layouts whose planes differ in heads, and pools that know their layers by the model's indices."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from pd_cluster.errors import LinkError
+from pd_cluster.kv.block_major import HostBlocks
+from pd_cluster.kv.layer_major import LayerMajor
+from pd_cluster.kv.layout import KVLayout, keys_and_values, lanes, num_lanes, token_nbytes_of
+from pd_cluster.kv.memory import Memory
+from pd_cluster.kv.pack import pack, unpack
+from pd_cluster.kv.pair_check import check_groups
+from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool, probe_content
+from pd_cluster.kv.route import Route
+from pd_cluster.kv.swap import SwapSpace
+from pd_cluster.wire import KVPiece, Plane
+
+# A gated delta rule of 8 value heads and 2 key heads, and a Mamba-2 layer's B and C of one group.
+PLANES = (
+    Plane("state", 12),
+    Plane("conv_q", 9, 2),
+    Plane("conv_k", 9, 2),
+    Plane("conv_v", 15),
+    Plane("conv_b", 6, 1),
+)
+STATES = KVLayout(3, 8, PLANES, 1, "float32", rule="state", layers=(0, 1, 4))
+HEADS = KVLayout(2, 2, keys_and_values(4), 4, "float32", layers=(2, 3))
+NUM_BLOCKS = 4
+
+
+def whole(seed: int = 0) -> dict[tuple[int, int], torch.Tensor]:
+    """A state by layer and plane, as one rank would have it: [heads, width]."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(STATES.num_heads_of(plane), plane.width) for plane in PLANES]
+    pairs = [(layer, at) for layer in range(3) for at in range(len(PLANES))]
+    return {(layer, at): torch.randn(shapes[at], generator=generator) for layer, at in pairs}
+
+
+def memory(layout: KVLayout, way: type[HostBlocks | LayerMajor]) -> Memory:
+    return way(layout, [torch.zeros(shape) for shape in way.shapes(layout, NUM_BLOCKS)])
+
+
+def check(found: Memory, layout: KVLayout, block: int, content: dict[tuple[int, int], torch.Tensor]) -> None:
+    for layer in range(3):
+        for at, plane in enumerate(found.planes(layer)):
+            expected = content[layer, at][slice(*layout.head_range_of(PLANES[at]))]
+            assert torch.equal(plane[block, 0], expected), (layout.tp_rank, layer, PLANES[at].name)
+            others = [each for each in range(NUM_BLOCKS) if each != block]
+            assert not plane[others].any(), "another block has changed"
+
+
+def put(into: Memory, layout: KVLayout, block: int, content: dict[tuple[int, int], torch.Tensor]) -> None:
+    for (layer, at), numbers in content.items():
+        into.planes(layer)[at][block, 0] = numbers[slice(*layout.head_range_of(PLANES[at]))]
+
+
+@pytest.mark.parametrize("target_size", [1, 2, 4])
+@pytest.mark.parametrize("source_size", [1, 2, 4])
+@pytest.mark.parametrize("ways", [(HostBlocks, LayerMajor), (LayerMajor, HostBlocks)])
+def test_a_state_arrives_whole_on_other_numbers_of_ranks(
+    source_size: int, target_size: int, ways: tuple[type[HostBlocks | LayerMajor], ...]
+) -> None:
+    """Every head of every plane comes to each rank of the target once, those that several senders have included."""
+    content = whole()
+    source, target = replace(STATES, tp_size=source_size), replace(STATES, tp_size=target_size)
+    senders = [memory(source.of_rank(rank), ways[0]) for rank in range(source_size)]
+    receivers = [memory(target.of_rank(rank), ways[1]) for rank in range(target_size)]
+    for rank, each in enumerate(senders):
+        put(each, source.of_rank(rank), 3, content)
+    nbytes = 0
+    for lane in lanes(source, target):
+        route = Route(source.of_rank(lane.source_rank), target.of_rank(lane.target_rank), wants_int8=True)
+        assert (route.wire_dtype, route.precision) == ("float32", "")  # states are never coded
+        for first in range(3):  # the layers apart, as a large state may travel
+            piece = KVPiece(0, 1, first, 1, [3])
+            payload = pack(senders[lane.source_rank], piece, route)
+            assert len(payload) == route.payload_nbytes(piece)
+            unpack(payload, piece, route, receivers[lane.target_rank], [1])
+            nbytes += len(payload)
+    for rank, each in enumerate(receivers):
+        check(each, target.of_rank(rank), 1, content)
+    assert nbytes == sum(target.of_rank(rank).block_nbytes for rank in range(target_size))
+
+
+def test_planes_lie_one_behind_the_other_with_their_own_heads() -> None:
+    """On each rank: sizes are sums over planes, and no two planes share a number."""
+    for rank in range(4):
+        layout = replace(STATES, tp_size=4, tp_rank=rank)
+        assert layout.layer_numel(PLANES) == 2 * 12 + 9 + 9 + 2 * 15 + 6
+        assert layout.head_range_of(PLANES[1]) == (rank // 2, rank // 2 + 1)
+        found = memory(layout, HostBlocks)
+        for at in range(3):
+            for number, plane in enumerate(found.planes(at)):
+                plane.fill_(10 * at + number + 1)
+        values, counts = found.parts[0].unique(return_counts=True)
+        assert len(values) == 15
+        assert counts.tolist() == [NUM_BLOCKS * each for each in (24, 9, 9, 30, 6)] * 3
+    assert token_nbytes_of(STATES.to_info(), STATES.to_info()) == STATES.block_nbytes
+    assert num_lanes(replace(STATES, tp_size=2), [1, 2, 4, 3]) == 1 + 1 + 2 + 0
+
+
+def test_a_pool_knows_its_layers_by_the_models_indices() -> None:
+    with KVPool(STATES, NUM_BLOCKS) as pool:
+        assert [pool.has_layer(layer_idx) for layer_idx in range(5)] == [True, True, False, False, True]
+        assert [each.shape[2:] for each in pool.planes(4)] == [(8, 12), (2, 9), (2, 9), (8, 15), (1, 6)]
+        assert torch.equal(pool.block(pool.probe_block), probe_content(STATES, pool.probe_seed))
+        pool.planes(4)[1].fill_(3)
+        assert pool.memory.planes(2)[1].min() == 3
+        with pytest.raises(KeyError):
+            pool.planes(2)
+    with KVPool(HEADS, NUM_BLOCKS) as pool:
+        keys, values = pool.layer(3)
+        assert keys.shape == values.shape == (NUM_BLOCKS + NUM_EXTRA_BLOCKS, 4, 2, 4)
+
+
+@pytest.mark.parametrize("way", [HostBlocks, LayerMajor])
+@pytest.mark.parametrize("layout", [STATES, HEADS], ids=["states", "heads"])
+def test_a_block_is_cleared_where_its_turn_comes(way: type[HostBlocks | LayerMajor], layout: KVLayout) -> None:
+    found = memory(layout, way)
+    with KVPool(layout, NUM_BLOCKS) as pool:
+        pool.memory = found
+        for layer in range(layout.num_layers):
+            for plane in found.planes(layer):
+                plane.copy_(torch.arange(1.0, NUM_BLOCKS + 1).view(-1, 1, 1, 1).expand_as(plane))
+        moves = [("copy", 1, 2), ("clear", 1, 1), ("copy", 1, 3), ("copy", 2, 1), ("clear", 2, 2)]
+        SwapSpace(pool, 0).move(moves)  # type: ignore[arg-type]
+        planes = [plane for layer in range(layout.num_layers) for plane in found.planes(layer)]
+        assert all(plane[:, 0, 0, 0].tolist() == [1, 2, 0, 0] for plane in planes)
+        assert all((plane == plane[:, :1, :1, :1]).all() for plane in planes), "a part of a block was left out"
+
+
+def test_instances_of_other_groups_are_no_pair() -> None:
+    window = replace(HEADS, rule="window", window=8, layers=(0, 1, 4))
+    check_groups([HEADS, STATES], [replace(HEADS, tp_size=2), replace(STATES, tp_size=4)])
+    for ours, wrong in (
+        ([HEADS], r"all, state on the prefill instance and all on the decode"),
+        ([HEADS, replace(window, num_layers=3)], r"all, state on .* and all, window 8 on"),
+        ([replace(HEADS, layers=(2, 4)), STATES], r"of group all differs: layers is \(2, 3\) on .* and \(2, 4\) on"),
+        (
+            [HEADS, replace(STATES, planes=(*PLANES[:1], Plane("conv_q", 9, 4), *PLANES[2:]))],
+            "of group state differs: conv_q_num_heads is 2 on the prefill instance and 4 on",
+        ),
+    ):
+        with pytest.raises(LinkError, match=wrong):
+            check_groups([HEADS, STATES], ours)
+    for broken in (
+        replace(STATES, block_size=4),
+        replace(STATES, layers=(0, 4, 1)),
+        replace(STATES, planes=(*PLANES, Plane("conv_c", 6, 3))),
+        replace(STATES, tp_size=3),
+        replace(window, num_layers=3, window=0),
+    ):
+        with pytest.raises(LinkError, match="makes no sense"):
+            check_groups([broken], [broken])

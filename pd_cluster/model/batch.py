@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +14,17 @@ from pd_cluster.devices.device import Device
 from pd_cluster.devices.streams import HostValues
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.image_rows import ImageRows, key_limits
-from pd_cluster.model.state_rows import StateRows
-from pd_cluster.model.step_input import Ints, StepInput, last_rows, starts_of, step_input
+from pd_cluster.model.state_rows import StateRows, segments_of
+from pd_cluster.model.step_input import (
+    KEEP_COLUMNS,
+    ONE_BLOCK,
+    GroupTables,
+    Ints,
+    StepInput,
+    last_rows,
+    starts_of,
+    step_input,
+)
 from pd_cluster.model.virtual_rows import VirtualRows
 from pd_cluster.types import Request
 
@@ -78,12 +87,23 @@ class PairRows:
     embeddings: torch.Tensor | None = None  # [num_tokens, hidden_size]
 
 
+class GroupPlaces(NamedTuple):
+    """Where a step's tokens are in the pool of another group of layers: see ForwardBatch."""
+
+    pool: KVPool
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    table_starts: torch.Tensor
+
+
 @dataclass(slots=True)
 class ForwardBatch:
     """All sequences of a step, flattened: sequence i owns rows [query_starts[i], query_starts[i + 1]).
 
     Its blocks are block_table[table_starts[i] : table_starts[i + 1]]; all of them are blocks of the pool. Rotary
     positions say nothing of slots, masks and windows, which follow from lengths.
+
+    Where layers are in several groups, these are the places of group 0; `of_layer` has those of the others.
     """
 
     input_ids: torch.Tensor  # [1, num_tokens] int64
@@ -110,6 +130,8 @@ class ForwardBatch:
     on_layer: OnLayer | None = None  # receives how many layers' keys and values are in the pool
     write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces attention/sdpa.py's
     chosen: torch.Tensor | None = None  # [num_tokens, most] int32, see attention/sparse.py; None: all keys are seen
+    further: tuple[GroupPlaces, ...] = ()  # of groups 1 and up that keep tokens
+    views: list[ForwardBatch] = field(default_factory=list)  # this batch in each of them, once a layer has asked
     states: StateRows | None = None  # None: no layer keeps a state
     states_written: list[int] = field(default_factory=list)  # layers whose states are in their pool
     kernel_state: object = None  # kept by the kernels from layer to layer
@@ -128,6 +150,25 @@ class ForwardBatch:
     @property
     def num_tokens(self) -> int:
         return len(self.slot_mapping)
+
+    def of_group(self, group: int) -> ForwardBatch:
+        """Returns the batch as layers of another group that keeps tokens see it: its pool, slots and block tables.
+
+        All that layers write is in both. To be called once the batch is complete, from the model's layers.
+        """
+        if group == 0:
+            return self
+        if not self.views:
+            self.views += [
+                replace(self, **each._asdict(), further=(), views=[], kernel_state=None) for each in self.further
+            ]
+        return self.views[group - 1]
+
+    def of_layer(self, layer_idx: int) -> ForwardBatch:
+        """Returns the batch as the attention of this layer of the model sees it."""
+        if not self.further or self.pool.has_layer(layer_idx):
+            return self
+        return self.of_group(1 + [each.pool.has_layer(layer_idx) for each in self.further].index(True))
 
     def layer_written(self, layer_idx: int, window: int | None) -> None:
         """Notes that this layer's keys and values are in the pool, seen through `window`; loading proves the order."""
@@ -151,15 +192,23 @@ class ForwardBatch:
         return len(self.context_lens)
 
 
-def build_batch(chunks: list[tuple[Request, int]], pool: KVPool) -> ForwardBatch:
+def build_batch(chunks: list[tuple[Request, int]], pool: KVPool, further: Sequence[KVPool] = ()) -> ForwardBatch:
     """Builds the batch of `step_input`."""
-    return batch_of(step_input(chunks, pool.layout.block_size), pool)
+    return batch_of(step_input(chunks, pool.layout.block_size, further=sizes_of_blocks(further)), pool, False, further)
 
 
-def batch_of(step: StepInput, pool: KVPool, sees_whole: bool = False) -> ForwardBatch:
+def sizes_of_blocks(pools: Sequence[KVPool]) -> list[int]:
+    """Returns the tokens of a block in each of these pools, as RowCollector takes them."""
+    layouts = [pool.layout for pool in pools]
+    return [ONE_BLOCK if layout.holds.is_state else layout.block_size for layout in layouts]
+
+
+def batch_of(
+    step: StepInput, pool: KVPool, sees_whole: bool = False, further: Sequence[KVPool] = ()
+) -> ForwardBatch:
     """Builds a step's tensors. Raises ValueError for a block table that is too short or names an unknown block.
 
-    `sees_whole`: each token of a picture attends to all of it.
+    `sees_whole`: each token of a picture attends to all of it. `further`: the pools of groups 1 and up.
     """
     lens, starts, _, _, most_tokens, nums_hidden = step.rows.T  # each [num_seqs]
     arrays = step_numbers(step, pool, sees_whole)
@@ -169,6 +218,8 @@ def batch_of(step: StepInput, pool: KVPool, sees_whole: bool = False) -> Forward
     tensors: dict[str, Any] = on_device({**arrays, **hidden}, pool.device)
     if hidden:
         tensors["hidden"] = HiddenRows(**{name: tensors.pop(name) for name in hidden})
+    if further:
+        tensors |= _of_groups(step, further)
     return ForwardBatch(
         **tensors,
         query_lens=lens,
@@ -181,34 +232,72 @@ def batch_of(step: StepInput, pool: KVPool, sees_whole: bool = False) -> Forward
     )
 
 
+def _of_groups(step: StepInput, pools: Sequence[KVPool]) -> dict[str, Any]:
+    """Returns the fields of a batch that are about groups 1 and up."""
+    lens, starts = step.rows[:, 0], step.rows[:, 1]
+    positions = _positions(lens, starts, starts_of(lens))
+    places, states = list[GroupPlaces](), None
+    for pool, tables in zip(pools, step.further, strict=True):
+        if pool.layout.holds.is_state:
+            states = _states(step, pool, tables)
+        else:
+            numbers = on_device(_places(pool, tables, positions, lens), pool.device)
+            places.append(GroupPlaces(pool, **numbers))
+    return {"further": tuple(places), "states": states}
+
+
+def _states(step: StepInput, pool: KVPool, tables: GroupTables) -> StateRows:
+    lens, starts = step.rows[:, 0], step.rows[:, 1]
+    pool.check_blocks(tables.blocks, len(lens))
+    keeps = np.empty((0, KEEP_COLUMNS), dtype=np.int64) if step.keeps is None else step.keeps
+    if len(keeps):
+        pool.check_blocks(keeps[:, 2], len(keeps))
+    behind = [(seq, num_tokens - int(starts[seq]), block) for seq, num_tokens, block in keeps.tolist()]
+    return StateRows.of(pool, segments_of(lens.tolist(), tables.blocks.tolist(), behind))
+
+
+def _positions(lens: Ints, starts: Ints, query_starts: Ints) -> Ints:
+    """Returns the index of each of the step's tokens in its sequence, [num_tokens]."""
+    if len(lens) == query_starts[-1]:  # one token each
+        return starts
+    return np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
+
+
+def _places(pool: KVPool, tables: GroupTables, positions: Ints, lens: Ints) -> dict[str, npt.NDArray[Any]]:
+    """Returns the tensors that say where the step's tokens are in this pool. Raises ValueError as `batch_of` does."""
+    block_size, table_starts = pool.layout.block_size, starts_of(tables.nums_blocks)
+    pool.check_blocks(tables.blocks, int(table_starts[-1]))
+    first_block = table_starts[:-1]
+    if len(lens) < len(positions):
+        first_block = np.repeat(first_block, lens)
+    block, offset = positions // block_size, positions % block_size
+    return {
+        "slot_mapping": tables.blocks[first_block + block] * block_size + offset,
+        "block_table": tables.blocks.astype(np.int32),
+        "table_starts": table_starts.astype(np.int32),
+    }
+
+
 def step_numbers(step: StepInput, pool: KVPool, sees_whole: bool = False) -> dict[str, npt.NDArray[Any]]:
     """Returns the tensors of a step's batch as arrays. Raises ValueError as `batch_of` does."""
-    block_size, input_ids, block_table = pool.layout.block_size, step.input_ids, step.blocks
+    input_ids = step.input_ids
     lens, starts, nums_blocks, counts, _, _ = step.rows.T
-    query_starts, table_starts = starts_of(lens), starts_of(nums_blocks)
-    pool.check_blocks(block_table, int(table_starts[-1]))
-    if len(lens) == len(input_ids):  # one token each
-        positions, first_block = starts, table_starts[:-1]
-    else:
-        positions = np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
-        first_block = np.repeat(table_starts[:-1], lens)
-    block, offset = positions // block_size, positions % block_size
+    query_starts = starts_of(lens)
+    positions = _positions(lens, starts, query_starts)
     rope_positions = positions[None]
     if (own := step.rope_positions) is not None:
         rope_positions = own if len(own) == 1 else own[:, None]
-    slots = block_table[first_block + block] * block_size + offset
-    if step.num_again:
-        slots[-step.num_again :] = pool.num_blocks * block_size  # of the block that receives the writes of padding
+    places = _places(pool, GroupTables(nums_blocks, step.blocks), positions, lens)
+    if step.num_again:  # into the block that receives the writes of padding
+        places["slot_mapping"][-step.num_again :] = pool.num_blocks * pool.layout.block_size
     limits = {"key_limits": key_limits(step.images, positions).astype(np.int32)} if sees_whole and step.images else {}
     return {
         "input_ids": input_ids[None],
         "rope_positions": np.ascontiguousarray(rope_positions),
-        "slot_mapping": slots,
         "sample_rows": last_rows(query_starts, counts),
         "query_starts": query_starts.astype(np.int32),
         "context_lens": (starts + lens).astype(np.int32),
-        "block_table": block_table.astype(np.int32),
-        "table_starts": table_starts.astype(np.int32),
+        **places,
         **limits,
     }
 

@@ -14,6 +14,7 @@ from pd_cluster.kv.layout import KVLayout
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.prompt_adapters import PromptAdapters
+from pd_cluster.model.step_input import AdapterSlots
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.types.variants import num_virtual_tokens
 
@@ -31,10 +32,11 @@ class HeldAdapters:
         if settings.enable_prompt_adapter:
             width = model.config.get_text_config().hidden_size
             self.prompts = PromptAdapters(width, layout, model.embedding_factor, model.key_features, device)
-        self.lora_slots = None if self._lora is None else self._lora.slots
-        self.prompt_slots = None if self.prompts is None else self.prompts.slots
+        self.slots = AdapterSlots(
+            None if self._lora is None else self._lora.slots, None if self.prompts is None else self.prompts.slots
+        )
         self.variants: Mapping[str, int] = ChainMap(
-            *(slots for slots in (self.lora_slots, self.prompt_slots) if slots is not None)
+            *(slots for slots in self.slots if slots is not None)
         )
 
     def adopt(self, model: CausalLM) -> None:

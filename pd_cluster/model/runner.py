@@ -20,7 +20,16 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.kv.tier_orders import AnyOrder, LowerKind
 from pd_cluster.kv.tier_thread import TierThread
-from pd_cluster.model.batch import NO_HIDDEN_STATES, Encoded, OnLayer, RunnerOutput, Taps, batch_of, on_device
+from pd_cluster.model.batch import (
+    NO_HIDDEN_STATES,
+    Encoded,
+    OnLayer,
+    RunnerOutput,
+    Taps,
+    batch_of,
+    on_device,
+    sizes_of_blocks,
+)
 from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.draft_head import DraftHead
 from pd_cluster.model.graph_kinds import StepGraphs
@@ -32,7 +41,7 @@ from pd_cluster.model.parts import LoadedParts, load_parts
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
-from pd_cluster.model.step_input import NO_DRAFTS, Drafts, StepInput, sample_rows_of, step_input
+from pd_cluster.model.step_input import NO_DRAFTS, Drafts, Keep, StepInput, keeps_of, sample_rows_of, step_input
 from pd_cluster.model.threads import StepThreads
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.native.memory import give_freed_back
@@ -44,10 +53,15 @@ CLOSE_S = 2.0
 
 
 class KVMemory(NamedTuple):
-    """`twin`: of the draft model, with as many blocks as the pool; see kv/twins.py."""
+    """The pool of each group of layers, and its swap space.
 
-    pool: KVPool
-    swap: SwapSpace
+    `max_num_seqs`: the sequences that have room for their states at once. `twin`: of the draft model, with as many
+    blocks as the pool; see kv/twins.py.
+    """
+
+    pools: tuple[KVPool, ...]
+    swaps: tuple[SwapSpace, ...]
+    max_num_seqs: int
     twin: KVPool | None = None
 
 
@@ -84,7 +98,8 @@ class ModelRunner:
         self.max_model_len, self.max_num_batched_tokens = plan.max_model_len, plan.max_num_batched_tokens
         self.model_identity, self.tokenizer_file = plan.checkpoint.identity, plan.tokenizer_file
         self.eos_token_ids, self.vocab_size = plan.checkpoint.eos_token_ids, int(plan.checkpoint.config["vocab_size"])
-        self.goes_ahead = plan.goes_ahead
+        self.goes_ahead, self.max_num_seqs = plan.goes_ahead, memory.max_num_seqs
+        self._further_sizes = sizes_of_blocks(memory.pools[1:])
         self.held, self.graphs = held, graphs
         self.window, self.numerics = proof
         self.head_pairs = HeadPairs(plan.block_size)
@@ -92,14 +107,24 @@ class ModelRunner:
         self.threads = StepThreads()
 
     @property
+    def pools(self) -> tuple[KVPool, ...]:
+        """Returns that of each group of layers. Raises Closed after `let_go`."""
+        return self._kv_memory.pools
+
+    @property
+    def swaps(self) -> tuple[SwapSpace, ...]:
+        """Returns that of each group of layers. Raises Closed after `let_go`."""
+        return self._kv_memory.swaps
+
+    @property
     def pool(self) -> KVPool:
-        """Raises Closed after `let_go`."""
-        return self._kv_memory.pool
+        """Returns that of group 0. Raises Closed after `let_go`."""
+        return self._kv_memory.pools[0]
 
     @property
     def swap(self) -> SwapSpace:
-        """Raises Closed after `let_go`."""
-        return self._kv_memory.swap
+        """Returns that of group 0. Raises Closed after `let_go`."""
+        return self._kv_memory.swaps[0]
 
     @property
     def draft_limits(self) -> DraftLimits | None:
@@ -143,11 +168,18 @@ class ModelRunner:
         return self.device.is_accelerator or self._plan.dtype == "float32" or bool(self.model.bf16_way)
 
     def forward(
-        self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None, drafts: Drafts = NO_DRAFTS
+        self,
+        chunks: list[tuple[Request, int]],
+        on_layer: OnLayer | None = None,
+        drafts: Drafts = NO_DRAFTS,
+        keeps: Sequence[Keep] = (),
     ) -> RunnerOutput:
-        """See `compute`. A draft head's pairs of prompts, and of blocks that become full, are computed too."""
+        """See `compute`. A draft head's pairs of prompts, and of blocks that become full, are computed too.
+
+        `keeps`: where copies of states go, for models that have them.
+        """
         if (head := self.head) is None:
-            return self.compute(self.step_of(chunks, drafts), on_layer)
+            return self.compute(self.step_of(chunks, drafts, keeps=keeps), on_layer)
         if blank := self.head_pairs.unpaired_blocks(chunks):
             self.pool.clear(blank, self.pool.layout.num_model_layers)
         lacking = self.head_pairs.lacking(chunks)
@@ -200,10 +232,16 @@ class ModelRunner:
         return can_choose(requests, self.device)
 
     def step_of(
-        self, chunks: Sequence[tuple[Request, int]], drafts: Drafts = NO_DRAFTS, again: Sequence[Request] = ()
+        self,
+        chunks: Sequence[tuple[Request, int]],
+        drafts: Drafts = NO_DRAFTS,
+        again: Sequence[Request] = (),
+        keeps: Sequence[Keep] = (),
     ) -> StepInput:
         block_size = self.pool.layout.block_size
-        step = step_input(chunks, block_size, self.held.lora_slots, self.held.prompt_slots, drafts, again)
+        step = step_input(chunks, block_size, self.held.slots, drafts, again, self._further_sizes)
+        if keeps:
+            step = replace(step, keeps=keeps_of(chunks, keeps))
         return replace(step, images=self.tower.marked(step.images)) if step.images and self.tower is not None else step
 
     @property
@@ -270,7 +308,8 @@ class ModelRunner:
                 logits = self.graphs.prompts.compute(step, input_ids, on_layer)
                 if logits is not None:
                     return RunnerOutput(logits, NO_HIDDEN_STATES)
-            batch = batch_of(step, self.pool, self.tower is not None and self.tower.rules.sees_whole)
+            sees_whole = self.tower is not None and self.tower.rules.sees_whole
+            batch = batch_of(step, self.pool, sees_whole, self.pools[1:])
             if input_ids is not None:
                 batch.input_ids = input_ids[None]
             if step.images:
@@ -300,10 +339,11 @@ class ModelRunner:
         if level:
             for tier in self.tiers.values():
                 tier.settle()
-            self.pool.vacate()
-            self.swap.vacate()
-            if (twin := self._kv_memory.twin) is not None:
-                twin.vacate()
+            memory = self._kv_memory
+            for pool in memory.pools if memory.twin is None else (*memory.pools, memory.twin):
+                pool.vacate()
+            for swap in memory.swaps:
+                swap.vacate()
             gc.collect()
             give_freed_back()
 
@@ -322,9 +362,8 @@ class ModelRunner:
         self.held.let_go()
         memory, self._memory = self._memory, None
         if memory is not None:
-            memory.pool.close()
-            if memory.twin is not None:
-                memory.twin.close()
+            for pool in memory.pools if memory.twin is None else (*memory.pools, memory.twin):
+                pool.close()
         if not self.device.is_accelerator:
             give_freed_back()
 
@@ -343,10 +382,16 @@ class ModelRunner:
             place = self._plan.config.speculation.model or checkpoint.path
             raise ModelError(f"{place}: it is another draft head than before the sleep; start all instances again")
         self.held.adopt(parts.model)
-        prove(parts.model, self.pool, self._plan.dtype)
+        prove(parts.model, self.pools, self._plan.dtype)
         self.group.loaded()
         return parts
 
     def move(self, moves: Sequence[GroupMove]) -> None:
-        """Copies blocks (kind, source, target, group) in this order; see SwapSpace."""
-        self.swap.move([(kind, source, target) for kind, source, target, _ in moves])
+        """Copies or clears blocks (kind, source, target, group) in this order; see SwapSpace.
+
+        Groups have no block in common, so each has its moves at once.
+        """
+        for at, swap in enumerate(self.swaps):
+            own = [(kind, source, target) for kind, source, target, group in moves if group == at]
+            if own:
+                swap.move(own)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +19,26 @@ Ints = npt.NDArray[np.int64]
 Drafts = Mapping[Request, Sequence[int]]  # tokens that may follow those of a chunk of one token
 NO_DRAFTS: Drafts = MappingProxyType({})
 NUM_COLUMNS = 6  # of StepInput.rows
+KEEP_COLUMNS = 3  # of StepInput.keeps
+Keep = tuple[Request, int, int]  # the sequence's tokens after which its state is copied, and the block that gets it
+ONE_BLOCK = 0  # for the tokens of a block of states, of which a sequence has one
+
+
+class AdapterSlots(NamedTuple):
+    """Slots of LoRA adapters by the requests' variants, and of prompt adapters; None: this engine takes none."""
+
+    lora: Mapping[str, int] | None = None
+    prompt: Mapping[str, int] | None = None
+
+
+class GroupTables(NamedTuple):
+    """The sequences' blocks in one group of layers."""
+
+    nums_blocks: Ints  # [num_seqs]
+    blocks: Ints  # [sum of blocks]
+
+
+NO_SLOTS = AdapterSlots()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,26 +59,37 @@ class StepInput:
     virtual: Ints | None = None  # [num_parts, 4], see model/virtual_rows.py; None: no token is an adapter's
     leaders: Ints | None = None  # [num_seqs]: sequences with the same one share a block table; None: none does
     num_again: int = 0  # the last of the sequences are tokens computed before, whose keys and values go nowhere
+    further: tuple[GroupTables, ...] = ()  # of groups 1 and up; `rows` and `blocks` have those of group 0
+    keeps: Ints | None = None  # [n, KEEP_COLUMNS]: a sequence, its tokens before a copy of its state, its block; sorted
 
 
 class RowCollector:
-    """Collects the sequences of a step, each with tokens from some index on."""
+    """Collects the sequences of a step, each with tokens from some index on.
 
-    def __init__(self, block_size: int) -> None:
+    `further`: the tokens of a block in groups 1 and up; see ONE_BLOCK.
+    """
+
+    def __init__(self, block_size: int, further: Sequence[int] = ()) -> None:
         self.requests: list[Request] = []
         self.rows: list[tuple[int, ...]] = []
         self._block_size = block_size
         self._input_ids: list[int] = []
         self._blocks: list[int] = []
+        self._further: list[tuple[int, list[int], list[int]]] = [(size, [], []) for size in further]
 
     def add(
         self, request: Request, start: int, token_ids: Sequence[int], num_logit_rows: int = 0, num_hidden_rows: int = 0
     ) -> None:
-        num_blocks = -(-(start + len(token_ids)) // self._block_size)
+        stop = start + len(token_ids)
+        num_blocks = -(-stop // self._block_size)
         self.requests.append(request)
         self.rows.append((len(token_ids), start, num_blocks, num_logit_rows, request.most_tokens, num_hidden_rows))
         self._input_ids += token_ids
         self._blocks += request.tables[0][:num_blocks]
+        for group, (size, nums_blocks, blocks) in enumerate(self._further, start=1):
+            num_blocks = 1 if size == ONE_BLOCK else -(-stop // size)
+            nums_blocks.append(num_blocks)
+            blocks += request.tables[group][:num_blocks]
 
     def arrays(self) -> tuple[Ints, Ints, Ints]:
         """Returns `rows`, `input_ids` and `blocks` of a StepInput."""
@@ -65,6 +97,10 @@ class RowCollector:
             np.array(each, dtype=np.int64) for each in (self.rows, self._input_ids, self._blocks)
         )
         return rows, input_ids, blocks
+
+    def further(self) -> tuple[GroupTables, ...]:
+        """Returns `further` of a StepInput."""
+        return tuple(GroupTables(*(np.array(each, dtype=np.int64) for each in found)) for _, *found in self._further)
 
     def step(self) -> StepInput:
         """Returns a step of tokens of texts, without adapters."""
@@ -74,10 +110,10 @@ class RowCollector:
 def step_input(
     chunks: Sequence[tuple[Request, int]],
     block_size: int,
-    slots: Mapping[str, int] | None = None,
-    prompt_slots: Mapping[str, int] | None = None,
+    slots: AdapterSlots = NO_SLOTS,
     drafts: Drafts = NO_DRAFTS,
     again: Sequence[Request] = (),
+    further: Sequence[int] = (),
 ) -> StepInput:
     """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0, and behind them all the drafts.
 
@@ -85,12 +121,11 @@ def step_input(
     chunk, so that its numbers are those of a step of its own. All keys of a step are written before any are read.
     Last come the tokens before the chunks of `again`, which only read: a draft head needs what they leave.
 
-    `slots`: those of LoRA adapters, by the requests' variants, and `prompt_slots` those of prompt adapters; None: this
-    engine takes none.
+    `further`: see RowCollector.
 
     The input id of a token that only the device knows, one behind a request's last, is 0.
     """
-    rows = RowCollector(block_size)
+    rows = RowCollector(block_size, further)
     for request, num_tokens in chunks:
         start = request.num_computed_tokens
         stop = start + num_tokens
@@ -108,12 +143,21 @@ def step_input(
     return StepInput(
         *rows.arrays(),
         _rope_positions(rows.requests, rows.rows),
-        None if slots is None else _adapters([request.order.variant for request in rows.requests], slots),
+        None if slots.lora is None else _adapters([request.order.variant for request in rows.requests], slots.lora),
         image_parts(chunks),
-        None if prompt_slots is None else virtual_parts(chunks, prompt_slots),
+        None if slots.prompt is None else virtual_parts(chunks, slots.prompt),
         np.array(leaders, dtype=np.int64) if drafts else None,
         len(again),
+        rows.further() if further else (),
     )
+
+
+def keeps_of(chunks: Sequence[tuple[Request, int]], keeps: Sequence[Keep]) -> Ints | None:
+    """Returns `keeps` of a StepInput with these chunks."""
+    if not keeps:
+        return None
+    places = {request: at for at, (request, _) in enumerate(chunks)}
+    return np.array(sorted((places[request], *where) for request, *where in keeps), dtype=np.int64)
 
 
 def _adapters(variants: Sequence[str], slots: Mapping[str, int]) -> Ints | None:

@@ -14,7 +14,7 @@ from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.limits import EngineLimits
 from pd_cluster.errors import ConfigError, ModelError
-from pd_cluster.model.step_input import step_input
+from pd_cluster.model.step_input import AdapterSlots, step_input
 from pd_cluster.native import build
 from pd_cluster.native import lora as native
 from pd_cluster.types import Order, Request, Sampling
@@ -120,7 +120,7 @@ def test_steps_without_adapters_have_nothing_of_them(checkpoint: Checkpoints, tm
     without = make_core(folder, num_blocks=32)
     requests = of_adapters([[1, 2, 3]], [""])
     slots = core.runner.held.variants  # type: ignore[attr-defined]
-    assert step_input([(requests[0], 3)], 16, slots).adapters is None
+    assert step_input([(requests[0], 3)], 16, AdapterSlots(slots)).adapters is None
     assert torch.equal(logits_of(core, requests), logits_of(without, requests))
     assert not core.runner.model.adapters.places.rows.are_adapted  # type: ignore[attr-defined]
     assert without.runner.model.adapters is None  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ from pd_cluster.engine.ranks.rank_adapters import load_share
 from pd_cluster.errors import LinkError
 from pd_cluster.model.image_rows import ImagePart
 from pd_cluster.model.runner import ModelRunner
-from pd_cluster.model.step_input import NUM_COLUMNS, StepInput
+from pd_cluster.model.step_input import KEEP_COLUMNS, NUM_COLUMNS, GroupTables, Ints, StepInput
 from pd_cluster.model.virtual_rows import NUM_COLUMNS as VIRTUAL_COLUMNS
 from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed
 from pd_cluster.types import note_nothing
@@ -220,9 +221,7 @@ class Follower:
 
 def _input_of(step: to.Step) -> StepInput:
     parts = (step.rows, step.input_ids, step.blocks, step.rope_positions, step.adapters, step.virtual, step.leaders)
-    rows, input_ids, blocks, rope_positions, adapters, virtual, leaders = (
-        np.frombuffer(each, np.int64).copy() for each in parts
-    )
+    rows, input_ids, blocks, rope_positions, adapters, virtual, leaders = map(_numbers, parts)
     own = rope_positions.reshape(-1, len(input_ids)) if len(rope_positions) else None
     images = tuple(
         ImagePart(each.row, each.start, each.num_tokens, each.key, each.image, each.is_landed) for each in step.images
@@ -230,7 +229,16 @@ def _input_of(step: to.Step) -> StepInput:
     slots = adapters if len(adapters) else None
     virtual_parts = virtual.reshape(-1, VIRTUAL_COLUMNS) if len(virtual) else None
     shared = leaders if len(leaders) else None
-    return StepInput(rows.reshape(-1, NUM_COLUMNS), input_ids, blocks, own, slots, images, virtual_parts, shared)
+    found = StepInput(rows.reshape(-1, NUM_COLUMNS), input_ids, blocks, own, slots, images, virtual_parts, shared)
+    if not step.further:
+        return found
+    further = tuple(GroupTables(_numbers(counts), _numbers(table)) for counts, table in step.further)
+    keeps = _numbers(step.keeps).reshape(-1, KEEP_COLUMNS) if step.keeps else None
+    return replace(found, further=further, keeps=keeps)
+
+
+def _numbers(data: bytes) -> Ints:
+    return np.frombuffer(data, np.int64).copy()
 
 
 def send_to_rank_0(channel: Channel) -> Callable[[str, wire.Body], None]:

@@ -22,7 +22,7 @@ from pd_cluster.kv.tier_orders import AnyOrder, LowerKind
 from pd_cluster.model.batch import Encoded, OnLayer, RunnerOutput
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.tokens import After, Tokens
-from pd_cluster.model.step_input import NO_DRAFTS, Drafts, StepInput
+from pd_cluster.model.step_input import NO_DRAFTS, Drafts, Keep, StepInput
 from pd_cluster.types import Request
 from pd_cluster.wire import SleepLevel
 
@@ -125,22 +125,20 @@ class LeadRunner:
         return tokens
 
     def forward(
-        self, chunks: list[tuple[Request, int]], on_layer: OnLayer | None = None, drafts: Drafts = NO_DRAFTS
+        self,
+        chunks: list[tuple[Request, int]],
+        on_layer: OnLayer | None = None,
+        drafts: Drafts = NO_DRAFTS,
+        keeps: Sequence[Keep] = (),
     ) -> RunnerOutput:
-        step = self.runner.step_of(chunks, drafts)
+        step = self.runner.step_of(chunks, drafts, keeps=keeps)
         output = self.runner.compute(step, self._begin(step, False, on_layer))
         self.progress = to.Reached(self.progress.num_steps, ALL_LAYERS)
         return output
 
     def _begin(self, step: StepInput, is_ahead: bool, on_layer: OnLayer | None) -> OnLayer | None:
         """Sends the step to the followers; returns `on_layer` with this rank's progress noted before it."""
-        rows, input_ids, blocks = (each.tobytes() for each in (step.rows, step.input_ids, step.blocks))
-        rope_positions, adapters, virtual, leaders = (
-            b"" if each is None else each.tobytes()
-            for each in (step.rope_positions, step.adapters, step.virtual, step.leaders)
-        )
-        by_layers = on_layer is not None
-        message = to.Step(rows, input_ids, blocks, is_ahead, by_layers, rope_positions, adapters, (), virtual, leaders)
+        message = _message_of(step, is_ahead, on_layer is not None)
         if step.images:
             for rank, follower in enumerate(self._followers, start=1):
                 parts = self.runner.sparing_pixels(step.images, rank)
@@ -162,3 +160,17 @@ class LeadRunner:
         data = encode(message)
         for follower in self._followers:
             follower.send_encoded(data)
+
+
+def _message_of(step: StepInput, is_ahead: bool, by_layers: bool) -> to.Step:
+    """Returns the message of a step, without its pictures."""
+    rows, input_ids, blocks = (each.tobytes() for each in (step.rows, step.input_ids, step.blocks))
+    rope_positions, adapters, virtual, leaders, keeps = (
+        b"" if each is None else each.tobytes()
+        for each in (step.rope_positions, step.adapters, step.virtual, step.leaders, step.keeps)
+    )
+    return to.Step(
+        *(rows, input_ids, blocks, is_ahead, by_layers, rope_positions, adapters, (), virtual, leaders),
+        further=tuple((each.nums_blocks.tobytes(), each.blocks.tobytes()) for each in step.further),
+        keeps=keeps,
+    )

@@ -36,8 +36,8 @@ class StepImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(RankMessage, frozen=True, omit_defaults=True):
-    """A StepInput of model/batch.py: int64 numbers, little endian. `rope_positions`, `adapters`, `virtual` and
-    `leaders` are empty where they are None there.
+    """A StepInput of model/step_input.py: int64 numbers, little endian. `rope_positions`, `adapters`, `virtual`,
+    `leaders` and `keeps` are empty where they are None there; `further` has blocks of other groups by sequence.
 
     `is_ahead`: rank 0's device broadcasts the input ids, which no host knows yet. `by_layers`: rank 0 tracks the step
     layer by layer, and so do all followers.
@@ -53,6 +53,8 @@ class Step(RankMessage, frozen=True, omit_defaults=True):
     images: tuple[StepImage, ...] = ()
     virtual: bytes = b""
     leaders: bytes = b""
+    further: tuple[tuple[bytes, bytes], ...] = ()
+    keeps: bytes = b""
 
 
 class Moves(RankMessage, frozen=True):

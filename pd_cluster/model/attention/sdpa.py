@@ -73,6 +73,7 @@ def forward(
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [num_tokens, num_kv_heads, head_dim]
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
+    forward_batch = forward_batch.of_layer(layer_idx)
     scoring = Scoring(scaling, window, softcap, s_aux)
     queries = query[0]
     if forward_batch.query_factors is not None:

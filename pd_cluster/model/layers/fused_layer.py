@@ -50,7 +50,7 @@ class HeadsAttention:
         qkv = self.qkv(x)
         for part, norm in self.spanning:
             qkv[:, part] = norm(qkv[:, part].contiguous())
-        return self.ops.attend(self.heads, qkv, ropes[self.rope], batch)
+        return self.ops.attend(self.heads, qkv, ropes[self.rope], batch.of_layer(self.heads.layer_idx))
 
 
 @dataclass(frozen=True, slots=True)

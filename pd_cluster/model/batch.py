@@ -203,9 +203,7 @@ def sizes_of_blocks(pools: Sequence[KVPool]) -> list[int]:
     return [ONE_BLOCK if layout.holds.is_state else layout.block_size for layout in layouts]
 
 
-def batch_of(
-    step: StepInput, pool: KVPool, sees_whole: bool = False, further: Sequence[KVPool] = ()
-) -> ForwardBatch:
+def batch_of(step: StepInput, pool: KVPool, sees_whole: bool = False, further: Sequence[KVPool] = ()) -> ForwardBatch:
     """Builds a step's tensors. Raises ValueError for a block table that is too short or names an unknown block.
 
     `sees_whole`: each token of a picture attends to all of it. `further`: the pools of groups 1 and up.

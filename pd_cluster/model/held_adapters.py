@@ -35,9 +35,7 @@ class HeldAdapters:
         self.slots = AdapterSlots(
             None if self._lora is None else self._lora.slots, None if self.prompts is None else self.prompts.slots
         )
-        self.variants: Mapping[str, int] = ChainMap(
-            *(slots for slots in self.slots if slots is not None)
-        )
+        self.variants: Mapping[str, int] = ChainMap(*(slots for slots in self.slots if slots is not None))
 
     def adopt(self, model: CausalLM) -> None:
         """Gives the adapters that are loaded to the same model, which has been loaded again."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Sequence
 
 from pd_cluster.checkpoints.weight_files import num_weights
 from pd_cluster.devices.device import Device, resolve, use
@@ -16,10 +17,12 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace
 from pd_cluster.model.adapter_devices import put_adapters
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
-from pd_cluster.model.declared import layout_of
+from pd_cluster.model.declared import has_states, layouts_of
 from pd_cluster.model.draft_plan import with_draft
 from pd_cluster.model.graph_kinds import capture_graphs, check_prompt_graphs, why_eager
 from pd_cluster.model.graphs import sizes_of
+from pd_cluster.model.group_limits import check_states, splits_windows
+from pd_cluster.model.group_sizes import GroupNeeds, group_sizes
 from pd_cluster.model.held_adapters import HeldAdapters
 from pd_cluster.model.load_head import check_head
 from pd_cluster.model.load_plan import LoadPlan
@@ -47,6 +50,8 @@ from pd_cluster.settings.engine import PROMPT_GRAPHS, EngineConfig
 
 log = logging.getLogger(__name__)
 
+SPLITS_WINDOWS = False  # until the scheduler holds blocks by group
+
 
 def load_runner(config: EngineConfig, group: Group | None = None, device: Device | None = None) -> ModelRunner:
     """`group`: the ranks that share the model; each of them loads its runner at the same time.
@@ -62,36 +67,42 @@ def load_runner(config: EngineConfig, group: Group | None = None, device: Device
     with contextlib.ExitStack() as undo:
         with trial(plan.checkpoint):
             parts = load_parts(plan)
-            layout, twin = _layout_for(plan, parts), _twin_layout(plan.draft, parts.draft)
-            eager = why_eager(plan, parts.model, layout) if device.is_accelerator else ""
-            memory = _allocate(plan, layout, twin, _peak_nbytes(plan, parts, layout, eager), undo)
-            held = _hold_adapters(plan, parts, layout)
-            proof = _prove(plan, parts.model, memory.pool)
+            layouts, twin = _layouts_for(plan, parts), _twin_layout(plan.draft, parts.draft)
+            eager = why_eager(plan, parts.model, layouts[0]) if device.is_accelerator else ""
+            memory = _allocate(plan, layouts, twin, _peak_nbytes(plan, parts, layouts[0], eager), undo)
+            held = _hold_adapters(plan, parts, layouts[0])
+            proof = _prove(plan, parts.model, memory.pools)
         if plan.draft is not None and parts.draft is not None and memory.twin is not None:
             with trial(plan.draft.checkpoint):
-                _prove(plan.draft, parts.draft, memory.twin)
-        graphs = capture_graphs(plan, parts.model, memory.pool, eager)
+                _prove(plan.draft, parts.draft, (memory.twin,))
+        graphs = capture_graphs(plan, parts.model, memory.pools[0], eager)
         runner = ModelRunner(plan, parts, memory, held, proof, graphs)
         plan.group.loaded()
         undo.pop_all()
     return runner
 
 
-def _layout_for(plan: LoadPlan, parts: LoadedParts) -> KVLayout:
-    """Returns the layout of this rank's pool. Raises ConfigError if the model and the settings do not go together."""
+def _layouts_for(plan: LoadPlan, parts: LoadedParts) -> tuple[KVLayout, ...]:
+    """Returns the layouts of this rank's pools. Raises ConfigError if the model and the settings do not go together."""
     model, group = parts.model, plan.group
+    if has_states(parts.caches):
+        check_states(plan)
     identity = "" if parts.head is None else parts.head.identity
-    own = layout_of(parts.caches, plan.block_size, plan.dtype, identity)
+    splits = SPLITS_WINDOWS and splits_windows(plan)
+    own = layouts_of(parts.caches, plan.block_size, plan.dtype, identity, splits)
     warn_of_chance(model, plan.checkpoint, own, plan.device, group)
     if parts.tower is not None:
         check_pictures_fit(parts.tower.rules, plan.max_num_batched_tokens, plan.config.max_num_seqs)
-    layout = layout_of(parts.caches, plan.block_size, plan.kv_dtype, identity)
-    return layout if plan.is_alone else plan_of(plan.checkpoint, group.size).layout_of_rank(layout, group.rank)
+    layouts = layouts_of(parts.caches, plan.block_size, plan.kv_dtype, identity, splits)
+    if plan.is_alone:
+        return layouts
+    cut = plan_of(plan.checkpoint, group.size)
+    return tuple(cut.layout_of_rank(layout, group.rank) for layout in layouts)
 
 
 def _twin_layout(plan: LoadPlan | None, model: CausalLM | None) -> KVLayout | None:
     """Returns the layout of the draft model's pool; None without one."""
-    return None if plan is None or model is None else _layout_for(plan, LoadedParts(model, None))
+    return None if plan is None or model is None else _layouts_for(plan, LoadedParts(model, None))[0]
 
 
 def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layout: KVLayout, eager: str) -> int:
@@ -115,16 +126,32 @@ def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layout: KVLayout, eager: st
 
 
 def _allocate(
-    plan: LoadPlan, layout: KVLayout, twin: KVLayout | None, peak_nbytes: int, undo: contextlib.ExitStack
+    plan: LoadPlan, layouts: Sequence[KVLayout], twin: KVLayout | None, peak_nbytes: int, undo: contextlib.ExitStack
 ) -> KVMemory:
     """Allocates as many blocks as the rank with the least memory, and their twins; `undo` closes the pools."""
     config, least = plan.config, plan.group.least
+    if len(layouts) > 1:
+        return _allocate_groups(plan, layouts, undo)
+    (layout,) = layouts
     twin_nbytes = 0 if twin is None else twin.block_nbytes
     num_blocks = least(num_pool_blocks(config, layout, plan.max_model_len, plan.device, peak_nbytes, twin_nbytes))
     pool = undo.enter_context(KVPool(layout, num_blocks, plan.device))
     num_kept = least(num_host_cache_blocks(config, layout))
     swap = SwapSpace(pool, least(num_swap_blocks(config, layout)), num_kept)
-    return KVMemory(pool, swap, None if twin is None else undo.enter_context(KVPool(twin, num_blocks, plan.device)))
+    twin_pool = None if twin is None else undo.enter_context(KVPool(twin, num_blocks, plan.device))
+    return KVMemory((pool,), (swap,), config.max_num_seqs, twin_pool)
+
+
+def _allocate_groups(plan: LoadPlan, layouts: Sequence[KVLayout], undo: contextlib.ExitStack) -> KVMemory:
+    """Allocates the pools of several groups, and their swap space, likewise."""
+    least = plan.group.least
+    sizes = group_sizes(GroupNeeds(plan.config, layouts, plan.max_model_len, plan.max_num_batched_tokens))
+    pools = [
+        undo.enter_context(KVPool(layout, least(num_blocks), plan.device))
+        for layout, num_blocks in zip(layouts, sizes.nums_blocks, strict=True)
+    ]
+    swaps = [SwapSpace(pool, least(count)) for pool, count in zip(pools, sizes.nums_swapped, strict=True)]
+    return KVMemory(tuple(pools), tuple(swaps), least(sizes.max_num_seqs))
 
 
 def _hold_adapters(plan: LoadPlan, parts: LoadedParts, layout: KVLayout) -> HeldAdapters:
@@ -137,14 +164,14 @@ def _hold_adapters(plan: LoadPlan, parts: LoadedParts, layout: KVLayout) -> Held
     return held
 
 
-def _prove(plan: LoadPlan, model: CausalLM, pool: KVPool) -> Proof:
+def _prove(plan: LoadPlan, model: CausalLM, pools: Sequence[KVPool]) -> Proof:
     """Raises ModelError for a model that must not be served."""
     checkpoint = plan.checkpoint
-    window = prove(model, pool, plan.dtype)
+    window = prove(model, pools, plan.dtype)
     if checkpoint.is_unproven:
         assert isinstance(model, PlainCausalLM)  # see load_model
         size = num_weights(checkpoint.path)
-        prove_lengths(model, pool, plan.max_model_len, size, checkpoint.rope, plan.dtype)
+        prove_lengths(model, pools[0], plan.max_model_len, size, checkpoint.rope, plan.dtype)
     return Proof(window, numerics_of(plan, model))
 
 

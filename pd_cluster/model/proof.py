@@ -101,9 +101,9 @@ def probe_batch(
     chunks: list[tuple[Request, int]], pools: Sequence[KVPool], keeps: Sequence[tuple[int, int, int]] = ()
 ) -> ForwardBatch:
     """Builds a step over the pools of all groups; `keeps` as in StepInput."""
-    batch = build_batch(chunks, pools[0])
+    batch = build_batch(chunks, pools[0], pools[1:])
     for group, pool in enumerate(pools):
-        if pool.layout.holds.is_state:
+        if keeps and pool.layout.holds.is_state:
             blocks = [request.tables[group][0] for request, _ in chunks]
             batch.states = StateRows.of(pool, segments_of([num for _, num in chunks], blocks, keeps))
     return batch

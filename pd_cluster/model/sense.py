@@ -6,8 +6,10 @@ the model predicts shows a wrong one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -31,10 +33,12 @@ MOST_LOSS = 0.75
 MOST_TOKENS, LEAST_KINDS = 128, 10
 
 
-def warn_of_chance(model: CausalLM, checkpoint: Checkpoint, layout: KVLayout, device: Device, group: Group) -> None:
+def warn_of_chance(
+    model: CausalLM, checkpoint: Checkpoint, layouts: Sequence[KVLayout], device: Device, group: Group
+) -> None:
     """Logs a warning if a quantized folder's model predicts counting hardly better than chance.
 
-    All ranks call this, as they compute a step together, and the first one warns. `layout`: of a pool of the model's
+    All ranks call this, as they compute a step together, and the first one warns. `layouts`: of pools of the model's
     own dtype. Models made for vectors may have forgotten how to count, and those of proteins never knew.
     """
     found = checkpoint.quantization
@@ -45,7 +49,7 @@ def warn_of_chance(model: CausalLM, checkpoint: Checkpoint, layout: KVLayout, de
     token_ids = _counting(checkpoint, vocab_size)
     if not group.least(len(token_ids)):  # one that cannot read the file must not leave the others waiting
         return
-    logits = _logits(model, token_ids, layout, device)
+    logits = _logits(model, token_ids, layouts, device)
     if group.rank:
         return
     wanted = torch.tensor(token_ids[-len(logits) :], device=logits.device)
@@ -71,16 +75,15 @@ def _counting(checkpoint: Checkpoint, vocab_size: int) -> list[int]:
     return token_ids if len(set(token_ids)) >= LEAST_KINDS and max(token_ids) < vocab_size else []
 
 
-def _logits(model: CausalLM, token_ids: list[int], layout: KVLayout, device: Device) -> torch.Tensor:
+def _logits(model: CausalLM, token_ids: list[int], layouts: Sequence[KVLayout], device: Device) -> torch.Tensor:
     """Returns what predicts the second half's tokens."""
     num_tokens = len(token_ids)
-    num_blocks = layout.num_blocks_for(num_tokens)
-    request = Request("sense", Order(token_ids, Sampling()), tables=[list(range(num_blocks))])
-    pool = KVPool(layout, num_blocks, device)
-    try:
-        batch = build_batch([(request, num_tokens)], pool)
+    nums_blocks = [1 if layout.holds.is_state else layout.num_blocks_for(num_tokens) for layout in layouts]
+    request = Request("sense", Order(token_ids, Sampling()), tables=[list(range(count)) for count in nums_blocks])
+    with contextlib.ExitStack() as stack:
+        sizes = zip(layouts, nums_blocks, strict=True)
+        pools = [stack.enter_context(KVPool(layout, count, device)) for layout, count in sizes]
+        batch = build_batch([(request, num_tokens)], pools[0], pools[1:])
         batch.sample_rows = torch.arange(num_tokens // 2 - 1, num_tokens - 1, device=batch.slot_mapping.device)
         with torch.inference_mode():
             return model(batch).float()
-    finally:
-        pool.close()

@@ -61,15 +61,15 @@ def num_pool_blocks(
         flag = f"{called('gpu_memory_utilization')} {share:g}, {taken}"
     elif config.gpu_memory_utilization is not None:
         share = config.gpu_memory_utilization
-        num_blocks = _host_share(free, share, config.num_local_ranks) // block_nbytes
-        flag = f"{called('gpu_memory_utilization')} {share:g}, {_shared(free, config)}"
+        num_blocks = host_share(free, share, config.num_local_ranks) // block_nbytes
+        flag = f"{called('gpu_memory_utilization')} {share:g}, {shared(free, config)}"
     else:
         enough = max(per_request, DEFAULT_KV_CACHE_NBYTES // block_nbytes)
-        fitting = _host_share(free, DEFAULT_SHARE, config.num_local_ranks) // block_nbytes
+        fitting = host_share(free, DEFAULT_SHARE, config.num_local_ranks) // block_nbytes
         num_blocks = min(per_request * config.max_num_seqs, enough, fitting)
-        flag = f"{_shared(free, config)}, of which {DEFAULT_SHARE:.0%} is for KV caches"
+        flag = f"{shared(free, config)}, of which {DEFAULT_SHARE:.0%} is for KV caches"
     if free is not None:
-        _check_fits(num_blocks * block_nbytes, free, config.num_local_ranks, flag)
+        check_fits(num_blocks * block_nbytes, free, config.num_local_ranks, flag)
     num_blocks = _within_indices(num_blocks, layout, device, config.num_blocks is not None)
     if num_blocks < per_request:
         raise ConfigError(
@@ -80,7 +80,7 @@ def num_pool_blocks(
     return num_blocks
 
 
-def _host_share(free: host.HostMemory, share: float, num_ranks: int) -> int:
+def host_share(free: host.HostMemory, share: float, num_ranks: int) -> int:
     """Returns the bytes of a rank's pool, of `num_ranks` that share a host's memory and start in any order.
 
     Others may have loaded nothing yet, and then take as much as this rank has taken by now. A pool takes its memory as
@@ -90,7 +90,7 @@ def _host_share(free: host.HostMemory, share: float, num_ranks: int) -> int:
     return int(max(0, free.available - others_nbytes) * share) // max(1, num_ranks)
 
 
-def _check_fits(nbytes: int, free: host.HostMemory, num_ranks: int, flag: str) -> None:
+def check_fits(nbytes: int, free: host.HostMemory, num_ranks: int, flag: str) -> None:
     """Raises ConfigError if pools of this size cannot be: this one by what is free, all of the host by its limit."""
     if nbytes > free.available or nbytes * max(1, num_ranks) > free.limit:
         ranks = f", of {num_ranks} ranks" * (num_ranks > 1)
@@ -99,7 +99,8 @@ def _check_fits(nbytes: int, free: host.HostMemory, num_ranks: int, flag: str) -
         )
 
 
-def _shared(free: host.HostMemory, config: EngineConfig) -> str:
+def shared(free: host.HostMemory, config: EngineConfig) -> str:
+    """Says how much memory the ranks of a host share."""
     ranks = f", for {config.num_local_ranks} ranks" if config.num_local_ranks > 1 else ""
     return f"{free} are free{ranks}"
 
@@ -140,7 +141,8 @@ def num_host_cache_blocks(config: EngineConfig, layout: KVLayout) -> int:
     return int(config.kv_host_cache_gib * GIB / max(1, config.num_local_ranks)) // layout.block_nbytes
 
 
-def num_swap_blocks(config: EngineConfig, layout: KVLayout) -> int:
+def num_swap_blocks(config: EngineConfig, layout: KVLayout, share: float = 1.0) -> int:
+    """Returns the swap space's blocks of this layout, which have this share of its bytes."""
     if config.preemption_mode != "swap":
         return 0
-    return int(config.swap_space_gib * GIB / max(1, config.num_local_ranks)) // layout.block_nbytes
+    return int(config.swap_space_gib * GIB / max(1, config.num_local_ranks) * share) // layout.block_nbytes

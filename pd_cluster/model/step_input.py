@@ -27,8 +27,8 @@ ONE_BLOCK = 0  # for the tokens of a block of states, of which a sequence has on
 class AdapterSlots(NamedTuple):
     """Slots of LoRA adapters by the requests' variants, and of prompt adapters; None: this engine takes none."""
 
-    lora: Mapping[str, int] | None = None
-    prompt: Mapping[str, int] | None = None
+    lora: dict[str, int] | None = None
+    prompt: dict[str, int] | None = None
 
 
 class GroupTables(NamedTuple):

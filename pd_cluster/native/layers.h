@@ -23,7 +23,7 @@ typedef struct {
     const Step *const *steps;          // [num_layers]
     AttendPlan *plan_attention;        // of the pool's dtype
     void (*attend)(void *);
-    char *pool;
+    char *const *pools; // [num_layers]
     float *x, *delta;  // [num_rows, hidden_size]; delta is the last layer's at the end
     int64_t has_delta; // delta is to be added first
     uint8_t *scratch;  // pd_layers_nbytes, at a multiple of 64
@@ -114,7 +114,7 @@ static void plan_layer(const Layers *a, const Places *at, int64_t i, LayerWork *
         w->packed[3].make = make_gated, w->packed[3].maker = &w->gate;
     }
     int64_t *starts = (int64_t *)(a->scratch + at->starts) + i * (a->num_rows + 1);
-    a->plan_attention(a->steps[i], y->attention, a->pool, qkv, attended, starts, &w->attention);
+    a->plan_attention(a->steps[i], y->attention, a->pools[i], qkv, attended, starts, &w->attention);
 }
 
 static void layers_work(void *data) {

@@ -6,7 +6,7 @@ import os
 import reprlib
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import msgspec
 
@@ -37,6 +37,9 @@ SHIPPED_MODEL = Path(__file__).parents[1] / "models" / "tiny-chat"
 SHIPPED_VISION_MODEL = SHIPPED_MODEL.with_name("tiny-vision")
 MAX_BLOCK_SIZE = 4096  # tokens
 MAX_TP_SIZE = 256
+DEFAULT_NUM_SEQS = 256
+CacheMode = Literal["none", "align", "all"]
+CACHE_MODES: tuple[CacheMode, ...] = get_args(CacheMode)
 PREEMPTION_MODES = ("recompute", "swap")
 NPU_HEAD_DIMS = ("strict", "wide")
 PDL, SKINNY_GATE, SYMMETRIC_SUMS, PROMPT_GRAPHS = "pdl", "skinny-gate", "symmetric-sums", "prompt-graphs"
@@ -124,7 +127,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: Annotated[int | None, ENGINE("Maximum number of prompt and output tokens together.", checks=ONE)] = (
         None
     )
-    max_num_seqs: Annotated[int, ENGINE("Maximum number of sequences in a step.", checks=ONE)] = 256
+    max_num_seqs: Annotated[
+        int,
+        ENGINE(
+            "Maximum number of sequences in a step. Of models that keep states, fewer than the default if memory is "
+            "short of that many states beside one request of --max-model-len.",
+            checks=ONE,
+        ),
+    ] = DEFAULT_NUM_SEQS
     max_num_batched_tokens: Annotated[
         int | None,
         ENGINE(
@@ -295,6 +305,31 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             checks=GIB,
         ),
     ] = 0.0
+    state_cache_gib: Annotated[
+        float | None,
+        ENGINE(
+            "GiB of a model's states that are kept for later requests with the same prefix, part of the memory for KV "
+            "caches. Default: a quarter of that.",
+            checks=GIB,
+        ),
+    ] = None
+    mamba_cache_mode: Annotated[
+        CacheMode,
+        ENGINE(
+            "none, align or all, as in vLLM: which states are kept for later requests with the same prefix.",
+            checks=(one_of(CACHE_MODES),),
+        ),
+    ] = "align"
+    mamba_block_size: Annotated[
+        int,
+        ENGINE(
+            "Tokens of a long prompt from one kept state to the next; a multiple of --block-size.",
+            checks=ONE,
+        ),
+    ] = 1024
+    mamba_ssm_cache_dtype: Annotated[
+        str, ENGINE("auto or float32, which are the same: how states are kept.", checks=(one_of(("auto", "float32")),))
+    ] = "auto"
     cpu_offload_gb: Annotated[
         float,
         ENGINE(

@@ -120,8 +120,9 @@ FAMILIES = (
     Family("weights do not change while they are served", refused="--weight-transfer-config"),
     Family("sliding windows follow the model", accepted="--[no-]disable-sliding-window"),
     Family(
-        "models with a recurrent state are not supported",
-        accepted="--mamba-* --[no-]enable-mamba-cache-stochastic-rounding --[no-]enable-mamba-shared-prefix-checkpoint "
+        "recurrent states are float32, and their kernels follow the device",
+        accepted="--mamba-backend --mamba-config --mamba-cache-dtype --mamba-cache-philox-rounds --mamba-ssu-algorithm "
+        "--[no-]enable-mamba-cache-stochastic-rounding --[no-]enable-mamba-shared-prefix-checkpoint "
         "--replayssm-buffer-len --[no-]use-replayssm --gdn-prefill-backend --kda-prefill-backend --kda-decode-backend",
     ),
     Family("models that need it are not supported", refused="--diffusion-config --engram-config"),

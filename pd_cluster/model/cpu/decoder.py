@@ -43,7 +43,7 @@ class _Layers(ctypes.Structure):
 
     _fields_ = (
         *((name, _Int) for name in ("num_layers", "num_rows", "num_threads")),
-        *((name, _Pointer) for name in ("layers", "steps", "plan_attention", "attend", "pool", "x", "delta")),
+        *((name, _Pointer) for name in ("layers", "steps", "plan_attention", "attend", "pools", "x", "delta")),
         ("has_delta", _Int),
         ("scratch", _Pointer),
     )
@@ -87,8 +87,9 @@ class DecoderLayers:
         self._width = int(parts[0].call.qkv.inputs)
         self._kinds = {part.rope: part.heads.head_dim for part in parts}  # of the layers' tables
         self._windows = {part.heads.sliding_window for part in parts}
-        self._pool: KVPool | None = None
+        self._bound_to: tuple[KVPool, ...] = ()
         self._bound: list[Bound] = []
+        self._pools = (_Pointer * len(parts))()
 
     def takes(self, batch: ForwardBatch) -> bool:
         """Whether it can compute this batch. The last layer's rows that nobody reads would be computed, too."""
@@ -110,19 +111,20 @@ class DecoderLayers:
         at_once = num_layers
         if batch.on_layer is not None or batch.after_layer is not None:
             at_once = 1 if batch.on_layer is not None else LAYERS_AT_ONCE
-        if self._pool is not batch.pool:
-            self._bind(batch.pool)
+        pools = (batch.pool, *(each.pool for each in batch.further))
+        if self._bound_to != pools:
+            self._bind(batch, pools)
         attend = self._bound[0].library
         call = _Layers(
-            num_rows=len(x), pool=batch.pool.data.data_ptr(), x=x.data_ptr(), delta=delta.data_ptr(),
+            num_rows=len(x), x=x.data_ptr(), delta=delta.data_ptr(),
             plan_attention=ctypes.cast(attend.pd_attend_plan, _Pointer),
             attend=ctypes.cast(attend.pd_attend_work, _Pointer),
         )  # fmt: skip
         size = ctypes.sizeof(_Pointer)
         for first in range(0, num_layers, at_once):
             call.num_layers = min(at_once, num_layers - first)
-            addresses = {kind: self._views.step_address(ropes[kind], batch, dim) for kind, dim in self._kinds.items()}
-            steps = (_Pointer * num_layers)(*(addresses[part.rope] for part in self._parts))
+            steps = self._steps(ropes, batch)
+            call.pools = ctypes.addressof(self._pools) + first * size
             call.layers = ctypes.addressof(self._layers) + first * size
             call.steps = ctypes.addressof(steps) + first * size
             call.num_threads, call.has_delta = torch.get_num_threads(), int(first > 0)
@@ -137,11 +139,27 @@ class DecoderLayers:
             batch.windows |= self._windows
         return delta
 
-    def _bind(self, pool: KVPool) -> None:
-        self._bound = [self._views.bound(part.heads, pool) for part in self._parts]
-        for part, bound in zip(self._parts, self._bound, strict=True):
+    def _steps(self, ropes: dict[str, Rope], batch: ForwardBatch) -> ctypes.Array[ctypes.c_void_p]:
+        """Returns the address of each layer's view of the batch."""
+        if batch.further:
+            found = [
+                self._views.step_address(ropes[part.rope], batch.of_layer(part.heads.layer_idx), part.heads.head_dim)
+                for part in self._parts
+            ]
+        else:
+            addresses = {kind: self._views.step_address(ropes[kind], batch, dim) for kind, dim in self._kinds.items()}
+            found = [addresses[part.rope] for part in self._parts]
+        return (_Pointer * len(found))(*found)
+
+    def _bind(self, batch: ForwardBatch, pools: tuple[KVPool, ...]) -> None:
+        """Notes each layer's place in these pools, those of the batch's groups, which have one dtype."""
+        assert len({pool.layout.dtype for pool in pools}) == 1
+        own = [batch.of_layer(part.heads.layer_idx).pool for part in self._parts]
+        self._bound = [self._views.bound(part.heads, pool) for part, pool in zip(self._parts, own, strict=True)]
+        for at, (part, bound, pool) in enumerate(zip(self._parts, self._bound, own, strict=True)):
             part.call.attention = bound.address
-        self._pool = pool
+            self._pools[at] = pool.data.data_ptr()
+        self._bound_to = pools
 
 
 def decoder_layers(library: ctypes.CDLL, layers: Sequence[FusedLayer], views: Views) -> DecoderLayers | None:

@@ -1,12 +1,16 @@
-"""Groups of layers: layouts whose planes differ in heads, and pools that know their layers by the model's indices."""
+"""Groups of layers: layouts whose planes differ in heads, pools that know their layers, steps over several pools."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
+from pd_cluster.engine.ranks.channel import encode
+from pd_cluster.engine.ranks.follower import _input_of
+from pd_cluster.engine.ranks.lead import message_of
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.block_major import HostBlocks
 from pd_cluster.kv.layer_major import LayerMajor
@@ -17,6 +21,10 @@ from pd_cluster.kv.pair_check import check_groups
 from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool, probe_content
 from pd_cluster.kv.route import Route
 from pd_cluster.kv.swap import SwapSpace
+from pd_cluster.model.batch import batch_of, build_batch, sizes_of_blocks
+from pd_cluster.model.state_rows import Segment
+from pd_cluster.model.step_input import StepInput, keeps_of, step_input
+from pd_cluster.types import Order, Request, Sampling
 from pd_cluster.wire import KVPiece, Plane
 
 # A gated delta rule of 8 value heads and 2 key heads, and a Mamba-2 layer's B and C of one group.
@@ -156,3 +164,83 @@ def test_instances_of_other_groups_are_no_pair() -> None:
     ):
         with pytest.raises(LinkError, match="makes no sense"):
             check_groups([broken], [broken])
+
+
+WINDOW = replace(HEADS, rule="window", window=6, layers=(0, 5))
+PADDING = 40  # the pools' number of blocks, and the block that gets what is not read
+
+
+def three_pools() -> list[KVPool]:
+    return [KVPool(layout, PADDING) for layout in (HEADS, WINDOW, STATES)]
+
+
+def chunks_of() -> list[tuple[Request, int]]:
+    """Chunks in the middle of a prompt, at its beginning, and of one token."""
+    tables = (
+        [[7, 3, 9, 30], [PADDING, 21, 2, 4], [5]],
+        [[1, 2], [0, 1], [0]],
+        [[11, 10], [PADDING, 39], [39]],
+    )
+    order = Order([*range(1, 16)], Sampling())
+    nums = ((6, 8), (0, 5), (6, 1))
+    return [
+        (Request(f"{at}", order, tables=[list(each) for each in own], num_computed_tokens=start), num_tokens)
+        for at, (own, (start, num_tokens)) in enumerate(zip(tables, nums, strict=True))
+    ]
+
+
+def test_each_group_has_its_own_places_in_a_step() -> None:
+    pools, chunks = three_pools(), chunks_of()
+    step = step_input(chunks, 4, further=sizes_of_blocks(pools[1:]))
+    step = replace(step, keeps=keeps_of(chunks, [(chunks[1][0], 4, 17), (chunks[0][0], 14, 9), (chunks[0][0], 8, 8)]))
+    batch = batch_of(step, pools[0], False, pools[1:])
+    for group in (0, 1):
+        slots, own = [], batch.of_group(group)
+        for request, num_tokens in chunks:
+            places = range(request.num_computed_tokens, request.num_computed_tokens + num_tokens)
+            slots += [4 * request.tables[group][at // 4] + at % 4 for at in places]
+        assert own.pool is pools[group]
+        assert own.slot_mapping.tolist() == slots
+        assert own.block_table.tolist() == [block for request, _ in chunks for block in request.tables[group]]
+        assert own.table_starts.tolist() == [0, 4, 6, 8]
+        assert [own is batch.of_layer(layer_idx) for layer_idx in (0, 2, 3, 5)] == [group, not group, not group, group]
+    batch.of_layer(0).layer_written(0, 6)
+    batch.of_layer(2).layer_written(2, None)
+    assert (batch.layers_written, batch.windows) == ([0, 2], {6, None})
+    assert batch.states is not None
+    assert batch.states.pool is pools[2]
+    assert batch.states.segments == (
+        Segment(0, 2, 5, 8),
+        Segment(2, 8, 5, 9),
+        Segment(8, 12, 0, 17),
+        Segment(12, 13, 0),
+        Segment(13, 14, 39),
+    )
+    told_ranks = _input_of(message_of(step, False, False))
+    for name in StepInput.__slots__:
+        ours, theirs = getattr(step, name), getattr(told_ranks, name)
+        assert np.array_equal(ours, theirs) if isinstance(ours, np.ndarray) else repr(ours) == repr(theirs), name
+
+
+def test_a_step_of_one_group_is_as_it_was() -> None:
+    chunks = chunks_of()
+    step = step_input(chunks, 4)
+    assert (step.further, step.keeps) == ((), None)
+    message = encode(message_of(step, False, False))
+    assert b"further" not in message
+    assert b"keeps" not in message
+    batch = batch_of(step, KVPool(HEADS, PADDING))
+    assert batch.of_layer(3) is batch is batch.of_group(0)
+    assert batch.states is None
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_a_block_that_no_pool_has_is_refused(group: int) -> None:
+    pools, chunks = three_pools(), chunks_of()
+    chunks[1][0].tables[group][-1] = PADDING + 1
+    with pytest.raises(ValueError, match=r"block tables hold \d+ blocks from \d to 41"):
+        build_batch(chunks, pools[0], pools[1:])
+    chunks[1][0].tables[group][-1] = 0
+    step = step_input(chunks, 4, further=sizes_of_blocks(pools[1:]))
+    with pytest.raises(ValueError, match="blocks from 41 to 41"):
+        batch_of(replace(step, keeps=np.array([[0, 7, PADDING + 1]])), pools[0], False, pools[1:])

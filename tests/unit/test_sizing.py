@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,14 @@ from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.swap import SwapSpace, swap_words
-from pd_cluster.model import sizing
+from pd_cluster.model import group_sizes, sizing
+from pd_cluster.model.group_limits import check_states, splits_windows
+from pd_cluster.model.load_plan import LoadPlan
+from pd_cluster.model.parallel.group import Alone
+from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.speculation import Speculation
+from pd_cluster.wire import Plane
 
 LAYOUT = KVLayout(num_layers=2, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
 GIB = 1 << 30
@@ -153,3 +160,94 @@ def test_a_gpu_has_what_its_share_leaves_after_weights_and_steps(monkeypatch: py
         assert cuda_blocks(monkeypatch, free=free, **given) == pytest.approx(left * of_a_gib, rel=1e-3)
     with pytest.raises(ConfigError, match=r"--gpu-memory-utilization 0\.2, of which weights and steps take 20\.0 GiB"):
         cuda_blocks(monkeypatch, free=63.0, gpu_memory_utilization=0.2)
+
+
+# ---- of several groups of layers
+
+ALL = KVLayout(2, 2, keys_and_values(8), 4, "float32", layers=(2, 4))
+WINDOWS = KVLayout(3, 2, keys_and_values(8), 4, "float32", rule="window", window=10, layers=(0, 1, 3))
+STATES = KVLayout(1, 4, (Plane("state", 1024),), 1, "float32", rule="state", layers=(5,))  # of 16 KiB
+LENGTH, STEP = 1000, 40  # of the longest request, and of a step
+
+
+def groups(monkeypatch: pytest.MonkeyPatch, *layouts: KVLayout, **settings: Any) -> group_sizes.GroupSizes:
+    monkeypatch.setattr(host, "memory", lambda: host.HostMemory(8 * GIB, 16 * GIB, "this host"))
+    monkeypatch.setattr(host, "own_nbytes", lambda: 0)
+    return group_sizes.group_sizes(group_sizes.GroupNeeds(config(**settings), layouts, LENGTH, STEP))
+
+
+@pytest.mark.parametrize("layouts", [(ALL, WINDOWS), (ALL, STATES), (ALL, WINDOWS, STATES)])
+def test_groups_share_the_memory_and_leave_little(
+    monkeypatch: pytest.MonkeyPatch, layouts: tuple[KVLayout, ...]
+) -> None:
+    """Whatever is given: no more bytes than that, room for the longest request, and a full window for each sequence."""
+    rng, seen = random.Random(len(layouts)), set[str]()
+    for _ in range(300):
+        nbytes = rng.randrange(1 << 18, 1 << rng.choice((20, 26)))
+        settings: dict[str, Any] = {"max_num_seqs": rng.choice((1, 30, 200, 256)), "kv_cache_memory_gib": nbytes / GIB}
+        settings |= rng.choice(({}, {"mamba_cache_mode": "none"}, {"state_cache_gib": 1 / 1024}))
+        try:
+            found = groups(monkeypatch, *layouts, **settings)
+        except ConfigError as error:
+            seen.add(str(error).split()[0])
+            continue
+        taken = [count * each.block_nbytes for count, each in zip(found.nums_blocks, layouts, strict=True)]
+        assert sum(taken) <= nbytes
+        assert found.nums_blocks[0] >= 250
+        assert found.max_num_seqs == settings["max_num_seqs"] or (found.max_num_seqs < 256 == settings["max_num_seqs"])
+        left = nbytes - sum(taken)
+        if WINDOWS in layouts:
+            wanted = (found.max_num_seqs * 4 + 10) * 5 // 4  # blocks of 10 tokens, wherever they begin, and of a step
+            assert found.nums_blocks[1] == min(wanted, found.nums_blocks[0])
+        assert left < ALL.block_nbytes + WINDOWS.block_nbytes
+        if STATES in layouts:
+            seen.add("fewer" if found.max_num_seqs < settings["max_num_seqs"] else "all")
+            assert found.nums_blocks[-1] == found.max_num_seqs + found.num_checkpoints
+            explicit = {"mamba_cache_mode": 0, "state_cache_gib": 64}
+            kept = next((explicit[name] for name in explicit if name in settings), nbytes // 4 // STATES.block_nbytes)
+            assert found.num_checkpoints == kept
+    assert seen == ({"all", "fewer", "--max-num-seqs"} if STATES in layouts else {"--kv-cache-memory"})
+
+
+def test_groups_by_default_and_by_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = groups(monkeypatch, ALL, STATES)
+    assert (found.max_num_seqs, found.num_checkpoints) == (256, GIB // 4 // STATES.block_nbytes)
+    assert groups(monkeypatch, ALL, STATES, max_num_seqs=10).nums_blocks[0] == 10 * 250  # no more can be used
+    large = replace(STATES, planes=(Plane("state", 1 << 24),))  # 256 MiB: 16 fit a half of what is free
+    found = groups(monkeypatch, ALL, large)
+    assert (found.max_num_seqs, found.num_checkpoints) == (2, 1)
+    found = groups(monkeypatch, ALL, large, max_num_seqs=8)  # the default grows with what is asked for
+    assert (found.max_num_seqs, found.num_checkpoints) == (8, 2)
+    found = groups(monkeypatch, ALL, WINDOWS, large, num_blocks=300, preemption_mode="swap", swap_space_gib=1.0)
+    assert found.nums_blocks[:2] == (300, (11 * 4 + 10) * 5 // 4)
+    assert (found.max_num_seqs, found.num_checkpoints) == (11, 4)
+    swapped = [count * each.block_nbytes for count, each in zip(found.nums_swapped, (ALL, WINDOWS, large), strict=True)]
+    assert sum(swapped) <= GIB
+    assert found.nums_swapped[2] == 3
+    with pytest.raises(ConfigError, match=r"^--max-num-seqs 20: .* has room for \d+ states of 0\.2500 GiB"):
+        groups(monkeypatch, ALL, large, max_num_seqs=20)
+    with pytest.raises(ConfigError, match=r"^--state-cache 0\.1: one state of this model takes 0\.2500 GiB; give more"):
+        groups(monkeypatch, ALL, large, state_cache_gib=0.1)
+    without = groups(monkeypatch, ALL, large, enable_prefix_caching=False)
+    assert without.num_checkpoints == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"kv_host_cache_gib": 1.5}, "--kv-host-cache 1.5: kimi keeps states, which no lower tier holds"),
+        ({"mamba_block_size": 1022}, "--mamba-block-size 1022: .* a multiple of --block-size 4"),
+        ({"adapters": AdapterSettings(enable_prompt_adapter=True)}, "--enable-prompt-adapter: kimi keeps states"),
+        ({"adapters": AdapterSettings(enable_lora=True)}, "--enable-lora: kimi keeps states"),
+        ({"speculation": Speculation(methods=("ngram",))}, "--speculative-config: ngram: kimi keeps states"),
+    ],
+)
+def test_settings_that_states_do_not_go_with(settings: dict[str, Any], error: str) -> None:
+    checkpoint: Any = SimpleNamespace(model_type="kimi", is_unproven=False)
+    plan = LoadPlan(config(), checkpoint, Alone(), CPU, "float32", 4, (), LENGTH, STEP)
+    check_states(plan)
+    assert splits_windows(plan)
+    with pytest.raises(ConfigError, match=f"^{error}"):
+        check_states(replace(plan, config=config(**settings)))
+    with pytest.raises(ConfigError, match="--mamba-ssm-cache-dtype 'bfloat16': expected auto or float32"):
+        config(mamba_ssm_cache_dtype="bfloat16")

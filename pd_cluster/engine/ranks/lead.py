@@ -138,7 +138,7 @@ class LeadRunner:
 
     def _begin(self, step: StepInput, is_ahead: bool, on_layer: OnLayer | None) -> OnLayer | None:
         """Sends the step to the followers; returns `on_layer` with this rank's progress noted before it."""
-        message = _message_of(step, is_ahead, on_layer is not None)
+        message = message_of(step, is_ahead, on_layer is not None)
         if step.images:
             for rank, follower in enumerate(self._followers, start=1):
                 parts = self.runner.sparing_pixels(step.images, rank)
@@ -162,7 +162,7 @@ class LeadRunner:
             follower.send_encoded(data)
 
 
-def _message_of(step: StepInput, is_ahead: bool, by_layers: bool) -> to.Step:
+def message_of(step: StepInput, is_ahead: bool, by_layers: bool) -> to.Step:
     """Returns the message of a step, without its pictures."""
     rows, input_ids, blocks = (each.tobytes() for each in (step.rows, step.input_ids, step.blocks))
     rope_positions, adapters, virtual, leaders, keeps = (

@@ -32,7 +32,7 @@ NOTHING: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "D
 
 
 class Attended(NamedTuple):
-    """What the attention of a layer is given; `window`: the tokens that one sees, 0 for all."""
+    """The arguments of a layer's attention; `window`: the tokens that one sees, 0 for all."""
 
     keys: torch.Tensor  # [1, num_heads, num_tokens, width]
     window: int

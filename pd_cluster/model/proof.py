@@ -100,7 +100,7 @@ def _layers_of(layout: KVLayout) -> Sequence[int]:
 def probe_batch(
     chunks: list[tuple[Request, int]], pools: Sequence[KVPool], keeps: Sequence[tuple[int, int, int]] = ()
 ) -> ForwardBatch:
-    """Builds a step over the pools of all groups; `keeps` as in StepInput."""
+    """Builds a step over the pools of all groups; `keeps`: see segments_of."""
     batch = build_batch(chunks, pools[0], pools[1:])
     for group, pool in enumerate(pools):
         if keeps and pool.layout.holds.is_state:

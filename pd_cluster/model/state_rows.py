@@ -50,7 +50,8 @@ def segments_of(
 ) -> Iterator[Segment]:
     """Cuts the rows of a step's sequences after those of whose states a copy is kept.
 
-    `blocks` are the sequences' states; `keeps` as in StepInput: (sequence, its tokens before the copy, block), sorted.
+    `blocks` are the sequences' states; `keeps` are sorted: a sequence, its tokens of this step that the copy follows,
+    and the block that receives it.
     """
     first, rest = 0, list(reversed(keeps))
     for seq, (num_tokens, block) in enumerate(zip(nums_tokens, blocks, strict=True)):

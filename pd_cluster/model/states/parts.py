@@ -1,4 +1,4 @@
-"""What a recurrent layer of transformers keeps of a sequence, read from its module: the planes of a state.
+"""The planes of a state, read from the module of a recurrent layer: all that it keeps of a sequence.
 
 A recurrent state is a plane of its heads. A convolution's last inputs are one plane for each part that is cut apart
 between ranks, all of its heads. Knows nothing of pools, and of a config only what its modules have taken from it.
@@ -45,7 +45,7 @@ class Recurrent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateParts:
-    """What one layer keeps of a sequence, on this rank; `kernel_size` is the convolution's.
+    """The state that one layer keeps of a sequence, on this rank; `kernel_size` is the convolution's.
 
     `convolved` are the parts of the convolution in the order of its channels. A plane of the pool holds, for each head
     of its part, the last kernel_size - 1 inputs [kernel_size - 1, channels], the oldest first: transformers keeps one

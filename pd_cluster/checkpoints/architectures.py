@@ -19,7 +19,7 @@ from typing import Any
 Config = Mapping[str, Any]
 _parsing = threading.Lock()
 
-STATE = "keeps a state besides keys and values ({what}), which a handover does not move"
+STATE = "keeps a state besides keys and values ({what}) that no listed type has"
 ENCODER_DECODER = "is an encoder-decoder model ({what}): its decoder attends to what an encoder made"
 CROSS = "has cross attention ({what}): it attends to what no prompt of tokens gives"
 LATENT = "has latent attention ({what}) of a type that is not listed, and no test compares it with transformers"
@@ -31,6 +31,22 @@ UNKNOWN = "has {what}, which is not known to leave attention and KV cache as the
 MORE_THAN_TEXT = "takes more than text ({what})"
 MULTIMODAL = "takes more than text, which is not supported"
 ENCODER = "is an encoder: its tokens see later ones, and nothing is generated"
+
+MAMBA_1 = (
+    "has layers of Mamba-1, whose modules in transformers begin every chunk of a prompt without a past; take a hybrid "
+    "of Mamba-2, such as granitemoehybrid or nemotron_h"
+)
+# model_type -> why it is refused, whatever its fields say, and what to take
+BY_NAME = {
+    **dict.fromkeys(("falcon_mamba", "jamba", "mamba", "zamba"), MAMBA_1),
+    "mamba2": "keeps states and no keys and values; take a hybrid of it, such as granitemoehybrid or nemotron_h",
+    "zamba2": "shares one attention between layers, in a cache of its own; take granitemoehybrid or nemotron_h",
+    "deepseek_v4": "keeps windows of compressed tokens, in caches of its own; take deepseek_v32",
+    **dict.fromkeys(
+        ("glm5_next", "glm5_next_text"),
+        "chooses keys by pooled ones beside its states, in caches of its own; take glm_moe_dsa or kimi_linear",
+    ),
+}
 
 # Reasons, by the name of a field or of a kind of layer; the first match counts.
 REASONS = (
@@ -86,6 +102,8 @@ COUNTS = re.compile(r"^num_|^max_|pattern|every|layers")  # these never are
 def why_not(config: Config) -> str | None:
     """Returns why a model that transformers has cannot be served, to follow "it"; None if it may be tried."""
     model_type = str(config.get("model_type"))
+    if model_type in BY_NAME:
+        return BY_NAME[model_type]
     parts = [name for name in PARTS if config.get(name)]
     if parts:
         return MORE_THAN_TEXT.format(what=parts[0])

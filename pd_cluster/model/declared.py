@@ -151,18 +151,28 @@ def layouts_of(
     window = min(windows - {0}, default=0) if split_windows and 0 in windows and not draft_head else 0
     near = [index for index in attending if window and caches[index].window == window]
     rest = [index for index in attending if index not in near]
-    recurrent = [index for index, each in enumerate(caches) if each.state is not None]
     found = [_layout_of_keys(caches, rest, block_size, dtype, draft_head)]
     if near:
         found.append(replace(_layout_of_keys(caches, near, block_size, dtype), rule="window", window=window))
-    if recurrent:
-        found.append(_layout_of_states(caches, recurrent))
+    if (states := layout_of_states(caches)) is not None:
+        found.append(states)
     return tuple(found)
 
 
 def layout_of(caches: Sequence[LayerCache], block_size: int, dtype: str, draft_head: str = "") -> KVLayout:
     """Returns the layout of a pool for all layers that keep keys and values, see `layouts_of`."""
     return layouts_of(caches, block_size, dtype, draft_head)[0]
+
+
+def layout_of_states(caches: Sequence[LayerCache]) -> KVLayout | None:
+    """Returns the layout of a pool whose blocks are sequences' states; None: no layer keeps one."""
+    layers = tuple(index for index, each in enumerate(caches) if each.state is not None)
+    if not layers:
+        return None
+    state = caches[layers[0]].state
+    assert state is not None
+    of_group = () if len(layers) == len(caches) else layers
+    return KVLayout(len(layers), state.num_heads, state.planes, 1, STATE_DTYPE, rule="state", layers=of_group)
 
 
 def _layout_of_keys(
@@ -207,14 +217,6 @@ def _check_dtype(layout: KVLayout) -> None:
 
 def _widths(planes: Sequence[Plane]) -> str:
     return ", ".join(str(plane.width) for plane in planes)
-
-
-def _layout_of_states(caches: Sequence[LayerCache], layers: list[int]) -> KVLayout:
-    """Returns the layout of these layers' states: a block is one sequence's."""
-    state = caches[layers[0]].state
-    assert state is not None
-    of_group = () if len(layers) == len(caches) else tuple(layers)
-    return KVLayout(len(layers), state.num_heads, state.planes, 1, STATE_DTYPE, rule="state", layers=of_group)
 
 
 def _cache_of(model: Any, index: int, layer: Any, seen: Seen, modules: dict[int, torch.nn.Module]) -> LayerCache:

@@ -6,6 +6,7 @@ A tensor that no module takes is an error, because it may be what the others hav
 from __future__ import annotations
 
 import logging
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,15 @@ from pd_cluster.checkpoints.weight_files import BUFFERS, PLAIN_DTYPES, WAY_OUT, 
 from pd_cluster.errors import ModelError
 from pd_cluster.model.declared import INDEXED
 from pd_cluster.model.forms import is_in_other_form
+from pd_cluster.model.states.parts import MODULES, state_modules
 from pd_cluster.model.trial import check_fields
 
 log = logging.getLogger(__name__)
+
+ATTENDING = {"full_attention", "sliding_attention", INDEXED}
+OF_HYBRIDS = {"linear_attention", "conv", "hybrid", "mlp", "moe"}
+LIMIT, NO_LIMIT = "time_step_limit", (0.0, math.inf)
+BOUNDED_ALIKE = ("NemotronHMamba2Mixer",)  # single tokens, too: see states/driven.py
 
 # Buffers of floats that earlier versions of transformers saved in each layer, and modules compute today.
 ROTARY = re.compile(r"(?:^|\.)rotary_emb\.(?:(?:original_)?inv_freq|(?:cos|sin)_cached)$")
@@ -63,11 +70,24 @@ def check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> No
         log.info("%s: %d tensors of layers behind the last one are left out", checkpoint.path, num_further)
     if checkpoint.is_unproven:
         check_fields(model)
-    layer_types = set(getattr(model.config, "layer_types", None) or ())
-    if layer_types - {"full_attention", "sliding_attention", INDEXED}:
+    _check_layers(checkpoint, model)
+
+
+def _check_layers(checkpoint: Checkpoint, model: Any) -> None:
+    """Checks that the layers are of kinds that are supported, and compute the same in every step. Raises ModelError."""
+    layer_types, recurrent = set(getattr(model.config, "layer_types", None) or ()), state_modules(model)
+    if layer_types - ATTENDING - (OF_HYBRIDS if recurrent else set()):
         raise ModelError(
-            f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full, sliding and indexed are supported"
+            f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full, sliding and indexed are supported, and "
+            f"the states of {', '.join(sorted(MODULES))}"
         )
+    for module in recurrent.values():
+        limit = getattr(module, LIMIT, None)
+        if limit is not None and tuple(limit) != NO_LIMIT and type(module).__name__ not in BOUNDED_ALIKE:
+            raise ModelError(
+                f"{checkpoint.path}: config.json has {LIMIT} {list(limit)}, which transformers applies to prompts and "
+                f"not to single tokens; only [0, inf] is supported: leave it out"
+            )
 
 
 def _may_be_left(checkpoint: Checkpoint, key: str) -> bool:

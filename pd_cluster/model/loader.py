@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,10 +27,9 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import modules
 from pd_cluster.model.attention.latent import UpProjection
 from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE, SDPA, Attention, choose_attention
-from pd_cluster.model.batch import build_batch
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.cpu.ops import CpuOps, supports
-from pd_cluster.model.declared import caches_of, is_indexed, layout_of
+from pd_cluster.model.declared import caches_of, is_indexed, layout_of, layout_of_states
 from pd_cluster.model.fuse import can_fuse, fuse, is_known, why_not_deterministic
 from pd_cluster.model.fused_lm import FusedCausalLM, Served
 from pd_cluster.model.layers.linear import Linear
@@ -43,7 +43,7 @@ from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import ParallelPlan
 from pd_cluster.model.parallel.shard import read_named
-from pd_cluster.model.proof import ROUNDED, check_finite, fused_choices, own_choices, refusal
+from pd_cluster.model.proof import KEYS, ROUNDED, STATES, check_finite, fused_choices, own_choices, probe_batch, refusal
 from pd_cluster.model.quantized_head import quantize_head
 from pd_cluster.model.speedups import sped_up
 from pd_cluster.model.trial import prove_packing
@@ -175,15 +175,18 @@ def _check_of(
     plain: PlainCausalLM, layout: KVLayout, device: Device, checkpoint: Checkpoint
 ) -> Callable[[FusedCausalLM], None]:
     """Computes a model's logits; returns a check that its fused layers have the same. Both raise ModelError."""
-    expected = own_choices(plain) if layout.has_index else probe_logits(plain, layout, device)
+    states = layout_of_states(plain.caches)
+    layouts, course = ([layout], KEYS) if states is None else ([layout, states], STATES)
+    is_long = layout.has_index or states is not None
+    expected = own_choices(plain, course) if is_long else probe_logits(plain, layout, device)
     check_finite(expected, str(checkpoint.path), layout.dtype)
     bound = ROUNDED if plain.rounds_activations else layout.dtype
+    if layout.has_index:  # between two keys that are equally good, the last bits decide: a sequence may be spared
+        bound = ROUNDED
 
     def check(fused: FusedCausalLM) -> None:
-        if layout.has_index:  # between two keys that are equally good, the last bits decide: a sequence may be spared
-            error = change_of(fused_choices(fused, layout), expected, ROUNDED)
-        else:
-            error = change_of(probe_logits(fused, layout, device), expected, bound)
+        actual = fused_choices(fused, layouts, course) if is_long else probe_logits(fused, layout, device)
+        error = change_of(actual, expected, bound)
         if not error <= PROBE_TOLERANCE[bound]:
             raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
 
@@ -345,13 +348,15 @@ def probe_logits(model: CausalLM, layout: KVLayout, device: Device) -> torch.Ten
     """Computes logits [PROBE_NUM_TOKENS, vocab_size] of a few tokens, in a temporary pool."""
     vocab_size = model.config.vocab_size
     token_ids = [i * (vocab_size - 1) // PROBE_NUM_TOKENS for i in range(PROBE_NUM_TOKENS)]
-    num_blocks = layout.num_blocks_for(PROBE_NUM_TOKENS)
-    probe = Request("probe", Order(token_ids, Sampling()), tables=[list(range(num_blocks))])
-    pool = KVPool(layout, num_blocks, device)
-    try:
-        batch = build_batch([(probe, PROBE_NUM_TOKENS)], pool)
+    layouts = [each for each in (layout, layout_of_states(model.caches)) if each is not None]
+    with ExitStack() as stack:
+        nums_blocks = [each.num_blocks_for(1 if each.holds.is_state else PROBE_NUM_TOKENS) for each in layouts]
+        pools = [
+            stack.enter_context(KVPool(each, num_blocks, device))
+            for each, num_blocks in zip(layouts, nums_blocks, strict=True)
+        ]
+        probe = Request("probe", Order(token_ids, Sampling()), tables=[list(range(num)) for num in nums_blocks])
+        batch = probe_batch([(probe, PROBE_NUM_TOKENS)], pools)
         batch.sample_rows = torch.arange(PROBE_NUM_TOKENS, device=batch.slot_mapping.device)
         with torch.inference_mode():
             return model(batch).float()
-    finally:
-        pool.close()

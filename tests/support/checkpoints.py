@@ -143,9 +143,10 @@ _folders = tempfile.TemporaryDirectory(prefix="pd-cluster-checkpoints-")
 
 def make_checkpoint(folder: Path, architecture: str = "llama", seed: int = 0, **changes: Any) -> Path:
     """Writes config, weights, tokenizer and chat template; returns the folder. Small ones are made once a process."""
+    from tests.support.hybrids import HYBRIDS
     from tests.support.more_checkpoints import MORE
 
-    own = MORE[architecture] if architecture in MORE else CONFIGS[architecture]
+    own = {**MORE, **HYBRIDS, **CONFIGS}[architecture]
     settings = {**COMMON, **own, **changes}
     name = hashlib.sha256(repr((architecture, seed, sorted(settings.items()))).encode()).hexdigest()[:24]
     kept = Path(_folders.name) / name

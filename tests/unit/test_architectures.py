@@ -22,11 +22,14 @@ from tests.unit.test_checkpoint import make_folder
 # As on the Hub, without what says nothing here.
 STATE = "keeps a state besides keys and values"
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"model_type": "mamba", "state_size": 16, "conv_kernel": 4}, f"{STATE} (state_size)"),
-    ({"model_type": "falcon_mamba"}, f"{STATE} (its class is stateful)"),
-    ({"model_type": "jamba", "attn_layer_period": 8, "mamba_d_state": 16}, f"{STATE} (mamba_"),
-    ({"model_type": "lfm2", "conv_L_cache": 3}, f"{STATE} (conv_L_cache)"),
-    ({"model_type": "olmo_hybrid", "layer_types": ["linear_attention"]}, f"{STATE} (layer_types has linear_attention)"),
+    ({"model_type": "lfm3", "conv_L_cache": 3}, f"{STATE} (conv_L_cache)"),
+    ({"model_type": "rwkv"}, f"{STATE} (its class is stateful)"),
+    ({"model_type": "lfm3", "layer_types": ["linear_attention"]}, f"{STATE} (layer_types has linear_attention)"),
+    *(({"model_type": name}, "has layers of Mamba-1, whose") for name in ("mamba", "falcon_mamba", "jamba", "zamba")),
+    ({"model_type": "mamba2"}, "keeps states and no keys and values; take a hybrid of it"),
+    ({"model_type": "zamba2"}, "shares one attention between layers, in a cache of its own; take"),
+    ({"model_type": "deepseek_v4"}, "keeps windows of compressed tokens, in caches of its own; take deepseek_v32"),
+    ({"model_type": "glm5_next", "vision_config": {"x": 1}}, "chooses keys by pooled ones beside its states"),
     ({"model_type": "t5", "is_encoder_decoder": True}, "is an encoder-decoder model (is_encoder_decoder)"),
     ({"model_type": "bart"}, "is an encoder-decoder model"),
     ({"model_type": "bert", "position_embedding_type": "absolute"}, "is an encoder: its tokens see later ones"),
@@ -97,7 +100,7 @@ def test_without_transformers_the_worker_decides(tmp_path: Path, monkeypatch: py
     try:
         folder = make_folder(tmp_path / "model", model_type="nobody_knows")
         assert opened(folder, try_unlisted=("nobody_knows",)).is_unproven
-        assert "keeps a state" in fault(folder, {"model_type": "mamba", "state_size": 4}, try_unlisted=("mamba",))
+        assert "keeps a state" in fault(folder, {"model_type": "lfm9", "state_size": 4}, try_unlisted=("lfm9",))
     finally:
         architectures._table.cache_clear()
         architectures._statements.cache_clear()

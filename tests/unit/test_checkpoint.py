@@ -71,7 +71,7 @@ def test_a_name_that_is_not_in_the_cache(model: str, monkeypatch: pytest.MonkeyP
     assert "no model of that name in the local Hugging Face cache" in fault(model)
 
 
-@pytest.mark.parametrize(("model_type", "first"), [("falcon", ""), (["llama"], ""), ("qwen3_next", "qwen3")])
+@pytest.mark.parametrize(("model_type", "first"), [("falcon", ""), (["llama"], ""), ("qwen3_later", "qwen3")])
 def test_another_architecture_is_named_with_the_nearest_supported(folder: Path, model_type: object, first: str) -> None:
     make_folder(folder, model_type=model_type)
     message = fault(folder)

@@ -40,6 +40,13 @@ REFUSED = {
     "apertus": "its activation has weights that the plan does not know",
     **dict.fromkeys(("cohere", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "olmoe", "phimoe"), NO_FIT),
 }
+REFUSED |= dict.fromkeys(
+    (
+        *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h"),
+        *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    ),
+    "the states of its layers are not divided",
+)
 EXPERT_ALIASES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's files
 SPLIT_SIZES = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 LAYER = re.compile(r"(?:^|\.)layers\.\d+\.(?P<path>.+)\.(?P<part>\w+)$")

@@ -1,0 +1,77 @@
+"""Hybrids in steps without an engine: pools for each group of layers, and sequences with tables in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Self
+
+import torch
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import CPU
+from pd_cluster.kv.pool import KVPool
+from pd_cluster.model.causal_lm import PlainCausalLM
+from pd_cluster.model.declared import layouts_of
+from pd_cluster.model.loader import load_model
+from pd_cluster.model.proof import probe_batch
+from pd_cluster.types import Order, Request, Sampling
+
+BLOCK_SIZE = 16
+NUM_STATES = 8
+
+
+def load_modules(folder: Path) -> PlainCausalLM:
+    """Loads a folder as transformers' modules."""
+    model = load_model(Checkpoint.open(str(folder)), "float32", CPU)
+    assert isinstance(model, PlainCausalLM)
+    return model
+
+
+class StateWorld:
+    """Computes steps of a model; usable in `with`. Groups are keys and values, then states."""
+
+    def __init__(self, model: PlainCausalLM, num_blocks: int = 64) -> None:
+        self.model, self._stack = model, ExitStack()
+        keys, states = layouts_of(model.caches, BLOCK_SIZE, "float32")
+        self.keys = self._stack.enter_context(KVPool(keys, num_blocks))
+        self.states = self._stack.enter_context(KVPool(states, NUM_STATES))
+        self._free = list(reversed(range(num_blocks)))
+
+    def request(self, ids: list[int], state: int, of: Request | None = None, num_computed: int = 0) -> Request:
+        """Returns a sequence whose state is in this block, cleared; or with the first computed tokens of another."""
+        shared = num_computed // BLOCK_SIZE
+        assert num_computed == shared * BLOCK_SIZE
+        blocks = [] if of is None else of.tables[0][:shared]
+        blocks += [self._free.pop() for _ in range(-(-len(ids) // BLOCK_SIZE) - shared)]
+        if of is None:
+            self.states.clear([state])
+        request = Request(f"{state}", Order(ids, Sampling()), tables=[blocks, [state]])
+        request.num_computed_tokens = num_computed
+        return request
+
+    def step(
+        self, requests: Sequence[Request], nums: Sequence[int], keeps: Sequence[tuple[int, int, int]] = ()
+    ) -> list[torch.Tensor]:
+        """Computes so many tokens of each; returns all of their logits [num_tokens, vocab_size]."""
+        batch = probe_batch(list(zip(requests, nums, strict=True)), [self.keys, self.states], keeps)
+        batch.sample_rows = torch.arange(batch.num_tokens)
+        with torch.inference_mode():
+            logits = self.model(batch)
+        for request, num_tokens in zip(requests, nums, strict=True):
+            request.num_computed_tokens += num_tokens
+        return list(torch.split(logits, list(nums)))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+
+def row_errors(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Returns [num_tokens]: the error of each row of logits, of its size apart from its mean."""
+    expected = expected - expected.mean(-1, keepdim=True)
+    actual = actual - actual.mean(-1, keepdim=True)
+    return (actual - expected).norm(dim=-1) / expected.norm(dim=-1)

@@ -19,7 +19,7 @@ from pd_cluster.native.recurrences import GATES, Convolution, GatedDelta, GatedN
 
 ROWS_AT_ONCE = 128  # between two phases: what the first makes stays in the cache for the second
 KERNELS = range(2, 9)  # convolution.h, delta.h, mamba.h
-MOST_KEY_WIDTH = MOST_STATE_SIZE = 256
+MOST_WIDTH = 256  # of a key, or of B and C
 _Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
@@ -114,6 +114,14 @@ def _function(flags: tuple[str, ...]) -> ctypes._NamedFuncPointer:
     return function
 
 
+def can_run() -> bool:
+    """Whether the kernels can be built here, and are wanted."""
+    try:
+        return build.are_wanted() and _function(build.FLAGS) is not None
+    except build.KernelsUnavailable:  # the model's loader logs why
+        return False
+
+
 class StateKernel:
     """One recurrent layer. Raises KernelsUnavailable."""
 
@@ -148,7 +156,7 @@ class StateKernel:
             self._state_numel = self.num_features * recurrence.state_size
 
     def _delta(self, delta: GatedDelta) -> _Delta:
-        assert delta.key_width <= MOST_KEY_WIDTH
+        assert delta.key_width <= MOST_WIDTH
         by_channel = delta.decay_bias.numel() != delta.num_heads
         assert delta.decay_bias.numel() == delta.num_heads * (delta.key_width if by_channel else 1)
         call = _Delta(delta.num_heads, delta.num_key_heads, delta.key_width, delta.value_width, by_channel)
@@ -157,7 +165,7 @@ class StateKernel:
         return call
 
     def _mamba(self, mamba: Mamba2) -> _Mamba:
-        assert mamba.state_size <= MOST_STATE_SIZE
+        assert mamba.state_size <= MOST_WIDTH
         call = _Mamba(mamba.num_heads, mamba.num_groups, mamba.head_width, mamba.state_size)
         call.step_bias, call.rates, call.skips = map(self._keep, (mamba.step_bias, mamba.rates, mamba.skips))
         call.least_step, call.most_step = mamba.step_limits

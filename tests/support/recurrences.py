@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import silu, softplus
 
-from pd_cluster.native.recurrences import Convolution, ConvHeads, GatedDelta, GatedNorm, Mamba2, StateInputs
+from pd_cluster.native.recurrences import ConvHeads, Convolution, GatedDelta, GatedNorm, Mamba2, StateInputs
 from pd_cluster.native.states import StateKernel
 
 EPS = 1e-6
@@ -30,7 +30,9 @@ class RecurrentCase:
     @property
     def plane_numels(self) -> list[int]:
         """Counts the numbers of each plane of a block."""
-        kept = [part.num_heads * part.channels * (self.convolution.weight.shape[1] - 1) for part in self.convolution.parts]
+        kept = [
+            part.num_heads * part.channels * (self.convolution.weight.shape[1] - 1) for part in self.convolution.parts
+        ]
         return kept if self.recurrence is None else [state_numel(self.recurrence), *kept]
 
     def rows(self, rows: slice) -> RecurrentCase:
@@ -49,7 +51,12 @@ def packed_rows(num_rows: int, *widths: int) -> list[torch.Tensor]:
 
 
 def delta_case(
-    num_heads: int, num_key_heads: int, widths: tuple[int, int], num_rows: int, by_channel: bool = False, kernel: int = 4
+    num_heads: int,
+    num_key_heads: int,
+    widths: tuple[int, int],
+    num_rows: int,
+    by_channel: bool = False,
+    kernel: int = 4,
 ) -> RecurrentCase:
     """`widths`: of a key and of a value."""
     key_width, value_width = widths

@@ -36,7 +36,7 @@ from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.cpu.ops import CpuOps
 from pd_cluster.model.declared import LayerCache, has_latents
 from pd_cluster.model.draft_head import FIRST_KEY, DraftHead
-from pd_cluster.model.fuse import ACTIVATIONS
+from pd_cluster.model.fuse_mlp import ACTIVATIONS
 from pd_cluster.model.fused_lm import FusedCausalLM, ModelEnds, Served
 from pd_cluster.model.layers.fused_layer import FusedLayer, HeadsAttention
 from pd_cluster.model.layers.gated import GatedMLP

@@ -9,7 +9,7 @@ import torch
 
 from pd_cluster.model.attention.latent import UpProjection
 from pd_cluster.model.layer_maker import LayerMaker, norm_of
-from pd_cluster.model.layers.fused_layer import HeadsAttention, LatentAttention
+from pd_cluster.model.layers.fused_layer import GatedHeadsAttention, HeadsAttention, LatentAttention
 from pd_cluster.model.layers.indexer import Indexer, IndexNorm
 from pd_cluster.model.layers.ops import Heads, LatentOps, Latents, Ops, SparseOps
 from pd_cluster.model.layers.rope_tables import ends_order, qkv_order, starts_order
@@ -23,17 +23,44 @@ def has_latents(attention: Any) -> bool:
 
 def heads_attention(
     attention: Any, config: Any, quirks: Quirks, order: torch.Tensor | None, maker: LayerMaker
-) -> HeadsAttention:
+) -> HeadsAttention | GatedHeadsAttention:
     heads = _heads(attention, config, quirks, order)
     rows = None if order is None else qkv_order(order, heads.num_heads, heads.num_kv_heads)
-    return HeadsAttention(
+    query: Any = getattr(attention, "q_proj", None)
+    is_gated = query is not None and query.out_features == 2 * heads.num_heads * heads.head_dim
+    if is_gated:
+        rows = _gates_last(heads, rows)
+    found = HeadsAttention(
         heads=heads,
         qkv=maker.joined(attention, ("qkv_proj",), ("q_proj", "k_proj", "v_proj"), rows=rows),
-        output=maker.joined(attention, ("o_proj",)),
+        output=maker.joined(attention, ("o_proj",), ("out_proj",)),
         ops=maker.ops,
         rope=quirks.rope(attention),
-        spanning=_spanning(attention, heads, maker.ops, quirks) if quirks.norms_span_heads else (),
+        spanning=_spanning(attention, heads, maker.ops, quirks)
+        if quirks.norms_span_heads
+        else _factors(attention, heads),
     )
+    return GatedHeadsAttention(found, found.output) if is_gated else found
+
+
+def _gates_last(heads: Heads, rows: torch.Tensor | None) -> torch.Tensor:
+    """Returns the order of the rows of QKV, whose queries have a gate behind each head, with all gates at the end.
+
+    `rows`: that of QKV without them.
+    """
+    num_heads, dim = heads.num_heads, heads.head_dim
+    queries, gates = torch.arange(2 * num_heads * dim).view(num_heads, 2, dim).unbind(1)
+    rest = torch.arange(2 * heads.num_kv_heads * dim) + 2 * num_heads * dim
+    found = torch.cat((queries.flatten(), rest))
+    return torch.cat((found if rows is None else found[rows], gates.flatten()))
+
+
+def _factors(attention: Any, heads: Heads) -> tuple[tuple[slice, Callable[[torch.Tensor], torch.Tensor]], ...]:
+    """Returns what multiplies all keys, if there is such a factor (Falcon-H1), with their part of the rows of QKV."""
+    factor = float(getattr(attention, "key_multiplier", 1.0))
+    first = heads.num_heads * heads.head_dim
+    keys = slice(first, first + heads.num_kv_heads * heads.head_dim)
+    return () if factor == 1.0 else ((keys, lambda x: x * factor),)
 
 
 def latent_attention(
@@ -64,7 +91,7 @@ def latent_attention(
     indexer = None
     if getattr(attention, "indexer", None) is not None:
         indexer = _indexer(attention, order if quirks.indexer_pairs else None, maker.of("indexer"))
-    return LatentAttention(latents, down, output, maker.ops, query_norm, query_up, indexer)
+    return LatentAttention(latents, down, output, maker.ops, query_norm, query_up, indexer, quirks.rope(attention))
 
 
 def _indexer(attention: Any, order: torch.Tensor | None, maker: LayerMaker) -> Indexer:
@@ -91,8 +118,12 @@ def _indexer(attention: Any, order: torch.Tensor | None, maker: LayerMaker) -> I
 
 def _heads(attention: Any, config: Any, quirks: Quirks, order: torch.Tensor | None) -> Heads:
     norms = {}
-    if hasattr(attention, "q_norm") and not quirks.norms_span_heads:
-        norms = {name: norm_of(getattr(attention, name), quirks, order) for name in ("q_norm", "k_norm")}
+    if not quirks.norms_span_heads:
+        names = {"q_norm": ("q_norm", "q_layernorm"), "k_norm": ("k_norm", "k_layernorm")}
+        modules = {
+            role: getattr(attention, first, getattr(attention, last, None)) for role, (first, last) in names.items()
+        }
+        norms = {role: norm_of(module, quirks, order) for role, module in modules.items() if module is not None}
     sinks = getattr(attention, "sinks", None)
     return Heads(
         layer_idx=attention.layer_idx,

@@ -191,6 +191,8 @@ class FusedCausalLM:
     def _after_attention(self, layer: FusedLayer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Adds the attention's output to x; returns the next pending delta."""
         delta = self._delta(layer, layer.attention.output(attended), layer.post_attention_norm)
+        if layer.mlp is None:
+            return delta
         return self._delta(layer, layer.mlp(self._added(x, delta, layer.mlp_norm)), layer.post_mlp_norm)
 
     def _added(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:

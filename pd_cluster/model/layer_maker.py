@@ -14,6 +14,10 @@ from pd_cluster.model.layers.weight import between_ranks, joined
 from pd_cluster.model.lora.places import AdapterPlaces
 from pd_cluster.model.quirks import Quirks
 
+# Names of gated MLPs' layers: gates and ups, which may be joined already, and what follows them.
+GATE_UP = (("gate_up_proj",), ("gate_proj", "up_proj"), ("input_linear",), ("w1", "w3"))
+DOWN = ("down_proj", "output_linear", "w2")
+
 
 @dataclass(frozen=True, slots=True)
 class LayerMaker:
@@ -52,9 +56,10 @@ class LayerMaker:
         return norm
 
     def gated_mlp(self, mlp: Any, activation: Activation) -> GatedMLP:
-        intermediate_size: int = mlp.down_proj.in_features
-        gate_up = self.joined(mlp, ("gate_up_proj",), ("gate_proj", "up_proj"))
-        down = self.joined(mlp, ("down_proj",))
+        name = next(name for name in DOWN if hasattr(mlp, name))
+        intermediate_size: int = getattr(mlp, name).in_features
+        gate_up = self.joined(mlp, *GATE_UP)
+        down = self.joined(mlp, (name,))
         if self.adapters is None:
             return GatedMLP(gate_up, down, self.ops, activation, intermediate_size)
         rows = self.adapters.rows

@@ -12,6 +12,8 @@ from pd_cluster.model.layers.rope_tables import NO_ROPE, WHOLE_MODEL, Turn, turn
 
 # A layer's norms: the field of FusedLayer -> the module's name.
 BEFORE_EACH_HALF = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+BEFORE_FEED_FORWARD = {"input_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
+BEFORE_EACH_HALF_OF_LFM = {"input_norm": "operator_norm", "mlp_norm": "ffn_norm"}
 AFTER_EACH_HALF = {"post_attention_norm": "post_attention_layernorm", "post_mlp_norm": "post_feedforward_layernorm"}
 AROUND_EACH_HALF = {"input_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm", **AFTER_EACH_HALF}
 AROUND_EACH_HALF_OF_GLM = {
@@ -59,6 +61,15 @@ def rope_if_sliding(attention: Any) -> str:
     return WHOLE_MODEL if attention.sliding_window is None or attention.is_sliding else NO_ROPE
 
 
+def no_rope(attention: Any) -> str:
+    return NO_ROPE
+
+
+def rope_if_of_its_type(attention: Any) -> str:
+    """The config says what kind of positions there are (Granite 4)."""
+    return WHOLE_MODEL if attention.config.position_embedding_type == "rope" else NO_ROPE
+
+
 class Multipliers(NamedTuple):
     """Factors of embeddings and of what each half of a layer adds, and the divisor of logits."""
 
@@ -78,6 +89,10 @@ def multipliers_of_granite(config: Any) -> Multipliers:
 def multipliers_of_minicpm(config: Any) -> Multipliers:
     """Its embedding module multiplies by itself."""
     return Multipliers(1.0, config.scale_depth / math.sqrt(config.num_hidden_layers), config.logits_scaling)
+
+
+def multipliers_of_falcon(config: Any) -> Multipliers:
+    return Multipliers(config.embedding_multiplier, 1.0, 1.0 / config.lm_head_multiplier)
 
 
 def never(config: Any) -> bool:
@@ -104,8 +119,9 @@ class Quirks:
     same tables. `turn` calls the rotary embedding.
     `caps_scores`: attention applies the config's softcap, which other architectures may have without effect.
     `multipliers`: of the config, which other architectures may have without effect.
-    `activation`: instead of the config's. `mlp`: the name of a layer's second half. `router`: its name in a sparse
-    block. `interleaves_gates`: the experts' files have gates and ups in turn.
+    `activation`: instead of the config's. `mlp`: the name of a layer's second half; `has_second_half`: each layer has
+    one, not an attention, a state or an MLP alone. `router`: its name in a sparse block. `interleaves_gates`: the
+    experts' files have gates and ups in turn. `embedding`, `last_norm`: the names of the parts around the layers.
     `only_with`: values of the config without which the kernels do not compute this architecture. A version of
     transformers whose config lacks one has that value in its modules.
     """
@@ -123,9 +139,12 @@ class Quirks:
     multipliers: Callable[[Any], Multipliers] = no_multipliers
     activation: Activation | None = None
     mlp: str = "mlp"
+    has_second_half: bool = True
     router: str = "gate"
     interleaves_gates: bool = False
-    only_with: Mapping[str, float] = field(default_factory=dict)
+    embedding: str = "embed_tokens"
+    last_norm: str = "norm"
+    only_with: Mapping[str, float | str] = field(default_factory=dict)
 
 
 ARCHITECTURES: dict[str, Quirks] = {
@@ -137,6 +156,34 @@ ARCHITECTURES: dict[str, Quirks] = {
     "MistralForCausalLM": Quirks(window=models_window),
     "MixtralForCausalLM": Quirks(window=models_window),
     "MinistralForCausalLM": Quirks(),
+    "Qwen3NextForCausalLM": Quirks(adds_one=True),
+    "Qwen3_5ForCausalLM": Quirks(adds_one=True),
+    "Qwen3_5MoeForCausalLM": Quirks(adds_one=True),
+    "KimiLinearForCausalLM": Quirks(rope=no_rope),
+    "GraniteMoeHybridForCausalLM": Quirks(
+        multipliers=multipliers_of_granite, mlp="block_sparse_moe", router="router", rope=rope_if_of_its_type
+    ),
+    "BambaForCausalLM": Quirks(norms=BEFORE_FEED_FORWARD, mlp="feed_forward", last_norm="final_layernorm"),
+    "FalconH1ForCausalLM": Quirks(
+        norms=BEFORE_FEED_FORWARD,
+        multipliers=multipliers_of_falcon,
+        mlp="feed_forward",
+        last_norm="final_layernorm",
+    ),
+    "Lfm2ForCausalLM": Quirks(
+        norms=BEFORE_EACH_HALF_OF_LFM, activation="silu", mlp="feed_forward", last_norm="embedding_norm"
+    ),
+    "Lfm2MoeForCausalLM": Quirks(
+        norms=BEFORE_EACH_HALF_OF_LFM, activation="silu", mlp="feed_forward", last_norm="embedding_norm"
+    ),
+    "NemotronHForCausalLM": Quirks(
+        norms={"input_norm": "norm"},
+        rope=no_rope,
+        has_second_half=False,
+        embedding="embeddings",
+        last_norm="norm_f",
+        only_with={"mlp_hidden_act": "relu2"},
+    ),
     "CwmForCausalLM": Quirks(),
     "Phi3ForCausalLM": Quirks(window=models_window),
     "GemmaForCausalLM": Quirks(adds_one=True),

@@ -1,7 +1,7 @@
 #define _GNU_SOURCE // for the masks of place.h
 // Builds all kernels as one unit, which exports pd_init, pd_norm, pd_gate, pd_attend (float32 throughout), pd_copy,
-// pd_product, pd_layers, pd_experts, pd_floats (with AVX-512), pd_lora, pd_place. For a pool of another dtype only
-// pd_attend and its parts are built, and with LATENTS only pd_latents and pd_choose, for whichever pool.
+// pd_product, pd_layers, pd_experts, pd_floats (with AVX-512), pd_lora, pd_place, pd_states. For a pool of another dtype
+// only pd_attend and its parts are built, and with LATENTS only pd_latents and pd_choose, for whichever pool.
 #if defined(LATENTS)
 #include "index.h"
 #include "latent.h"
@@ -16,5 +16,6 @@
 #include "place.h"
 #include "product.h"
 #include "rows.h"
+#include "states.h"
 #endif
 #endif

@@ -1,7 +1,8 @@
 """A decoder layer taken apart: an attention, an MLP, and the norms around them.
 
 An attention is one object, which owns its projections and what it keeps of a token: it writes this to the pool, and
-attends. `HeadsAttention` keeps keys and values; `LatentAttention` (MLA) what all heads' keys and values are made of.
+attends. `HeadsAttention` keeps keys and values; `LatentAttention` (MLA) what all heads' keys and values are made of;
+states/recurrent.py has layers that keep a state of each sequence instead.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Protocol
 import torch
 
 from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.layers.activations import sigmoid
 from pd_cluster.model.layers.indexer import Indexer
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Heads, LatentOps, Latents, Norm, Ops, Rope
@@ -54,6 +56,21 @@ class HeadsAttention:
 
 
 @dataclass(frozen=True, slots=True)
+class GatedHeadsAttention:
+    """Likewise, and each head's features are multiplied by the sigmoids of their gates, which `qkv` makes behind it."""
+
+    inner: HeadsAttention
+    output: Linear
+
+    def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
+        heads, inner = self.inner.heads, self.inner
+        width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+        qkv, gates = (part.contiguous() for part in inner.qkv(x).tensor_split([width], dim=1))
+        attended = inner.ops.attend(heads, qkv, ropes[inner.rope], batch.of_layer(heads.layer_idx))
+        return attended.mul_(sigmoid(gates))
+
+
+@dataclass(frozen=True, slots=True)
 class LatentAttention:
     """Attends over the latents of all heads' keys and values (MLA), in which its queries are absorbed.
 
@@ -69,6 +86,7 @@ class LatentAttention:
     query_norm: Norm | None = None
     up: Linear | None = None
     indexer: Indexer | None = None
+    rope: str = WHOLE_MODEL
 
     def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
         rows = self.down(x)
@@ -79,7 +97,7 @@ class LatentAttention:
             if self.indexer is not None:
                 self.indexer.choose(x, queries, ropes[WHOLE_MODEL], batch)
             queries = self.up(queries)
-        return self.ops.attend_latents(self.latents, queries, keys, ropes[WHOLE_MODEL], batch)
+        return self.ops.attend_latents(self.latents, queries, keys, ropes[self.rope], batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +108,7 @@ class FusedLayer:
     """
 
     attention: LayerAttention
-    mlp: Callable[[torch.Tensor], torch.Tensor]
+    mlp: Callable[[torch.Tensor], torch.Tensor] | None  # None: the layer ends behind the attention
     input_norm: Norm | None = None
     mlp_norm: Norm | None = None
     post_attention_norm: Norm | None = None

@@ -183,6 +183,10 @@ def _routing(block: Any, gate: Any) -> Routing:
     renormalise = bool(getattr(gate, "norm_topk_prob", True))
     statics = getattr(gate, "moe_statics", block)  # ERNIE 4.5 keeps it there, MiniMax-M2 and Hy3 in the block
     bias = getattr(gate, "e_score_correction_bias", getattr(statics, "e_score_correction_bias", None))
+    if kind == "Lfm2MoeTopKRouter":
+        bias = block.expert_bias.detach().float() if block.use_expert_bias else None
+        scale = float(gate.routed_scaling_factor)
+        return Routing(gate.top_k, renormalise, sigmoid=True, choice_bias=bias, epsilon=1e-6, scale=scale)
     if bias is None:
         return Routing(gate.top_k, renormalise=renormalise, round_weights=True)
     routing = Routing(gate.top_k, renormalise=renormalise, choice_bias=bias.detach().float().flatten(), in_float32=True)

@@ -15,6 +15,7 @@ from pd_cluster.engine.handover.links import Side
 from pd_cluster.engine.legs import Legs
 from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.lead import LeadRunner
+from pd_cluster.engine.step.checkpoints import KeepRule
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.limits import EngineLimits
@@ -56,26 +57,31 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
     prefix = scope if config.enable_prefix_caching else None
     tier = HostTier(num_kept, runner.swap.num_blocks, LoadCost(block_size)) if num_kept and prefix is not None else None
     scheduler = StepScheduler(
-        [
-            LayerGroup(
-                BlockPool(runner.pool.num_blocks, rests=runner.device.is_accelerator, tier=tier),
-                within(runner.window),
-                BlockPool(runner.swap.num_blocks),
-            )
-        ],
+        _groups_of(runner, tier),
         StepSizes(
             block_size,
-            config.max_num_seqs,
+            runner.max_num_seqs,
             runner.max_num_batched_tokens,
             config.adapters.max_loras if config.adapters.enable_lora else 0,
             keeps_pictures=runner.tower is not None and runner.tower.rules.sees_whole,
         ),
         prefix,
+        KeepRule(config.mamba_cache_mode, config.mamba_block_size),
     )
     guides = Guides(lambda: Compiler(runner.tokenizer_file, runner.vocab_size, runner.eos_token_ids))
     drafting = drafting_of(config.speculation, scheduler, guides, runner)
     lead = LeadRunner(runner, followers) if followers else runner
     return EngineCore(lead, scheduler, guides=guides, drafting=drafting)
+
+
+def _groups_of(runner: ModelRunner, tier: HostTier | None) -> list[LayerGroup]:
+    """Returns the model's groups of layers. The rule of an only one was seen when the model was proven."""
+    found = []
+    for at, (pool, swap) in enumerate(zip(runner.pools, runner.swaps, strict=True)):
+        rule = pool.layout.holds if len(runner.pools) > 1 else within(runner.window)
+        blocks = BlockPool(pool.num_blocks, rests=runner.device.is_accelerator, tier=None if at else tier)
+        found.append(LayerGroup(blocks, rule, BlockPool(swap.num_blocks)))
+    return found
 
 
 def limits_of(runner: ModelRunner) -> EngineLimits:

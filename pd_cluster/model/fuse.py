@@ -41,6 +41,8 @@ from pd_cluster.native.products import bf16_way
 
 log = logging.getLogger(__name__)
 
+ROTARY = ("rotary_emb", "pos_emb")  # names of the rotary embedding; a model whose layers are not rotated has none
+
 
 def can_fuse(model: torch.nn.Module) -> bool:
     """Whether the architecture is known, and where it runs on CPU, computes in float32 (model/wide.py included)."""
@@ -105,7 +107,7 @@ def _ropes(inner: Any, config: Any, quirks: Quirks, like: torch.Tensor) -> RopeT
     first = attentions[0]
     width = first.qk_rope_head_dim if has_latents(first) else first.head_dim
     kinds = [quirks.rope(attention) for attention in attentions]
-    module = getattr(inner, "rotary_emb", None)  # None: no layer is rotated
+    module = next((found for name in ROTARY if (found := getattr(inner, name, None)) is not None), None)
     return RopeTables(module, kinds, (width, quirks.pairs_neighbours(config)), like, quirks.turn)
 
 

@@ -5,6 +5,7 @@ Also shapes of such layers, with what their projections give the rows of a step,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import silu, softplus
 
+from pd_cluster.native import build
 from pd_cluster.native.recurrences import ConvHeads, Convolution, GatedDelta, GatedNorm, Mamba2, StateInputs
 from pd_cluster.native.states import StateKernel
 
@@ -108,7 +110,7 @@ class BlocksOfStates:
     def __init__(self, case: RecurrentCase, num_blocks: int) -> None:
         ends = np.cumsum([0, *case.plane_numels]).tolist()
         self.data = torch.full((num_blocks, ends[-1]), torch.nan)
-        self.planes = [self.data[:, start:stop] for start, stop in zip(ends, ends[1:], strict=False)]
+        self.planes = [self.data[:, start:stop] for start, stop in itertools.pairwise(ends)]
 
 
 def table_of(*segments: Sequence[int]) -> npt.NDArray[np.int32]:
@@ -192,6 +194,4 @@ def _norm_groups(mamba: Mamba2, x: torch.Tensor, gate: torch.Tensor) -> torch.Te
 
 
 def kernel_of(case: RecurrentCase, *flags: str) -> StateKernel:
-    from pd_cluster.native import build
-
     return StateKernel(case.convolution, case.recurrence, (*build.FLAGS, *flags))

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
+from unittest.mock import patch
 
 import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.causal_lm import PlainCausalLM
+from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.declared import layouts_of
+from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.model.loader import load_model
 from pd_cluster.model.proof import probe_batch
 from pd_cluster.types import Order, Request, Sampling
@@ -23,16 +25,24 @@ NUM_STATES = 8
 
 
 def load_modules(folder: Path) -> PlainCausalLM:
-    """Loads a folder as transformers' modules."""
-    model = load_model(Checkpoint.open(str(folder)), "float32", CPU)
+    """Loads a folder as transformers' modules, even if its layers could be fused."""
+    with patch("pd_cluster.model.loader.can_fuse", return_value=False):
+        model = load_model(Checkpoint.open(str(folder)), "float32", CPU)
     assert isinstance(model, PlainCausalLM)
+    return model
+
+
+def load_fused(folder: Path) -> FusedCausalLM:
+    """Loads a folder as fused layers, which have been compared with the modules then."""
+    model = load_model(Checkpoint.open(str(folder)), "float32", CPU)
+    assert isinstance(model, FusedCausalLM)
     return model
 
 
 class StateWorld:
     """Computes steps of a model; usable in `with`. Groups are keys and values, then states."""
 
-    def __init__(self, model: PlainCausalLM, num_blocks: int = 64) -> None:
+    def __init__(self, model: CausalLM, num_blocks: int = 64) -> None:
         self.model, self._stack = model, ExitStack()
         keys, states = layouts_of(model.caches, BLOCK_SIZE, "float32")
         self.keys = self._stack.enter_context(KVPool(keys, num_blocks))

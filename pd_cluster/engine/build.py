@@ -90,15 +90,14 @@ def limits_of(runner: ModelRunner) -> EngineLimits:
 
 
 def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
-    own = peer_key(config.name, config.epoch)
+    own, pools = peer_key(config.name, config.epoch), [runner.pool]
     return Side(
         own,
         config.credentials.secret,
         runner.model_identity,
         runner.numerics,
-        runner.pool.layout,
-        runner.pool.num_blocks,
-        runner.pool.probe_seed,
+        tuple(pool.layout for pool in pools),
+        tuple(pool.num_blocks for pool in pools),
         config.kv,
         Crossing(own, config.trusts_network),
     )

@@ -1,4 +1,4 @@
-"""The groups of layers of two instances: whether they go together, their lanes, and the bytes between them.
+"""The groups of layers of two instances: their lanes, the tokens and bytes that travel, and what proves a lane.
 
 Each function takes one layout a group, in the order of the groups. Knows nothing of tensors.
 """
@@ -6,10 +6,9 @@ Each function takes one layout a group, in the order of the groups. Knows nothin
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout, Lane, lanes, token_nbytes_of
-from pd_cluster.kv.pair_check import check_pair
 from pd_cluster.kv.rule import Rule
 from pd_cluster.wire import LayoutInfo
 
@@ -18,22 +17,6 @@ def lanes_of(sources: Sequence[KVLayout], targets: Sequence[KVLayout]) -> list[L
     """Lists the lanes of a link: those of its first group, then those of the next; see `lanes`."""
     pairs = enumerate(zip(sources, targets, strict=True))
     return [lane._replace(group=group) for group, pair in pairs for lane in lanes(*pair)]
-
-
-def check_groups(sources: Sequence[KVLayout], targets: Sequence[KVLayout]) -> None:
-    """Checks that both have the same groups, and that each can land; raises LinkError(retry=False). See check_pair."""
-    theirs, ours = [each.holds for each in sources], [each.holds for each in targets]
-    if theirs != ours:
-        raise LinkError(
-            f"groups of layers differ: {_lacking(theirs, ours)}; start both with the same model and the same options"
-        )
-    for source, target in zip(sources, targets, strict=True):
-        if source.layers != target.layers:
-            raise LinkError(
-                f"the layers of the group that {_described(source.holds)} differ: {_numbers(source.layers)} on the "
-                f"prefill instance and {_numbers(target.layers)} on the decode instance; start both with the same model"
-            )
-        check_pair(source, target)
 
 
 def transfer_nbytes(sources: Sequence[LayoutInfo], targets: Sequence[LayoutInfo], num_tokens: int) -> int:
@@ -54,18 +37,9 @@ def first_token_of(rule: Rule, num_tokens: int, block_size: int) -> int:
     return rule.first_seen(num_tokens) // block_size * block_size
 
 
-def _lacking(theirs: Sequence[Rule], ours: Sequence[Rule]) -> str:
-    """Says which group which end lacks."""
-    lacks = [f"the decode instance has none that {_described(rule)}" for rule in theirs if rule not in ours]
-    lacks += [f"the prefill instance has none that {_described(rule)}" for rule in ours if rule not in theirs]
-    return " and ".join(lacks) or "they come in another order"
-
-
-def _described(rule: Rule) -> str:
-    if rule.is_state:
-        return "keeps a state"
-    return f"attends to the last {rule.window} tokens" if rule.window else "attends to all tokens"
-
-
-def _numbers(layers: Sequence[int]) -> str:
-    return ", ".join(map(str, layers)) or "all"
+def probe_layout(layout: KVLayout) -> KVLayout:
+    """Returns the layers of a block that prove a lane: all, or of a state, which is large, the first."""
+    if not layout.holds.is_state:
+        return layout
+    first = layout.alike[0]
+    return replace(layout, num_layers=1, planes=first.planes, plane_layers=(), layers=layout.layers[:1])

@@ -15,10 +15,10 @@ from pd_cluster.engine.handover.gather import Gather
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.follower import Gate
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.groups import check_groups, lanes_of, transfer_nbytes
+from pd_cluster.kv.groups import lanes_of, transfer_nbytes
 from pd_cluster.kv.layout import KVLayout, can_split_heads, keys_and_values, lanes, num_lanes
 from pd_cluster.kv.pack import pack, unpack
-from pd_cluster.kv.pair_check import check_pair
+from pd_cluster.kv.pair_check import check_groups, check_pair
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.route import Route
 from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, LinkEvent

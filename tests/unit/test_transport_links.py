@@ -59,6 +59,9 @@ def test_a_lane_carries_the_pool_of_its_group(transport: str) -> None:
     states, others = (random_pool(3, layout), random_pool(4, layout)), (random_pool(5), random_pool(6))
     link = Link(transport, pools=states, before=others)
     assert link.await_ready().transport == transport
+    seen, others_of_it = states[1].block(states[1].landing_probe_block).flatten().chunk(2)
+    assert torch.equal(seen, states[0].block(states[0].probe_block).flatten().chunk(2)[0])
+    assert not others_of_it.any(), "a state's probe is one layer"
     source, target = (pool.data[:NUM_BLOCKS].clone() for pool in states)
     other = others[1].data[:NUM_BLOCKS].clone()
     link.receive.begin("t", [2], 0, 1)
@@ -70,6 +73,8 @@ def test_a_lane_carries_the_pool_of_its_group(transport: str) -> None:
     assert torch.equal(states[1].data[:NUM_BLOCKS], target)
     assert torch.equal(others[1].data[:NUM_BLOCKS], other)
     link.close()
+    foreign = Link(transport, pools=states, before=others, probe_seed=123)
+    assert "the prefill instance's probe arrived with another content" in refusal_of(foreign).reason
 
 
 def next_event(link: Link, kind: type[Event]) -> Event:

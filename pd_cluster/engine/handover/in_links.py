@@ -16,8 +16,9 @@ from pd_cluster.engine.handover.gather import Gather
 from pd_cluster.engine.handover.in_table import InLane, InLanes
 from pd_cluster.engine.handover.pairs import Queued
 from pd_cluster.errors import LinkError, called
-from pd_cluster.kv.groups import check_groups, lanes_of
+from pd_cluster.kv.groups import lanes_of
 from pd_cluster.kv.layout import KVLayout, Lane
+from pd_cluster.kv.pair_check import check_groups
 from pd_cluster.transport.events import Landed, LinkEvent, Report
 
 log = logging.getLogger(__name__)

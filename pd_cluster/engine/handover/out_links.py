@@ -17,8 +17,9 @@ from pd_cluster.engine.handover.out_link import FIRST_BACKOFF_S, OutLane, OutLin
 from pd_cluster.engine.handover.out_table import OutLinkTable
 from pd_cluster.engine.handover.pairs import Rests
 from pd_cluster.errors import LinkError, told
-from pd_cluster.kv.groups import check_groups, lanes_of
+from pd_cluster.kv.groups import lanes_of
 from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.pair_check import check_groups
 from pd_cluster.net.admission import peer_key
 from pd_cluster.transport.table import are_pairs
 from pd_cluster.types import LinkState

@@ -90,14 +90,14 @@ def limits_of(runner: ModelRunner) -> EngineLimits:
 
 
 def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
-    own, pools = peer_key(config.name, config.epoch), [runner.pool]
+    own = peer_key(config.name, config.epoch)
     return Side(
         own,
         config.credentials.secret,
         runner.model_identity,
         runner.numerics,
-        tuple(pool.layout for pool in pools),
-        tuple(pool.num_blocks for pool in pools),
+        tuple(pool.layout for pool in runner.pools),
+        tuple(pool.num_blocks for pool in runner.pools),
         config.kv,
         Crossing(own, config.trusts_network),
     )

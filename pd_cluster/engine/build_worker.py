@@ -59,7 +59,7 @@ def _build_engine(
     mailbox = Mailbox(Life(config.name, config.epoch), "worker", config.credentials, config.timeouts)
     control_port = mailbox.bind(config.bind_address, config.kv_port_range)
     side = side_of(config, runner)
-    local = LocalLanes(side, Transports(config, [runner.pool]), mailbox.send)
+    local = LocalLanes(side, Transports(config, runner.pools), mailbox.send)
     lanes: LaneEnds = local
     if isinstance(lead := core.runner, LeadRunner):  # there are followers
         lanes = RankLanes(local, followers, lambda: lead.progress, mailbox.send, inbox.put)

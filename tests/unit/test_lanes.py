@@ -18,7 +18,7 @@ from pd_cluster.errors import LinkError
 from pd_cluster.kv.groups import lanes_of, transfer_nbytes
 from pd_cluster.kv.layout import KVLayout, can_split_heads, keys_and_values, lanes, num_lanes
 from pd_cluster.kv.pack import pack, unpack
-from pd_cluster.kv.pair_check import check_groups, check_pair
+from pd_cluster.kv.pair_check import check_pair
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.route import Route
 from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, LinkEvent
@@ -134,31 +134,6 @@ def test_a_link_has_the_lanes_of_each_group_in_turn() -> None:
     assert [len(each) for each in own] == [4, 8], "keys are replicated at P, and states are cut"
     assert found == [lane._replace(group=group) for group in range(2) for lane in own[group]]
     assert wire.LaneOffer(**found[-1]._asdict(), offers=[], probe_seed=0).group == 1
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "message"),
-    [
-        ((WHOLE, STATE), (WHOLE,), "groups of layers differ: the decode instance has none that keeps a state;"),
-        ((LAYOUT,), (WHOLE, WINDOW), "the prefill instance has none that attends to the last 6 tokens;"),
-        (
-            (WHOLE, WINDOW),
-            (WHOLE, dataclasses.replace(WINDOW, window=7)),
-            "has none that attends to the last 6 tokens and the prefill instance has none that attends to the last 7",
-        ),
-        ((STATE, WHOLE), (WHOLE, STATE), "groups of layers differ: they come in another order"),
-        (
-            (WHOLE, STATE),
-            (WHOLE, dataclasses.replace(STATE, layers=(4, 6))),
-            "the group that keeps a state differ: 4, 5 on the prefill instance and 4, 6 on the decode instance",
-        ),
-        ((WHOLE, STATE), (WHOLE, dataclasses.replace(STATE, num_kv_heads=4)), "num_kv_heads is 8 on the prefill"),
-    ],
-)
-def test_groups_that_differ_are_named(source: tuple[KVLayout, ...], target: tuple[KVLayout, ...], message: str) -> None:
-    check_groups(source, source)
-    with pytest.raises(LinkError, match=message):
-        check_groups(source, target)
 
 
 def test_a_prompt_takes_its_tokens_of_a_window_its_last_ones_and_one_state() -> None:

@@ -6,16 +6,17 @@ report to each other.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Role
-from pd_cluster.wire import LayoutInfo, PublicKey
+from pd_cluster.wire import MOST_GROUPS, LayoutInfo, PublicKey
 
 InstanceState = Literal["unreachable", "loading", "connecting", "ready", "failed"]
 Service = Literal["in", "out", "leaving"]
+Layouts = Annotated[list[LayoutInfo], msgspec.Meta(max_length=MOST_GROUPS)]
 Gate = Literal["open", "paused", "asleep"]  # what new requests meet: they begin, wait, or are refused
 
 
@@ -39,11 +40,17 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     model_identity: str = ""
     numerics: Numerics = Numerics()
     max_model_len: int = 0
-    layout: LayoutInfo | None = None
-    num_blocks: int = 0
+    layout: LayoutInfo | None = None  # of the first group of layers
+    num_blocks: int = 0  # likewise
+    further_layouts: Layouts = []  # of the other groups
     max_num_seqs: int = 0  # sequences in one step
     tp_size: int = 1
     error: str = ""
+
+    @property
+    def layouts(self) -> list[LayoutInfo]:
+        """Returns the layouts of all groups of layers; none before the worker has them."""
+        return [] if self.layout is None else [self.layout, *self.further_layouts]
 
 
 class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,8 +64,9 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model_identity: str = ""
     numerics: Numerics = Numerics()
     max_model_len: int = 0
-    layout: LayoutInfo | None = None
-    num_blocks: int = 0
+    layout: LayoutInfo | None = None  # of the first group of layers
+    num_blocks: int = 0  # likewise
+    further_layouts: Layouts = []  # of the other groups
 
 
 class InstanceView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -40,8 +40,8 @@ class ReceiveLane(ReceivingEnd):
             case Mail(conn, _, wire.Offer(transfer_id, num_tokens)):
                 blocks = self._tables[transfer_id] = self._free.take(num_tokens // self._pool.layout.block_size)
                 self._conns[transfer_id] = conn
-                self._lanes.begin(conn, transfer_id, blocks, 0, num_tokens)
-                self._lanes.send(conn, wire.Credit(transfer_id))
+                self._lanes.begin(conn, transfer_id, [blocks], [0], num_tokens)
+                self._lanes.send(conn, wire.Credit(transfer_id, [0]))
             case Mail(_, _, wire.Confirmed(transfer_id, held)):
                 self._last_blocks = self._tables[transfer_id]
                 self._free.release(self._last_blocks)

@@ -11,14 +11,12 @@ from benchmarks.peers.kv_floors import FreeBlocks, GlooPeer, make_pool
 from pd_cluster import wire
 from pd_cluster.devices.device import resolve, use
 from pd_cluster.engine.handover.events import Event, HandedOver, Mail
-from pd_cluster.engine.handover.exports import Exports, ShipSizes
+from pd_cluster.engine.handover.exports import Exports
+from pd_cluster.engine.handover.shipping import ShipSizes
 from pd_cluster.engine.handover.terms import TransferTerms
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.trip.links import LAYOUT, TIMEOUTS, SendingEnd
 from pd_cluster.engine.trip.spec import Send
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.types import Order, Request, Sampling, TokenOutput, note_nothing
 
@@ -29,11 +27,8 @@ class SendLane(SendingEnd):
     def __init__(self, lane: Lane, pool: KVPool, free: FreeBlocks) -> None:
         send = Send(lane.secret, NAMES["decode"], lane.port, lane.epoch, 0)
         super().__init__(lane.begin("prefill"), send, pool, lane.options)
-        scheduler = StepScheduler(
-            [LayerGroup(BlockPool(pool.num_blocks))], StepSizes(LAYOUT.block_size, 1, 1)
-        )  # only its block size is used
-        sizes = ShipSizes(LAYOUT.most_layer_nbytes)
-        self._exports = Exports(scheduler, self._table, self, TransferTerms(time.monotonic, TIMEOUTS), sizes)
+        terms, sizes = TransferTerms(time.monotonic, TIMEOUTS), ShipSizes.of([LAYOUT])
+        self._exports = Exports(self._table, self, terms, sizes)
         self._free = free
         self._requests: dict[str, Request] = {}
         self._credited: list[Request] = []

@@ -96,9 +96,8 @@ def side_of(config: WorkerConfig, runner: ModelRunner) -> Side:
         config.credentials.secret,
         runner.model_identity,
         runner.numerics,
-        runner.pool.layout,
-        runner.pool.num_blocks,
-        runner.pool.probe_seed,
+        tuple(pool.layout for pool in runner.pools),
+        tuple(pool.num_blocks for pool in runner.pools),
         config.kv,
         Crossing(own, config.trusts_network),
     )

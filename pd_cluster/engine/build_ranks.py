@@ -58,7 +58,7 @@ def build_follower(config: WorkerConfig) -> Follower:
     channel = Channel(config.ranks.fds[0], to.ToFollower, config.timeouts.collective_timeout_s)
     for contents in open_tiers(config, runner, lambda report: channel.send(to.TierReport(report))):
         channel.send(to.TierReport(contents))
-    transports = Transports(config, runner.pool)
+    transports = Transports(config, runner.pools)
     return Follower(runner, channel, LocalLanes(side_of(config, runner), transports, send_to_rank_0(channel)))
 
 

@@ -59,13 +59,12 @@ def _build_engine(
     mailbox = Mailbox(Life(config.name, config.epoch), "worker", config.credentials, config.timeouts)
     control_port = mailbox.bind(config.bind_address, config.kv_port_range)
     side = side_of(config, runner)
-    local = LocalLanes(side, Transports(config, runner.pool), mailbox.send)
+    local = LocalLanes(side, Transports(config, runner.pools), mailbox.send)
     lanes: LaneEnds = local
     if isinstance(lead := core.runner, LeadRunner):  # there are followers
         lanes = RankLanes(local, followers, lambda: lead.progress, mailbox.send, inbox.put)
         lost = partial(a_rank_is_lost, config.ranks.size, wait_s, inbox, tell_lost)
         Watch(followers, ears_of(lead, lanes, inbox.put), lost, wait_s).start()
-    most = int(config.kv_max_quarantine * core.scheduler.blocks.num_blocks)
     context = HandoverContext(
         side,
         mailbox,
@@ -73,7 +72,7 @@ def _build_engine(
         inbox.put,
         config.timeouts,
         kv_open_links=config.kv_open_links,
-        max_quarantined_blocks=most,
+        max_quarantined_share=config.kv_max_quarantine,
     )
     legs = legs_of(config, core, runner, context)
     stages = list(stages_of(config, core, runner, legs, context))
@@ -89,7 +88,8 @@ def _build_engine(
         model_identity=runner.model_identity,
         numerics=runner.numerics,
         max_model_len=runner.max_model_len,
-        layout=runner.pool.layout.to_info(),
-        num_blocks=runner.pool.num_blocks,
+        layout=side.layouts[0].to_info(),
+        num_blocks=side.num_blocks[0],
+        further_layouts=[layout.to_info() for layout in side.layouts[1:]],
     )
     return worker, mailbox, report

@@ -288,10 +288,11 @@ def can_split_heads(num_kv_heads: int, tp_size: int) -> bool:
 
 
 class Lane(NamedTuple):
-    """Carries the KV heads that two ranks have in common from one to the other."""
+    """Carries the KV heads of a group of layers that two ranks have in common from one to the other."""
 
     source_rank: int
     target_rank: int
+    group: int = 0
 
 
 def num_lanes(own: KVLayout, tp_sizes: Iterable[int]) -> int:

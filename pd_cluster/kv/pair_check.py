@@ -4,25 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from pd_cluster.errors import LinkError
+from pd_cluster.errors import LinkError, called
 from pd_cluster.kv.layout import DTYPE_NBYTES, KVLayout, can_hold, can_split_heads
+from pd_cluster.kv.rule import MOST_PEER_BLOCK, Rule
 from pd_cluster.settings.engine import MAX_BLOCK_SIZE
 
 
 def check_groups(source: Sequence[KVLayout], target: Sequence[KVLayout]) -> None:
     """Checks the layouts of all groups of layers, in their order; raises LinkError(retry=False) naming the group."""
-    theirs, ours = (_groups(layouts) for layouts in (source, target))
+    theirs, ours = ([each.holds for each in layouts] for layouts in (source, target))
     if theirs != ours:
         raise LinkError(
-            f"groups of layers differ: {theirs} on the prefill instance and {ours} on the decode instance; start both "
-            f"with the same model, on the same kind of device"
+            f"groups of layers differ: {_lacking(theirs, ours)}; start both with the same model, on the same kind of "
+            f"device"
         )
     for each, other in zip(source, target, strict=True):
         check_pair(each, other)
+        if each.window and other.block_size > MOST_PEER_BLOCK:
+            raise LinkError(
+                f"{called('block_size')} {other.block_size} of the decode instance is too large for layers with a "
+                f"window; use {MOST_PEER_BLOCK} at most"
+            )
 
 
-def _groups(layouts: Sequence[KVLayout]) -> str:
-    return ", ".join(_group(layout) for layout in layouts)
+def _lacking(theirs: Sequence[Rule], ours: Sequence[Rule]) -> str:
+    """Says which end lacks which group."""
+    lacks = [f"the decode instance has none that {_told(rule)}" for rule in theirs if rule not in ours]
+    lacks += [f"the prefill instance has none that {_told(rule)}" for rule in ours if rule not in theirs]
+    return " and ".join(lacks) or "they come in another order"
+
+
+def _told(rule: Rule) -> str:
+    if rule.is_state:
+        return "keeps a state"
+    return f"attends to the last {rule.window} tokens" if rule.window else "attends to all tokens"
 
 
 def _group(layout: KVLayout) -> str:

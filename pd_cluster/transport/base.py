@@ -93,7 +93,7 @@ PostKey = Callable[[str, bytes], None]  # sends one key of a meeting to the link
 
 @dataclass(frozen=True, slots=True)
 class LinkContext:
-    """A worker's pool, and the configuration of its links."""
+    """A worker's pool of one group of layers, and the configuration of its lanes."""
 
     pool: KVPool
     memory: DeviceMemory

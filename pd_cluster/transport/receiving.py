@@ -20,6 +20,7 @@ from pd_cluster.devices.device import use
 from pd_cluster.devices.streams import mark
 from pd_cluster.errors import LinkError, TransferFailed
 from pd_cluster.kv.block_major import HostBlocks
+from pd_cluster.kv.groups import probe_layout
 from pd_cluster.kv.layout import KVLayout, num_common_layers
 from pd_cluster.kv.pack import pack, unpack, vectors_of
 from pd_cluster.kv.pool import KVPool, probe_content
@@ -43,7 +44,8 @@ class Probe:
     def problem(self, receiver: KVReceiver, sequence: int, chunk: wire.KVChunk, timeout_s: float) -> str:
         """Receives the probe; "" when it is correct. Raises LinkError, TransferFailed."""
         piece, layout = chunk.piece, self.pool.layout
-        wanted = 0, min(layout.block_size, self.source.block_size), 0, num_common_layers(self.source, layout)
+        num_layers = num_common_layers(probe_layout(self.source), probe_layout(layout))
+        wanted = 0, min(layout.block_size, self.source.block_size), 0, num_layers
         if (piece.first_token, piece.num_tokens, piece.first_layer, piece.num_layers) != wanted:
             return "the probe has another shape"
         receiver.arrive(sequence, chunk, timeout_s)
@@ -68,8 +70,9 @@ class Probe:
         return all(torch.equal(ours, theirs) for ours, theirs in pairs)
 
     def _expected(self, route: Route, piece: wire.KVPiece) -> HostBlocks:
-        sent = HostBlocks(self.source, [probe_content(self.source, self.seed)])
-        expected = HostBlocks(self.pool.layout, [torch.zeros_like(probe_content(self.pool.layout, 0))])
+        source, target = probe_layout(self.source), probe_layout(self.pool.layout)
+        sent = HostBlocks(source, [probe_content(source, self.seed)])
+        expected = HostBlocks(target, [torch.zeros_like(probe_content(target, 0))])
         unpack(pack(sent, piece, route), piece, route, expected, [0])
         return expected
 

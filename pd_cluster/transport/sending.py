@@ -15,6 +15,7 @@ from pd_cluster import wire
 from pd_cluster.devices.device import use
 from pd_cluster.devices.streams import Marker, mark
 from pd_cluster.errors import LinkError
+from pd_cluster.kv.groups import probe_layout
 from pd_cluster.kv.layout import KVLayout, num_common_layers
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.transport.base import KVSender, LaneContext
@@ -142,7 +143,8 @@ class SendThread:
             return
         self.max_payload_nbytes = self._sender.max_payload_nbytes
         num_tokens = min(own.block_size, peer.block_size)
-        self._probe_piece = wire.KVPiece(0, num_tokens, 0, num_common_layers(own, peer), [self._probe_block])
+        num_layers = num_common_layers(probe_layout(own), probe_layout(peer))
+        self._probe_piece = wire.KVPiece(0, num_tokens, 0, num_layers, [self._probe_block])
         self._probe()
 
     def _settle(self) -> None:

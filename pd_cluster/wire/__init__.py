@@ -9,6 +9,7 @@ from __future__ import annotations
 from pd_cluster.wire.base import KEY_NBYTES as KEY_NBYTES
 from pd_cluster.wire.base import MAX_MESSAGE_NBYTES as MAX_MESSAGE_NBYTES
 from pd_cluster.wire.base import MAX_OFFER_NBYTES as MAX_OFFER_NBYTES
+from pd_cluster.wire.base import MOST_GROUPS as MOST_GROUPS
 from pd_cluster.wire.base import MOST_NODE_KEYS as MOST_NODE_KEYS
 from pd_cluster.wire.base import MOST_TEXT as MOST_TEXT
 from pd_cluster.wire.base import PROTOCOL_VERSION as PROTOCOL_VERSION

@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 27
+PROTOCOL_VERSION = 28
 MAX_MESSAGE_NBYTES = 64 << 20
 MAX_OFFER_NBYTES = 4096  # of a transport's description of itself
 KEY_NBYTES = 32
+MOST_GROUPS = 3  # of a model's layers, each with a pool of its own
 OWNER_NBYTES = 8  # of what stands for a client
 Owner = Annotated[bytes, msgspec.Meta(max_length=OWNER_NBYTES)]
 PublicKey = Annotated[bytes, msgspec.Meta(max_length=KEY_NBYTES)]  # of a process's CURVE key pair; b"": none yet

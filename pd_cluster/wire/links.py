@@ -7,7 +7,15 @@ from typing import Annotated, Literal
 import msgspec
 
 from pd_cluster.numerics import Numerics
-from pd_cluster.wire.base import MAX_OFFER_NBYTES, KVWireDtype, Message, PairWish, ShortText, TransportName
+from pd_cluster.wire.base import (
+    MAX_OFFER_NBYTES,
+    MOST_GROUPS,
+    KVWireDtype,
+    Message,
+    PairWish,
+    ShortText,
+    TransportName,
+)
 
 RuleName = Literal["all", "window", "state"]  # of what a request holds in a group of layers; see kv/rule.py
 
@@ -51,16 +59,17 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkOpen(Message, frozen=True):
-    """`layout` is that of P's rank 0; `lanes` are those of kv/layout.py: a lane is named by its index among them.
+    """`layouts` and `num_blocks` are those of the pools of P's rank 0, one for each group of layers.
 
+    `lanes` are those of kv/groups.py: a lane is named by its index among them.
     `pair`: whether D may open it over a pair: if it has a place free, not at all, or as soon as it has one.
     """
 
     link_id: str
     model_identity: str
     numerics: Numerics
-    layout: LayoutInfo
-    num_blocks: int
+    layouts: Annotated[list[LayoutInfo], msgspec.Meta(min_length=1, max_length=MOST_GROUPS)]
+    num_blocks: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MOST_GROUPS)]
     options: KVOptions
     lanes: list[LaneOffer]
     pair: PairWish = "free"
@@ -69,11 +78,12 @@ class LinkOpen(Message, frozen=True):
 class LaneOffer(msgspec.Struct, frozen=True, kw_only=True):
     """Sent by one rank of P to one of D. `offers`: for each transport that P allows, its addresses for D's rank.
 
-    `probe_seed`: determines the contents of the probe block of P's rank.
+    `probe_seed`: determines the contents of the probe block of the pool of this group of layers at P's rank.
     """
 
     source_rank: int = 0
     target_rank: int = 0
+    group: int = 0
     offers: list[TransportOffer]
     probe_seed: int
 
@@ -86,7 +96,7 @@ class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LinkAnswer(Message, frozen=True):
-    """D tries this transport in a lane; `layout` is that of its rank's pool."""
+    """D tries this transport in a lane; `layout` is that of its rank's pool for the lane's group of layers."""
 
     link_id: str
     transport: TransportName

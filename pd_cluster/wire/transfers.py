@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 
 from pd_cluster.types import TokenOutput
-from pd_cluster.wire.base import Message, TransportName
+from pd_cluster.wire.base import MOST_GROUPS, Message, TransportName
 
 
 class Offer(Message, frozen=True):
@@ -21,10 +23,13 @@ class Offer(Message, frozen=True):
 
 
 class Credit(Message, frozen=True):
-    """D has landing blocks for tokens [first_token, num_tokens) and already has the earlier ones."""
+    """D has landing blocks in every group of layers.
+
+    `first_tokens`: for each group, the prompt's first token that D wants; of a state, which is one token, 0.
+    """
 
     transfer_id: str
-    first_token: int = 0
+    first_tokens: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MOST_GROUPS)]
 
 
 class Revoke(Message, frozen=True):
@@ -39,7 +44,8 @@ class Cancel(Message, frozen=True):
 class KVPiece(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [first_token, first_token + num_tokens) of a prompt in layers [first_layer, first_layer + num_layers).
 
-    `block_ids` are P's blocks that hold these tokens; one-sided transports read them.
+    Layers are counted within the lane's group of layers; a state is token 0. `block_ids` are P's blocks that hold these
+    tokens; one-sided transports read them.
     """
 
     first_token: int
@@ -68,6 +74,11 @@ class KVChunk(msgspec.Struct, frozen=True, tag=True):
 
 
 class KVEnd(msgspec.Struct, frozen=True, tag=True):
+    """Everything of a transfer has left in this lane.
+
+    `num_tokens`: the prompt's as the lane's group of layers has them, cached ones included; of a state, 1.
+    """
+
     transfer_id: str
     num_chunks: int
     num_tokens: int

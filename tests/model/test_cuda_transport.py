@@ -116,8 +116,8 @@ class Lane:
         answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
         offers = self.exporter.offers
         lane = wire.LaneOffer(offers=offers.offers, probe_seed=offers.probe_seed)
-        opened = wire.LinkOpen("link", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [lane])
-        transports = Transports(make_config(choice, transfer_timeout_s), self.pool)
+        opened = wire.LinkOpen("link", "m", Numerics(), [LAYOUT.to_info()], [NUM_BLOCKS], wire.KVOptions(), [lane])
+        transports = Transports(make_config(choice, transfer_timeout_s), [self.pool])
 
         def post(body: wire.Body) -> None:
             if isinstance(body, wire.LinkValue):

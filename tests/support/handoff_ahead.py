@@ -68,7 +68,7 @@ class AheadWorld(World):
 
     def start_p(self) -> None:
         super().start_p()
-        self.device = ToyDevice(self.p.memory)
+        self.device = ToyDevice(self.p.memories[0])
         self.ahead = LookAhead(self, self.p.scheduler)
         self.marks: defaultdict[str, deque[int]] = defaultdict(deque)  # by link, of its jobs
         self._is_stepping = False
@@ -81,7 +81,7 @@ class AheadWorld(World):
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
     ) -> DeviceTokens:
         assert after is None, "a prompt that is handed over does not decode here"
-        for layer in range(self.p.num_layers):
+        for _, layer in self.p.order:
             self.device.launch(chunks, layer)
             self.meanwhile()
             self._read_credits()
@@ -132,24 +132,25 @@ class AheadWorld(World):
 
     # ---- its links
 
-    def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
+    def ship(self, conn: str, group: int, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
         self.marks[conn].append(self.device.num_launched)
-        super().ship(conn, transfer_id, index, piece)
-        link, job = self.link(conn), self.link(conn).jobs.pop()
+        super().ship(conn, group, transfer_id, index, piece)
+        lane = self.link(conn).lanes[group]
+        job = lane.jobs.pop()
         request = self.p.legs[transfer_id.removeprefix("t")][0]
 
         def checked() -> wire.KVHeader | None:
             header = job()
-            assert header is None or link.source.holds(request, piece), f"{transfer_id} is shipped too early"
+            assert header is None or lane.source.holds(request, piece), f"{transfer_id} is shipped too early"
             return header
 
-        link.jobs.append(checked)
+        lane.jobs.append(checked)
 
-    def ship_end(self, conn: str, end: wire.KVEnd) -> None:
+    def ship_end(self, conn: str, group: int, end: wire.KVEnd) -> None:
         self.marks[conn].append(self.device.num_launched)
-        super().ship_end(conn, end)
+        super().ship_end(conn, group, end)
 
-    def _check_shipped(self, transfer_id: str, piece: wire.KVPiece) -> None:
+    def _check_shipped(self, group: int, transfer_id: str, piece: wire.KVPiece) -> None:
         """It need not be computed yet; see `ship`."""
 
     def _send_job(self) -> None:

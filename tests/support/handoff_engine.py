@@ -1,13 +1,15 @@
 """An engine without torch for the explorer: the real scheduler, and memory that knows what every slot stands for.
 
 A slot's content, in each layer, is the hash of all tokens up to the one written there, and in a draft head's layer of
-the head, too. Blocks reused too early, shared wrongly, or committed in spite of that, are therefore noticed.
+the head, too; a state's is the hash of all tokens so far, and 0 before the first. Blocks reused too early, shared
+wrongly, or committed in spite of that, are therefore noticed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from pd_cluster import wire
 from pd_cluster.engine.step import beam_groups
@@ -20,23 +22,35 @@ from pd_cluster.kv.layout import COLD, KVLayout, keys_and_values
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Candidate, Order, Request, Sampling, Status, TokenOutput
+from pd_cluster.wire import RuleName
 
-NUM_LAYERS = 3  # the model's own
+NUM_LAYERS = 3  # the model's own, if it has one group of layers; otherwise each group has two
+WINDOW = 5
+Kinds = tuple[RuleName, ...]
+MAX_NUM_SEQS = 6
+
+
+def layouts_of(kinds: Kinds, block_size: int, draft_head: str = "") -> list[KVLayout]:
+    """Returns the layouts of a model whose groups' layers take turns."""
+    num_draft = int(bool(draft_head))
+    whole = KVLayout(NUM_LAYERS + num_draft, 1, keys_and_values(1), block_size, "float32", draft_head=draft_head)
+    whole = replace(whole, num_draft_layers=num_draft)
+    if len(kinds) == 1:
+        return [whole]
+    found = []
+    for at, kind in enumerate(kinds):
+        layout = replace(whole, num_layers=2, rule=kind, layers=(at, at + len(kinds)))
+        layout = replace(layout, window=WINDOW) if kind == "window" else layout
+        found.append(replace(layout, block_size=1) if kind == "state" else layout)
+    return found
 
 
 class Memory:
-    """`slots[layer][block * block_size + offset]`; 0 before the first write. A draft head has the last layer."""
+    """One group's: `slots[layer][block * block_size + offset]`; 0 before the first write."""
 
-    def __init__(self, blocks: BlockPool, block_size: int, draft_head: str = "") -> None:
-        self.block_size = block_size
-        num_draft = int(bool(draft_head))
-        self.layout = KVLayout(
-            NUM_LAYERS + num_draft,
-            *(1, keys_and_values(1), block_size, "float32"),
-            num_draft_layers=num_draft,
-            draft_head=draft_head,
-        )
-        self.slots = [[0] * (blocks.num_blocks * block_size) for _ in range(self.layout.num_layers)]
+    def __init__(self, blocks: BlockPool, layout: KVLayout) -> None:
+        self.layout, self.block_size = layout, layout.block_size
+        self.slots = [[0] * (blocks.num_blocks * layout.block_size) for _ in range(layout.num_layers)]
         self._blocks = blocks
 
     def slot(self, block_table: Sequence[int], position: int) -> int:
@@ -56,7 +70,7 @@ class Memory:
             for position, value in zip(range(piece.first_token, piece.stop_token), values, strict=True):
                 self.slots[layer][self.slot(into, position - offset)] = value
 
-    def clear(self, blocks: Sequence[int], first_layer: int) -> None:
+    def clear(self, blocks: Sequence[int], first_layer: int = 0) -> None:
         """Clears layers from `first_layer` on of blocks that must still be held."""
         assert not self._blocks.num_unheld(blocks), f"{blocks} were released and are cleared"
         for layer in self.slots[first_layer:]:
@@ -65,16 +79,25 @@ class Memory:
 
     def contents(self, request: Request, start: int, stop: int, layer: int) -> list[int]:
         """Returns the expected content of the slots of its tokens [start, stop) in a layer."""
-        found, value = [], 0 if layer < NUM_LAYERS else ord(self.layout.draft_head)
+        value = self.layout.layers[layer] if self.layout.layers else 0
+        if layer >= self.layout.num_model_layers:
+            value = ord(self.layout.draft_head)
+        found = []
         for position, token in enumerate(request.token_ids(0, stop)):
             value = hash((value, token)) or 1
             if position >= start:
                 found.append(value)
         return found
 
+    def state(self, request: Request, num_tokens: int, layer: int) -> int:
+        """Returns the expected state behind its first tokens."""
+        return self.contents(request, num_tokens - 1, num_tokens, layer)[0] if num_tokens else 0
+
     def holds(self, request: Request, piece: wire.KVPiece) -> bool:
-        """Whether the piece has been computed for this request."""
-        layers = range(piece.first_layer, piece.stop_layer)
+        """Whether the piece has been computed for this request; of a state, to the prompt's end."""
+        layers, num_prompt = range(piece.first_layer, piece.stop_layer), len(request.prompt_token_ids)
+        if self.layout.holds.is_state:
+            return self.read(piece) == [[self.state(request, num_prompt, layer)] for layer in layers]
         return self.read(piece) == [
             self.contents(request, piece.first_token, piece.stop_token, layer) for layer in layers
         ]
@@ -88,33 +111,56 @@ class Memory:
 class Engine:
     """One life of one side. `legs` has the sequences of each request that have not ended."""
 
-    def __init__(self, num_blocks: int, block_size: int, budget: int, caches: bool, draft_head: str = "") -> None:
-        prefix = PrefixScope("model", Numerics(), draft_head) if caches else None
-        blocks = BlockPool(num_blocks, rests=False)  # the worst case for late readers and writers
-        self.scheduler = StepScheduler([LayerGroup(blocks)], StepSizes(block_size, 6, budget), prefix)
-        self.memory = Memory(blocks, block_size, draft_head)
-        self.num_layers = self.memory.layout.num_layers
+    def __init__(
+        self, num_blocks: int, budget: int, caches: bool, layouts: Sequence[KVLayout], num_states: int = 0
+    ) -> None:
+        prefix = PrefixScope("model", Numerics(), layouts[0].draft_head) if caches else None
+        counts = [num_states if each.holds.is_state else num_blocks for each in layouts]
+        pools = [BlockPool(count, rests=False) for count in counts]  # the worst case for late readers and writers
+        groups = [LayerGroup(pool, each.holds) for pool, each in zip(pools, layouts, strict=True)]
+        self.scheduler = StepScheduler(groups, StepSizes(layouts[0].block_size, MAX_NUM_SEQS, budget), prefix)
+        self.memories = [Memory(pool, each) for pool, each in zip(pools, layouts, strict=True)]
+        own = [(at, layer) for at, each in enumerate(layouts) for layer in range(each.num_layers)]
+        self.order = sorted(own, key=lambda of: layouts[of[0]].layers[of[1]] if layouts[of[0]].layers else of[1])
         self.legs: dict[str, list[Request]] = {}
         self.plan: StepPlan | None = None  # the step in progress
-        self.num_layers_done = 0
+        self.num_computed_layers = 0
+
+    @property
+    def is_computed(self) -> bool:
+        return self.num_computed_layers == len(self.order)
+
+    @property
+    def num_layers_done(self) -> int:
+        """Counts the attention layers that the step has written."""
+        done = (self.memories[group] for group, _ in self.order[: self.num_computed_layers])
+        return sum(not memory.layout.holds.is_state for memory in done)
 
     def begin(self, plan: StepPlan) -> None:
-        for kind, source, target, _ in plan.moves:
-            assert kind == "copy"
-            self.memory.copy(source, target)
-        self.plan, self.num_layers_done = plan, 0
+        for kind, source, target, group in plan.moves:
+            assert kind in ("copy", "clear")
+            memory = self.memories[group]
+            memory.copy(source, target) if kind == "copy" else memory.clear([target])
+        self.plan, self.num_computed_layers = plan, 0
 
     def compute_layer(self) -> None:
-        """Computes one layer of the step: every chunk reads its prefix and writes its own slots."""
+        """Computes the model's next layer: every chunk reads its prefix and writes its own slots."""
         assert self.plan is not None
-        layer = self.memory.slots[self.num_layers_done]
+        group, layer = self.order[self.num_computed_layers]
+        memory = self.memories[group]
+        slots = memory.slots[layer]
         for request, num_tokens in self.plan.chunks:
-            start = request.num_computed_tokens
-            self.check_layer(request, start, self.num_layers_done)
-            values = self.memory.contents(request, start, start + num_tokens, self.num_layers_done)
+            start, table = request.num_computed_tokens, request.tables[group]
+            self.check_layer(request, start, group, layer)
+            if memory.layout.holds.is_state:
+                slots[table[0]] = memory.state(request, start + num_tokens, layer)
+                for keep in [each for each in self.plan.keeps if each.request is request]:
+                    slots[keep.block] = memory.state(request, keep.num_tokens, layer)
+                continue
+            values = memory.contents(request, start, start + num_tokens, layer)
             for position, value in enumerate(values, start):
-                layer[self.memory.slot(request.tables[0], position)] = value
-        self.num_layers_done += 1
+                slots[memory.slot(table, position)] = value
+        self.num_computed_layers += 1
 
     def end_step(self) -> tuple[StepPlan, list[Request]]:
         """Returns the plan that was computed, and the requests that caught up."""
@@ -124,20 +170,31 @@ class Engine:
 
     def check_memory(self, request: Request, num_tokens: int) -> None:
         """Asserts that the slots of its first tokens hold these tokens' content, and nothing newer."""
-        for layer in range(self.num_layers):
-            self.check_layer(request, num_tokens, layer)
+        for group, layer in self.order if num_tokens else []:
+            self.check_layer(request, num_tokens, group, layer)
 
-    def check_layer(self, request: Request, num_tokens: int, layer: int) -> None:
-        """A prompt that landed without a head's layer has nothing there, but for what was computed here."""
-        found = self.slots_of(request, 0, num_tokens, layer)
-        expected = self.memory.contents(request, 0, num_tokens, layer)
-        if layer >= NUM_LAYERS and request.kv_precision == COLD:
+    def check_layer(self, request: Request, num_tokens: int, group: int, layer: int) -> None:
+        """Checks all that a token behind the first `num_tokens` reads.
+
+        A prompt that landed without a head's layer has nothing there, but for what was computed here.
+        """
+        memory = self.memories[group]
+        if memory.layout.holds.is_state:
+            found, expected = (
+                [memory.slots[layer][request.tables[group][0]]],
+                [memory.state(request, num_tokens, layer)],
+            )
+        else:
+            first = memory.layout.holds.first_seen(num_tokens)
+            found = self.slots_of(request, first, num_tokens, layer, group)
+            expected = memory.contents(request, first, num_tokens, layer)
+        if layer >= memory.layout.num_model_layers and request.kv_precision == COLD:
             expected = [value and right for value, right in zip(found, expected, strict=True)]
-        assert found == expected, f"{request.key} holds foreign KV in layer {layer}"
+        assert found == expected, f"{request.key} holds foreign KV in layer {layer} of group {group}"
 
-    def slots_of(self, request: Request, start: int, stop: int, layer: int) -> list[int]:
-        slots = self.memory.slots[layer]
-        return [slots[self.memory.slot(request.tables[0], p)] for p in range(start, stop)]
+    def slots_of(self, request: Request, start: int, stop: int, layer: int, group: int = 0) -> list[int]:
+        memory = self.memories[group]
+        return [memory.slots[layer][memory.slot(request.tables[group], p)] for p in range(start, stop)]
 
 
 class Ends:
@@ -185,7 +242,7 @@ def ends_at_once(request: Request, tokens: Sequence[TokenOutput]) -> bool:
 def decode_step(engine: Engine) -> list[Request]:
     """Runs a whole step on D; returns the sequences that ended."""
     engine.begin(engine.scheduler.plan())
-    for _ in range(engine.num_layers):
+    while not engine.is_computed:
         engine.compute_layer()
     ended = []
     for request in engine.end_step()[1]:

@@ -1,6 +1,6 @@
 """One prefill and one decode engine without torch or sockets, driven through random orders of events.
 
-The schedulers, Exports, Imports, the link's Sealer, Opener and Lander are real. A seeded random number decides what
+The schedulers, Exports, Imports and what handoff_link.py has of a link are real. A seeded random number decides what
 happens next: a layer of a step, a message that arrives, a chunk that is sent or lands, an abort, a link that breaks, a
 frame that comes twice or out of order, a process that dies and is started again, time that passes.
 """
@@ -10,139 +10,45 @@ from __future__ import annotations
 import random
 from bisect import bisect
 from collections import deque
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 from itertools import accumulate
 
 from pd_cluster import wire
-from pd_cluster.devices.device import CPU
-from pd_cluster.engine.handover.exports import Exports, ShipLimits, ShipSizes
+from pd_cluster.engine.handover.exports import Exports
 from pd_cluster.engine.handover.imports import Imports
+from pd_cluster.engine.handover.shipping import ShipLimits, ShipSizes
 from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.errors import LinkError
+from pd_cluster.kv.groups import first_token_of
 from pd_cluster.kv.layout import COLD
-from pd_cluster.kv.route import Route
 from pd_cluster.model.batch import OnLayer
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.copies import Copies
 from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault
-from pd_cluster.transport.guard import LinkKey, Opener, Sealer
-from pd_cluster.transport.landing import Geometry, Lander
 from pd_cluster.types import Order, Request, Status, TokenOutput
 from tests.support.handoff_engine import (
     Ends,
     Engine,
-    Memory,
+    Kinds,
     abort,
     decode_step,
     ends_at_once,
     first_tokens,
+    layouts_of,
     make_sampling,
 )
+from tests.support.handoff_link import Link
 
 HURRY_EVENTS = 4000
+NUM_STATES = 10
 TIMES = Timeouts(credit_timeout_s=10, transfer_timeout_s=30)
 
 
-class LateCopies(Copies):
-    """Copies that are made when they are waited for, and not before, as on a device."""
-
-    def __init__(self) -> None:
-        super().__init__(CPU)
-        self._late: deque[Callable[[], None]] = deque()
-
-    def add(self, copy: Callable[[], None]) -> None:
-        self._late.append(copy)
-
-    def settle(self) -> None:
-        while self._late:
-            self._late.popleft()()
-
-    drain = settle
-
-
-class Link:
-    """One link's life: P's send thread, frames in transit, D's receive thread. Keeps both pools mapped."""
-
-    def __init__(self, conn: str, source: Memory, target: Memory, one_sided: bool, is_late: bool) -> None:
-        key = LinkKey.derive(b"secret", conn, "p", "d")
-        self.conn = conn
-        self.source, self.target, self.one_sided = source, target, one_sided
-        self.sealer, self.opener = Sealer(key), Opener(key)
-        self.jobs: deque[Callable[[], wire.KVHeader | None]] = deque()
-        self.live: set[str] = set()
-        self.frames: deque[wire.KVFrame | str] = deque()  # at D's thread
-        self.seen: list[wire.KVFrame] = []
-        self.opened: set[int] = set()
-        self.copied: list[str] = []  # transfers, once for each pending copy
-        self.payloads: dict[int, list[list[int]]] = {}  # two-sided: the blocks' content when it was sent
-        self.works = True
-        self.copies = LateCopies()
-        self._is_late = is_late  # whether the pools are on devices
-        self.route = Route(source.layout, target.layout)
-        geometry = Geometry.of(source.layout, target.layout)
-        self.num_layers = geometry.num_layers
-        self.lander = Lander(self, geometry, clear=self._clear if self.route.precision else None)
-
-    name: wire.TransportName = "local"
-
-    def open(self) -> None: ...
-    def expect(self, sequence: int, chunk: wire.KVChunk) -> None: ...
-    def close(self) -> None: ...
-
-    def send(self) -> wire.KVFrame | None:
-        """Runs the next job of P's thread."""
-        header = self.jobs.popleft()()
-        if header is None:
-            return None
-        frame = self.sealer.seal(header)
-        if isinstance(header, wire.KVChunk) and not self.one_sided:
-            self.payloads[frame.sequence] = self.source.read(header.piece)
-        return frame
-
-    def receive(self, sequence: int, chunk: wire.KVChunk, into: list[int] | None) -> None:
-        payload = None if self.one_sided else self.payloads.pop(sequence)
-        if into is None:
-            return
-        self.copied.append(chunk.transfer_id)
-        self.copies.add(partial(self._copy, chunk, into, payload))
-        if not self._is_late:
-            self.copies.settle()
-
-    def _clear(self, blocks: list[int]) -> None:
-        self.copies.add(partial(self.target.clear, blocks, self.num_layers))
-        if not self._is_late:
-            self.copies.settle()
-
-    def _copy(self, chunk: wire.KVChunk, into: list[int], payload: list[list[int]] | None) -> None:
-        self.copied.remove(chunk.transfer_id)
-        self.target.write(chunk.piece, into, self.source.read(chunk.piece) if payload is None else payload)
-
-    def land(self) -> Arrived | Landed | LandFault | Drained | str | None:
-        """Takes the next item of D's thread; a string is the reason for a link failure."""
-        item = self.frames.popleft()
-        if isinstance(item, str):
-            drained = self.lander.forget(item)
-            assert drained is None or item not in self.copied, f"{item} is written after its end"
-            return drained
-        if not self.works:
-            return None
-        try:
-            header = self.opener.open(item)
-            assert not isinstance(header, wire.KVProbe)
-            if header is None:
-                return None
-            assert item.sequence not in self.opened, f"frame {item.sequence} was opened twice"
-            self.opened.add(item.sequence)
-            return self.lander.land(item.sequence, header)
-        except LinkError as error:
-            self.works = False
-            return str(error)
-
-
 class World:
+    """`kinds`: the model's groups of layers."""
+
+    kinds: Kinds = ("all",)
+
     def __init__(self, seed: int, num_requests: int = 12) -> None:
         self.seed = seed
         self.rng = rng = random.Random(seed)
@@ -150,9 +56,9 @@ class World:
         self.one_sided = rng.random() < 0.6
         self.is_late = random.Random(seed).random() < 0.5
         self.p_size, self.d_size = rng.choice([(4, 4), (4, 4), (4, 2), (2, 4), (4, 3)])
-        self.p_shape = (rng.randrange(8, 16) * 4 // self.p_size, self.p_size, rng.randrange(3, 12), rng.random() < 0.7)
-        self.d_shape = (rng.randrange(10, 20) * 4 // self.d_size, self.d_size, 16, rng.random() < 0.7)
-        self.group_nbytes = rng.choice([1, 1, 2, 5])
+        self.p_shape = (rng.randrange(8, 16) * 4 // self.p_size, rng.randrange(3, 12), rng.random() < 0.7)
+        self.d_shape = (rng.randrange(10, 20) * 4 // self.d_size, 16, rng.random() < 0.7)
+        self.min_nbytes = rng.choice([1, 1, 2, 5])
         self.max_payload_nbytes = rng.choice([1, 4, 100])
         self._have_heads = random.Random(f"{seed} heads").random() < 0.5
         self.batch_share = random.Random(f"{seed} batch").choice([0.0, 0.8, 1.0, 1.0])
@@ -167,7 +73,7 @@ class World:
         self.rng.shuffle(self.unsubmitted)
         self.half_submitted: set[str] = set()
         self.trouble = True
-        self.num_troubles = self.num_waits = self.num_landing_waits = self.num_cold = 0
+        self.num_troubles = self.num_waits = self.num_landing_waits = self.num_cold = self.num_spared = 0
         self.num_events = 0
         self.troubles = [self._abort, self._break_link, self._pass_time, self._repeat_frame, self._swap_frames]
         self.troubles += [self._p_dies, self._d_dies]
@@ -199,15 +105,11 @@ class World:
 
     def start_p(self) -> None:
         self.p_life += 1
-        self.p = Engine(*self.p_shape, self._draft_head("p", self.p_life))
-        layer_nbytes = 1
-        self.exports = Exports(
-            self.p.scheduler,
-            self,
-            self,
-            TransferTerms(self.clock, TIMES),
-            ShipSizes(layer_nbytes, self.group_nbytes),
-        )
+        layouts = layouts_of(self.kinds, self.p_size, self._draft_head("p", self.p_life))
+        self.p = Engine(*self.p_shape, layouts, NUM_STATES)
+        sizes = ShipSizes.of(layouts)
+        groups = tuple(each._replace(layer_nbytes=1) for each in sizes.groups)
+        self.exports = Exports(self, self, TransferTerms(self.clock, TIMES), ShipSizes(groups, self.min_nbytes))
         self.p_conn: str | None = None  # as its mailbox knows it
         self.p_link: str | None = None  # as its engine knows it
         self.to_p: deque[tuple[str, wire.Body]] = deque()
@@ -217,7 +119,8 @@ class World:
 
     def start_d(self) -> None:
         self.d_life += 1
-        self.d = Engine(*self.d_shape, self._draft_head("d", self.d_life))
+        layouts = layouts_of(self.kinds, self.d_size, self._draft_head("d", self.d_life))
+        self.d = Engine(*self.d_shape, layouts, NUM_STATES)
         self.d_side = side = DecodeSide(self)
         self.imports = Imports(
             self.d.scheduler, side, self, TransferTerms(self.clock, TIMES), growth_tokens=4, vocab_size=999
@@ -230,11 +133,13 @@ class World:
 
     def _draft_head(self, side: str, life: int) -> str:
         """Each life has a draft head of its own, if any."""
+        if len(self.kinds) > 1:
+            return ""
         return random.Random(f"{self.seed} {side} {life}").choice(["", "a", "a", "b"]) if self._have_heads else ""
 
     def connect(self) -> None:
         conn = f"link-{len(self.links)}"
-        self.links.append(Link(conn, self.p.memory, self.d.memory, self.one_sided, self.is_late))
+        self.links.append(Link(conn, self.p.memories, self.d.memories, self.one_sided, self.is_late))
         self.p_conn = self.p_link = self.d_conn = conn
 
     def link(self, conn: str) -> Link:
@@ -262,7 +167,7 @@ class World:
             self._p_step() if self.p.plan is not None else self._p_reads_inbox()
         for engine, ends in ((self.p, self.p_ends), (self.d, self.d_ends)):
             engine.scheduler.check()
-            assert engine.scheduler.blocks.num_held == 0
+            assert not any(each.blocks.num_held for each in engine.scheduler.groups)
             assert set(ends.count.values()) <= {1}, "a request ended twice"
             assert not engine.legs, f"no end for {list(engine.legs)}"
         for name, outcome in self.p_ends.outcome.items():
@@ -283,7 +188,8 @@ class World:
         self.events[at]()
         self.num_events += 1
         if self.num_events % 16 == 0:
-            self.p.scheduler.check()
+            if self.p.plan is None or not self.p.plan.keeps:  # a planned step holds the blocks of its copies
+                self.p.scheduler.check()
             self.d.scheduler.check()
 
     def _submit(self) -> None:
@@ -330,7 +236,7 @@ class World:
             plan = p.scheduler.plan()
             self._begins(plan)
             p.begin(plan)
-        elif p.num_layers_done < p.num_layers:
+        elif not p.is_computed:
             p.compute_layer()
             self._read_credits()
             self.exports.layers_done(p.num_layers_done)
@@ -381,7 +287,7 @@ class World:
         if conn != self.d_conn:
             return
         if isinstance(body, wire.KVFrame):
-            self.link(conn).frames.append(body)
+            self.link(conn).put(body)
         else:
             self.d_inbox.append((conn, body))
 
@@ -412,24 +318,25 @@ class World:
 
     def _send_job(self) -> None:
         conn = self.p_conn
-        if conn is None or not self.link(conn).jobs:
+        busy = [lane for lane in self.link(conn).lanes if lane.jobs] if conn is not None else []
+        if conn is None or not busy:
             return
-        frame = self.link(conn).send()
+        frame = (self.rng.choice(busy) if len(busy) > 1 else busy[0]).send()
         if frame is not None:
             self.link(conn).seen.append(frame)
             self.to_d.append((conn, frame))
 
     def _thread_step(self) -> None:
         """Runs a link's thread; those of closed links continue while their queues hold jobs."""
-        busy = [link for link in self.links if link.frames]
+        busy = [(link, lane) for link in self.links for lane in link.lanes if lane.frames]
         if not busy:
             return
-        link = self.rng.choice(busy)
-        event = link.land()
+        link, lane = self.rng.choice(busy)
+        event = link.land(lane)
         if isinstance(event, str):
             if self.d_conn == link.conn:
                 self._d_loses_link(event)
-        elif event is not None and link.target is self.d.memory:
+        elif event is not None and lane.target in self.d.memories:
             self.d_inbox.append(event)
             if isinstance(event, Landed) and link.conn == self.d_conn:
                 self.to_p.append((link.conn, wire.Confirm(event.transfer_id)))
@@ -524,7 +431,7 @@ class World:
         """Repeats an old frame of this link or an earlier one."""
         frames = [frame for link in self.links[-2:] for frame in link.seen[-10:]]
         if frames and self.d_conn is not None:
-            self.link(self.d_conn).frames.append(self.rng.choice(frames))
+            self.link(self.d_conn).put(self.rng.choice(frames))
 
     def _swap_frames(self) -> None:
         at = [i for i, (_, body) in enumerate(self.to_d) if isinstance(body, wire.KVFrame)]
@@ -565,8 +472,8 @@ class World:
     def awaken(self, peer: str) -> bool:
         return False
 
-    def limits(self, conn: str) -> ShipLimits:
-        return ShipLimits(self.d_size, self.max_payload_nbytes, self.link(conn).num_layers)
+    def limits(self, conn: str, group: int) -> ShipLimits:
+        return self.link(conn).limits(group, self.max_payload_nbytes)
 
     def send(self, conn: str, body: wire.Body) -> None:
         is_late = isinstance(body, wire.Revoke) and body.transfer_id in self.taken
@@ -574,22 +481,22 @@ class World:
         if conn == self.p_conn:
             self.to_d.append((conn, body))
 
-    def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
-        self._check_shipped(transfer_id, piece)
+    def ship(self, conn: str, group: int, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
+        self._check_shipped(group, transfer_id, piece)
         link = self.link(conn)
         link.live.add(transfer_id)
         chunk = wire.KVChunk(transfer_id, index, piece, 1, 0)
-        link.jobs.append(lambda: chunk if transfer_id in link.live else None)
+        link.lanes[group].jobs.append(lambda: chunk if transfer_id in link.live else None)
 
-    def _check_shipped(self, transfer_id: str, piece: wire.KVPiece) -> None:
+    def _check_shipped(self, group: int, transfer_id: str, piece: wire.KVPiece) -> None:
         """Asserts that it has been computed."""
         request = self.p.legs[transfer_id.removeprefix("t")][0]
-        assert self.p.memory.holds(request, piece), f"{request.key} is shipped too early"
+        assert self.p.memories[group].holds(request, piece), f"{request.key} is shipped too early"
 
-    def ship_end(self, conn: str, end: wire.KVEnd) -> None:
+    def ship_end(self, conn: str, group: int, end: wire.KVEnd) -> None:
         link = self.link(conn)
         link.live.add(end.transfer_id)
-        link.jobs.append(lambda: end if end.transfer_id in link.live else None)
+        link.lanes[group].jobs.append(lambda: end if end.transfer_id in link.live else None)
 
     def drop(self, conn: str, transfer_id: str) -> None:
         self.link(conn).live.discard(transfer_id)
@@ -617,7 +524,7 @@ class World:
         """Asserts the central invariant: D commits this request's whole prompt, and P's tokens."""
         assert request.transfer_id in self.taken, f"{request.key} goes on without P's word"
         assert tokens == first_tokens(request)
-        del self.d_side.landing[request.transfer_id]
+        self._check_sent(self.link(self.d_side.landing.pop(request.transfer_id)), request)
         going_on = [t for t in tokens if t.finish_reason is None]
         width = request.sampling.beam_width
         assert [s.index for s in sequences] == (list(range(width)) if width else [t.index for t in going_on])
@@ -625,12 +532,23 @@ class World:
         for sequence in sequences:
             self.d.check_memory(sequence, sequence.num_computed_tokens)
             if request.kv_precision == COLD:
-                first_token, layer = self.d_side.first_tokens[request.transfer_id], self.d.num_layers - 1
+                first_token, layer = self.d_side.first_tokens[request.transfer_id][0], self.d.order[-1][1]
                 stop = min(len(request.prompt_token_ids), sequence.num_computed_tokens)
                 found = self.d.slots_of(sequence, first_token, stop, layer)
                 assert not any(found), f"{request.key} drafts with KV of another request"
                 self.num_cold += 1
         self.d.legs[request.request_id] = list(sequences)
+
+    def _check_sent(self, link: Link, request: Request) -> None:
+        """Asserts that P has sent what D lacked, and nothing else: of a window its last tokens, and one state."""
+        num_prompt = len(request.prompt_token_ids)
+        for lane, first_token in zip(link.lanes, self.d_side.first_tokens[request.transfer_id], strict=True):
+            holds = lane.target.layout.holds
+            least = 0 if holds.is_state else first_token_of(holds, num_prompt, self.d_size)
+            assert first_token >= least if self.d_shape[-1] else first_token == least
+            wanted = 1 if holds.is_state else num_prompt - first_token
+            assert lane.num_sent.get(request.transfer_id, 0) == wanted * lane.geometry.num_layers
+            self.num_spared += bool(first_token) and holds.window > 0
 
     def _standing(self, engine: Engine) -> list[str]:
         return [f"{r.key} {r.status.value}" for r in engine.scheduler.requests.values()]
@@ -642,22 +560,24 @@ class DecodeSide:
     def __init__(self, world: World) -> None:
         self.world = world
         self.landing: dict[str, str] = {}  # transfers that have blocks -> their connections
-        self.first_tokens: dict[str, int] = {}  # by transfer: those before are cached
+        self.first_tokens: dict[str, list[int]] = {}  # by transfer, of each group: those before are here
 
     def send(self, conn: str, body: wire.Body) -> None:
         if conn == self.world.d_conn:
             self.world.to_p.append((conn, body))
 
     def precision(self, conn: str) -> str:
-        return self.world.link(conn).route.precision
+        return self.world.link(conn).precision
 
-    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
-        self.landing[transfer_id], self.first_tokens[transfer_id] = conn, first_token
-        self.world.link(conn).lander.begin(transfer_id, block_ids, first_token, num_tokens)
+    def begin(
+        self, conn: str, transfer_id: str, tables: Sequence[list[int]], first_tokens: Sequence[int], num_tokens: int
+    ) -> None:
+        self.landing[transfer_id], self.first_tokens[transfer_id] = conn, list(first_tokens)
+        self.world.link(conn).begin(transfer_id, tables, first_tokens, num_tokens)
 
     def forget(self, conn: str, transfer_id: str) -> None:
         del self.landing[transfer_id]
-        self.world.link(conn).frames.append(transfer_id)
+        self.world.link(conn).forget(transfer_id)
 
     def progress_s(self, conn: str) -> float:
         return self.world.progress_s(conn)

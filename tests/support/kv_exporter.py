@@ -113,7 +113,7 @@ def main(kind: str, choice: str) -> None:
         tell(Frame(body.sequence, body.header, body.mac))
 
     pool = make_pool(kind, 1)
-    transports = Transports(make_config(choice), pool)
+    transports = Transports(make_config(choice), [pool])
     send = transports.send_thread("c", KEY, post, lambda event: tell(Fault(str(event))))
     tell(Offers(send.offers, send.probe_seed))
     commands = msgspec.json.Decoder(Open | Ship | Value)

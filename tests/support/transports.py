@@ -176,8 +176,12 @@ class Link:
         kind: DeviceKind = "cuda",
         connect_timeout_s: float = 5.0,
         pools: tuple[KVPool, KVPool] | None = None,
+        before: tuple[KVPool, KVPool] | None = None,
     ) -> None:
-        """`devices`: those of that kind that P's and D's pools are on."""
+        """`devices`: those of that kind that P's and D's pools are on.
+
+        `before`: the pools of an earlier group of layers.
+        """
         self.source, self.target = pools or (random_pool(1), random_pool(2))
         for pool, index in zip((self.source, self.target), devices, strict=True):
             if index is not None:
@@ -187,13 +191,15 @@ class Link:
         self._tamper = tamper
         config = make_config(transport, connect_timeout_s=connect_timeout_s)
         memory = MemfdMemory()
-        p, d = Transports(config, self.source, memory), Transports(config, self.target, memory)
-        self._keep = (p, d)
-        self.send = p.send_thread("c", KEY, self._to_receiver, self.events.put)
+        sides = zip(*([before] if before is not None else []), (self.source, self.target), strict=True)
+        p, d = (Transports(config, side, memory) for side in sides)
+        self._keep, group = (p, d), int(before is not None)
+        self.send = p.send_thread("c", KEY, self._to_receiver, self.events.put, group=group)
         seed = self.source.probe_seed if probe_seed is None else probe_seed
-        layout, rank = self.source.layout.of_rank(0).to_info(), self.source.layout.tp_rank
-        lane = wire.LaneOffer(offers=self.send.offers, probe_seed=seed, source_rank=rank)
-        opened = wire.LinkOpen("link", "m", Numerics(), layout, NUM_BLOCKS, wire.KVOptions(), [lane])
+        sources, rank = [*(before or ())[:1], self.source], self.source.layout.tp_rank
+        lane = wire.LaneOffer(offers=self.send.offers, probe_seed=seed, source_rank=rank, group=group)
+        layouts, counts = [each.layout.of_rank(0).to_info() for each in sources], [NUM_BLOCKS] * len(sources)
+        opened = wire.LinkOpen("link", "m", Numerics(), layouts, counts, wire.KVOptions(), [lane])
         self._ready = threading.Event()
         self.receive = d.receive_thread("c", opened, KEY, self._to_sender, self._report)
         self._ready.set()

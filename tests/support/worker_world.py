@@ -16,9 +16,9 @@ from pd_cluster.engine.cache_news import CacheNews
 from pd_cluster.engine.drain import WorkerDrain
 from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.events import ConnOpened, Event, Mail
-from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.handover.handover import HandoverTerms
 from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd, Side
+from pd_cluster.engine.handover.shipping import ShipLimits
 from pd_cluster.engine.legs import Legs
 from pd_cluster.engine.loop import Loop
 from pd_cluster.engine.sleep import EngineSleep
@@ -109,7 +109,7 @@ class World:
         prefix = PrefixScope("model", Numerics())
         scheduler = StepScheduler([LayerGroup(BlockPool(NUM_BLOCKS))], StepSizes(BLOCK_SIZE, 4, 16), prefix)
         times = Timeouts(drain_timeout_s=drain_timeout_s)
-        side = Side("decode-0@1", b"", "model", Numerics(), LAYOUT, NUM_BLOCKS, 0, wire.KVOptions())
+        side = Side("decode-0@1", b"", "model", Numerics(), (LAYOUT,), (NUM_BLOCKS,), wire.KVOptions())
         clock, lanes = (lambda: self.now_s), cast(Any, NoLinks())
         self.tracer = Tracer(clock)
         context = HandoverContext(side, self.post, lanes, self.inbox.put, times, clock, self.tracer)
@@ -147,12 +147,14 @@ class World:
         """Gives its engine a link to every peer, `link`, over which whatever it ships is recorded."""
         links, shipped = self.worker.handover.out_links.table, Shipped()
         monkeypatch.setattr(links, "link_to", lambda peer: "link")
-        monkeypatch.setattr(links, "limits", lambda conn: ShipLimits(BLOCK_SIZE, 1 << 20, LAYOUT.num_layers))
+        monkeypatch.setattr(links, "limits", lambda conn, group: ShipLimits(BLOCK_SIZE, 1 << 20, LAYOUT.num_layers))
         monkeypatch.setattr(links, "send", lambda conn, body: shipped.sent.append(body))
         monkeypatch.setattr(
-            links, "ship", lambda conn, tid, at, piece: shipped.pieces.append((piece, self.worker.core.num_steps))
+            links,
+            "ship",
+            lambda conn, group, name, at, piece: shipped.pieces.append((piece, self.worker.core.num_steps)),
         )
-        monkeypatch.setattr(links, "ship_end", lambda conn, end: shipped.ends.append(end))
+        monkeypatch.setattr(links, "ship_end", lambda conn, group, end: shipped.ends.append(end))
         return shipped
 
     def mail(self, body: wire.Body) -> None:

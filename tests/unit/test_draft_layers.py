@@ -17,7 +17,8 @@ from pd_cluster import models, wire
 from pd_cluster.cluster.members.prefixes import KnownBlocks, Prompt
 from pd_cluster.commands import check
 from pd_cluster.devices.device import CPU
-from pd_cluster.engine.handover.exports import Exports, ShipLimits, ShipSizes
+from pd_cluster.engine.handover.exports import Exports
+from pd_cluster.engine.handover.shipping import ShipGroup, ShipLimits, ShipSizes
 from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
@@ -226,16 +227,16 @@ class Ports:
     def link_to(self, peer: str) -> str:
         return peer
 
-    def limits(self, conn: str) -> ShipLimits:
+    def limits(self, conn: str, group: int) -> ShipLimits:
         return ShipLimits(4, 1 << 20, self.num_layers[conn])
 
-    def ship(self, conn: str, transfer_id: str, index: int, piece: KVPiece) -> None:
+    def ship(self, conn: str, group: int, transfer_id: str, index: int, piece: KVPiece) -> None:
         self.shipped[conn].append((piece.first_token, piece.stop_token, piece.first_layer, piece.stop_layer))
         chunk = wire.KVChunk(transfer_id, index, piece, 64, 0)
         self.chunks += [chunk] if conn == "with" else []
         self.events[conn].append(self.landers[conn].land(0, chunk))
 
-    def ship_end(self, conn: str, end: wire.KVEnd) -> None:
+    def ship_end(self, conn: str, group: int, end: wire.KVEnd) -> None:
         self.events[conn].append(self.landers[conn].land(0, end))
 
     def send(self, *_: object) -> None: ...
@@ -250,7 +251,8 @@ def test_a_step_ends_by_its_last_layer_or_by_its_heads_as_the_peer_has_it() -> N
     """The head's layer is late: a peer that wants it has all else by then, and takes no end without it."""
     ports = Ports()
     scheduler = StepScheduler([LayerGroup(BlockPool(16))], StepSizes(4, 4, 32))
-    exports = Exports(scheduler, ports, ports, TransferTerms(lambda: 0.0, Timeouts()), ShipSizes(64, 1))  # type: ignore[arg-type]
+    sizes = ShipSizes((ShipGroup(4, 64),), 1)
+    exports = Exports(ports, ports, TransferTerms(lambda: 0.0, Timeouts()), sizes)  # type: ignore[arg-type]
     requests = [
         Request(conn, Order([1] * 10, Sampling(max_tokens=4)), leg="prefill", transfer_id=conn, peer=conn)
         for conn in ports.shipped
@@ -262,7 +264,7 @@ def test_a_step_ends_by_its_last_layer_or_by_its_heads_as_the_peer_has_it() -> N
         exports.admitted(request)
         ports.landers[request.peer].begin(request.transfer_id, [0, 1, 2], 0, 10)
     for conn in ("with", "without"):
-        exports.on_credit(conn, wire.Credit(conn))
+        exports.on_credit(conn, wire.Credit(conn, [0]))
     assert exports.computing(plan.chunks)
     exports.layers_done(1)
     exports.layers_done(2)
@@ -276,7 +278,7 @@ def test_a_step_ends_by_its_last_layer_or_by_its_heads_as_the_peer_has_it() -> N
     fault = early.land(0, wire.KVEnd("with", 2, 10, [TOKEN]))
     assert isinstance(fault, LandFault), "a transfer was complete without its head's layer"
     assert "10 of 10 tokens were missing" in fault.reason
-    exports.on_credit("without, late", wire.Credit("without, late"))
+    exports.on_credit("without, late", wire.Credit("without, late", [0]))
     exports.layers_done(3)
     assert ports.shipped == {
         "with": [*by_layers, (0, 10, 2, 3)],

@@ -142,11 +142,16 @@ def test_a_block_is_cleared_where_its_turn_comes(way: type[HostBlocks | LayerMaj
 
 
 def test_instances_of_other_groups_are_no_pair() -> None:
-    window = replace(HEADS, rule="window", window=8, layers=(0, 1, 4))
+    window = replace(HEADS, num_layers=3, rule="window", window=8, layers=(0, 1, 4))
     check_groups([HEADS, STATES], [replace(HEADS, tp_size=2), replace(STATES, tp_size=4)])
     for ours, wrong in (
-        ([HEADS], r"all, state on the prefill instance and all on the decode"),
-        ([HEADS, replace(window, num_layers=3)], r"all, state on .* and all, window 8 on"),
+        ([HEADS], "groups of layers differ: the decode instance has none that keeps a state;"),
+        (
+            [HEADS, window],
+            "the decode instance has none that keeps a state and the prefill instance has none that attends to the "
+            "last 8 tokens;",
+        ),
+        ([STATES, HEADS], "groups of layers differ: they come in another order;"),
         ([replace(HEADS, layers=(2, 4)), STATES], r"of group all differs: layers is \(2, 3\) on .* and \(2, 4\) on"),
         (
             [HEADS, replace(STATES, planes=(*PLANES[:1], Plane("conv_q", 9, 4), *PLANES[2:]))],
@@ -160,10 +165,12 @@ def test_instances_of_other_groups_are_no_pair() -> None:
         replace(STATES, layers=(0, 4, 1)),
         replace(STATES, planes=(*PLANES, Plane("conv_c", 6, 3))),
         replace(STATES, tp_size=3),
-        replace(window, num_layers=3, window=0),
+        replace(window, window=0),
     ):
         with pytest.raises(LinkError, match="makes no sense"):
             check_groups([broken], [broken])
+    with pytest.raises(LinkError, match="--block-size 512 of the decode instance is too large for layers with a window"):
+        check_groups([window], [replace(window, block_size=512)])
 
 
 WINDOW = replace(HEADS, rule="window", window=6, layers=(0, 5))

@@ -11,16 +11,20 @@ from multiprocessing import get_context
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.exports import Exports, ShipLimits, ShipSizes
+from pd_cluster.engine.handover.exports import Exports
 from pd_cluster.engine.handover.imports import Imports
+from pd_cluster.engine.handover.shipping import ShipGroup, ShipLimits, ShipSizes
 from pd_cluster.engine.handover.terms import TransferTerms
+from pd_cluster.engine.step import group
 from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.errors import QuarantineFull
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.rule import STATE, Rule
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import Leg, Order, Request, Sampling, TokenOutput
 from tests.support.handoff_ahead import AheadWorld
+from tests.support.handoff_groups import GroupsWorld
 from tests.support.handoff_rest import RestingWorld
 from tests.support.handoff_world import World
 
@@ -45,6 +49,7 @@ def explore(seeds: Sequence[int], world_of: type[World] = World) -> Counter[str]
                 assert on_token_one or (was_told and at_d == "finished"), f"seed {seed}: {at_p}, {at_d}"
         seen["D waits"] += world.num_waits > 0
         seen["D drafts cold"] += world.num_cold
+        seen["windows spare tokens"] += world.num_spared
         seen["D waits for a landing"] += world.num_landing_waits > 0
         if isinstance(world, AheadWorld):
             seen["steps ahead"] += world.num_ahead
@@ -75,12 +80,18 @@ ORDERS: list[tuple[type[World], int, tuple[str, ...]]] = [
     (World, 200, PLAIN),  # 2 of 100 at least noticed each of the deliberate faults that 6ae04940 has
     (RestingWorld, 90, ("P the link to decode did not open", "rests", "wakes")),
     (AheadWorld, 200, ("P the link to decode is down", "D aborted", "steps ahead")),
+    (GroupsWorld, 100, (*PLAIN[:6], "D died", "P died", "windows spare tokens")),
 ]
 
 
-@pytest.mark.parametrize(("world_of", "num_seeds", "outcomes"), ORDERS, ids=["plain", "links rest", "steps ahead"])
-def test_random_orders_of_events(world_of: type[World], num_seeds: int, outcomes: tuple[str, ...]) -> None:
-    """Also where a link rests until its next transfer, and where steps are launched ahead of the host."""
+@pytest.mark.parametrize(
+    ("world_of", "num_seeds", "outcomes"), ORDERS, ids=["plain", "links rest", "steps ahead", "groups"]
+)
+def test_random_orders_of_events(
+    world_of: type[World], num_seeds: int, outcomes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a link rests, where steps are launched ahead of the host, and with several groups of layers."""
+    monkeypatch.setattr(group, "MOST_PEER_BLOCK", 4)  # P lets the blocks of short prompts pass, too
     seen = explore(range(num_seeds), world_of)
     for outcome in (*OF_BOTH, *outcomes):
         assert seen[outcome] > num_seeds // 25, f"{outcome!r} was hardly seen: {seen}"
@@ -108,7 +119,7 @@ class Recorder:
     def send(self, conn: str, body: wire.Body) -> None:
         self.sent.append(body)
 
-    def limits(self, conn: str) -> ShipLimits:
+    def limits(self, conn: str, group: int) -> ShipLimits:
         return ShipLimits(4, 1000, 2)
 
     def precision(self, conn: str) -> str:
@@ -140,17 +151,25 @@ def make_request(leg: Leg, sampling: Sampling | None = None) -> Request:
     return Request("r", Order([1] * 8, sampling or Sampling(max_tokens=4)), leg=leg, transfer_id="t", peer="decode")
 
 
-@pytest.mark.parametrize("first_token", [-1, 3, 9, 2**62])
-def test_a_credit_that_makes_no_sense_ends_the_transfer(first_token: int) -> None:
+NO_TOKENS = [[-1], [3], [9], [2**62], [0, 0]]
+NO_TOKENS_OF_GROUPS = [[0], [0, 4], [0, 0, 0], [0, 2, 0], [0, 4, 1], [4, 4, 4], [0, 9, 0], [0, 4, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("first_tokens", "groups"), [*((each, 1) for each in NO_TOKENS), *((each, 3) for each in NO_TOKENS_OF_GROUPS)]
+)
+def test_a_credit_that_makes_no_sense_ends_the_transfer(first_tokens: list[int], groups: int) -> None:
+    """One of a model with groups wants tokens that a window has passed, a part of a state, or too few groups."""
     world = Recorder()
+    sizes = (ShipGroup(4, 32), ShipGroup(4, 32, Rule("window", 4)), ShipGroup(1, 32, STATE))[:groups]
     scheduler = StepScheduler([LayerGroup(BlockPool(8))], StepSizes(4, 4, 16))
-    exports = Exports(scheduler, world, world, TransferTerms(lambda: 0.0, Timeouts()), ShipSizes(32))
+    exports = Exports(world, world, TransferTerms(lambda: 0.0, Timeouts()), ShipSizes(sizes))
     request = make_request("prefill")
     scheduler.add(request)
     scheduler.plan()
     exports.admitted(request)
-    exports.on_credit("c", wire.Credit("t", first_token))
-    assert world.ended == [f"decode wants KV cache from token {first_token} on"]
+    exports.on_credit("c", wire.Credit("t", first_tokens))
+    assert world.ended == [f"decode wants KV cache from token {', '.join(map(str, first_tokens))} on"]
     assert world.sent[-1] == wire.Revoke("t")
     assert not len(exports)
 
@@ -220,9 +239,9 @@ def test_blocks_in_quarantine_are_counted_and_bounded() -> None:
     assert num_blocks >= 2  # of 8 tokens, and growth
     imports.check_quarantine(0)
     now_s[0] = Timeouts().transfer_timeout_s
-    imports.check_quarantine(num_blocks)
+    imports.check_quarantine(num_blocks / 8)
     with pytest.raises(QuarantineFull, match=rf"^{num_blocks} KV blocks .* more than the 1 of --kv-max-quarantine"):
-        imports.check_quarantine(1)
+        imports.check_quarantine(1 / 8)
     imports.on_drained("t")
     assert imports.num_quarantined_blocks == 0
     imports.check_quarantine(0)
@@ -245,7 +264,7 @@ def test_an_offer_of_another_instance_than_the_one_expected_is_ignored() -> None
     assert not world.sent
     imports.on_offer("d", wire.Offer("t", 8), "decode")
     imports.credit()
-    assert world.sent == [wire.Credit("t", 0)]
+    assert world.sent == [wire.Credit("t", [0])]
 
 
 def test_a_transfer_is_not_submitted_twice_and_known_by_the_precision_of_its_link() -> None:

@@ -10,10 +10,12 @@ from collections import Counter
 import pytest
 import torch
 
+from pd_cluster import wire
 from pd_cluster.engine.handover.gather import Gather
 from pd_cluster.engine.ranks import rank_messages as to
 from pd_cluster.engine.ranks.follower import Gate
 from pd_cluster.errors import LinkError
+from pd_cluster.kv.groups import lanes_of, transfer_nbytes
 from pd_cluster.kv.layout import KVLayout, can_split_heads, keys_and_values, lanes, num_lanes
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pair_check import check_pair
@@ -41,7 +43,7 @@ def test_every_rank_gets_each_of_its_heads_once() -> None:
     for heads, p, d in PAIRS:
         source, target = sides(heads, p, d)
         found = lanes(source, target)
-        assert found[0] == (0, 0)
+        assert found[0] == (0, 0, 0)
         assert len(found) == len(set(found))
         got: dict[int, list[int]] = {rank: [] for rank in range(d)}
         for lane in found:
@@ -116,6 +118,31 @@ def test_heads_that_cannot_be_spread_are_refused() -> None:
 def test_a_rank_counts_its_lanes(heads: int, own: tuple[int, int], others: tuple[int, ...], expected: int) -> None:
     source, _ = sides(heads, own[0], 1)
     assert num_lanes(source.of_rank(own[1]), others) == expected
+
+
+# ---- groups of layers
+
+WINDOW = dataclasses.replace(LAYOUT, rule="window", window=6, layers=(1, 3))
+STATE = dataclasses.replace(LAYOUT, num_kv_heads=8, block_size=1, rule="state", layers=(4, 5))
+WHOLE = dataclasses.replace(LAYOUT, layers=(0, 2))
+
+
+def test_a_link_has_the_lanes_of_each_group_in_turn() -> None:
+    sources, targets = ([dataclasses.replace(each, tp_size=size) for each in (WHOLE, STATE)] for size in (8, 4))
+    found = lanes_of(sources, targets)
+    own = [lanes(*pair) for pair in zip(sources, targets, strict=True)]
+    assert [len(each) for each in own] == [4, 8], "keys are replicated at P, and states are cut"
+    assert found == [lane._replace(group=group) for group in range(2) for lane in own[group]]
+    assert wire.LaneOffer(**found[-1]._asdict(), offers=[], probe_seed=0).group == 1
+
+
+def test_a_prompt_takes_its_tokens_of_a_window_its_last_ones_and_one_state() -> None:
+    infos = [each.to_info() for each in (WHOLE, WINDOW, STATE)]
+    state_nbytes = STATE.token_nbytes
+    for num_tokens, in_window in ((3, 3), (5, 5), (8, 8), (9, 5), (12, 8), (13, 5), (1000, 8)):
+        expected = num_tokens * WHOLE.token_nbytes + in_window * WINDOW.token_nbytes + state_nbytes
+        assert transfer_nbytes(infos, infos, num_tokens) == expected
+    assert transfer_nbytes(infos[:1], infos[:1], 7) == 7 * WHOLE.token_nbytes
 
 
 # ---- a transfer over several lanes

@@ -52,7 +52,7 @@ from tests.support.transports import (
 )
 
 OPENED = wire.LinkOpen(
-    "l", "m", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [wire.LaneOffer(offers=[], probe_seed=0)]
+    "l", "m", Numerics(), [LAYOUT.to_info()], [NUM_BLOCKS], wire.KVOptions(), [wire.LaneOffer(offers=[], probe_seed=0)]
 )
 
 
@@ -91,9 +91,9 @@ def test_a_probe_that_is_announced_and_does_not_come_stops_no_other_probe() -> N
         else:
             answers.put(body)
 
-    send = Transports(config, random_pool(1)).send_thread("a", KEY, to_receiver, lambda event: None)
+    send = Transports(config, [random_pool(1)]).send_thread("a", KEY, to_receiver, lambda event: None)
     opened = msgspec.structs.replace(OPENED, link_id="a", lanes=[wire.LaneOffer(offers=send.offers, probe_seed=1)])
-    stalled = Transports(config, target).receive_thread("a", opened, KEY, to_sender, lambda event: None)
+    stalled = Transports(config, [target]).receive_thread("a", opened, KEY, to_sender, lambda event: None)
     stalled.start()
     assert isinstance(answers.get(timeout=WAIT_S), wire.LinkAnswer)
     joined = threading.Thread(target=send._senders["dist"].open, args=(LAYOUT,))
@@ -253,9 +253,9 @@ def make_in_links(
 ) -> tuple[InLinks, Post, queue.SimpleQueue[object], list[float]]:
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     now = [0.0]
-    side = Side("d@1", b"s", "m", Numerics(), LAYOUT, NUM_BLOCKS, pool.probe_seed, wire.KVOptions())
+    side = Side("d@1", b"s", "m", Numerics(), (LAYOUT,), (NUM_BLOCKS,), wire.KVOptions())
     post = Post()
-    lanes = lanes or LocalLanes(side, Transports(make_config("local"), pool), post.send)
+    lanes = lanes or LocalLanes(side, Transports(make_config("local"), [pool]), post.send)
     clock = lambda: now[0]  # noqa: E731
     context = HandoverContext(side, cast(Any, post), lanes, events.put, Timeouts(), clock)
     users: Any = SimpleNamespace(on_link_down=down)

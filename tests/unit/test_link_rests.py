@@ -33,7 +33,7 @@ def d_of(conn: str) -> str:
 
 
 def side(name: str, crossing: Crossing) -> Side:
-    return Side(f"{name}@1", b"s", "m", Numerics(), LAYOUT, 8, 0, wire.KVOptions(), crossing)
+    return Side(f"{name}@1", b"s", "m", Numerics(), (LAYOUT,), (8,), wire.KVOptions(), crossing)
 
 
 def info_of(name: str, host: str) -> wire.PeerInfo:
@@ -166,7 +166,7 @@ class PEnd:
         if conn is None:
             return "awaits" if self.table.awaken(f"{d}@1") else "no link"
         self.busy[conn] += 1
-        self.table.ship(conn, "t", 0, wire.KVPiece(0, 4, 0, 1, [0]))
+        self.table.ship(conn, 0, "t", 0, wire.KVPiece(0, 4, 0, 1, [0]))
         return "offered"
 
     def end(self) -> None:

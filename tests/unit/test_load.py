@@ -7,8 +7,9 @@ from unittest.mock import Mock
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.exports import Exports, ShipLimits, ShipSizes
+from pd_cluster.engine.handover.exports import Exports
 from pd_cluster.engine.handover.imports import Imports
+from pd_cluster.engine.handover.shipping import ShipGroup, ShipLimits, ShipSizes
 from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.load import num_leaked_blocks
 from pd_cluster.engine.step.group import LayerGroup
@@ -52,7 +53,7 @@ class Exporting:
         scheduler = StepScheduler([LayerGroup(BlockPool(8))], StepSizes(4, 4, 16))
         outcomes = Mock(export_ended=lambda request, error: self.ended.append(error))
         terms = TransferTerms(lambda: self.now_s, Timeouts())
-        self.exports = Exports(scheduler, ports, outcomes, terms, ShipSizes(32))
+        self.exports = Exports(ports, outcomes, terms, ShipSizes((ShipGroup(4, 32),)))
         self.request = request_of("prefill")
         scheduler.add(self.request)
         plan = scheduler.plan()
@@ -64,7 +65,7 @@ class Exporting:
         return exports.num_handed_over, exports.num_failed, exports.num_expired_credits, exports.num_expired_holds
 
     def hand_over(self) -> None:
-        self.exports.on_credit("c", wire.Credit("r", 0))
+        self.exports.on_credit("c", wire.Credit("r", [0]))
         self.exports.computed(self.request, [TokenOutput("r", 0, 0, 0, 5)])
 
 

@@ -75,8 +75,8 @@ def test_mail_goes_both_ways_in_order(box: Callable[..., Box]) -> None:
         client.mailbox.send(conn, wire.Offer("t", number))  # before it is open: kept
     back = server.wait("opened")[1]
     assert [server.wait("message")[2] for _ in range(500)] == [wire.Offer("t", number) for number in range(500)]
-    server.mailbox.send(back, wire.Credit("t"))
-    assert client.wait("message")[2] == wire.Credit("t")
+    server.mailbox.send(back, wire.Credit("t", [0]))
+    assert client.wait("message")[2] == wire.Credit("t", [0])
     assert client.beats.get(timeout=WAIT_S).load == wire.Load(num_blocks=5)
 
 
@@ -95,7 +95,7 @@ def test_nobody_waits_for_a_peer_that_reads_nothing_or_is_gone(pair: tuple[Box, 
     assert server.mailbox.await_heard(WAIT_S), "nothing was sent"
     held = threading.Event()
     client.on_message = lambda *_: held.wait(WAIT_S)  # type: ignore[method-assign, assignment]
-    server.mailbox.send(back, wire.Credit("t"))
+    server.mailbox.send(back, wire.Credit("t", [0]))
     assert not server.mailbox.await_heard(0.2), "the peer stands still; its silence is noticed after that"
     assert server.wait("closed")[1] == back
     assert server.mailbox.await_heard(WAIT_S), "the peer has been given up"

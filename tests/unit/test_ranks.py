@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import queue
 import socket
@@ -124,6 +125,13 @@ class End:
     def __init__(self, offers: list[wire.TransportOffer] | None) -> None:
         self.offers = offers
         self.is_closed = False
+        self.log: list[object] = []
+
+    def ship(self, *piece: object) -> None:
+        self.log.append(piece)
+
+    def ship_end(self, end: object) -> None:
+        self.log.append(end)
 
     def open(self, *_: object) -> None: ...
     def settle(self) -> None: ...
@@ -134,10 +142,13 @@ class End:
 class World:
     """P's end of a link from one rank to two."""
 
-    def __init__(self, layout: KVLayout = LAYOUT) -> None:
+    def __init__(self, *layouts: KVLayout) -> None:
         self.sent: list[wire.Body] = []
+        self.layouts = layouts or (LAYOUT,)
         self.ends = [End([]), End(None)]  # the second is on another rank, which has not told what it offers
-        side = Side("prefill-0@1", b"s", "m", Numerics(), layout, 8, 0, wire.KVOptions())
+        self.ends += [End([]) for _ in self.layouts[1:] for _ in range(2)]
+        counts = (8,) * len(self.layouts)
+        side = Side("prefill-0@1", b"s", "m", Numerics(), self.layouts, counts, wire.KVOptions())
         ends = iter(self.ends)
         conns: Any = SimpleNamespace(connect=lambda *_: "c", disconnect=lambda _: None, send=self.send)
         lanes: Any = SimpleNamespace(send_end=lambda *_: next(ends))
@@ -160,7 +171,8 @@ class World:
         self.links.on_offered("c")
         (opened,) = self.sent
         assert isinstance(opened, wire.LinkOpen)
-        assert [(lane.source_rank, lane.target_rank) for lane in opened.lanes] == [(0, 0), (0, 1)]
+        lanes = [Lane(0, rank, group) for group in range(len(self.layouts)) for rank in range(2)]
+        assert [Lane(lane.source_rank, lane.target_rank, lane.group) for lane in opened.lanes] == lanes
         return opened.link_id
 
 
@@ -189,7 +201,26 @@ def test_a_link_carries_a_draft_heads_layer_to_the_same_head(own: str, peer: str
     for rank in range(2):
         layout = dataclasses.replace(layout_with(peer), tp_size=2, tp_rank=rank)
         world.links.on_answer("c", wire.LinkAnswer(link_id, "shm", layout.to_info(), rank))
-    assert world.links.table.limits("c").num_layers == num_layers
+    assert world.links.table.limits("c", 0).num_layers == num_layers
+
+
+def test_each_group_of_layers_is_sent_over_its_own_lanes() -> None:
+    """Its limits are its own, too; and keys in int8 beside exact states are no reason to try again."""
+    state = dataclasses.replace(LAYOUT, num_layers=3, block_size=1, rule="state", layers=(0, 1, 3))
+    world = World(LAYOUT, state)
+    link_id = world.announce()
+    for index, (layout, rank) in enumerate(itertools.product((LAYOUT, state), range(2))):
+        peer = dataclasses.replace(layout, tp_size=2, tp_rank=rank)
+        world.links.on_answer("c", wire.LinkAnswer(link_id, "shm", peer.to_info(), index))
+        world.links.on_ready("c", wire.LinkReady(link_id, "shm", "" if layout is state else "int8", index))
+    assert world.state == "up (shm, int8)"
+    table, piece = world.links.table, wire.KVPiece(0, 1, 0, 3, [5])
+    limits = [table.limits("c", group) for group in range(2)]
+    assert [(each.peer_block_size, each.num_layers) for each in limits] == [(LAYOUT.block_size, 2), (1, 3)]
+    table.ship("c", 1, "t", 0, piece)
+    end = wire.KVEnd("t", 0, 4, [])
+    table.ship_end("c", 0, end)
+    assert [each.log for each in world.ends] == [[end], [end], [("t", 0, piece)], [("t", 0, piece)]]
 
 
 def test_lanes_of_unequal_precision_are_tried_again() -> None:
@@ -329,7 +360,8 @@ class TwoRanks:
         unused: Any = None  # rank 0's own lanes, and the mailbox
         self.lanes = RankLanes(unused, [channel], lambda: self.progress, unused, self.told.append)
 
-    def open(self, *_: object) -> RecordingEnd:
+    def open(self, *opened: object) -> RecordingEnd:
+        self.opened = opened
         if not self.can_open:
             raise LinkError("no room")
         return self.end
@@ -343,13 +375,13 @@ class TwoRanks:
         self.lanes.hear(decoded)
 
     def sending(self) -> SendEnd:
-        return self.lanes.send_end("conn", "id", "d@1", 1, Lane(1, 0), self.reported.append, note_nothing)
+        return self.lanes.send_end("conn", "id", "d@1", 1, Lane(1, 0, 2), self.reported.append, note_nothing)
 
     def receiving(self) -> ReceiveEnd:
         lane_offers = [wire.LaneOffer(source_rank=0, target_rank=rank, offers=[], probe_seed=0) for rank in range(2)]
-        about: dict[str, Any] = {"model_identity": "m", "numerics": Numerics(), "num_blocks": 8}
+        about: dict[str, Any] = {"model_identity": "m", "numerics": Numerics(), "num_blocks": [8]}
         about |= {"options": wire.KVOptions(), "lanes": lane_offers}
-        opened = wire.LinkOpen(link_id="id", layout=LAYOUT.to_info(), **about)
+        opened = wire.LinkOpen(link_id="id", layouts=[LAYOUT.to_info()], **about)
         return self.lanes.receive_end("conn", "p@1", opened, 1, self.reported.append, note_nothing)
 
 
@@ -358,6 +390,7 @@ def test_calls_of_ends_on_other_ranks_are_made_there() -> None:
     ranks.host.reached(to.Reached(2, ALL_LAYERS))
     end = ranks.sending()
     assert (end.offers, ranks.told) == ([], [Offered("conn")])
+    assert Lane(1, 0, 2) in ranks.opened, "the end is that of another group's pool"
     value, piece = wire.LinkValue("dist", "0/0", b"x", 1), wire.KVPiece(0, 4, 0, 2, [5])
     last = wire.KVEnd(transfer_id="t", num_chunks=1, num_tokens=4, first_tokens=[])
     end.open("shm", LAYOUT, dataclasses.replace(LAYOUT, tp_size=2))

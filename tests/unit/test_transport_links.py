@@ -41,15 +41,40 @@ def test_no_transport_in_common_is_refused_with_both_sides_names() -> None:
     layout = LAYOUT.to_info()
     offers = [wire.TransportOffer(transport=name, data=b"") for name in ("nccl", "dist")]
     lane = wire.LaneOffer(offers=offers, probe_seed=1)
-    opened = wire.LinkOpen("link", "m", Numerics(), layout, NUM_BLOCKS, wire.KVOptions(), [lane])
+    opened = wire.LinkOpen("link", "m", Numerics(), [layout], [NUM_BLOCKS], wire.KVOptions(), [lane])
     answers: queue.SimpleQueue[wire.Body] = queue.SimpleQueue()
-    receive = Transports(make_config("shm"), random_pool(2)).receive_thread("c", opened, KEY, answers.put, print)
+    receive = Transports(make_config("shm"), [random_pool(2)]).receive_thread("c", opened, KEY, answers.put, print)
     receive.start()
     refused = answers.get(timeout=WAIT_S)
     receive.close()
     assert isinstance(refused, wire.LinkRefused)
     choice = f"{called('kv_transport')} shm"
     assert refused.reason == f"no transport in common: the other offers nccl, dist; {choice} here allows shm"
+
+
+@pytest.mark.parametrize("transport", ["shm", "dist"])
+def test_a_lane_carries_the_pool_of_its_group(transport: str) -> None:
+    """A state is one token of one block, in several pieces of layers; the pool of another group stays as it is."""
+    layout = dataclasses.replace(LAYOUT, block_size=1, rule="state", layers=(0, 2))
+    states, others = (random_pool(3, layout), random_pool(4, layout)), (random_pool(5), random_pool(6))
+    link = Link(transport, pools=states, before=others)
+    assert link.await_ready().transport == transport
+    seen, others_of_it = states[1].block(states[1].landing_probe_block).flatten().chunk(2)
+    assert torch.equal(seen, states[0].block(states[0].probe_block).flatten().chunk(2)[0])
+    assert not others_of_it.any(), "a state's probe is one layer"
+    source, target = (pool.data[:NUM_BLOCKS].clone() for pool in states)
+    other = others[1].data[:NUM_BLOCKS].clone()
+    link.receive.begin("t", [2], 0, 1)
+    for layer in range(2):
+        link.send.ship("t", layer, wire.KVPiece(0, 1, layer, 1, [5]))
+    link.send.ship_end(wire.KVEnd("t", 2, 1, [TOKEN]))
+    assert next_event(link, Landed).nbytes == layout.block_nbytes
+    target[2] = source[5]
+    assert torch.equal(states[1].data[:NUM_BLOCKS], target)
+    assert torch.equal(others[1].data[:NUM_BLOCKS], other)
+    link.close()
+    foreign = Link(transport, pools=states, before=others, probe_seed=123)
+    assert "the prefill instance's probe arrived with another content" in refusal_of(foreign).reason
 
 
 def next_event(link: Link, kind: type[Event]) -> Event:

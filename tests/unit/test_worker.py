@@ -52,7 +52,7 @@ def test_the_scheduler_says_which_role_it_has(world: World, monkeypatch: pytest.
 
 
 def test_links_are_taken_from_those_that_the_scheduler_named(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = wire.LinkOpen("l", "model", Numerics(), LAYOUT.to_info(), NUM_BLOCKS, wire.KVOptions(), [])
+    opened = wire.LinkOpen("l", "model", Numerics(), [LAYOUT.to_info()], [NUM_BLOCKS], wire.KVOptions(), [])
     told: list[bool] = []
     monkeypatch.setattr(
         world.worker.handover.in_links, "on_open", lambda conn, peer, opened, is_told: told.append(is_told)
@@ -176,8 +176,8 @@ def test_candidates_are_handed_over_and_not_told(
     world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, params), 0.0))
     world.step()
     if max_tokens > 1:
-        world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", 0)))
-        world.worker.handover.credits.put(("link", wire.Credit("r", 0)))
+        world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", [0])))
+        world.worker.handover.credits.put(("link", wire.Credit("r", [0])))
         world.step()
         assert not world.post.tokens
         (end,) = shipped.ends

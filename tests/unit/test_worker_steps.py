@@ -32,7 +32,7 @@ class MidStepCredit(ToyRunner):
     """D's credit comes while the step runs, between two layers."""
 
     worker: Worker
-    credit = wire.Credit("r", 0)
+    credit = wire.Credit("r", [0])
 
     def forward(
         self,
@@ -232,10 +232,10 @@ def test_a_credit_that_makes_no_sense_waits_for_the_end_of_the_step(
     world: World, ships: Shipped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends its request, whose blocks the step still writes."""
-    monkeypatch.setattr(MidStepCredit, "credit", wire.Credit("r", 3))
+    monkeypatch.setattr(MidStepCredit, "credit", wire.Credit("r", [3]))
     world.step()
     assert world.worker.core.scheduler.requests, "it was ended under the running step"
-    world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", 3)))
+    world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", [3])))
     world.step()
     assert [end.error for end in world.post.ended] == ["decode-0@2 wants KV cache from token 3 on"]
     assert ships.sent[-1] == wire.Revoke("r")

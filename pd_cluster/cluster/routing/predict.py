@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.errors import Overloaded
-from pd_cluster.kv.layout import token_nbytes_of
+from pd_cluster.kv.groups import transfer_nbytes
 from pd_cluster.transport.table import slowest_nbytes_per_s
 
 UNKNOWN_TOKENS_PER_S = 1000.0  # for an instance that has computed no prompt yet, if no other has either
@@ -41,10 +41,8 @@ def predict_ttft_s(instance: Instance, num_uncached: int, rates: Sequence[float]
 
 def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> float:
     """Returns the time from the last token's computation until the KV cache has arrived at the decode instance."""
-    source, target = (each.info.layout if each.info is not None else None for each in (prefill, decode))
-    if source is None:
-        return TRANSFER_SETUP_S
-    nbytes = num_tokens * token_nbytes_of(source, target or source)
+    sources, targets = (each.info.layouts if each.info is not None else [] for each in (prefill, decode))
+    nbytes = transfer_nbytes(sources, targets or sources, num_tokens)
     rate = slowest_nbytes_per_s(prefill.link_to(decode).transports)  # the slowest lane's share arrives last
     return TRANSFER_SETUP_S + nbytes / rate
 

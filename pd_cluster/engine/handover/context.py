@@ -26,7 +26,7 @@ class HandoverContext:
     clock: Callable[[], float] = time.monotonic
     tracer: Tracer = field(default_factory=Tracer)
     kv_open_links: int = 0
-    max_quarantined_blocks: int | None = None  # None: any number
+    max_quarantined_share: float = 1.0  # of a pool's blocks
 
     @property
     def note(self) -> Note:

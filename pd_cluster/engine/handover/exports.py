@@ -8,25 +8,15 @@ through any order of events.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.held import Held
+from pd_cluster.engine.handover.shipping import ShipLimits, ShipProgress, ShipSizes
 from pd_cluster.engine.handover.terms import TransferTerms
-from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.types import Request, Status, TokenOutput
-
-MIN_GROUP_NBYTES = 1 << 20  # fewer bytes of finished layers wait for more
-
-
-@dataclass(frozen=True, slots=True)
-class ShipLimits:
-    """The limits that a link's other end and its transport set for pieces."""
-
-    peer_block_size: int  # tokens
-    max_payload_nbytes: int
-    num_layers: int  # that travel: all, or all but a draft head's
 
 
 class ExportPorts(Protocol):
@@ -38,15 +28,15 @@ class ExportPorts(Protocol):
     def awaken(self, peer: str) -> bool:
         """Opens a link that rests: `link_up` or `link_lost` follows. False: none to this peer rests."""
 
-    def limits(self, conn: str) -> ShipLimits: ...
+    def limits(self, conn: str, group: int) -> ShipLimits: ...
 
     def send(self, conn: str, body: wire.Body) -> None: ...
 
-    def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
-        """Queues a KVChunk and its payload."""
+    def ship(self, conn: str, group: int, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
+        """Queues a KVChunk and its payload in the lanes of a group of layers."""
 
-    def ship_end(self, conn: str, end: wire.KVEnd) -> None:
-        """Queues the last message, after all chunks."""
+    def ship_end(self, conn: str, group: int, end: wire.KVEnd) -> None:
+        """Queues the last message of these lanes, after all chunks."""
 
     def drop(self, conn: str, transfer_id: str) -> None:
         """Discards the queued messages of this transfer."""
@@ -64,16 +54,14 @@ class ExportState(enum.Enum):
 
 @dataclass(slots=True)
 class Export:
-    """All tokens before `next_token` are queued in all layers that travel, those up to `step_stop` in `num_layers`."""
+    """`progress`: what has left of each group of layers."""
 
     request: Request
     conn: str
     state: ExportState
     since_s: float
-    next_token: int = 0
+    progress: list[ShipProgress]
     step_stop: int = 0  # prompt tokens that will be computed when the current step has ended
-    num_layers: int = 0
-    num_chunks: int = 0
     first_tokens: list[TokenOutput] = field(default_factory=list)
 
 
@@ -82,28 +70,12 @@ class ExportOutcomes(Protocol):
         """The leg is over; None: it was handed over as intended."""
 
 
-@dataclass(frozen=True, slots=True)
-class ShipSizes:
-    """A block's share of each layer decides how many finished layers make a payload."""
-
-    layer_nbytes: int  # of a block, in the largest layer
-    min_group_nbytes: int = MIN_GROUP_NBYTES
-
-
 class Exports:
-    def __init__(
-        self,
-        scheduler: StepScheduler,
-        ports: ExportPorts,
-        outcomes: ExportOutcomes,
-        terms: TransferTerms,
-        sizes: ShipSizes,
-    ) -> None:
-        self._scheduler = scheduler
+    def __init__(self, ports: ExportPorts, outcomes: ExportOutcomes, terms: TransferTerms, sizes: ShipSizes) -> None:
         self._ports = ports
         self._outcomes = outcomes
         self._clock, self._timeouts, self._note = terms.clock, terms.timeouts, terms.note
-        self._layer_nbytes, self._min_group_nbytes = sizes.layer_nbytes, sizes.min_group_nbytes
+        self._sizes = sizes
         self._exports: dict[str, Export] = {}
         self._step: list[Export] = []  # those whose prompts the current step computes
         self.held = Held()
@@ -121,7 +93,9 @@ class Exports:
         if conn is None and not self._ports.awaken(request.peer):
             self._ended(request, f"no link from this instance to {request.peer}")
             return
-        export = Export(request, conn or "", ExportState.AWAITING, self._clock())
+        num_tokens = len(request.prompt_token_ids)
+        progress = [ShipProgress(group, num_tokens) for group in self._sizes.groups]
+        export = Export(request, conn or "", ExportState.AWAITING, self._clock(), progress)
         self._exports[request.transfer_id] = export
         if conn is not None:
             self._offer(export, conn)
@@ -139,7 +113,7 @@ class Exports:
         return bool(self._step)
 
     def layers_done(self, num_layers: int) -> None:
-        """Ships layers: the step has written the KV of its tokens in the first `num_layers` layers.
+        """Ships layers: the step has written the KV of its tokens in the first `num_layers` attention layers.
 
         A draft head's layer comes last: exports to peers without this head have ended their step before it.
         """
@@ -169,11 +143,13 @@ class Exports:
             return
         if not self.makes_sense(conn, credit):
             self.abort(export.request)
-            self._ended(export.request, f"{export.request.peer} wants KV cache from token {credit.first_token} on")
+            wanted = ", ".join(map(str, credit.first_tokens))
+            self._ended(export.request, f"{export.request.peer} wants KV cache from token {wanted} on")
         else:
             export.state = ExportState.STREAMING
-            export.next_token = credit.first_token
-            self._note(credit.transfer_id, "credited", first_token=credit.first_token)
+            for each, first_token in zip(export.progress, credit.first_tokens, strict=True):
+                each.next_token = first_token
+            self._note(credit.transfer_id, "credited", first_token=credit.first_tokens[0])
             self._ship(export)
 
     def makes_sense(self, conn: str, credit: wire.Credit) -> bool:
@@ -181,8 +157,12 @@ class Exports:
         export = self._find(conn, credit.transfer_id)
         if export is None:
             return True
-        in_prompt = 0 <= credit.first_token <= len(export.request.prompt_token_ids)
-        return in_prompt and credit.first_token % self._ports.limits(conn).peer_block_size == 0
+        wanted = list(zip(export.progress, credit.first_tokens, strict=False))
+        is_whole = len(wanted) == len(export.progress) == len(credit.first_tokens)
+        return is_whole and all(
+            each.accepts(first_token, self._ports.limits(conn, group))
+            for group, (each, first_token) in enumerate(wanted)
+        )
 
     def on_handed_over(self, conn: str, transfer_id: str) -> None:
         """Ends the leg: D has received the answer that the transfer still stood; see Held."""
@@ -259,57 +239,32 @@ class Exports:
 
     def _ship_layers(self, export: Export, num_layers: int) -> None:
         """Ships the layers that the running step has finished in complete blocks, if they are worth a payload."""
-        stop, first = self._complete(export, export.step_stop), export.num_layers
-        if stop <= export.next_token or num_layers <= first:
-            return
-        most = self._ports.limits(export.conn).num_layers
-        num_layers, is_last = min(num_layers, most), num_layers >= most
-        num_blocks = len(self._blocks(export, export.next_token, stop))
-        if is_last or (num_layers - first) * num_blocks * self._layer_nbytes >= self._min_group_nbytes:
-            self._send(export, stop, first, num_layers)
+        stop, least = export.step_stop, self._sizes.min_nbytes
+        for group, each in enumerate(export.progress):
+            limits, table = self._ports.limits(export.conn, group), export.request.tables[group]
+            self._send(export, group, each.finished_layers(num_layers, stop, limits, table, least))
 
     def _ship(self, export: Export) -> None:
-        """Ships everything complete that is not queued yet; with token one, the rest and the end."""
+        """Ships everything complete that is not queued yet; with token one, the rest, states and the ends."""
         export.since_s = self._clock()
-        done = bool(export.first_tokens)
-        num_computed = len(export.request.prompt_token_ids) if done else export.request.num_computed_tokens
-        stop = self._complete(export, num_computed)
-        if stop > export.next_token:
-            self._send(export, stop, export.num_layers, self._ports.limits(export.conn).num_layers)
-        if done:
-            export.state = ExportState.ENDED
-            transfer_id, num_tokens = export.request.transfer_id, len(export.request.prompt_token_ids)
-            self.held.add(export.conn, transfer_id)
-            self._ports.ship_end(
-                export.conn, wire.KVEnd(transfer_id, export.num_chunks, num_tokens, export.first_tokens)
-            )
+        request, done = export.request, bool(export.first_tokens)
+        num_computed = len(request.prompt_token_ids) if done else request.num_computed_tokens
+        for group, each in enumerate(export.progress):
+            limits = self._ports.limits(export.conn, group)
+            self._send(export, group, each.computed(num_computed, limits, request.tables[group]))
+        if not done:
+            return
+        export.state = ExportState.ENDED
+        self.held.add(export.conn, request.transfer_id)
+        for group, each in enumerate(export.progress):
+            end = wire.KVEnd(request.transfer_id, each.num_chunks, each.num_own_tokens, export.first_tokens)
+            self._ports.ship_end(export.conn, group, end)
 
-    def _send(self, export: Export, stop: int, first_layer: int, stop_layer: int) -> None:
-        """Sends tokens from `next_token` to `stop` in these layers, in pieces of whole blocks that fit a payload."""
-        limits, size = self._ports.limits(export.conn), self._scheduler.block_size
-        num_layers = stop_layer - first_layer
-        num_blocks = max(1, limits.max_payload_nbytes // (num_layers * self._layer_nbytes))
-        start = export.next_token
-        while start < stop:
-            end = min(stop, (start // size + num_blocks) * size)
-            blocks = self._blocks(export, start, end)
-            piece = wire.KVPiece(start, end - start, first_layer, num_layers, blocks)
-            self._ports.ship(export.conn, export.request.transfer_id, export.num_chunks, piece)
-            export.num_chunks += 1
-            start = end
-        if stop_layer == limits.num_layers:
-            export.next_token, export.num_layers = stop, 0
-        else:
-            export.num_layers = stop_layer
-
-    def _complete(self, export: Export, num_tokens: int) -> int:
-        """Returns how many of the prompt's first tokens are in blocks that will not be written again."""
-        size, num_prompt = self._scheduler.block_size, len(export.request.prompt_token_ids)
-        return num_prompt if num_tokens >= num_prompt else num_tokens // size * size
-
-    def _blocks(self, export: Export, start: int, stop: int) -> list[int]:
-        size = self._scheduler.block_size
-        return export.request.tables[0][start // size : -(-stop // size)]
+    def _send(self, export: Export, group: int, pieces: Iterable[wire.KVPiece]) -> None:
+        for piece in pieces:
+            each = export.progress[group]
+            self._ports.ship(export.conn, group, export.request.transfer_id, each.num_chunks, piece)
+            each.num_chunks += 1
 
     def _ended(self, request: Request, error: str | None) -> None:
         self.num_handed_over += error is None

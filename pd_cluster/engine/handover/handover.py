@@ -13,13 +13,14 @@ from typing import Protocol
 from pd_cluster import wire
 from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.events import Event, HandedOver, Offered
-from pd_cluster.engine.handover.exports import ExportOutcomes, Exports, ShipSizes
+from pd_cluster.engine.handover.exports import ExportOutcomes, Exports
 from pd_cluster.engine.handover.imports import ImportOutcomes, Imports
 from pd_cluster.engine.handover.in_links import InLinks
 from pd_cluster.engine.handover.in_table import InLanes
 from pd_cluster.engine.handover.links import PeerProgress
 from pd_cluster.engine.handover.out_links import OutLinks
 from pd_cluster.engine.handover.out_table import OutLinkTable
+from pd_cluster.engine.handover.shipping import ShipSizes
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.net.admission import peer_key
 from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, LinkFailed
@@ -45,7 +46,6 @@ class Handover:
     def __init__(
         self, context: HandoverContext, scheduler: StepScheduler, outcomes: Outcomes, terms: HandoverTerms
     ) -> None:
-        layout = context.side.layout
         self.is_prefill = terms.is_prefill
         self.credits: queue.SimpleQueue[tuple[str, wire.Credit]] = queue.SimpleQueue()  # also read while a step runs
         self._context = context
@@ -55,8 +55,7 @@ class Handover:
         self.imports = Imports(scheduler, lanes, outcomes, context.terms, terms.growth_tokens, terms.vocab_size)
         self.in_links = InLinks(context, lanes, self.imports)
         table = OutLinkTable(context, self._progress)
-        sizes = ShipSizes(layout.most_layer_nbytes)
-        self.exports = Exports(scheduler, table, outcomes, context.terms, sizes)
+        self.exports = Exports(table, outcomes, context.terms, ShipSizes.of(context.side.layouts))
         self.out_links = OutLinks(context, table, self.exports)
 
     def tick(self) -> None:
@@ -64,8 +63,7 @@ class Handover:
         self.out_links.tick()
         self.exports.expire()
         self.imports.expire()
-        if self._context.max_quarantined_blocks is not None:
-            self.imports.check_quarantine(self._context.max_quarantined_blocks)
+        self.imports.check_quarantine(self._context.max_quarantined_share)
 
     def abort(self, request: Request) -> None:
         """Ends transfers that are no longer wanted; landing blocks are freed once nothing writes to them."""

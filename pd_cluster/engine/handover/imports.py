@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import enum
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.step import beam_groups, beams
+from pd_cluster.engine.step.group import GroupTables
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.errors import QuarantineFull
 from pd_cluster.types import Request, Status, TokenOutput
@@ -30,8 +32,13 @@ class ImportPorts(Protocol):
     def precision(self, conn: str) -> str:
         """Returns in what KV cache that came over this link differs from what is computed here; "" when in nothing."""
 
-    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
-        """Lets the link's thread write the prompt's tokens from `first_token` on; earlier ones are here already."""
+    def begin(
+        self, conn: str, transfer_id: str, tables: Sequence[list[int]], first_tokens: Sequence[int], num_tokens: int
+    ) -> None:
+        """Lets the link's threads write a prompt of `num_tokens`, and its state if there is one.
+
+        For each group of layers, `tables` has its blocks, and `first_tokens` the first token that is not here already.
+        """
 
     def forget(self, conn: str, transfer_id: str) -> None:
         """Stops the link's thread; `on_drained` follows, even if the link is down."""
@@ -65,7 +72,7 @@ class Import:
     request: Request | None = None
     num_cached_tokens: int = 0  # at the peer
     first_tokens: list[TokenOutput] = field(default_factory=list)
-    num_wanted_tokens: int = 0  # once it is credited: those that are not cached here
+    num_wanted_tokens: int = 0  # once it is credited: those that the first group of layers does not have cached here
     is_imminent: bool = False  # all its KV cache is here, and a step may wait for the rest
 
 
@@ -116,19 +123,24 @@ class Imports:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Counts the landing blocks of transfers that were given up, which a transport may still write."""
-        return self._num_draining_blocks(0.0)
+        """Counts the landing blocks of transfers that were given up, which a transport may still write.
 
-    def check_quarantine(self, most: int) -> None:
-        """Raises QuarantineFull if transfers given up long ago hold more blocks than this."""
-        num_blocks = self._num_draining_blocks(self._timeouts.transfer_timeout_s)
-        if num_blocks > most:
-            raise QuarantineFull(num_blocks, most)
+        Those of the first group of layers, as the figures of the pool do.
+        """
+        return self._num_draining_blocks(self._scheduler.groups[0], 0.0)
 
-    def _num_draining_blocks(self, least_s: float) -> int:
+    def check_quarantine(self, most_share: float) -> None:
+        """Raises QuarantineFull if transfers given up long ago hold more than this share of a group's blocks."""
+        for group in self._scheduler.groups:
+            num_blocks = self._num_draining_blocks(group, self._timeouts.transfer_timeout_s)
+            most = int(most_share * group.blocks.num_blocks)
+            if num_blocks > most:
+                raise QuarantineFull(num_blocks, most)
+
+    def _num_draining_blocks(self, group: GroupTables, least_s: float) -> int:
         draining = (i for i in self._imports.values() if i.state is ImportState.DRAINING and i.request is not None)
         before_s = self._clock() - least_s
-        return sum(len(i.request.tables[0]) for i in draining if i.request is not None and i.since_s <= before_s)
+        return sum(len(group.held(i.request)) for i in draining if i.request is not None and i.since_s <= before_s)
 
     def num_on_their_way(self, batch: str) -> int:
         """Counts requests whose KV will land without further action; 0 if one lacks room or is of another batch."""
@@ -173,7 +185,10 @@ class Imports:
         self._check_offer(offered)
 
     def credit(self) -> None:
-        """Reserves landing blocks for queued offers, by priority and then in order of offers, while there is room."""
+        """Reserves landing blocks for queued offers, by priority and then in order of offers, while there is room.
+
+        In all groups of layers or in none.
+        """
         queued = [i for i in self._imports.values() if i.state is ImportState.QUEUED]
         for waiting in sorted(queued, key=lambda i: i.request.priority if i.request is not None else 0):
             request = waiting.request
@@ -183,16 +198,14 @@ class Imports:
             num_tokens = waiting.num_tokens + growth
             if not self._scheduler.can_land(request, num_tokens):
                 return
-            first_token = self._scheduler.land(request, num_tokens)[0]
+            first_tokens = self._scheduler.land(request, num_tokens)
             waiting.state = ImportState.LANDING
             waiting.since_s = self._clock()
-            waiting.num_wanted_tokens = waiting.num_tokens - first_token
+            waiting.num_wanted_tokens = waiting.num_tokens - first_tokens[0]
             self.num_wanted_tokens += waiting.num_wanted_tokens
-            num_prompt_blocks = self._scheduler.num_blocks_for(waiting.num_tokens)
-            block_ids = request.tables[0][:num_prompt_blocks]
-            self._ports.begin(waiting.conn, waiting.transfer_id, block_ids, first_token, waiting.num_tokens)
-            self._note(waiting.transfer_id, "credited", first_token=first_token)
-            self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first_token))
+            self._ports.begin(waiting.conn, waiting.transfer_id, request.tables, first_tokens, waiting.num_tokens)
+            self._note(waiting.transfer_id, "credited", first_token=first_tokens[0])
+            self._ports.send(waiting.conn, wire.Credit(waiting.transfer_id, first_tokens))
 
     @property
     def imminent_s(self) -> float | None:

@@ -13,12 +13,12 @@ from typing import Protocol
 from pd_cluster import wire
 from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.gather import Gather
-from pd_cluster.engine.handover.in_table import InLanes
-from pd_cluster.engine.handover.links import ReceiveEnd
+from pd_cluster.engine.handover.in_table import InLane, InLanes
 from pd_cluster.engine.handover.pairs import Queued
 from pd_cluster.errors import LinkError, called
-from pd_cluster.kv.layout import KVLayout, lanes
-from pd_cluster.kv.pair_check import check_pair
+from pd_cluster.kv.groups import lanes_of
+from pd_cluster.kv.layout import KVLayout, Lane
+from pd_cluster.kv.pair_check import check_groups
 from pd_cluster.transport.events import Landed, LinkEvent, Report
 
 log = logging.getLogger(__name__)
@@ -42,7 +42,7 @@ class InLinks:
         self._users = users
         self._context = context
         self._side, self._post, self._note = context.side, context.post, context.note
-        self._places, self._lanes, self._link_ids = table.places, table.ends, table.link_ids
+        self._places, self._lanes, self._link_ids = table.places, table.lanes, table.link_ids
 
     def on_open(self, conn: str, peer: str, opened: wire.LinkOpen, is_told: bool) -> None:
         """Opens or refuses a link. `is_told`: the scheduler has announced this peer."""
@@ -67,23 +67,24 @@ class InLinks:
             self._ask_for_places()
 
     def _open(self, conn: str, peer: str, opened: wire.LinkOpen, needs_place: bool) -> None:
-        ends: list[ReceiveEnd] = []
+        lanes: list[InLane] = []
         try:
             reports = self._reports(conn, len(opened.lanes))
-            for index, report in enumerate(reports):
-                ends.append(self._context.ends.receive_end(conn, peer, opened, index, report, self._note))
+            for index, (lane, report) in enumerate(zip(opened.lanes, reports, strict=True)):
+                end = self._context.ends.receive_end(conn, peer, opened, index, report, self._note)
+                lanes.append(InLane(lane.group, end))
         except LinkError as error:
             self._refuse(conn, peer, opened, error)
-            for end in ends:
-                end.start()  # so that it ends
-                end.close()
+            for each in lanes:
+                each.end.start()  # so that it ends
+                each.end.close()
             return
         if needs_place:
             self._places.take(conn)
         self._link_ids[conn] = opened.link_id
-        self._lanes[conn] = ends
-        for end in ends:
-            end.start()
+        self._lanes[conn] = lanes
+        for each in lanes:
+            each.end.start()
 
     def on_failed(self, conn: str, reason: str) -> None:
         """Asks P to open a new link, because this end's thread failed."""
@@ -107,15 +108,15 @@ class InLinks:
 
     def route(self, conn: str, frame: wire.KVFrame) -> None:
         """Called on the mailbox's thread."""
-        ends = self._lanes.get(conn, [])
-        if 0 <= frame.lane < len(ends):
-            ends[frame.lane].put(frame)
+        lanes = self._lanes.get(conn, [])
+        if 0 <= frame.lane < len(lanes):
+            lanes[frame.lane].end.put(frame)
 
     def meet(self, conn: str, value: wire.LinkValue) -> None:
         """Called on the mailbox's thread."""
-        ends = self._lanes.get(conn, [])
-        if 0 <= value.lane < len(ends):
-            ends[value.lane].meet(value)
+        lanes = self._lanes.get(conn, [])
+        if 0 <= value.lane < len(lanes):
+            lanes[value.lane].end.meet(value)
 
     # ---- inside
 
@@ -166,10 +167,13 @@ class InLinks:
                     f"{called(f'kv_{name}')} differs: {theirs} on the prefill instance and {ours} on the "
                     f"decode instance; start both with the same"
                 )
-        source = KVLayout.from_info(opened.layout)
-        check_pair(source, side.layout)
-        if [(lane.source_rank, lane.target_rank) for lane in opened.lanes] != lanes(source, side.layout):
+        sources = [KVLayout.from_info(layout) for layout in opened.layouts]
+        check_groups(sources, side.layouts)
+        if len(opened.num_blocks) != len(sources):
+            raise LinkError(f"the prefill instance has {len(opened.num_blocks)} pools for {len(sources)} groups")
+        told = [Lane(lane.source_rank, lane.target_rank, lane.group) for lane in opened.lanes]
+        if told != lanes_of(sources, side.layouts):
             raise LinkError(
-                f"the prefill instance of {source.tp_size} ranks and the decode instance of {side.layout.tp_size} do "
-                f"not agree about who sends to whom"
+                f"the prefill instance of {sources[0].tp_size} ranks and the decode instance of "
+                f"{side.layouts[0].tp_size} do not agree about who sends to whom"
             )

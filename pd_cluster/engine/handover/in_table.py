@@ -5,11 +5,21 @@ Knows nothing of how a link opens, rests or closes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from pd_cluster.engine.handover.context import HandoverContext
-from pd_cluster.engine.handover.links import PeerProgress, ReceiveEnd
+from pd_cluster.engine.handover.links import PeerProgress, ReceiveEnd, joined_precision
 from pd_cluster.engine.handover.pairs import LinkPlaces
 from pd_cluster.engine.handover.tails import Tails
 from pd_cluster.transport.events import Drained
+
+
+class InLane(NamedTuple):
+    """D's end of a lane of a group of layers."""
+
+    group: int
+    end: ReceiveEnd
 
 
 class InLanes:
@@ -19,65 +29,71 @@ class InLanes:
         self.send, self.report = context.post.send, context.report
         self.progress = progress
         self.tails, self.places = Tails(context.clock), LinkPlaces(context.kv_open_links)
-        self.ends: dict[str, list[ReceiveEnd]] = {}  # by connection; also read by other threads
+        self.lanes: dict[str, list[InLane]] = {}  # by connection; also read by other threads
         self.link_ids: dict[str, str] = {}  # by connection
+        self._layouts = context.side.layouts
         self._closed_nbytes = self._closed_dropped = 0  # received over links that are gone
 
     @property
     def received_nbytes(self) -> int:
-        return self._closed_nbytes + sum(map(_received_nbytes, list(self.ends.values())))
+        return self._closed_nbytes + sum(map(_received_nbytes, list(self.lanes.values())))
 
     @property
     def num_dropped(self) -> int:
         """Counts KV frames that were not part of their link."""
-        return self._closed_dropped + sum(map(_num_dropped, list(self.ends.values())))
+        return self._closed_dropped + sum(map(_num_dropped, list(self.lanes.values())))
 
     def is_open(self, conn: str) -> bool:
-        return conn in self.ends
+        return conn in self.lanes
 
     def remove(self, conn: str) -> None:
         """Closes this end of all lanes of a connection, if there are any."""
-        ends = self.ends.pop(conn, None)
-        if ends is not None:
+        lanes = self.lanes.pop(conn, None)
+        if lanes is not None:
             del self.link_ids[conn]
-            self._closed_nbytes += _received_nbytes(ends)
-            self._closed_dropped += _num_dropped(ends)
-            for end in ends:
-                end.close()
+            self._closed_nbytes += _received_nbytes(lanes)
+            self._closed_dropped += _num_dropped(lanes)
+            for each in lanes:
+                each.end.close()
         self.progress.forget(conn)
 
     def precision(self, conn: str) -> str:
-        ends = self.ends.get(conn)
-        return ends[0].precision if ends else ""  # the first lane's end is in this process, and all lanes are alike
+        """Only ends in this process know it: each group's first lane has one, and all lanes of a group are alike."""
+        return joined_precision(each.end.precision for each in self.lanes.get(conn, []))
 
-    def begin(self, conn: str, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
-        """Names the same blocks to every rank."""
+    def begin(
+        self, conn: str, transfer_id: str, tables: Sequence[list[int]], first_tokens: Sequence[int], num_tokens: int
+    ) -> None:
+        """Names the same blocks of a group to every rank."""
         self.places.use(conn)
-        for end in self.ends.get(conn, []):
-            end.begin(transfer_id, block_ids, first_token, num_tokens)
+        for group, end in self.lanes.get(conn, []):
+            layout = self._layouts[group]
+            num_wanted = 1 if layout.holds.is_state else num_tokens
+            blocks = tables[group][: layout.num_blocks_for(num_wanted)]
+            end.begin(transfer_id, blocks, first_tokens[group], num_wanted)
 
     def forget(self, conn: str, transfer_id: str) -> None:
-        ends = self.ends.get(conn)
-        if not ends:
+        lanes = self.lanes.get(conn)
+        if not lanes:
             self.tails.note(Drained(transfer_id))
             self.report(Drained(transfer_id))
         else:
-            for end in ends:
-                end.forget(transfer_id)
+            for each in lanes:
+                each.end.forget(transfer_id)
 
     def left_s(self, transfer_id: str) -> float:
         return self.tails.left_s(transfer_id)
 
     def progress_s(self, conn: str) -> float:
-        ends = self.ends.get(conn)
-        if ends:
-            self.progress.moved(conn, _received_nbytes(ends))
+        lanes = self.lanes.get(conn)
+        if lanes:
+            self.progress.moved(conn, _received_nbytes(lanes))
         return self.progress.at_s(conn)
 
 
-def _received_nbytes(ends: list[ReceiveEnd]) -> int:
-    return sum(end.received_nbytes for end in ends)
+def _received_nbytes(lanes: list[InLane]) -> int:
+    return sum(each.end.received_nbytes for each in lanes)
 
 
-def _num_dropped(ends: list[ReceiveEnd]) -> int:
-    return sum(end.num_dropped for end in ends)
+def _num_dropped(lanes: list[InLane]) -> int:
+    return sum(each.end.num_dropped for each in lanes)

@@ -1,8 +1,8 @@
-"""Shared by both ends of a link: their view of the mailbox, this side's pool, and peers' progress."""
+"""Shared by both ends of a link: their view of the mailbox, this side's pools, and peers' progress."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Protocol
@@ -92,9 +92,9 @@ class LinkThreads(Protocol):
     """Creates the thread of a lane's end in this process; transport/factory.py."""
 
     def send_thread(
-        self, conn: str, key: LinkKey, post: Callable[[wire.Body], None], report: Report, note: Note
+        self, conn: str, key: LinkKey, post: Callable[[wire.Body], None], report: Report, note: Note, group: int
     ) -> SendThread:
-        """Raises LinkError."""
+        """`group`: of the layers whose pool is sent. Raises LinkError."""
 
     def receive_thread(
         self,
@@ -122,7 +122,7 @@ class LocalLanes:
         self, conn: str, link_id: str, peer: str, index: int, lane: Lane, report: Report, note: Note
     ) -> SendThread:
         key = self._side.key(link_id, self._side.own, peer, index)
-        return self._threads.send_thread(conn, key, partial(self._send, conn), report, note)
+        return self._threads.send_thread(conn, key, partial(self._send, conn), report, note, lane.group)
 
     def receive_end(
         self, conn: str, peer: str, opened: wire.LinkOpen, index: int, report: Report, note: Note
@@ -137,20 +137,24 @@ class LocalLanes:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The facts about this process that a link needs: its identity and its pool."""
+    """The facts about this process that a link needs: its identity and its pools, one for each group of layers."""
 
     own: str  # name@epoch
     secret: bytes
     model_identity: str
     numerics: Numerics
-    layout: KVLayout
-    num_blocks: int
-    probe_seed: int
+    layouts: tuple[KVLayout, ...]
+    num_blocks: tuple[int, ...]
     options: wire.KVOptions
     crossing: Crossing = field(default_factory=Crossing)
 
     def key(self, link_id: str, sender: str, receiver: str, lane: int = 0) -> LinkKey:
         return LinkKey.derive(self.secret, link_id, sender, receiver, self.options.hmac, lane)
+
+
+def joined_precision(precisions: Iterable[str]) -> str:
+    """Joins what several lanes lose on the way, each loss once; "" where none loses anything."""
+    return ", ".join(dict.fromkeys(each for each in precisions if each))
 
 
 class PeerProgress:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.links import SendEnd, Side
+from pd_cluster.engine.handover.links import SendEnd, Side, joined_precision
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.layout import KVLayout, Lane
 from pd_cluster.types import LinkState
@@ -16,12 +16,16 @@ FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0
 
 @dataclass(slots=True)
 class OutLane:
-    """`answered`: the transports that D's rank has chosen so far; `ready`: set once its probe has passed one."""
+    """`answered`: the transports that D's rank has chosen so far; `ready`: set once its probe has passed one.
+
+    `peer`: the layout of the pool of D's rank, once it has answered.
+    """
 
     lane: Lane
     end: SendEnd
     answered: set[wire.TransportName] = field(default_factory=set)
     ready: wire.LinkReady | None = None
+    peer: KVLayout | None = None
 
 
 @dataclass(slots=True)
@@ -35,8 +39,6 @@ class OutLink:
     is_announced: bool = False  # LinkOpen has been sent
     due_s: float = 0.0  # waiting: time of the next attempt; opening: time to give up
     backoff_s: float = FIRST_BACKOFF_S
-    peer_block_size: int = 0  # tokens
-    num_layers: int = 0  # that travel
     used_s: float = 0.0  # when something was last sent over it
     probed_s: float = 0.0
     patience_s: float = 0.0  # opening: the time that ends at `due_s`
@@ -68,13 +70,14 @@ class OutLink:
             link_id=self.link_id,
             model_identity=side.model_identity,
             numerics=side.numerics,
-            layout=side.layout.to_info(),
-            num_blocks=side.num_blocks,
+            layouts=[layout.to_info() for layout in side.layouts],
+            num_blocks=list(side.num_blocks),
             options=side.options,
             lanes=[
                 wire.LaneOffer(
                     source_rank=each.lane.source_rank,
                     target_rank=each.lane.target_rank,
+                    group=each.lane.group,
                     offers=each.end.offers or [],
                     probe_seed=each.end.probe_seed,
                 )
@@ -82,6 +85,23 @@ class OutLink:
             ],
             pair=self.pair,
         )
+
+    def lanes_of(self, group: int) -> list[OutLane]:
+        """Returns the lanes of a group of layers."""
+        return [each for each in self.lanes if each.lane.group == group]
+
+    @property
+    def precision(self) -> str:
+        """Returns what all groups of layers lose on the way, "" for nothing, once all lanes are ready.
+
+        Raises LinkError where lanes of a group differ: then D would not know what its blocks hold.
+        """
+        found: dict[int, set[str]] = {}
+        for each in self.lanes:
+            found.setdefault(each.lane.group, set()).add(each.ready.precision if each.ready is not None else "")
+        if any(len(of_group) > 1 for of_group in found.values()):
+            raise LinkError("some of its lanes are exact and some are not", retry=True)
+        return joined_precision(each for of_group in found.values() for each in of_group)
 
     def close_lanes(self) -> int:
         """Closes this end of all lanes, and gives up the place. Returns the bytes that were sent over them."""

@@ -17,8 +17,9 @@ from pd_cluster.engine.handover.out_link import FIRST_BACKOFF_S, OutLane, OutLin
 from pd_cluster.engine.handover.out_table import OutLinkTable
 from pd_cluster.engine.handover.pairs import Rests
 from pd_cluster.errors import LinkError, told
-from pd_cluster.kv.layout import KVLayout, lanes, num_common_layers
-from pd_cluster.kv.pair_check import check_pair
+from pd_cluster.kv.groups import lanes_of
+from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.pair_check import check_groups
 from pd_cluster.net.admission import peer_key
 from pd_cluster.transport.table import are_pairs
 from pd_cluster.types import LinkState
@@ -107,14 +108,15 @@ class OutLinks:
             self._retry(link, f"{link.info.name} chose {answer.transport} twice")
             return
         lane.answered.add(answer.transport)
-        own, peer = self._side.layout.of_rank(lane.lane.source_rank), KVLayout.from_info(answer.layout)
+        own = self._side.layouts[lane.lane.group].of_rank(lane.lane.source_rank)
+        peer = KVLayout.from_info(answer.layout)
         try:
-            check_pair(own, peer)
+            check_groups([own], [peer])
             check_rank(lane.lane, link.info, peer)
         except LinkError as error:
             self._refuse(link, str(error))
             return
-        link.peer_block_size, link.num_layers = peer.block_size, num_common_layers(own, peer)
+        lane.peer = peer
         link.has_place = link.has_place or are_pairs([answer.transport])
         self._set_patience(link, 3 * self._timeouts.connect_timeout_s)  # it opens, then the probe arrives
         lane.end.open(answer.transport, own, peer)
@@ -133,19 +135,8 @@ class OutLinks:
         lane.ready = ready
         lane.end.settle()
         chosen = [lane.ready for lane in link.lanes if lane.ready is not None]
-        if len({each.precision for each in chosen}) > 1:  # then D would not know what its blocks hold
-            self._retry(link, "some of its lanes are exact and some are not")
-        elif len(chosen) == len(link.lanes):
-            link.over = tuple(sorted({each.transport for each in chosen}))
-            link.state = LinkState("up", link.over, ready.precision)
-            link.backoff_s, link.used_s = FIRST_BACKOFF_S, self._clock()
-            link.has_place = are_pairs(link.over)
-            link.is_rested = link.is_unproven = False
-            over = f"{link.state.over}, {ready.precision}" if ready.precision else link.state.over
-            log.info("link to %s is up over %s", link.info.name, over)
-            if link.awaited_s is not None:
-                link.awaited_s = None
-                self._users.link_up(peer_key(link.info.name, link.info.epoch), conn)
+        if len(chosen) == len(link.lanes):
+            self._is_ready(link, tuple(sorted({each.transport for each in chosen})))
 
     def on_rest(self, conn: str, rest: wire.LinkRest) -> None:
         """D has closed its end, or does not open it before a transfer needs it."""
@@ -194,10 +185,10 @@ class OutLinks:
             self._open(link)
 
     def _open(self, link: OutLink) -> None:
-        info, layout, context = link.info, self._side.layout, self._context
-        peer_layout = replace(layout, tp_size=info.tp_size, tp_rank=0)
+        info, layouts, context = link.info, self._side.layouts, self._context
+        theirs = [replace(layout, tp_size=info.tp_size, tp_rank=0) for layout in layouts]
         try:
-            check_pair(layout, peer_layout)
+            check_groups(layouts, theirs)
         except LinkError as error:
             link.state = LinkState("refused", reason=error.text)
             return
@@ -210,11 +201,29 @@ class OutLinks:
         self._set_patience(link, 3 * self._timeouts.connect_timeout_s)
         peer = peer_key(info.name, info.epoch)
         try:
-            for index, lane in enumerate(lanes(layout, peer_layout)):
+            for index, lane in enumerate(lanes_of(layouts, theirs)):
                 end = context.ends.send_end(conn, link.link_id, peer, index, lane, context.report, context.note)
                 link.lanes.append(OutLane(lane, end))
         except LinkError as error:
             (self._retry if error.retry else self._refuse)(link, error.text)
+
+    def _is_ready(self, link: OutLink, over: tuple[wire.TransportName, ...]) -> None:
+        """Takes a link into use: the probe has passed all its lanes."""
+        try:
+            precision = link.precision
+        except LinkError as error:
+            self._retry(link, error.text)
+            return
+        link.over = over
+        link.state = LinkState("up", over, precision)
+        link.backoff_s, link.used_s = FIRST_BACKOFF_S, self._clock()
+        link.has_place = are_pairs(over)
+        link.is_rested = link.is_unproven = False
+        shown = f"{link.state.over}, {precision}" if precision else link.state.over
+        log.info("link to %s is up over %s", link.info.name, shown)
+        if link.awaited_s is not None:
+            link.awaited_s = None
+            self._users.link_up(peer_key(link.info.name, link.info.epoch), link.conn)
 
     def _announce(self, link: OutLink) -> None:
         """Sends LinkOpen once the connection is up and all ranks have reported what they offer."""

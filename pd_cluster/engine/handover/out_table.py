@@ -9,9 +9,10 @@ from collections.abc import ValuesView
 
 from pd_cluster import wire
 from pd_cluster.engine.handover.context import HandoverContext
-from pd_cluster.engine.handover.exports import ShipLimits
 from pd_cluster.engine.handover.links import PeerProgress
-from pd_cluster.engine.handover.out_link import OutLane, OutLink
+from pd_cluster.engine.handover.out_link import OutLink
+from pd_cluster.engine.handover.shipping import ShipLimits
+from pd_cluster.kv.layout import num_common_layers
 
 
 class OutLinkTable:
@@ -23,7 +24,7 @@ class OutLinkTable:
         self.by_peer: dict[str, OutLink] = {}  # name@epoch -> link
         self.by_conn: dict[str, OutLink] = {}
         self.closed_nbytes = 0  # sent over links that are gone
-        self._layout, self._clock = context.side.layout, context.clock
+        self._layouts, self._clock = context.side.layouts, context.clock
 
     @property
     def links(self) -> ValuesView[OutLink]:
@@ -45,32 +46,31 @@ class OutLinkTable:
             link.awaited_s = self._clock()
         return True
 
-    def limits(self, conn: str) -> ShipLimits:
-        link = self.by_conn.get(conn)
-        if link is None or not link.peer_block_size:
-            return ShipLimits(self._layout.block_size, self._layout.block_nbytes, self._layout.num_layers)
-        most_nbytes = min(lane.end.max_payload_nbytes for lane in link.lanes)
-        return ShipLimits(link.peer_block_size, most_nbytes, link.num_layers)
+    def limits(self, conn: str, group: int) -> ShipLimits:
+        own, link = self._layouts[group], self.by_conn.get(conn)
+        lanes = link.lanes_of(group) if link is not None else []
+        if not lanes or (peer := lanes[0].peer) is None:
+            return ShipLimits(own.block_size, own.block_nbytes, own.num_layers)
+        most_nbytes = min(lane.end.max_payload_nbytes for lane in lanes)
+        return ShipLimits(peer.block_size, most_nbytes, num_common_layers(own, peer))
 
-    def ship(self, conn: str, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
+    def ship(self, conn: str, group: int, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
         """Sends the same blocks from every rank: each sends its own heads."""
         link = self.by_conn.get(conn)
         if link is not None:
             link.used_s = self._clock()
-            for lane in link.lanes:
+            for lane in link.lanes_of(group):
                 lane.end.ship(transfer_id, index, piece)
 
-    def ship_end(self, conn: str, end: wire.KVEnd) -> None:
-        for lane in self._lanes_of(conn):
+    def ship_end(self, conn: str, group: int, end: wire.KVEnd) -> None:
+        link = self.by_conn.get(conn)
+        for lane in link.lanes_of(group) if link is not None else []:
             lane.end.ship_end(end)
 
     def drop(self, conn: str, transfer_id: str) -> None:
-        for lane in self._lanes_of(conn):
+        link = self.by_conn.get(conn)
+        for lane in link.lanes if link is not None else []:
             lane.end.drop(transfer_id)
 
     def progress_s(self, conn: str) -> float:
         return self.progress.at_s(conn)
-
-    def _lanes_of(self, conn: str) -> list[OutLane]:
-        link = self.by_conn.get(conn)
-        return link.lanes if link is not None else []

@@ -105,8 +105,8 @@ class LinkEnd(ABC):
         own = peer_key(config.name, self.epoch)
         # The blocks are not secret, so a transport that is asked for by name may cross to another host.
         crossing = Crossing(own, trusts_network=begin.kv_transport != AUTO)
-        self.side = Side(own, secret, "", Numerics(), LAYOUT, pool.num_blocks, pool.probe_seed, options, crossing)
-        lanes = LocalLanes(self.side, Transports(config, pool), self.mailbox.send)
+        self.side = Side(own, secret, "", Numerics(), (LAYOUT,), (pool.num_blocks,), options, crossing)
+        lanes = LocalLanes(self.side, Transports(config, [pool]), self.mailbox.send)
         self.context = HandoverContext(self.side, self.mailbox, lanes, self.report, TIMEOUTS)
 
     def _wait(self, done: Callable[[], bool], take: Callable[[Event], None], what: str) -> None:
@@ -194,15 +194,15 @@ class SendingEnd(LinkEnd):
         self._is_credited = self._is_confirmed = False
         self._table.send(conn, wire.Offer(transfer_id, num_tokens))
         self._wait(lambda: self._is_credited, self._take, "the receiver's answer")
-        step = max(1, self._table.limits(conn).max_payload_nbytes // BLOCK_NBYTES)
+        step = max(1, self._table.limits(conn, 0).max_payload_nbytes // BLOCK_NBYTES)
         starts = range(0, NUM_BLOCKS, step)
         started_s = time.monotonic()
         for index, start in enumerate(starts):
             blocks = list(range(start, min(start + step, NUM_BLOCKS)))
             piece = wire.KVPiece(start * BLOCK_SIZE, len(blocks) * BLOCK_SIZE, 0, NUM_LAYERS, blocks)
-            self._table.ship(conn, transfer_id, index, piece)
+            self._table.ship(conn, 0, transfer_id, index, piece)
         first_tokens = [TokenOutput(transfer_id, 0, 0, 0, 1)]
-        self._table.ship_end(conn, wire.KVEnd(transfer_id, len(starts), num_tokens, first_tokens))
+        self._table.ship_end(conn, 0, wire.KVEnd(transfer_id, len(starts), num_tokens, first_tokens))
         self._wait(lambda: self._is_confirmed, self._take, "the transfer")
         return time.monotonic() - started_s
 
@@ -314,8 +314,8 @@ class ReceivingEnd(LinkEnd):
                 self._links.on_open(conn, peer, opened, is_told=True)
             case Mail(conn, _, wire.Offer(transfer_id, num_tokens)):
                 self._conns[transfer_id] = conn
-                self._lanes.begin(conn, transfer_id, LANDING, 0, num_tokens)
-                self._lanes.send(conn, wire.Credit(transfer_id))
+                self._lanes.begin(conn, transfer_id, [LANDING], [0], num_tokens)
+                self._lanes.send(conn, wire.Credit(transfer_id, [0]))
             case LinkFailed(conn, reason):
                 self._links.on_failed(conn, reason)  # the sender reports it
                 self._error = reason

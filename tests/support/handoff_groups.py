@@ -1,0 +1,16 @@
+"""The world of handoff_world.py with models of several groups of layers."""
+
+from __future__ import annotations
+
+from tests.support.handoff_engine import Kinds
+from tests.support.handoff_world import World
+
+MODELS: tuple[Kinds, ...] = (("all", "state"), ("all", "window"), ("all", "window", "state"), ("window", "state"))
+
+
+class GroupsWorld(World):
+    """Each seed has one of the models."""
+
+    def __init__(self, seed: int, num_requests: int = 12) -> None:
+        self.kinds = MODELS[seed % len(MODELS)]
+        super().__init__(seed, num_requests)

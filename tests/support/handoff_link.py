@@ -1,0 +1,167 @@
+"""One link's life between two engines of handoff_engine.py: P's sending threads, frames in transit, D's threads.
+
+A lane carries the memory of one group of layers. Sealer, Opener, Lander and Gather are real.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from pd_cluster import wire
+from pd_cluster.devices.device import CPU
+from pd_cluster.engine.handover.gather import Gather
+from pd_cluster.engine.handover.shipping import ShipLimits
+from pd_cluster.errors import LinkError
+from pd_cluster.kv.route import Route
+from pd_cluster.transport.copies import Copies
+from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, LinkEvent
+from pd_cluster.transport.guard import LinkKey, Opener, Sealer
+from pd_cluster.transport.landing import Geometry, Lander
+from tests.support.handoff_engine import Memory
+
+
+class LateCopies(Copies):
+    """Copies that are made when they are waited for, and not before, as on a device."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self._late: deque[Callable[[], None]] = deque()
+
+    def add(self, copy: Callable[[], None]) -> None:
+        self._late.append(copy)
+
+    def settle(self) -> None:
+        while self._late:
+            self._late.popleft()()
+
+    drain = settle
+
+
+class LinkLane:
+    """Both ends of one lane, and its frames on their way."""
+
+    name: wire.TransportName = "local"
+
+    def __init__(self, key: LinkKey, source: Memory, target: Memory, one_sided: bool, is_late: bool) -> None:
+        self.source, self.target, self.one_sided = source, target, one_sided
+        self.sealer, self.opener = Sealer(key), Opener(key)
+        self.jobs: deque[Callable[[], wire.KVHeader | None]] = deque()
+        self.frames: deque[wire.KVFrame | str] = deque()  # at D's thread
+        self.opened: set[int] = set()
+        self.copied: list[str] = []  # transfers, once for each pending copy
+        self.payloads: dict[int, list[list[int]]] = {}  # two-sided: the blocks' content when it was sent
+        self.num_sent: dict[str, int] = {}  # numbers of a layer's tokens, by transfer
+        self.copies = LateCopies()
+        self._is_late = is_late  # whether the pools are on devices
+        self.route = Route(source.layout, target.layout)
+        self.geometry = Geometry.of(source.layout, target.layout)
+        self.lander = Lander(self, self.geometry, clear=self._clear if self.route.precision else None)
+
+    def open(self) -> None: ...
+    def expect(self, sequence: int, chunk: wire.KVChunk) -> None: ...
+    def close(self) -> None: ...
+
+    def send(self) -> wire.KVFrame | None:
+        """Runs the next job of P's thread."""
+        header = self.jobs.popleft()()
+        if header is None:
+            return None
+        frame = self.sealer.seal(header)
+        if isinstance(header, wire.KVChunk):
+            piece = header.piece
+            sent = self.num_sent.get(header.transfer_id, 0)
+            self.num_sent[header.transfer_id] = sent + piece.num_tokens * piece.num_layers
+            if not self.one_sided:
+                self.payloads[frame.sequence] = self.source.read(piece)
+        return frame
+
+    def receive(self, sequence: int, chunk: wire.KVChunk, into: list[int] | None) -> None:
+        payload = None if self.one_sided else self.payloads.pop(sequence)
+        if into is None:
+            return
+        self.copied.append(chunk.transfer_id)
+        self.copies.add(partial(self._copy, chunk, into, payload))
+        if not self._is_late:
+            self.copies.settle()
+
+    def _clear(self, blocks: list[int]) -> None:
+        self.copies.add(partial(self.target.clear, blocks, self.geometry.num_layers))
+        if not self._is_late:
+            self.copies.settle()
+
+    def _copy(self, chunk: wire.KVChunk, into: list[int], payload: list[list[int]] | None) -> None:
+        self.copied.remove(chunk.transfer_id)
+        self.target.write(chunk.piece, into, self.source.read(chunk.piece) if payload is None else payload)
+
+    def land(self, works: bool) -> LinkEvent | str | None:
+        """Takes the next item of D's thread; a string is the reason for a link failure."""
+        item = self.frames.popleft()
+        if isinstance(item, str):
+            drained = self.lander.forget(item)
+            assert drained is None or item not in self.copied, f"{item} is written after its end"
+            return drained
+        if not works:
+            return None
+        try:
+            header = self.opener.open(item)
+            assert not isinstance(header, wire.KVProbe)
+            if header is None:
+                return None
+            assert item.sequence not in self.opened, f"frame {item.sequence} was opened twice"
+            self.opened.add(item.sequence)
+            return self.lander.land(item.sequence, header)
+        except LinkError as error:
+            return str(error)
+
+
+class Link:
+    """All lanes of one connection, one for each group of layers. Keeps both sides' memories."""
+
+    def __init__(
+        self, conn: str, sources: Sequence[Memory], targets: Sequence[Memory], one_sided: bool, is_late: bool
+    ) -> None:
+        self.conn = conn
+        self.lanes = [
+            LinkLane(LinkKey.derive(b"secret", conn, "p", "d", lane=at), *pair, one_sided, is_late)
+            for at, pair in enumerate(zip(sources, targets, strict=True))
+        ]
+        self.live: set[str] = set()
+        self.seen: list[wire.KVFrame] = []
+        self.works = True
+        self._gather = Gather(len(self.lanes))
+
+    @property
+    def precision(self) -> str:
+        return self.lanes[0].route.precision
+
+    def limits(self, group: int, max_payload_nbytes: int) -> ShipLimits:
+        geometry = self.lanes[group].geometry
+        return ShipLimits(geometry.target_block_size, max_payload_nbytes, geometry.num_layers)
+
+    def begin(
+        self, transfer_id: str, tables: Sequence[list[int]], first_tokens: Sequence[int], num_tokens: int
+    ) -> None:
+        """As InLanes does."""
+        for lane, table, first_token in zip(self.lanes, tables, first_tokens, strict=True):
+            num_wanted = 1 if lane.target.layout.holds.is_state else num_tokens
+            lane.lander.begin(
+                transfer_id, table[: lane.target.layout.num_blocks_for(num_wanted)], first_token, num_wanted
+            )
+
+    def put(self, frame: wire.KVFrame) -> None:
+        """Brings a frame to D's end of its lane."""
+        self.lanes[frame.lane].frames.append(frame)
+
+    def forget(self, transfer_id: str) -> None:
+        for lane in self.lanes:
+            lane.frames.append(transfer_id)
+
+    def land(self, lane: LinkLane) -> Arrived | Landed | LandFault | Drained | str | None:
+        """Takes the next item of this lane at D; returns the event of the whole link, or why it fails."""
+        event = lane.land(self.works)
+        if isinstance(event, str):
+            self.works = False
+            return event
+        return None if event is None else self._gather.add(self.lanes.index(lane), event)  # type: ignore[return-value]

@@ -169,9 +169,7 @@ def test_instances_of_other_groups_are_no_pair() -> None:
     ):
         with pytest.raises(LinkError, match="makes no sense"):
             check_groups([broken], [broken])
-    with pytest.raises(
-        LinkError, match="--block-size 512 of the decode instance is too large for layers with"
-    ):
+    with pytest.raises(LinkError, match="--block-size 512 of the decode instance is too large for layers with"):
         check_groups([window], [replace(window, block_size=512)])
 
 

@@ -1,0 +1,87 @@
+"""States across real processes: they leave once the prompt is computed, and decode begins with them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.types import Sampling
+from tests.cluster.test_death import PROMPT, caught
+from tests.cluster.test_exact import complete_all, complete_once
+from tests.support.checkpoints import make_checkpoint
+from tests.support.cluster import LiveCluster
+from tests.support.engines import assert_all_same, generate, make_core, random_prompt
+from tests.support.hybrids import HYBRIDS
+
+MAX_TOKENS = 16
+BLOCK_SIZE = 16
+LENGTHS = (1, 16, 17, 41, 70, 100)
+ARGUMENTS = ["--max-num-batched-tokens=40", "--num-blocks=256"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    with LiveCluster(tmp_path_factory.mktemp("states"), folder, num_decode=2, arguments=ARGUMENTS) as running:
+        yield running
+
+
+def test_the_split_says_what_generate_says(cluster: LiveCluster, folder: Path) -> None:
+    """All at once, then again from the prefix caches."""
+    rng = random.Random(3)
+    prompts = [random_prompt(rng, length) for length in LENGTHS]
+    complete_all(cluster, folder, prompts)
+    complete_once(cluster, folder, prompts)
+    cluster.assert_home()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "dist"])
+@pytest.mark.parametrize("architecture", HYBRIDS)
+def test_every_hybrid(tmp_path: Path, architecture: str, transport: str) -> None:
+    """Five turns of a conversation, too; what came over is counted to the byte."""
+    rng = random.Random(4)
+    folder = make_checkpoint(tmp_path / "model", architecture)
+    prompts = [random_prompt(rng, length) for length in LENGTHS]
+    arguments = [*ARGUMENTS, f"--kv-transport={transport}"]
+    with LiveCluster(tmp_path, folder, arguments=arguments) as running:
+        outputs = [running.complete(prompt, MAX_TOKENS) for prompt in prompts]
+        assert_all_same(folder, prompts, outputs, MAX_TOKENS)
+        pools = make_core(folder, block_size=BLOCK_SIZE, num_blocks=64, max_model_len=256).runner.pools  # type: ignore[attr-defined]
+        num_tokens = sum(-(-length // BLOCK_SIZE) * BLOCK_SIZE for length in LENGTHS)  # whole blocks
+        of_states = len(LENGTHS) * pools[-1].layout.block_nbytes
+        expected = num_tokens * pools[0].layout.token_nbytes + of_states
+        running.wait_until(
+            "all blocks and states are counted",
+            lambda: running.instance("decode-0")["kv_received_nbytes"] == expected,
+        )
+        turn = prompts[-1]
+        for _ in range(5):
+            answer = running.complete(turn, MAX_TOKENS)
+            assert_all_same(folder, [turn], [answer], MAX_TOKENS)
+            turn = [*turn, *answer, *random_prompt(rng, 9)]
+        running.assert_home()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_kill_in_mid_request(cluster: LiveCluster, folder: Path, role: str) -> None:
+    num_tokens = 450
+    sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    (expected,) = generate(make_core(folder, num_blocks=64), [PROMPT], sampling)
+    stream, begun, victim = caught(cluster, num_tokens)
+    victim = "prefill-0" if role == "prefill" else victim
+    cluster.kill(victim)
+    (rest,) = stream.to_the_end()
+    assert begun[0] + rest == expected
+    cluster.await_exit(victim)
+    cluster.start_member(victim)
+    cluster.await_ready()
+    cluster.assert_home()

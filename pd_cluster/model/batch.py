@@ -129,6 +129,7 @@ class ForwardBatch:
     after_layer: Callable[[], None] | None = None  # called on a CPU between layers: the number of threads may change
     on_layer: OnLayer | None = None  # receives how many layers' keys and values are in the pool
     write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces attention/sdpa.py's
+    reads: Mapping[int, int] = field(default_factory=dict)  # layer without keys -> the one before it whose keys it sees
     chosen: torch.Tensor | None = None  # [num_tokens, most] int32, see attention/sparse.py; None: all keys are seen
     further: tuple[GroupPlaces, ...] = ()  # of groups 1 and up that keep tokens
     views: list[ForwardBatch] = field(default_factory=list)  # this batch in each of them, once a layer has asked

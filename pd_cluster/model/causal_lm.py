@@ -83,6 +83,7 @@ class PlainCausalLM:
         self._attend = attention.write_and_attend
         self._has_latents, self._cache_argument = has_latents(self.caches), cache_argument(model)
         self._up_projections = put_up_projections(model) if self._has_latents else []
+        self._reads = {layer: each.reads for layer, each in enumerate(self.caches) if each.reads is not None}
         self._states = drive(model) if has_states(self.caches) else []
         self.model = model
         self._vocab_size = vocab_size or model.config.vocab_size
@@ -103,7 +104,7 @@ class PlainCausalLM:
                 setattr(module, ASKS_FOR_PADDING, lambda *_: None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        batch.write_and_attend = self._attend
+        batch.write_and_attend, batch.reads = self._attend, self._reads
         if self._logn is not None:
             batch.query_factors = self._logn.factors(batch)
         if self.adapters is not None:

@@ -212,16 +212,6 @@ def test_windows_make_a_group() -> None:
     ]
 
 
-def test_layers_that_read_what_others_have_written() -> None:
-    sizes: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 16, "num_hidden_layers": 6}
-    kinds = ["sliding_attention", "sliding_attention", "full_attention"] * 2
-    own: dict[str, Any] = {"num_kv_shared_layers": 3, "layer_types": kinds, "vocab_size_per_layer_input": 16}
-    caches = declared("gemma3n_text", **sizes, **own, sliding_window=32)
-    assert [each.reads for each in caches] == [None, None, None, 1, 1, 2]
-    rest, near = layouts_of(caches, 16, "float32", split_windows=True)
-    assert (rest.layers, near.layers) == ((2,), (0, 1))
-
-
 # ---- what is refused
 
 

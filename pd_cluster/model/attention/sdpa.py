@@ -13,6 +13,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from pd_cluster.errors import ModelError
+from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.kv.vectors import decode, encode, write_kv
 from pd_cluster.model.attention.latent import UpProjection, attend_latents
 from pd_cluster.model.batch import ForwardBatch
@@ -73,7 +74,8 @@ def forward(
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [num_tokens, num_kv_heads, head_dim]
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
-    forward_batch = forward_batch.of_layer(layer_idx)
+    source = forward_batch.reads.get(layer_idx, layer_idx)  # the layer whose keys and values it sees
+    forward_batch = forward_batch.of_layer(source)
     scoring = Scoring(scaling, window, softcap, s_aux)
     queries = query[0]
     if forward_batch.query_factors is not None:
@@ -82,6 +84,8 @@ def forward(
         up = module.kv_b_proj
         assert isinstance(up, UpProjection)
         return attend_latents(layer_idx, up.keys, up.values, queries, forward_batch, scaling)[None], None
+    if source != layer_idx:
+        return read_and_attend(source, queries, keys, values, forward_batch, scoring)[None], None
     attend = forward_batch.write_and_attend or write_and_attend
     return attend(layer_idx, queries, keys, values, forward_batch, scoring)[None], None
 
@@ -103,17 +107,53 @@ def write_and_attend(
     scoring: Scoring,
 ) -> torch.Tensor:
     """Writes the step's keys and values to the pool; returns [num_tokens, num_heads, head_dim]."""
-    key_pool, value_pool = batch.pool.layer(layer_idx)
-    block_size = batch.pool.layout.block_size
-    dtype = batch.pool.layout.dtype
-    if key_pool.dtype != keys.dtype:  # all keys are attended to as the pool has them, those of this step too
-        stored = encode(keys, dtype), encode(values, dtype)
-        keys, values = (decode(each, dtype).to(query.dtype) for each in stored)
-    else:
-        stored = keys, values
-    write_kv(*stored, key_pool, value_pool, batch.slot_mapping)
+    planes = batch.pool.layer(layer_idx)
+    stored, seen = _as_stored(keys, values, batch, query.dtype)
+    write_kv(*stored, *planes, batch.slot_mapping)
     batch.layer_written(layer_idx, scoring.sliding_window)
+    return _attend_each(planes, query, seen, batch, scoring)
 
+
+def read_and_attend(
+    layer_idx: int,
+    query: torch.Tensor,  # [num_heads, num_tokens, head_dim]
+    keys: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    values: torch.Tensor,
+    batch: ForwardBatch,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Attends to keys and values that this layer has written in the same step, for a later one that has none.
+
+    Returns [num_tokens, num_heads, head_dim]. Raises ModelError with an attention that only attends to what it writes.
+    """
+    if batch.write_and_attend is not None:
+        raise ModelError(f"layer {layer_idx} is read by others, which only the attention of CPUs knows; use cpu")
+    batch.windows.add(scoring.sliding_window)
+    _, seen = _as_stored(keys, values, batch, query.dtype)
+    return _attend_each(batch.pool.layer(layer_idx), query, seen, batch, scoring)
+
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
+
+
+def _as_stored(keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch, dtype: torch.dtype) -> tuple[Pair, Pair]:
+    """Returns keys and values in the pool's form, and as they are seen: this step's, too, as the pool has them."""
+    own = batch.pool.layout.dtype
+    if TORCH_DTYPES[own] == keys.dtype:
+        return (keys, values), (keys, values)
+    stored = encode(keys, own), encode(values, own)
+    seen_keys, seen_values = (decode(each, own).to(dtype) for each in stored)
+    return stored, (seen_keys, seen_values)
+
+
+def _attend_each(
+    planes: Pair, query: torch.Tensor, written: Pair, batch: ForwardBatch, scoring: Scoring
+) -> torch.Tensor:
+    """Attends to the pool's planes for each sequence; `written` are those of this step's keys and values.
+
+    Returns [num_tokens, num_heads, head_dim].
+    """
+    dtype, block_size = batch.pool.layout.dtype, batch.pool.layout.block_size
     output = torch.empty_like(query.transpose(0, 1))  # [num_tokens, num_heads, head_dim]
     query_starts, table_starts = batch.query_starts.tolist(), batch.table_starts.tolist()
     window = scoring.sliding_window
@@ -127,11 +167,11 @@ def write_and_attend(
         first = 0 if window is None else max(0, context_len - query_len - window + 1) // block_size
         seen = context_len - first * block_size  # number of keys; the last query_len of them belong to the queries
         if seen == query_len:
-            k, v = keys[rows], values[rows]
+            k, v = (each[rows] for each in written)
         else:
             k, v = (  # [seen, num_kv_heads, head_dim]
                 decode(plane.index_select(0, table[first:]).flatten(0, 1)[:seen], dtype).to(query.dtype)
-                for plane in (key_pool, value_pool)
+                for plane in planes
             )
         limits = None if batch.key_limits is None else batch.key_limits[rows] - first * block_size
         output[rows] = _attend(query[:, rows], k, v, batch, scoring, limits).transpose(0, 1)

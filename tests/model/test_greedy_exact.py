@@ -19,6 +19,7 @@ from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import CONFIGS, make_checkpoint
 from tests.support.engines import DEVICE, assert_all_same, assert_same, generate, make_core, random_prompt
+from tests.support.hybrids import HYBRIDS
 from tests.support.more_checkpoints import MORE
 from tests.support.ranks import ranks
 
@@ -123,7 +124,7 @@ def params(*without: str) -> list[object]:
 
 
 def test_the_list_is_what_is_tested() -> None:
-    assert sorted(SUPPORTED_MODEL_TYPES) == sorted([*CONFIGS, *MORE])
+    assert sorted(SUPPORTED_MODEL_TYPES) == sorted([*CONFIGS, *MORE, *HYBRIDS])  # the last in test_states.py
 
 
 @pytest.mark.parametrize("scale", [0.25, 0.06])

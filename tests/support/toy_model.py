@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from pd_cluster.devices.device import CPU
-from pd_cluster.engine.step.plan import Keep, Move
+from pd_cluster.engine.step.plan import Move, StateCopy
 from pd_cluster.model.batch import Encoded, RunnerOutput
 from pd_cluster.model.sampling.on_device import choose, tell
 from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
@@ -65,7 +65,7 @@ class ToyRunner:
         chunks: list[tuple[Request, int]],
         on_layer: Callable[[int], None] | None = None,
         drafts: Drafts = NO_DRAFTS,
-        keeps: Sequence[Keep] = (),
+        keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
         for request, num_tokens in chunks:
             self._read(request, tuple(request.token_ids(0, request.num_computed_tokens)))

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pd_cluster.engine.kv_events import KVEvents
-from pd_cluster.engine.step.group import GroupTables, LayerGroup
+from pd_cluster.engine.step.group import GroupHoldings, LayerGroup
 from pd_cluster.engine.step.holdings import Holdings
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.event_log import EventBatch, EventLog
@@ -60,7 +60,7 @@ class Traffic:
         self.rng = rng
         self.tier = HostTier(9, 0, LoadCost(BLOCK)) if has_tier else None
         self.pool = BlockPool(24, tier=self.tier)
-        tables = GroupTables(0, LayerGroup(self.pool), BLOCK, 6 * BLOCK)
+        tables = GroupHoldings(0, LayerGroup(self.pool), BLOCK, 6 * BLOCK)
         self.holdings = Holdings([tables], BLOCK, PrefixScope("m", Numerics()), 0)
         self.mirror = Mirror()
         self.events = KVEvents(self.pool, BLOCK, Kept(self.mirror))  # type: ignore[arg-type]

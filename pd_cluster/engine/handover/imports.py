@@ -16,7 +16,7 @@ from typing import Protocol
 from pd_cluster import wire
 from pd_cluster.engine.handover.terms import TransferTerms
 from pd_cluster.engine.step import beam_groups, beams
-from pd_cluster.engine.step.group import GroupTables
+from pd_cluster.engine.step.group import GroupHoldings
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.errors import QuarantineFull
 from pd_cluster.types import Request, Status, TokenOutput
@@ -137,7 +137,7 @@ class Imports:
             if num_blocks > most:
                 raise QuarantineFull(num_blocks, most)
 
-    def _num_draining_blocks(self, group: GroupTables, least_s: float) -> int:
+    def _num_draining_blocks(self, group: GroupHoldings, least_s: float) -> int:
         draining = (i for i in self._imports.values() if i.state is ImportState.DRAINING and i.request is not None)
         before_s = self._clock() - least_s
         return sum(len(group.held(i.request)) for i in draining if i.request is not None and i.since_s <= before_s)

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 from pd_cluster.engine.step.holdings import Hit, Holdings
-from pd_cluster.engine.step.plan import Keep
+from pd_cluster.engine.step.plan import StateCopy
 from pd_cluster.types import Request
 
 StateCacheMode = Literal["none", "align", "all"]
@@ -34,6 +34,7 @@ class Checkpoints:
         self._size = holdings.block_size
         self._parting: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # tokens
         self._last: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()  # kept as it generates: one at a time
+        self.taken: list[int] = []  # blocks that a planned step copies states to
         self.is_on = rule.mode != "none" and holdings.states is not None and holdings.prefix is not None
 
     def entered(self, request: Request, hit: Hit) -> None:
@@ -41,21 +42,22 @@ class Checkpoints:
         if self.is_on and hit.num_known > hit.num_blocks:
             self._parting[request] = hit.num_known * self._size
 
-    def plan(self, chunks: list[tuple[Request, int]]) -> list[Keep]:
+    def plan(self, chunks: list[tuple[Request, int]]) -> list[StateCopy]:
         """Takes a block for each state that this step can keep; none is taken that anybody holds."""
         states = self._holdings.states
         if not self.is_on or states is None:
             return []
-        keeps: list[Keep] = []
+        keeps: list[StateCopy] = []
         for request, num_tokens in chunks:
             for at in self._points(request, request.num_computed_tokens, request.num_computed_tokens + num_tokens):
                 if not states.blocks.num_available:
                     return keeps
                 if self._holdings.content_at(request, at // self._size) not in states.blocks:
-                    keeps.append(Keep(request, at, *states.blocks.take(1)))
+                    keeps.append(StateCopy(request, at, *states.blocks.take(1)))
+                    self.taken.append(keeps[-1].block)
         return keeps
 
-    def computed(self, keeps: list[Keep], chunks: list[tuple[Request, int]]) -> None:
+    def computed(self, keeps: list[StateCopy], chunks: list[tuple[Request, int]]) -> None:
         """Remembers the states that the step has copied; those of requests that were taken out of it are free again."""
         states = self._holdings.states
         if not keeps or states is None:
@@ -65,8 +67,9 @@ class Checkpoints:
             if keep.request in computed:
                 self._remember(keep, *keep)
             states.blocks.release([keep.block])
+        self.taken.clear()
 
-    def _remember(self, keep: Keep, request: Request, num_tokens: int, block: int) -> None:
+    def _remember(self, keep: StateCopy, request: Request, num_tokens: int, block: int) -> None:
         states = self._holdings.states
         assert states is not None
         content = self._holdings.content_at(request, num_tokens // self._size)

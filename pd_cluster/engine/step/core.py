@@ -18,7 +18,7 @@ from pd_cluster.engine.step.ahead import Begins, LookAhead, begin_quietly
 from pd_cluster.engine.step.commit import Commit, StepResult
 from pd_cluster.engine.step.drafting import Drafting
 from pd_cluster.engine.step.outputs import NextToken, PooledVector, RowOutput
-from pd_cluster.engine.step.plan import Keep, Move, StepPlan
+from pd_cluster.engine.step.plan import Move, StateCopy, StepPlan
 from pd_cluster.engine.step.pooler import Pooler, logits_of
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.model.batch import Encoded, OnLayer, RunnerOutput
@@ -58,7 +58,7 @@ class Runner(Protocol):
         chunks: list[tuple[Request, int]],
         on_layer: OnLayer | None = None,
         drafts: Drafts = NO_DRAFTS,
-        keeps: Sequence[Keep] = (),
+        keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
         """Returns logits and hidden states: of each chunk in turn, its last `num_logit_rows` and `num_hidden_rows`.
 

@@ -30,7 +30,7 @@ class Lacks(NamedTuple):
     copies: bool
 
 
-class GroupTables:
+class GroupHoldings:
     """The tables of all requests in one group: `request.tables[at]`."""
 
     def __init__(self, at: int, group: LayerGroup, block_size: int, step_tokens: int) -> None:
@@ -69,9 +69,10 @@ class GroupTables:
     def num_passed(self, request: Request, num_computed: int) -> int:
         """Counts the first blocks that no token behind `num_computed` sees.
 
-        A prefill leg keeps what a block of the decode instance may begin with.
+        A prefill leg keeps what a block of the decode instance may begin with; where all layers have this window, it
+        keeps all, since a decode instance with a tier below asks for it.
         """
-        if not self.rule.window:
+        if not self.rule.window or (request.leg == "prefill" and self.at == 0):
             return 0
         kept = MOST_PEER_BLOCK - 1 if request.leg == "prefill" else 0
         return max(0, self.rule.first_seen(num_computed) - kept) // self._block_size

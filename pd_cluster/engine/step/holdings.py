@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pd_cluster.engine.step.group import GroupTables
+from pd_cluster.engine.step.group import GroupHoldings
 from pd_cluster.kv.prefix import PrefixScope, chain_hashes
 from pd_cluster.types import Request
 
@@ -29,7 +29,7 @@ class Holdings:
     """
 
     def __init__(
-        self, groups: Sequence[GroupTables], block_size: int, prefix: PrefixScope | None, pooling_chunk: int
+        self, groups: Sequence[GroupHoldings], block_size: int, prefix: PrefixScope | None, pooling_chunk: int
     ) -> None:
         """`pooling_chunk`: see `plan.pooling_chunk_of`."""
         self.groups = groups
@@ -70,21 +70,21 @@ class Holdings:
             num_blocks = self._longest(hashes, num_known, step, [*sliding, self.states])
         return Hit(num_blocks, [self._known(each, hashes, num_blocks) for each in self.groups], num_known)
 
-    def _longest(self, hashes: Sequence[bytes], most: int, step: int, groups: Sequence[GroupTables]) -> int:
+    def _longest(self, hashes: Sequence[bytes], most: int, step: int, groups: Sequence[GroupHoldings]) -> int:
         """Returns the most first blocks, up to `most`, at whose end each group knows all that a later token sees."""
         num_blocks = most
         while num_blocks and not all(self._knows(each, hashes, num_blocks) for each in groups):
             num_blocks -= step
         return num_blocks
 
-    def _knows(self, group: GroupTables, hashes: Sequence[bytes], num_blocks: int) -> bool:
+    def _knows(self, group: GroupHoldings, hashes: Sequence[bytes], num_blocks: int) -> bool:
         first = self._first_seen(group, num_blocks)
         return all(hashes[at] in group.blocks for at in range(num_blocks - 1, first - 1, -1))
 
-    def _known(self, group: GroupTables, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
+    def _known(self, group: GroupHoldings, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
         return group.blocks.find(hashes[self._first_seen(group, num_blocks) : num_blocks]) if num_blocks else []
 
-    def _first_seen(self, group: GroupTables, num_blocks: int) -> int:
+    def _first_seen(self, group: GroupHoldings, num_blocks: int) -> int:
         """Returns the first of the blocks that a token behind them sees."""
         if group.rule.is_state:
             return num_blocks - 1

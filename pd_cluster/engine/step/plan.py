@@ -56,7 +56,7 @@ class Move(NamedTuple):
     group: int = 0
 
 
-class Keep(NamedTuple):
+class StateCopy(NamedTuple):
     """A step copies the state behind the request's first `num_tokens` tokens to `block`."""
 
     request: Request
@@ -76,7 +76,7 @@ class StepPlan:
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
     lacking: list[Request] = field(default_factory=list)  # finished: they would compute pictures without pixels
-    keeps: list[Keep] = field(default_factory=list)  # states to copy behind tokens that the step computes
+    keeps: list[StateCopy] = field(default_factory=list)  # states to copy behind tokens that the step computes
     num_prompt_rows: int = 0  # tokens among them whose logits are wanted for prompt_logprobs
     drafts: dict[Request, list[int]] = field(default_factory=dict)  # behind chunks of one token; computed with them
 
@@ -85,7 +85,7 @@ class StepPlan:
         if request.wants_prompt_logprobs:
             self.num_prompt_rows += num_tokens
 
-    def kept(self) -> list[Keep]:
+    def kept(self) -> list[StateCopy]:
         """Returns the states to copy of the sequences that are still in the plan."""
         if not self.keeps:
             return []

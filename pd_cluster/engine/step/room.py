@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
-from pd_cluster.engine.step.group import GroupTables
+from pd_cluster.engine.step.group import GroupHoldings
 from pd_cluster.engine.step.holdings import Hit, Holdings
 from pd_cluster.engine.step.plan import Move, StepPlan, service_order
 from pd_cluster.types import Request, Status
@@ -31,7 +31,7 @@ class BlockRoom:
         self.num_prefix_hit_tokens = 0
         self.num_tier_hit_tokens = 0
 
-    def reserve(self, group: GroupTables) -> int:
+    def reserve(self, group: GroupHoldings) -> int:
         """Returns the blocks kept free for running requests' growth, so that admission does not preempt at once."""
         return 0 if group.rule.is_state else len(self._running)
 
@@ -95,11 +95,11 @@ class BlockRoom:
                 num_hashed.append(num_before)
         request.num_hashed_blocks = min(num_hashed)  # the former blocks' hashes are lost
 
-    def _num_before(self, group: GroupTables, request: Request, start: int) -> int:
+    def _num_before(self, group: GroupHoldings, request: Request, start: int) -> int:
         """Counts the padding blocks with which the table of a request begins that is computed from `start` on."""
         return group.num_passed(request, start) if request.is_swapped else self.num_before(group, start)
 
-    def _begin_state(self, group: GroupTables, request: Request, known: list[int], plan: StepPlan) -> None:
+    def _begin_state(self, group: GroupHoldings, request: Request, known: list[int], plan: StepPlan) -> None:
         """Gives it a state of its own: a copy of the known one, or zeros."""
         group.blocks.share(known)
         (own,) = group.blocks.take(1)
@@ -132,11 +132,11 @@ class BlockRoom:
         self._holdings.keep_below(request, hit.tables[0])
         request.num_hashed_blocks = min(num_hashed)
 
-    def num_before(self, group: GroupTables, num_tokens: int) -> int:
+    def num_before(self, group: GroupHoldings, num_tokens: int) -> int:
         """Counts the blocks of tokens that a group with a window takes no more when a sequence begins there."""
         return group.rule.first_seen(num_tokens) // self._holdings.block_size if group.slides else 0
 
-    def tokens(self, hit: Hit) -> list[tuple[GroupTables, list[int]]]:
+    def tokens(self, hit: Hit) -> list[tuple[GroupHoldings, list[int]]]:
         """Returns the groups that hold blocks of tokens, which come first, with what the hit knows of each."""
         pairs = zip(self._groups, hit.tables, strict=True)
         return [(each, known) for each, known in pairs if not each.rule.is_state]
@@ -237,7 +237,7 @@ class BlockRoom:
         insort(self._waiting, victim, key=service_order)
 
 
-def _take(group: GroupTables, known: list[int], num_blocks: int) -> list[int]:
+def _take(group: GroupHoldings, known: list[int], num_blocks: int) -> list[int]:
     """Shares known blocks and takes others; returns all in order."""
     group.blocks.share(known)
     return known + group.blocks.take(num_blocks)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pd_cluster.engine.step.checkpoints import Checkpoints, KeepRule
-from pd_cluster.engine.step.group import GroupTables, LayerGroup
+from pd_cluster.engine.step.group import GroupHoldings, LayerGroup
 from pd_cluster.engine.step.holdings import Holdings
 from pd_cluster.engine.step.places import StepPlaces
 from pd_cluster.engine.step.plan import MAX_PROMPT_LOGPROB_TOKENS, Move, StepPlan, pooling_chunk_of, service_order
@@ -62,7 +62,10 @@ class StepScheduler:
         self.blocks, self.swap = groups[0].blocks, groups[0].swap
         self.block_size, max_num_seqs, max_num_batched_tokens, most_adapters, keeps_pictures = sizes
         self._pooling_chunk = chunk = pooling_chunk_of(max_num_batched_tokens, self.block_size)
-        self.groups = [GroupTables(at, each, self.block_size, max_num_batched_tokens) for at, each in enumerate(groups)]
+        tables = enumerate(groups)
+        self.groups = [GroupHoldings(at, each, self.block_size, max_num_batched_tokens) for at, each in tables]
+            GroupHoldings(at, each, self.block_size, max_num_batched_tokens) for at, each in enumerate(groups)
+        ]
         self._holdings = holdings = Holdings(self.groups, self.block_size, prefix, chunk)
         self._checkpoints = Checkpoints(holdings, keep_rule)
         self.num_blocks_for = holdings.num_blocks_for
@@ -316,7 +319,8 @@ class StepScheduler:
         Raises AssertionError.
         """
         for each in self.groups:
-            each.blocks.check([each.held(r) for r in self.requests.values()])
+            copies = [self._checkpoints.taken] if each.rule.is_state else []
+            each.blocks.check([*(each.held(r) for r in self.requests.values()), *copies])
             each.swap.check([r.swap_tables[each.at] for r in self.requests.values()])
         for status, members in ((Status.WAITING, self.waiting), (Status.RUNNING, self.running)):
             expected = {r.key for r in self.requests.values() if r.status is status}

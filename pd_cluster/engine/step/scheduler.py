@@ -64,8 +64,6 @@ class StepScheduler:
         self._pooling_chunk = chunk = pooling_chunk_of(max_num_batched_tokens, self.block_size)
         tables = enumerate(groups)
         self.groups = [GroupHoldings(at, each, self.block_size, max_num_batched_tokens) for at, each in tables]
-            GroupHoldings(at, each, self.block_size, max_num_batched_tokens) for at, each in enumerate(groups)
-        ]
         self._holdings = holdings = Holdings(self.groups, self.block_size, prefix, chunk)
         self._checkpoints = Checkpoints(holdings, keep_rule)
         self.num_blocks_for = holdings.num_blocks_for

@@ -1,4 +1,4 @@
-"""What a request holds of a group of layers: blocks of all its tokens, of its last ones, or one block with a state.
+"""The blocks that a request holds in a group of layers: of all its tokens, of its last ones, or one with a state.
 
 Integers only.
 """

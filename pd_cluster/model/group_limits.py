@@ -1,4 +1,4 @@
-"""What does not go together with several groups of layers: such settings are refused by name, or windows stay whole."""
+"""Refuses settings that do not go together with several groups of layers by name, or leaves windows whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a prompt's KV cache leaves in one group of layers, in which pieces, and what has left. Sends nothing.
+"""Tells which of a prompt's KV cache leaves in one group of layers, in which pieces, and what has left. Sends nothing.
 
 Pure arithmetic: when something may leave is Exports' decision.
 """
@@ -44,7 +44,7 @@ class ShipGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShipSizes:
-    """What decides which pieces leave, for each group of layers. `min_nbytes`: of a piece while a step runs."""
+    """Decides which pieces leave, for each group of layers. `min_nbytes`: of a piece while a step runs."""
 
     groups: tuple[ShipGroup, ...]
     min_nbytes: int = MIN_LAYERS_NBYTES

@@ -1,6 +1,6 @@
 """One group of layers in an engine: its blocks, and which of them a request holds. Integers only.
 
-A request's table of a group lists blocks in the order of its tokens. Of a group with a window, the padding block, which
+A request's table of a group lists blocks in the order of its tokens. In a group with a window, the padding block, which
 no kernel reads, stands for those that no later token sees. A state is one block, whatever the number of tokens.
 """
 

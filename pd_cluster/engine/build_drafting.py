@@ -26,7 +26,12 @@ TOKEN_NBYTES = 64  # of memory that the trees of earlier outputs take for a toke
 
 
 def drafting_of(speculation: Speculation, scheduler: StepScheduler, guides: Guides, runner: ModelRunner) -> Drafting:
-    """Returns one without drafters where a row's logits depend on the rows beside it, and so would the output."""
+    """Returns one without drafters where a row's logits depend on the rows beside it, and so would the output.
+
+    Nor has a model with states any: what a draft has changed in one stays.
+    """
+    if any(pool.layout.holds.is_state for pool in runner.pools):
+        return Drafting(scheduler, ())
     if not runner.rows_are_alike:
         if speculation.methods:
             log.warning("speculation is off: in 16 bits drafts would change this model's output; give --dtype float32")

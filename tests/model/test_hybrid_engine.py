@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
+from tokenizers import Tokenizer
 
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.types import Order, Request, Sampling, TokenOutput
+from pd_cluster.types import Guide, Order, Request, Sampling, TokenOutput
 from tests.support.checkpoints import make_checkpoint
-from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
+from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run, together
 from tests.support.hybrids import HYBRIDS
 
 GREEDY = Sampling(max_tokens=20, temperature=0.0)
@@ -77,8 +80,18 @@ def test_bits_do_not_depend_on_cuts(checkpoint: Checkpoints, budget: int) -> Non
     assert scored(cut, prompts) == expected, "from what was kept"
 
 
-def scored(core: EngineCore, prompts: list[list[int]]) -> list[list[tuple[int, Any]]]:
-    requests = [Request(f"r{i}", Order(prompt, SCORED), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+def test_a_swap_changes_no_bit(checkpoint: Checkpoints) -> None:
+    folder, rng = checkpoint("qwen3_next"), random.Random(11)
+    prompts = [random_prompt(rng, n) for n in (60, 50, 70, 44)]
+    core = core_of(folder, num_blocks=15, preemption_mode="swap", swap_space_gib=0.1, max_model_len=200)
+    long = structs.replace(SCORED, max_tokens=40)
+    found = scored(core, prompts, long)
+    assert core.scheduler.num_preemptions
+    assert found == scored(core_of(folder), prompts, long)
+
+
+def scored(core: EngineCore, prompts: list[list[int]], sampling: Sampling = SCORED) -> list[list[tuple[int, Any]]]:
+    requests = [Request(f"r{i}", Order(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
     found = run(core, requests)
     return [numbers(found[request.request_id][0]) for request in requests]
 
@@ -159,6 +172,23 @@ def test_sequences_and_beams_have_states_of_their_own(checkpoint: Checkpoints, a
         again = Sampling(max_tokens=8, temperature=0.0)
         whole = [*prompt, *tokens]
         assert_all_same(folder, [whole], generate(core, [whole], again), 8)
+
+
+def test_guides_and_predictions(checkpoint: Checkpoints) -> None:
+    """Tokens that a guide forces, or that a client predicts, are computed one after the other."""
+    folder, rng = checkpoint("qwen3_next"), random.Random(10)
+    prompt, company = random_prompt(rng, 33), random_prompt(rng, 20)
+    (free,) = generate(core_of(folder), [prompt], GREEDY)
+    wrong = [*free[:3], 1, *free[4:]]
+    schema = '{"type": "object", "properties": {"a": {"enum": ["forced"]}}, "required": ["a"]}'
+    guided = structs.replace(GREEDY, guide=Guide("json", schema), max_tokens=40)
+    core = core_of(folder)
+    predicted = Order(prompt, GREEDY, prediction=tuple(wrong))
+    found = together(core, [predicted, Order(company, guided), Order(prompt, guided)])
+    assert found[0] == free
+    assert found[1:] == [together(core_of(folder), [Order(each, guided)])[0] for each in (company, prompt)]
+    text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(found[2])
+    assert json.loads(text) == {"a": "forced"}
 
 
 def ids_of(tokens: list[TokenOutput]) -> list[int]:

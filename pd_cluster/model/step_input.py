@@ -86,6 +86,11 @@ class RowCollector:
         self.rows.append((len(token_ids), start, num_blocks, num_logit_rows, request.most_tokens, num_hidden_rows))
         self._input_ids += token_ids
         self._blocks += request.tables[0][:num_blocks]
+        if self._further:
+            self._add_further(request, stop)
+
+    def _add_further(self, request: Request, stop: int) -> None:
+        """Collects the blocks of a sequence's first `stop` tokens in groups 1 and up."""
         for group, (size, nums_blocks, blocks) in enumerate(self._further, start=1):
             num_blocks = 1 if size == ONE_BLOCK else -(-stop // size)
             nums_blocks.append(num_blocks)

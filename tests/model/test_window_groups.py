@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def runner_of(folder: Path, splits: bool, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> ModelRunner:
-    monkeypatch.setattr(loading, "SPLITS_WINDOWS", splits)
+    monkeypatch.setattr(loading, "splits_windows", lambda plan: splits)
     config = EngineConfig(
         model=str(folder), block_size=BLOCK_SIZE, num_blocks=NUM_BLOCKS, max_model_len=LONGEST + 2, **settings
     )

@@ -19,13 +19,7 @@ from pd_cluster.model.fuse_attention import has_latents, heads_attention, latent
 from pd_cluster.model.fuse_mlp import ACTIVATIONS, activation_name, mlp_of
 from pd_cluster.model.fused_lm import FusedCausalLM, ModelEnds, Served
 from pd_cluster.model.layer_maker import LayerMaker
-from pd_cluster.model.layers.fused_layer import (
-    FusedLayer,
-    GatedHeadsAttention,
-    HeadsAttention,
-    LatentAttention,
-    LayerAttention,
-)
+from pd_cluster.model.layers.fused_layer import FusedLayer, LayerAttention
 from pd_cluster.model.layers.linear import Linear, packs
 from pd_cluster.model.layers.ops import Ops
 from pd_cluster.model.layers.rope_tables import RopeTables
@@ -176,7 +170,7 @@ def _first_half(
     layer: Any, config: Any, quirks: Quirks, order: torch.Tensor | None, maker: LayerMaker
 ) -> LayerAttention:
     """Returns what reaches other tokens: an attention, a state, or both side by side."""
-    states, attentions = list[LayerAttention](), list[HeadsAttention | GatedHeadsAttention | LatentAttention]()
+    states, attentions = list[LayerAttention](), list[LayerAttention]()
     for name, module in mixers_of(layer):
         own = maker.of(name)
         if is_recurrent(module):

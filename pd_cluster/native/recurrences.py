@@ -75,7 +75,7 @@ class Mamba2:
 
 
 class StateInputs(NamedTuple):
-    """Holds what a layer's projections give the rows of a step; each [num_rows, …] with rows that may be strided."""
+    """The parts of what a layer's projections give the rows of a step; each [num_rows, …], and rows may be strided."""
 
     convolved: torch.Tensor  # [num_rows, num_channels]
     decays: torch.Tensor | None = None  # [num_rows, num_heads] or [num_rows, num_heads * key_width]; Mamba-2's steps

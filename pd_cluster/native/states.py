@@ -173,7 +173,7 @@ class StateKernel:
         return call
 
     def _keep(self, tensor: torch.Tensor) -> int:
-        kept = tensor.detach().float().flatten().contiguous()
+        kept = tensor.detach().float().flatten().clone()  # not a view of what was loaded
         self._kept.append(kept)
         return kept.data_ptr()
 

@@ -18,7 +18,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from pd_cluster.model.cuda import experts as module
 from pd_cluster.model.cuda.experts import TritonGroupedExperts, num_row_tiles, route, sort_pairs, tiling
-from pd_cluster.model.fuse import _experts
+from pd_cluster.model.fuse_mlp import _experts
 from pd_cluster.model.layers.expert_weight import ExpertLayers, experts_of
 from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts, Routing
 from pd_cluster.model.layers.ops import TorchOps

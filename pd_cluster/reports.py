@@ -64,6 +64,7 @@ class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     model_identity: str = ""
     numerics: Numerics = Numerics()
     max_model_len: int = 0
+    max_num_seqs: int = 0  # states may leave room for fewer than the settings ask for
     layout: LayoutInfo | None = None  # of the first group of layers
     num_blocks: int = 0  # likewise
     further_layouts: Layouts = []  # of the other groups

@@ -88,6 +88,7 @@ def _build_engine(
         model_identity=runner.model_identity,
         numerics=runner.numerics,
         max_model_len=runner.max_model_len,
+        max_num_seqs=runner.max_num_seqs,
         layout=side.layouts[0].to_info(),
         num_blocks=side.num_blocks[0],
         further_layouts=[layout.to_info() for layout in side.layouts[1:]],

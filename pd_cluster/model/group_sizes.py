@@ -45,7 +45,7 @@ class GroupSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupNeeds:
-    """What the groups of a model, whose layouts these are, must hold at least and at best."""
+    """Tells what a model's groups, whose layouts these are, must hold at least and at best."""
 
     config: EngineConfig
     layouts: Sequence[KVLayout]

@@ -126,7 +126,12 @@ def test_layers_that_are_done_do_not_change(
 
 GREEDY_20 = Sampling(max_tokens=20, temperature=0.0)
 NOT_SHARED = (*REFUSED, "gpt_bigcode", "gptj", "granite_swa", "hunyuan_v1_dense", "longcat_flash")
-QUICK = ("phi", "olmoe", "deepseek_v3")  # each that has something that no other quick test has would be a slow set, too
+QUICK = (
+    "phi",
+    "olmoe",
+    "deepseek_v3",
+    "mimo_v2_flash",
+)  # each that has something that no other quick test has would be a slow set, too
 LENGTHS = (1, 2, 16, 17, 40, 41, 100, 70)
 
 

@@ -40,7 +40,10 @@ def engine(
     workload: Annotated[str, typer.Option(help="uniform,mixed,steps; default: all.")] = "",
     shape: Annotated[str, typer.Option(help="mla-1B (latent attention) or moe-1B (experts); default: a Llama.")] = "",
     parts: Annotated[
-        str, typer.Option(help="sparse: sparse against dense latent attention; default: whole models.")
+        str,
+        typer.Option(
+            help="sparse (sparse against dense latent attention) or windows (requests at once); default: whole models."
+        ),
     ] = "",
     rounds: Rounds = 3,
     threads: Threads = 2,
@@ -48,10 +51,14 @@ def engine(
     json: Json = "",
 ) -> None:
     """The engine alone against transformers' generate(), and its steps against what the machine can do."""
-    from benchmarks import engine, experts, latents, sparse
+    from benchmarks import engine, experts, latents, sparse, windows
 
-    if parts not in ("", sparse.NAME) or (parts and (shape or workload)):
-        raise PdClusterError(f"--parts {parts}: expected {sparse.NAME}, without --shape and --workload")
+    if parts not in ("", sparse.NAME, windows.NAME) or (parts and (shape or workload)):
+        expected = f"{sparse.NAME} or {windows.NAME}"
+        raise PdClusterError(f"--parts {parts}: expected {expected}, without --shape and --workload")
+    if parts == windows.NAME:
+        windows.run(json)
+        return
     if parts:
         sparse.run(rounds, threads, quick, json)
         return

@@ -48,6 +48,7 @@ SUPPORTED_MODEL_TYPES = (
     *("hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm3", "jais2", "minimax", "minimax_m2", "ministral"),
     *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "gptj", "longcat_flash", "minicpm3", "youtu"),
     *("deepseek_v32", "glm_moe_dsa"),
+    *("gemma3n_text", "gemma4_text", "mimo_v2_flash"),
     *("bailing_hybrid", "bamba", "falcon_h1", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe", "nemotron_h"),
     *("olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
     *("ministral3", "nanochat", "olmo", "olmo3", "olmoe", "phi", "phimoe", "seed_oss", "solar_open", "vaultgemma"),

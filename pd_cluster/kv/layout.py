@@ -141,6 +141,11 @@ class KVLayout:
         return keys
 
     @property
+    def has_one_width(self) -> bool:
+        """Whether all planes have vectors of the same width, as most kernels of attention need it."""
+        return len({plane.width for plane in self.planes}) == 1
+
+    @property
     def has_latents(self) -> bool:
         """Whether heads are made anew from what is kept, which no rank has a share of: one vector for all heads."""
         return self.planes[0].name == LATENT
@@ -235,9 +240,9 @@ def replace_layers(piece: KVPiece, first: int, stop: int) -> KVPiece:
     return KVPiece(piece.first_token, piece.num_tokens, first, stop - first, piece.block_ids)
 
 
-def keys_and_values(head_dim: int) -> tuple[Plane, ...]:
-    """Returns the planes of ordinary attention."""
-    return Plane("k", head_dim), Plane("v", head_dim)
+def keys_and_values(head_dim: int, value_dim: int = 0) -> tuple[Plane, ...]:
+    """Returns the planes of ordinary attention. `value_dim`: the width of values; 0: that of keys."""
+    return Plane("k", head_dim), Plane("v", value_dim or head_dim)
 
 
 def latents(width: int, rope_width: int) -> tuple[Plane, ...]:

@@ -101,7 +101,9 @@ def choose_attention(
     if not device.is_accelerator or wanted == "sdpa":
         return Attention("SDPA", is_asked_for=wanted == "sdpa")
     if layout.has_latents:
-        return _for_latents(wanted, is_deterministic)
+        return _by_modules(wanted, is_deterministic, "latent attention (MLA) runs")
+    if not layout.has_one_width:
+        return _by_modules(wanted, is_deterministic, "attention whose values are narrower than its keys runs")
     if layout.dtype != dtype and not device.traits.runs_triton:
         setting = f"{called('kv_cache_dtype')} {layout.dtype}"
         raise ConfigError(f"{setting}: the operators of NPUs read {dtype} here; leave it out, or {BACKEND} sdpa, slow")
@@ -121,9 +123,9 @@ def choose_attention(
     return triton_attention(is_deterministic)
 
 
-def _for_latents(wanted: str, is_deterministic: bool) -> Attention:
-    """Returns the one attention that makes heads of latents. Raises ConfigError for another, or one to the bit."""
-    why = "latent attention (MLA) runs as transformers' modules on accelerators"
+def _by_modules(wanted: str, is_deterministic: bool, what: str) -> Attention:
+    """Returns the one attention that no kernel of accelerators computes. Raises ConfigError for another."""
+    why = f"{what} as transformers' modules on accelerators"
     if wanted != "auto":
         raise ConfigError(f"{BACKEND} {wanted}: {why}; use auto, or sdpa")
     if is_deterministic:

@@ -159,6 +159,12 @@ def layouts_of(
     return tuple(found)
 
 
+def least_layouts(caches: Sequence[LayerCache], block_size: int, dtype: str) -> tuple[KVLayout, ...]:
+    """Returns the same of as few groups as can hold a model: windows get their own if they keep something else."""
+    kept = {each.apart_from_index for each in caches if each.planes}
+    return layouts_of(caches, block_size, dtype, split_windows=len(kept) > 1)
+
+
 def layout_of(caches: Sequence[LayerCache], block_size: int, dtype: str, draft_head: str = "") -> KVLayout:
     """Returns the layout of a pool for all layers that keep keys and values, see `layouts_of`."""
     return layouts_of(caches, block_size, dtype, draft_head)[0]
@@ -184,7 +190,8 @@ def _layout_of_keys(
         if each.apart_from_index != own[0].apart_from_index:
             raise ModelError(
                 f"layer {index} keeps {each.num_heads} heads of {_widths(each.planes)}, and layer {layers[0]} "
-                f"{own[0].num_heads} of {_widths(own[0].planes)}, which one pool does not hold"
+                f"{own[0].num_heads} of {_widths(own[0].planes)}, which one pool does not hold; windows have one of "
+                f"their own only on CPUs, without {called('kv_host_cache')}, prompt adapters and drafts by a model"
             )
     planes = _all_planes(own)
     with_plane = tuple(tuple(at for at, each in enumerate(own) if plane in each.planes) for plane in planes)
@@ -247,11 +254,7 @@ def _planes_of(
         if values.shape[1] != num_heads:
             raise ModelError(f"{place} keeps {num_heads} and {values.shape[1]} heads, which a pool does not hold")
         return num_heads, latents(width, value_width)
-    if width != value_width:
-        raise ModelError(
-            f"{place} has keys of {width} numbers and values of {value_width}, which nothing here attends to"
-        )
-    return num_heads, keys_and_values(width)
+    return num_heads, keys_and_values(width, value_width)
 
 
 def _state_of(place: str, layer: Any, module: torch.nn.Module | None) -> StateParts | None:

@@ -29,7 +29,7 @@ from pd_cluster.model.attention.latent import UpProjection
 from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE, SDPA, Attention, choose_attention
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.cpu.ops import CpuOps, supports
-from pd_cluster.model.declared import caches_of, is_indexed, layout_of, layout_of_states
+from pd_cluster.model.declared import caches_of, is_indexed, layout_of_states, least_layouts
 from pd_cluster.model.fuse import can_fuse, fuse, is_known, why_not_deterministic
 from pd_cluster.model.fused_lm import FusedCausalLM, Served
 from pd_cluster.model.layers.linear import Linear
@@ -135,7 +135,7 @@ def load_model(
     rope_limit = rope_limit_of(model, checkpoint, logn is not None)
     with refusal(model):
         caches = caches_of(model)
-    layout = layout_of(caches, block_size, resolve_kv_cache_dtype(kv_cache_dtype, dtype))
+    layout = least_layouts(caches, block_size, resolve_kv_cache_dtype(kv_cache_dtype, dtype))[0]
     has_sinks = any(hasattr(module, "sinks") for module in model.modules())
     if is_deterministic and device.is_accelerator:
         check_rows(model, checkpoint, logn)
@@ -348,7 +348,7 @@ def probe_logits(model: CausalLM, layout: KVLayout, device: Device) -> torch.Ten
     """Computes logits [PROBE_NUM_TOKENS, vocab_size] of a few tokens, in a temporary pool."""
     vocab_size = model.config.vocab_size
     token_ids = [i * (vocab_size - 1) // PROBE_NUM_TOKENS for i in range(PROBE_NUM_TOKENS)]
-    layouts = [each for each in (layout, layout_of_states(model.caches)) if each is not None]
+    layouts = [layout, *least_layouts(model.caches, layout.block_size, layout.dtype)[1:]]
     with ExitStack() as stack:
         nums_blocks = [each.num_blocks_for(1 if each.holds.is_state else PROBE_NUM_TOKENS) for each in layouts]
         pools = [

@@ -28,4 +28,6 @@ class Unfilled(TorchFunctionMode):
                 return tensor
         if function is torch.arange and str(kwargs.get("device")) == "meta":
             kwargs = {**kwargs, "device": "cpu"}
+        if function is torch.cat and args and len({each.is_meta for each in args[0]}) > 1:  # proportional frequencies
+            args = ([each.to("meta") for each in args[0]], *args[1:])
         return function(*args, **kwargs)

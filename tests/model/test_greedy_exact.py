@@ -91,22 +91,34 @@ def test_layers_that_are_done_do_not_change(
     runner = load_runner(EngineConfig(model=str(checkpoint(architecture)), block_size=4, num_blocks=128))
     assert fused or isinstance(runner.model, PlainCausalLM)
     request = Request("r", Order(random_prompt(random.Random(1), 21), Sampling(max_tokens=2)))
-    request.tables[0] = random.Random(2).sample(range(128), 6)
-    seen: list[torch.Tensor] = []
+    request.tables = [random.Random(2).sample(range(128), 6) for _ in runner.pools]
+    seen: list[list[torch.Tensor]] = []
+
+    def contents(num_layers: int) -> list[torch.Tensor]:
+        """Returns what the pools have of the first layers."""
+        own = [[layer for layer in range(num_layers) if pool.has_layer(layer)] for pool in runner.pools]
+        return [
+            torch.stack([plane for layer in layers for plane in pool.planes(layer)])
+            for pool, layers in zip(runner.pools, own, strict=True)
+            if layers
+        ]
 
     def on_layer(num_layers: int) -> None:
         assert num_layers == len(seen) + 1
-        seen.append(runner.pool.data[:, :num_layers].clone())
+        seen.append(contents(num_layers))
 
+    num_layers = sum(pool.layout.num_layers for pool in runner.pools)
     for num_tokens in (10, 11):  # in two chunks
         seen.clear()
         runner.forward([(request, num_tokens)], on_layer)
-        assert len(seen) == runner.pool.layout.num_layers
-        for num_layers, then in enumerate(seen, 1):
-            assert torch.equal(then, runner.pool.data[:, :num_layers]), f"layer {num_layers} was not done"
+        assert len(seen) == num_layers
+        for at, then in enumerate(seen, 1):
+            same = map(torch.equal, then, contents(at))
+            assert all(same), f"layer {at} was not done"
         request.num_computed_tokens += num_tokens
-    written = runner.pool.data[request.tables[0][0]]
-    assert (written.abs().sum(dim=(1, 2, 3, 4)) > 0).all(), "a layer has nothing in the pool"
+    for pool, table in zip(runner.pools, request.tables, strict=True):
+        written = pool.data[table[0]]
+        assert (written.abs().sum(dim=(1, 2, 3, 4)) > 0).all(), "a layer has nothing in the pool"
 
 
 # ---- architectures beside those: with two weight scales, and on two ranks
@@ -114,7 +126,12 @@ def test_layers_that_are_done_do_not_change(
 
 GREEDY_20 = Sampling(max_tokens=20, temperature=0.0)
 NOT_SHARED = (*REFUSED, "gpt_bigcode", "gptj", "granite_swa", "hunyuan_v1_dense", "longcat_flash")
-QUICK = ("phi", "olmoe", "deepseek_v3")  # each that has something that no other quick test has would be a slow set, too
+QUICK = (
+    "phi",
+    "olmoe",
+    "deepseek_v3",
+    "mimo_v2_flash",
+)  # each that has something that no other quick test has would be a slow set, too
 LENGTHS = (1, 2, 16, 17, 40, 41, 100, 70)
 
 

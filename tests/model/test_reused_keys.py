@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -17,31 +15,18 @@ from pd_cluster.model.declared import layouts_of
 from pd_cluster.model.proof import own_logits, probe_batch, prove
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.checkpoints import COMMON, VOCAB_SIZE, shake
+from tests.support.more_checkpoints import MORE
 from tests.support.state_world import row_errors
 
-SHARED: dict[str, Any] = {
-    **COMMON,
-    "num_hidden_layers": 6,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 3,
-    "sliding_window": 24,
-    "vocab_size_per_layer_input": VOCAB_SIZE,
-    "hidden_size_per_layer_input": 16,
-    "tie_word_embeddings": True,
-    "pad_token_id": None,
-}
-OWN: dict[str, dict[str, Any]] = {
-    "gemma3n_text": {"intermediate_size": [96] * 6, "laurel_rank": 8},
-    "gemma4_text": {"global_head_dim": 32, "num_global_key_value_heads": 1},  # so it needs a pool for each kind
-}
+TYPES = ("gemma3n_text", "gemma4_text")  # the second one needs a pool for each kind of layer
 STEPS = ((40, 3), (5, 37), (1, 1), (14, 1), (1, 19))
 
 
-@pytest.fixture(params=OWN)
+@pytest.fixture(params=TYPES)
 def model(request: pytest.FixtureRequest) -> PlainCausalLM:
     torch.manual_seed(0)
     AttentionInterface.register(sdpa.NAME, sdpa.forward)
-    config = AutoConfig.for_model(request.param, **{**SHARED, **OWN[request.param]})
+    config = AutoConfig.for_model(request.param, **{**COMMON, **MORE[request.param]})
     made = AutoModelForCausalLM.from_config(config).eval()
     shake(made)
     made.config._attn_implementation = sdpa.NAME

@@ -23,7 +23,7 @@ def numbers(opened: Checkpoint) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-@pytest.mark.parametrize("architecture", ["gemma3_text", "stablelm", "gpt_neox", "opt", "mixtral"])
+@pytest.mark.parametrize("architecture", ["gemma3_text", "gemma4_text", "stablelm", "gpt_neox", "opt", "mixtral"])
 def test_buffers_and_weights_are_those_of_transformers_alone(
     architecture: str, checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.checkpoints import MIXED_LAYERS, NO_GROUPS, ROPE
+from tests.support.checkpoints import VOCAB_SIZE, MIXED_LAYERS, NO_GROUPS, ROPE
 
 HALF_ROPE: dict[str, Any] = {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -53,6 +53,17 @@ SPARSE: dict[str, Any] = {
     "index_n_heads": 32,
     "index_head_dim": 64,
     "index_topk": 8,
+}
+# The last three layers see keys and values of earlier ones.
+REUSED: dict[str, Any] = {
+    "num_hidden_layers": 6,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 3,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "hidden_size_per_layer_input": 16,
+    "tie_word_embeddings": True,
+    "pad_token_id": None,
 }
 # model_type -> differences from tests/support/checkpoints.COMMON
 MORE: dict[str, dict[str, Any]] = {
@@ -117,5 +128,22 @@ MORE: dict[str, dict[str, Any]] = {
     "phimoe": {**LOCAL_EXPERTS, "sliding_window": None},
     "seed_oss": {"attention_bias": True},
     "solar_open": ROUTED_EXPERTS,
+    "gemma3n_text": {**REUSED, "intermediate_size": [96] * 6, "laurel_rank": 8},
+    "gemma4_text": {
+        **REUSED,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+        "attention_k_eq_v": True,
+    },
+    "mimo_v2_flash": {
+        **{**ROUTED_EXPERTS, "n_group": 1, "topk_group": 1},
+        "num_attention_heads": 8,
+        "head_dim": 24,
+        "v_head_dim": 16,
+        "num_hidden_layers": 4,
+        "sliding_window": 24,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    },
     "vaultgemma": {**MIXED_LAYERS, "query_pre_attn_scalar": 16},
 }

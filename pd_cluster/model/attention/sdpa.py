@@ -154,7 +154,8 @@ def _attend_each(
     Returns [num_tokens, num_heads, head_dim].
     """
     dtype, block_size = batch.pool.layout.dtype, batch.pool.layout.block_size
-    output = torch.empty_like(query.transpose(0, 1))  # [num_tokens, num_heads, head_dim]
+    num_heads, num_tokens, _ = query.shape
+    output = query.new_empty(num_tokens, num_heads, written[1].shape[-1])
     query_starts, table_starts = batch.query_starts.tolist(), batch.table_starts.tolist()
     window = scoring.sliding_window
     for i, context_len in enumerate(batch.context_lens.tolist()):
@@ -200,7 +201,7 @@ def _attend(
             k, v = k[:, :, -window:], v[:, :, -window:]
         grouped = q.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
         attended = scaled_dot_product_attention(grouped, k, v, scale=scaling)
-        return attended.reshape(num_heads, 1, head_dim)  # on CUDA, float32 heads are strided
+        return attended.reshape(num_heads, 1, -1)  # on CUDA, float32 heads are strided
     if seen == query_len and not window and limits is None:
         return scaled_dot_product_attention(q[None], k, v, is_causal=True, scale=scaling, enable_gqa=True)[0]
     mask = _mask(batch, query_len, seen, window, limits)
@@ -222,7 +223,7 @@ def _attend_step_by_step(
         sinks = scoring.sinks.to(scores.dtype).view(num_kv_heads, -1, 1, 1).expand(-1, -1, query_len, 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32)[..., : k.shape[1]].to(q.dtype)
-    return torch.einsum("hgqk,hkd->hgqd", weights, v).reshape(num_heads, query_len, head_dim)
+    return torch.einsum("hgqk,hkd->hgqd", weights, v).reshape(num_heads, query_len, -1)
 
 
 def _mask(

@@ -142,7 +142,7 @@ def supports(layout: KVLayout, latent_values: Collection[int] = ()) -> bool:
         widths = (*(plane.width for plane in layout.planes), *latent_values)
         most = (*MAX_LATENTS, *(MAX_HEAD_DIM for _ in widths[len(MAX_LATENTS) :]))
         return all(width % multiple == 0 and width <= limit for width, limit in zip(widths, most, strict=True))
-    return layout.head_dim % multiple == 0 and layout.head_dim <= MAX_HEAD_DIM
+    return layout.has_one_width and layout.head_dim % multiple == 0 and layout.head_dim <= MAX_HEAD_DIM
 
 
 class CpuOps:

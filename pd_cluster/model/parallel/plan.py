@@ -38,6 +38,8 @@ NO_FIT = "transformers' plan does not fit the shapes of its weights"
 REFUSED = {
     "gpt_neox": "transformers derives the size of a head from the number of heads",
     "apertus": "its activation has weights that the plan does not know",
+    "gemma3n_text": "a layer chooses activations by the mean of all of them",
+    **dict.fromkeys(("gemma4_text", "mimo_v2_flash"), "its layers differ in their heads"),
     **dict.fromkeys(("cohere", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "olmoe", "phimoe"), NO_FIT),
 }
 REFUSED |= dict.fromkeys(

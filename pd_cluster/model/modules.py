@@ -26,7 +26,7 @@ from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.fit import check_loaded, check_stored, is_further
 from pd_cluster.model.forms import HeldWeights, hold, is_in_other_form
-from pd_cluster.model.parallel.layers import Share
+from pd_cluster.model.parallel.layers import Share, narrowed
 from pd_cluster.model.parallel.shard import has_head, names, read_named, read_shard, read_text_part, read_whole
 from pd_cluster.model.quantized_files import read_quantized
 from pd_cluster.model.unfilled import Unfilled
@@ -86,6 +86,8 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
     if weights is not None:
         local = config_of(checkpoint) if share is None else share.plan.local_config()
         architecture = AutoModelForCausalLM._model_mapping[type(local)]
+        if share is not None:
+            architecture = narrowed(architecture, share.plan)
         held = hold(weights, architecture, local, TORCH_DTYPES[dtype], share)
         source = {"pretrained_model_name_or_path": None, "config": local, "state_dict": weights}
     else:

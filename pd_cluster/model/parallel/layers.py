@@ -70,7 +70,8 @@ class SpanningGatedNorm(torch.nn.Module):
         squares[..., own] = wide.square().sum(-1)
         mean = self._group.sum(squares)[..., own, None] / self._group_features
         normed = wide * torch.rsqrt(mean + self._eps) * self.weight.float()
-        return (normed * gates if self._gates_last else normed).to(x.dtype)
+        scaled: torch.Tensor = normed * gates if self._gates_last else normed
+        return scaled.to(x.dtype)
 
 
 class Share:

@@ -118,7 +118,9 @@ class ParallelPlan:
                 f"{flag}: {self.num_kv_heads} KV heads can be neither split evenly over {size} ranks nor replicated "
                 f"evenly on them"
             )
-        self._sizes = {name: features for name in SPLIT_SIZES if isinstance(features := getattr(config, name, None), int)}
+        self._sizes = {
+            name: features for name in SPLIT_SIZES if isinstance(features := getattr(config, name, None), int)
+        }
         if getattr(config, "block_auto_adjust_ff_dim", False):
             self._sizes["intermediate_size"] = adjusted_size(config)
         for name, features in self._sizes.items():
@@ -185,7 +187,11 @@ class ParallelPlan:
         elif found := LAYER.search(key):
             if (in_state := self._in_state(found)) is not None:
                 return self._cut_by_heads(key, in_state, shape, rank)
-            name, part, num_leading = found["path"].rpartition(".")[2], part_of(found["part"]), int(found["path"] in STACKED)
+            name, part, num_leading = (
+                found["path"].rpartition(".")[2],
+                part_of(found["part"]),
+                int(found["path"] in STACKED),
+            )
             name = EXPERT_ALIASES.get(name, name)
             style = self._styles.get(name, "whole")
         else:
@@ -245,7 +251,7 @@ class ParallelPlan:
         return heads_of_rank(self.num_kv_heads, self.size, rank)
 
     def _in_state(self, found: re.Match[str]) -> str | None:
-        """Returns the name of a tensor that is cut by the heads of a recurrent layer, in that layer; None for others."""
+        """Returns the name, in its recurrent layer, of a tensor that is cut by heads; None for others."""
         states, layer_types = self.states, getattr(self.config, "layer_types", None) or ()
         index = int(found["index"])
         if states is None or index >= len(layer_types) or layer_types[index] not in RECURRENT:
@@ -257,7 +263,7 @@ class ParallelPlan:
         return name if name in states.outputs else None
 
     def _cut_by_heads(self, key: str, name: str, shape: tuple[int, ...], rank: int) -> Cut:
-        """Returns the cut of a tensor that is cut by heads: of a layer's outputs, or of a parameter's only dimension."""
+        """Cuts the outputs of a layer that `_in_state` names, or the only long dimension of such a parameter."""
         part = None if key.endswith(f".{name}") else part_of(key.rpartition(".")[2])
         dim = shape.index(max(shape)) if part is None else part.outputs
         if dim is None:

@@ -20,16 +20,16 @@ RECURRENT = ("linear_attention", "conv", "hybrid")  # transformers' types of lay
 
 
 class HeadRun(NamedTuple):
-    """Consecutive features of a tensor, `width` for each of the heads [first, first + count) of `num_heads`."""
+    """Consecutive features of a tensor: `width` of each of `num_heads` heads from the `first` of a layer's on."""
 
-    num_heads: int
+    layer_heads: int
     width: int
     first: int
-    count: int
+    num_heads: int
 
     @property
     def num_features(self) -> int:
-        return self.count * self.width
+        return self.num_heads * self.width
 
 
 def all_of(num_heads: int, width: int = 1) -> HeadRun:
@@ -58,8 +58,8 @@ class StateHeads:
         """Returns the features of a tensor of `outputs`, and the pieces [start, stop) of them that a rank has."""
         found, offset = list[tuple[int, int]](), 0
         for run in self.outputs[name]:
-            start, stop = heads_of_rank(run.num_heads, size, rank)
-            start, stop = max(start, run.first) - run.first, min(stop, run.first + run.count) - run.first
+            start, stop = heads_of_rank(run.layer_heads, size, rank)
+            start, stop = max(start - run.first, 0), min(stop - run.first, run.num_heads)
             if start < stop:
                 found.append((offset + start * run.width, offset + stop * run.width))
             offset += run.num_features

@@ -48,11 +48,22 @@ def config_of(checkpoint: Checkpoint) -> Any:
         if is_as_written:
             return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
         settings = text_settings(checkpoint) if checkpoint.part_of else checkpoint.config
-        return CONFIG_MAPPING[checkpoint.model_type].from_dict(settings)
+        return CONFIG_MAPPING[checkpoint.model_type].from_dict(_with_floats(settings))
     except Exception as error:  # also huggingface_hub's errors for values of another type
         given = f"{called('hf_overrides')} {checkpoint.hf_overrides}"
         place = given if overrides else str(checkpoint.path / "config.json")
         raise ModelError(f"{place}: {' '.join(str(error).split())}{null_fields(checkpoint.config)}") from error
+
+
+def _with_floats(value: Any) -> Any:
+    """Returns a part of config.json with the floats that transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_with_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {name: _with_floats(each) for name, each in value.items()}
 
 
 def text_settings(checkpoint: Checkpoint) -> dict[str, Any]:

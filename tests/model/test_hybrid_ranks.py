@@ -147,3 +147,13 @@ def test_preempted_states_on_every_rank(checkpoint: Checkpoints, mode: str) -> N
     with ranks(folder, 2, **{**sizes, "num_blocks": 30, "preemption_mode": mode, "swap_space_gib": 0.05}) as core:
         assert run(core, requests()) == expected
         assert core.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("architecture", slow_but(("granitemoehybrid",), ("granitemoehybrid", "qwen3_next", "lfm2")))
+def test_ranks_of_int8_have_the_tokens_of_one(checkpoint: Checkpoints, architecture: str) -> None:
+    """Output projections take whole rows, as elsewhere."""
+    folder, rng, settings = checkpoint(architecture), random.Random(6), {**ROOM, "quantization": "int8"}
+    prompts = [random_prompt(rng, n) for n in (3, 40)]
+    expected = generate(make_core(folder, **settings), prompts, GREEDY)
+    with ranks(folder, 2, **settings) as core:
+        assert generate(core, prompts, GREEDY) == expected

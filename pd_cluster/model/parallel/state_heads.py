@@ -1,7 +1,7 @@
 """The heads of recurrent layers on each rank: which features of their weights they are. Names and sizes: no weights.
 
 A key head goes with its value heads, and with its part of everything between the two projections: decays, betas, gates,
-channels of the convolution. Heads fewer than ranks are replicated. What leaves a layer is added up once, behind its
+channels of the convolution. Heads fewer than ranks are replicated. Ranks add up their outputs once, behind the
 output projection. transformers' plans leave such layers whole.
 """
 

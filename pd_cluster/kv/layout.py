@@ -100,7 +100,7 @@ class KVLayout:
     @property
     def head_range(self) -> tuple[int, int]:
         """Returns the global KV heads [start, stop) on this rank."""
-        return _head_range(self.num_kv_heads, self.tp_size, self.tp_rank)
+        return heads_of_rank(self.num_kv_heads, self.tp_size, self.tp_rank)
 
     @property
     def local_kv_heads(self) -> int:
@@ -113,7 +113,7 @@ class KVLayout:
 
     def head_range_of(self, plane: Plane) -> tuple[int, int]:
         """Returns the global heads [start, stop) of a plane on this rank."""
-        return _head_range(plane.num_heads, self.tp_size, self.tp_rank) if plane.num_heads else self.head_range
+        return heads_of_rank(plane.num_heads, self.tp_size, self.tp_rank) if plane.num_heads else self.head_range
 
     def local_heads(self, plane: Plane) -> int:
         """Counts the heads of a plane on this rank."""
@@ -208,7 +208,8 @@ class KVLayout:
         return cls(**{name: getattr(info, name) for name in info.__struct_fields__})
 
 
-def _head_range(num_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
+def heads_of_rank(num_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
+    """Returns the heads [start, stop) on a rank: a share of them, or one that is replicated on several ranks."""
     if tp_size <= num_heads:
         per_rank = num_heads // tp_size
         return tp_rank * per_rank, (tp_rank + 1) * per_rank

@@ -35,12 +35,13 @@ class Attended(NamedTuple):
     """The arguments of a layer's attention; `window`: the tokens that one sees, 0 for all."""
 
     keys: torch.Tensor  # [1, num_heads, num_tokens, width]
+    value_width: int
     window: int
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Returns the heads and the width of the keys."""
-        return self.keys.shape[1], self.keys.shape[3]
+    def shape(self) -> tuple[int, int, int]:
+        """Returns the heads, the width of the keys and that of the values."""
+        return self.keys.shape[1], self.keys.shape[3], self.value_width
 
 
 Seen = dict[int, Attended]  # layer -> what its attention is given
@@ -250,7 +251,7 @@ def _planes_of(
 ) -> tuple[int, tuple[Plane, ...]]:
     """Returns the heads and the planes of what a cache holds, [1, num_heads, num_tokens, width] each."""
     num_heads, width, value_width = keys.shape[1], keys.shape[3], values.shape[3]
-    if (num_heads, width) != attended.shape:
+    if (num_heads, width, value_width) != attended.shape:
         if values.shape[1] != num_heads:
             raise ModelError(f"{place} keeps {num_heads} and {values.shape[1]} heads, which a pool does not hold")
         return num_heads, latents(width, value_width)
@@ -293,7 +294,7 @@ def _note(
     """Stands for an attention: notes what it is given, and returns zeros [1, num_tokens, num_heads, width]."""
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
-    _seen.get()[layer_idx] = Attended(key, window_of(module, sliding_window) or 0)
+    _seen.get()[layer_idx] = Attended(key, value.shape[3], window_of(module, sliding_window) or 0)
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
 

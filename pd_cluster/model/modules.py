@@ -26,7 +26,7 @@ from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.fit import check_loaded, check_stored, is_further
 from pd_cluster.model.forms import HeldWeights, hold, is_in_other_form
-from pd_cluster.model.parallel.layers import Share
+from pd_cluster.model.parallel.layers import Share, narrowed
 from pd_cluster.model.parallel.shard import has_head, names, read_named, read_shard, read_text_part, read_whole
 from pd_cluster.model.quantized_files import read_quantized
 from pd_cluster.model.unfilled import Unfilled
@@ -48,11 +48,22 @@ def config_of(checkpoint: Checkpoint) -> Any:
         if is_as_written:
             return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
         settings = text_settings(checkpoint) if checkpoint.part_of else checkpoint.config
-        return CONFIG_MAPPING[checkpoint.model_type].from_dict(settings)
+        return CONFIG_MAPPING[checkpoint.model_type].from_dict(_with_floats(settings))
     except Exception as error:  # also huggingface_hub's errors for values of another type
         given = f"{called('hf_overrides')} {checkpoint.hf_overrides}"
         place = given if overrides else str(checkpoint.path / "config.json")
         raise ModelError(f"{place}: {' '.join(str(error).split())}{null_fields(checkpoint.config)}") from error
+
+
+def _with_floats(value: Any) -> Any:
+    """Returns a part of config.json with the floats that transformers writes as {"__float__": "Infinity"}."""
+    if isinstance(value, list):
+        return [_with_floats(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"}:
+        return float(value["__float__"])
+    return {name: _with_floats(each) for name, each in value.items()}
 
 
 def text_settings(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -86,6 +97,8 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
     if weights is not None:
         local = config_of(checkpoint) if share is None else share.plan.local_config()
         architecture = AutoModelForCausalLM._model_mapping[type(local)]
+        if share is not None:
+            architecture = narrowed(architecture, share.plan)
         held = hold(weights, architecture, local, TORCH_DTYPES[dtype], share)
         source = {"pretrained_model_name_or_path": None, "config": local, "state_dict": weights}
     else:

@@ -228,5 +228,5 @@ def test_lightning_attention_and_ranks(checkpoint: Checkpoints, tmp_path: Path) 
         ModelError, match=r"layer_types .*: only full, sliding and indexed are supported, and the states"
     ):
         load_modules(make_checkpoint(tmp_path, "minimax", layer_types=kinds))
-    with pytest.raises(ModelError, match="--tensor-parallel-size 2: lfm2 cannot be split: the states"):
-        plan_of(Checkpoint.open(str(checkpoint("lfm2"))), 2)
+    with pytest.raises(ModelError, match="--tensor-parallel-size 2: olmo_hybrid cannot be split: the states"):
+        plan_of(Checkpoint.open(str(checkpoint("olmo_hybrid"))), 2)

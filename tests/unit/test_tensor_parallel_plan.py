@@ -118,3 +118,79 @@ def test_another_form_of_weight_is_cut_by_its_own_rule(tmp_path: Path, monkeypat
         found = read_all(tmp_path, transformers.LlamaConfig(**CONFIG), f"{LAYER}.self_attn.{name}", shape, 2)
         expected = [whole(shape)] * 2 if dim is None else whole(shape).chunk(2, dim)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+STATES: dict[str, Any] = {**CONFIG, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+DELTA: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 3,
+    "linear_value_head_dim": 5,
+}
+MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 4, "mamba_n_groups": 2, "mamba_d_state": 3}
+
+
+def test_a_key_head_goes_with_its_value_heads(tmp_path: Path) -> None:
+    """Of two key heads with two value heads each, the third of four ranks has the second, and the third value head."""
+    config = transformers.Qwen3NextConfig(**STATES, **DELTA)
+    config.layer_types = STATES["layer_types"]
+    # A key head has 26 rows: q and k of 3, two value heads of 5, their two gates.
+    for name, num_rows, rows in (
+        ("in_proj_qkvz.weight", 52, [*range(26, 32), *range(32, 37), *range(42, 47)]),
+        ("in_proj_ba.weight", 8, [4, 6]),
+        ("conv1d.weight", 32, [*range(3, 6), *range(9, 12), *range(22, 27)]),
+        ("dt_bias", 4, [2]),
+        ("A_log", 4, [2]),
+        ("norm.weight", 5, range(5)),
+    ):
+        shape = (num_rows,) if num_rows < 6 else (num_rows, 1, 4) if name == "conv1d.weight" else (num_rows, 16)
+        found = read_all(tmp_path, config, f"{LAYER}.linear_attn.{name}", shape, 4)[2]
+        assert torch.equal(found, whole(shape)[list(rows)]), name
+    found = read_all(tmp_path, config, f"{LAYER}.linear_attn.out_proj.weight", (16, 20), 4)[2]
+    assert torch.equal(found, whole((16, 20))[:, 10:15])
+
+
+def test_the_parts_of_mamba_are_cut_apart(tmp_path: Path) -> None:
+    """Gates, x and steps by heads; B and C of a group are those of two ranks of four."""
+    config = transformers.GraniteMoeHybridConfig(**STATES, **MAMBA)
+    x, b, c, steps = range(48, 56), range(67, 70), range(73, 76), (80, 81)  # 32 rows of gates, 32 of x, 6 of B, of C
+    shares = read_all(tmp_path, config, f"{LAYER}.mamba.in_proj.weight", (84, 16), 4)
+    assert torch.equal(shares[2], whole((84, 16))[[*range(16, 24), *x, *b, *c, *steps]])
+    shares = read_all(tmp_path, config, f"{LAYER}.mamba.conv1d.bias", (44,), 4)
+    assert shares[2].tolist() == [*range(16, 24), *range(35, 38), *range(41, 44)]
+    local = ParallelPlan(config, 4).local_config()
+    assert (local.mamba_n_heads, local.mamba_n_groups, int(local.mamba_expand * local.hidden_size)) == (2, 1, 8)
+    attention = read_all(tmp_path, config, "model.layers.1.self_attn.o_proj.weight", (16, 16), 4)[2]
+    assert torch.equal(attention, whole((16, 16))[:, 8:12])
+    experts = read_all(tmp_path, config, f"{LAYER}.block_sparse_moe.input_linear.weight", (2, 48, 16), 4)[2]
+    assert torch.equal(experts, whole((2, 48, 16))[:, [*range(12, 18), *range(36, 42)]])
+
+
+def test_channels_of_short_convolutions_are_cut_in_whole_heads_of_the_pool(tmp_path: Path) -> None:
+    sizes = {**STATES, "hidden_size": 64, "layer_types": ["conv", "full_attention"]}
+    config = transformers.Lfm2Config(**sizes, block_auto_adjust_ff_dim=True, block_multiple_of=8)
+    shares = read_all(tmp_path, config, f"{LAYER}.conv.in_proj.weight", (192, 64), 2)
+    assert torch.equal(shares[1], whole((192, 64))[[*range(32, 64), *range(96, 128), *range(160, 192)]])
+    local = ParallelPlan(config, 2).local_config()
+    assert (local.intermediate_size, local.block_auto_adjust_ff_dim) == (8, False)  # 24 * 2 / 3 are 16
+    with pytest.raises(ModelError, match="64 channels of convolutions cannot be split evenly in whole 16"):
+        ParallelPlan(config, 8)
+
+
+@pytest.mark.parametrize(
+    ("changes", "size", "message"),
+    [
+        ({"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_n_groups": 4}, 8, "4 heads of states cannot be split evenly"),
+        (
+            {"mamba_n_heads": 12, "mamba_n_groups": 3},
+            2,
+            "3 heads of conv_b in states can be neither split evenly over 2",
+        ),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(changes: dict[str, int], size: int, message: str) -> None:
+    sizes = {**MAMBA, **changes}
+    expand = sizes["mamba_n_heads"] * sizes["mamba_d_head"] // 16
+    config = transformers.GraniteMoeHybridConfig(**STATES, **sizes, mamba_expand=expand)
+    with pytest.raises(ModelError, match=f"--tensor-parallel-size {size}: {message}"):
+        ParallelPlan(config, size)

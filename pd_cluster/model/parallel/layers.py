@@ -1,4 +1,4 @@
-"""The parts of a rank's share of a model that differ from a whole one: embeddings of its vocabulary, and sums.
+"""The parts of a rank's share of a model that differ from a whole one: embeddings, norms over heads of all, and sums.
 
 Put into transformers' modules from outside; the fused model calls the same functions. Knows nothing of files.
 """
@@ -13,6 +13,8 @@ from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.parallel.plan import ParallelPlan
 
+MIXERS = ("self_attn", "linear_attn", "mamba", "conv", "mixer")  # the names of a layer's first halves
+SECOND_HALVES = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
 NORM_IN_MLP = "post_mlp_layernorm"  # A.X-K1's blocks of experts end with a norm, which must see the sum
 
 
@@ -46,6 +48,32 @@ class SpanningNorm(torch.nn.Module):
         return scaled.to(x.dtype)
 
 
+class SpanningGatedNorm(torch.nn.Module):
+    """Mamba-2's gated norm of groups of heads that are spread over several ranks; `weight` is this rank's.
+
+    The gate comes before the norm, or after it (Falcon-H1). `group_features`: those of a whole group.
+    """
+
+    def __init__(self, inner: Any, group_features: int, num_groups: int, group: Group) -> None:
+        super().__init__()
+        self.weight, self._eps = inner.weight, inner.variance_epsilon
+        self._gates_last = bool(getattr(inner, "norm_before_gate", False))
+        self._group_features, self._num_groups, self._group = group_features, num_groups, group
+
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """Takes and returns [..., num_features] of this rank, which are of one group."""
+        wide, gates = x.float(), torch.nn.functional.silu(gate.float())
+        if not self._gates_last:
+            wide = wide * gates
+        own = self._group.rank * self._num_groups // self._group.size
+        squares = wide.new_zeros(*wide.shape[:-1], self._num_groups)
+        squares[..., own] = wide.square().sum(-1)
+        mean = self._group.sum(squares)[..., own, None] / self._group_features
+        normed = wide * torch.rsqrt(mean + self._eps) * self.weight.float()
+        scaled: torch.Tensor = normed * gates if self._gates_last else normed
+        return scaled.to(x.dtype)
+
+
 class Share:
     """One rank's share of a model of transformers: the parts to install in it, and to remove again."""
 
@@ -65,12 +93,14 @@ class Share:
         """Makes the model, loaded with this rank's weights, compute its share and take part in the sums."""
         model.set_input_embeddings(self.embedding(model.get_input_embeddings()))
         for layer in model.base_model.layers:
-            self._span_norms(layer.self_attn)
-            self._hooks.append(layer.self_attn.register_forward_hook(self._add_up))
-            if (norm := getattr(layer.mlp, NORM_IN_MLP, None)) is None:
-                self._hooks.append(layer.mlp.register_forward_hook(self._add_up))
-            else:
-                self._hooks.append(norm.register_forward_pre_hook(self._add_up_before))
+            for name in (*MIXERS, *SECOND_HALVES):
+                if (half := getattr(layer, name, None)) is None:
+                    continue
+                self._span_norms(half)
+                if (norm := getattr(half, NORM_IN_MLP, None)) is None:
+                    self._hooks.append(half.register_forward_hook(self._add_up))
+                else:
+                    self._hooks.append(norm.register_forward_pre_hook(self._add_up_before))
 
     def remove(self, model: Any) -> None:
         """Restores the model for a caller that takes it apart and does the sums itself. Norms that span heads stay."""
@@ -87,10 +117,42 @@ class Share:
     def _add_up_before(self, module: torch.nn.Module, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
         return (self.group.sum(arguments[0]),)
 
-    def _span_norms(self, attention: Any) -> None:
-        plan = self.plan
+    def _span_norms(self, half: Any) -> None:
+        plan, states = self.plan, self.plan.states
         for name, num_heads in (("q_norm", plan.num_heads), ("k_norm", plan.num_kv_heads)):
-            if plan.norms_span_heads:
+            if plan.norms_span_heads and hasattr(half, name):
                 num_replicas = max(1, plan.size // num_heads)
-                norm = SpanningNorm(getattr(attention, name), num_heads * plan.head_dim, num_replicas, self.group)
-                setattr(attention, name, norm)
+                norm = SpanningNorm(getattr(half, name), num_heads * plan.head_dim, num_replicas, self.group)
+                setattr(half, name, norm)
+        if states is not None and 0 < states.num_norm_groups < plan.size and hasattr(half, "A_log"):
+            features = states.num_norm_features // states.num_norm_groups
+            half.norm = SpanningGatedNorm(half.norm, features, states.num_norm_groups, self.group)
+
+
+def narrowed(architecture: type[Any], plan: ParallelPlan) -> type[Any]:
+    """Returns transformers' class whose short convolutions have a rank's channels: they take theirs from hidden_size.
+
+    Other classes are returned as they are.
+    """
+    if plan.states is None or plan.states.module != "conv":
+        return architecture
+
+    def build(self: Any, config: Any, *rest: Any, **more: Any) -> None:
+        architecture.__init__(self, config, *rest, **more)
+        for layer in self.model.layers:
+            if (module := getattr(layer, "conv", None)) is not None:
+                _narrow(module, config.hidden_size, config.hidden_size // plan.size)
+        self.__class__ = architecture  # by which others know it
+
+    own = {"__init__": build, "__module__": architecture.__module__, "__qualname__": architecture.__qualname__}
+    return type(architecture.__name__, (architecture,), own)
+
+
+def _narrow(module: Any, hidden_size: int, num_channels: int) -> None:
+    """Builds the three parts of one of transformers' short convolutions again, with fewer channels."""
+    has_bias, kernel = bool(module.bias), module.conv.kernel_size[0]
+    module.in_proj = torch.nn.Linear(hidden_size, 3 * num_channels, bias=has_bias)
+    module.out_proj = torch.nn.Linear(num_channels, hidden_size, bias=has_bias)
+    module.conv = torch.nn.Conv1d(
+        num_channels, num_channels, kernel, groups=num_channels, bias=has_bias, padding=kernel - 1
+    )

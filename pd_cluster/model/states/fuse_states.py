@@ -10,13 +10,12 @@ import torch
 
 from pd_cluster.model.layer_maker import LayerMaker
 from pd_cluster.model.layers.fused_layer import LayerAttention
+from pd_cluster.model.parallel.layers import MIXERS, SpanningGatedNorm
 from pd_cluster.model.states.parts import MODULES, StateParts, convolution_of, parts_of, state_modules
 from pd_cluster.model.states.recurrent import GatedState, KimiDeltaState, RecurrentLayer, ShortConvState, SideBySide
 from pd_cluster.native import states
 from pd_cluster.native.recurrences import ConvHeads, Convolution, GatedDelta, GatedNorm, Mamba2
 from pd_cluster.native.states import StateKernel
-
-MIXERS = ("self_attn", "linear_attn", "mamba", "conv", "mixer")  # the names of a layer's first halves
 
 
 def mixers_of(layer: Any) -> Iterator[tuple[str, Any]]:
@@ -137,8 +136,10 @@ def _kimi_delta(module: Any, parts: StateParts, maker: LayerMaker) -> KimiDeltaS
 def _mamba2(module: Any, parts: StateParts, maker: LayerMaker) -> GatedState:
     assert parts.recurrent is not None
     num_heads, head_width, size = parts.recurrent
-    norm = GatedNorm("silu after")
-    if (own := getattr(module.norm, "weight", None)) is not None:
+    norm, spanning = GatedNorm("silu after"), None
+    if isinstance(module.norm, SpanningGatedNorm):
+        norm, spanning = GatedNorm(), module.norm
+    elif (own := getattr(module.norm, "weight", None)) is not None:
         is_after = getattr(module.norm, "norm_before_gate", False)
         norm = GatedNorm("silu after" if is_after else "silu before", own.detach(), module.norm.variance_epsilon)
     least, most = module.time_step_limit
@@ -156,6 +157,7 @@ def _mamba2(module: Any, parts: StateParts, maker: LayerMaker) -> GatedState:
         widths,
         float(getattr(module, "ssm_in_multiplier", 1.0)),
         None if multipliers is None else multipliers.detach().float().flatten()[order],
+        spanning,
     )
 
 

@@ -13,11 +13,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from pd_cluster.errors import ModelError
+from pd_cluster.model.parallel.state_heads import CHANNELS
 from pd_cluster.wire import Plane
 
 Recurrence = Literal["gated_delta", "kimi_delta", "mamba2", "short_conv"]
 STATE_PLANE = "state"
-CHANNELS = 16  # of a short convolution that are cut together, since it has no heads
 
 
 class ConvPart(NamedTuple):

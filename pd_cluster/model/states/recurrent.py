@@ -6,6 +6,7 @@ the states in their blocks. Also what such layers stand beside in some architect
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -39,7 +40,8 @@ class GatedState:
     """The gated delta rule by heads, or Mamba-2: one projection makes everything.
 
     `widths`: of its rows' parts, in order: what is convolved, the gate, decays (or Mamba-2's time steps), betas if
-    there are any. `input_multiplier` and `multipliers` [num_features] are of its input and of its rows.
+    there are any. `input_multiplier` and `multipliers` [num_features] are of its input and of its rows. `norm`: of what
+    the kernels return, and of the gate, where they do not norm it because other ranks have a part of it.
     """
 
     layer: RecurrentLayer
@@ -48,13 +50,16 @@ class GatedState:
     widths: tuple[int, ...]
     input_multiplier: float = 1.0
     multipliers: torch.Tensor | None = None
+    norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
     def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
         rows = self.projection(x if self.input_multiplier == 1.0 else x * self.input_multiplier)
         if self.multipliers is not None:
             rows = rows * self.multipliers
         convolved, gate, decays, *betas = torch.split(rows, list(self.widths), dim=1)
-        return self.layer.through(StateInputs(convolved, decays, betas[0] if betas else None, gate), batch)
+        inputs = StateInputs(convolved, decays, betas[0] if betas else None, gate)
+        out = self.layer.through(inputs, batch)
+        return out if self.norm is None else self.norm(out, gate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,9 +171,7 @@ class BlockRoom:
         return True
 
     def enters_with_moves(self, request: Request) -> bool:
-        """Whether it would load blocks from the host's cache, evict or copy some to there, or begin with a state."""
-        if self._holdings.states is not None:
-            return True
+        """Whether it would load blocks from the host's cache, or evict or copy some to there."""
         if self._blocks.tier is None:
             return False
         cached = self._holdings.find(request, request.num_tokens - 1).tables[0]

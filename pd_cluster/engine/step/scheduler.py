@@ -228,9 +228,12 @@ class StepScheduler:
 
         Follows the rules of `plan`. A sequence whose next token is being chosen computes that token; those in `leaving`
         end with it, so their places are free, but not yet their blocks. Returns None where the host must plan: a
-        sequence that is due may not go ahead, a block must be copied or swapped, there are too few blocks, or the first
-        that waits could enter only with blocks that are about to be free.
+        sequence that is due may not go ahead, a block must be copied or swapped, there are too few blocks, the first
+        that waits could enter only with blocks that are about to be free, or there are states, of which steps keep
+        some.
         """
+        if self._holdings.states is not None:
+            return None
         plan, budget, gone = StepPlan(), self.max_num_batched_tokens, {request.key for request in leaving}
         for request in sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r))):
             if request.key in gone:

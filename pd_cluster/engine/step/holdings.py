@@ -171,9 +171,9 @@ class Holdings:
                     log.stored(hashes[at], hashes[at - 1] if at else None, token_ids, request.order, first)
         request.num_hashed_blocks = num_blocks
 
-    def content_at(self, request: Request, num_blocks: int) -> bytes:
-        """Returns the hash of its first blocks of tokens, under which a state behind them is kept."""
-        return self._hashes(request, num_blocks)[-1]
+    def contents_to(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Returns the hashes of its first blocks of tokens; a state behind them is kept under the last one."""
+        return self._hashes(request, num_blocks)
 
     def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         assert self.prefix is not None

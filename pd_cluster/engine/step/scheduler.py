@@ -67,6 +67,7 @@ class StepScheduler:
         self._holdings = holdings = Holdings(self.groups, self.block_size, prefix, chunk)
         self._checkpoints = Checkpoints(holdings, keep_rule)
         self.num_blocks_for = holdings.num_blocks_for
+        self.known = self._checkpoints.reached or self.blocks  # contents that other requests can begin behind
         self._turns = Turns(most_adapters) if most_adapters else None
         self._keeps_pictures = keeps_pictures
         self.max_num_seqs = max_num_seqs
@@ -280,6 +281,11 @@ class StepScheduler:
         if request.num_computed_tokens // self.block_size > request.num_hashed_blocks:
             self._holdings.remember(request)
         self._holdings.let_pass(request)
+
+    def forget(self) -> None:
+        """Forgets every content, in all groups, so that nothing that was computed so far serves a later request."""
+        for each in self.groups:
+            each.blocks.forget()
 
     def can_land(self, request: Request, num_tokens: int) -> bool:
         """Whether a transfer may be credited. Requests that wait here come first, unless it has the higher priority.

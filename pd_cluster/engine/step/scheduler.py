@@ -320,14 +320,18 @@ class StepScheduler:
         """Counts sequences that take part in steps, or will once their KV has landed."""
         return self.places.num_taken
 
+    def held(self, group: GroupHoldings) -> list[list[int]]:
+        """Returns the blocks of a group by holder: requests, and a planned step that copies states to some."""
+        copies = [self._checkpoints.taken] if group.rule.is_state else []
+        return [*(group.held(request) for request in self.requests.values()), *copies]
+
     def check(self) -> None:
         """Checks that every block is free, cached or held by a counted request, and that lists and statuses agree.
 
         Raises AssertionError.
         """
         for each in self.groups:
-            copies = [self._checkpoints.taken] if each.rule.is_state else []
-            each.blocks.check([*(each.held(r) for r in self.requests.values()), *copies])
+            each.blocks.check(self.held(each))
             each.swap.check([r.swap_tables[each.at] for r in self.requests.values()])
         for status, members in ((Status.WAITING, self.waiting), (Status.RUNNING, self.running)):
             expected = {r.key for r in self.requests.values() if r.status is status}

@@ -76,9 +76,12 @@ class Reference:
             job.tables[at], job.swapped[at] = [], 0
         job.asked = 0
 
-    def passed(self, job: Job, group: ReferenceGroup) -> int:
-        """Counts the first blocks that neither the job's next token nor a later one sees."""
-        return 0 if job.leg == "prefill" else group.unseen(job.computed)
+    def passed(self, job: Job, group: ReferenceGroup, num_tokens: int | None = None) -> int:
+        """Counts the first blocks that no token from `num_tokens` on sees, as a rule the next one.
+
+        Of a prompt that is handed over, another instance's larger blocks may begin up to 255 tokens before.
+        """
+        return 0 if job.leg == "prefill" else group.unseen(job.computed if num_tokens is None else num_tokens)
 
     def slide(self, job: Job) -> None:
         for group, table in zip(self.groups, job.tables, strict=True):
@@ -99,7 +102,7 @@ class Reference:
         if group.is_state:
             kept = group.has(job.content(num_blocks * self.block_size))
             return None if kept is None else [kept]
-        first = group.unseen(num_blocks * self.block_size)
+        first = self.passed(job, group, num_blocks * self.block_size)
         seen = [group.has(job.content((at + 1) * self.block_size)) for at in range(first, num_blocks)]
         return [None] * first + seen if all(seen) else None
 

@@ -33,8 +33,8 @@ def _one_token_short(first_seen: Whatever) -> Whatever:
 
 
 def _without_a_state(longest: Whatever) -> Whatever:
-    return lambda self, hashes, most, step, groups: longest(
-        self, hashes, most, step, [each for each in groups if not each.rule.is_state]
+    return lambda self, request, most, step, groups: longest(
+        self, request, most, step, [each for each in groups if not each.rule.is_state]
     )
 
 

@@ -107,7 +107,7 @@ class StepScheduler:
         request.status = Status.LANDING
         self.room.num_tier_hit_tokens += len(in_tier) * self.block_size
         num_prompt, size = len(request.prompt_token_ids), self.block_size
-        first = [(self.room.num_before(each, num_prompt) + len(known)) * size for each, known in self.room.tokens(hit)]
+        first = [(each.num_before(request, num_prompt) + len(known)) * size for each, known in self.room.tokens(hit)]
         first[0] += len(in_tier) * size
         return first + [0] * (len(self.groups) - len(first))
 

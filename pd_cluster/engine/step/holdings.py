@@ -55,7 +55,7 @@ class Holdings:
     def find(self, request: Request, num_tokens: int) -> Hit:
         """Returns what is known of the beginning of its first `num_tokens` tokens.
 
-        Of a pooled prompt that is whole chunks, so that the rest is computed as it would be without them.
+        A pooled prompt's is whole chunks, so that the rest is computed as it would be without them.
         """
         if self.prefix is None or request.is_swapped or request.computes_all:
             return Hit(0, [[] for _ in self.groups])

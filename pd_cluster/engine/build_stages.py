@@ -38,7 +38,7 @@ def stages_of(
         engine = Engine(lambda: runner.tower, core.scheduler, limits_of(runner), legs.table)
         terms = replace(terms_of(config, runner.model_identity, runner.numerics), crossing=context.side.crossing)
         yield Encoders(engine, terms, context.post, context.report, context.clock, config.timeouts)
-    yield CacheNews(context.post, core.scheduler.blocks)
+    yield CacheNews(context.post, core.scheduler.known)
     if (events := config.kv_events) is not None and events.is_on:
         publisher = EventPublisher(events, config.credentials)
         yield KVEvents(core.scheduler.blocks, runner.pool.layout.block_size, publisher)

@@ -78,7 +78,7 @@ def _build_engine(
     stages = list(stages_of(config, core, runner, legs, context))
     is_host = not device.is_accelerator
     all_ranks = core.runner if isinstance(core.runner, LeadRunner) else runner
-    sleep = EngineSleep(all_ranks.sleep if is_host else None, core.scheduler.blocks.forget)
+    sleep = EngineSleep(all_ranks.sleep if is_host else None, core.scheduler.forget)
     state = Availability(WorkerDrain(config.timeouts.drain_timeout_s, context.clock), sleep)
     worker = Worker(core, legs, stages, state, context, Cores(is_host, runner.threads.rest))
     report = RankReport(

@@ -13,13 +13,14 @@ from pd_cluster.engine.handover.links import Post
 from pd_cluster.engine.stage import Stage
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import keys_of
+from pd_cluster.kv.reached import ReachedBlocks
 from pd_cluster.types import TIERS, Tier
 
 MAX_KEYS = 1 << 16  # in one message
 
 
 class CacheNews(Stage):
-    def __init__(self, post: Post, blocks: BlockPool) -> None:
+    def __init__(self, post: Post, blocks: BlockPool | ReachedBlocks) -> None:
         self._post = post
         self._blocks = blocks
         self._clients: set[str] = set()

@@ -139,9 +139,11 @@ def _of_lower_tiers(scheduler: StepScheduler) -> dict[str, Any]:
 
 
 def num_leaked_blocks(scheduler: StepScheduler) -> int:
-    """Returns a lower bound on the blocks held by no request: a block shared by several counts for each of them.
+    """Returns a lower bound on the blocks that nobody holds: a block shared by several counts for each of them.
+
+    Counts those of every group of layers.
 
     The bound is exact while there are no requests; `StepScheduler.check` finds the blocks, but looks at each one.
     """
-    named = sum(len(request.tables[0]) for request in scheduler.requests.values())
-    return max(0, scheduler.blocks.num_held - named)
+    named = ((each, sum(map(len, scheduler.held(each)))) for each in scheduler.groups)
+    return sum(max(0, each.blocks.num_held - num_named) for each, num_named in named)

@@ -187,7 +187,7 @@ class Worker:
             return
         self._next_tick_s = now_s + TICK_S
         self._outbox.tick()
-        changes = self.core.scheduler.blocks.changes()
+        changes = self.core.scheduler.known.changes()
         self.handover.tick()
         for stage in self._stages:
             stage.blocks_changed(changes)
@@ -237,7 +237,7 @@ class Worker:
             case wire.ResetCache(is_external):
                 for stage in self._stages:  # first: what a tier keeps is news again
                     stage.cache_reset(is_external)
-                self.core.scheduler.blocks.forget()
+                self.core.scheduler.forget()
             case wire.Release() | wire.Find() | wire.Attach():
                 self.legs.records.read(conn, body)
             case wire.Sleep(level):

@@ -98,7 +98,8 @@ class ModelRunner:
         self.max_model_len, self.max_num_batched_tokens = plan.max_model_len, plan.max_num_batched_tokens
         self.model_identity, self.tokenizer_file = plan.checkpoint.identity, plan.tokenizer_file
         self.eos_token_ids, self.vocab_size = plan.checkpoint.eos_token_ids, int(plan.checkpoint.config["vocab_size"])
-        self.goes_ahead, self.max_num_seqs = plan.goes_ahead, memory.max_num_seqs
+        self.goes_ahead = plan.goes_ahead and len(memory.pools) == 1  # the host plans which states are kept
+        self.max_num_seqs = memory.max_num_seqs
         self._further_sizes = sizes_of_blocks(memory.pools[1:])
         self.held, self.graphs = held, graphs
         self.window, self.numerics = proof

@@ -203,10 +203,9 @@ class LocalEngine:
             runner.threads.watch(spinning)
         context = HandoverContext(side_of(config, runner), self, _NoLanes(), self._inbox.put, config.timeouts)
         legs = legs_of(config, core, runner, context)
-        blocks = core.scheduler.blocks
-        stages = [adapters_of(config, runner, None, legs, context), CacheNews(self, blocks)]
+        stages = [adapters_of(config, runner, None, legs, context), CacheNews(self, core.scheduler.known)]
         drain = WorkerDrain(config.timeouts.drain_timeout_s, context.clock)
-        state = Availability(drain, EngineSleep(None, blocks.forget))
+        state = Availability(drain, EngineSleep(None, core.scheduler.forget))
         worker = Worker(core, legs, stages, state, context, Cores())
         self._adapters = dict(runner.held.named)
         self._inbox.put(ConnOpened(NAME, "scheduler@0", "scheduler"))

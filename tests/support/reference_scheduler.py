@@ -1,21 +1,17 @@
-"""A slow and obvious reference for the scheduler's rules: blocks are objects, contents are tuples, lists are scanned.
+"""A slow and obvious reference for the scheduler's rules, over groups of layers. See reference_groups.py.
 
 Shares no code with the real one; a test compares both after every step.
 """
 
 from __future__ import annotations
 
-import itertools
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_ticks = itertools.count()
+from tests.support.reference_groups import Block, Content, Mode, ReferenceGroup
 
-
-@dataclass(eq=False)
-class Block:
-    holders: int = 0
-    content: tuple[object, ...] | None = None  # (salt, all tokens up to its end) when known and full
-    dropped_at: int = 0
+Table = list[Block | None]  # None: released when the window had passed it, or never taken
 
 
 @dataclass(eq=False)
@@ -31,133 +27,105 @@ class Job:
     num_sequences: int = 1  # in the whole request
     status: str = "waiting"
     computed: int = 0
-    blocks: list[Block | None] = field(default_factory=list)  # None: released when the window had passed it
-    swapped: int = 0
+    tables: list[Table] = field(default_factory=list)  # by group
+    swapped: list[int] = field(default_factory=list)
     asked: int = 0  # blocks offered to the cache; one with content already cached is not offered again
+    parting: int = 0  # tokens that others' blocks know, where no state was kept when it entered
+    rolling: Content | None = None  # under which its state is kept while it generates
 
     @property
     def behind(self) -> int:
         return len(self.tokens) - self.computed
 
+    def content(self, num_tokens: int) -> Content:
+        return (self.salt, *self.tokens[:num_tokens])
+
+
+@dataclass
+class ReferencePlan:
+    chunks: dict[str, int] = field(default_factory=dict)
+    admitted: list[str] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+    moves: Counter[tuple[str, int]] = field(default_factory=Counter)  # (kind, group)
+    keeps: list[tuple[Job, int, Block]] = field(default_factory=list)
+
 
 class Reference:
     def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        max_seqs: int,
-        budget: int,
-        caches: bool,
-        num_swap_blocks: int,
-        window: int | None,
+        self, groups: Sequence[ReferenceGroup], max_seqs: int, budget: int, caches: bool, mode: Mode, interval: int
     ) -> None:
-        self.pool = [Block() for _ in range(num_blocks)]
-        self.block_size = block_size
+        self.groups = groups
+        self.block_size = groups[0].block_size
         self.max_seqs = max_seqs
         self.budget = budget
         self.caches = caches
-        self.swap_room = num_swap_blocks
-        self.window = window
+        self.mode, self.interval = mode, interval
         self.jobs: dict[str, Job] = {}
+
+    def add(self, job: Job) -> None:
+        job.tables, job.swapped = [[] for _ in self.groups], [0 for _ in self.groups]
+        self.jobs[job.key] = job
 
     # ---- blocks
 
-    def free(self) -> list[Block]:
-        return [b for b in self.pool if not b.holders and b.content is None]
-
-    def cached(self) -> list[Block]:
-        return sorted((b for b in self.pool if not b.holders and b.content is not None), key=lambda b: b.dropped_at)
-
-    def held(self) -> list[Block]:
-        return [b for b in self.pool if b.holders]
-
-    def take(self, count: int) -> list[Block]:
-        taken = (self.free() + self.cached())[:count]
-        assert len(taken) == count
-        for block in taken:
-            block.holders, block.content = 1, None
-        return taken
-
     def let_go(self, job: Job) -> None:
-        for block in reversed(job.blocks):
-            self.drop(block)
-        job.blocks, job.asked = [], 0
-        self.swap_room += job.swapped
-        job.swapped = 0
+        for at, group in enumerate(self.groups):
+            for block in reversed(job.tables[at]):
+                group.drop(block)
+            group.swap_room += job.swapped[at]
+            job.tables[at], job.swapped[at] = [], 0
+        job.asked = 0
 
-    def drop(self, block: Block | None) -> None:
-        if block is not None:
-            block.holders -= 1
-            block.dropped_at = next(_ticks)
+    def passed(self, job: Job, group: ReferenceGroup, num_tokens: int | None = None) -> int:
+        """Counts the first blocks that no token from `num_tokens` on sees, as a rule the next one.
 
-    def is_passed(self, job: Job, at: int) -> bool:
-        """Returns whether neither the job's next token nor a later one sees its block `at`."""
-        if self.window is None or job.leg == "prefill":
-            return False
-        return all(position <= job.computed - self.window for position in self.positions(at))
-
-    def passed(self, job: Job) -> list[Block | None]:
-        return [None for at in range(self.need(job.computed)) if self.is_passed(job, at)]
-
-    def positions(self, at: int) -> range:
-        return range(at * self.block_size, (at + 1) * self.block_size)
+        Of a prompt that is handed over, another instance's larger blocks may begin up to 255 tokens before.
+        """
+        return 0 if job.leg == "prefill" else group.unseen(job.computed if num_tokens is None else num_tokens)
 
     def slide(self, job: Job) -> None:
-        for at in reversed(range(len(job.blocks))):
-            if self.is_passed(job, at):
-                self.drop(job.blocks[at])
-                job.blocks[at] = None
-
-    def need(self, num_tokens: int) -> int:
-        return (num_tokens + self.block_size - 1) // self.block_size
+        for group, table in zip(self.groups, job.tables, strict=True):
+            for at in reversed(range(self.passed(job, group))):
+                group.drop(table[at])
+                table[at] = None
 
     def remember(self, job: Job) -> None:
-        if not self.caches:
-            return
         full = job.computed // self.block_size
-        for at in range(job.asked, full):
-            content = (job.salt, *job.tokens[: (at + 1) * self.block_size])
-            block = job.blocks[at]
-            if block is not None and block.content is None and not any(b.content == content for b in self.pool):
-                block.content = content
+        for group, table in zip(self.groups, job.tables, strict=True):
+            if self.caches and not group.is_state:
+                for at in range(job.asked, full):
+                    group.is_known_as(table[at], job.content((at + 1) * self.block_size))
         job.asked = max(job.asked, full)
 
-    def match(self, job: Job, at: int) -> Block | None:
-        content = (job.salt, *job.tokens[: (at + 1) * self.block_size])
-        return next((b for b in self.pool if self.caches and b.content == content), None)
+    def found(self, job: Job, group: ReferenceGroup, num_blocks: int) -> Table | None:
+        """Returns a table of the first blocks if all that is seen from behind them is cached."""
+        if group.is_state:
+            kept = group.has(job.content(num_blocks * self.block_size))
+            return None if kept is None else [kept]
+        first = self.passed(job, group, num_blocks * self.block_size)
+        seen = [group.has(job.content((at + 1) * self.block_size)) for at in range(first, num_blocks)]
+        return [None] * first + seen if all(seen) else None
 
-    def unseen(self, num_tokens: int) -> int:
-        """Returns how many first blocks none of the tokens from `num_tokens` on sees."""
-        if self.window is None:
-            return 0
-        return sum(
-            all(position <= num_tokens - self.window for position in self.positions(at))
-            for at in range(self.need(num_tokens))
-        )
+    def known(self, job: Job) -> tuple[int, int, list[Table]]:
+        """Returns the longest beginning that can be taken over, in blocks, and that without regard to states."""
+        num_known = 0
+        for num_blocks in range((len(job.tokens) - 1) // self.block_size, 0, -1):
+            tables = [self.found(job, group, num_blocks) for group in self.groups]
+            if self.caches and all(t is not None or g.is_state for g, t in zip(self.groups, tables, strict=True)):
+                num_known = num_known or num_blocks
+                if all(t is not None for t in tables):
+                    return num_blocks, num_known, [t for t in tables if t is not None]
+        return 0, num_known, [[] for _ in self.groups]
 
-    def known(self, job: Job, num_tokens: int) -> list[Block | None]:
-        """Returns the blocks of the longest beginning of which all that is seen from behind it is cached."""
-        for num_blocks in range(num_tokens // self.block_size, 0, -1):
-            first = self.unseen(num_blocks * self.block_size)
-            found = [self.match(job, at) for at in range(first, num_blocks)]
-            if self.caches and all(found):
-                return [None] * first + found
-        return []
-
-    def landing(self, job: Job) -> list[Block | None]:
+    def landing(self, job: Job, group: ReferenceGroup) -> Table:
         """Returns the blocks before those that must land: unseen ones, and cached ones behind these."""
-        found: list[Block | None] = [None] * self.unseen(job.prompt)
-        while len(found) < job.prompt // self.block_size and (block := self.match(job, len(found))) is not None:
+        found: Table = [None] * group.unseen(job.prompt)
+        while self.caches and not group.is_state and len(found) < job.prompt // self.block_size:
+            block = group.has(job.content((len(found) + 1) * self.block_size))
+            if block is None:
+                break
             found.append(block)
         return found
-
-    def num_idle(self, blocks: list[Block | None]) -> int:
-        return sum(1 for b in blocks if b is not None and not b.holders)
-
-    def share(self, blocks: list[Block | None]) -> None:
-        for block in blocks:
-            if block is not None:
-                block.holders += 1
 
     # ---- the rules
 
@@ -177,94 +145,160 @@ class Reference:
     def further(self) -> int:
         return sum(1 for j in self.jobs.values() if j.status in ("running", "landing") and j.order[-1])
 
-    def room(self) -> int:
-        return len(self.free()) + len(self.cached())
+    def reserve(self, group: ReferenceGroup) -> int:
+        return 0 if group.is_state else len(self.of("running"))
 
     def can_land(self, job: Job, num_tokens: int) -> bool:
-        shared, unseen = self.landing(job), self.unseen(job.prompt)
         slots = min(job.num_sequences, self.max_seqs - self.seqs())
-        wanted = min(self.need(num_tokens) - unseen + slots - 1, len(self.pool)) - (len(shared) - unseen)
-        fits = wanted + len(self.of("running")) <= self.room() - self.num_idle(shared)
+        fits = True
+        for group in self.groups:
+            shared, unseen = self.landing(job, group), group.unseen(job.prompt)
+            wanted = min(group.need(num_tokens) - unseen + slots - 1, group.num_blocks) - (len(shared) - unseen)
+            fits = fits and wanted + self.reserve(group) <= group.room_beside(shared)
         begins = self.seqs() - self.further() < self.kept() or self.further() >= self.most_further()
         before = [j for j in self.of("waiting") if not (begins and j.order[-1])]
         is_first = all(job.order[0] < other.order[0] for other in before[:1])
         return is_first and self.seqs() < self.max_seqs and fits
 
-    def land(self, job: Job, num_tokens: int) -> int:
-        shared = self.landing(job)
-        self.share(shared)
-        job.blocks = shared + self.take(self.need(num_tokens) - len(shared))
-        job.asked, job.status = len(shared), "landing"
-        self.jobs[job.key] = job
-        return len(shared) * self.block_size
+    def land(self, job: Job, num_tokens: int) -> list[int]:
+        self.add(job)
+        job.status = "landing"
+        firsts = []
+        for at, group in enumerate(self.groups):
+            shared = self.landing(job, group)
+            group.share(shared)
+            job.tables[at] = shared + group.take(group.need(num_tokens) - len(shared))
+            firsts.append(len(shared) * self.block_size)
+        return firsts
 
-    def plan(self) -> tuple[list[tuple[str, int]], list[str], list[str]]:
-        """Returns (chunks, admitted, preempted), by key."""
-        chunks: dict[str, int] = {}
-        admitted: list[str] = []
-        preempted: list[str] = []
+    def plan(self) -> ReferencePlan:
+        plan = ReferencePlan()
         for job in sorted(self.of("running"), key=lambda j: (j.behind > 1, j.order)):
-            left = self.budget - sum(chunks.values())
-            if left and job.status == "running" and self.grow(job, min(left, job.behind), chunks, preempted):
-                chunks[job.key] = min(left, job.behind)
-        while not preempted and sum(chunks.values()) < self.budget:
+            left = self.budget - sum(plan.chunks.values())
+            if left and job.status == "running" and self.grow(job, min(left, job.behind), plan):
+                plan.chunks[job.key] = min(left, job.behind)
+        while not plan.preempted and sum(plan.chunks.values()) < self.budget:
             is_full = self.further() >= self.most_further()
             able = [j for j in self.of("waiting") if not (is_full and j.order[-1])]
             if not able:
                 break
             job = able[0]
-            if self.seqs() >= self.max_seqs or not self.enter(job):
+            if self.seqs() >= self.max_seqs or not self.enter(job, plan):
                 break
-            admitted.append(job.key)
-            chunks[job.key] = min(job.behind, self.budget - sum(chunks.values()))
-        return list(chunks.items()), admitted, preempted
+            plan.admitted.append(job.key)
+            plan.chunks[job.key] = min(job.behind, self.budget - sum(plan.chunks.values()))
+        self.plan_keeps(plan)
+        return plan
 
-    def enter(self, job: Job) -> bool:
-        shared = self.passed(job) if job.swapped else self.known(job, len(job.tokens) - 1)
-        most, start = len(job.tokens), job.computed if job.swapped else len(shared) * self.block_size
-        if self.window is not None and job.leg != "prefill":
-            most = min(most, start + self.budget)
-        missing = self.need(most) - len(shared)
-        if missing + len(self.of("running")) > self.room() - self.num_idle(shared):
-            return False
-        self.share(shared)
-        job.blocks = shared + self.take(missing)
-        if job.swapped:
-            job.asked = len(shared)
-        else:
-            job.computed, job.asked = len(shared) * self.block_size, len(shared)
-        self.swap_room += job.swapped
-        job.swapped, job.status = 0, "running"
+    def enter(self, job: Job, plan: ReferencePlan) -> bool:
+        is_swapped = any(job.swapped)
+        num_blocks, num_known, shared = (0, 0, [[] for _ in self.groups]) if is_swapped else self.known(job)
+        start = job.computed if is_swapped else num_blocks * self.block_size
+        missing = []
+        for at, group in enumerate(self.groups):
+            most = len(job.tokens)
+            if group.window is not None and job.leg != "prefill":
+                most = min(most, start + self.budget)
+            if is_swapped:
+                shared[at] = [None] * self.passed(job, group)
+            missing.append(1 if group.is_state else group.need(most) - len(shared[at]))
+            if missing[at] + self.reserve(group) > group.room_beside(shared[at]):
+                return False
+        for at, group in enumerate(self.groups):
+            group.share(shared[at])
+            taken = group.take(missing[at])
+            job.tables[at] = taken if group.is_state else shared[at] + taken
+            if group.is_state and not is_swapped:
+                plan.moves["copy" if shared[at] else "clear", at] += 1
+                for block in shared[at]:
+                    group.drop(block)
+            plan.moves["in", at] += job.swapped[at]
+            group.swap_room += job.swapped[at]
+            job.swapped[at] = 0
+        job.computed, job.asked, job.status = start, 0, "running"
+        if num_known > num_blocks:
+            job.parting = num_known * self.block_size
         return True
 
-    def grow(self, job: Job, num_tokens: int, chunks: dict[str, int], preempted: list[str]) -> bool:
+    def lacks(self, job: Job, num_tokens: int) -> list[tuple[int, int | None]]:
+        """Returns of each group how many blocks it lacks, and which one it holds with others and would write."""
+        found = []
+        for group, table in zip(self.groups, job.tables, strict=True):
+            at = 0 if group.is_state else job.computed // self.block_size
+            current = table[at] if at < len(table) else None
+            missing = max(0, group.need(job.computed + num_tokens) - len(table))
+            found.append((missing, at if current is not None and current.holders > 1 else None))
+        return found
+
+    def grow(self, job: Job, num_tokens: int, plan: ReferencePlan) -> bool:
         while True:
-            at = job.computed // self.block_size
-            current = job.blocks[at] if at < len(job.blocks) else None
-            copy = current is not None and current.holders > 1
-            missing = max(0, self.need(job.computed + num_tokens) - len(job.blocks))
-            if missing + copy <= self.room():
+            lacks = self.lacks(job, num_tokens)
+            pairs = list(zip(self.groups, lacks, strict=True))
+            if all(missing + (copied is not None) <= group.room() for group, (missing, copied) in pairs):
                 break
             younger = [j for j in self.of("running") if j.order > job.order and j.leg != "prefill"]
             if not younger:
                 return False
-            victim = younger[-1]
-            chunks.pop(victim.key, None)
-            preempted.append(victim.key)
-            num_blocks = self.need(victim.computed) - len(self.passed(victim))
-            self.let_go(victim)
-            victim.status = "waiting"
-            if 0 < num_blocks <= self.swap_room:
-                victim.swapped = num_blocks
-                self.swap_room -= num_blocks
-            else:
-                victim.computed = 0
-        if copy and current is not None:
-            (own,) = self.take(1)
-            current.holders -= 1
-            job.blocks[at] = own
-        job.blocks += self.take(missing)
+            self.preempt(younger[-1], plan)
+        for number, (group, (missing, copied)) in enumerate(pairs):
+            table = job.tables[number]
+            if copied is not None:
+                (own,) = group.take(1)
+                group.drop(table[copied])
+                table[copied] = own
+                plan.moves["copy", number] += 1
+            table += group.take(missing)
         return True
+
+    def preempt(self, victim: Job, plan: ReferencePlan) -> None:
+        plan.chunks.pop(victim.key, None)
+        plan.preempted.append(victim.key)
+        wanted = [g.need(victim.computed) - self.passed(victim, g) if victim.computed else 0 for g in self.groups]
+        self.let_go(victim)
+        victim.status = "waiting"
+        fits = all(count <= group.swap_room for count, group in zip(wanted, self.groups, strict=True))
+        if not fits or not any(wanted):
+            victim.computed = 0
+            return
+        victim.swapped = wanted
+        for at, group in enumerate(self.groups):
+            group.swap_room -= wanted[at]
+            plan.moves["out", at] += wanted[at]
+
+    # ---- states that are kept
+
+    def is_point(self, job: Job, at: int, stop: int) -> bool:
+        """Returns whether the state behind `at` tokens is kept when they are computed up to `stop`."""
+        size, later = self.block_size, range(at + 1, stop + 1)
+        if at % size or self.mode == "none":
+            return False
+        if self.mode == "all":
+            return True
+        if at > job.prompt:
+            return not any(other % size == 0 for other in later)
+        is_last = at < job.prompt and not any(other % size == 0 for other in range(at + 1, job.prompt))
+        return is_last or at == job.parting or at % self.interval == 0
+
+    def plan_keeps(self, plan: ReferencePlan) -> None:
+        for group in self.groups:
+            for key, num_tokens in plan.chunks.items() if group.is_state and self.caches else ():
+                job = self.jobs[key]
+                stop = job.computed + num_tokens
+                for at in (at for at in range(job.computed + 1, stop + 1) if self.is_point(job, at, stop)):
+                    if group.has(job.content(at)) is None and group.room():
+                        plan.keeps.append((job, at, *group.take(1)))
+
+    def keep(self, plan: ReferencePlan) -> None:
+        for job, at, block in plan.keeps:
+            group, content = self.groups[-1], job.content(at)
+            if job.key in plan.chunks:
+                group.is_known_as(block, content)
+                if at > job.prompt and self.mode != "all":
+                    before = group.has(job.rolling) if job.rolling is not None else None
+                    if before is not None:
+                        before.content = None
+                    job.rolling = content
+            group.drop(block)
 
     def finish(self, job: Job) -> None:
         self.let_go(job)
@@ -274,13 +308,11 @@ class Reference:
         key = f"{job.key}/{index}"
         order = (*job.order[:-1], index)
         child = Job(key, order, list(job.tokens), job.prompt, job.salt, job.leg)
-        if self.seqs() >= self.max_seqs or self.further() >= self.most_further():
-            self.jobs[key] = child
-            return child
-        child.status, child.computed, child.asked = "running", job.computed, job.asked
-        child.blocks = job.blocks[: self.need(job.computed)]
-        for block in child.blocks:
-            if block is not None:
-                block.holders += 1
-        self.jobs[key] = child
+        runs = self.seqs() < self.max_seqs and self.further() < self.most_further()
+        self.add(child)
+        if runs:
+            child.status, child.computed, child.asked = "running", job.computed, job.asked
+            child.tables = [t[: g.need(job.computed)] for g, t in zip(self.groups, job.tables, strict=True)]
+            for group, table in zip(self.groups, child.tables, strict=True):
+                group.share(table)
         return child

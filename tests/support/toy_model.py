@@ -1,6 +1,6 @@
-"""A model whose logits are a hash of all tokens found in its KV memory: wrong memory gives other tokens.
+"""A model whose logits are a hash of all tokens before, and which asserts that its memory holds just these.
 
-Memory is modelled as the meaning of each block's last written token: all tokens up to it, with the request's salt.
+Memory is modelled by groups of layers; see toy_memory.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import numpy as np
 import torch
 
 from pd_cluster.devices.device import CPU
+from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.plan import Move, StateCopy
+from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.model.batch import Encoded, RunnerOutput
 from pd_cluster.model.sampling.on_device import choose, tell
 from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
@@ -21,6 +23,7 @@ from pd_cluster.model.step_input import NO_DRAFTS, Drafts
 from pd_cluster.types import Logprobs, Order, Request, Sampling
 from tests.support.reference_beams import search_everything
 from tests.support.reference_sampler import adjusted, reference
+from tests.support.toy_memory import ToyMemory
 
 VOCAB_SIZE = 40
 HIDDEN_SIZE = 8
@@ -45,20 +48,24 @@ class ToyRunner:
     vocab_size = VOCAB_SIZE
     encoded = Encoded()
 
-    def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0, window: int | None = None) -> None:
-        self.block_size = block_size
-        self.window = window
+    def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0) -> None:
+        """Has one group, of layers that see all tokens; see `over`."""
         self.goes_ahead = False  # whether steps run without the host's knowledge
-        self.memory: list[tuple[int, ...] | None] = [None] * (num_blocks + 1)  # one extra for padding
-        self.host: list[tuple[int, ...] | None] = [None] * num_swap_blocks
-        self.num_moves = {"copy": 0, "out": 0, "in": 0}
+        self.memories = _memories([LayerGroup(BlockPool(num_blocks), swap=BlockPool(num_swap_blocks))], block_size)
+        self.num_moves = {"copy": 0, "out": 0, "in": 0, "clear": 0}
+        self.num_kept = 0  # copies of states in the middle of a step or at its end
+
+    @classmethod
+    def over(cls, groups: Sequence[LayerGroup], block_size: int) -> ToyRunner:
+        """Returns one with the memory of these groups, and of the first one's tier."""
+        runner = cls(0, block_size)
+        runner.memories = _memories(groups, block_size)
+        return runner
 
     def move(self, moves: Sequence[Move]) -> None:
-        for kind, source, target, _ in moves:
+        for kind, source, target, group in moves:
             self.num_moves[kind] += 1
-            read = self.host if kind == "in" else self.memory
-            write = self.host if kind == "out" else self.memory
-            write[target] = read[source]
+            self.memories[group].move(kind, source, target)
 
     def forward(
         self,
@@ -67,12 +74,15 @@ class ToyRunner:
         drafts: Drafts = NO_DRAFTS,
         keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
+        assert not (drafts and any(each.rule.is_state for each in self.memories))
         for request, num_tokens in chunks:
-            self._read(request, tuple(request.token_ids(0, request.num_computed_tokens)))
             known = [*request.token_ids(0, request.num_tokens), *drafts.get(request, ())]
             stop = request.num_computed_tokens + num_tokens + len(drafts.get(request, ()))
-            for position in range(request.num_computed_tokens, stop):
-                self.memory[request.tables[0][position // self.block_size]] = tuple(known[: position + 1])
+            self._compute(
+                request, known[:stop], [(each.num_tokens, each.block) for each in keeps if each[0] is request]
+            )
+        assert {keep.request for keep in keeps} <= {request for request, _ in chunks}
+        self.num_kept += len(keeps)
         rows, states = [], []
         for request, num_tokens in chunks:
             stop = request.num_computed_tokens + num_tokens
@@ -107,13 +117,10 @@ class ToyRunner:
             for i, token_id in zip(at, last, strict=True):
                 known[i].append(token_id)
                 unknown[i] = True
-        for (request, _), tokens in zip(chunks, known, strict=True):
-            self._read(request, tuple(tokens[: request.num_computed_tokens]))
         for (request, num_tokens), tokens in zip(chunks, known, strict=True):
-            start = request.num_computed_tokens
-            assert start + num_tokens <= len(tokens)
-            for position in range(start, start + num_tokens):
-                self.memory[request.tables[0][position // self.block_size]] = tuple(tokens[: position + 1])
+            stop = request.num_computed_tokens + num_tokens
+            assert stop <= len(tokens)
+            self._compute(request, tokens[:stop])
         if on_layer is not None:
             on_layer(1)
         ready = [i for i, (r, n) in enumerate(chunks) if r.num_computed_tokens + n == len(known[i])]
@@ -125,15 +132,19 @@ class ToyRunner:
         token_ids = choose(logits, requests, last_ids if any(is_ahead) else None, EOS, CPU, is_ahead)
         return DeviceTokens(token_ids, CPU, tell(logits, token_ids, requests, CPU))
 
-    def _read(self, request: Request, tokens: tuple[int, ...]) -> None:
-        least = 0 if self.window is None else max(0, len(tokens) - self.window + 1)  # first token still seen
-        stops = range(self.block_size, len(tokens) + self.block_size, self.block_size)
-        expected = [tokens[: min(stop, len(tokens))] for stop in stops if stop > least]
-        seen = slice(least // self.block_size, len(stops))
-        found = [self.memory[block] for block in request.tables[0][seen]]
-        if found and found[-1] is not None:
-            found[-1] = found[-1][: len(expected[-1])]  # what drafts left behind it is overwritten
-        assert found == expected, f"{request.key} reads foreign KV: {found} instead of {expected}"
+    def _compute(self, request: Request, tokens: list[int], keeps: Sequence[tuple[int, int]] = ()) -> None:
+        """Reads what is computed of these tokens, and computes the others."""
+        for each in self.memories:
+            each.read(request, tuple(tokens[: request.num_computed_tokens]))
+            each.write(request, tokens, request.num_computed_tokens, keeps)
+
+
+def _memories(groups: Sequence[LayerGroup], block_size: int) -> list[ToyMemory]:
+    sizes = [(each.blocks.num_blocks, each.swap.num_blocks, each.blocks.tier) for each in groups]
+    return [
+        ToyMemory(at, num_blocks, block_size, num_swapped + (0 if tier is None else tier.num_slots), groups[at].rule)
+        for at, (num_blocks, num_swapped, tier) in enumerate(sizes)
+    ]
 
 
 def generate_alone(prompt: list[int], sampling: Sampling) -> list[list[int]]:

@@ -119,9 +119,9 @@ class World:
             is_prefill=False, growth_tokens=EngineConfig(model="").growth_tokens, vocab_size=VOCAB_SIZE
         )
         legs = Legs.of(context, core, EngineLimits(VOCAB_SIZE, 40, RopeLimit()), terms)
-        sleep = EngineSleep(go_to_level, scheduler.blocks.forget)
+        sleep = EngineSleep(go_to_level, scheduler.forget)
         state = Availability(WorkerDrain(drain_timeout_s, clock), sleep)
-        self.stages = [*stages_of(scheduler, legs, clock), CacheNews(self.post, scheduler.blocks)]
+        self.stages = [*stages_of(scheduler, legs, clock), CacheNews(self.post, scheduler.known)]
         self.worker = Worker(core, legs, self.stages, state, context, Cores(shares_cores))
         self.loop = Loop(self.inbox, self.worker)
         self.inbox.put(ConnOpened(CONN, "scheduler@1", "scheduler"))

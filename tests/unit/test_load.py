@@ -15,6 +15,7 @@ from pd_cluster.engine.load import num_leaked_blocks
 from pd_cluster.engine.step.group import LayerGroup
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.rule import STATE, within
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import Leg, Order, Request, Sampling, TokenOutput
 
@@ -40,6 +41,18 @@ def test_blocks_that_no_request_holds_are_told() -> None:
         scheduler._holdings.give_back(each)
         del scheduler.requests[each.key]
     assert num_leaked_blocks(scheduler) == 3
+
+
+def test_leaked_blocks_of_all_groups_are_told() -> None:
+    """Places of blocks that a window has passed hold nothing."""
+    groups = [LayerGroup(BlockPool(16)), LayerGroup(BlockPool(16), within(4)), LayerGroup(BlockPool(4), STATE)]
+    scheduler = StepScheduler(groups, StepSizes(4, 4, 64))
+    scheduler.add(request_of("hybrid"))
+    scheduler.computed(scheduler.plan())
+    assert ([each.blocks.num_held for each in groups], num_leaked_blocks(scheduler)) == ([2, 1, 1], 0)
+    for at, each in enumerate(groups):
+        each.blocks.take(1)
+        assert num_leaked_blocks(scheduler) == at + 1
 
 
 class Exporting:

@@ -7,16 +7,25 @@ from collections import Counter
 
 import pytest
 
+from pd_cluster.engine.step.checkpoints import KeepRule
 from pd_cluster.engine.step.group import LayerGroup
+from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
-from pd_cluster.kv.rule import within
+from pd_cluster.kv.rule import STATE, Rule, within
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Order, Request, Sampling, Status, TokenOutput
-from tests.support.reference_scheduler import Job, Reference
+from tests.support.reference_groups import ReferenceGroup
+from tests.support.reference_scheduler import Job, Reference, ReferencePlan
 
 LONGEST = 36
+KINDS = ("all", "window", "all window", "all state", "window state", "all window state")  # groups of layers
+
+
+def random_rules(rng: random.Random, kind: str) -> list[Rule]:
+    rules = {"all": within(None), "window": within(rng.choice([1, 3, 8, 17])), "state": STATE}
+    return [rules[name] for name in kind.split()]
 
 
 class Both:
@@ -25,16 +34,22 @@ class Both:
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         block_size = rng.choice([1, 2, 4, 7])
-        num_blocks = -(-LONGEST // block_size) + rng.randrange(0, 14)
         max_seqs, budget = rng.randrange(1, 9), rng.randrange(1, 25)
-        caches, num_swap_blocks = rng.random() < 0.8, rng.choice([0, 5, 30])
-        window = rng.choice([None, 1, 3, 8, 17])
-        self.real = StepScheduler(
-            [LayerGroup(BlockPool(num_blocks), within(window), BlockPool(num_swap_blocks))],
-            StepSizes(block_size, max_seqs, budget),
-            PrefixScope("model", Numerics()) if caches else None,
+        caches, keep_rule = (
+            rng.random() < 0.8,
+            KeepRule(rng.choice(["none", "align", "align", "all"]), rng.randrange(2, 20)),
         )
-        self.reference = Reference(num_blocks, block_size, max_seqs, budget, caches, num_swap_blocks, window)
+        groups, references = [], []
+        for rule in random_rules(rng, rng.choice(KINDS)):
+            least = 1 if rule.is_state else -(-LONGEST // block_size)
+            num_blocks, num_swap_blocks = least + rng.randrange(0, 14), rng.choice([0, 5, 30])
+            groups.append(LayerGroup(BlockPool(num_blocks), rule, BlockPool(num_swap_blocks)))
+            references.append(
+                ReferenceGroup(num_blocks, block_size, num_swap_blocks, rule.window or None, rule.is_state)
+            )
+        prefix = PrefixScope("model", Numerics()) if caches else None
+        self.real = StepScheduler(groups, StepSizes(block_size, max_seqs, budget), prefix, keep_rule)
+        self.reference = Reference(references, max_seqs, budget, caches, *keep_rule)
         self.count = 0
         self.now_s = 0.0
         self.landing: list[Request] = []
@@ -53,6 +68,7 @@ class Both:
             self.compare()
             if self.count == num_requests and not self.real.requests:
                 assert not self.reference.jobs
+                assert not any(each.blocks.num_held + each.swap.num_held for each in self.real.groups)
                 return
         raise AssertionError("somebody starves")
 
@@ -74,13 +90,13 @@ class Both:
             can = self.real.can_land(request, num_tokens)
             assert can == self.reference.can_land(job, num_tokens)
             if can:
-                first_token = self.real.land(request, num_tokens)
-                assert first_token == [self.reference.land(job, num_tokens)]
-                self.seen["landed on cached blocks"] += first_token[0] > 0
+                first_tokens = self.real.land(request, num_tokens)
+                assert first_tokens == self.reference.land(job, num_tokens)
+                self.seen["landed on cached blocks"] += max(first_tokens) > 0
                 self.landing.append(request)
             return
         self.real.add(request)
-        self.reference.jobs[job.key] = job
+        self.reference.add(job)
 
     def land(self) -> None:
         request = self.landing.pop(self.rng.randrange(len(self.landing)))
@@ -103,15 +119,15 @@ class Both:
         self.real.finish(request)
 
     def step(self) -> None:
-        plan = self.real.plan()
-        found = [(r.key, n) for r, n in plan.chunks]
-        expected, admitted, preempted = self.reference.plan()
-        assert found == expected
-        assert [r.key for r in plan.admitted] == admitted
-        assert [r.key for r in plan.preempted] == preempted
-        self.seen.update(preempted=len(preempted), **{f"move {m.kind}": 1 for m in plan.moves})
+        plan, expected = self.real.plan(), self.reference.plan()
+        self.check_plan(plan, expected)
+        if plan.chunks and self.rng.random() < 0.03:  # its guide is not ready, or it was given up
+            taken_out, _ = plan.chunks.pop(self.rng.randrange(len(plan.chunks)))
+            del expected.chunks[taken_out.key]
+            self.seen["kept in vain"] += any(keep.request is taken_out for keep in plan.keeps)
         ready = self.real.computed(plan)
-        for key, num_tokens in expected:
+        self.reference.keep(expected)
+        for key, num_tokens in expected.chunks.items():
             self.reference.jobs[key].computed += num_tokens
             self.reference.remember(self.reference.jobs[key])
             self.reference.slide(self.reference.jobs[key])
@@ -125,6 +141,20 @@ class Both:
                 job.status = "exporting"
             else:
                 self.first_tokens(request, job)
+
+    def check_plan(self, plan: StepPlan, expected: ReferencePlan) -> None:
+        """Asserts the same chunks, changes of places, blocks that move or are cleared, and states to keep."""
+        assert [(r.key, n) for r, n in plan.chunks] == list(expected.chunks.items())
+        assert [r.key for r in plan.admitted] == expected.admitted
+        assert [r.key for r in plan.preempted] == expected.preempted
+        assert Counter((move.kind, move.group) for move in plan.moves) == +expected.moves
+        assert [(k.request.key, k.num_tokens) for k in plan.keeps] == [(job.key, at) for job, at, _ in expected.keeps]
+        self.seen.update(plans=1, preempted=len(plan.preempted), **{f"move {m.kind}": 1 for m in plan.moves})
+        at_state = len(self.real.groups) - 1 if self.real.groups[-1].rule.is_state else None
+        self.seen["state copied"] += any((m.kind, m.group) == ("copy", at_state) for m in plan.moves)
+        self.seen["state kept"] += len(plan.keeps)
+        self.seen["kept where prompts part"] += sum(job.parting == at for job, at, _ in expected.keeps)
+        self.seen["state hit"] += at_state is not None and any(r.num_cached_tokens > 0 for r in plan.admitted)
 
     def first_tokens(self, request: Request, job: Job) -> None:
         ends = self.rng.randrange(-2, request.sampling.n)
@@ -151,21 +181,24 @@ class Both:
 
     def compare(self) -> None:
         self.real.check()
-        pool, reference = self.real.blocks, self.reference
-        found = (pool.num_free, pool.num_cached, pool.num_held, self.real.swap.num_free)
-        expected = (len(reference.free()), len(reference.cached()), len(reference.held()), reference.swap_room)
-        assert found == expected, f"(free, cached, held, swap) is {found} instead of {expected}"
+        reference = self.reference
+        for real, group in zip(self.real.groups, reference.groups, strict=True):
+            pool = real.blocks
+            found = (pool.num_free, pool.num_cached, pool.num_held, real.swap.num_free)
+            expected = (len(group.free()), len(group.cached()), len(group.held()), group.swap_room)
+            assert found == expected, f"(free, cached, held, swap) of group {real.at} is {found} instead of {expected}"
         for key, job in reference.jobs.items():
             request = self.real.requests[key]
             assert (request.status.value, request.num_computed_tokens) == (job.status, job.computed)
-            passed = [block == pool.num_blocks for block in request.tables[0]]
-            assert passed == [block is None for block in job.blocks]
-            self.seen["passed by the window"] += any(passed)
+            for real in self.real.groups:
+                passed = [block == real.nobodys for block in request.tables[real.at]]
+                assert passed == [block is None for block in job.tables[real.at]]
+                self.seen["passed by the window"] += any(passed)
         assert len(self.real.requests) == len(reference.jobs)
         for request in [r for r in self.real.requests.values() if r.status is Status.EXPORTING]:
             if self.rng.random() < 0.3:
                 self.finish(request)
-        self.seen["cached"] += pool.num_cached > 0
+        self.seen["cached"] += self.real.blocks.num_cached > 0
 
 
 def explore(seeds: range) -> Counter[str]:
@@ -181,9 +214,11 @@ def explore(seeds: range) -> Counter[str]:
 
 
 def test_random_traffic_is_planned_as_the_reference_plans_it() -> None:
-    seen = explore(range(50))
+    seen = explore(range(100))
+    assert seen["plans"] >= 10_000
     kinds = ["preempted", "forked", "forked to wait", "cached", "landed on cached blocks", "passed by the window"]
-    for what in (*kinds, "move copy", "move out", "move in"):
+    states = ["state copied", "state kept", "state hit", "kept where prompts part", "kept in vain"]
+    for what in (*kinds, *states, "move copy", "move out", "move in", "move clear"):
         assert seen[what] > 10, f"{what} was hardly seen: {seen}"
 
 

@@ -15,7 +15,7 @@ from pd_cluster.engine.leg_table import LegTable
 from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS, Legs
 from pd_cluster.engine.stage import Released, Stage
 from pd_cluster.engine.step.patience import Patience
-from pd_cluster.engine.step.plan import Keep
+from pd_cluster.engine.step.plan import StateCopy
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.engine.worker import Worker
@@ -39,7 +39,7 @@ class MidStepCredit(ToyRunner):
         chunks: list[tuple[Request, int]],
         on_layer: Callable[[int], None] | None = None,
         drafts: Drafts = NO_DRAFTS,
-        keeps: Sequence[Keep] = (),
+        keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
         output = super().forward(chunks, None, drafts)
         if on_layer is not None:

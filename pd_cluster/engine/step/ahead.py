@@ -91,7 +91,7 @@ class LookAhead:
         The step is then recorded as computed. Returns None, having done nothing, for a step that does not qualify.
         `on_layer` is for a step that is not under way yet, `begins` for the next one.
         """
-        if not self._runner.goes_ahead or plan.drafts:
+        if not self._runner.goes_ahead or plan.drafts or plan.keeps:
             return None
         tokens, rows = self._tokens, self._rows
         if not self.has_launched(plan):

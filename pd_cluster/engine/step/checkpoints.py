@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from pd_cluster.engine.step.holdings import Hit, Holdings
 from pd_cluster.engine.step.plan import StateCopy
+from pd_cluster.kv.reached import ReachedBlocks
 from pd_cluster.types import Request
 
 StateCacheMode = Literal["none", "align", "all"]
@@ -36,6 +37,8 @@ class Checkpoints:
         self._last: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()  # kept as it generates: one at a time
         self.taken: list[int] = []  # blocks that a planned step copies states to
         self.is_on = rule.mode != "none" and holdings.states is not None and holdings.prefix is not None
+        states = holdings.states
+        self.reached = None if states is None else ReachedBlocks(holdings.blocks, states.blocks)
 
     def entered(self, request: Request, hit: Hit) -> None:
         """Notes where a request leaves what is known of others, if no state is kept there yet."""
@@ -52,7 +55,7 @@ class Checkpoints:
             for at in self._points(request, request.num_computed_tokens, request.num_computed_tokens + num_tokens):
                 if not states.blocks.num_available:
                     return keeps
-                if self._holdings.content_at(request, at // self._size) not in states.blocks:
+                if self._holdings.contents_to(request, at // self._size)[-1] not in states.blocks:
                     keeps.append(StateCopy(request, at, *states.blocks.take(1)))
                     self.taken.append(keeps[-1].block)
         return keeps
@@ -72,8 +75,11 @@ class Checkpoints:
     def _remember(self, keep: StateCopy, request: Request, num_tokens: int, block: int) -> None:
         states = self._holdings.states
         assert states is not None
-        content = self._holdings.content_at(request, num_tokens // self._size)
+        chain = self._holdings.contents_to(request, num_tokens // self._size)
+        content = chain[-1]
         states.blocks.remember(block, content)
+        if self.reached is not None:
+            self.reached.kept(chain)
         if num_tokens <= len(request.prompt_token_ids) or self._rule.mode == "all":
             return
         if (before := self._last.get(request)) is not None:

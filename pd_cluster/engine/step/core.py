@@ -130,6 +130,7 @@ class EngineCore:
         if plan.moves:
             self._move(plan.moves)
         if not plan.chunks:
+            self.scheduler.computed(plan)  # nothing but blocks for states, which none of its sequences keeps
             return result
         if (chosen := self.ahead.sample(plan, on_layer, begins)) is not None:
             sampled_s = self._clock()

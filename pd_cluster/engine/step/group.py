@@ -77,6 +77,10 @@ class GroupHoldings:
         kept = MOST_PEER_BLOCK - 1 if request.leg == "prefill" else 0
         return max(0, self.rule.first_seen(num_computed) - kept) // self._block_size
 
+    def num_before(self, request: Request, num_computed: int) -> int:
+        """Counts the first blocks that a request takes no more when it begins there."""
+        return self.num_passed(request, num_computed) if self.slides else 0
+
     def let_pass(self, request: Request) -> None:
         """Frees blocks that the window has passed; the prefix cache keeps known contents."""
         table = request.tables[self.at]

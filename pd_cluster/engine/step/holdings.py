@@ -55,7 +55,7 @@ class Holdings:
     def find(self, request: Request, num_tokens: int) -> Hit:
         """Returns what is known of the beginning of its first `num_tokens` tokens.
 
-        For a pooled prompt that is whole chunks, so that the rest is computed as it would be without them.
+        A pooled prompt's is whole chunks, so that the rest is computed as it would be without them.
         """
         if self.prefix is None or request.is_swapped or request.computes_all:
             return Hit(0, [[] for _ in self.groups])
@@ -65,30 +65,32 @@ class Holdings:
         hashes = self._hashes(request, num_tokens // self.block_size)
         whole, sliding = self._whole, self._sliding
         most = min((len(each.blocks.find(hashes)) for each in whole), default=len(hashes)) // step * step
-        num_known = num_blocks = self._longest(hashes, most, step, sliding)
+        num_known = num_blocks = self._longest(request, most, step, sliding)
         if self.states is not None:
-            num_blocks = self._longest(hashes, num_known, step, [*sliding, self.states])
-        return Hit(num_blocks, [self._known(each, hashes, num_blocks) for each in self.groups], num_known)
+            num_blocks = self._longest(request, num_known, step, [*sliding, self.states])
+        return Hit(num_blocks, [self._known(each, request, num_blocks) for each in self.groups], num_known)
 
-    def _longest(self, hashes: Sequence[bytes], most: int, step: int, groups: Sequence[GroupHoldings]) -> int:
+    def _longest(self, request: Request, most: int, step: int, groups: Sequence[GroupHoldings]) -> int:
         """Returns the most first blocks, up to `most`, at whose end each group knows all that a later token sees."""
         num_blocks = most
-        while num_blocks and not all(self._knows(each, hashes, num_blocks) for each in groups):
-            num_blocks -= step
+        while num_blocks:
+            unknown = [self._last_unknown(each, request, num_blocks) for each in groups]
+            if not (found := [at for at in unknown if at is not None]):
+                break
+            num_blocks = min(found) // step * step  # any more blocks than these need it, too
         return num_blocks
 
-    def _knows(self, group: GroupHoldings, hashes: Sequence[bytes], num_blocks: int) -> bool:
-        first = self._first_seen(group, num_blocks)
-        return all(hashes[at] in group.blocks for at in range(num_blocks - 1, first - 1, -1))
+    def _last_unknown(self, group: GroupHoldings, request: Request, num_blocks: int) -> int | None:
+        hashes, first = request.block_hashes, self._first_seen(group, request, num_blocks)
+        return next((at for at in range(num_blocks - 1, first - 1, -1) if hashes[at] not in group.blocks), None)
 
-    def _known(self, group: GroupHoldings, hashes: Sequence[bytes], num_blocks: int) -> list[int]:
-        return group.blocks.find(hashes[self._first_seen(group, num_blocks) : num_blocks]) if num_blocks else []
+    def _known(self, group: GroupHoldings, request: Request, num_blocks: int) -> list[int]:
+        first = self._first_seen(group, request, num_blocks)
+        return group.blocks.find(request.block_hashes[first:num_blocks]) if num_blocks else []
 
-    def _first_seen(self, group: GroupHoldings, num_blocks: int) -> int:
-        """Returns the first of the blocks that a token behind them sees."""
-        if group.rule.is_state:
-            return num_blocks - 1
-        return group.rule.first_seen(num_blocks * self.block_size) // self.block_size if group.slides else 0
+    def _first_seen(self, group: GroupHoldings, request: Request, num_blocks: int) -> int:
+        """Returns the first of a request's blocks that it needs to go on behind them."""
+        return num_blocks - 1 if group.rule.is_state else group.num_before(request, num_blocks * self.block_size)
 
     def landing(self, request: Request) -> Hit:
         """Returns what is known of a prompt that lands: each group's blocks by themselves, and never a state.
@@ -100,7 +102,7 @@ class Holdings:
             return Hit(0, [[] for _ in self.groups])
         hashes, tables = self._hashes(request, num_tokens // self.block_size), list[list[int]]()
         for each in self.groups:
-            first = each.rule.first_seen(num_tokens) // self.block_size if each.slides else 0
+            first = each.num_before(request, num_tokens)
             tables.append([] if each.rule.is_state else each.blocks.find(hashes[first:]))
         return Hit(0, tables)
 
@@ -171,9 +173,9 @@ class Holdings:
                     log.stored(hashes[at], hashes[at - 1] if at else None, token_ids, request.order, first)
         request.num_hashed_blocks = num_blocks
 
-    def content_at(self, request: Request, num_blocks: int) -> bytes:
-        """Returns the hash of its first blocks of tokens, under which a state behind them is kept."""
-        return self._hashes(request, num_blocks)[-1]
+    def contents_to(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Returns the hashes of its first blocks of tokens; a state behind them is kept under the last one."""
+        return self._hashes(request, num_blocks)
 
     def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
         assert self.prefix is not None

@@ -97,7 +97,7 @@ class BlockRoom:
 
     def _num_before(self, group: GroupHoldings, request: Request, start: int) -> int:
         """Counts the padding blocks with which the table of a request begins that is computed from `start` on."""
-        return group.num_passed(request, start) if request.is_swapped else self.num_before(group, start)
+        return group.num_passed(request, start) if request.is_swapped else group.num_before(request, start)
 
     def _begin_state(self, group: GroupHoldings, request: Request, known: list[int], plan: StepPlan) -> None:
         """Gives it a state of its own: a copy of the known one, or zeros."""
@@ -114,7 +114,7 @@ class BlockRoom:
         """
         missing = []
         for each, known in zip(self._groups, hit.tables, strict=True):
-            before = self.num_before(each, len(request.prompt_token_ids))
+            before = each.num_before(request, len(request.prompt_token_ids))
             num_blocks = each.num_blocks_for(num_tokens) - before + num_further
             missing.append(min(num_blocks, each.blocks.num_blocks) - len(known))
         return missing
@@ -123,7 +123,7 @@ class BlockRoom:
         """Takes landing blocks, some of which are loaded from the host's cache."""
         num_prompt, num_hashed = len(request.prompt_token_ids), []
         for each, known, num_blocks in zip(self._groups, hit.tables, missing, strict=True):
-            before = self.num_before(each, num_prompt)
+            before = each.num_before(request, num_prompt)
             request.tables[each.at] = [each.nobodys] * before + (
                 self._holdings.take_with(known, in_tier, num_blocks) if each.at == 0 else _take(each, known, num_blocks)
             )
@@ -131,10 +131,6 @@ class BlockRoom:
                 num_hashed.append(before + len(known))
         self._holdings.keep_below(request, hit.tables[0])
         request.num_hashed_blocks = min(num_hashed)
-
-    def num_before(self, group: GroupHoldings, num_tokens: int) -> int:
-        """Counts the blocks of tokens that a group with a window takes no more when a sequence begins there."""
-        return group.rule.first_seen(num_tokens) // self._holdings.block_size if group.slides else 0
 
     def tokens(self, hit: Hit) -> list[tuple[GroupHoldings, list[int]]]:
         """Returns the groups that hold blocks of tokens, which come first, with what the hit knows of each."""
@@ -171,9 +167,7 @@ class BlockRoom:
         return True
 
     def enters_with_moves(self, request: Request) -> bool:
-        """Whether it would load blocks from the host's cache, evict or copy some to there, or begin with a state."""
-        if self._holdings.states is not None:
-            return True
+        """Whether it would load blocks from the host's cache, or evict or copy some to there."""
         if self._blocks.tier is None:
             return False
         cached = self._holdings.find(request, request.num_tokens - 1).tables[0]

@@ -67,6 +67,7 @@ class StepScheduler:
         self._holdings = holdings = Holdings(self.groups, self.block_size, prefix, chunk)
         self._checkpoints = Checkpoints(holdings, keep_rule)
         self.num_blocks_for = holdings.num_blocks_for
+        self.known = self._checkpoints.reached or self.blocks  # contents that other requests can begin behind
         self._turns = Turns(most_adapters) if most_adapters else None
         self._keeps_pictures = keeps_pictures
         self.max_num_seqs = max_num_seqs
@@ -106,7 +107,7 @@ class StepScheduler:
         request.status = Status.LANDING
         self.room.num_tier_hit_tokens += len(in_tier) * self.block_size
         num_prompt, size = len(request.prompt_token_ids), self.block_size
-        first = [(self.room.num_before(each, num_prompt) + len(known)) * size for each, known in self.room.tokens(hit)]
+        first = [(each.num_before(request, num_prompt) + len(known)) * size for each, known in self.room.tokens(hit)]
         first[0] += len(in_tier) * size
         return first + [0] * (len(self.groups) - len(first))
 
@@ -228,9 +229,12 @@ class StepScheduler:
 
         Follows the rules of `plan`. A sequence whose next token is being chosen computes that token; those in `leaving`
         end with it, so their places are free, but not yet their blocks. Returns None where the host must plan: a
-        sequence that is due may not go ahead, a block must be copied or swapped, there are too few blocks, or the first
-        that waits could enter only with blocks that are about to be free.
+        sequence that is due may not go ahead, a block must be copied or swapped, there are too few blocks, the first
+        that waits could enter only with blocks that are about to be free, or there are states, of which steps keep
+        some.
         """
+        if self._holdings.states is not None:
+            return None
         plan, budget, gone = StepPlan(), self.max_num_batched_tokens, {request.key for request in leaving}
         for request in sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r))):
             if request.key in gone:
@@ -278,6 +282,11 @@ class StepScheduler:
             self._holdings.remember(request)
         self._holdings.let_pass(request)
 
+    def forget(self) -> None:
+        """Forgets every content, in all groups, so that nothing that was computed so far serves a later request."""
+        for each in self.groups:
+            each.blocks.forget()
+
     def can_land(self, request: Request, num_tokens: int) -> bool:
         """Whether a transfer may be credited. Requests that wait here come first, unless it has the higher priority.
 
@@ -311,14 +320,18 @@ class StepScheduler:
         """Counts sequences that take part in steps, or will once their KV has landed."""
         return self.places.num_taken
 
+    def held(self, group: GroupHoldings) -> list[list[int]]:
+        """Returns the blocks of a group by holder: requests, and a planned step that copies states to some."""
+        copies = [self._checkpoints.taken] if group.rule.is_state else []
+        return [*(group.held(request) for request in self.requests.values()), *copies]
+
     def check(self) -> None:
         """Checks that every block is free, cached or held by a counted request, and that lists and statuses agree.
 
         Raises AssertionError.
         """
         for each in self.groups:
-            copies = [self._checkpoints.taken] if each.rule.is_state else []
-            each.blocks.check([*(each.held(r) for r in self.requests.values()), *copies])
+            each.blocks.check(self.held(each))
             each.swap.check([r.swap_tables[each.at] for r in self.requests.values()])
         for status, members in ((Status.WAITING, self.waiting), (Status.RUNNING, self.running)):
             expected = {r.key for r in self.requests.values() if r.status is status}

@@ -44,9 +44,7 @@ def _results(config: EngineConfig) -> Iterator[Result]:
     yield result("requests at once, times as many", [counts[1] / counts[0]], "x", "higher", LEAST_RATIO)
 
 
-def num_at_once(
-    config: EngineConfig, caches: Sequence[LayerCache], length: int, step_tokens: int, splits: bool
-) -> int:
+def num_at_once(config: EngineConfig, caches: Sequence[LayerCache], length: int, step_tokens: int, splits: bool) -> int:
     """Counts the requests of so many tokens that an engine of these settings runs before one of them has to wait.
 
     `splits`: layers with a window are a group of their own. Raises ConfigError.

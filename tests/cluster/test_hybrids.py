@@ -83,6 +83,22 @@ def test_other_numbers_of_ranks(tmp_path: Path, architecture: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2), (2, 4)])
+@pytest.mark.parametrize("architecture", ["qwen3_next", "kimi_linear", "bamba", "falcon_h1", "lfm2", "nemotron_h"])
+def test_ranks_of_other_numbers(tmp_path: Path, architecture: str, sizes: tuple[int, int]) -> None:
+    """Heads of states, and channels of each part of a convolution, come from the ranks that have them."""
+    rng = random.Random(5)
+    folder = make_checkpoint(tmp_path / "model", architecture)
+    prompts = [random_prompt(rng, length) for length in LENGTHS]
+    by_role = dict(zip(("prefill-0", "decode-0"), sizes, strict=True))
+    with LiveCluster(tmp_path, folder, arguments=[*ARGUMENTS, "--kv-transport=dist"], tp_sizes=by_role) as running:
+        outputs = [running.complete(prompt, MAX_TOKENS) for prompt in prompts]
+        assert_all_same(folder, prompts, outputs, MAX_TOKENS)
+        assert_all_same(folder, prompts, running.complete_together(prompts, MAX_TOKENS), MAX_TOKENS)
+        running.assert_home()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_kill_in_mid_request(cluster: LiveCluster, folder: Path, role: str) -> None:
     num_tokens = 450

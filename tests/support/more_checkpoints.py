@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.support.checkpoints import VOCAB_SIZE, MIXED_LAYERS, NO_GROUPS, ROPE
+from tests.support.checkpoints import MIXED_LAYERS, NO_GROUPS, ROPE, VOCAB_SIZE
 
 HALF_ROPE: dict[str, Any] = {"rope_parameters": {**ROPE, "partial_rotary_factor": 0.5}}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -136,7 +136,9 @@ MORE: dict[str, dict[str, Any]] = {
         "attention_k_eq_v": True,
     },
     "mimo_v2_flash": {
-        **{**ROUTED_EXPERTS, "n_group": 1, "topk_group": 1},
+        **ROUTED_EXPERTS,
+        "n_group": 1,
+        "topk_group": 1,
         "num_attention_heads": 8,
         "head_dim": 24,
         "v_head_dim": 16,

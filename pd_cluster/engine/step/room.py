@@ -1,7 +1,7 @@
 """Blocks for the sequences of one engine: who gets them, who grows, who gives way.
 
-Integers only. Shares the scheduler's lists of requests; knows nothing of steps' token budgets. Of several groups of
-layers, a sequence gets what it lacks in all of them, or nothing.
+Integers only. Shares the scheduler's lists of requests; knows nothing of steps' token budgets. A sequence gets what it
+lacks in all groups of layers, or nothing.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from tests.model.test_states import KEPT, STEPS, ids_of
 from tests.support.checkpoints import reference_model
 from tests.support.hybrids import HYBRIDS
 from tests.support.state_world import StateWorld, load_fused, row_errors
+from tests.support.usual import slow_but
 
 pytestmark = pytest.mark.skipif(not states.can_run(), reason="no C kernels here")
 
@@ -40,7 +41,9 @@ def in_steps(
     return torch.stack([torch.cat(own) for own in rows]), kept
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "architecture", slow_but(("qwen3_next", "kimi_linear", "falcon_h1", "nemotron_h"), ARCHITECTURES)
+)
 def test_steps_have_the_logits_of_the_whole(checkpoint: Checkpoints, architecture: str) -> None:
     folder, ids = checkpoint(architecture), ids_of(2, NUM_TOKENS)
     with torch.inference_mode():
@@ -56,7 +59,10 @@ def test_steps_have_the_logits_of_the_whole(checkpoint: Checkpoints, architectur
         assert torch.equal(own, other)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm2_moe", "nemotron_h"])
+@pytest.mark.parametrize(
+    "architecture",
+    slow_but(("kimi_linear", "lfm2_moe"), ["qwen3_5_text", "kimi_linear", "falcon_h1", "lfm2_moe", "nemotron_h"]),
+)
 def test_a_kept_state_continues(checkpoint: Checkpoints, architecture: str) -> None:
     (ids,) = ids_of(1, 130)
     with StateWorld(load_fused(checkpoint(architecture))) as world:

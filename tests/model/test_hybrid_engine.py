@@ -18,6 +18,7 @@ from pd_cluster.types import Guide, Order, Request, Sampling, TokenOutput
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run, together
 from tests.support.hybrids import HYBRIDS
+from tests.support.usual import slow_but
 
 GREEDY = Sampling(max_tokens=20, temperature=0.0)
 SCORED = Sampling(max_tokens=12, temperature=0.0, logprobs=4, ignore_eos=True)
@@ -52,7 +53,7 @@ def hits(core: EngineCore, prompts: list[list[int]], sampling: Sampling = GREEDY
     return core.scheduler.num_prefix_hit_tokens - before, found
 
 
-@pytest.mark.parametrize("architecture", HYBRIDS)
+@pytest.mark.parametrize("architecture", slow_but(("qwen3_next", "kimi_linear", "bamba", "olmo_hybrid"), HYBRIDS))
 def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> None:
     """Alone, all at once, and again with what was kept of them."""
     folder, rng = checkpoint(architecture), random.Random(1)
@@ -100,7 +101,7 @@ def numbers(tokens: list[TokenOutput]) -> list[tuple[int, Any]]:
     return [(each.token_id, each.logprobs) for each in tokens]
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize("architecture", slow_but(("qwen3_next", "falcon_h1"), KINDS))
 def test_each_place_where_a_state_is_kept(checkpoint: Checkpoints, architecture: str) -> None:
     folder, rng = checkpoint(architecture), random.Random(3)
     core = core_of(folder)
@@ -142,7 +143,7 @@ def test_least_recently_used_states_go(checkpoint: Checkpoints) -> None:
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])
-@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize("architecture", slow_but(("qwen3_next", "falcon_h1"), KINDS))
 def test_preempted_sequences_go_on(checkpoint: Checkpoints, architecture: str, mode: str) -> None:
     folder, rng = checkpoint(architecture), random.Random(6)
     core = core_of(folder, num_blocks=20, preemption_mode=mode, swap_space_gib=0.1, max_model_len=200)
@@ -153,7 +154,7 @@ def test_preempted_sequences_go_on(checkpoint: Checkpoints, architecture: str, m
     assert_all_same(folder, prompts, found, 60)
 
 
-@pytest.mark.parametrize("architecture", KINDS)
+@pytest.mark.parametrize("architecture", slow_but(("qwen3_next", "falcon_h1"), KINDS))
 def test_sequences_and_beams_have_states_of_their_own(checkpoint: Checkpoints, architecture: str) -> None:
     """Several sequences and beams are those of an engine that computes each by itself."""
     folder, rng = checkpoint(architecture), random.Random(7)

@@ -25,6 +25,7 @@ from pd_cluster.model.states.parts import StateParts
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint, reference_model
 from tests.support.hybrids import HYBRIDS
 from tests.support.state_world import BLOCK_SIZE, StateWorld, load_modules, row_errors
+from tests.support.usual import slow_but
 
 Checkpoints = Callable[..., Path]
 LOOSE = 5e-4  # sums of chunks and of single tokens differ, and so do transformers' own
@@ -49,7 +50,7 @@ def random_steps(rest: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield step
 
 
-@pytest.mark.parametrize("architecture", HYBRIDS)
+@pytest.mark.parametrize("architecture", slow_but(("olmo_hybrid", "nemotron_h", "lfm2"), HYBRIDS))
 def test_chunks_and_single_tokens_beside_each_other(checkpoint: Checkpoints, architecture: str) -> None:
     """Also from a state that is kept in the middle of a chunk. A pass over the whole has no cache."""
     folder, ids = checkpoint(architecture), ids_of(2, 300)

@@ -71,18 +71,6 @@ def test_every_hybrid(tmp_path: Path, architecture: str, transport: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["qwen3_next", "kimi_linear", "granitemoehybrid", "falcon_h1", "lfm2"])
-def test_other_numbers_of_ranks(tmp_path: Path, architecture: str) -> None:
-    """From two ranks to four and to one: heads go to the ranks that have them there, replicated ones too."""
-    rng, tp_sizes = random.Random(5), {"prefill-0": 2, "decode-0": 4}
-    folder = make_checkpoint(tmp_path / "model", architecture)
-    prompts = [random_prompt(rng, length) for length in LENGTHS]
-    with LiveCluster(tmp_path, folder, num_decode=2, arguments=ARGUMENTS, tp_sizes=tp_sizes) as running:
-        complete_all(running, folder, prompts)
-        running.assert_home()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(1, 2), (2, 1), (4, 2), (2, 4)])
 @pytest.mark.parametrize("architecture", ["qwen3_next", "kimi_linear", "bamba", "falcon_h1", "lfm2", "nemotron_h"])
 def test_ranks_of_other_numbers(tmp_path: Path, architecture: str, sizes: tuple[int, int]) -> None:

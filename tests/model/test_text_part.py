@@ -136,5 +136,5 @@ def test_offline_and_images(tmp_path: Path) -> None:
 def test_a_text_part_that_cannot_be_served(tmp_path: Path) -> None:
     folder = make_multimodal(tmp_path, "llava")
     change_config(folder, text_config={"model_type": "mamba", "state_size": 16})
-    with pytest.raises(ModelError, match="text_config: model_type 'mamba' is not supported: it keeps a state"):
+    with pytest.raises(ModelError, match="text_config: model_type 'mamba' is not supported: it has layers of Mamba-1"):
         make_core(folder, **TEXT_ONLY)

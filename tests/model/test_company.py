@@ -49,9 +49,14 @@ def wide(folder: Path, architecture: str) -> Path:
         changes["num_key_value_heads"] = None
     if "kv_lora_rank" in own:  # its heads are made anew, and have widths of their own
         changes |= {"num_key_value_heads": WIDTH // 128, "head_dim": own["head_dim"]}
-    for name in ("layer_types", "no_rope_layers"):
+    for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
         if name in own:
             changes[name] = own[name][:2]
+    if architecture == "mimo_v2_flash":  # layers with a window have twice as many
+        changes["num_key_value_heads"] = WIDTH // 256
+    if "num_kv_shared_layers" in own:  # the last two see the keys of the first two
+        kinds = ["sliding_attention", "full_attention"] * 2
+        changes |= {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": kinds}
     for name in ("moe_intermediate_size", "shared_expert_intermediate_size", "word_embed_proj_dim"):
         if name in own:
             changes[name] = WIDTH

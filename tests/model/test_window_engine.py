@@ -26,7 +26,8 @@ ROOM: dict[str, Any] = {
     "max_num_seqs": 8,
     "max_num_batched_tokens": 100,
 }
-KINDS = ("gpt_oss", "gemma4_text", "mimo_v2_flash")  # fused; keys that other layers see; groups with other heads
+# Fused layers; keys that other layers see; groups with other heads
+KINDS = ("gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma4_text", "mimo_v2_flash")))
 pytestmark = pytest.mark.usefixtures("one_thread")
 Checkpoints = Callable[..., Path]
 

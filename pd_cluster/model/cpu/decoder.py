@@ -85,7 +85,8 @@ class DecoderLayers:
         self._library, self._parts, self._views = library, parts, views
         self._layers = (_Pointer * len(parts))(*(ctypes.addressof(part.call) for part in parts))
         self._width = int(parts[0].call.qkv.inputs)
-        self._kinds = {part.rope: part.heads.head_dim for part in parts}  # of the layers' tables
+        self._kinds: dict[tuple[str, int], int] = {}  # rope and group of a layer -> the width of its heads
+        self._kind_of: list[tuple[str, int]] = []
         self._windows = {part.heads.sliding_window for part in parts}
         self._bound_to: tuple[KVPool, ...] = ()
         self._bound: list[Bound] = []
@@ -141,15 +142,11 @@ class DecoderLayers:
 
     def _steps(self, ropes: dict[str, Rope], batch: ForwardBatch) -> ctypes.Array[ctypes.c_void_p]:
         """Returns the address of each layer's view of the batch."""
-        if batch.further:
-            found = [
-                self._views.step_address(ropes[part.rope], batch.of_layer(part.heads.layer_idx), part.heads.head_dim)
-                for part in self._parts
-            ]
-        else:
-            addresses = {kind: self._views.step_address(ropes[kind], batch, dim) for kind, dim in self._kinds.items()}
-            found = [addresses[part.rope] for part in self._parts]
-        return (_Pointer * len(found))(*found)
+        addresses = {
+            (rope, group): self._views.step_address(ropes[rope], batch.of_group(group), head_dim)
+            for (rope, group), head_dim in self._kinds.items()
+        }
+        return (_Pointer * len(self._kind_of))(*(addresses[kind] for kind in self._kind_of))
 
     def _bind(self, batch: ForwardBatch, pools: tuple[KVPool, ...]) -> None:
         """Notes each layer's place in these pools, those of the batch's groups, which have one dtype."""
@@ -159,6 +156,8 @@ class DecoderLayers:
         for at, (part, bound, pool) in enumerate(zip(self._parts, self._bound, own, strict=True)):
             part.call.attention = bound.address
             self._pools[at] = pool.data.data_ptr()
+        self._kind_of = [(part.rope, pools.index(pool)) for part, pool in zip(self._parts, own, strict=True)]
+        self._kinds = {kind: part.heads.head_dim for kind, part in zip(self._kind_of, self._parts, strict=True)}
         self._bound_to = pools
 
 

@@ -1,0 +1,45 @@
+"""Windows across real processes: of layers that see a window, only its tokens are sent."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from pd_cluster.kv.groups import first_token_of
+from tests.support.cluster import LiveCluster
+from tests.support.engines import assert_all_same, make_core, random_prompt
+
+MAX_TOKENS, BLOCK_SIZE = 40, 16
+LENGTHS = (1, 16, 24, 41, 70, 300)
+ARGUMENTS = ["--max-num-batched-tokens=40", "--num-blocks=256", f"--block-size={BLOCK_SIZE}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "dist"])
+@pytest.mark.parametrize("architecture", ["gpt_oss", "mimo_v2_flash", "gemma4_text"])
+def test_the_split_sends_what_is_seen(
+    checkpoint: Callable[[str], Path], tmp_path: Path, architecture: str, transport: str
+) -> None:
+    """It is counted to the byte. Then all prompts again, at once and from the prefix caches."""
+    rng, folder = random.Random(4), checkpoint(architecture)
+    prompts = [random_prompt(rng, length) for length in LENGTHS]
+    with LiveCluster(tmp_path, folder, arguments=[*ARGUMENTS, f"--kv-transport={transport}"]) as running:
+        outputs = [running.complete(prompt, MAX_TOKENS) for prompt in prompts]
+        assert_all_same(folder, prompts, outputs, MAX_TOKENS)
+        core = make_core(folder, block_size=BLOCK_SIZE, num_blocks=64, max_model_len=256)
+        whole, near = (pool.layout for pool in core.runner.pools)  # type: ignore[attr-defined]
+        assert near.window == 24
+        expected = 0
+        for length in LENGTHS:
+            stop = -(-length // BLOCK_SIZE) * BLOCK_SIZE  # whole blocks
+            expected += stop * whole.token_nbytes
+            expected += (stop - first_token_of(near.holds, length, BLOCK_SIZE)) * near.token_nbytes
+        running.wait_until(
+            "all blocks are counted",
+            lambda: running.instance("decode-0")["kv_received_nbytes"] == expected,
+        )
+        assert_all_same(folder, prompts, running.complete_together(prompts, MAX_TOKENS), MAX_TOKENS)
+        running.assert_home()

@@ -111,7 +111,8 @@ class Bench(Driver):
         assert isinstance(model, FusedCausalLM)
         table = StateRows.of(pool, [Segment(0, num_rows, 0)]).table
         for layer in (each.attention for each in model.layers if isinstance(each.attention, GatedState)):
-            convolved, gate, decays, betas = torch.randn(num_rows, sum(layer.widths)).split(layer.widths, dim=1)
+            rows = torch.randn(num_rows, sum(layer.widths))
+            convolved, gate, decays, betas = torch.split(rows, list(layer.widths), dim=1)
             inputs, planes = StateInputs(convolved, decays, betas, gate), pool.planes(layer.layer.layer_idx)
             found_ms += took_ms(partial(layer.layer.kernel, inputs, planes, table))
         return found_ms

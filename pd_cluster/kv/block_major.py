@@ -209,6 +209,7 @@ class DeviceBlocks(BlockMajor):
         blocks = self.bytes
         if kind == "copy":
             sources, targets = ([*each] for each in zip(*pairs, strict=True))
+            assert not {*sources} & {*targets}
             copy_blocks(blocks, blocks, sources, targets, paired_runs(sources, targets))
             return
         if kind == "clear":

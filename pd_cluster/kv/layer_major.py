@@ -100,6 +100,7 @@ class LayerMajor:
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
         sources, targets = ([*each] for each in zip(*pairs, strict=True))
         if kind == "copy":
+            assert not {*sources} & {*targets}
             self._copy(self, self._ids(sources), self._ids(targets), ALL)
         elif kind == "clear":
             for plane in self._flat_planes(ALL):

@@ -38,7 +38,9 @@ def _run(measuring: Coroutine[Any, Any, None]) -> None:
 @app.command("engine")
 def engine(
     workload: Annotated[str, typer.Option(help="uniform,mixed,steps; default: all.")] = "",
-    shape: Annotated[str, typer.Option(help="mla-1B (latent attention) or moe-1B (experts); default: a Llama.")] = "",
+    shape: Annotated[
+        str, typer.Option(help="mla-1B (latent attention), moe-1B (experts) or hybrid-1B; default: a Llama.")
+    ] = "",
     parts: Annotated[
         str,
         typer.Option(
@@ -51,7 +53,7 @@ def engine(
     json: Json = "",
 ) -> None:
     """The engine alone against transformers' generate(), and its steps against what the machine can do."""
-    from benchmarks import engine, experts, latents, sparse, windows
+    from benchmarks import engine, experts, hybrids, latents, sparse, windows
 
     if parts not in ("", sparse.NAME, windows.NAME) or (parts and (shape or workload)):
         expected = f"{sparse.NAME} or {windows.NAME}"
@@ -62,7 +64,7 @@ def engine(
     if parts:
         sparse.run(rounds, threads, quick, json)
         return
-    shapes = {each.NAME: each.measure for each in (latents, experts)}
+    shapes = {each.NAME: each.measure for each in (latents, experts, hybrids)}
     if (shape and workload) or shape not in ("", *shapes):
         raise PdClusterError(f"--shape {shape}: expected {' or '.join(shapes)}, without --workload")
     if shape:

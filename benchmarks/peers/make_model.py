@@ -36,9 +36,15 @@ def make_model(folder: Path, shape: ModelShape, dtype: torch.dtype = torch.float
     )
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    write(model, folder)
+
+
+def write(model: transformers.PreTrainedModel, folder: Path) -> None:
+    """Writes it with a tokenizer of its vocabulary."""
     model.save_pretrained(folder, max_shard_size="1GB")
+    made = make_tokenizer(model.config.vocab_size)
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=make_tokenizer(shape.vocab_size), bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
+        tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>"
     )
     tokenizer.save_pretrained(folder)
 

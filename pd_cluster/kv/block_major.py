@@ -161,9 +161,13 @@ class HostBlocks(BlockMajor):
                     seen(of if copy is not None else to)
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
-        blocks = self.bytes
+        blocks, copy = self.bytes, streaming_copy() or torch.Tensor.copy_
         if kind in ("copy", "clear"):
-            _copy_or_clear_each(blocks, kind, pairs)
+            for source, target in pairs:  # a state is too large for indexing to be quick
+                if kind == "clear":
+                    blocks[target].zero_()
+                else:
+                    copy(blocks[target], blocks[source])
             return
         sources, targets = (torch.tensor(ids) for ids in zip(*pairs, strict=True))
         to, of = (host, blocks) if kind == "out" else (blocks, host)
@@ -201,10 +205,15 @@ class DeviceBlocks(BlockMajor):
         copy_blocks(self._layers_of(source, piece), self._layers(piece), ids, into, paired_runs(ids, into))
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
-        """Copies a block at a time: each is one large contiguous copy."""
+        """Copies a block at a time to the host or back, as one large copy, and all at once within the memory."""
         blocks = self.bytes
-        if kind in ("copy", "clear"):
-            _copy_or_clear_each(blocks, kind, pairs)
+        if kind == "copy":
+            sources, targets = ([*each] for each in zip(*pairs, strict=True))
+            assert not {*sources} & {*targets}
+            copy_blocks(blocks, blocks, sources, targets, paired_runs(sources, targets))
+            return
+        if kind == "clear":
+            blocks.index_fill_(0, ids_on(self.device, torch.tensor([target for _, target in pairs])), 0)
             return
         to, of = (host, blocks) if kind == "out" else (blocks, host)
         for source, target in pairs:
@@ -212,15 +221,6 @@ class DeviceBlocks(BlockMajor):
 
     def warm(self) -> None:
         warm(self.device)
-
-
-def _copy_or_clear_each(blocks: torch.Tensor, kind: Move, pairs: Sequence[tuple[int, int]]) -> None:
-    """Changes one block after the other: a target may be the next one's source."""
-    for source, target in pairs:
-        if kind == "clear":
-            blocks[target].zero_()
-        else:
-            blocks[target].copy_(blocks[source])
 
 
 def _contiguous(blocks: torch.Tensor, is_whole: bool) -> list[torch.Tensor]:

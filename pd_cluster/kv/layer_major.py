@@ -98,13 +98,15 @@ class LayerMajor:
                 plane.view(-1, width).index_copy_(0, rows[key], vectors[at].reshape(-1, width))
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
-        for source, target in pairs:
-            if kind == "copy":
-                self._copy(self, self._ids([source]), self._ids([target]), ALL)
-            elif kind == "clear":
-                for plane in self._flat_planes(ALL):
-                    plane.index_fill_(0, self._ids([target]), 0)
-            elif kind == "out":
+        sources, targets = ([*each] for each in zip(*pairs, strict=True))
+        if kind == "copy":
+            assert not {*sources} & {*targets}
+            self._copy(self, self._ids(sources), self._ids(targets), ALL)
+        elif kind == "clear":
+            for plane in self._flat_planes(ALL):
+                plane.index_fill_(0, self._ids(targets), 0)
+        for source, target in pairs if kind in ("out", "in") else ():
+            if kind == "out":
                 host[target].copy_(self._gathered(self._ids([source]), ALL)[0], non_blocking=True)
             else:
                 block = host[source].to(self.device, non_blocking=True)

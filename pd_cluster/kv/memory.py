@@ -83,7 +83,8 @@ class Memory(Protocol):
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
         """Copies blocks (source, target) within the memory, out to `host` or back in from it; or clears the targets.
 
-        `host` is [num_blocks, block_nbytes] uint8.
+        The order is free: no target is another one, or a source in the same memory. `host` is
+        [num_blocks, block_nbytes] uint8.
         """
 
     def warm(self) -> None:

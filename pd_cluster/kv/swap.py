@@ -48,17 +48,19 @@ class SwapSpace:
         give_pages_back(self._host.data_ptr(), self._host.nbytes)
 
     def move(self, moves: Sequence[tuple[Move, int, int]]) -> None:
-        """Copies blocks (kind, source, target) as if in sequence: within the pool, out to the host, back in.
+        """Copies or clears blocks (kind, source, target) as if in sequence: in the pool, out to the host, back in.
 
-        Neighbours of a kind are one call, unless a target repeats: its block was given away within the step.
+        Neighbours of a kind are one call, unless one of them needs another's result, or overwrites what it reads.
         """
         for kind, group in itertools.groupby(moves, key=lambda move: move[0]):
             pairs: list[tuple[int, int]] = []
             targets: set[int] = set()
+            used: set[int] = set()  # blocks of the targets' memory
             for _, source, target in group:
-                if kind != "copy" and target in targets:
+                if target in used or (kind == "copy" and source in targets):
                     self._pool.memory.move(kind, pairs, self._host)
-                    pairs, targets = [], set()
+                    pairs, targets, used = [], set(), set()
                 pairs.append((source, target))
                 targets.add(target)
+                used |= {source, target} if kind == "copy" else {target}
             self._pool.memory.move(kind, pairs, self._host)

@@ -17,6 +17,7 @@ QUICK = (
 )
 SLOW = (
     "engine --quick --threads=1",
+    "engine --shape=hybrid-1B --quick --threads=1 --rounds=1",
     "engine --shape=mla-1B --quick --threads=1 --rounds=1",
     "engine --shape=moe-1B --quick --threads=1 --rounds=1",
     "faults --quick",

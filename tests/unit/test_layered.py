@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pd_cluster.devices.device import Device
 from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pack import pack, unpack
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.kv.route import Route
@@ -93,20 +94,22 @@ def test_what_lands_or_moves_is_written_along_the_first_dimension_of_contiguous_
     assert all(dim == 0 and tensor.is_contiguous() for tensor, dim in writes.found)
 
 
-def test_swapping_moves_the_same_blocks() -> None:
-    rng = random.Random(7)
+@pytest.mark.parametrize("seed", range(12))
+def test_swapping_moves_the_same_blocks(seed: int) -> None:
+    """All at once as one after the other: blocks are given away and taken again within a step."""
+    rng = random.Random(seed)
     plain = filled(LAYOUT)
     layered = KVPool(LAYOUT, NUM_BLOCKS)
     layered.memory = by_layers(plain)
     spaces = SwapSpace(plain, 4), SwapSpace(layered, 4)
     for space in spaces:
         space.move([("out", block, block) for block in range(4)])
-    for _ in range(30):
-        kind = rng.choice(["copy", "out", "in"])
-        sides = {"copy": (NUM_BLOCKS, NUM_BLOCKS), "out": (NUM_BLOCKS, 4), "in": (4, NUM_BLOCKS)}[kind]
-        source, target = (rng.randrange(count) for count in sides)
-        for space in spaces:
-            space.move([(kind, source, target)])  # type: ignore[list-item]
+    moves: list[tuple[Move, int, int]] = []
+    for kind in rng.choices(("copy", "out", "in"), (8, 1, 1), k=12):
+        source, target = rng.sample(range(NUM_BLOCKS), 2)
+        moves.append((kind, source % 4 if kind == "in" else source, target % 4 if kind == "out" else target))
+        spaces[0].move(moves[-1:])
+    spaces[1].move(moves)
     for block in range(NUM_BLOCKS):
         assert torch.equal(layered.block(block), plain.block(block))
         assert torch.equal(layered.layer(1)[0][block], plain.layer(1)[0][block])

@@ -7,14 +7,13 @@ one goes first. Integers only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from pd_cluster.engine.step.holdings import Hit, Holdings
 from pd_cluster.kv.reached import ReachedBlocks
+from pd_cluster.settings.engine import StateCacheMode
 from pd_cluster.types import Request, StateCopy
-
-StateCacheMode = Literal["none", "align", "all"]
 
 
 class KeepRule(NamedTuple):

@@ -34,7 +34,7 @@ def transfer_nbytes(sources: Sequence[LayoutInfo], targets: Sequence[LayoutInfo]
 
 def first_token_of(rule: Rule, num_tokens: int, block_size: int) -> int:
     """Returns the first token of a prompt that a receiver without cached blocks wants of a group."""
-    return rule.first_seen(num_tokens) // block_size * block_size
+    return rule.num_passed(num_tokens, block_size) * block_size
 
 
 def probe_layout(layout: KVLayout) -> KVLayout:

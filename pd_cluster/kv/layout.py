@@ -120,11 +120,6 @@ class KVLayout:
         start, stop = self.head_range_of(plane)
         return stop - start
 
-    @property
-    def has_own_heads(self) -> bool:
-        """Whether planes differ in their number of heads."""
-        return any(plane.num_heads not in (0, self.num_kv_heads) for plane in self.planes)
-
     def can_split(self, tp_size: int) -> bool:
         """Whether the heads of every plane can be spread over so many ranks."""
         return all(can_split_heads(self.num_heads_of(plane), tp_size) for plane in self.planes)

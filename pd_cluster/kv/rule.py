@@ -24,6 +24,10 @@ class Rule(NamedTuple):
         """Returns the first of `num_tokens` computed tokens that a later token sees."""
         return max(0, num_tokens - self.window + 1) if self.window else 0
 
+    def num_passed(self, num_tokens: int, block_size: int) -> int:
+        """Counts the first blocks of `num_tokens` computed tokens that no later token sees."""
+        return self.first_seen(num_tokens) // block_size
+
 
 def within(window: int | None) -> Rule:
     """Returns the rule of layers that see so many tokens; None: all."""

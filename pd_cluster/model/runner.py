@@ -41,12 +41,12 @@ from pd_cluster.model.parts import LoadedParts, load_parts
 from pd_cluster.model.proof import prove
 from pd_cluster.model.sampling.on_device import can_choose, choose, tell
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
-from pd_cluster.model.step_input import NO_DRAFTS, Drafts, Keep, StepInput, keeps_of, sample_rows_of, step_input
+from pd_cluster.model.step_input import NO_DRAFTS, Drafts, StepInput, keeps_of, sample_rows_of, step_input
 from pd_cluster.model.threads import StepThreads
 from pd_cluster.model.vision.tower import Tower
 from pd_cluster.native.memory import give_freed_back
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Request
+from pd_cluster.types import Request, StateCopy
 from pd_cluster.wire import SleepLevel
 
 CLOSE_S = 2.0
@@ -173,7 +173,7 @@ class ModelRunner:
         chunks: list[tuple[Request, int]],
         on_layer: OnLayer | None = None,
         drafts: Drafts = NO_DRAFTS,
-        keeps: Sequence[Keep] = (),
+        keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
         """See `compute`. A draft head's pairs of prompts, and of blocks that become full, are computed too.
 
@@ -237,7 +237,7 @@ class ModelRunner:
         chunks: Sequence[tuple[Request, int]],
         drafts: Drafts = NO_DRAFTS,
         again: Sequence[Request] = (),
-        keeps: Sequence[Keep] = (),
+        keeps: Sequence[StateCopy] = (),
     ) -> StepInput:
         block_size = self.pool.layout.block_size
         step = step_input(chunks, block_size, self.held.slots, drafts, again, self._further_sizes)

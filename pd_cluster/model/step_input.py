@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from pd_cluster.model.image_rows import ImagePart, image_parts
 from pd_cluster.model.virtual_rows import virtual_parts
-from pd_cluster.types import Request
+from pd_cluster.types import Request, StateCopy
 from pd_cluster.types.variants import lora_of
 
 Ints = npt.NDArray[np.int64]
@@ -20,7 +20,6 @@ Drafts = Mapping[Request, Sequence[int]]  # tokens that may follow those of a ch
 NO_DRAFTS: Drafts = MappingProxyType({})
 NUM_COLUMNS = 6  # of StepInput.rows
 KEEP_COLUMNS = 3  # of StepInput.keeps
-Keep = tuple[Request, int, int]  # the sequence's tokens after which its state is copied, and the block that gets it
 ONE_BLOCK = 0  # for the tokens of a block of states, of which a sequence has one
 
 
@@ -157,7 +156,7 @@ def step_input(
     )
 
 
-def keeps_of(chunks: Sequence[tuple[Request, int]], keeps: Sequence[Keep]) -> Ints | None:
+def keeps_of(chunks: Sequence[tuple[Request, int]], keeps: Sequence[StateCopy]) -> Ints | None:
     """Returns `keeps` of a StepInput with these chunks."""
     if not keeps:
         return None

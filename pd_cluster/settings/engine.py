@@ -38,8 +38,8 @@ SHIPPED_VISION_MODEL = SHIPPED_MODEL.with_name("tiny-vision")
 MAX_BLOCK_SIZE = 4096  # tokens
 MAX_TP_SIZE = 256
 DEFAULT_NUM_SEQS = 256
-CacheMode = Literal["none", "align", "all"]
-CACHE_MODES: tuple[CacheMode, ...] = get_args(CacheMode)
+StateCacheMode = Literal["none", "align", "all"]
+STATE_CACHE_MODES: tuple[StateCacheMode, ...] = get_args(StateCacheMode)
 PREEMPTION_MODES = ("recompute", "swap")
 NPU_HEAD_DIMS = ("strict", "wide")
 PDL, SKINNY_GATE, SYMMETRIC_SUMS, PROMPT_GRAPHS = "pdl", "skinny-gate", "symmetric-sums", "prompt-graphs"
@@ -314,10 +314,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     mamba_cache_mode: Annotated[
-        CacheMode,
+        StateCacheMode,
         ENGINE(
             "none, align or all, as in vLLM: which states are kept for later requests with the same prefix.",
-            checks=(one_of(CACHE_MODES),),
+            checks=(one_of(STATE_CACHE_MODES),),
         ),
     ] = "align"
     mamba_block_size: Annotated[

@@ -30,6 +30,7 @@ from pd_cluster.types.outputs import TokenId as TokenId
 from pd_cluster.types.outputs import TokenOutput as TokenOutput
 from pd_cluster.types.request import OWN as OWN
 from pd_cluster.types.request import Request as Request
+from pd_cluster.types.request import StateCopy as StateCopy
 from pd_cluster.types.request import Status as Status
 from pd_cluster.types.request import resume as resume
 from pd_cluster.types.request import sibling as sibling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import MISSING, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from pd_cluster.types.order import Order, Pooling, RopePositions
 from pd_cluster.types.outputs import DraftReport, FinishReason, Logprobs, Resumed
@@ -170,6 +170,14 @@ class Request:
         if may_end and token_id in eos_token_ids and (not self.sampling.ignore_eos or self.sampling.guide is not None):
             return "stop"  # a guide allows it when nothing else may follow
         return "length" if num_output_tokens >= self.sampling.max_tokens else None
+
+
+class StateCopy(NamedTuple):
+    """A step copies the state behind the request's first `num_tokens` tokens to `block`."""
+
+    request: Request
+    num_tokens: int
+    block: int
 
 
 _OWN = [each for each in fields(Request) if each.metadata == OWN]

@@ -13,14 +13,14 @@ import torch
 
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.plan import Move, StateCopy
+from pd_cluster.engine.step.plan import Move
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.model.batch import Encoded, RunnerOutput
 from pd_cluster.model.sampling.on_device import choose, tell
 from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
 from pd_cluster.model.sampling.tokens import After, DeviceTokens
 from pd_cluster.model.step_input import NO_DRAFTS, Drafts
-from pd_cluster.types import Logprobs, Order, Request, Sampling
+from pd_cluster.types import Logprobs, Order, Request, Sampling, StateCopy
 from tests.support.reference_beams import search_everything
 from tests.support.reference_sampler import adjusted, reference
 from tests.support.toy_memory import ToyMemory

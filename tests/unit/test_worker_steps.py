@@ -15,7 +15,6 @@ from pd_cluster.engine.leg_table import LegTable
 from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS, Legs
 from pd_cluster.engine.stage import Released, Stage
 from pd_cluster.engine.step.patience import Patience
-from pd_cluster.engine.step.plan import StateCopy
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.engine.tiers import EngineTiers
 from pd_cluster.engine.worker import Worker
@@ -23,7 +22,7 @@ from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.model.batch import RunnerOutput
 from pd_cluster.model.step_input import NO_DRAFTS, Drafts
-from pd_cluster.types import LegEnd, Order, Request
+from pd_cluster.types import LegEnd, Order, Request, StateCopy
 from tests.support.toy_model import ToyRunner, generate_alone
 from tests.support.worker_world import BLOCK_SIZE, CONN, NUM_BLOCKS, PROMPT, Shipped, World, found, peer, sampling
 

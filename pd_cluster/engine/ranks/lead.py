@@ -22,8 +22,8 @@ from pd_cluster.kv.tier_orders import AnyOrder, LowerKind
 from pd_cluster.model.batch import Encoded, OnLayer, RunnerOutput
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.tokens import After, Tokens
-from pd_cluster.model.step_input import NO_DRAFTS, Drafts, Keep, StepInput
-from pd_cluster.types import Request
+from pd_cluster.model.step_input import NO_DRAFTS, Drafts, StepInput
+from pd_cluster.types import Request, StateCopy
 from pd_cluster.wire import SleepLevel
 
 ALL_LAYERS = 1 << 30
@@ -129,7 +129,7 @@ class LeadRunner:
         chunks: list[tuple[Request, int]],
         on_layer: OnLayer | None = None,
         drafts: Drafts = NO_DRAFTS,
-        keeps: Sequence[Keep] = (),
+        keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
         step = self.runner.step_of(chunks, drafts, keeps=keeps)
         output = self.runner.compute(step, self._begin(step, False, on_layer))

@@ -7,15 +7,13 @@ one goes first. Integers only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from pd_cluster.engine.step.holdings import Hit, Holdings
-from pd_cluster.engine.step.plan import StateCopy
 from pd_cluster.kv.reached import ReachedBlocks
-from pd_cluster.types import Request
-
-StateCacheMode = Literal["none", "align", "all"]
+from pd_cluster.settings.engine import StateCacheMode
+from pd_cluster.types import Request, StateCopy
 
 
 class KeepRule(NamedTuple):
@@ -55,7 +53,7 @@ class Checkpoints:
             for at in self._points(request, request.num_computed_tokens, request.num_computed_tokens + num_tokens):
                 if not states.blocks.num_available:
                     return keeps
-                if self._holdings.contents_to(request, at // self._size)[-1] not in states.blocks:
+                if self._holdings.hashes(request, at // self._size)[-1] not in states.blocks:
                     keeps.append(StateCopy(request, at, *states.blocks.take(1)))
                     self.taken.append(keeps[-1].block)
         return keeps
@@ -75,7 +73,7 @@ class Checkpoints:
     def _remember(self, keep: StateCopy, request: Request, num_tokens: int, block: int) -> None:
         states = self._holdings.states
         assert states is not None
-        chain = self._holdings.contents_to(request, num_tokens // self._size)
+        chain = self._holdings.hashes(request, num_tokens // self._size)
         content = chain[-1]
         states.blocks.remember(block, content)
         if self.reached is not None:

@@ -18,7 +18,7 @@ from pd_cluster.engine.step.ahead import Begins, LookAhead, begin_quietly
 from pd_cluster.engine.step.commit import Commit, StepResult
 from pd_cluster.engine.step.drafting import Drafting
 from pd_cluster.engine.step.outputs import NextToken, PooledVector, RowOutput
-from pd_cluster.engine.step.plan import Move, StateCopy, StepPlan
+from pd_cluster.engine.step.plan import Move, StepPlan
 from pd_cluster.engine.step.pooler import Pooler, logits_of
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.model.batch import Encoded, OnLayer, RunnerOutput
@@ -26,7 +26,7 @@ from pd_cluster.model.sampling.guided import Guides, no_guides
 from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
 from pd_cluster.model.sampling.tokens import After, Tokens
 from pd_cluster.model.step_input import NO_DRAFTS, Drafts
-from pd_cluster.types import Candidate, Request, Status
+from pd_cluster.types import Candidate, Request, StateCopy, Status
 
 MEASURED_TOKENS = 64  # in a step that tells how quickly prompts are computed
 

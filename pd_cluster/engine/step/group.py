@@ -23,11 +23,19 @@ class LayerGroup:
     swap: BlockPool = field(default_factory=lambda: BlockPool(0))
 
 
-class Lacks(NamedTuple):
-    """Blocks that a table lacks before a step, and whether the first one to be written must be replaced by a copy."""
+class Lack(NamedTuple):
+    """The blocks that a request lacks in one group before a step.
 
-    num_blocks: int
-    copies: bool
+    `copied`: the place in its table of a block that the step would write and that is replaced by a copy first.
+    """
+
+    group: GroupHoldings
+    num_blocks: int  # behind its table
+    copied: int | None
+
+    @property
+    def num_to_take(self) -> int:
+        return self.num_blocks + (self.copied is not None)
 
 
 class GroupHoldings:
@@ -36,6 +44,7 @@ class GroupHoldings:
     def __init__(self, at: int, group: LayerGroup, block_size: int, step_tokens: int) -> None:
         """`step_tokens`: the most of a step."""
         self.at, self.blocks, self.swap, self.rule = at, group.blocks, group.swap, group.rule
+        self.is_state = group.rule.is_state
         self.nobodys = group.blocks.num_blocks  # the pool's padding block
         self._block_size, self._step_tokens = block_size, step_tokens
 
@@ -49,7 +58,7 @@ class GroupHoldings:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Returns the length of a table of so many tokens."""
-        return 1 if self.rule.is_state else -(-num_tokens // self._block_size)
+        return 1 if self.is_state else -(-num_tokens // self._block_size)
 
     def num_on_entry(self, request: Request, num_computed: int) -> int:
         """Returns the length of the table with which it begins to run: for all its tokens, or for the next step's.
@@ -75,7 +84,7 @@ class GroupHoldings:
         if not self.rule.window or (request.leg == "prefill" and self.at == 0):
             return 0
         kept = MOST_PEER_BLOCK - 1 if request.leg == "prefill" else 0
-        return max(0, self.rule.first_seen(num_computed) - kept) // self._block_size
+        return self.rule.num_passed(num_computed - kept, self._block_size)
 
     def num_before(self, request: Request, num_computed: int) -> int:
         """Counts the first blocks that a request takes no more when it begins there."""
@@ -90,19 +99,22 @@ class GroupHoldings:
         self.blocks.release(table[first:stop])
         table[first:stop] = [self.nobodys] * (stop - first)
 
-    def lacks(self, request: Request, num_tokens: int) -> Lacks:
-        """Returns what it lacks to compute its tokens up to `num_tokens`.
+    def lack(self, request: Request, num_tokens: int) -> Lack | None:
+        """Returns what it lacks to compute its tokens up to `num_tokens`; None: nothing.
 
         A state that others hold too, or that is kept under a prefix, is never written: its copy is.
         """
         table = request.tables[self.at]
-        first = 0 if self.rule.is_state else request.num_computed_tokens // self._block_size
+        first = 0 if self.is_state else request.num_computed_tokens // self._block_size
         copies = first < len(table) and self.must_copy(table[first])
-        return Lacks(max(0, self.num_blocks_for(num_tokens) - len(table)), copies)
+        num_blocks = self.num_blocks_for(num_tokens) - len(table)
+        if num_blocks <= 0 and not copies:
+            return None
+        return Lack(self, max(0, num_blocks), first if copies else None)
 
     def must_copy(self, block: int) -> bool:
         """Whether a block that one of its holders is about to write is not its own."""
-        return self.blocks.is_shared(block) or (self.rule.is_state and self.blocks.has_content(block))
+        return self.blocks.is_shared(block) or (self.is_state and self.blocks.has_content(block))
 
     def to_swap(self, request: Request) -> list[int]:
         """Returns the blocks whose contents a preempted request needs again."""
@@ -113,8 +125,7 @@ class GroupHoldings:
 
     def share(self, request: Request, num_tokens: int) -> list[int]:
         """Returns a table of the same first tokens for another sequence, which holds these blocks too."""
-        table = request.tables[self.at]
-        table = table[: self.num_blocks_for(num_tokens)] if table else []
+        table = request.tables[self.at][: self.num_blocks_for(num_tokens)]
         self.blocks.share([block for block in table if block != self.nobodys])
         return table
 

@@ -35,8 +35,9 @@ class Holdings:
         self.groups = groups
         self.block_size = block_size
         self.prefix = prefix
-        self.states = next((each for each in groups if each.rule.is_state), None)
-        self._of_tokens = [each for each in groups if not each.rule.is_state]
+        self.states = next((each for each in groups if each.is_state), None)
+        self._of_tokens = [each for each in groups if not each.is_state]
+        self._with_window = [each for each in groups if each.rule.window]
         self._sliding = [each for each in self._of_tokens if each.slides]
         self._whole = [each for each in self._of_tokens if not each.slides]
         self._blocks_of_chunk = pooling_chunk // block_size if pooling_chunk % block_size == 0 else 0
@@ -46,9 +47,8 @@ class Holdings:
         return -(-num_tokens // self.block_size)
 
     def let_pass(self, request: Request) -> None:
-        for each in self._of_tokens:
-            if each.rule.window:
-                each.let_pass(request)
+        for each in self._with_window:
+            each.let_pass(request)
 
     # ---- what is known
 
@@ -57,18 +57,20 @@ class Holdings:
 
         A pooled prompt's is whole chunks, so that the rest is computed as it would be without them.
         """
-        if self.prefix is None or request.is_swapped or request.computes_all:
-            return Hit(0, [[] for _ in self.groups])
         step = 1 if request.pooling is None else self._blocks_of_chunk
-        if not step:
+        if self.prefix is None or request.is_swapped or request.computes_all or not step:
             return Hit(0, [[] for _ in self.groups])
-        hashes = self._hashes(request, num_tokens // self.block_size)
-        whole, sliding = self._whole, self._sliding
-        most = min((len(each.blocks.find(hashes)) for each in whole), default=len(hashes)) // step * step
-        num_known = num_blocks = self._longest(request, most, step, sliding)
+        hashes = self.hashes(request, num_tokens // self.block_size)
+        found = {each.at: each.blocks.find(hashes) for each in self._whole}
+        most = min(map(len, found.values()), default=len(hashes)) // step * step
+        num_known = num_blocks = self._longest(request, most, step, self._sliding)
         if self.states is not None:
-            num_blocks = self._longest(request, num_known, step, [*sliding, self.states])
-        return Hit(num_blocks, [self._known(each, request, num_blocks) for each in self.groups], num_known)
+            num_blocks = self._longest(request, num_known, step, [*self._sliding, self.states])
+        tables = [
+            found[each.at][:num_blocks] if each.at in found else self._known(each, request, num_blocks)
+            for each in self.groups
+        ]
+        return Hit(num_blocks, tables, num_known)
 
     def _longest(self, request: Request, most: int, step: int, groups: Sequence[GroupHoldings]) -> int:
         """Returns the most first blocks, up to `most`, at whose end each group knows all that a later token sees."""
@@ -90,7 +92,7 @@ class Holdings:
 
     def _first_seen(self, group: GroupHoldings, request: Request, num_blocks: int) -> int:
         """Returns the first of a request's blocks that it needs to go on behind them."""
-        return num_blocks - 1 if group.rule.is_state else group.num_before(request, num_blocks * self.block_size)
+        return num_blocks - 1 if group.is_state else group.num_before(request, num_blocks * self.block_size)
 
     def landing(self, request: Request) -> Hit:
         """Returns what is known of a prompt that lands: each group's blocks by themselves, and never a state.
@@ -100,10 +102,10 @@ class Holdings:
         num_tokens = len(request.prompt_token_ids)
         if self.prefix is None or request.computes_all:
             return Hit(0, [[] for _ in self.groups])
-        hashes, tables = self._hashes(request, num_tokens // self.block_size), list[list[int]]()
+        hashes, tables = self.hashes(request, num_tokens // self.block_size), list[list[int]]()
         for each in self.groups:
             first = each.num_before(request, num_tokens)
-            tables.append([] if each.rule.is_state else each.blocks.find(hashes[first:]))
+            tables.append([] if each.is_state else each.blocks.find(hashes[first:]))
         return Hit(0, tables)
 
     def in_tier(self, request: Request, num_tokens: int, num_cached: int) -> list[bytes]:
@@ -112,7 +114,7 @@ class Holdings:
         if tier is None or self.prefix is None or request.is_swapped or request.computes_all:
             return []
         step = 1 if request.pooling is None else self._blocks_of_chunk
-        found = tier.find(self._hashes(request, num_tokens // self.block_size)[num_cached:]) if step else []
+        found = tier.find(self.hashes(request, num_tokens // self.block_size)[num_cached:]) if step else []
         found = found[: (num_cached + len(found)) // step * step - num_cached] if found else []
         return found if found and tier.cost.is_worth_it() else []
 
@@ -121,7 +123,7 @@ class Holdings:
         if self.prefix is None or request.computes_all:
             return []
         num_tokens = len(request.prompt_token_ids) - (request.leg != "decode")
-        return self._hashes(request, num_tokens // self.block_size)
+        return self.hashes(request, num_tokens // self.block_size)
 
     def not_below(self, request: Request, num_cached: int) -> list[int]:
         """Returns which of its cached blocks lower tiers lack: one that serves again is worth keeping there.
@@ -160,7 +162,7 @@ class Holdings:
         if self.prefix is None:
             return
         num_blocks = request.num_computed_tokens // self.block_size
-        hashes = self._hashes(request, num_blocks)
+        hashes = self.hashes(request, num_blocks)
         log = self.blocks.log
         for each in self._of_tokens:
             table = request.tables[each.at]
@@ -173,11 +175,8 @@ class Holdings:
                     log.stored(hashes[at], hashes[at - 1] if at else None, token_ids, request.order, first)
         request.num_hashed_blocks = num_blocks
 
-    def contents_to(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Returns the hashes of its first blocks of tokens; a state behind them is kept under the last one."""
-        return self._hashes(request, num_blocks)
-
-    def _hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+    def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Returns those of its first blocks of tokens; a state behind them is kept under the last one."""
         assert self.prefix is not None
         known = request.block_hashes
         if len(known) < num_blocks:

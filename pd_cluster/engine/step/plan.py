@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from pd_cluster.types import Request
+from pd_cluster.types import Request, StateCopy
 
 MAX_PROMPT_LOGPROB_TOKENS = 256  # in one step: each of them costs a row of logits
 MAX_POOLING_CHUNK = 256  # tokens of a pooled prompt in one step
@@ -54,14 +54,6 @@ class Move(NamedTuple):
     source: int
     target: int
     group: int = 0
-
-
-class StateCopy(NamedTuple):
-    """A step copies the state behind the request's first `num_tokens` tokens to `block`."""
-
-    request: Request
-    num_tokens: int
-    block: int
 
 
 @dataclass(slots=True)

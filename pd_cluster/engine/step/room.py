@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Sequence
 
-from pd_cluster.engine.step.group import GroupHoldings
+from pd_cluster.engine.step.group import GroupHoldings, Lack
 from pd_cluster.engine.step.holdings import Hit, Holdings
 from pd_cluster.engine.step.plan import Move, StepPlan, service_order
 from pd_cluster.types import Request, Status
@@ -33,7 +33,7 @@ class BlockRoom:
 
     def reserve(self, group: GroupHoldings) -> int:
         """Returns the blocks kept free for running requests' growth, so that admission does not preempt at once."""
-        return 0 if group.rule.is_state else len(self._running)
+        return 0 if group.is_state else len(self._running)
 
     def num_missing(self, request: Request, hit: Hit) -> list[int] | None:
         """Returns how many blocks it takes in each group besides those of the hit; None: there are not enough."""
@@ -41,7 +41,7 @@ class BlockRoom:
         missing = []
         for each, known in zip(self._groups, hit.tables, strict=True):
             num_blocks = each.num_on_entry(request, start)
-            if not each.rule.is_state:
+            if not each.is_state:
                 num_blocks -= self._num_before(each, request, start) + len(known)
             missing.append(num_blocks)
         return missing if self.has(missing, hit.tables) else None
@@ -65,7 +65,7 @@ class BlockRoom:
             self._swap_in(request, missing, plan)
             return hit
         for each, known, num_blocks in zip(self._groups, hit.tables, missing, strict=True):
-            if each.rule.is_state:
+            if each.is_state:
                 self._begin_state(each, request, known, plan)
                 continue
             before = [each.nobodys] * self._num_before(each, request, start)
@@ -86,12 +86,12 @@ class BlockRoom:
         num_hashed = []
         for each, num_blocks in zip(self._groups, missing, strict=True):
             swapped = request.swap_tables[each.at]
-            num_before = 0 if each.rule.is_state else self._num_before(each, request, request.num_computed_tokens)
+            num_before = each.num_passed(request, request.num_computed_tokens)
             taken = each.blocks.take(num_blocks)
             plan.moves += [Move("in", source, target, each.at) for source, target in zip(swapped, taken, strict=False)]
             each.swap.release(swapped)
             request.swap_tables[each.at], request.tables[each.at] = [], [each.nobodys] * num_before + taken
-            if not each.rule.is_state:
+            if not each.is_state:
                 num_hashed.append(num_before)
         request.num_hashed_blocks = min(num_hashed)  # the former blocks' hashes are lost
 
@@ -115,56 +115,54 @@ class BlockRoom:
         missing = []
         for each, known in zip(self._groups, hit.tables, strict=True):
             before = each.num_before(request, len(request.prompt_token_ids))
-            num_blocks = each.num_blocks_for(num_tokens) - before + num_further
-            missing.append(min(num_blocks, each.blocks.num_blocks) - len(known))
+            num_blocks = each.num_blocks_for(num_tokens) - before
+            missing.append(min(num_blocks + num_further, max(num_blocks, each.blocks.num_blocks)) - len(known))
         return missing
 
-    def land(self, request: Request, hit: Hit, missing: Sequence[int], in_tier: Sequence[bytes]) -> None:
-        """Takes landing blocks, some of which are loaded from the host's cache."""
-        num_prompt, num_hashed = len(request.prompt_token_ids), []
+    def land(self, request: Request, hit: Hit, missing: Sequence[int], in_tier: Sequence[bytes]) -> list[int]:
+        """Takes landing blocks, some of which are loaded from the host's cache.
+
+        Returns the first token that must land in each group; see StepScheduler.land.
+        """
+        num_prompt, nums_known = len(request.prompt_token_ids), []
         for each, known, num_blocks in zip(self._groups, hit.tables, missing, strict=True):
             before = each.num_before(request, num_prompt)
             request.tables[each.at] = [each.nobodys] * before + (
                 self._holdings.take_with(known, in_tier, num_blocks) if each.at == 0 else _take(each, known, num_blocks)
             )
-            if not each.rule.is_state:
-                num_hashed.append(before + len(known))
+            nums_known.append(before + len(known))
         self._holdings.keep_below(request, hit.tables[0])
-        request.num_hashed_blocks = min(num_hashed)
-
-    def tokens(self, hit: Hit) -> list[tuple[GroupHoldings, list[int]]]:
-        """Returns the groups that hold blocks of tokens, which come first, with what the hit knows of each."""
-        pairs = zip(self._groups, hit.tables, strict=True)
-        return [(each, known) for each, known in pairs if not each.rule.is_state]
+        pairs = zip(self._groups, nums_known, strict=True)
+        request.num_hashed_blocks = min(num_known for each, num_known in pairs if not each.is_state)
+        nums_known[0] += len(in_tier)
+        return [num_known * self._holdings.block_size for num_known in nums_known]
 
     def make_room(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
         """Grows the block tables to `num_tokens`, preempting younger requests. False: not in this step.
 
         A block that others hold too is replaced by a copy before it is written.
         """
-        while True:
-            lacks = [each.lacks(request, num_tokens) for each in self._groups]
-            if all(
-                lack.num_blocks + lack.copies <= each.blocks.num_available
-                for each, lack in zip(self._groups, lacks, strict=True)
-            ):
+        while lacks := self._lacks(request, num_tokens):
+            if all(lack.num_to_take <= lack.group.blocks.num_available for lack in lacks):
                 break
             victims = [r for r in self._running if r.leg != "prefill" and service_order(r) > service_order(request)]
             victims += self.parked(request)
             if not victims:
                 return False
             self.preempt(max(victims, key=service_order), plan)
-        for each, lack in zip(self._groups, lacks, strict=True):
+        for each, num_blocks, copied in lacks:
             table = request.tables[each.at]
-            if lack.copies:
-                first = 0 if each.rule.is_state else request.num_computed_tokens // self._holdings.block_size
+            if copied is not None:
                 (own,) = each.blocks.take(1)
-                plan.moves.append(Move("copy", table[first], own, each.at))
-                each.blocks.release([table[first]])
-                table[first] = own
-            if lack.num_blocks:
-                table += each.blocks.take(lack.num_blocks)
+                plan.moves.append(Move("copy", table[copied], own, each.at))
+                each.blocks.release([table[copied]])
+                table[copied] = own
+            table += each.blocks.take(num_blocks)
         return True
+
+    def _lacks(self, request: Request, num_tokens: int) -> list[Lack]:
+        """Returns what it lacks to compute its tokens up to `num_tokens`, of the groups where it lacks anything."""
+        return [lack for each in self._groups if (lack := each.lack(request, num_tokens)) is not None]
 
     def enters_with_moves(self, request: Request) -> bool:
         """Whether it would load blocks from the host's cache, or evict or copy some to there."""
@@ -180,14 +178,13 @@ class BlockRoom:
 
     def grow_ahead(self, request: Request, num_tokens: int) -> bool:
         """Takes blocks for its next `num_tokens` tokens; False if some are missing or one must be copied."""
-        lacks = [each.lacks(request, request.num_computed_tokens + num_tokens) for each in self._groups]
-        for each, lack in zip(self._groups, lacks, strict=True):
+        lacks = self._lacks(request, request.num_computed_tokens + num_tokens)
+        for each, num_blocks, copied in lacks:
             most = each.blocks.num_available if each.blocks.tier is None else each.blocks.num_free
-            if lack.copies or lack.num_blocks > most:
+            if copied is not None or num_blocks > most:
                 return False
-        for each, lack in zip(self._groups, lacks, strict=True):
-            if lack.num_blocks:
-                request.tables[each.at] += each.blocks.take(lack.num_blocks)
+        for each, num_blocks, _ in lacks:
+            request.tables[each.at] += each.blocks.take(num_blocks)
         return True
 
     def grow_for_drafts(self, request: Request, num_drafts: int) -> int:

@@ -101,15 +101,12 @@ class StepScheduler:
         self._take_in(request)
         moves = self._begin_moves([])
         in_tier = self._holdings.in_tier(request, len(request.prompt_token_ids), len(hit.tables[0]))
-        self.room.land(request, hit, missing, in_tier)
+        first = self.room.land(request, hit, missing, in_tier)
         if moves:
             self.move_now(moves)  # before anything lands
         request.status = Status.LANDING
         self.room.num_tier_hit_tokens += len(in_tier) * self.block_size
-        num_prompt, size = len(request.prompt_token_ids), self.block_size
-        first = [(each.num_before(request, num_prompt) + len(known)) * size for each, known in self.room.tokens(hit)]
-        first[0] += len(in_tier) * size
-        return first + [0] * (len(self.groups) - len(first))
+        return first
 
     def prompt_hashes(self, request: Request) -> list[bytes]:
         """See Holdings."""
@@ -322,7 +319,7 @@ class StepScheduler:
 
     def held(self, group: GroupHoldings) -> list[list[int]]:
         """Returns the blocks of a group by holder: requests, and a planned step that copies states to some."""
-        copies = [self._checkpoints.taken] if group.rule.is_state else []
+        copies = [self._checkpoints.taken] if group.is_state else []
         return [*(group.held(request) for request in self.requests.values()), *copies]
 
     def check(self) -> None:

@@ -45,10 +45,12 @@ def _fits(module: Any) -> bool:
     activation = getattr(module, "activation", "silu")
     if parts.kernel_size not in states.KERNELS or activation not in ("silu", "swish"):
         return False
+    if next(module.parameters()).device.type != "cpu":
+        return False
     if parts.recurrent is None:
         return True
     width = parts.recurrent.num_columns if parts.recurrence == "mamba2" else parts.recurrent.num_rows
-    return width <= states.MOST_WIDTH and next(module.parameters()).device.type == "cpu"
+    return width <= states.MOST_WIDTH
 
 
 def recurrent(module: Any, maker: LayerMaker) -> LayerAttention:

@@ -316,7 +316,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     mamba_cache_mode: Annotated[
         StateCacheMode,
         ENGINE(
-            "none, align or all, as in vLLM: which states are kept for later requests with the same prefix.",
+            "Where states are kept for later requests with the same prefix: none; align: at the last block end of "
+            "prompts and sequences, every --mamba-block-size tokens of a prompt, and where prompts part; all: at each "
+            "block end.",
             checks=(one_of(STATE_CACHE_MODES),),
         ),
     ] = "align"

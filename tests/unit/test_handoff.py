@@ -241,7 +241,7 @@ def test_blocks_in_quarantine_are_counted_and_bounded() -> None:
     now_s[0] = Timeouts().transfer_timeout_s
     imports.check_quarantine(num_blocks / 8)
     with pytest.raises(QuarantineFull, match=rf"^{num_blocks} KV blocks .* more than the 1 of --kv-max-quarantine"):
-        imports.check_quarantine(1 / 8)
+        imports.check_quarantine(1 / 100)
     imports.on_drained("t")
     assert imports.num_quarantined_blocks == 0
     imports.check_quarantine(0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -133,7 +134,7 @@ class Imports:
         """Raises QuarantineFull if transfers given up long ago hold more than this share of a group's blocks."""
         for group in self._scheduler.groups:
             num_blocks = self._num_draining_blocks(group, self._timeouts.transfer_timeout_s)
-            most = int(most_share * group.blocks.num_blocks)
+            most = math.ceil(most_share * group.blocks.num_blocks)  # a pool of few states may lend out one
             if num_blocks > most:
                 raise QuarantineFull(num_blocks, most)
 

@@ -62,8 +62,9 @@ class StepScheduler:
         self.blocks, self.swap = groups[0].blocks, groups[0].swap
         self.block_size, max_num_seqs, max_num_batched_tokens, most_adapters, keeps_pictures = sizes
         self._pooling_chunk = chunk = pooling_chunk_of(max_num_batched_tokens, self.block_size)
-        tables = enumerate(groups)
-        self.groups = [GroupHoldings(at, each, self.block_size, max_num_batched_tokens) for at, each in tables]
+        self.groups = [
+            GroupHoldings(at, group, self.block_size, max_num_batched_tokens) for at, group in enumerate(groups)
+        ]
         self._holdings = holdings = Holdings(self.groups, self.block_size, prefix, chunk)
         self._checkpoints = Checkpoints(holdings, keep_rule)
         self.num_blocks_for = holdings.num_blocks_for

@@ -16,7 +16,7 @@ def check_groups(source: Sequence[KVLayout], target: Sequence[KVLayout]) -> None
     if theirs != ours:
         raise LinkError(
             f"groups of layers differ: {_lacking(theirs, ours)}; start both with the same model, on the same kind of "
-            f"device"
+            f"device{_on_both(theirs, ours)}"
         )
     for each, other in zip(source, target, strict=True):
         check_pair(each, other)
@@ -32,6 +32,14 @@ def _lacking(theirs: Sequence[Rule], ours: Sequence[Rule]) -> str:
     lacks = [f"the decode instance has none that {_told(rule)}" for rule in theirs if rule not in ours]
     lacks += [f"the prefill instance has none that {_told(rule)}" for rule in ours if rule not in theirs]
     return " and ".join(lacks) or "they come in another order"
+
+
+def _on_both(theirs: Sequence[Rule], ours: Sequence[Rule]) -> str:
+    """Names what leaves windows in the group of all layers, if only one end has a group of them."""
+    if all(rule in theirs and rule in ours for rule in (*theirs, *ours) if rule.window):
+        return ""
+    adapters = called("enable_prompt_adapter")
+    return f", and both or neither with {called('kv_host_cache')}, a draft model or head, or {adapters}"
 
 
 def _told(rule: Rule) -> str:

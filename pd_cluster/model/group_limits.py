@@ -40,7 +40,8 @@ def _refused(plan: LoadPlan) -> Iterator[tuple[str, str]]:
         yield called("enable_lora"), "whose layers are computed without adapters; leave it out"
     if plan.checkpoint.is_unproven:
         yield f"{called('try_unlisted')} {plan.checkpoint.model_type}", "and only listed types with them are served"
-    if config.mamba_block_size % plan.block_size:
+    keeps = config.enable_prefix_caching and config.mamba_cache_mode == "align"
+    if keeps and config.mamba_block_size % plan.block_size:
         yield (
             f"{called('mamba_block_size')} {config.mamba_block_size}",
             f"which end with blocks: give a multiple of {called('block_size')} {plan.block_size}",

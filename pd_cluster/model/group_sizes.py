@@ -116,7 +116,7 @@ class GroupNeeds:
         if found := int(given * GIB) // self.state_nbytes:
             return found
         raise ConfigError(
-            f"{called('state_cache')} {given:g}: one state of this model takes {self.state_nbytes / GIB:.4f} GiB; give "
+            f"{called('state_cache')} {given:g}: one state of this model takes {self.state_nbytes / GIB:.4g} GiB; give "
             f"more, or {called('mamba_cache_mode')} none to keep none"
         )
 
@@ -129,8 +129,13 @@ def group_sizes(needs: GroupNeeds) -> GroupSizes:
     config, free = needs.config, host.memory()
     nbytes, flag = _budget(needs, free)
     num_checkpoints = needs.num_checkpoints(nbytes)
+    of_checkpoints = num_checkpoints * needs.state_nbytes
+    if config.state_cache_gib is not None:
+        check_fits(of_checkpoints, free, config.num_local_ranks, f"{called('state_cache')} {config.state_cache_gib:g}")
     least = needs.nbytes_of(config.num_blocks or needs.per_request, config.max_num_seqs)
-    num_seqs = _num_seqs(needs, nbytes - least - num_checkpoints * needs.state_nbytes, flag)
+    if config.num_blocks is not None:
+        check_fits(least + of_checkpoints, free, config.num_local_ranks, flag)
+    num_seqs = _num_seqs(needs, nbytes - least - of_checkpoints, flag)
     of_states = (num_seqs + num_checkpoints) * needs.state_nbytes
     num_blocks = config.num_blocks
     if num_blocks is None:
@@ -158,7 +163,7 @@ def _num_seqs(needs: GroupNeeds, nbytes: int, flag: str) -> int:
     if needs.is_default and room:
         return room
     raise ConfigError(
-        f"{called('max_num_seqs')} {wanted}: {flag} has room for {room} states of {needs.state_nbytes / GIB:.4f} GiB "
+        f"{called('max_num_seqs')} {wanted}: room for {room} states of {needs.state_nbytes / 2**20:.2f} MiB ({flag}) "
         f"beside checkpoints and one request of {called('max_model_len')} {needs.max_model_len}; give more memory, "
         f"lower {called('max_num_seqs')} or {called('max_model_len')}, or less {called('state_cache')}"
     )

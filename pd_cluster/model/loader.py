@@ -29,7 +29,7 @@ from pd_cluster.model.attention.latent import UpProjection
 from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE, SDPA, Attention, choose_attention
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.cpu.ops import CpuOps, supports
-from pd_cluster.model.declared import caches_of, is_indexed, layout_of_states, least_layouts
+from pd_cluster.model.declared import caches_of, has_states, is_indexed, layout_of_states, least_layouts
 from pd_cluster.model.fuse import can_fuse, fuse, is_known, why_not_deterministic
 from pd_cluster.model.fused_lm import FusedCausalLM, Served
 from pd_cluster.model.layers.linear import Linear
@@ -150,7 +150,8 @@ def load_model(
     plain = PlainCausalLM(model, caches, vocab_size, own_group, attention, logn, rope_limit)
     if checkpoint.vision is not None:
         plain.take_deep_features()
-    adapters = adapters_of(checkpoint, share) if checkpoint.takes_adapters else None
+    takes_adapters = checkpoint.takes_adapters and not has_states(caches)  # group_limits.py refuses both together
+    adapters = adapters_of(checkpoint, share) if takes_adapters else None
     own = replace(layout, dtype=dtype)
     without_kernels = logn is not None or (layout.has_latents and device.is_accelerator)
     is_fused = not (without_kernels or checkpoint.is_unproven) and can_fuse(model)  # unlisted types use others' classes

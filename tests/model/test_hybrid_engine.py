@@ -13,7 +13,9 @@ from msgspec import structs
 from tokenizers import Tokenizer
 
 from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.errors import ConfigError
 from pd_cluster.model.fused_lm import FusedCausalLM
+from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.types import Guide, Order, Request, Sampling, TokenOutput
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run, together
@@ -39,6 +41,12 @@ Checkpoints = Callable[..., Path]
 
 def core_of(folder: Path, **settings: Any) -> EngineCore:
     return make_core(folder, **{**ROOM, **settings})
+
+
+def test_adapters_are_refused_by_name(checkpoint: Checkpoints) -> None:
+    """Rows of gated attention are in an order of their own, which no adapter's rows are brought into."""
+    with pytest.raises(ConfigError, match=r"^--enable-lora: qwen3_next keeps states"):
+        core_of(checkpoint("qwen3_next"), adapters=AdapterSettings(enable_lora=True))
 
 
 def states_of(core: EngineCore) -> Any:

@@ -226,10 +226,17 @@ def test_groups_by_default_and_by_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     swapped = [count * each.block_nbytes for count, each in zip(found.nums_swapped, (ALL, WINDOWS, large), strict=True)]
     assert sum(swapped) <= GIB
     assert found.nums_swapped[2] == 3
-    with pytest.raises(ConfigError, match=r"^--max-num-seqs 20: .* has room for \d+ states of 0\.2500 GiB"):
-        groups(monkeypatch, ALL, large, max_num_seqs=20)
-    with pytest.raises(ConfigError, match=r"^--state-cache 0\.1: one state of this model takes 0\.2500 GiB; give more"):
-        groups(monkeypatch, ALL, large, state_cache_gib=0.1)
+    for settings, error in (
+        (
+            {"max_num_seqs": 20},
+            r"--max-num-seqs 20: room for \d+ states of 256\.00 MiB \(8\.00 GiB of .* KV caches\) beside",
+        ),
+        ({"state_cache_gib": 0.1}, r"--state-cache 0\.1: one state of this model takes 0\.25 GiB; give more"),
+        ({"state_cache_gib": 9}, r"--state-cache 9: a KV pool of 9\.00 GiB; free: 8\.00 GiB"),
+        ({"num_blocks": 10**8}, r"--num-blocks 100000000: a KV pool of \d+\.\d\d GiB; free: 8\.00 GiB"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{error}"):
+            groups(monkeypatch, ALL, large, **settings)
     without = groups(monkeypatch, ALL, large, enable_prefix_caching=False)
     assert without.num_checkpoints == 0
 
@@ -251,5 +258,6 @@ def test_settings_that_states_do_not_go_with(settings: dict[str, Any], error: st
     assert splits_windows(plan)
     with pytest.raises(ConfigError, match=f"^{error}"):
         check_states(replace(plan, config=config(**settings)))
+    check_states(replace(plan, config=config(mamba_block_size=1022, enable_prefix_caching=False)))
     with pytest.raises(ConfigError, match="--mamba-ssm-cache-dtype 'bfloat16': expected auto or float32"):
         config(mamba_ssm_cache_dtype="bfloat16")

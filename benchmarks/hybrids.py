@@ -92,7 +92,7 @@ class Bench(Driver):
     def _decode_ms(self, num_seqs: int, length: int) -> float:
         """Returns the least time of a step of so many sequences, which have `length` tokens each, and their own states.
 
-        What they attend to is the same.
+        They attend to the same tokens.
         """
         order, blocks, known = Order([5] * length, Sampling()), [*range(length // 16)], length - 1
         requests = [Request("r", order, num_computed_tokens=known, tables=[blocks, [at]]) for at in range(num_seqs)]

@@ -66,12 +66,17 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
             keeps_pictures=runner.tower is not None and runner.tower.rules.sees_whole,
         ),
         prefix,
-        KeepRule(config.mamba_cache_mode, config.mamba_block_size),
+        keep_rule_of(config, block_size),
     )
     guides = Guides(lambda: Compiler(runner.tokenizer_file, runner.vocab_size, runner.eos_token_ids))
     drafting = drafting_of(config.speculation, scheduler, guides, runner)
     lead = LeadRunner(runner, followers) if followers else runner
     return EngineCore(lead, scheduler, guides=guides, drafting=drafting)
+
+
+def keep_rule_of(config: EngineConfig, block_size: int) -> KeepRule:
+    interval = config.mamba_block_size or -(-KeepRule().interval // block_size) * block_size
+    return KeepRule(config.mamba_cache_mode, interval)
 
 
 def _groups_of(runner: ModelRunner, tier: HostTier | None) -> list[LayerGroup]:

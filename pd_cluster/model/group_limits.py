@@ -41,7 +41,7 @@ def _refused(plan: LoadPlan) -> Iterator[tuple[str, str]]:
     if plan.checkpoint.is_unproven:
         yield f"{called('try_unlisted')} {plan.checkpoint.model_type}", "and only listed types with them are served"
     keeps = config.enable_prefix_caching and config.mamba_cache_mode == "align"
-    if keeps and config.mamba_block_size % plan.block_size:
+    if keeps and config.mamba_block_size is not None and config.mamba_block_size % plan.block_size:
         yield (
             f"{called('mamba_block_size')} {config.mamba_block_size}",
             f"which end with blocks: give a multiple of {called('block_size')} {plan.block_size}",

@@ -323,12 +323,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = "align"
     mamba_block_size: Annotated[
-        int,
+        int | None,
         ENGINE(
-            "Tokens of a long prompt from one kept state to the next; a multiple of --block-size.",
+            "Tokens of a long prompt from one kept state to the next; a multiple of --block-size. Default: 1,024, "
+            "or the next such number.",
             checks=ONE,
         ),
-    ] = 1024
+    ] = None
     mamba_ssm_cache_dtype: Annotated[
         str, ENGINE("auto or float32, which are the same: how states are kept.", checks=(one_of(("auto", "float32")),))
     ] = "auto"

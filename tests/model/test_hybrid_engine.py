@@ -12,10 +12,12 @@ import pytest
 from msgspec import structs
 from tokenizers import Tokenizer
 
+from pd_cluster.engine.build import keep_rule_of
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.errors import ConfigError
 from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.settings.adapters import AdapterSettings
+from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Guide, Order, Request, Sampling, TokenOutput
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run, together
@@ -136,6 +138,12 @@ def test_states_are_kept_as_they_are_wanted(checkpoint: Checkpoints) -> None:
         first = hits(core, [prompt])[1]
         assert states_of(core).num_cached == kept, mode
         assert hits(core, [prompt]) == (hit, first), mode
+
+
+def test_long_prompts_are_kept_at_ends_of_blocks_of_any_size(checkpoint: Checkpoints) -> None:
+    config = EngineConfig(model=str(checkpoint("lfm2")), block_size=48)
+    assert keep_rule_of(config, 48).interval == 1056
+    assert states_of(core_of(checkpoint("lfm2"), block_size=48, mamba_block_size=None)).num_blocks > 8
 
 
 def test_least_recently_used_states_go(checkpoint: Checkpoints) -> None:

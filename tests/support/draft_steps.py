@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from pd_cluster.kv.block_major import BlockMajor
+from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.types import Order, Request, Sampling
 
@@ -52,13 +53,12 @@ class Steps:
     ) -> None:
         rng = random.Random(seed)
         self._runner = runner
-        assert isinstance(runner.pool.memory, BlockMajor)
-        self._bytes = runner.pool.memory.bytes  # [num_blocks, block_nbytes]
-        free = rng.sample(range(runner.pool.num_blocks), runner.pool.num_blocks)
+        self._bytes = [memory_of(pool).bytes for pool in runner.pools]  # each [num_blocks, block_nbytes]
+        free = [rng.sample(range(pool.num_blocks), pool.num_blocks) for pool in runner.pools]
 
         def request_of(name: str, order: Order, num_tokens: int) -> Request:
-            table = [free.pop() for _ in range(runner.pool.layout.num_blocks_for(num_tokens))]
-            return Request(name, order, tables=[table])
+            num_blocks = runner.pool.layout.num_blocks_for(num_tokens)
+            return Request(name, order, tables=[[own.pop() for _ in range(num_blocks)] for own in free])
 
         self.sequences: list[Known] = []
         for at, (order, start) in enumerate(zip(orders, starts, strict=True)):
@@ -70,8 +70,13 @@ class Steps:
         for each in self.sequences:
             each.go_to(0, each.start)
             runner.forward([(each.request, each.start)])
-        self._before = self._bytes.clone()
+        self._before = [each.clone() for each in self._bytes]
         self._alone = [self._steps_of(each) for each in self.sequences]
+
+    def _held(self, request: Request) -> torch.Tensor:
+        """Returns all bytes of a sequence's blocks."""
+        pairs = zip(self._bytes, request.tables, strict=True)
+        return torch.cat([each[table].flatten() for each, table in pairs])
 
     def _steps_of(self, known: Known) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns each step's logits [1, vocab_size] and what its sequence's blocks hold afterwards."""
@@ -79,7 +84,7 @@ class Steps:
         for stop in range(known.start + 1, len(known.token_ids) + 1):
             known.go_to(stop - 1, stop)
             logits = self._runner.forward([(known.request, 1)]).logits.clone()
-            found.append((logits, self._bytes[known.request.tables[0]]))
+            found.append((logits, self._held(known.request)))
         return found
 
     def compare(self, *cases: Case) -> None:
@@ -88,7 +93,8 @@ class Steps:
             self._compare(counts, has_beside)
 
     def _compare(self, counts: Sequence[int], has_beside: bool) -> None:
-        self._bytes.copy_(self._before)
+        for each, before in zip(self._bytes, self._before, strict=True):
+            each.copy_(before)
         given = zip(self.sequences, self._alone, counts, strict=True)
         going = [(known, steps[:num_rows]) for known, steps, num_rows in given if num_rows]
         for known, _ in going:
@@ -111,8 +117,13 @@ class Steps:
             what = f"{counts} rows, prompt beside: {has_beside}, behind {known.start} tokens"
             error = (logits[rows] - expected).abs().amax(1).tolist()
             assert torch.equal(logits[rows], expected), f"{what}: logits differ by {error}"
-            assert torch.equal(self._bytes[known.request.tables[0]], steps[-1][1]), f"{what}: KV differs"
+            assert torch.equal(self._held(known.request), steps[-1][1]), f"{what}: KV differs"
         assert behind == len(logits)
+
+
+def memory_of(pool: KVPool) -> BlockMajor:
+    assert isinstance(pool.memory, BlockMajor)
+    return pool.memory
 
 
 def cases_of(*counts: int) -> list[Case]:

@@ -130,8 +130,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[
         int,
         ENGINE(
-            "Maximum number of sequences in a step. Of models that keep states, fewer than the default if memory is "
-            "short of that many states beside one request of --max-model-len.",
+            "Maximum number of sequences in a step. A model that keeps states serves fewer than the default if memory "
+            "is short of that many states beside one request of --max-model-len.",
             checks=ONE,
         ),
     ] = DEFAULT_NUM_SEQS

@@ -146,6 +146,21 @@ def caught(cluster: LiveCluster, max_tokens: int = NUM_TOKENS, **fields: Any) ->
     raise AssertionError(f"20 streams of {max_tokens} tokens were over before they were seen")
 
 
+def goes_on_after_a_kill(cluster: LiveCluster, folder: Path, role: str, num_tokens: int) -> None:
+    """Kills an instance of that role in mid-request: the stream ends as if nothing had happened, and all comes back."""
+    sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    (expected,) = generate(make_core(folder, num_blocks=64), [PROMPT], sampling)
+    stream, begun, victim = caught(cluster, num_tokens)
+    victim = "prefill-0" if role == "prefill" else victim
+    cluster.kill(victim)
+    (rest,) = stream.to_the_end()
+    assert begun[0] + rest == expected
+    cluster.await_exit(victim)
+    cluster.start_member(victim)
+    cluster.await_ready()
+    cluster.assert_home()
+
+
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[int]:
     """Returns the long stream's text without any trouble."""

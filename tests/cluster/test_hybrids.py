@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.types import Sampling
-from tests.cluster.test_death import PROMPT, caught
+from tests.cluster.test_death import goes_on_after_a_kill
 from tests.cluster.test_exact import complete_all, complete_once
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import LiveCluster
-from tests.support.engines import assert_all_same, generate, make_core, random_prompt
+from tests.support.engines import assert_all_same, make_core, random_prompt
 from tests.support.hybrids import HYBRIDS
 
 MAX_TOKENS = 16
@@ -89,15 +88,4 @@ def test_ranks_of_other_numbers(tmp_path: Path, architecture: str, sizes: tuple[
 @pytest.mark.slow
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_kill_in_mid_request(cluster: LiveCluster, folder: Path, role: str) -> None:
-    num_tokens = 450
-    sampling = Sampling(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    (expected,) = generate(make_core(folder, num_blocks=64), [PROMPT], sampling)
-    stream, begun, victim = caught(cluster, num_tokens)
-    victim = "prefill-0" if role == "prefill" else victim
-    cluster.kill(victim)
-    (rest,) = stream.to_the_end()
-    assert begun[0] + rest == expected
-    cluster.await_exit(victim)
-    cluster.start_member(victim)
-    cluster.await_ready()
-    cluster.assert_home()
+    goes_on_after_a_kill(cluster, folder, role, 450)

@@ -32,7 +32,7 @@ LOOSE = 5e-4  # sums of chunks and of single tokens differ, and so do transforme
 TIGHT = 2e-5
 BY_CONVOLUTION = ("lfm2", "lfm2_moe")
 KEPT = 5 * BLOCK_SIZE
-# Of two sequences: lengths around those of a scan, prompts beside single tokens, single tokens of both.
+# Tokens of two sequences: around the length of a scan, a prompt beside single tokens, single tokens of both.
 STEPS = ((1, 63), (64, 65), (65, 1), (1, 1), (1, 64), (1, 1))
 
 

@@ -80,8 +80,8 @@ class Reference:
     def passed(self, job: Job, group: ReferenceGroup, num_tokens: int | None = None) -> int:
         """Counts the first blocks that no token from `num_tokens` on sees, as a rule the next one.
 
-        Of a prompt that is handed over, another instance's larger block may begin before. Nothing passes then if all
-        layers see through one window.
+        Another instance's larger block may begin before what is seen of a prompt that is handed over. Nothing passes
+        then if all layers see through one window.
         """
         num_tokens = job.computed if num_tokens is None else num_tokens
         if job.leg != "prefill":

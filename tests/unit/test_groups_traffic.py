@@ -81,5 +81,5 @@ def test_much_random_traffic_over_groups_of_layers() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_much_random_traffic_over_groups_a_step_ahead() -> None:
-    """Of layers that keep no state: such steps are the host's."""
+    """Only layers without states go ahead: the host plans the steps of others."""
     explore(range(8400, 8600), launches=True, kinds=SEVERAL[:1])

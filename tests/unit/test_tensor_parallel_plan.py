@@ -131,7 +131,7 @@ MAMBA: dict[str, Any] = {"mamba_n_heads": 8, "mamba_d_head": 4, "mamba_n_groups"
 
 
 def test_a_key_head_goes_with_its_value_heads(tmp_path: Path) -> None:
-    """Of two key heads with two value heads each, the third of four ranks has the second, and the third value head."""
+    """With two key heads of two value heads each, the third of four ranks has the second, and the third value head."""
     config = transformers.Qwen3NextConfig(**STATES, **DELTA)
     config.layer_types = STATES["layer_types"]
     # A key head has 26 rows: q and k of 3, two value heads of 5, their two gates.

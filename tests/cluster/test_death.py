@@ -19,6 +19,7 @@ import pytest
 
 from pd_cluster.cluster.routing.spans import Names
 from pd_cluster.types import Sampling
+from tests.support.checkpoints import assert_greedy
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_same, generate, make_core, random_prompt
 from tests.support.otlp_collector import Collector, Seen, collector
@@ -154,7 +155,9 @@ def goes_on_after_a_kill(cluster: LiveCluster, folder: Path, role: str, num_toke
     victim = "prefill-0" if role == "prefill" else victim
     cluster.kill(victim)
     (rest,) = stream.to_the_end()
-    assert begun[0] + rest == expected
+    if (found := begun[0] + rest) != expected:  # by ranks, whose sums have another order
+        assert len(found) == num_tokens
+        assert_greedy(folder, PROMPT, found)
     cluster.await_exit(victim)
     cluster.start_member(victim)
     cluster.await_ready()

@@ -264,6 +264,19 @@ def prefers(folder: Path, prompts: list[list[int]], outputs: list[list[int]], li
     return True
 
 
+def assert_greedy(folder: Path, prompt: list[int], output: list[int]) -> None:
+    """Asserts that each token is the best behind those before it, or within 1e-4 of it: one in a thousand, and one.
+
+    For outputs that parts of other sizes made: behind a tie of floating point, all further tokens are others.
+    """
+    with torch.inference_mode():
+        logits = reference_model(folder)(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
+    logits = logits[len(prompt) - 1 :]  # [num_tokens, vocab_size]
+    behind = logits.max(-1).values - logits.gather(-1, torch.tensor(output)[:, None])[:, 0]
+    assert behind.max() < 1e-4, f"token {behind.argmax()} of {len(output)} is {behind.max():.2e} behind the best"
+    assert int((behind > 0).sum()) <= 1 + len(output) // 1000
+
+
 def ends_of(model: Any) -> set[int]:
     ends = model.generation_config.eos_token_id
     return set(ends) if isinstance(ends, list) else {ends}

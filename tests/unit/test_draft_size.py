@@ -128,3 +128,18 @@ def test_nobody_catches_up_for_drafts_whose_verification_cannot_pay(row_s: float
         for _ in range(NUM_TRIED):
             size.costs.took(num_rows, 1.0 + row_s * num_rows)
     assert size.depth(requests, "draft_model", StepCosts(), 32, MOST) == expected
+
+
+def test_first_measurements_are_believed_for_a_short_time() -> None:
+    """Three late steps of a size at first: it is measured again soon, and what is confirmed is kept for longer."""
+    costs = StepCosts()
+    num_steps: list[int] = []
+    for _ in range(6):
+        for _ in range(NUM_TRIED):
+            costs.took(2, 1.0)
+        count = 0
+        while costs.knows(2):
+            costs.took(1, 0.1)
+            count += 1
+        num_steps.append(count)
+    assert num_steps == [64, 128, 256, 512, 512, 512]

@@ -17,6 +17,7 @@ SIZES: tuple[int, ...] = (
 )
 WEIGHT = 0.2  # of the newest step
 KEPT_STEPS = 512  # a size that has not been measured for so long is measured again
+FIRST_KEPT_STEPS = 64  # the same of first measurements, which others' work may have delayed; twice that of the next
 NUM_TRIED = 3  # steps of a size, the quickest of which counts at first: one may be late, and the first one prepares
 TRIED_FACTOR = 2  # up to so many times the largest known size, another is tried
 NEVER = float("inf")
@@ -33,6 +34,7 @@ class StepCosts:
     def __init__(self) -> None:
         self._times: dict[int, tuple[float, int]] = {}  # by index of size: seconds, and the step that measured it last
         self._num_steps = 0
+        self._kept_steps: dict[int, int] = {}  # by index of size
         self._tried: dict[int, list[float]] = {}  # by index of size: seconds, until there are NUM_TRIED
         self._estimates: list[float] = []  # by index of size; empty: to be made
 
@@ -50,6 +52,7 @@ class StepCosts:
         else:
             now_s += WEIGHT * (seconds - now_s)
         self._times[at] = now_s, self._num_steps
+        self._kept_steps[at] = min(KEPT_STEPS, 2 * self._kept_steps.get(at, FIRST_KEPT_STEPS // 2))
         self._estimates.clear()
 
     def passed(self) -> None:
@@ -61,8 +64,8 @@ class StepCosts:
         return self._known_s(index_of(num_rows)) is not None
 
     def _known_s(self, at: int) -> float | None:
-        seconds, step = self._times.get(at, (0.0, -KEPT_STEPS))
-        return seconds if self._num_steps - step < KEPT_STEPS else None
+        seconds, step = self._times.get(at, (0.0, 0))
+        return seconds if self._num_steps - step < self._kept_steps.get(at, 0) else None
 
     def step_s(self, num_rows: int) -> float:
         """Returns what a step of so many rows takes, in seconds; infinity if nothing is known."""

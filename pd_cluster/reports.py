@@ -14,7 +14,7 @@ from pd_cluster.numerics import Numerics
 from pd_cluster.types import Role
 from pd_cluster.wire import MOST_GROUPS, LayoutInfo, PublicKey
 
-InstanceState = Literal["unreachable", "loading", "connecting", "ready", "failed"]
+InstanceState = Literal["unreachable", "loading", "forming", "connecting", "ready", "failed"]
 Service = Literal["in", "out", "leaving"]
 Layouts = Annotated[list[LayoutInfo], msgspec.Meta(max_length=MOST_GROUPS)]
 Gate = Literal["open", "paused", "asleep"]  # what new requests meet: they begin, wait, or are refused
@@ -29,7 +29,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     role: Role
-    state: Literal["loading", "ready", "failed"]
+    state: Literal["loading", "forming", "ready", "failed"]
     server_ip: str
     device_ids: list[str]
     epoch: int
@@ -45,6 +45,9 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     further_layouts: Layouts = []  # of the other groups
     max_num_seqs: int = 0  # sequences in one step
     tp_size: int = 1
+    unit: str = ""  # of the instances that compute experts together; "": it is in none
+    unit_rank: int = 0
+    unit_size: int = 1
     error: str = ""
 
     @property
@@ -56,7 +59,7 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
 class RankReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A rank process's reports to its parent, one JSON line each."""
 
-    state: Literal["ready", "failed"]
+    state: Literal["forming", "ready", "failed"]
     error: str = ""  # with settings as errors.called marks them
     lost: str = ""  # the other rank whose loss made this one end, if any
     control_port: int = 0

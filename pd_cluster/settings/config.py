@@ -34,6 +34,14 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     fds: tuple[int, ...] = ()
 
 
+class UnitPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's place among the instances that compute experts together. `name`: the same for all of them."""
+
+    name: str
+    rank: int
+    size: int
+
+
 class SharedCores(msgspec.Struct, frozen=True, kw_only=True):
     """How the ranks of one host share its cores. `first`: this instance's first rank.
 
@@ -83,6 +91,7 @@ class WorkerConfig(HandoverSettings, frozen=True, kw_only=True):
     engine: EngineConfig
     timeouts: Timeouts
     ranks: RankPlace = RankPlace()
+    unit: UnitPlace | None = None  # None: the instance is independent of others
     # besides those of its parent; an empty value removes the variable
     environment: dict[str, str] = msgspec.field(default_factory=dict)
     logs: Logs = Logs()

@@ -38,6 +38,9 @@ SHIPPED_VISION_MODEL = SHIPPED_MODEL.with_name("tiny-vision")
 MAX_BLOCK_SIZE = 4096  # tokens
 MAX_TP_SIZE = 256
 DEFAULT_NUM_SEQS = 256
+MAX_UNIT_SIZE = 64  # instances
+ExpertPlacement = Literal["linear", "round_robin"]
+EXPERT_PLACEMENTS: tuple[ExpertPlacement, ...] = get_args(ExpertPlacement)
 StateCacheMode = Literal["none", "align", "all"]
 STATE_CACHE_MODES: tuple[StateCacheMode, ...] = get_args(StateCacheMode)
 PREEMPTION_MODES = ("recompute", "swap")
@@ -114,6 +117,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             checks=(*ONE, at_most(MAX_TP_SIZE)),
         ),
     ] = 1
+    data_parallel_size: Annotated[
+        int,
+        ENGINE(
+            "Instances of one role that share the experts of a model: consecutive entries of the global rank table. "
+            "Without experts, instances are independent of each other.",
+            checks=(*ONE, at_most(MAX_UNIT_SIZE)),
+        ),
+    ] = 1
+    enable_expert_parallel: Annotated[
+        bool,
+        ENGINE(
+            "Give each rank whole experts instead of a part of every one; always so with --data-parallel-size above 1."
+        ),
+    ] = False
+    expert_placement_strategy: Annotated[
+        ExpertPlacement,
+        ENGINE(
+            "linear: consecutive experts are on one rank; round_robin: they are dealt out in turn.",
+            checks=(one_of(EXPERT_PLACEMENTS),),
+        ),
+    ] = "linear"
     revision: Annotated[str, ENGINE("Branch, tag or commit of a model from a hub.")] = ""
     download_dir: Annotated[str, ENGINE("Folder for models from a hub; default: the hub's own cache.")] = ""
     tokenizer: Annotated[str, ENGINE("Folder or hub id of a tokenizer to use instead of the model's own.")] = ""
@@ -368,6 +392,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             form=SPECULATION,
         ),
     ] = Speculation()
+    unit_rank: int = 0  # among `data_parallel_size` instances
     num_local_ranks: int = 1  # that share this host's memory
     paired_tp_sizes: tuple[
         int, ...

@@ -19,7 +19,7 @@ FAMILIES = (
         "more instances take its place: more rows of the rank tables, or --prefill and --decode of `pd-cluster up`",
         accepted="--data-parallel-address --data-parallel-rpc-port --data-parallel-backend --dp-* "
         "--data-parallel-supervisor-port --elastic-ep-max-dp-size --[no-]disable-nccl-for-dp-synchronization",
-        refused="--data-parallel-size=1 --data-parallel-size-local=1 --data-parallel-rank=0 "
+        refused="--data-parallel-size-local=1 "
         "--data-parallel-start-rank=0 --[no-]data-parallel-hybrid-lb --[no-]data-parallel-external-lb "
         "--[no-]data-parallel-multi-port-external-lb --[no-]enable-elastic-ep",
     ),
@@ -46,8 +46,8 @@ FAMILIES = (
     ),
     Family(
         EXPERTS,
-        accepted="--all2all-backend --eplb-config --expert-placement-strategy --[no-]enable-ep-weight-filter",
-        refused="--[no-]enable-expert-parallel --[no-]enable-eplb",
+        accepted="--all2all-backend --eplb-config --[no-]enable-ep-weight-filter",
+        refused="--[no-]enable-eplb",
     ),
     Family(
         "a step is computed as one batch",

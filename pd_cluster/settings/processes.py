@@ -270,6 +270,13 @@ class JoinSettings(msgspec.Struct, frozen=True, kw_only=True):
         str | None,
         BASIC("With --join: this worker's own address; default: the one that it reaches the scheduler from."),
     ] = None
+    data_parallel_rank: Annotated[
+        int | None,
+        BASIC(
+            "With --join and --data-parallel-size: this worker's place among the instances that share experts, from 0.",
+            checks=(at_least(0),),
+        ),
+    ] = None
     join_port: Annotated[
         int | None,
         SCHEDULER(

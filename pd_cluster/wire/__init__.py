@@ -99,3 +99,9 @@ from pd_cluster.wire.transfers import KVPiece as KVPiece
 from pd_cluster.wire.transfers import KVProbe as KVProbe
 from pd_cluster.wire.transfers import Offer as Offer
 from pd_cluster.wire.transfers import Revoke as Revoke
+from pd_cluster.wire.units import MAX_KEY_NBYTES as MAX_KEY_NBYTES
+from pd_cluster.wire.units import UnitDone as UnitDone
+from pd_cluster.wire.units import UnitDrain as UnitDrain
+from pd_cluster.wire.units import UnitKey as UnitKey
+from pd_cluster.wire.units import UnitTerms as UnitTerms
+from pd_cluster.wire.units import UnitWake as UnitWake

@@ -41,6 +41,7 @@ from pd_cluster.wire.membership import (
 from pd_cluster.wire.requests import Abort, CacheKeys, Outputs, Submit
 from pd_cluster.wire.resume import Attach, Find, Found, Release
 from pd_cluster.wire.transfers import Cancel, Confirm, Confirmed, Credit, KVFrame, KVHeader, Offer, Revoke
+from pd_cluster.wire.units import UnitDone, UnitDrain, UnitKey, UnitTerms, UnitWake
 
 Body = (
     Heartbeat
@@ -86,6 +87,11 @@ Body = (
     | KVFrame
     | Confirm
     | Confirmed
+    | UnitTerms
+    | UnitKey
+    | UnitWake
+    | UnitDrain
+    | UnitDone
 )
 
 

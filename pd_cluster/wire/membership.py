@@ -187,6 +187,9 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     control_port: int
     public_key: PublicKey
     tp_size: int = 1
+    unit: ShortText = ""  # of the instances that compute experts together; "": it is in none
+    unit_rank: int = 0
+    is_forming: bool = False  # it has loaded its weights, and waits for its unit
 
 
 class AdapterPlace(msgspec.Struct, frozen=True, array_like=True):

@@ -1,7 +1,7 @@
-"""Lets a pair's two ranks meet: a torch store at each end, in memory, whose keys travel over the link's connection.
+"""Lets the ranks of a group meet, mostly of a pair: a torch store at each end, whose keys travel over connections.
 
-Nothing listens here. The connection proves the sender of each key, so a pair comes up between the two workers or not at
-all. The library defines the keys: gloo, NCCL or HCCL.
+Nothing listens here. A connection proves the sender of each key, so a group comes up between the workers that it is for
+or not at all. The library defines the keys: gloo, NCCL or HCCL.
 """
 
 from __future__ import annotations
@@ -12,35 +12,41 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 
 log = logging.getLogger(__name__)
 
-MAX_KEYS = 64  # set by the other end; a pair needs one or two
+MAX_KEYS = 64  # set by another end; a pair needs one or two
 POLL_S = 1e-3  # between two checks for keys that the library has written: its stores cannot be waited for as a whole
 
 
 class Meeting:
-    """One end's store. `post(key, value)` sends one key to the other end, from any thread."""
+    """One end's store. `post(key, value)` sends one key to the other ends, from any thread."""
 
-    def __init__(self, timeout_s: float, post: Callable[[str, bytes], None]) -> None:
-        """`timeout_s`: how long the library waits for a key of the other end."""
-        self.store = HashStore()
+    def __init__(
+        self,
+        timeout_s: float,
+        post: Callable[[str, bytes], None],
+        num_others: int = 1,
+        store: Store | None = None,
+    ) -> None:
+        """`timeout_s`: how long the library waits for a key of another end. `store` None: one in memory."""
+        self.store = HashStore() if store is None else store
         self.store.set_timeout(timedelta(seconds=timeout_s))
-        self._post = post
+        self._post, self._most = post, MAX_KEYS * num_others
         self._lock = threading.Lock()
         self._own: set[str] = set()  # keys that have been sent
         self._theirs: set[str] = set()
 
     def put(self, key: str, value: bytes) -> None:
-        """Stores a key of the other end, on any thread; drops keys that it may not set."""
+        """Stores a key of another end, on any thread; drops keys that it may not set."""
         with self._lock:
             if key not in self._theirs:
-                if len(self._theirs) == MAX_KEYS:
-                    log.warning("a KV pair's other end sets more than %d keys: %.80r is dropped", MAX_KEYS, key)
+                if len(self._theirs) == self._most:
+                    log.warning("another end sets more than %d keys: %.80r is dropped", self._most, key)
                     return
                 if self.store.check([key]):
-                    log.warning("a KV pair's other end sets %.80r, which this end has set: dropped", key)
+                    log.warning("another end sets %.80r, which this end has set: dropped", key)
                     return
                 self._theirs.add(key)
             self.store.set(key, value)  # type: ignore[arg-type]  # torch takes bytes, too

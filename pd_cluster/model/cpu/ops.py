@@ -21,6 +21,7 @@ from pd_cluster.kv.pool import KVPool
 from pd_cluster.model.attention.sparse import IndexRows
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cpu.decoder import ACTIVATIONS, DecoderLayers, decoder_layers
+from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertWeights
 from pd_cluster.model.layers.fused_layer import FusedLayer
 from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts
@@ -208,8 +209,10 @@ class CpuOps:
         )
         return out
 
-    def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
-        return Experts(router, ExpertLayers(weights, ACTIVATIONS[activation]), self, activation)
+    def experts(
+        self, router: ExpertRouter, weights: ExpertWeights, activation: Activation, share: ExpertShare | None = None
+    ) -> Rows:
+        return Experts(router, ExpertLayers(weights, ACTIVATIONS[activation]), self, activation, share)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         num_tokens, width = qkv.shape

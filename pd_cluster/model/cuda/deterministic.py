@@ -23,6 +23,7 @@ from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.ops import CudaOps
 from pd_cluster.model.cuda.plan import AttentionPlan, plan_tiles
+from pd_cluster.model.layers.expert_share import ExpertShare, no_expert_parallelism
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import Activation, ExpertRouter
 from pd_cluster.model.layers.linear import Linear
@@ -40,7 +41,11 @@ class DeterministicOps(CudaOps):
         """Multiplies by the weight's codes if it has some, otherwise by its numbers."""
         return linear_of(weight, is_deterministic=True) or TritonLinear(weight.matrix(), weight.bias)
 
-    def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
+    def experts(
+        self, router: ExpertRouter, weights: ExpertWeights, activation: Activation, share: ExpertShare | None = None
+    ) -> Rows:
+        if share is not None:
+            raise no_expert_parallelism(self.name)
         return TritonGroupedExperts.of(router, weights, activation, is_deterministic=True)
 
 

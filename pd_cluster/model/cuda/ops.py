@@ -22,6 +22,7 @@ from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.pool_codes import codes_of
 from pd_cluster.model.cuda.skinny import DTYPES as DTYPES_16
 from pd_cluster.model.cuda.skinny import SkinnyGate
+from pd_cluster.model.layers.expert_share import ExpertShare, no_expert_parallelism
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import Activation, ExpertRouter, FewRows
 from pd_cluster.model.layers.linear import Linear, PlainLinear
@@ -89,7 +90,11 @@ class CudaOps:
             return None
         return SkinnyGate(gate_up.weight.contiguous(), gate_up.bias, activation, self._pdl)
 
-    def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
+    def experts(
+        self, router: ExpertRouter, weights: ExpertWeights, activation: Activation, share: ExpertShare | None = None
+    ) -> Rows:
+        if share is not None:
+            raise no_expert_parallelism(self.name)
         return TritonGroupedExperts.of(router, weights, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:

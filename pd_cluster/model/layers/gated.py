@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 
 from pd_cluster.model.layers.activations import sigmoid
+from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
 from pd_cluster.model.layers.expert_weight import ExpertLayers
 from pd_cluster.model.layers.linear import Linear, make_linear, packs
 from pd_cluster.model.layers.packing import rows_apart
@@ -203,17 +204,38 @@ def _routing(block: Any, gate: Any) -> Routing:
 
 
 class Experts:
-    """A sparse block: each row goes through the `top_k` experts that its router rates highest."""
+    """A sparse block: each row goes through the `top_k` experts that its router rates highest.
 
-    def __init__(self, router: ExpertRouter, layers: ExpertLayers, ops: Gates, activation: Activation) -> None:
+    `share`: the layers are this rank's experts, and what they return is its part of a sum over the ranks.
+    """
+
+    def __init__(
+        self,
+        router: ExpertRouter,
+        layers: ExpertLayers,
+        ops: Gates,
+        activation: Activation,
+        share: ExpertShare | None = None,
+    ) -> None:
         self._ops, self._activation = ops, activation
         self.router = router.linear()  # to [num_rows, num_experts]
         self._routing = router.routing
         self.layers = layers
+        self._own = None if share is None else OwnExperts(share, len(router.weight))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.router(x.float() if self._routing.in_float32 else x)
         weights, chosen = self._routing.weigh(logits, x.dtype)  # [num_rows, top_k]
+        if self._own is None:
+            return self._compute(x, chosen, weights)
+        return self._own.through(self._compute, x, chosen, weights)
+
+    def take_part(self, no_rows: torch.Tensor) -> None:
+        """Computes this rank's experts for rows of the unit's other members. `no_rows`: [0, hidden_size]."""
+        assert self._own is not None
+        self._own.take_part(self._compute, no_rows, self._routing.top_k)
+
+    def _compute(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.layers.through(self._gate, x, chosen, weights)
 
     def _gate(self, gate_up: torch.Tensor) -> torch.Tensor:

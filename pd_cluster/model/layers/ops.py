@@ -17,6 +17,7 @@ from pd_cluster.model.attention.latent import attend_latents, write_latents
 from pd_cluster.model.attention.sparse import IndexRows, choose_keys
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.activations import gelu_tanh, sigmoid, silu
+from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertWeights
 from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, ExpertRouter, Experts, Gates
 from pd_cluster.model.layers.linear import Linear
@@ -114,10 +115,13 @@ class Ops(Gates, Protocol):
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
         """Adds delta to x in place; returns x normed."""
 
-    def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
+    def experts(
+        self, router: ExpertRouter, weights: ExpertWeights, activation: Activation, share: ExpertShare | None = None
+    ) -> Rows:
         """Returns a function for a sparse block; `weights` have gates before ups.
 
-        The caller drops the weights. Raises ModelError if their form cannot have this order.
+        The caller drops the weights. Raises ModelError if their form cannot have this order. `share`: the weights are
+        those of this rank's experts; the router's are all. Raises ConfigError if it cannot be computed.
 
         On accelerators the host need not know which experts are chosen.
         """
@@ -180,8 +184,10 @@ class TorchOps:
             return (up.clamp(-SWIGLUOAI_LIMIT, SWIGLUOAI_LIMIT) + 1).mul_(gate)
         return (silu(gate) if activation == "silu" else gelu_tanh(gate)).mul_(up)
 
-    def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
-        return Experts(router, ExpertLayers(weights), self, activation)
+    def experts(
+        self, router: ExpertRouter, weights: ExpertWeights, activation: Activation, share: ExpertShare | None = None
+    ) -> Rows:
+        return Experts(router, ExpertLayers(weights), self, activation, share)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         num_kv, dim = heads.num_kv_heads, heads.head_dim

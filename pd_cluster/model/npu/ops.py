@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.layers.expert_share import ExpertShare, no_expert_parallelism
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import Activation, ExpertRouter
 from pd_cluster.model.layers.linear import Linear
@@ -42,7 +43,11 @@ class NpuOps(TorchOps):
         gated: torch.Tensor = torch.ops.npu.npu_swiglu(gate_up, dim=-1)
         return gated
 
-    def experts(self, router: ExpertRouter, weights: ExpertWeights, activation: Activation) -> Rows:
+    def experts(
+        self, router: ExpertRouter, weights: ExpertWeights, activation: Activation, share: ExpertShare | None = None
+    ) -> Rows:
+        if share is not None:
+            raise no_expert_parallelism(self.name)
         return NpuGroupedExperts(router, weights, self, activation)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:

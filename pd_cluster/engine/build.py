@@ -25,6 +25,7 @@ from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.kv.rule import within
 from pd_cluster.model.load_runner import load_runner
+from pd_cluster.model.parallel.experts import ExpertUnit
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.guided import Guides
@@ -41,9 +42,10 @@ def build_core(
     group: Group | None = None,
     followers: Sequence[Channel] = (),
     device: Device | None = None,
+    unit: ExpertUnit | None = None,
 ) -> tuple[EngineCore, ModelRunner]:
     """Loads an engine without peers: it generates by itself, together with its followers if there are any."""
-    runner = load_runner(config, group, device)
+    runner = load_runner(config, group, device, unit)
     with contextlib.ExitStack() as undo:
         undo.callback(runner.let_go)
         core = _core_of(config, runner, followers)

@@ -18,6 +18,7 @@ from pd_cluster.engine.ranks.follower import Follower, send_to_rank_0
 from pd_cluster.engine.ranks.lead import LeadRunner
 from pd_cluster.engine.ranks.remote_lanes import RankLanes
 from pd_cluster.engine.tier_stores import open_tiers
+from pd_cluster.engine.unit.meet import follower_group
 from pd_cluster.errors import InstanceLost
 from pd_cluster.model.load_runner import load_runner
 from pd_cluster.model.parallel.group import Group, Rendezvous, join
@@ -26,6 +27,7 @@ from pd_cluster.settings.engine import SYMMETRIC_SUMS
 from pd_cluster.transport.factory import Transports
 
 log = logging.getLogger(__name__)
+MATE_END_S = 1.0  # in which a step may end, once a member of the unit is known to be lost
 Inbox = queue.SimpleQueue[Event]
 
 
@@ -51,9 +53,11 @@ def meet(config: WorkerConfig, device: Device) -> Group:
 def build_follower(config: WorkerConfig) -> Follower:
     """Loads a rank other than 0; the caller starts and runs it."""
     device = device_of(config)
-    cores, group = HostCores(config, device), meet(config, device)
+    cores, group, unit = HostCores(config, device), meet(config, device), follower_group(config)
     with cores.loading():
-        runner = load_runner(config.engine, group, device)
+        runner = load_runner(config.engine, group, device, unit)
+    if unit is not None:
+        unit.loaded()
     cores.share(runner.threads)
     channel = Channel(config.ranks.fds[0], to.ToFollower, config.timeouts.collective_timeout_s)
     for contents in open_tiers(config, runner, lambda report: channel.send(to.TierReport(report))):
@@ -89,3 +93,10 @@ def a_rank_is_lost(
     inbox.put(StopEngine(error))
     end_within(2 * wait_s)
     tell_lost(str(error))
+
+
+def a_mate_is_lost(inbox: Inbox, tell_lost: Callable[[str], None], why: str) -> None:
+    """Ends the engine's loop, or the process if the loop waits for that member of its unit, on all ranks."""
+    inbox.put(StopEngine(InstanceLost(why)))
+    end_within(MATE_END_S)
+    tell_lost(why)

@@ -7,25 +7,43 @@ import queue
 from pd_cluster import wire
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StopEngine
 from pd_cluster.engine.loop import Job
+from pd_cluster.engine.unit.mates import Mates
 
 
 class Mailroom:
-    """The mailbox's handler, for a job of any kind. `inbox` is its loop's."""
+    """The mailbox's handler, for a job of any kind. `inbox` is its loop's.
 
-    def __init__(self, inbox: queue.SimpleQueue[Event], job: Job) -> None:
-        self._inbox, self._job = inbox, job
+    A member of a unit gets mail before it has a job: `mates` read theirs, and the rest waits in the inbox.
+    """
+
+    def __init__(self, inbox: queue.SimpleQueue[Event], mates: Mates | None = None) -> None:
+        self._inbox, self._mates = inbox, mates
+        self._job: Job | None = None
+
+    def serve(self, job: Job) -> None:
+        """From now on the mail is for this job."""
+        self._job = job
 
     def load(self) -> wire.Load:
-        return self._job.load
+        return wire.Load() if self._job is None else self._job.load
 
     def on_opened(self, conn: str, peer: str, kind: str) -> None:
+        if self._mates is not None:
+            self._mates.opened(conn)
         self._inbox.put(ConnOpened(conn, peer, kind))
 
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
-        if not self._job.intercept(conn, body):
+        if self._mates is not None:
+            if isinstance(body, wire.Peers):
+                self._mates.hear(body.peers)
+            elif self._mates.read(conn, peer, body):
+                return
+        if self._job is None or not self._job.intercept(conn, body):
             self._inbox.put(Mail(conn, peer, body))
 
     def on_closed(self, conn: str, peer: str, reason: str) -> None:
+        if self._mates is not None:
+            self._mates.closed(conn, reason)
         self._inbox.put(ConnClosed(conn, peer, reason))
 
     def on_fatal(self, error: BaseException) -> None:

@@ -93,6 +93,11 @@ class Stage:
         """Returns the load with the stage's figures. `schedulers`: their names by connection."""
         return load
 
+    @property
+    def is_over(self) -> bool:
+        """Whether nobody waits for anything of this stage, once every leg has ended."""
+        return True
+
     def close(self) -> None: ...
 
 

@@ -21,6 +21,7 @@ from pd_cluster.engine.step.commit import StepResult
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.engine.unit.rounds import UnitRounds
 from pd_cluster.model.batch import OnLayer
 from pd_cluster.types import Status, TokenOutput
 
@@ -61,6 +62,7 @@ class Worker:
         self._step_waits_s = 0.0  # for a landing, at most
         self._patience = Patience(core.scheduler, self.handover.imports, self._clock)
         self._landing_wait = LandingWait(self.handover.imports, self._clock)
+        self._rounds = next((stage for stage in stages if isinstance(stage, UnitRounds)), None)  # None: in no unit
         core.after_moves += [stage.moved for stage in stages]
 
     @property
@@ -81,7 +83,7 @@ class Worker:
 
     @property
     def is_over(self) -> bool:
-        return self.legs.are_over
+        return self.legs.are_over and all(stage.is_over for stage in self._stages)
 
     def flush(self) -> None:
         self._outbox.flush()
@@ -110,8 +112,8 @@ class Worker:
     def _compute(self) -> bool:
         self.handover.imports.credit()
         self._step_waits_s = 0.0
-        if self._cores.are_shared and not self.state.drain.has_begun and self._waits():
-            return False
+        if self._rounds is None and self._cores.are_shared and not self.state.drain.has_begun and self._waits():
+            return False  # in a unit, mates would wait with it
         plan = self.core.plan()
         if plan.admitted or plan.preempted:
             self.publish()  # before the step, which may take long
@@ -120,9 +122,10 @@ class Worker:
         self._report.pace.computed(plan.chunks, self._clock() - started_s, len(result.sampled))
         if self.handover.is_prefill:
             self._notes.computed(plan.chunks, started_s)
+        goes_on = self._rounds is not None and self._rounds.end()
         self._computed(result)
         self.legs.drop_unwanted()
-        return bool(plan.chunks)
+        return bool(plan.chunks) or goes_on
 
     def _waits(self) -> bool:
         """Whether the next step waits for sequences that will share it."""
@@ -141,6 +144,8 @@ class Worker:
             if request.leg == "prefill":
                 exports.admitted(request)
         plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
+        if self._rounds is not None:
+            self._rounds.begin(plan)
         return self.handover.layers_done if exports.computing(plan.chunks) else None
 
     def _computed(self, result: StepResult) -> None:

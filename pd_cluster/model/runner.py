@@ -326,6 +326,17 @@ class ModelRunner:
             # Ranks other than 0 drop them, but a copy to the host is small beside a step that computed prompts.
             return RunnerOutput(logits, NO_HIDDEN_STATES if states is None else states.cpu().float())
 
+    def expect(self, rows: Sequence[int]) -> None:
+        """Says how many rows each member of the unit has in the next step."""
+        assert self._unit is not None
+        self._unit.rows = rows
+
+    def take_part(self) -> None:
+        """Computes this rank's experts for the rows of the unit's other members; it has none itself."""
+        assert self._unit is not None
+        with torch.inference_mode(), self.threads.step(sum(self._unit.rows or ())):
+            self.model.take_part()
+
     def sleep(self, level: SleepLevel) -> None:
         """Returns memory to the system, or takes it again, between two steps; no block may be in use. On CPU only.
 

@@ -68,6 +68,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     drafts: DraftCounts = DraftCounts()
     num_steps: int = 0
     num_landings: int = 0
+    num_rounds: int = 0  # steps of its unit that it took part in
+    num_idle_rounds: int = 0  # those of them in which it had no rows of its own
+    exchange_s: float = 0.0  # the seconds that these rounds spent on exchanging rows
     kv_sent_nbytes: int = 0
     kv_received_nbytes: int = 0
     num_dropped_kv_frames: int = 0  # replayed, forged, foreign, out of order or not decodable

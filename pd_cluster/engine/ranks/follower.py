@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 COUNT_INTERVAL_S = 0.2  # how often rank 0 learns what has moved
 
 At = tuple[str, int]  # connection and lane
-OfSteps = to.Step | to.Moves | to.TierOrders | to.DropAdapter | to.Rest  # keep their order
+OfSteps = to.Step | to.TakePart | to.Moves | to.TierOrders | to.DropAdapter | to.Rest  # keep their order
 
 
 class Gate:
@@ -188,12 +188,17 @@ class Follower:
                 self._runner.held.drop_adapter(message.digest)
             elif isinstance(message, to.Rest):
                 self._runner.sleep(message.level)
+            elif isinstance(message, to.TakePart):
+                self._runner.expect(message.unit_rows)
+                self._runner.take_part()
             else:
                 self._compute(message)
 
     def _compute(self, step: to.Step) -> None:
         self._num_steps += 1
         on_layer = self._advance if step.by_layers else None
+        if step.unit_rows:
+            self._runner.expect(step.unit_rows)
         self._runner.compute(_input_of(step), on_layer, step.is_ahead)
         self._runner.threads.rest()  # this rank does not see whether another step follows
         self._advance(ALL_LAYERS)

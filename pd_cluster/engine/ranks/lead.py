@@ -86,6 +86,7 @@ class LeadRunner:
         self.vocab_size = runner.vocab_size
         self.goes_ahead = runner.goes_ahead
         self.progress = to.Reached(0, ALL_LAYERS)  # this rank's
+        self._unit_rows: tuple[int, ...] = ()  # of each member of the unit in the next step
         self.adapters = LeadAdapters(runner.held, len(followers), self._tell)
 
     @property
@@ -105,6 +106,15 @@ class LeadRunner:
 
     def close_tiers(self) -> None:
         self.runner.close_tiers()
+
+    def expect(self, rows: Sequence[int]) -> None:
+        """See ModelRunner; the followers hear it with the step."""
+        self._unit_rows = tuple(rows)
+        self.runner.expect(rows)
+
+    def take_part(self) -> None:
+        self._tell(to.TakePart(self._unit_rows))
+        self.runner.take_part()
 
     def sleep(self, level: SleepLevel) -> None:
         """See ModelRunner; all ranks do it at the same time."""
@@ -139,6 +149,8 @@ class LeadRunner:
     def _begin(self, step: StepInput, is_ahead: bool, on_layer: OnLayer | None) -> OnLayer | None:
         """Sends the step to the followers; returns `on_layer` with this rank's progress noted before it."""
         message = message_of(step, is_ahead, on_layer is not None)
+        if self._unit_rows:
+            message = structs.replace(message, unit_rows=self._unit_rows)
         if step.images:
             for rank, follower in enumerate(self._followers, start=1):
                 parts = self.runner.sparing_pixels(step.images, rank)

@@ -38,6 +38,7 @@ class StepImage(msgspec.Struct, frozen=True, array_like=True):
 class Step(RankMessage, frozen=True, omit_defaults=True):
     """A StepInput of model/step_input.py: int64 numbers, little endian. `rope_positions`, `adapters`, `virtual`,
     `leaders` and `keeps` are empty where they are None there; `further` has blocks of other groups by sequence.
+    `unit_rows`: of each member of the unit, if there is one.
 
     `is_ahead`: rank 0's device broadcasts the input ids, which no host knows yet. `by_layers`: rank 0 tracks the step
     layer by layer, and so do all followers.
@@ -55,6 +56,13 @@ class Step(RankMessage, frozen=True, omit_defaults=True):
     leaders: bytes = b""
     further: tuple[tuple[bytes, bytes], ...] = ()
     keeps: bytes = b""
+    unit_rows: tuple[int, ...] = ()
+
+
+class TakePart(RankMessage, frozen=True):
+    """A step of a unit in which this instance has no rows: it computes its experts for those of the others."""
+
+    unit_rows: tuple[int, ...]
 
 
 class Moves(RankMessage, frozen=True):
@@ -187,6 +195,6 @@ class Counted(RankMessage, frozen=True):
 
 
 ToLanes = OpenSend | OpenReceive | Call
-ToFollower = Step | Moves | TierOrders | LoadAdapter | DropAdapter | Rest | Ping | ToLanes
+ToFollower = Step | TakePart | Moves | TierOrders | LoadAdapter | DropAdapter | Rest | Ping | ToLanes
 OfLanes = Offers | Posted | Reported | Counted
 FromFollower = Pong | LoadedAdapter | TierReport | OfLanes

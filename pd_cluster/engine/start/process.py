@@ -117,9 +117,7 @@ def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueu
     from pd_cluster.engine.build_worker import build_worker
     from pd_cluster.engine.hang import ends_when_hung
 
-    tell_lost = partial(_tell_lost, channel)
-    loop, mailbox, mailroom, report = build_worker(config, inbox, tell_lost)
-    mailbox.start(mailroom)
+    loop, mailbox, report = build_worker(config, inbox, partial(_tell, channel))
     took_s, what = time.monotonic() - started_s, _cache_of(report)
     log.info("ready after %.1f s: %s, control port %d", took_s, what, report.control_port)
     _tell(channel, report)

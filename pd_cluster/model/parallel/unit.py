@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ class UnitGroup:
         self.rank, self.size = rank, size
         self.rows: Sequence[int] | None = None  # of each member in this step; None: as many as here
         self.exchange_s = 0.0
-        self._meet, self._group = meet, None
+        self._meet = meet
+        self._group: Any = None
         self._timeout, self._step_timeout = timedelta(seconds=LOAD_TIMEOUT_S), timedelta(seconds=timeout_s)
         self._num_rows: list[int] = []  # of each member, since the last `gather`
 
@@ -57,20 +59,16 @@ class UnitGroup:
         self._num_rows = num_rows
         own = torch.cat([_bytes_of(each) for each in (x, chosen, weights)], dim=1)  # [num_rows, bytes of a row]
         joined = own.new_empty(sum(num_rows), own.shape[1])
-        parts = list(joined.split(num_rows))
+        parts = _split(joined, num_rows)
         parts[self.rank].copy_(own)
         self._swap([own] * self.size, parts)
-        sizes = [each.shape[1] * each.element_size() for each in (x, chosen, weights)]
-        found = joined.split(sizes, dim=1)
+        first, second, third = _columns_of(joined, (x, chosen, weights))
         self.exchange_s += time.perf_counter() - started_s
-        first, second, third = (
-            part.contiguous().view(each.dtype) for part, each in zip(found, (x, chosen, weights), strict=True)
-        )
         return first, second, third
 
     def combine(self, partials: torch.Tensor) -> torch.Tensor:
         started_s = time.perf_counter()
-        ours = list(partials.contiguous().split(self._num_rows))
+        ours = _split(partials.contiguous(), self._num_rows)
         theirs = [torch.empty_like(ours[self.rank]) for _ in range(self.size)]
         theirs[self.rank] = ours[self.rank]
         self._swap(ours, theirs)
@@ -92,9 +90,29 @@ class UnitGroup:
             for work in works:
                 work.wait(self._timeout)
         except RuntimeError as error:
-            raise InstanceLost(f"member {self.rank} of a unit of {self.size} lost another: {first_line(error)}") from error
+            raise InstanceLost(
+                f"member {self.rank} of a unit of {self.size} lost another: {first_line(error)}"
+            ) from error
+
+
+def _split(x: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Returns consecutive rows of x, as views."""
+    ends = list(accumulate(sizes))
+    return [x[end - size : end] for size, end in zip(sizes, ends, strict=True)]
 
 
 def _bytes_of(x: torch.Tensor) -> torch.Tensor:
     """Returns [num_rows, num_columns] of any dtype as [num_rows, bytes of a row]."""
     return x.contiguous().view(torch.uint8)
+
+
+def _columns_of(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the parts of rows of bytes, each in its own dtype."""
+    found, start = [], 0
+    for each in like:
+        part = torch.empty(len(joined), each.shape[1], dtype=each.dtype)
+        stop = start + each.shape[1] * each.element_size()
+        part.view(torch.uint8).copy_(joined[:, start:stop])
+        found.append(part)
+        start = stop
+    return found

@@ -1,0 +1,68 @@
+"""Puts the parts of a unit together, for rank 0 of one of its members; `unit/meet.py` has the followers'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from pd_cluster import wire
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.engine.unit.mates import MatePost, Mates
+from pd_cluster.engine.unit.meet import UnitMeeting
+from pd_cluster.model.parallel.unit import UnitGroup
+from pd_cluster.settings.config import WorkerConfig
+
+# Settings that all members must have: where they differ, so do the rows that one computes for another, or their order.
+EQUAL = (
+    *("tensor_parallel_size", "max_num_batched_tokens", "dtype", "quantization", "expert_placement_strategy"),
+    *("hf_overrides", "enable_lora", "speculative_config"),
+)
+
+
+class UnitParts(NamedTuple):
+    """This member's connections to its mates, and where its ranks meet theirs."""
+
+    mates: Mates
+    meeting: UnitMeeting
+
+    def group(self, config: WorkerConfig, begin: Callable[[], None]) -> UnitGroup:
+        """Returns this rank's end of the exchange; nothing has met yet.
+
+        `begin` is called once weights are loaded: it opens the mailbox and says so.
+        """
+        place = self.mates.place
+
+        def meet() -> Any:
+            begin()
+            self.mates.await_all(config.timeouts.connect_timeout_s)
+            return self.meeting.meet()
+
+        return UnitGroup(place.rank, place.size, meet, config.timeouts.collective_timeout_s)
+
+
+def unit_of(config: WorkerConfig, post: MatePost, lost: Callable[[str], None]) -> UnitParts | None:
+    """Returns the parts of rank 0; None: the instance is in no unit.
+
+    `lost(why)` is called on the mailbox's thread when a mate is lost, and this member with it.
+    """
+    place = config.unit
+    if place is None:
+        return None
+
+    def lose(rank: int, name: str, reason: str) -> None:
+        lost(f"{name}, member {rank} of {place.size} of this unit, is lost: {reason}")
+
+    def take(key: wire.UnitKey) -> None:
+        meeting.put(key)
+
+    mates = Mates(place, terms_of(config), post, lose, take)
+    meeting = UnitMeeting(config, mates.send)
+
+    return UnitParts(mates, meeting)
+
+
+def terms_of(config: WorkerConfig) -> dict[str, str]:
+    """Returns the settings that all members must have, and the model's identity, as text."""
+    engine = config.engine
+    values = {name: getattr(engine, name) for name in EQUAL if hasattr(engine, name)}
+    return {"model": Checkpoint.of(engine).identity} | {name: str(value) for name, value in values.items()}

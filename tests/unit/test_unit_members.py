@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -138,9 +139,8 @@ def groups(size: int) -> list[UnitGroup]:
         with meetings[rank].held():
             return gloo_group(meetings[rank].store, rank, size, "127.0.0.1")
 
-    for rank in range(size):
-        meetings.append(Meeting(WAIT_S, lambda key, value, rank=rank: post(rank, key, value), size - 1))  # type: ignore[misc]
-    return [UnitGroup(rank, size, lambda rank=rank: meet(rank), WAIT_S) for rank in range(size)]  # type: ignore[misc]
+    meetings += [Meeting(WAIT_S, partial(post, rank), size - 1) for rank in range(size)]
+    return [UnitGroup(rank, size, partial(meet, rank), WAIT_S) for rank in range(size)]
 
 
 @pytest.mark.parametrize("size", [2, 3])

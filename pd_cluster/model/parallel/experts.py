@@ -1,15 +1,7 @@
-"""A unit's exchange of rows between ranks with experts, as what loads a model knows it."""
+"""A unit's exchange of rows between ranks that have experts: what a unit implements, and what a model calls."""
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from pd_cluster.model.layers.expert_share import ExpertExchange as ExpertExchange
 from pd_cluster.model.layers.expert_share import ExpertShare as ExpertShare
-
-
-class ExpertUnit(ExpertExchange, Protocol):
-    """An exchange whose ends have to meet first."""
-
-    def form(self) -> None:
-        """Returns once all members are there: weights are loaded, and nothing is computed yet. Raises InstanceLost."""
+from pd_cluster.model.layers.expert_share import ExpertUnit as ExpertUnit

@@ -20,6 +20,7 @@ from pd_cluster.model.layers.rope_tables import MODELS_ORDER
 from pd_cluster.model.layers.up_projections import put_up_projections
 from pd_cluster.model.layers.weight import WeightForm
 from pd_cluster.model.lora.adapters import Adapters
+from pd_cluster.model.parallel.expert_modules import ParallelExperts
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.rope_limit import RopeLimit
 from pd_cluster.model.states.driven import drive
@@ -52,6 +53,12 @@ class CausalLM(Protocol):
         without its output layer.
         When it returns on rank 0, every rank has written; on accelerators, once rank 0's device has reached that point.
         On ranks other than 0 the logits cover this rank's part of the vocabulary.
+        """
+
+    def take_part(self) -> None:
+        """Computes this rank's experts for a step of the unit's other members, while it has no rows of its own.
+
+        For models whose experts are exchanged among instances, layer by layer, in this order on all of them.
         """
 
 
@@ -94,6 +101,7 @@ class PlainCausalLM:
         held = (getattr(module, "form", None) for module in model.modules())
         self.rounds_activations = any(isinstance(form, WeightForm) and form.rounds_activations for form in held)
         self._by_kind = [module for module in model.modules() if isinstance(module, ByKind)]
+        self._experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
         self._rotaries = [module for module in model.modules() if isinstance(module, LengthRotary)]
         for module in _below_output_layer(model):
             module.register_forward_hook(WeakHook(self._keep_hidden))
@@ -131,6 +139,10 @@ class PlainCausalLM:
         finally:
             self._set_batch(None)
         return self.whole(logits[0])
+
+    def take_part(self) -> None:
+        for block in self._experts:
+            block.take_part()
 
     def _set_batch(self, batch: ForwardBatch | None) -> None:
         self._batch = batch

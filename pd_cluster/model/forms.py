@@ -149,7 +149,9 @@ def _leave_placeholders(
             if name in products:
                 turned = bool(getattr(experts, "is_transposed", False))
                 num_outputs = each.shape[-1 if turned else -2]
-                if (rows := _whole_rows(share, f"{path}.{name}", products[name], num_outputs)) is not None:
+                has_parts = share is not None and not share.plan.has_whole_experts
+                rows = _whole_rows(share, f"{path}.{name}", products[name], num_outputs) if has_parts else None
+                if rows is not None:
                     held.rows[path] = rows  # of `down_proj`, whose inputs alone are shared out
                 _check_shape(f"{path}.{name}", products[name], tuple(each.shape), turned, rows)
         weights |= {f"{path}.{name}": no_weight(each.shape, dtype) for name, each in experts.named_parameters()}

@@ -81,7 +81,7 @@ def fuse(model: Any, ops: Ops, served: Served, share: Share | None = None) -> Fu
         widen(model)
     put_up_projections(model)
     quirks = ARCHITECTURES[type(model).__name__]
-    maker = LayerMaker(ops, None if served.adapters is None else served.adapters.places, "model")
+    maker = LayerMaker(ops, None if served.adapters is None else served.adapters.places, "model", served.experts)
     like = getattr(inner, quirks.embedding).weight[:1]
     ropes = _ropes(inner, config, quirks, like.float() if is_wide else like)
     layers = [

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from pd_cluster.model.layer_maker import LayerMaker
+from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
 from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertStack, ExpertWeights, experts_of
 from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts, GatedMLP, SharedExpert
 from pd_cluster.model.layers.linear import Linear, packs
 from pd_cluster.model.layers.ops import Ops, Rows
 from pd_cluster.model.layers.packing import rows_apart
 from pd_cluster.model.layers.weight import weight_of
+from pd_cluster.model.parallel.expert_modules import ParallelExperts
 from pd_cluster.model.quirks import Quirks
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -50,17 +52,22 @@ def is_ungated(mlp: Any) -> bool:
 
 def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
     """Returns the MLP as a function, [num_rows, hidden_size] to the same shape."""
-    ops = maker.ops
     activation = quirks.activation or ACTIVATIONS.get(activation_name(config))
+    own = getattr(mlp, "experts", None)
+    if isinstance(own, ParallelExperts):
+        mlp.experts = own.inner
     if is_ungated(mlp):
         return _ungated(mlp, quirks, maker)
     if activation is None:  # an activation without a kernel: the module itself, on a batch of one sequence
         if maker.adapters is not None:
             maker.adapters.take_over(mlp, maker.path)
+        if isinstance(own, ParallelExperts) and maker.experts is not None:
+            mlp.experts = own
+            maker.experts.note(own)
         return lambda x: mlp(x[None])[0]
     if not hasattr(mlp, "experts"):
         return _multiplied_mlp(mlp, activation, maker) if hasattr(mlp, MULTIPLIER) else maker.gated_mlp(mlp, activation)
-    experts = ops.experts(ExpertRouter.of(mlp, quirks.router), _experts(mlp, quirks), activation)
+    experts = _block(mlp, quirks, activation, maker)
     if maker.adapters is not None and isinstance(experts, Experts):
         features = getattr(mlp, quirks.router).weight.shape
         router = {quirks.router: (int(features[0]), int(features[1]))}
@@ -82,6 +89,16 @@ def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
     return SharedExpert(experts, shared, weigh)
 
 
+def _block(mlp: Any, quirks: Quirks, activation: Activation, maker: LayerMaker) -> Rows:
+    """Takes router and experts out of a sparse block; notes the block if this rank has a share of the experts."""
+    router, blocks = ExpertRouter.of(mlp, quirks.router), maker.experts
+    if blocks is None:
+        return maker.ops.experts(router, _experts(mlp, quirks), activation)
+    experts = maker.ops.experts(router, _experts(mlp, quirks), activation, blocks.share)
+    blocks.note(experts)
+    return experts
+
+
 def _experts(mlp: Any, quirks: Quirks) -> ExpertWeights:
     """Takes the experts' weights out of a sparse block, gates before ups."""
     weights = experts_of(mlp.experts)
@@ -101,11 +118,15 @@ def _ungated(mlp: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
     layers, router = ExpertLayers(ExpertWeights(up, down)), ExpertRouter.of(mlp, quirks.router)
     del mlp.experts
     shared = _ungated(mlp.shared_experts, quirks, maker.of("shared_experts"))
+    share = None if maker.experts is None else maker.experts.share
     narrow, wide = (
         maker.joined(mlp, (name,)) if isinstance(getattr(mlp, name), torch.nn.Linear) else None
         for name in ("fc1_latent_proj", "fc2_latent_proj")
     )
-    return SharedExpert(UngatedExperts(router, layers, narrow, wide), shared)
+    experts = UngatedExperts(router, layers, (narrow, wide), share)
+    if maker.experts is not None:
+        maker.experts.note(experts)
+    return SharedExpert(experts, shared)
 
 
 def squared_relu(x: torch.Tensor) -> torch.Tensor:
@@ -115,15 +136,35 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 class UngatedExperts:
     """A sparse block of experts with an activation alone, perhaps of narrower rows: see `_ungated`."""
 
-    def __init__(self, router: ExpertRouter, layers: ExpertLayers, narrow: Linear | None, wide: Linear | None) -> None:
+    def __init__(
+        self,
+        router: ExpertRouter,
+        layers: ExpertLayers,
+        ends: tuple[Linear | None, Linear | None],
+        share: ExpertShare | None = None,
+    ) -> None:
+        """`ends`: to narrower rows, and back. `share`: as `Experts` has it."""
         self._router, self._routing, self._layers = router.linear(), router.routing, layers
-        self._narrow, self._wide = narrow, wide
+        self._narrow, self._wide = ends
+        self._own = None if share is None else OwnExperts(share, len(router.weight))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self._routing.weigh(self._router(x.float() if self._routing.in_float32 else x), x.dtype)
         if self._narrow is None or self._wide is None:
-            return self._layers.through(squared_relu, x, chosen, weights)
-        return self._wide(self._layers.through(squared_relu, self._narrow(x), chosen, weights))
+            return self._through(x, chosen, weights)
+        return self._wide(self._through(self._narrow(x), chosen, weights))
+
+    def _through(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self._own is None:
+            return self._compute(x, chosen, weights)
+        return self._own.through(self._compute, x, chosen, weights)
+
+    def take_part(self) -> None:
+        assert self._own is not None
+        self._own.take_part(self._compute)
+
+    def _compute(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self._layers.through(squared_relu, x, chosen, weights)
 
 
 class MultipliedMLP:

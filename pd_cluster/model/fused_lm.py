@@ -12,6 +12,7 @@ import torch
 from pd_cluster.model.batch import ForwardBatch, Taps
 from pd_cluster.model.causal_lm import NO_POSITIONS
 from pd_cluster.model.declared import LayerCache
+from pd_cluster.model.layers.expert_share import ExpertBlocks
 from pd_cluster.model.layers.fused_layer import FusedLayer
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Norm, Ops, Rope
@@ -60,6 +61,7 @@ class Served:
     caches: tuple[LayerCache, ...]
     rope_limit: RopeLimit = NO_POSITIONS
     adapters: Adapters | None = None
+    experts: ExpertBlocks | None = None  # whose blocks are noted as they are made; None: this rank has all of them
 
 
 class FusedCausalLM:
@@ -76,7 +78,7 @@ class FusedCausalLM:
     ) -> None:
         self.config, self.ops = config, ops
         self.adapters, self.caches, self.rope_limit = served.adapters, served.caches, served.rope_limit
-        self._vocab_size, self._group = ends.vocab_size, group or Alone()
+        self._vocab_size, self._group, self._experts = ends.vocab_size, group or Alone(), served.experts
         self.attention, self.key_order = ops.attention, ends.ropes.key_order
         self.bf16_way = ends.bf16_way
         products = f", products in bfloat16 by {self.bf16_way}" if self.bf16_way else ""
@@ -118,18 +120,33 @@ class FusedCausalLM:
         last = self.layers[-1]
         _tap(taps, len(self.layers) - 1, x, delta)
         attended = self._attention(last, x, delta, ropes, batch)
-        hidden = batch.hidden
         if taps is not None and not taps.layers:
             return self._tapped(batch, x, attended)
-        rows = batch.sample_rows if hidden is None else hidden.kept  # the other rows of the last layer are not read
+        return self._logits_behind(batch, x, attended)
+
+    def take_part(self) -> None:
+        assert self._experts is not None
+        for block in self._experts.blocks:
+            block.take_part()
+
+    def _logits_behind(self, batch: ForwardBatch, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Computes the second half of the last layer, of the rows that are read; returns logits."""
+        hidden, last = batch.hidden, self.layers[-1]
+        rows = batch.sample_rows if hidden is None else hidden.kept
+        if self._experts is not None and self._experts.are_exchanged:  # in each layer, all rows of a step
+            delta = self._after_attention(last, x, attended)
+            x, delta = x[rows], delta[rows]
+        else:
+            if len(rows) == 0:
+                self._group.sum(x.new_zeros(1))  # when this returns, every rank has written its last layer
+                return x.new_empty(0, self._vocab_size)
+            if len(rows) < len(x):
+                x, attended = x[rows], attended[rows]
+                if self.adapters is not None:
+                    self.adapters.places.rows.keep(rows.numpy() if rows.device.type == "cpu" else batch.kept_rows)
+            delta = self._after_attention(last, x, attended)
         if len(rows) == 0:
-            self._group.sum(x.new_zeros(1))  # when this returns, every rank has written its last layer
             return x.new_empty(0, self._vocab_size)
-        if len(rows) < len(x):
-            x, attended = x[rows], attended[rows]
-            if self.adapters is not None:
-                self.adapters.places.rows.keep(rows.numpy() if rows.device.type == "cpu" else batch.kept_rows)
-        delta = self._after_attention(last, x, attended)
         x = self._added(x, delta, self._norm)
         if hidden is not None:
             hidden.states, x = x[hidden.hidden_at], x[hidden.logits_at]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from pd_cluster.model.layers.expert_share import ExpertBlocks
 from pd_cluster.model.layers.gated import Activation, GatedMLP
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Norm, Ops
@@ -26,6 +27,7 @@ class LayerMaker:
     ops: Ops
     adapters: AdapterPlaces | None
     path: str
+    experts: ExpertBlocks | None = None  # of which this rank has a share
 
     def of(self, name: str) -> LayerMaker:
         return replace(self, path=f"{self.path}.{name}")

@@ -9,6 +9,8 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.model.attention_choice import check_backend, check_deterministic, default_block_size
+from pd_cluster.model.expert_plan import share_of
+from pd_cluster.model.layers.expert_share import ExpertShare, ExpertUnit
 from pd_cluster.model.loader import resolve_dtype, resolve_kv_cache_dtype
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.sizing import check_offload, num_step_tokens
@@ -30,11 +32,15 @@ class LoadPlan:
     speedups: tuple[str, ...]
     max_model_len: int
     max_num_batched_tokens: int
+    experts: ExpertShare | None = None  # None: this rank has all experts, or a part of each
     draft: LoadPlan | None = None  # of the model that drafts for this one; see draft_plan.py
 
     @classmethod
-    def of(cls, config: EngineConfig, group: Group, device: Device) -> LoadPlan:
-        """All ranks of the group call this at the same time. Raises ConfigError, ModelError."""
+    def of(cls, config: EngineConfig, group: Group, device: Device, unit: ExpertUnit | None = None) -> LoadPlan:
+        """All ranks of the group call this at the same time. Raises ConfigError, ModelError.
+
+        `unit`: as `share_of` has it.
+        """
         assert group.size == config.tensor_parallel_size
         block_size = config.block_size or default_block_size(device)
         check_backend(config.attention_backend, block_size, device)
@@ -56,6 +62,7 @@ class LoadPlan:
             max_model_len=checkpoint.max_model_len(config.max_model_len),
             dtype=resolve_dtype(config.dtype, checkpoint, device),
             max_num_batched_tokens=group.least(num_step_tokens(config, device)),
+            experts=share_of(config, checkpoint, group, unit),
         )
 
     @property

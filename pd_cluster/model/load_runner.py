@@ -24,6 +24,7 @@ from pd_cluster.model.graphs import sizes_of
 from pd_cluster.model.group_limits import check_states, splits_windows
 from pd_cluster.model.group_sizes import GroupNeeds, group_sizes
 from pd_cluster.model.held_adapters import HeldAdapters
+from pd_cluster.model.layers.expert_share import ExpertUnit
 from pd_cluster.model.load_head import check_head
 from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.model.loader import plan_of
@@ -51,8 +52,12 @@ from pd_cluster.settings.engine import PROMPT_GRAPHS, EngineConfig
 log = logging.getLogger(__name__)
 
 
-def load_runner(config: EngineConfig, group: Group | None = None, device: Device | None = None) -> ModelRunner:
+def load_runner(
+    config: EngineConfig, group: Group | None = None, device: Device | None = None, unit: ExpertUnit | None = None
+) -> ModelRunner:
     """`group`: the ranks that share the model; each of them loads its runner at the same time.
+
+    `unit`: this rank's end of the exchange among the instances that share the experts, which load theirs, too.
 
     Raises ConfigError, and ModelError for a model that must not be served; then no pool is left.
     """
@@ -60,7 +65,7 @@ def load_runner(config: EngineConfig, group: Group | None = None, device: Device
     use(device)
     if not device.is_accelerator:
         keep_what_is_freed()
-    plan = with_draft(LoadPlan.of(config, group or Alone(), device))
+    plan = with_draft(LoadPlan.of(config, group or Alone(), device, unit))
     check_head(plan)
     with contextlib.ExitStack() as undo:
         with trial(plan.checkpoint):
@@ -94,7 +99,7 @@ def _layouts_for(plan: LoadPlan, parts: LoadedParts) -> tuple[KVLayout, ...]:
     layouts = layouts_of(parts.caches, plan.block_size, plan.kv_dtype, identity, splits)
     if plan.is_alone:
         return layouts
-    cut = plan_of(plan.checkpoint, group.size)
+    cut = plan_of(plan.checkpoint, group.size, plan.experts is not None)
     return tuple(cut.layout_of_rank(layout, group.rank) for layout in layouts)
 
 

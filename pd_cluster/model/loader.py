@@ -17,6 +17,7 @@ import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.experts import num_experts_of
 from pd_cluster.checkpoints.layouts import WeightFolder
 from pd_cluster.checkpoints.weight_files import text_name
 from pd_cluster.devices.device import CPU, Device
@@ -32,6 +33,7 @@ from pd_cluster.model.cpu.ops import CpuOps, supports
 from pd_cluster.model.declared import caches_of, has_states, is_indexed, layout_of_states, least_layouts
 from pd_cluster.model.fuse import can_fuse, fuse, is_known, why_not_deterministic
 from pd_cluster.model.fused_lm import FusedCausalLM, Served
+from pd_cluster.model.layers.expert_share import ExpertBlocks, ExpertShare
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Ops, TorchOps
 from pd_cluster.model.layers.packing import pack_modules, packed
@@ -39,6 +41,7 @@ from pd_cluster.model.layers.rope import USE_LOGN, LogN, put_lengths, rope_limit
 from pd_cluster.model.layers.weight import LinearWeight
 from pd_cluster.model.lora.adapters import Adapters
 from pd_cluster.model.lora.placing import Weights
+from pd_cluster.model.parallel.expert_modules import ExpertModules
 from pd_cluster.model.parallel.group import Alone, Group
 from pd_cluster.model.parallel.layers import Share
 from pd_cluster.model.parallel.plan import ParallelPlan
@@ -102,14 +105,18 @@ def _is_plain_and_fused(checkpoint: Checkpoint) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class KernelChoices:
-    """Kernels that are not used unless somebody asks for them. `speedups`: see model/speedups.py."""
+class LoadChoices:
+    """What is not so unless somebody asks for it: kernels, and experts of which this rank has a share.
+
+    `speedups`: see model/speedups.py.
+    """
 
     npu_head_dims: str = "strict"
     speedups: Sequence[str] = ()
+    experts: ExpertShare | None = None
 
 
-USUAL_KERNELS = KernelChoices()
+USUAL = LoadChoices()
 
 
 def load_model(
@@ -122,15 +129,18 @@ def load_model(
     max_num_seqs: int = 1,
     is_deterministic: bool = False,
     kv_cache_dtype: str = "auto",
-    choices: KernelChoices = USUAL_KERNELS,
+    choices: LoadChoices = USUAL,
 ) -> CausalLM:
     """Loads the whole model, or this rank's share. Raises ModelError when the weights do not fit the architecture.
     The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, only models that compute
     each row alike in every batch. Raises ConfigError.
     """
     _check_device(checkpoint, device)
-    share = _share_of(checkpoint, group)
-    model = _modules_of(checkpoint, dtype, device, share, group or Alone())
+    share = _share_of(checkpoint, group, choices.experts is not None)
+    experts = _experts_of(checkpoint, choices.experts)
+    model = _modules_of(checkpoint, dtype, device, share, group or Alone(), experts)
+    if experts is not None and experts.share.exchange is not None:
+        experts.share.exchange.form()
     logn = logn_of(checkpoint)
     rope_limit = rope_limit_of(model, checkpoint, logn is not None)
     with refusal(model):
@@ -165,7 +175,7 @@ def load_model(
         return plain
     check = _check_of(plain, own, device, checkpoint)
     values = {module.values.shape[2] for module in model.modules() if isinstance(module, UpProjection)}
-    served = Served(caches, rope_limit, adapters)
+    served = Served(caches, rope_limit, adapters, None if experts is None else ExpertBlocks(experts.share))
     fused = fuse(model, choose_ops(layout, device, attention, values), served, share)
     check(fused)
     log.info("model: %s", fused.kernels)
@@ -222,19 +232,33 @@ def _check_dense(layout: KVLayout, checkpoint: Checkpoint, dtype: str) -> None:
         )
 
 
-def _share_of(checkpoint: Checkpoint, group: Group | None) -> Share | None:
-    """Returns this rank's share; None: the whole model. Raises ModelError."""
+def _share_of(checkpoint: Checkpoint, group: Group | None, has_whole_experts: bool) -> Share | None:
+    """Returns this rank's share; None: the whole model, experts apart. Raises ModelError."""
     if group is None or group.size == 1:
         return None
     if checkpoint.is_unproven:
         setting = called("tensor_parallel_size")
         raise ModelError(f"{setting} {group.size}: no proof would see a wrong split; use 1")
-    return Share(plan_of(checkpoint, group.size), group)
+    return Share(plan_of(checkpoint, group.size, has_whole_experts), group)
 
 
-def _modules_of(checkpoint: Checkpoint, dtype: str, device: Device, share: Share | None, group: Group) -> Any:
+def _experts_of(checkpoint: Checkpoint, share: ExpertShare | None) -> ExpertModules | None:
+    """Returns this rank's experts of the model; None: it has them all, or a part of each. Raises ModelError."""
+    if share is None:
+        return None
+    return ExpertModules(share, num_experts_of(checkpoint.config), modules.config_of(checkpoint))
+
+
+def _modules_of(
+    checkpoint: Checkpoint,
+    dtype: str,
+    device: Device,
+    share: Share | None,
+    group: Group,
+    own_experts: ExpertModules | None,
+) -> Any:
     """Returns transformers' model with all that is put in it before it is looked at: positions, what pictures need."""
-    model = modules.load_plain(checkpoint, dtype, device, share)
+    model = modules.load_plain(checkpoint, dtype, device, share, own_experts)
     if checkpoint.head_scheme:
         quantize_head(model, checkpoint.head_scheme)
     put_lengths(model, checkpoint.rope)
@@ -340,9 +364,9 @@ def linears_by(attention: Attention) -> Callable[[LinearWeight], Linear]:
     return packed if attention.make_ops is None else attention.make_ops(attention).linear
 
 
-def plan_of(checkpoint: Checkpoint, tp_size: int) -> ParallelPlan:
-    """Raises ModelError: no plan, or sizes that cannot be split."""
-    return ParallelPlan(modules.config_of(checkpoint), tp_size)
+def plan_of(checkpoint: Checkpoint, tp_size: int, has_whole_experts: bool = False) -> ParallelPlan:
+    """See `ParallelPlan`. Raises ModelError: no plan, or sizes that cannot be split."""
+    return ParallelPlan(modules.config_of(checkpoint), tp_size, has_whole_experts)
 
 
 def probe_logits(model: CausalLM, layout: KVLayout, device: Device) -> torch.Tensor:

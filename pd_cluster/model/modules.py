@@ -26,11 +26,13 @@ from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.model.attention import sdpa
 from pd_cluster.model.fit import check_loaded, check_stored, is_further
 from pd_cluster.model.forms import HeldWeights, hold, is_in_other_form
-from pd_cluster.model.parallel.layers import Share, narrowed
-from pd_cluster.model.parallel.shard import has_head, names, read_named, read_shard, read_text_part, read_whole
+from pd_cluster.model.parallel.expert_modules import ExpertModules
+from pd_cluster.model.parallel.layers import Share, narrowed, rebuilt
+from pd_cluster.model.parallel.rank_part import WHOLE_PART, RankPart
+from pd_cluster.model.parallel.shard import has_head, names, read_named, read_shard, read_whole
 from pd_cluster.model.quantized_files import read_quantized
 from pd_cluster.model.unfilled import Unfilled
-from pd_cluster.model.vision import experts
+from pd_cluster.model.vision import experts as vision_experts
 from pd_cluster.model.vision.whole_config import whole_config
 from pd_cluster.numerics import overridden
 
@@ -82,8 +84,16 @@ def text_settings(checkpoint: Checkpoint) -> dict[str, Any]:
     return overridden(own, checkpoint.overrides)
 
 
-def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share | None = None) -> torch.nn.Module:
-    """Loads transformers' model unchanged, attending through the pool. Raises ModelError, ConfigError."""
+def load_plain(
+    checkpoint: Checkpoint,
+    dtype: str,
+    device: Device,
+    share: Share | None = None,
+    experts: ExpertModules | None = None,
+) -> torch.nn.Module:
+    """Loads transformers' model unchanged, attending through the pool; of its experts, a rank's. Raises ModelError,
+    ConfigError.
+    """
     AttentionInterface.register(sdpa.NAME, sdpa.forward)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -93,12 +103,14 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
     held = HeldWeights()
     if checkpoint.quantization is None:
         check_stored(checkpoint)
-    weights = _read_weights(checkpoint, share, TORCH_DTYPES[dtype])
+    weights = _read_weights(checkpoint, _part_of(share, experts), TORCH_DTYPES[dtype])
     if weights is not None:
         local = config_of(checkpoint) if share is None else share.plan.local_config()
         architecture = AutoModelForCausalLM._model_mapping[type(local)]
         if share is not None:
             architecture = narrowed(architecture, share.plan)
+        if experts is not None:
+            architecture = rebuilt(architecture, experts.shrink)
         held = hold(weights, architecture, local, TORCH_DTYPES[dtype], share)
         source = {"pretrained_model_name_or_path": None, "config": local, "state_dict": weights}
     else:
@@ -128,6 +140,8 @@ def load_plain(checkpoint: Checkpoint, dtype: str, device: Device, share: Share 
         raise ModelError(f"{checkpoint.path}: cannot load the model: {' '.join(str(error).split())}{hint}") from error
     check_loaded(checkpoint, model, info)
     held.install(model)
+    if experts is not None:
+        experts.install(model)
     if share is not None:
         share.install(model)
     try:
@@ -142,25 +156,23 @@ def _is_quick(checkpoint: Checkpoint, device: Device) -> bool:
     return not (device.is_accelerator or checkpoint.is_unproven or checkpoint.rope.kind)
 
 
-def _read_weights(checkpoint: Checkpoint, share: Share | None, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
+def _part_of(share: Share | None, experts: ExpertModules | None) -> RankPart:
+    files = None if experts is None else experts.files
+    return RankPart(experts=files) if share is None else RankPart(share.plan, share.group.rank, files)
+
+
+def _read_weights(checkpoint: Checkpoint, part: RankPart, dtype: torch.dtype) -> dict[str, torch.Tensor] | None:
     """Returns this rank's weights by name; None: transformers reads the files, whose weights are in its own form."""
     if checkpoint.quantization is not None:
-        if checkpoint.part_of == experts.WHOLE_TYPE:
+        if checkpoint.part_of == vision_experts.WHOLE_TYPE:
             raise ModelError(
                 f"{checkpoint.path}: experts of pictures are not quantized here; serve plain weights as they are"
             )
-        plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
-        return read_quantized(
-            checkpoint.weights, checkpoint.quantization, partial(_name_of, checkpoint), dtype, plan, rank
-        )
-    if checkpoint.part_of == experts.WHOLE_TYPE:
-        plan, rank = (None, 0) if share is None else (share.plan, share.group.rank)
-        return experts.as_text_model(read_named(checkpoint.weights, experts.texts_name(checkpoint), plan, rank))
-    if share is not None:
-        width = expert_width(checkpoint)
-        return read_shard(checkpoint.weights, share.plan, share.group.rank, bool(checkpoint.part_of), width)
-    if checkpoint.part_of:
-        return read_text_part(checkpoint.weights, expert_width(checkpoint))
+        return read_quantized(checkpoint.weights, checkpoint.quantization, partial(_name_of, checkpoint), dtype, part)
+    if checkpoint.part_of == vision_experts.WHOLE_TYPE:
+        return vision_experts.as_text_model(read_named(checkpoint.weights, vision_experts.texts_name(checkpoint), part))
+    if part != WHOLE_PART or checkpoint.part_of:
+        return read_shard(checkpoint.weights, part, bool(checkpoint.part_of), expert_width(checkpoint))
     if checkpoint.layout is not None or any(map(is_in_other_form, names(checkpoint.weights))):
         return read_whole(checkpoint.weights)
     return None

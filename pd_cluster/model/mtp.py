@@ -45,6 +45,7 @@ from pd_cluster.model.layers.weight import PLAIN
 from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.model.loader import load_model
 from pd_cluster.model.modules import config_of
+from pd_cluster.model.parallel.rank_part import WHOLE_PART
 from pd_cluster.model.parallel.shard import read_whole
 from pd_cluster.model.quantized_files import read_quantized
 from pd_cluster.model.quirks import ARCHITECTURES
@@ -226,7 +227,7 @@ def _join_of(plan: LoadPlan, one: FusedCausalLM, ops: Ops) -> Join:
     checkpoint, dtype = plan.checkpoint, TORCH_DTYPES[plan.dtype]
     folder = WeightFolder(checkpoint.path, _layout(partial(_name_beside_layer, _prefix(checkpoint)), 0))
     found = _quantization(folder, checkpoint.quantization)
-    weights = read_whole(folder) if found is None else read_quantized(folder, found, str, dtype, None, 0)
+    weights = read_whole(folder) if found is None else read_quantized(folder, found, str, dtype, WHOLE_PART)
     config = config_of(checkpoint)
     quirks = ARCHITECTURES[_architecture(config).__name__]
     norms = (weights.pop(f"{FIRST}{name}.weight").float() for name in NORMS)

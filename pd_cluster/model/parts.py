@@ -14,7 +14,7 @@ from pd_cluster.model.declared import LayerCache
 from pd_cluster.model.draft_head import DraftHead
 from pd_cluster.model.load_head import load_head
 from pd_cluster.model.load_plan import LoadPlan
-from pd_cluster.model.loader import KernelChoices, load_model
+from pd_cluster.model.loader import LoadChoices, load_model
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.vision.load import load_tower
 from pd_cluster.model.vision.tower import Tower
@@ -60,7 +60,7 @@ def _model_of(plan: LoadPlan) -> CausalLM:
         config.max_num_seqs,
         config.deterministic,
         config.kv_cache_dtype,
-        KernelChoices(config.npu_head_dims, plan.speedups),
+        LoadChoices(config.npu_head_dims, plan.speedups, plan.experts),
     )
 
 

@@ -23,7 +23,8 @@ from pd_cluster.checkpoints.weight_files import QUANTIZERS_TENSORS
 from pd_cluster.errors import ModelError
 from pd_cluster.model.known_forms import form_of
 from pd_cluster.model.layers.weight import Tensors
-from pd_cluster.model.parallel.plan import LAYER, ParallelPlan
+from pd_cluster.model.parallel.plan import LAYER
+from pd_cluster.model.parallel.rank_part import RankPart
 from pd_cluster.model.parallel.shard import take
 from pd_cluster.model.quantized.decode import WEIGHTS, decoded
 from pd_cluster.model.quantized.encode import encoded
@@ -42,33 +43,35 @@ Rename = Callable[[str], str]
 
 
 def read_quantized(
-    folder: WeightFolder, found: Quantization, name_of: Rename, dtype: torch.dtype, plan: ParallelPlan | None, rank: int
+    folder: WeightFolder, found: Quantization, name_of: Rename, dtype: torch.dtype, part: RankPart
 ) -> Weights:
-    """Maps names to this rank's weights: quantized layers as parts of a form, others as they are.
+    """Maps names to a rank's weights: quantized layers as parts of a form, others as they are.
 
     `name_of`: a tensor's name in the model; "" if it is not read. Embeddings and output layers become numbers of
     `dtype`. Raises ModelError that names the layer, and the tensor or file.
     """
     weights: Weights = {}
     num_quantized = num_scales = 0
-    for path, tensors, file in _layers(folder):
-        if not name_of(f"{path}.weight"):
-            continue
+
+    def own_name_of(key: str) -> str:
+        return part.name(name_of(key))
+
+    for path, tensors, file in _layers(folder, own_name_of, part):
         place = f"{file}: {path}"
         if not _has_codes(tensors):
             num_scales += len(tensors)
-            tensors = {part: tensor for part, tensor in tensors.items() if part not in MORE_PRECISE}
+            tensors = {last: tensor for last, tensor in tensors.items() if last not in MORE_PRECISE}
             num_scales -= len(tensors)
         if found.at_load and LINEAR.search(path) and "weight" in tensors and tensors["weight"].dim() == 2:
             num_quantized += 1
             parts = encoded(tensors["weight"], found.at_load, place)
             if "bias" in tensors:
                 parts["bias"] = tensors["bias"]
-            _keep_parts(weights, path, parts, name_of, plan, rank)
+            _keep_parts(weights, path, parts, own_name_of, part)
             continue
         if not _is_quantized(tensors):
-            for part, tensor in tensors.items():
-                _keep(weights, name_of(_key(path, part)), tensor, plan, rank)
+            for last, tensor in tensors.items():
+                _keep(weights, own_name_of(_key(path, last)), tensor, part)
             continue
         kind = found.types.get(f"{path}.weight", "FLOAT") if found.method == ASCEND else ""
         if kind == "FLOAT":
@@ -79,7 +82,7 @@ def read_quantized(
         parts = decoded(place, tensors, found, kind)
         if not LAYER.search(name_of(f"{path}.weight")):
             parts = numbers(parts, dtype)
-        _keep_parts(weights, path, parts, name_of, plan, rank)
+        _keep_parts(weights, path, parts, own_name_of, part)
     if not num_quantized and found.at_load:
         raise ModelError(f"{found.place}: {folder.path} has no linear layer that could be quantized; leave it out")
     if not num_quantized and not num_scales:
@@ -91,15 +94,13 @@ def read_quantized(
     return weights
 
 
-def _keep_parts(
-    weights: Weights, path: str, parts: Parts, name_of: Rename, plan: ParallelPlan | None, rank: int
-) -> None:
+def _keep_parts(weights: Weights, path: str, parts: Parts, name_of: Rename, of_rank: RankPart) -> None:
     takes_whole_rows = form_of(parts, path).rounds_activations
-    if plan is not None and not takes_whole_rows:
-        parts = _in_shares(parts, plan.size)
+    if of_rank.plan is not None and of_rank.cuts(f"{path}.weight") and not takes_whole_rows:
+        parts = _in_shares(parts, of_rank.plan.size)
     for part, tensor in parts.items():
         name = name_of(f"{path}{'_' if FUSED_PATH.search(path) else '.'}{part}")
-        _keep(weights, name, tensor, plan, rank, takes_whole_rows)
+        _keep(weights, name, tensor, of_rank, takes_whole_rows)
 
 
 def numbers(parts: Parts, dtype: torch.dtype) -> Parts:
@@ -120,17 +121,10 @@ def _in_shares(parts: Parts, size: int) -> Parts:
     return {**parts, **finer}
 
 
-def _keep(
-    weights: Weights,
-    name: str,
-    tensor: torch.Tensor,
-    plan: ParallelPlan | None,
-    rank: int,
-    takes_whole_rows: bool = False,
-) -> None:
+def _keep(weights: Weights, name: str, tensor: torch.Tensor, part: RankPart, takes_whole_rows: bool = False) -> None:
     if name:
-        if plan is not None:
-            tensor = take(tensor, plan.cut(name, tuple(tensor.shape), rank, takes_whole_rows))
+        if part.cuts(name):
+            tensor = take(tensor, part.cut(name, tuple(tensor.shape), takes_whole_rows))
         weights[name] = tensor
 
 
@@ -148,10 +142,10 @@ def _has_codes(tensors: Tensors) -> bool:
     return any(part in WEIGHTS and tensor.dtype not in PLAIN for part, tensor in tensors.items())
 
 
-def _layers(folder: WeightFolder) -> Iterator[tuple[str, Tensors, Path]]:
-    """Yields the tensors of each module, by the last part of their names, and a file that has some of them.
+def _layers(folder: WeightFolder, name_of: Rename, of_rank: RankPart) -> Iterator[tuple[str, Tensors, Path]]:
+    """Yields the tensors of each module that is read, by the last part of their names, and a file that has some.
 
-    Raises ModelError.
+    Of experts that are stacked, it reads those of the rank. Raises ModelError.
     """
     with ExitStack() as stack:
         places: dict[str, dict[str, tuple[Any, str, Path]]] = defaultdict(dict)
@@ -171,9 +165,17 @@ def _layers(folder: WeightFolder) -> Iterator[tuple[str, Tensors, Path]]:
                     raise ModelError(f"{file}: {key} is in {other.name}, too; remove the file that is left from before")
                 places[path][part] = (stream, key, file)
         for path, parts in places.items():
+            if not name_of(f"{path}.weight"):
+                continue
             *_, file = next(iter(parts.values()))
             try:
-                tensors = {part: stream.get_tensor(key) for part, (stream, key, _) in parts.items()}
+                tensors = {part: _stored(stream, key, of_rank) for part, (stream, key, _) in parts.items()}
             except (OSError, RuntimeError, ValueError) as error:
                 raise ModelError(f"{file}: {path}: cannot be read: {error}") from error
             yield path, tensors, file
+
+
+def _stored(stream: Any, key: str, of_rank: RankPart) -> torch.Tensor:
+    own = of_rank.own_experts(key)
+    found: torch.Tensor = stream.get_tensor(key) if own is None else take(stream.get_slice(key), own)
+    return found

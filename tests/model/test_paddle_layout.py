@@ -21,6 +21,7 @@ from pd_cluster.checkpoints.tensor_place import TensorPlace
 from pd_cluster.errors import ModelError
 from pd_cluster.model.modules import config_of
 from pd_cluster.model.parallel.plan import ParallelPlan
+from pd_cluster.model.parallel.rank_part import RankPart
 from pd_cluster.model.parallel.shard import read_shard
 from pd_cluster.model.quantize.job import QuantizeJob
 from pd_cluster.model.quantize.schemes import SCHEMES
@@ -115,7 +116,8 @@ def test_each_rank_reads_the_tensors_of_its_twin(twins: Twins, name: str, size: 
     is_part = name == "pictures"
     for rank in range(size):
         own, paddle = (
-            read_shard(each.weights, ParallelPlan(config_of(each), size), rank, is_part) for each in checkpoints
+            read_shard(each.weights, RankPart(ParallelPlan(config_of(each), size), rank), is_part)
+            for each in checkpoints
         )
         assert own.keys() == paddle.keys()
         for key, tensor in own.items():

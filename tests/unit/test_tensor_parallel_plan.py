@@ -16,6 +16,7 @@ from pd_cluster.errors import ModelError
 from pd_cluster.model.known_forms import FORMS
 from pd_cluster.model.layers.weight import Part, PlainWeight, WeightForm
 from pd_cluster.model.parallel.plan import ParallelPlan
+from pd_cluster.model.parallel.rank_part import RankPart
 from pd_cluster.model.parallel.shard import read_shard
 
 CONFIG: dict[str, Any] = {
@@ -34,7 +35,7 @@ LAYER = "model.layers.0"
 def read_all(tmp_path: Path, config: Any, key: str, shape: tuple[int, ...], size: int) -> list[torch.Tensor]:
     """Returns each rank's part of a tensor whose elements are all different."""
     save_file({key: whole(shape)}, tmp_path / "model.safetensors")
-    return [read_shard(WeightFolder(tmp_path), ParallelPlan(config, size), rank)[key] for rank in range(size)]
+    return [read_shard(WeightFolder(tmp_path), RankPart(ParallelPlan(config, size), rank))[key] for rank in range(size)]
 
 
 def whole(shape: tuple[int, ...]) -> torch.Tensor:

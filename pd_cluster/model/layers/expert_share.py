@@ -7,9 +7,9 @@ make of them to the rows' owner.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -41,6 +41,18 @@ class ExpertExchange(Protocol):
         """
 
 
+class ExpertUnit(ExpertExchange, Protocol):
+    """An exchange whose ends have to meet first.
+
+    `rows`: those of each member in the next step; None: as many as here, as in proofs that all compute alike.
+    """
+
+    rows: Sequence[int] | None
+
+    def form(self) -> None:
+        """Returns once all members are there: weights are loaded, and nothing is computed yet. Raises InstanceLost."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertShare:
     """This rank's experts. `rank` among the `size` ranks that have a share; `exchange` None: there is no unit."""
@@ -48,7 +60,7 @@ class ExpertShare:
     rank: int
     size: int
     placement: ExpertPlacement = "linear"
-    exchange: ExpertExchange | None = None
+    exchange: ExpertUnit | None = None
 
     def own(self, num_experts: int) -> list[int]:
         """Returns the numbers of this rank's experts, ascending. Raises ModelError if they cannot be spread evenly."""
@@ -76,27 +88,54 @@ class OwnExperts:
     def __init__(self, share: ExpertShare, num_experts: int) -> None:
         """`num_experts`: those that the router knows."""
         self._local, self._exchange = share.local_numbers(num_experts), share.exchange
+        self._no_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def through(self, compute: Compute, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Returns this rank's part of what the experts make of each row, x [num_rows, hidden_size].
 
-        `compute` takes rows, numbers of this rank's experts and weights; it ignores numbers past their end. With an
-        exchange, it computes the rows of all members, and the parts of all members are added up.
+        `compute` takes rows, numbers of this rank's experts and weights; it ignores numbers past the end of those.
+        With an exchange, it computes the rows of all members, and the parts of all members are added up.
         """
-        if self._exchange is None:
-            return compute(x, self._numbers(chosen), weights)
-        rows, chosen, weights = self._exchange.gather(x, chosen, weights)
-        return self._exchange.combine(compute(rows, self._numbers(chosen), weights))
-
-    def take_part(self, compute: Compute, no_rows: torch.Tensor, top_k: int) -> None:
-        """Computes rows of other members only. `no_rows`: [0, hidden_size] in the dtype of activations."""
-        chosen = torch.empty(0, top_k, dtype=torch.int64, device=no_rows.device)
-        self.through(compute, no_rows, chosen, torch.empty(0, top_k, device=no_rows.device))
-
-    def _numbers(self, chosen: torch.Tensor) -> torch.Tensor:
         if self._local.device != chosen.device:
             self._local = self._local.to(chosen.device)
-        return self._local[chosen]
+        if self._exchange is None:
+            return compute(x, self._local[chosen], weights)
+        if self._no_rows is None:
+            self._no_rows = x[:0].clone(), chosen[:0].clone(), weights[:0].clone()
+        rows, chosen, given = self._exchange.gather(x, chosen, weights.float())
+        own = compute(rows, self._local[chosen], given.to(weights.dtype)) if len(rows) else rows
+        return self._exchange.combine(own)
+
+    def take_part(self, compute: Compute) -> None:
+        """Computes rows of the unit's other members only. Rows of its own came first: the proof at load has some."""
+        assert self._no_rows is not None
+        self.through(compute, *self._no_rows)
+
+
+@runtime_checkable
+class TakesPart(Protocol):
+    """A block of experts of a unit."""
+
+    def take_part(self) -> None:
+        """Computes this rank's experts for rows of the unit's other members, and has no rows of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertBlocks:
+    """The blocks of a model of which this rank has a share, in the order of layers."""
+
+    share: ExpertShare
+    blocks: list[TakesPart] = field(default_factory=list)
+
+    @property
+    def are_exchanged(self) -> bool:
+        return self.share.exchange is not None
+
+    def note(self, block: object) -> None:
+        """Keeps the next block if it takes part in an exchange."""
+        if self.are_exchanged:
+            assert isinstance(block, TakesPart)  # `Ops` whose blocks exchange no rows have refused
+            self.blocks.append(block)
 
 
 def no_expert_parallelism(kernels: str) -> ConfigError:

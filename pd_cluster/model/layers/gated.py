@@ -230,10 +230,9 @@ class Experts:
             return self._compute(x, chosen, weights)
         return self._own.through(self._compute, x, chosen, weights)
 
-    def take_part(self, no_rows: torch.Tensor) -> None:
-        """Computes this rank's experts for rows of the unit's other members. `no_rows`: [0, hidden_size]."""
+    def take_part(self) -> None:
         assert self._own is not None
-        self._own.take_part(self._compute, no_rows, self._routing.top_k)
+        self._own.take_part(self._compute)
 
     def _compute(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self.layers.through(self._gate, x, chosen, weights)

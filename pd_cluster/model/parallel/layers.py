@@ -5,6 +5,7 @@ Put into transformers' modules from outside; the fused model calls the same func
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from pd_cluster.model.parallel.plan import ParallelPlan
 
 MIXERS = ("self_attn", "linear_attn", "mamba", "conv", "mixer")  # the names of a layer's first halves
 SECOND_HALVES = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
+KNOWN_AS = "_known_as"  # of a class of `rebuilt`: transformers' own
 NORM_IN_MLP = "post_mlp_layernorm"  # A.X-K1's blocks of experts end with a norm, which must see the sum
 
 
@@ -137,14 +139,27 @@ def narrowed(architecture: type[Any], plan: ParallelPlan) -> type[Any]:
     if plan.states is None or plan.states.module != "conv":
         return architecture
 
+    def narrow(model: Any) -> None:
+        hidden_size = model.config.hidden_size
+        for layer in model.model.layers:
+            if (module := getattr(layer, "conv", None)) is not None:
+                _narrow(module, hidden_size, hidden_size // plan.size)
+
+    return rebuilt(architecture, narrow)
+
+
+def rebuilt(architecture: type[Any], change: Callable[[Any], None]) -> type[Any]:
+    """Returns transformers' class whose models are changed as soon as their modules are built, before any weight."""
+
     def build(self: Any, config: Any, *rest: Any, **more: Any) -> None:
         architecture.__init__(self, config, *rest, **more)
-        for layer in self.model.layers:
-            if (module := getattr(layer, "conv", None)) is not None:
-                _narrow(module, config.hidden_size, config.hidden_size // plan.size)
-        self.__class__ = architecture  # by which others know it
+        change(self)
+        self.__class__ = known  # by which others know it
+
+    known = getattr(architecture, KNOWN_AS, architecture)
 
     own = {"__init__": build, "__module__": architecture.__module__, "__qualname__": architecture.__qualname__}
+    own[KNOWN_AS] = known
     return type(architecture.__name__, (architecture,), own)
 
 

@@ -43,6 +43,11 @@ HYBRID_STYLES: dict[str, Style] = {
     **dict.fromkeys(("o_proj", "out_proj", "down_proj", "output_linear"), "row"),
     "fc2_latent_proj": "summed",
 }
+# Attentions of models that are split only where a rank has whole experts: theirs are not cut through their features.
+WITH_WHOLE_EXPERTS: dict[str, dict[str, Style]] = {
+    "gpt_oss": {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "column"), "o_proj": "row"}
+}
+SINKS = ".self_attn.sinks"  # one number a head
 EMBEDDINGS = ("embed_tokens.weight", ".embeddings.weight")
 STACKED = ("block_sparse_moe.input_linear", "block_sparse_moe.output_linear")  # Granite 4's experts in files
 NO_FIT = "transformers' plan does not fit the shapes of its weights"
@@ -87,25 +92,29 @@ WHOLE = Cut()
 class ParallelPlan:
     """One architecture on `size` ranks. Raises ModelError, naming what cannot be split and the remedy."""
 
-    def __init__(self, config: Any, size: int) -> None:
-        """`config` is transformers' own."""
+    def __init__(self, config: Any, size: int, has_whole_experts: bool = False) -> None:
+        """`config` is transformers' own. `has_whole_experts`: ranks have different experts, not parts of the same."""
         self.size = size
-        self.config = config
+        self.config, self.has_whole_experts = config, has_whole_experts
         self.vocab_size: int = config.vocab_size
         flag = f"{called('tensor_parallel_size')} {size}"
         if config.model_type in REFUSED:
             raise ModelError(f"{flag}: {config.model_type} cannot be split: {REFUSED[config.model_type]}; use 1")
         self.states: StateHeads | None = state_heads(config, size)
         plan: dict[str, str] = {} if self.states else getattr(config, "base_model_tp_plan", None) or {}
-        if not plan and self.states is None:
+        if attention := WITH_WHOLE_EXPERTS.get(config.model_type):
+            if not has_whole_experts:
+                name = called("enable_expert_parallel")
+                raise ModelError(f"{flag}: only whole experts of {config.model_type} are spread; give {name}, or use 1")
+        elif not plan and self.states is None:
             raise ModelError(f"{flag}: transformers has no tensor parallel plan for {config.model_type}; use 1")
-        if unknown := sorted(set(plan.values()) - set(STYLES)):
+        elif unknown := sorted(set(plan.values()) - set(STYLES)):
             raise ModelError(f"{flag}: the plan of {config.model_type} has the unknown style {unknown[0]}; use 1")
         # The only reason for transformers to gather each rank's queries.
         self.norms_span_heads = plan.get("layers.*.self_attn.q_proj") == "colwise_gather_output"
         self._styles = {pattern.rpartition(".")[2]: STYLES[style] for pattern, style in plan.items()}
-        if self.states is not None:
-            self._styles = dict(HYBRID_STYLES)
+        if attention is not None or self.states is not None:
+            self._styles = dict(attention or HYBRID_STYLES)
         if getattr(config, "kv_lora_rank", None):  # some plans leave this attention whole, which needs no sum behind it
             self._styles |= LATENT_STYLES
         if "gate_up_proj" in self._styles:  # some files have its halves apart
@@ -183,6 +192,8 @@ class ParallelPlan:
             step = self.local_vocab_size
             start = min(rank * step, self.vocab_size)
             return Cut(0, ((start, min(start + step, self.vocab_size)),), padded_to=step)
+        if key.endswith(SINKS):
+            return Cut(0, (self._elements((rank, rank + 1), self.size, shape[0], key),))
         if found := FUSED_EXPERTS.search(key):
             name, part, num_leading = found["name"], part_of(found["part"] or "weight"), 1  # dimension 0: the experts
             style: Style = "row" if name == "down_proj" else "column"

@@ -7,47 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from pd_cluster.checkpoints.layouts import WeightFolder
 from pd_cluster.checkpoints.weight_files import text_name
 from pd_cluster.errors import ModelError
-from pd_cluster.model.parallel.plan import FUSED_EXPERTS, WHOLE, Cut, ParallelPlan
+from pd_cluster.model.parallel.plan import FUSED_EXPERTS, Cut
+from pd_cluster.model.parallel.rank_part import WHOLE_PART, RankPart
 from pd_cluster.model.stored import opened
-
-Cutter = Callable[[str, tuple[int, ...]], Cut]
 
 
 def read_shard(
-    folder: WeightFolder, plan: ParallelPlan, rank: int, is_text_part: bool = False, expert_width: int = 0
+    folder: WeightFolder, part: RankPart, is_text_part: bool = False, expert_width: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Maps names to this rank's shares. Raises ModelError.
+    """Maps names to what a rank has of the weights. Raises ModelError.
 
+    `is_text_part`: of those of the text model in a multimodal folder.
     `expert_width`: see `_is_turned`; 0: experts are as transformers has them.
     """
-    names = text_name if is_text_part else str
-    return _read(folder, lambda key, shape: plan.cut(key, shape, rank), names, expert_width)
-
-
-def read_text_part(folder: WeightFolder, expert_width: int = 0) -> dict[str, torch.Tensor]:
-    """Maps names to weights of the text model in a multimodal folder. Raises ModelError."""
-    return _read(folder, lambda key, shape: WHOLE, text_name, expert_width)
+    return _read(folder, part, text_name if is_text_part else str, expert_width)
 
 
 def read_whole(folder: WeightFolder) -> dict[str, torch.Tensor]:
     """Maps names to all weights. Raises ModelError."""
-    return _read(folder, lambda key, shape: WHOLE, str)
+    return _read(folder, WHOLE_PART, str)
 
 
 def read_named(
-    folder: WeightFolder, name_of: Callable[[str], str], plan: ParallelPlan | None = None, rank: int = 0
+    folder: WeightFolder, name_of: Callable[[str], str], part: RankPart = WHOLE_PART
 ) -> dict[str, torch.Tensor]:
-    """Maps names to the weights that `name_of` names, "" leaves one out; this rank's shares of them by a plan.
-
-    Raises ModelError.
-    """
-    return _read(folder, lambda key, shape: WHOLE if plan is None else plan.cut(key, shape, rank), name_of)
+    """Maps names to what a rank has of the weights that `name_of` names; "" leaves one out. Raises ModelError."""
+    return _read(folder, part, name_of)
 
 
 def has_head(folder: WeightFolder) -> bool:
@@ -70,23 +62,30 @@ def _names(file: Path, folder: WeightFolder) -> list[str]:
 
 
 def _read(
-    folder: WeightFolder, cut: Cutter, name_of: Callable[[str], str], expert_width: int = 0
+    folder: WeightFolder, part: RankPart, name_of: Callable[[str], str], expert_width: int = 0
 ) -> dict[str, torch.Tensor]:
     weights: dict[str, torch.Tensor] = {}
     for file in folder.files():
         try:
             with opened(file, folder) as stream:
                 for key in stream.keys():  # noqa: SIM118  (not a dict)
-                    if not (name := name_of(key)):
-                        continue
-                    stored = stream.get_slice(key)
-                    shape = tuple(stored.get_shape())
-                    if expert_width and _is_turned(name, shape, expert_width):
-                        stored, shape = stored[:].transpose(1, 2), (shape[0], shape[2], shape[1])
-                    weights[name] = take(stored, cut(name, shape))
+                    if name := part.name(name_of(key)):
+                        weights[name] = _taken(stream.get_slice(key), name, part, expert_width)
         except (OSError, RuntimeError, ValueError) as error:
             raise ModelError(f"{file}: cannot be read: {error}") from error
     return weights
+
+
+def _taken(stored: Any, name: str, part: RankPart, expert_width: int) -> torch.Tensor:
+    """Reads what a rank has of a stored tensor."""
+    shape = tuple(stored.get_shape())
+    turned = bool(expert_width) and _is_turned(name, shape, expert_width)
+    if (own := part.own_experts(name)) is not None:
+        taken = take(stored, own)
+        return taken.transpose(1, 2).contiguous() if turned else taken
+    if turned:
+        stored, shape = stored[:].transpose(1, 2), (shape[0], shape[2], shape[1])
+    return take(stored, part.cut(name, shape))
 
 
 def _is_turned(name: str, shape: tuple[int, ...], width: int) -> bool:

@@ -20,7 +20,7 @@ LOAD_TIMEOUT_S = 600.0  # until all members have proven the model
 
 
 class UnitGroup:
-    """Satisfies model.parallel.experts.ExpertUnit.
+    """Satisfies model.layers.expert_share.ExpertUnit.
 
     `rank` among the `size` members. Raises InstanceLost when another member is gone, or delays all others for too long.
     """

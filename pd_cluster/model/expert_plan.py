@@ -1,0 +1,64 @@
+"""Plans which experts of a model a rank has, before any weight is read, and refuses what does not go with that."""
+
+from __future__ import annotations
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.experts import num_experts_of
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.model.layers.expert_share import ExpertShare, ExpertUnit
+from pd_cluster.model.parallel.group import Group
+from pd_cluster.model.vision.experts import WHOLE_TYPE
+from pd_cluster.settings.engine import EngineConfig
+
+
+def share_of(config: EngineConfig, checkpoint: Checkpoint, group: Group, unit: ExpertUnit | None) -> ExpertShare | None:
+    """Returns this rank's share of the experts; None: it has all of them, or a part of each. Raises ConfigError.
+
+    `unit`: this rank's end of the exchange among the instances of a unit.
+    """
+    num_experts, num_members = num_experts_of(checkpoint.config), config.data_parallel_size
+    if config.enable_expert_parallel and not num_experts:
+        raise ConfigError(
+            f"{called('enable_expert_parallel')}: {checkpoint.path} ({checkpoint.model_type}) has no experts; leave it "
+            f"out"
+        )
+    size = num_members * group.size
+    if not num_experts or size == 1 or not (config.enable_expert_parallel or num_members > 1):
+        return None
+    flag = _flag(config)
+    if num_members > 1 and unit is None:
+        raise ConfigError(f"{flag}: the instances of a unit exchange rows, and this process is alone; give 1")
+    if why := _why_not(config, checkpoint):
+        raise ConfigError(f"{flag}: {why}; leave one of the two out")
+    exchange = unit if num_members > 1 else None
+    share = ExpertShare(config.unit_rank * group.size + group.rank, size, config.expert_placement_strategy, exchange)
+    share.own(num_experts)  # raises
+    return share
+
+
+def check_draft(config: EngineConfig, share: ExpertShare | None, draft: Checkpoint) -> None:
+    """Raises ConfigError for a draft model with experts in a unit."""
+    if share is not None and num_experts_of(draft.config):
+        raise ConfigError(
+            f"{called('speculative_config')}: model: {draft.path} has experts, and with {_flag(config)} only the model "
+            f"itself may have some; give another model, or method ngram or suffix"
+        )
+
+
+def _flag(config: EngineConfig) -> str:
+    size = config.data_parallel_size
+    return f"{called('data_parallel_size')} {size}" if size > 1 else called("enable_expert_parallel")
+
+
+def _why_not(config: EngineConfig, checkpoint: Checkpoint) -> str:
+    """Returns what does not go together with experts that ranks share out; "" if nothing."""
+    if config.adapters.enable_lora:
+        return f"{called('enable_lora')}: adapters are not placed beside experts that are spread over ranks"
+    if config.speculation.with_weights in ("eagle3", "mtp"):
+        name = called("speculative_config")
+        return f"{name}: method {config.speculation.with_weights}: a draft head is not computed in step with a unit"
+    if checkpoint.is_unproven:
+        return f"{called('try_unlisted')}: no proof would see that {checkpoint.model_type}'s experts are spread wrongly"
+    if checkpoint.part_of == WHOLE_TYPE:
+        return f"{called('enable_mm')}: {WHOLE_TYPE} has experts of pictures, which every rank has"
+    return ""

@@ -12,7 +12,7 @@ import msgspec
 
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Role
-from pd_cluster.wire import MOST_GROUPS, LayoutInfo, PublicKey
+from pd_cluster.wire import MOST_GROUPS, LayoutInfo, PublicKey, ShortText
 
 InstanceState = Literal["unreachable", "loading", "forming", "connecting", "ready", "failed"]
 Service = Literal["in", "out", "leaving"]
@@ -45,9 +45,9 @@ class InstanceInfo(msgspec.Struct, frozen=True, kw_only=True):
     further_layouts: Layouts = []  # of the other groups
     max_num_seqs: int = 0  # sequences in one step
     tp_size: int = 1
-    unit: str = ""  # of the instances that compute experts together; "": it is in none
-    unit_rank: int = 0
-    unit_size: int = 1
+    unit: ShortText = ""  # of the instances that compute experts together; "": it is in none
+    unit_rank: Annotated[int, msgspec.Meta(ge=0)] = 0
+    unit_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     error: str = ""
 
     @property

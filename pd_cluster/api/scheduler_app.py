@@ -39,11 +39,12 @@ from pd_cluster.api.public_app import public_app
 from pd_cluster.cluster.members.adapters import AdapterBook, AdapterRules
 from pd_cluster.cluster.members.auto_role import AutoRole
 from pd_cluster.cluster.members.control import Control
-from pd_cluster.cluster.members.elastic import Elastic, Tables
+from pd_cluster.cluster.members.elastic import Elastic
 from pd_cluster.cluster.members.membership import membership_of
 from pd_cluster.cluster.members.place import Place
 from pd_cluster.cluster.members.registrar import JoinPort
 from pd_cluster.cluster.members.shared import Lease, SharedMembership
+from pd_cluster.cluster.members.table_reader import Tables
 from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.cluster.processes.api_processes import ApiProcesses
 from pd_cluster.cluster.tenancy.key_store import KeyStore

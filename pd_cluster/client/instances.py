@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,15 +78,19 @@ def show_instances(admin: Admin, as_json: bool = False) -> None:
 def print_instances(admin_url: str, entries: Entries) -> None:
     headers = ["instance", "role", "state", "pid", "address", "run", "wait", "free/cached/held of blocks"]
     headers += ["prefix hits", "KV sent", "KV received", "links"]
+    rows = [_row(entry) for entry in entries]
+    if any(entry["unit"] for entry in entries):
+        headers += ["unit", "idle rounds"]
+        rows = [[*row, place_in_unit(entry), idle_rounds(entry)] for row, entry in zip(rows, entries, strict=True)]
     print_table(
         f"{len(entries)} instance{'' if len(entries) == 1 else 's'} at {admin_url}",
         headers,
-        [_row(entry) for entry in entries],
-        right=("pid", "run", "wait", "prefix hits", "KV sent", "KV received"),
+        rows,
+        right=("pid", "run", "wait", "prefix hits", "KV sent", "KV received", "idle rounds"),
     )
 
 
-def _row(entry: dict[str, Any]) -> Sequence[str]:
+def _row(entry: dict[str, Any]) -> list[str]:
     blocks = "/".join(str(entry[f"num_{kind}_blocks"]) for kind in ("free", "cached", "held"))
     return [
         entry["instance_id"],
@@ -103,6 +106,16 @@ def _row(entry: dict[str, Any]) -> Sequence[str]:
         human_nbytes(entry["kv_received_nbytes"]),
         ", ".join(f"{peer.split('@')[0]} {state}" for peer, state in entry["links"].items()) or "-",
     ]
+
+
+def place_in_unit(entry: dict[str, Any]) -> str:
+    return f"{entry['unit']}, rank {entry['unit_rank']}" if entry["unit"] else "-"
+
+
+def idle_rounds(entry: dict[str, Any]) -> str:
+    """Returns the share of its unit's rounds in which it had nothing to compute itself, and the number of rounds."""
+    num = entry["num_rounds"]
+    return f"{entry['num_idle_rounds'] / num:.0%} of {num:,}" if num else "-"
 
 
 def links_of(entry: dict[str, Any]) -> dict[str, LinkState]:

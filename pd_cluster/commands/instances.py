@@ -70,11 +70,11 @@ def add(
     no_wait: Annotated[bool, NO_WAIT] = False,
 ) -> None:
     """Let an instance of the global rank table join; the scheduler reads the table again. Devices are the table's."""
-    from pd_cluster.client.operate import JOIN_TIMEOUT_S, is_ready
+    from pd_cluster.client.operate import JOIN_TIMEOUT_S, is_here
 
     asked = _command(context, name, admin, admin_token_file)
     asked.send("", {"name": name, "port": port})
-    asked.finish(no_wait, is_ready, "is here", JOIN_TIMEOUT_S)
+    asked.finish(no_wait, is_here, "is here", JOIN_TIMEOUT_S)
 
 
 @app.command()
@@ -116,7 +116,7 @@ def drain(
         if force or timeout is not None:
             raise ConfigError("--undo: goes with neither --force nor --timeout; leave these out")
         entry = asked.send("undrain", {})
-        print(f"{name} is in service" + (f" as soon as it is {entry['next_role']}" if entry["next_role"] else ""))
+        asked.say("is in service" + (f" as soon as it is {entry['next_role']}" if entry["next_role"] else ""))
         return
     asked.send("drain", {"force": force, "timeout_s": timeout})
     asked.finish(no_wait, is_drained, "is drained; `drain --undo` puts it back in service")

@@ -63,7 +63,7 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     from pd_cluster.api.gate.access import AdminAccess
     from pd_cluster.api.scheduler_app import KnownCluster, SchedulerServer
     from pd_cluster.cluster.members.auto_role import AutoRole
-    from pd_cluster.cluster.members.elastic import Tables
+    from pd_cluster.cluster.members.table_reader import Tables
     from pd_cluster.cluster.tenancy.key_store import KeyStore
     from pd_cluster.service.helpers.interpreter import tune
 

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pd_cluster.client.admin import Admin
+from pd_cluster.client.instances import idle_rounds, place_in_unit
 from pd_cluster.client.overview import FINE, Found, fetch_overview, figures, sparkline
 from pd_cluster.errors import PdClusterError
 from pd_cluster.tables import human_nbytes
@@ -141,13 +142,15 @@ def _lines(watch: Looks, width: int) -> list[Text]:
 
 def _instances(watch: Looks) -> Table:
     assert watch.found is not None
-    table = Table(expand=True)
+    table, instances = Table(expand=True), watch.found["instances"]
+    has_units = any(each["unit"] for each in instances)
     for heading, right in (
         *(("instance", False), ("role", False), ("state", False), ("run", True), ("wait", True)),
         *(("KV held", True), ("cached", True), ("KV out/s", True), ("KV in/s", True), ("links", False)),
+        *((("unit", False), ("idle rounds", True)) if has_units else ()),
     ):
         table.add_column(heading, justify="right" if right else "left", overflow="ellipsis", no_wrap=True)
-    for each in watch.found["instances"]:
+    for each in instances:
         sent, received = watch.rates.get(each["instance_id"], (0.0, 0.0))
         state = Text(f"{each['state']}: {each['reason']}" if each["reason"] else each["state"])
         state.stylize("bold red" if each["state"] in DOWN else "green" if each["state"] == "ready" else "yellow")
@@ -162,6 +165,7 @@ def _instances(watch: Looks) -> Table:
             human_nbytes(sent),
             human_nbytes(received),
             ", ".join(f"{peer.split('@')[0]} {link}" for peer, link in each["links"].items()) or "-",
+            *((place_in_unit(each), idle_rounds(each)) if has_units else ()),
         )
     return table
 

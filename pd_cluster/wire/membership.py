@@ -233,6 +233,8 @@ class Sleep(Message, frozen=True):
 class Peers(Message, frozen=True):
     """All live workers, including the receiver: roles may change. One that is absent or has a new epoch is dead.
 
+    One that forms is named for its unit alone: no KV cache goes there or comes from there yet.
+
     `term`: the fencing number of the scheduler that owns membership; 0: there is only one scheduler.
     """
 

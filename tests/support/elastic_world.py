@@ -7,10 +7,11 @@ from collections.abc import Callable
 import msgspec
 
 from pd_cluster import wire
-from pd_cluster.cluster.members.elastic import Elastic, Tables
+from pd_cluster.cluster.members.elastic import Elastic
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.membership import Membership, instances_of
 from pd_cluster.cluster.members.place import Place
+from pd_cluster.cluster.members.table_reader import Tables
 from pd_cluster.cluster.routing.policy import least_loaded
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.cluster.routing.rules import RoutingRules

@@ -28,7 +28,7 @@ INSTANCE: dict[str, Any] = (
     {"instance_id": "decode-0", "role": "decode", "next_role": None, "state": "unreachable", "epoch": "1"}
     | dict.fromkeys(("num_waiting", "num_cached_blocks", "kv_sent_nbytes"), 0)
     | {"num_running": 2, "num_blocks": 10, "num_held_blocks": 5, "kv_received_nbytes": 4096}
-    | {"reason": "its connection was closed", "links": {"prefill-0@1": "up (shm)"}}
+    | {"reason": "its connection was closed", "links": {"prefill-0@1": "up (shm)"}, "unit": None}
 )
 
 
@@ -44,6 +44,12 @@ def found(**changes: Any) -> dict[str, Any]:
 PROBLEM = {"severity": "critical", "text": "2 requests failed", "way_out": "`pd-cluster trace`", "instance_id": ""}
 
 
+def _text_of(watch: Looks) -> str:
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(screen(watch, "http://x", 200))
+    return console.export_text()
+
+
 def test_status_and_top_show_what_is_wrong_in_a_line_and_on_a_screen() -> None:
     assert problem_lines(found()) == [FINE]
     assert problem_lines(found(problems=[PROBLEM])) == ["CRITICAL: 2 requests failed; `pd-cluster trace`"]
@@ -55,12 +61,15 @@ def test_status_and_top_show_what_is_wrong_in_a_line_and_on_a_screen() -> None:
     watch.samples.extend(watch.found["samples"])
     watch.marks.extend(watch.found["marks"])
     watch.rates = {"decode-0": (0.0, 2048.0)}
-    console = Console(width=160, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(screen(watch, "http://x", 160))
-    text = console.export_text()
     shown = ("2 requests failed", "unreachable: its connection", "2.0 KiB", "50%", "prefill-0 up (shm)")
+    text = _text_of(watch)
     for each in (*shown, "decode-0 is unreachable"):
         assert each in text
+    assert "unit" not in text
+    place = {"unit": "decode-0..1", "unit_rank": 1, "num_rounds": 2000, "num_idle_rounds": 500}
+    watch.found["instances"] = [{**INSTANCE, **place}]
+    for each in ("decode-0..1, rank 1", "25% of 2,000"):
+        assert each in _text_of(watch)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import msgspec
 import pytest
 
 from pd_cluster.cluster.members import membership as module
+from pd_cluster.cluster.members.description import MOST_INFO_NBYTES
 from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.members.membership import MOST_INFO_NBYTES, Membership, instances_of
+from pd_cluster.cluster.members.membership import Membership, instances_of
 from pd_cluster.cluster.members.place import Place
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.timeouts import Timeouts

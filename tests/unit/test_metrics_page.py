@@ -100,6 +100,7 @@ def test_all_that_is_on_the_page_is_told_and_nothing_else() -> None:
     stats.tenants.computed("a", 1, 2)
     drafting = ready("decode-0")
     drafting.load = Load(drafts=DraftCounts(accepted_at=(1,)))
+    drafting.info = info_of("decode-0", "decode", unit="decode-0..1", unit_rank=1, unit_size=2)
     found = {**told(stats.snapshot(), [drafting]), **told(stats.snapshot())}
     families = {name.removesuffix("_bucket").removesuffix("_sum").removesuffix("_count") for name in found}
     assert families == named

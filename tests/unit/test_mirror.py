@@ -82,6 +82,8 @@ async def test_ready_is_who_is_ready_for_the_scheduler_and_connected_here() -> N
     world = World()
     world.hear(view("prefill-0"), view("decode-0", state="loading"))
     assert world.states() == {"prefill-0": "connecting", "decode-0": "loading"}
+    world.hear(view("prefill-0"), view("decode-0", state="forming"))
+    assert world.states() == {"prefill-0": "connecting", "decode-0": "forming"}
     assert world.lives() == [("prefill-0", 1)]
     world.mirror.on_opened(world.conn("prefill-0"))
     world.hear(view("prefill-0"), view("decode-0"))

@@ -30,6 +30,7 @@ Answers = Callable[[Answer], list[httpx.Request]]
 
 def entry(**changes: Any) -> dict[str, Any]:
     known = {"instance_id": "decode-0", "role": "decode", "next_role": None, "service": "in", "drain_timeout_s": 0.0}
+    known |= {"instance_ids": ["decode-0"], "unit": None}
     return {**known, "state": "ready", "reason": None, "num_outstanding": 0, "kv_sent_nbytes": 0, **changes}
 
 
@@ -105,6 +106,29 @@ def test_one_line_says_that_it_is_done(answers: Answers) -> None:
         answers(states(entry(state="unreachable", next_role="prefill"), then))
         done = invoke(*words.split())
         assert (done.exit_code, done.stdout) == (0, said + "\n")
+
+
+def test_a_command_for_one_of_a_unit_is_over_when_all_have_followed(answers: Answers) -> None:
+    unit = {"instance_ids": ["decode-0", "decode-1"], "unit": "decode-0..1", "service": "out"}
+    lists = iter([["drained", "draining"], ["drained", "drained"]])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            return httpx.Response(200, json=entry(**unit))
+        names = zip(unit["instance_ids"], next(lists), strict=True)
+        return httpx.Response(
+            200, json={"instances": [entry(**unit, instance_id=name, state=state) for name, state in names]}
+        )
+
+    answers(answer)
+    done = invoke("drain", "decode-0")
+    assert done.stdout.splitlines() == [
+        f"{name} is drained; `drain --undo` puts it back in service" for name in unit["instance_ids"]
+    ]
+    assert done.stderr.splitlines() == [
+        "decode-0 is in decode-0..1, and all of its unit follow",
+        "decode-1: draining, 0 requests there",
+    ]
 
 
 def test_what_does_not_end_is_given_up(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from pd_cluster import wire
@@ -41,6 +42,7 @@ def test_the_scheduler_says_which_role_it_has(world: World, monkeypatch: pytest.
         world.worker.handover.out_links, "set_peers", lambda peers: links.append([p.name for p in peers])
     )
     others = [peer("prefill-0", 2, "prefill"), peer("decode-1", 3, "decode"), peer("prefill-1", 4, "decode")]
+    others += [msgspec.structs.replace(peer("decode-2", 5, "decode"), is_forming=True)]  # for its unit alone
     roles: tuple[Role, ...] = ("decode", "prefill", "decode", "prefill")
     for role in roles:
         world.mail(wire.Peers([peer("decode-0", 1, role), *others]))
@@ -57,11 +59,12 @@ def test_links_are_taken_from_those_that_the_scheduler_named(world: World, monke
     monkeypatch.setattr(
         world.worker.handover.in_links, "on_open", lambda conn, peer, opened, is_told: told.append(is_told)
     )
-    world.mail(wire.Peers([peer("decode-0", 1, "decode"), peer("prefill-0", 2, "prefill")]))
-    for name in ("prefill-0@2", "prefill-0@3", "prefill-9@2"):
+    forming = msgspec.structs.replace(peer("prefill-1", 2, "prefill"), is_forming=True)
+    world.mail(wire.Peers([peer("decode-0", 1, "decode"), peer("prefill-0", 2, "prefill"), forming]))
+    for name in ("prefill-0@2", "prefill-0@3", "prefill-9@2", "prefill-1@2"):
         world.inbox.put(Mail("link", name, opened))
     world.step()
-    assert told == [True, False, False]
+    assert told == [True, False, False, False]
 
 
 def test_what_metrics_show_is_reported_when_it_changes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

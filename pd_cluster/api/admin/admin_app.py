@@ -124,6 +124,11 @@ def instance_routes(elastic: Elastic) -> APIRouter:
     """Makes routes that answer with the instance's state right after the command; GET /instances shows later states."""
     routes = APIRouter()
 
+    async def done(instance: Instance) -> dict[str, Any]:
+        """Returns the answer to a command: the instance's entry, and the names of all that the command is for."""
+        names = [each.name for each in elastic.unit_of(instance)]
+        return {**describe(await elastic.done(instance)), "instance_ids": names}
+
     @routes.get("/instances")
     async def list_instances() -> dict[str, Any]:
         return {"instances": [describe(instance) for instance in elastic.instances]}
@@ -133,28 +138,28 @@ def instance_routes(elastic: Elastic) -> APIRouter:
         body = await _read(request, Add)
         if not 1 <= body.port <= 65535:
             raise RequestError(f"port: {body.port}; give a port from 1 to 65535", param="port")
-        return describe(await elastic.done(await elastic.add(body.name, body.port)))
+        added = await elastic.done(await elastic.add(body.name, body.port))
+        return {**describe(added), "instance_ids": [added.name]}
 
     @routes.post("/instances/{name}/drain")
     async def drain(name: str, request: Request) -> dict[str, Any]:
         body = await _read(request, DrainOptions)
-        return describe(await elastic.done(elastic.drain(name, body.force, _timeout_s(body))))
+        return await done(elastic.drain(name, body.force, _timeout_s(body)))
 
     @routes.post("/instances/{name}/undrain")
     async def undrain(name: str, request: Request) -> dict[str, Any]:
         await _read(request, Nothing)
-        return describe(await elastic.done(elastic.undrain(name)))
+        return await done(elastic.undrain(name))
 
     @routes.post("/instances/{name}/remove")
     async def remove(name: str, request: Request) -> dict[str, Any]:
         body = await _read(request, DrainOptions)
-        return describe(await elastic.done(elastic.remove(name, body.force, _timeout_s(body))))
+        return await done(elastic.remove(name, body.force, _timeout_s(body)))
 
     @routes.post("/instances/{name}/role")
     async def change_role(name: str, request: Request) -> dict[str, Any]:
         body = await _read(request, ChangeRole)
-        role = _role(body.role)
-        return describe(await elastic.done(elastic.change_role(name, role, body.force, _timeout_s(body))))
+        return await done(elastic.change_role(name, _role(body.role), body.force, _timeout_s(body)))
 
     return routes
 
@@ -214,6 +219,9 @@ def describe(instance: Instance) -> dict[str, Any]:
         "port": instance.port,
         "epoch": f"{instance.epoch:x}",
         "device_ids": instance.device_ids,
+        "unit": instance.unit or None,
+        "unit_rank": instance.unit_rank,
+        "unit_size": instance.unit_size,
         "num_outstanding": instance.num_outstanding,
         "num_running": load.num_running,
         "num_waiting": load.num_waiting,
@@ -234,6 +242,9 @@ def describe(instance: Instance) -> dict[str, Any]:
         "num_encoder_fallbacks": load.num_encoder_fallbacks,
         "feature_nbytes": load.feature_nbytes,
         "num_steps": load.num_steps,
+        "num_rounds": load.num_rounds,
+        "num_idle_rounds": load.num_idle_rounds,
+        "exchange_s": load.exchange_s,
         "decode_step_s": load.decode_step_s,
         "tokens_per_step": load.tokens_per_step,
         "num_draft_tokens": load.drafts.num_tokens,

@@ -214,6 +214,21 @@ INSTANCE_COUNTERS = (
         "Those not sent (too many waited, or a fault), and the times that a subscriber was too slow and missed some.",
         lambda load: load.num_kv_event_drops,
     ),
+    OfInstance(
+        "pd_cluster:unit_rounds",
+        "Steps of its unit that an instance took part in; 0 without a unit.",
+        lambda load: load.num_rounds,
+    ),
+    OfInstance(
+        "pd_cluster:unit_idle_rounds",
+        "Those of them in which it had no rows of its own.",
+        lambda load: load.num_idle_rounds,
+    ),
+    OfInstance(
+        "pd_cluster:unit_exchange_seconds",
+        "Seconds of these steps in which it exchanged rows with its unit.",
+        lambda load: load.exchange_s,
+    ),
     OfInstance("vllm:num_preemptions", "Requests that gave way to older ones.", lambda load: load.num_preemptions),
     OfInstance(
         "pd_cluster:images_encoded",
@@ -447,6 +462,10 @@ TENANT_COUNTERS = (
     ),
 )
 CACHE_CONFIG = OfCluster("vllm:cache_config_info", "Always 1; the labels say what an instance's KV cache is made of.")
+UNIT = OfCluster(
+    "pd_cluster:unit_info",
+    "Always 1; the labels say which unit an instance of one is in, its rank there, and the unit's size.",
+)
 INSTANCES = OfCluster("pd_cluster:instances", "Instances of the rank table, by role and state.")
 OPEN_STREAMS = OfCluster("pd_cluster:open_streams", "Requests that have been routed and have not ended.")
 QUEUED_REQUESTS = OfCluster("pd_cluster:queued_requests", "Requests that wait for room, before they are routed.")
@@ -461,7 +480,7 @@ OWNS_MEMBERSHIP = OfCluster(
     "1 if the scheduler that answers (label scheduler) decides which instances there are, otherwise 0.",
 )
 CLUSTER_GAUGES = (
-    *(CACHE_CONFIG, INSTANCES, BACKLOG_TOKENS, OPEN_STREAMS, QUEUED_REQUESTS, QUEUED_TOKENS, API_PROCESSES),
+    *(CACHE_CONFIG, UNIT, INSTANCES, BACKLOG_TOKENS, OPEN_STREAMS, QUEUED_REQUESTS, QUEUED_TOKENS, API_PROCESSES),
     OWNS_MEMBERSHIP,
 )
 

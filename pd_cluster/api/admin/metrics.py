@@ -163,6 +163,7 @@ class _Cluster(Collector):
         for histogram in tables.HISTOGRAMS:
             yield self._histogram(histogram, self._told.stats)
         yield self._cache_config()
+        yield self._units()
         yield self._states()
         yield self._backlog()
         own, others = self._own, self._told.others
@@ -244,6 +245,18 @@ class _Cluster(Collector):
             if each.is_ready and each.info is not None and (layout := each.info.layout) is not None:
                 size, num_blocks = str(layout.block_size), str(each.info.num_blocks)
                 family.add_metric([self._model_name, each.name, size, num_blocks, layout.dtype], 1)
+        return family
+
+    def _units(self) -> GaugeMetricFamily:
+        """Says where each instance of a unit is in it, also while it is not ready."""
+        of = tables.UNIT
+        family = GaugeMetricFamily(
+            of.name, of.text, labels=["model_name", "instance_id", "unit", "unit_rank", "unit_size"]
+        )
+        for each in self._instances:
+            if each.unit:
+                place = each.unit, str(each.unit_rank), str(each.unit_size)
+                family.add_metric([self._model_name, each.name, *place], 1)
         return family
 
     @property

@@ -28,6 +28,7 @@ PUBLIC_FIELDS = (
     *("num_preemptions", "num_swap_blocks", "num_free_swap_blocks", "num_prefix_query_tokens"),
     *("num_encoded_images", "num_landed_images", "num_encoder_fallbacks", "feature_nbytes"),
     *("num_prefix_hit_tokens", "num_steps", "kv_sent_nbytes", "kv_received_nbytes", "tiers"),
+    *("unit", "unit_rank", "unit_size", "num_rounds", "num_idle_rounds", "exchange_s"),
 )
 SHARED_S = 0.25  # how old an answer at the public port may be; its page asks every half second
 MOST_SHARED = 16  # different answers that are kept for so long

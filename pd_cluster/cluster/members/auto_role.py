@@ -42,6 +42,7 @@ class Seen:
     held_share: float = 0.0  # share of its KV blocks that requests hold
     num_exporting: int = 0
     outstanding_tokens: int = 0
+    is_in_unit: bool = False
 
     @property
     def num_prompts(self) -> int:
@@ -65,6 +66,7 @@ class Seen:
             held_share,
             load.num_exporting,
             instance.outstanding_tokens,
+            bool(instance.unit),
         )
 
 
@@ -112,7 +114,7 @@ def decide(history: Sequence[RoleSample], last_flip_s: float, rules: Rules) -> F
     pairs: list[tuple[Role, Role]] = [("prefill", "decode"), ("decode", "prefill")]
     for needy, giver in pairs:
         if _sustained(history, needy, giver, rules):
-            givers = [each for each in history[-1].instances if each.role == giver]
+            givers = [each for each in history[-1].instances if each.role == giver and not each.is_in_unit]
             chosen = min(reversed(givers), key=lambda each: each.outstanding_tokens)
             now = history[-1]
             why = (
@@ -135,10 +137,11 @@ def _sustained(history: Sequence[RoleSample], needy: Role, giver: Role, rules: R
 
 
 def _asks(sample: RoleSample, needy: Role, giver: Role, rules: Rules) -> bool:
-    num_givers = sum(each.role == giver for each in sample.instances)
+    givers = [each for each in sample.instances if each.role == giver]
     return (
         sample.is_settled
-        and num_givers >= 2
+        and len(givers) >= 2
+        and not all(each.is_in_unit for each in givers)  # these change their role together, and only by command
         and busy(sample, needy, rules) >= rules.high
         and busy(sample, giver, rules, num_fewer=1) <= rules.low
     )

@@ -1,6 +1,7 @@
 """Adds, removes and changes instances while requests run. The state × event table is in docs/protocol.md.
 
 Makes decisions and keeps deadlines; `Membership` knows the workers, `Router` the requests. Knows nothing of HTTP.
+A command for an instance of a unit is for all members of the unit: they compute together.
 """
 
 from __future__ import annotations
@@ -8,17 +9,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Protocol
-
-import msgspec
 
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.lease import Listed
-from pd_cluster.cluster.members.membership import Membership, instances_of
-from pd_cluster.cluster.members.place import Place
-from pd_cluster.errors import ConfigError, InstanceNotFound, Refused
+from pd_cluster.cluster.members.membership import Membership
+from pd_cluster.cluster.members.table_reader import TableReader, Tables
+from pd_cluster.cluster.members.units import unit_of
+from pd_cluster.errors import InstanceNotFound, Refused
 from pd_cluster.settings.config import Credentials
 from pd_cluster.types import Role
 
@@ -47,19 +46,6 @@ class Sharing(Protocol):
         """Returns when the change outlives this process. Raises Unavailable."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tables:
-    """Reads the files' current content; each call may block, and may raise ConfigError.
-
-    `ports`: NODE_PORTS_FILE's, in this table's order; None without such a file. `credentials`: from the secrets' files,
-    or from the table with --derive-secret.
-    """
-
-    place: Callable[[], Place]
-    ports: Callable[[Place], list[int] | None]
-    credentials: Callable[[Place], Credentials]
-
-
 class Elastic:
     """`move_on(instance, why)` moves its requests elsewhere. `credentials`: this process's own."""
 
@@ -73,8 +59,7 @@ class Elastic:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._membership = membership
-        self._credentials = credentials
-        self._tables = tables
+        self._reader = TableReader(tables, credentials)
         self._move_on = move_on
         self._drain_timeout_s = drain_timeout_s
         self._clock = clock
@@ -97,6 +82,10 @@ class Elastic:
     def instances(self) -> list[Instance]:
         return self._membership.instances
 
+    def unit_of(self, instance: Instance) -> list[Instance]:
+        """Returns the instances that a command for this one is for: the known members of its unit, or itself."""
+        return unit_of(self.instances, instance)
+
     @property
     def _of_table(self) -> list[Instance]:
         """Those that did not register themselves: the table decides about no others."""
@@ -108,35 +97,40 @@ class Elastic:
         """Takes it out of service. Raises InstanceNotFound, or Refused for the last of its role."""
         self._check_owner()
         instance = self._staying(name)
-        if instance.service == "in":
-            self._refuse_the_last(instance, force)
-            instance.service = "out"
-            self._begin(instance, timeout_s)
-        elif timeout_s is not None:
-            self._begin(instance, timeout_s)  # already draining: sets another deadline
+        members = [each for each in self._asked(instance) if each.service != "leaving"]
+        self._refuse_the_last([each for each in members if each.service == "in"], force)
+        for each in members:
+            if each.service == "in":
+                each.service = "out"
+                self._begin(each, timeout_s)
+            elif timeout_s is not None:
+                self._begin(each, timeout_s)  # already draining: sets another deadline
         return instance
 
     def undrain(self, name: str) -> Instance:
         """Puts it back in service. Raises InstanceNotFound, or Refused if it is leaving."""
         self._check_owner()
         instance = self._staying(name)
-        if instance.service == "out":
-            instance.service = "in"
-            log.info("%s is in service again", name)
-            self._changed()
+        for each in self._asked(instance):
+            if each.service == "out":
+                each.service = "in"
+                log.info("%s is in service again", each.name)
+                self._changed()
         return instance
 
     def remove(self, name: str, force: bool = False, timeout_s: float | None = None) -> Instance:
         """Drains and forgets it. Raises InstanceNotFound, or Refused for the last of its role."""
         self._check_owner()
         instance = self._find(name)
-        if instance.service != "leaving":
-            self._refuse_the_last(instance, force)
-            self._leave(instance, timeout_s)
-        elif timeout_s is not None:
-            self._begin(instance, timeout_s)
-        if not instance.is_registered:
-            self._removed.add(name)
+        members = self._asked(instance)
+        self._refuse_the_last([each for each in members if each.service != "leaving"], force)
+        for each in members:
+            if each.service != "leaving":
+                self._leave(each, timeout_s)
+            elif timeout_s is not None:
+                self._begin(each, timeout_s)
+            if not each.is_registered:
+                self._removed.add(each.name)
         return instance
 
     def change_role(self, name: str, role: Role, force: bool = False, timeout_s: float | None = None) -> Instance:
@@ -148,21 +142,23 @@ class Elastic:
         instance = self._staying(name)
         if instance.role == "encode":
             raise Refused(f"{name} is an encoder: it has no language model, so it cannot be {role}")
-        if role == instance.role:
-            instance.next_role = None
-            self._changed()
-        elif instance.next_role is None:
-            self._refuse_the_last(instance, force)
-            instance.next_role = role
-            self._begin(instance, timeout_s)
-        elif timeout_s is not None:
-            self._begin(instance, timeout_s)
+        members = [each for each in self._asked(instance) if each.service != "leaving"]
+        self._refuse_the_last([each for each in members if each.role != role and each.next_role is None], force)
+        for each in members:
+            if role == each.role:
+                each.next_role = None
+                self._changed()
+            elif each.next_role is None:
+                each.next_role = role
+                self._begin(each, timeout_s)
+            elif timeout_s is not None:
+                self._begin(each, timeout_s)
         return instance
 
     async def add(self, name: str, port: int) -> Instance:
         """Watches that entry of the table from now on, at this port. Raises InstanceNotFound or Refused."""
         self._check_owner()
-        place, entries = await self._read(with_ports=False)
+        place, entries = await self._reader.read(self.instances, with_ports=False)
         if not entries:
             raise InstanceNotFound(f"name: no rank table has {name}; a worker in no table joins with --join", "name")
         if name not in entries:
@@ -175,7 +171,7 @@ class Elastic:
                 raise Refused(f"port: {port} of {instance.host} is the port of {other.name}; give its own", "port")
         if known is not None and known.service == "leaving":
             raise Refused(f"{name} is leaving; add it when it is gone")
-        if known is not None and known.port != port and known.state in ("ready", "connecting"):
+        if known is not None and known.port != port and known.is_reached:
             raise Refused(f"{name} is there already, at port {known.port}; remove it first")
         self._membership.accept(place)
         self._removed.discard(name)
@@ -188,7 +184,7 @@ class Elastic:
     async def reload(self) -> str:
         """Reads the whole table again: new entries join, missing ones leave. Returns what changed. Raises Refused."""
         self._check_owner()
-        place, entries = await self._read(with_ports=True)
+        place, entries = await self._reader.read(self.instances, with_ports=True)
         self._removed &= entries.keys()
         watched = {instance.name: instance for instance in self._of_table}
         joining = [name for name in entries if name not in watched and name not in self._removed]
@@ -247,6 +243,7 @@ class Elastic:
 
     def tick(self) -> None:
         now_s = self._clock()
+        over = []
         for instance in [each for each in self.instances if _is_under_way(each, now_s)]:
             is_late = now_s >= instance.drain_deadline_s
             if is_late and instance.num_outstanding:
@@ -256,7 +253,14 @@ class Elastic:
                 self._move_on(instance, "its drain took longer than it may")
             is_over = instance.is_empty or (is_late and not instance.num_outstanding)
             if is_over and self.is_owner and self._is_settled(instance, now_s):
-                self._empty(instance)
+                over.append(instance)
+        for instance in [each for each in over if all(mate in over for mate in self._alike(each))]:
+            self._empty(instance)
+
+    def _alike(self, instance: Instance) -> list[Instance]:
+        """Returns the members of its unit, itself included, that are to become the same: they do so together."""
+        wish = instance.service, instance.next_role
+        return [each for each in self.unit_of(instance) if (each.service, each.next_role) == wish]
 
     def _is_settled(self, instance: Instance, now_s: float) -> bool:
         """Whether other schedulers know that it takes no more requests, and have none there, or had their time."""
@@ -294,6 +298,14 @@ class Elastic:
         if self.shared is not None:
             self.shared.changed()
 
+    def _asked(self, instance: Instance) -> list[Instance]:
+        """Returns the instances that a command for this one is for; several are logged."""
+        members = self.unit_of(instance)
+        if len(members) > 1:
+            names = ", ".join(each.name for each in members)
+            log.info("a command for %s is for all of its unit %s: %s", instance.name, instance.unit, names)
+        return members
+
     # ---- refusals
 
     def _check_owner(self) -> None:
@@ -313,59 +325,20 @@ class Elastic:
             raise Refused(f"{name} is leaving")
         return instance
 
-    def _refuse_the_last(self, instance: Instance, force: bool) -> None:
-        others = [each for each in self.instances if each is not instance and each.role == instance.role]
-        if instance.role == "encode":  # prefill instances compute images themselves
+    def _refuse_the_last(self, going: Sequence[Instance], force: bool) -> None:
+        """Raises Refused if none of the others takes requests in the role of these, which are one unit's."""
+        serving = [each for each in going if each.takes_requests and each.role != "encode"]  # prefill computes images
+        if not serving or force:
             return
-        if instance.takes_requests and not force and not any(each.takes_requests for each in others):
-            raise Refused(
-                f"{instance.name} is the last {instance.role} instance that takes requests; force it if one instance "
-                f"alone shall serve them"
+        role = serving[0].role
+        if not any(each.takes_requests and each.role == role and each not in going for each in self.instances):
+            names = " and ".join(each.name for each in serving)
+            last = (
+                f"is the last {role} instance that takes"
+                if len(serving) == 1
+                else f"are the last {role} instances that take"
             )
-
-    async def _read(self, with_ports: bool) -> tuple[Place, dict[str, Instance]]:
-        """Returns the table and its instances by name.
-
-        Raises Refused for changes that running instances cannot follow.
-        """
-        try:
-            place, entries, credentials = await asyncio.to_thread(self._load, with_ports)
-            if msgspec.structs.replace(credentials, table=self._credentials.table) != self._credentials:
-                raise ConfigError(
-                    f"{place.table.file} or cluster.secret has changed, and with it the secret: processes that start "
-                    f"from now on would be strangers to those that run; bring the old file back, and do not use "
-                    f"--derive-secret where the table may change"
-                )
-            self._compare(place, entries)
-        except ConfigError as error:
-            raise Refused(f"{error}; nothing has changed") from None
-        return place, entries
-
-    def _load(self, with_ports: bool) -> tuple[Place, dict[str, Instance], Credentials]:
-        """Reads all files; port 0 means unknown. Raises ConfigError."""
-        place = self._tables.place()
-        ports = self._tables.ports(place) if with_ports else None
-        entries = {each.name: each for each in instances_of(place, ports or [0] * len(place.names))}
-        return place, entries, self._tables.credentials(place)
-
-    def _compare(self, new: Place, entries: Mapping[str, Instance]) -> None:
-        """Compares the new table with the running instances. Raises ConfigError."""
-        if new.role != "scheduler":
-            raise ConfigError(f"{new.table.file} has another instance than the scheduler at this process's own place")
-        places = {(each.host, *each.device_ids): each.name for each in entries.values()}
-        for instance in self._of_table:
-            name = places.get((instance.host, *instance.device_ids))
-            if name is not None and name != instance.name:
-                raise ConfigError(
-                    f"{new.table.file} makes {instance.name} {name}: names are places, and it runs; only an entry at "
-                    f"the end of its group can go"
-                )
-        for instance in self._of_table:
-            if instance.name in entries and (instance.host, *instance.device_ids) not in places:
-                raise ConfigError(
-                    f"{new.table.file} has other devices for {instance.name}; first `pd-cluster instances remove "
-                    f"{instance.name}`"
-                )
+            raise Refused(f"{names} {last} requests; force it if one instance alone shall serve them")
 
 
 def _instance_of(member: Listed) -> Instance:

@@ -64,14 +64,32 @@ class Instance:
         return peer_key(self.name, self.epoch)
 
     @property
+    def unit(self) -> str:
+        """The unit of its last known life; "": it is in none."""
+        return self.info.unit if self.info is not None else ""
+
+    @property
+    def unit_rank(self) -> int:
+        return self.info.unit_rank if self.info is not None else 0
+
+    @property
+    def unit_size(self) -> int:
+        return self.info.unit_size if self.info is not None else 1
+
+    @property
     def is_ready(self) -> bool:
         return self.state == "ready"
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether a connection to this life of it is open, or opens."""
+        return self.state in ("connecting", "forming", "ready")
 
     @property
     def is_returning(self) -> bool:
         """Whether it is on its way to being ready: its process lives, or was lost by no silence of its own."""
         is_alive = self.state == "unreachable" and self.reason in (GIVEN_UP, PAUSED)
-        return is_alive or self.state in ("loading", "connecting")
+        return is_alive or self.state in ("loading", "forming", "connecting")
 
     @property
     def takes_requests(self) -> bool:
@@ -154,4 +172,7 @@ class Instance:
             control_port=info.control_port if info is not None else 0,
             public_key=info.public_key if info is not None else b"",
             tp_size=info.tp_size if info is not None else 1,
+            unit=self.unit,
+            unit_rank=self.unit_rank,
+            is_forming=not self.is_ready,
         )

@@ -13,13 +13,14 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import httpx
-import msgspec
 
 from pd_cluster import wire
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.cluster.members.description import fetch_description
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.place import Place, digest_of, resolve_host
 from pd_cluster.cluster.members.roster import Connector, Roster
+from pd_cluster.cluster.members.units import awaited, unit_clash
 from pd_cluster.errors import ConfigError
 from pd_cluster.net.nodes import NODE_REFUSED
 from pd_cluster.net.opening import REFUSALS
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 LOADING_S = 0.5  # how long an instance that loads may hold its answer until it has loaded
 SLOW_POLL_S = 2.0
-MOST_INFO_NBYTES = 4 << 20  # of a worker's description: its --hf-overrides alone may have 1 MiB
 FAREWELL_S = 1.0  # between the last message to an instance and closing its connection
 
 
@@ -81,6 +81,7 @@ class Membership(Roster):
         self.has_room: Callable[[Instance], bool] = lambda instance: True  # whether another one can be in the list
         self.adapters: wire.WantedAdapters | None = None  # those that every worker shall have; None: those of its start
         self._loading: set[str] = set()  # open connections to workers that do not have all of them yet
+        self._forming: dict[str, float] = {}  # open connections to workers that wait for their unit, and since when
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._watch_too: Callable[[Instance], asyncio.Task[None]] | None = None
 
@@ -131,6 +132,7 @@ class Membership(Roster):
         conn, instance.conn = instance.conn, ""
         self._open.discard(conn)
         self._loading.discard(conn)
+        self._forming.pop(conn, None)
         if self._by_conn.pop(conn, None) is not None:
             if (term := self.term()) is not None:
                 self._mailbox.send(conn, wire.Peers([], term))  # makes it close its links
@@ -144,46 +146,62 @@ class Membership(Roster):
     async def _watch(self, instance: Instance, client: httpx.AsyncClient) -> None:
         while True:
             is_paused = asyncio.get_running_loop().time() < self._paused_until.get(instance.name, 0.0)
-            if instance.state not in ("ready", "connecting") and not is_paused:
+            if instance.state not in ("ready", "connecting") and not is_paused:  # one that forms is asked on
                 await self.ask(instance, client)
             await asyncio.sleep(POLL_S if instance.state != "failed" else SLOW_POLL_S)
 
     async def ask(self, instance: Instance, client: httpx.AsyncClient) -> None:
+        """Asks it to describe itself, and follows that. A forming one may be silent: its connection shows its life."""
         self._swapped.discard(instance.name)
+        found = await self._ask(instance, client)
+        if isinstance(found, InstanceInfo):
+            self._hear(instance, found)
+        elif instance.conn not in self._forming:
+            self.set_state(instance, *found)
+
+    async def _ask(self, instance: Instance, client: httpx.AsyncClient) -> InstanceInfo | tuple[InstanceState, str]:
+        """Returns its description, or the state that follows from the lack of one, and the reason."""
         if not instance.port:
-            way_out = f"pd-cluster instances add {instance.name} --port PORT"
-            self.set_state(instance, "unreachable", f"its port is not known; {way_out}")
-            return
+            return "unreachable", f"its port is not known; pd-cluster instances add {instance.name} --port PORT"
         if reason := await self._find(instance):
-            self.set_state(instance, "unreachable", reason)
-            return
+            return "unreachable", reason
         address = f"{bracketed(instance.host)}:{instance.port}"
         try:
-            # A loading instance answers once it has loaded.
             async with asyncio.timeout(2 * self._timeouts.connect_timeout_s):
-                info = await _described(client, f"http://{address}/instance", self._until(instance))
+                return await fetch_description(client, f"http://{address}/instance", self._until(instance))
         except (httpx.HTTPError, TimeoutError):
-            self.set_state(instance, "unreachable", f"nobody answers at {address}")
-            return
+            return "unreachable", f"nobody answers at {address}"
         except (ValueError, RecursionError):
-            self.set_state(instance, "failed", f"{address} does not answer as a worker of this version")
-            return
+            return "failed", f"{address} does not answer as a worker of this version"
+
+    def _hear(self, instance: Instance, info: InstanceInfo) -> None:
+        is_same = info.epoch == instance.epoch
         instance.info = info
         reason = self._misplaced(instance, info)
         if reason:
             self._check_ports(instance, info, reason)
         reason = reason or self._problem(instance, info)
+        stays = is_same and not reason and info.state in ("forming", "ready")
+        if instance.conn in self._forming and not stays:
+            self._mailbox.disconnect(instance.conn)
+            why = reason or info.error if is_same else "another process has taken its place"
+            self.on_closed(instance.conn, why)
         if reason:
             self.set_state(instance, "failed", reason)
-        elif info.state == "ready":
-            self.connect(instance, info)
-        else:
+        elif info.state not in ("forming", "ready"):
             self.set_state(instance, "loading" if info.state == "loading" else "failed", info.error)
+        elif instance.conn not in self._forming:
+            self.connect(instance, info)
+        elif info.state == "ready":
+            self._formed(instance)
+        else:
+            self._note_awaited(instance)
 
     def _until(self, instance: Instance) -> dict[str, str]:
-        if instance.state != "loading":
+        """Returns the query: an instance that loads or forms answers once it does so no more."""
+        if instance.state not in ("loading", "forming"):
             return {}
-        return {"unless": "loading", "for_s": str(min(LOADING_S, self._timeouts.connect_timeout_s / 2))}
+        return {"unless": instance.state, "for_s": str(min(LOADING_S, self._timeouts.connect_timeout_s / 2))}
 
     async def _find(self, instance: Instance) -> str:
         """Resolves its host again: a pod returns with another address. Returns why that failed, or ""."""
@@ -238,11 +256,15 @@ class Membership(Roster):
         epoch, why = self._refused.get(instance.name, (0, ""))
         if why and epoch == info.epoch:
             return why
-        if info.state == "ready" and len(info.public_key) != wire.KEY_NBYTES:
+        has_loaded = info.state in ("forming", "ready")
+        if has_loaded and len(info.public_key) != wire.KEY_NBYTES:
             return "it has no key of its own, so it is of an earlier version; start it again with the scheduler's"
         if info.name != instance.name:
             return f"its own global rank table names it {info.name}; start it again with the scheduler's"
-        return self.mismatch(info.model_identity, info.numerics.hf_overrides) if info.state == "ready" else ""
+        reason = unit_clash(self.instances, instance, info) if has_loaded else ""
+        if not reason and (info.state == "ready" or info.model_identity):
+            reason = self.mismatch(info.model_identity, info.numerics.hf_overrides)
+        return reason
 
     def mismatch(self, model_identity: str, hf_overrides: str) -> str:
         """Returns why a worker with these cannot serve here; "" if it can."""
@@ -258,9 +280,32 @@ class Membership(Roster):
             )
         return ""
 
-    # ---- adapters
+    # ---- units
 
     def on_opened(self, conn: str) -> None:
+        instance = self._by_conn.get(conn)
+        if instance is not None and instance.info is not None and instance.info.state == "forming":
+            self._forming[conn] = asyncio.get_running_loop().time()
+            self._note_awaited(instance)
+            self.tell_peers()
+        else:
+            self._admit(conn)
+
+    def _formed(self, instance: Instance) -> None:
+        """Lets an instance serve over the connection at which it waited for its unit."""
+        self._forming.pop(instance.conn, None)
+        self._admit(instance.conn)
+
+    def _note_awaited(self, instance: Instance) -> None:
+        """Shows for whom it waits, once that takes long."""
+        waited_s = asyncio.get_running_loop().time() - self._forming[instance.conn]
+        is_late = waited_s > self._timeouts.connect_timeout_s
+        self.set_state(instance, "forming", awaited(self.instances, instance) if is_late else "")
+
+    # ---- adapters
+
+    def _admit(self, conn: str) -> None:
+        """Sends an instance the adapters that it shall have, and opens it once it has them."""
         instance = self._by_conn.get(conn)
         if instance is None or self.adapters is None:
             super().on_opened(conn)
@@ -296,8 +341,13 @@ class Membership(Roster):
     # ---- peers
 
     def on_closed(self, conn: str, reason: str) -> None:
+        instance = self._by_conn.get(conn)
+        was_named_early = instance is not None and self._is_named_early(instance)
         self._loading.discard(conn)
+        self._forming.pop(conn, None)
         super().on_closed(conn, reason)
+        if was_named_early:
+            self.tell_peers()
 
     def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
         """Returns the new state. Keys last as long as both processes live, so a refused life is not tried again.
@@ -323,13 +373,17 @@ class Membership(Roster):
         self.tell_peers()
 
     def tell_peers(self) -> None:
-        """Sends the current list of all ready instances to each of them, if this scheduler owns membership."""
+        """Sends the current list of instances to each that is in it, if this scheduler owns membership."""
         if (term := self.term()) is None:
             return
-        ready = [instance for instance in self.instances if instance.is_ready]
-        peers = wire.Peers([instance.to_peer() for instance in ready], term)
-        for instance in ready:
+        named = [each for each in self.instances if each.is_ready or self._is_named_early(each)]
+        peers = wire.Peers([instance.to_peer() for instance in named], term)
+        for instance in named:
             self._mailbox.send(instance.conn, peers)
+
+    def _is_named_early(self, instance: Instance) -> bool:
+        """Whether others hear of it before it can serve, because its unit needs it."""
+        return instance.conn in self._forming or (bool(instance.unit) and instance.conn in self._loading)
 
     def on_stale_order(self, conn: str, term: int) -> None:
         instance = self._by_conn.get(conn)
@@ -344,20 +398,6 @@ class Membership(Roster):
         else:
             log.warning("%s refuses an order: term %d is later", name, term)
         self.refused(term)
-
-
-async def _described(client: httpx.AsyncClient, url: str, params: dict[str, str]) -> InstanceInfo:
-    """Returns the description at this URL, where anything may listen.
-
-    Raises httpx.HTTPError, and ValueError or RecursionError for what is none.
-    """
-    content = bytearray()
-    async with client.stream("GET", url, params=params, headers={"Accept-Encoding": "identity"}) as answer:
-        async for part in answer.aiter_raw():  # as it was sent: decompressed, a part could have any size
-            content += part
-            if len(content) > MOST_INFO_NBYTES:
-                raise ValueError(f"{url} sends more than {MOST_INFO_NBYTES} bytes")
-    return msgspec.json.decode(content, type=InstanceInfo)
 
 
 def _address(host: str) -> str:

@@ -95,7 +95,7 @@ class Registrar:
             elif each.conns and (problem := self._fault(each)):
                 self._membership.forget(each.instance)
                 self._end(name, problem)
-            elif not each.conns and each.instance.state not in ("ready", "connecting") and not self._is_awaited(each):
+            elif not each.conns and not each.instance.is_reached and not self._is_awaited(each):
                 self._membership.forget(each.instance)
                 self._end(name, "it has left, or has died")
 
@@ -161,7 +161,7 @@ class Registrar:
                 f"this name; give another, or end that one first"
             )
         for other in self._membership.instances:
-            is_there = other.is_ready or not other.is_registered
+            is_there = other.state in ("forming", "ready") or not other.is_registered
             if other.name != name and is_there and (other.host, other.port) == (join.host, join.port):
                 return f"--port {join.port} of {join.host} is the port of {other.name}; give its own"
         return ""

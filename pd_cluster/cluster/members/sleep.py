@@ -36,6 +36,11 @@ class SleepOfAll:
     def check(self) -> None:
         """Raises Refused if an instance could not follow."""
         for instance in self._roster.instances:
+            if instance.unit:
+                raise Refused(
+                    f"instances of a unit do not sleep, and {instance.name} is in {instance.unit}; drain the unit and "
+                    f"stop its processes instead"
+                )
             if instance.info is not None and instance.info.state == "ready" and instance.info.numerics.device != "cpu":
                 raise Refused(
                     f"{instance.name} computes on {instance.info.numerics.device}, and only the memory of a CPU's "

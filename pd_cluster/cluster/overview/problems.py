@@ -75,7 +75,8 @@ def _instances(instances: Sequence[Instance]) -> list[Problem]:
     found = []
     for each in instances:
         if not each.is_ready:
-            severity: Severity = "warning" if each.state in ("failed", "unreachable") else "notice"
+            is_late = each.state == "forming" and bool(each.reason)  # its unit has been incomplete for long
+            severity: Severity = "warning" if is_late or each.state in ("failed", "unreachable") else "notice"
             way_out = f"`pd-cluster logs {each.name}`; docs/operations.md explains the states"
             found.append(Problem(severity, f"{each.name} is {each.shown_state}", way_out, each.name, each.reason))
             continue

@@ -9,6 +9,7 @@ import shutil
 import socket
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -45,6 +46,7 @@ class Ranks:
             pid=os.getpid(),
             max_num_seqs=config.engine.max_num_seqs,
             tp_size=config.ranks.size,
+            **_unit_of(config),
         )
 
     async def no_more(self, state: str, timeout_s: float) -> None:
@@ -131,3 +133,9 @@ class Ranks:
         store = str(self._folder / "ranks") if self._folder is not None else ""
         place = RankPlace(rank=rank, size=self._config.ranks.size, store=store, fds=fds)
         return msgspec.structs.replace(self._config, ranks=place)
+
+
+def _unit_of(config: WorkerConfig) -> dict[str, Any]:
+    """Returns the part of an InstanceInfo that says where it is in its unit."""
+    unit = config.unit
+    return {"unit": unit.name, "unit_rank": unit.rank, "unit_size": unit.size} if unit is not None else {}

@@ -175,7 +175,9 @@ def awaits_pair(instances: Sequence[Instance], now_s: float, together_s: float) 
 
 
 def _is_arriving(instance: Instance) -> bool:
-    return instance.state in ("loading", "connecting") or (instance.state == "unreachable" and not instance.reason)
+    return instance.state in ("loading", "forming", "connecting") or (
+        instance.state == "unreachable" and not instance.reason
+    )
 
 
 def linked_pairs(instances: Sequence[Instance]) -> list[Pair]:

@@ -72,13 +72,14 @@ class Handover:
 
     def set_peers(self, peers: list[wire.PeerInfo]) -> None:
         """Learns which workers are alive and their current roles, this worker's included."""
-        self._peers = {peer_key(each.name, each.epoch) for each in peers}
         self._context.side.crossing.hear(peers)
+        partners = [each for each in peers if not each.is_forming]
+        self._peers = {peer_key(each.name, each.epoch) for each in partners}
         for own in [each for each in peers if peer_key(each.name, each.epoch) == self._context.side.own]:
             if self.is_prefill != (own.role == "prefill"):
                 log.info("this instance is %s now", own.role)
             self.is_prefill = own.role == "prefill"
-        self.out_links.set_peers([each for each in peers if each.role == "decode"] if self.is_prefill else [])
+        self.out_links.set_peers([each for each in partners if each.role == "decode"] if self.is_prefill else [])
 
     # ---- a step
 

@@ -91,7 +91,7 @@ export class ClusterPage {
   showList(overview) {
     const rows = overview.instances.map((each) => [
       h("button", { type: "button", onclick: () => this.details.open(each.instance_id) }, each.instance_id),
-      each.role,
+      each.unit ? `${each.role}, rank ${each.unit_rank} of ${each.unit}` : each.role,
       h("span", { class: isDown(each) ? "down" : "" }, each.reason ? `${each.state}: ${each.reason}` : each.state),
       each.num_running, each.num_waiting,
       `${each.num_free_blocks}/${each.num_cached_blocks}/${each.num_held_blocks}`,

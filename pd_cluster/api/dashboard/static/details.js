@@ -18,6 +18,11 @@ function stepText(each) {
   return `${seconds(each.decode_step_s)} for ${each.tokens_per_step.toFixed(1)} tokens of each sequence${drafts}`;
 }
 
+function unitText(each) {
+  const rounds = each.num_rounds ? `; ${each.num_rounds} rounds, ${((100 * each.num_idle_rounds) / each.num_rounds).toFixed(0)} % idle, ${seconds(each.exchange_s)} of exchange` : "";
+  return `rank ${each.unit_rank} of ${each.unit_size} in ${each.unit}${rounds}`;
+}
+
 export class Details {
   constructor(dialog) {
     this.dialog = dialog;
@@ -65,6 +70,7 @@ export class Details {
     update(this.figures, table(["", ""], [
       ["state", `${each.state}${each.reason ? `: ${each.reason}` : ""}`],
       ["role", each.next_role ? `${each.role}, becomes ${each.next_role}` : each.role],
+      ...(each.unit ? [["unit", unitText(each)]] : []),
       ...(view.isWhole ? [
         ["process", `${each.pid ?? "–"}, ranks ${each.rank_pids.join(", ") || "–"}`],
         ["address", `${each.host}:${each.port}, devices ${each.device_ids.join(", ")}`],
@@ -110,6 +116,7 @@ export class Details {
     } }, `${label} ${each.instance_id}`);
     this.asked.replaceChildren(h("div", { class: "confirm" },
       h("p", {}, says(each.instance_id, other)),
+      each.unit ? h("p", {}, `The same goes for the rest of its unit, ${each.unit}.`) : null,
       name === "undrain" ? null : h("p", {}, force, " ", h("label", { for: "force" }, "also if it is the last of its role")),
       h("div", { class: "buttons" }, confirm, h("button", { type: "button", onclick: () => this.asked.replaceChildren() }, "Cancel")),
       result));

@@ -49,7 +49,7 @@ function instanceBox(instance, { x, y }, width, rate, open) {
     s("rect", { class: "pool", x: 12, y: 54, width: bar, height: 9, rx: 3 }),
     s("rect", { class: "held", x: 12, y: 54, width: held, height: 9 }),
     s("rect", { class: "cached", x: 12 + held, y: 54, width: cached, height: 9 }),
-    s("title", {}, [`${instance.num_held_blocks} of ${instance.num_blocks} KV blocks held, ${instance.num_cached_blocks} cached`,
+    s("title", {}, [...(instance.unit ? [`rank ${instance.unit_rank} of ${instance.unit}`] : []), `${instance.num_held_blocks} of ${instance.num_blocks} KV blocks held, ${instance.num_cached_blocks} cached`,
       ...instance.tiers.slice(1).map((tier) => `${tier.name}: ${tierText(tier)}`)].join("\n")),
   );
 }

@@ -1,4 +1,4 @@
-"""Finds every fault of a set of tables that is about to serve, and of its ports and its tensor-parallel size.
+"""Finds every fault of a set of tables that is about to serve, its ports, its tensor-parallel size and its units.
 
 Reads files only: instances check at their start whether devices and ports exist.
 """
@@ -6,8 +6,9 @@ Reads files only: instances check at their start whether devices and ports exist
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from ranktable_tools.errors import Fault, RankTableError
 from ranktable_tools.files import actual_path, is_private, read_json
@@ -15,6 +16,7 @@ from ranktable_tools.ports import Given, port_faults
 from ranktable_tools.rules import device_conflicts, entries, gaps
 from ranktable_tools.schema import load_local, locate, parse_global
 from ranktable_tools.tables import RankTable
+from ranktable_tools.units import unit_faults
 
 _NO_PORTS = Given()
 
@@ -25,10 +27,12 @@ def check(
     node_ports: str | Sequence[int] | None = None,
     tensor_parallel_size: int | None = None,
     given: Given = _NO_PORTS,
+    unit_sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Fault]:
     """Returns all faults, the global table's own first; empty means fine. Never raises RankTableError.
 
     `node_ports`: in the environment variable's form (`8088,8089`), or as numbers. `given`: the other ports.
+    `unit_sizes`: instances of each unit, by role.
     """
     try:
         table = parse_global(read_json(global_path), str(actual_path(global_path)))
@@ -39,7 +43,7 @@ def check(
     faults += port_faults(table, node_ports, given)
     if tensor_parallel_size is not None:
         faults += _size_faults(table, tensor_parallel_size)
-    return faults
+    return [*faults, *unit_faults(table, unit_sizes)]
 
 
 def permission_warnings(paths: Sequence[Path]) -> list[str]:

@@ -27,6 +27,8 @@ from ranktable_tools.readers import group_id_of
 from ranktable_tools.schema import load_global
 from ranktable_tools.show import render
 from ranktable_tools.tables import RankTable
+from ranktable_tools.units import OPTIONS as UNIT_OPTIONS
+from ranktable_tools.units import unit_names
 
 _GEN_EXAMPLE: Final = "--prefill-server-list 4,5 --decode-server-list 6,7 --api-server --save-dir ./save_dir"
 _MERGE_EXAMPLE: Final = (
@@ -38,6 +40,7 @@ ENCODERS: Final = (
     "where PORT is the scheduler's --join-port."
 )
 _COMMAND: Final = "_command"
+_MERGE_ONLY: Final = ("global_ranktable_list", "prefill_data_parallel_size", "decode_data_parallel_size")
 _GEN_ONLY: Final = ("prefill_server_list", "decode_server_list", "api_server", "device_ip", "server_ip")
 
 
@@ -109,13 +112,10 @@ def reference_main(argv: Sequence[str] | None = None) -> int:
     _add_save_dir(parser)
     parser.refuse_unknown(argv)
     args = parser.parse_args(argv)
-    if args.mode == "merge":
-        if not args.global_ranktable_list:
-            parser.error("--mode merge needs --global-ranktable-list FILE [FILE ...]")
-        ignored = [f"--{name.replace('_', '-')}" for name in _GEN_ONLY if getattr(args, name)]
-    else:
-        ignored = ["--global-ranktable-list"] if args.global_ranktable_list else []
-    if ignored:
+    if args.mode == "merge" and not args.global_ranktable_list:
+        parser.error("--mode merge needs --global-ranktable-list FILE [FILE ...]")
+    without_effect = _GEN_ONLY if args.mode == "merge" else _MERGE_ONLY
+    if ignored := [f"--{name.replace('_', '-')}" for name in without_effect if getattr(args, name)]:
         print(f"note: {', '.join(ignored)} has no effect in --mode {args.mode}", file=sys.stderr)
     setattr(args, _COMMAND, _gen if args.mode == "gen" else _merge)
     return _run(parser, args)
@@ -173,6 +173,7 @@ def _check_parser() -> _Parser:
     parser.option("--local", type=Path, nargs="*", action="extend", default=[], metavar="FILE")
     parser.option("--node-ports", metavar="PORT,PORT", help="NODE_PORTS: prefill first, as `show` numbers them")
     parser.option("--tensor-parallel-size", type=int, metavar="N", help="devices of each instance")
+    _add_unit_options(parser)
     parser.option("--port", type=_port, help="the scheduler's public port")
     parser.option("--admin-port", type=_port, metavar="PORT", help="the scheduler's admin port (default: --port + 1)")
     parser.option("--join-port", type=_port, metavar="PORT", help="the scheduler's port for workers in no table")
@@ -188,6 +189,7 @@ def _show_parser() -> _Parser:
         example="save_dir/global_ranktable_10.0.0.18.json",
     )
     parser.add_argument("table", type=Path, metavar="GLOBAL_TABLE")
+    _add_unit_options(parser)
     parser.set_defaults(**{_COMMAND: _show})
     return parser
 
@@ -228,6 +230,18 @@ def _add_merge_options(parser: _Parser, required: bool = False) -> None:
         metavar="FILE",
         help="the global rank tables to put together",
     )
+    _add_unit_options(parser)
+
+
+def _add_unit_options(parser: _Parser) -> None:
+    for role, option in UNIT_OPTIONS.items():
+        parser.option(option, type=_size, metavar="N", help=f"--data-parallel-size of the {role} instances")
+
+
+def _unit_sizes(args: argparse.Namespace) -> dict[str, int]:
+    """Returns the instances of each unit, by role."""
+    found = {role: getattr(args, option[2:].replace("-", "_")) for role, option in UNIT_OPTIONS.items()}
+    return {role: size for role, size in found.items() if size is not None}
 
 
 def _add_save_dir(parser: _Parser) -> None:
@@ -286,6 +300,12 @@ def _host(text: str) -> str:
 def _port(text: str) -> int:
     if not re.fullmatch("[0-9]{1,5}", text) or not 1 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a port from 1 to 65535")
+    return int(text)
+
+
+def _size(text: str) -> int:
+    if not re.fullmatch("[1-9][0-9]{0,3}", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a number of instances, 1 or more")
     return int(text)
 
 
@@ -369,7 +389,7 @@ def _default_server_ip() -> str:
 
 
 def _merge(args: argparse.Namespace) -> int:
-    table = merge(args.global_ranktable_list, lambda line: print(f"note: {line}", file=sys.stderr))
+    table = merge(args.global_ranktable_list, lambda line: print(f"note: {line}", file=sys.stderr), _unit_sizes(args))
     access = _access(args)
     path = write_file(args.save_dir / MERGED_NAME, table.to_json(), access)
     print(path)
@@ -387,7 +407,8 @@ def _check(args: argparse.Namespace) -> int:
     for warning in permission_warnings([args.table, *args.local]):
         print(f"warning: {warning}", file=sys.stderr)
     given = Given(scheduler_ports(args.port, args.admin_port, args.join_port), args.kv_port_range)
-    faults = check(args.table, args.local, args.node_ports, args.tensor_parallel_size, given)
+    sizes = _unit_sizes(args)
+    faults = check(args.table, args.local, args.node_ports, args.tensor_parallel_size, given, sizes)
     for warning in () if faults else outgoing_warnings(_named_ports(args.node_ports, given)):
         print(f"warning: {warning}", file=sys.stderr)
     for fault in faults:
@@ -397,7 +418,9 @@ def _check(args: argparse.Namespace) -> int:
         kept = ", ".join(field for field, _ in foreign_fields(table))
         if kept:
             print(f"note: fields of other programs, which mean nothing here: {kept}", file=sys.stderr)
-        print(f"ok: 1 scheduler, {len(table.prefill)} prefill, {len(table.decode)} decode")
+        names = ", ".join(filter(None, dict.fromkeys(unit_names(table, sizes))))
+        told = f"; units {names}" if names else ""
+        print(f"ok: 1 scheduler, {len(table.prefill)} prefill, {len(table.decode)} decode{told}")
     return 1 if faults else 0
 
 
@@ -410,7 +433,7 @@ def _named_ports(node_ports: str | None, given: Given) -> dict[str, int]:
 
 
 def _show(args: argparse.Namespace) -> int:
-    print(render(load_global(args.table)))
+    print(render(load_global(args.table), _unit_sizes(args)))
     return 0
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from ranktable_tools.errors import RankTableError
 from ranktable_tools.foreign import together
@@ -18,15 +20,21 @@ from ranktable_tools.rules import (
 )
 from ranktable_tools.schema import load_global
 from ranktable_tools.tables import ROLES, RankTable, server_group
+from ranktable_tools.units import torn_units, unit_faults
 
 MERGED_NAME = "global_ranktable_merge.json"
 
 
-def merge(paths: Sequence[Path], note: Callable[[str], None] = lambda _: None) -> RankTable:
+def merge(
+    paths: Sequence[Path],
+    note: Callable[[str], None] = lambda _: None,
+    unit_sizes: Mapping[str, int] = MappingProxyType({}),
+) -> RankTable:
     """Merges tables: groups in the order 0, 1, 2, instances in the order of `paths`.
 
     Two files may describe one host unless a device is in both. `note` gets a line for each foreign field with different
-    values in two files. Raises RankTableError, naming the file and the field.
+    values in two files, and for each host whose units (of `unit_sizes` instances, by role) the order tears apart.
+    Raises RankTableError, naming the file and the field.
     """
     if not paths:
         raise RankTableError("merge", "--global-ranktable-list", "no file", "at least one global table")
@@ -43,7 +51,12 @@ def merge(paths: Sequence[Path], note: Callable[[str], None] = lambda _: None) -
         extra = together([(table.file, table.server_group_list[at].extra) for table in tables], note)
         groups.append(server_group(role, servers, extra))
     extra = together([(table.file, table.extra) for table in tables], note)
-    return RankTable(max(table.version for table in tables), "completed", tuple(groups), extra=extra)
+    merged = RankTable(max(table.version for table in tables), "completed", tuple(groups), extra=extra)
+    for fault in unit_faults(merged, unit_sizes):
+        raise replace(fault, file="merge").error()
+    for line in torn_units(found, unit_sizes):
+        note(line)
+    return merged
 
 
 def _refuse_same_file(paths: Sequence[Path]) -> None:

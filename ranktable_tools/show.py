@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from ranktable_tools.foreign import foreign_fields
 from ranktable_tools.tables import RankTable, Server
+from ranktable_tools.units import unit_faults, unit_names
 
-_TITLES = ("#", "role", "host", "devices", "device ips", "super device ids")
+_TITLES = ("#", "role", "host", "devices", "unit", "device ips", "super device ids")
 
 
-def render(table: RankTable) -> str:
-    rows = [_TITLES, *_rows(table)]
+def render(table: RankTable, unit_sizes: Mapping[str, int] = MappingProxyType({})) -> str:
+    """`unit_sizes`: instances of each unit, by role. Raises RankTableError if the table does not make whole units."""
+    for fault in unit_faults(table, unit_sizes):
+        raise fault.error()
+    names = unit_names(table, unit_sizes)
+    rows = [_TITLES, *_rows(table, names)]
     in_super_pod = any(device.super_device_id for server in table.instances for device in server.device)
-    num_columns = len(_TITLES) - (not in_super_pod)
-    widths = [max(len(row[column]) for row in rows) for column in range(num_columns)]
-    lines = ["  ".join(map(str.ljust, row[:num_columns], widths)).rstrip() for row in rows]
+    shown = [True, True, True, True, any(names), True, in_super_pod]
+    rows = [tuple(itertools.compress(row, shown)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     order = ",".join(f"<port of #{index}>" for index in range(len(table.instances)))
     kept = [f"{field} = {json.dumps(value)}" for field, value in foreign_fields(table)]
     head = f"{table.file}: version {table.version}, {table.status}"
     return "\n".join([head, *lines, f"NODE_PORTS={order}", *kept])
 
 
-def _rows(table: RankTable) -> list[tuple[str, ...]]:
-    rows = [_row("-", "scheduler", table.scheduler)] if table.scheduler else []
+def _rows(table: RankTable, names: Sequence[str]) -> list[tuple[str, ...]]:
+    rows = [_row("-", "scheduler", table.scheduler, "")] if table.scheduler else []
     roles = ["prefill"] * len(table.prefill) + ["decode"] * len(table.decode)
-    for index, (role, server) in enumerate(zip(roles, table.instances)):
-        rows.append(_row(str(index), role, server))
+    for index, (role, server, name) in enumerate(zip(roles, table.instances, names)):
+        rows.append(_row(str(index), role, server, name))
     return rows
 
 
-def _row(index: str, role: str, server: Server) -> tuple[str, ...]:
+def _row(index: str, role: str, server: Server, unit: str) -> tuple[str, ...]:
     ids = ",".join(device.device_id for device in server.device) or "-"
     addresses = ",".join(device.device_ip for device in server.device) or "-"
     super_ids = ",".join(device.super_device_id or "-" for device in server.device) or "-"
-    return index, role, server.server_ip, ids, addresses, super_ids
+    return index, role, server.server_ip, ids, unit or "-", addresses, super_ids

@@ -76,6 +76,14 @@ OPEN_CHOICES = {
     "kv_transport": transports.help_text(),
 }
 
+WHOLE_EXPERTS = Annotated[bool, typer.Option("--enable-expert-parallel", help="Whole experts on each rank.")]
+TEXT_ONLY = Annotated[
+    bool, typer.Option("--language-model-only", help="Serve only the text model of a multimodal model.")
+]
+MODEL_AND_FLAGS = Annotated[
+    list[str] | None, typer.Argument(metavar="[MODEL] [-- FLAGS]", help="After --: flags for every instance.")
+]
+
 
 @app.command(
     rich_help_panel=SERVE, cls=BriefHelp, context_settings={"allow_extra_args": True, "ignore_unknown_options": True}
@@ -100,54 +108,55 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
 def up(
     context: typer.Context,
     model: Annotated[str, typer.Option(callback=given_model, help="Default: the shipped one.")] = "",
-    prefill: Annotated[int, typer.Option(min=1, help="Prefill instances.")] = 1,
-    decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
+    prefill: Annotated[int | None, typer.Option(min=1, help="Instances; 1, or a unit.")] = None,
+    decode: Annotated[int | None, typer.Option(min=1, help="Instances; 1, or a unit.")] = None,
     encode: Annotated[int, typer.Option(min=0, help="Instances for images alone.")] = 0,
     schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Each at the next two ports.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Public; 0: any free one. Admin: the next.")] = 9000,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Its name for clients.")] = None,
-    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Rank processes of each instance.")] = 1,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="Ranks of each instance.")] = 1,
     prefill_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each prefill instance.")] = None,
     decode_tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of each decode instance.")] = None,
+    data_parallel_size: Annotated[int, typer.Option(min=1, help="Instances of a unit.")] = 1,
+    prefill_data_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of prefill instances.")] = None,
+    decode_data_parallel_size: Annotated[int | None, typer.Option(min=1, help="Of decode instances.")] = None,
+    enable_expert_parallel: WHOLE_EXPERTS = False,
     adapter: Annotated[bool, typer.Option("--adapter", help="The shipped LoRA adapter too, as model pirate.")] = False,
     restart: Annotated[str, typer.Option(help="Of a worker that dies: on-failure or no.")] = "on-failure",
     spawn: Annotated[bool, typer.Option("--spawn", help="Start rank processes by command line; fork none.")] = False,
     try_unlisted: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="Serve model_type, unproven.")] = None,
-    language_model_only: Annotated[
-        bool, typer.Option("--language-model-only", help="Serve only the text model of a multimodal model.")
-    ] = False,
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="[MODEL] [-- FLAGS]", help="After --: flags for every instance.")
-    ] = None,
+    language_model_only: TEXT_ONLY = False,
+    arguments: MODEL_AND_FLAGS = None,
 ) -> None:
     """Run a whole cluster on this machine: rank tables, workers and scheduler, until Ctrl-C.
 
     The model is a folder, or a hub's (hf:ORG/NAME, or ORG/NAME), which is fetched once, with progress.
-
     USE_OPENAI=0 in the environment serves vLLM's plain /generate instead of the OpenAI API.
     """
     gc.disable()  # until the cluster is ready
     from pd_cluster.cluster.members.place import use_openai
-    from pd_cluster.cluster.processes.launch import SPAWN, Launch
+    from pd_cluster.cluster.processes.launch import SPAWN, Launch, by_role
 
     port = port or _free_port(schedulers)
     model, arguments = _model_and_flags(model, arguments or [], adapter)
     arguments += choice_of_model(try_unlisted or (), language_model_only)
+    arguments += ["--enable-expert-parallel"] * enable_expert_parallel
+    unit_sizes = by_role(data_parallel_size, prefill_data_parallel_size, decode_data_parallel_size)
     flags, keys = split_keys(normalize(arguments))
     flags, metrics_keys = split_values(flags, "--metrics-key")
     model, in_effect = _checked(context, model, [f"--host={host}", f"--port={port}", *arguments])
     launch = Launch(
         model=model,
-        num_prefill=prefill,
-        num_decode=decode,
+        num_prefill=prefill or unit_sizes["prefill"],
+        num_decode=decode or unit_sizes["decode"],
         num_encode=encode,
         num_schedulers=schedulers,
         host=host,
         port=port,
         served_model_names=served_model_name or [],
-        tp_sizes={f"prefill-{i}": prefill_tensor_parallel_size or tensor_parallel_size for i in range(prefill)}
-        | {f"decode-{i}": decode_tensor_parallel_size or tensor_parallel_size for i in range(decode)},
+        tp_sizes=by_role(tensor_parallel_size, prefill_tensor_parallel_size, decode_tensor_parallel_size),
+        unit_sizes=unit_sizes,
         openai=use_openai(os.environ),
         restart=restart,
         arguments=[*flags, *(SPAWN for _ in range(spawn))],

@@ -22,6 +22,7 @@ from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT
 from pd_cluster.cluster.processes.rank_process import environment_of
 from pd_cluster.commands.serve_scheduler import run_scheduler
 from pd_cluster.commands.serve_start import Start, start_of
+from pd_cluster.commands.serve_unit import unit_of
 from pd_cluster.devices import hccl
 from pd_cluster.devices.cores import ledger_name
 from pd_cluster.devices.device import check_name, num_threads_for
@@ -30,7 +31,8 @@ from pd_cluster.engine.start.preloader import Preloader, forks_are_safe, has_no_
 from pd_cluster.engine.start.process import die_with_parent
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.open_stores import check_tiers
-from pd_cluster.settings.config import Credentials, RankPlace, SharedCores, WorkerConfig
+from pd_cluster.settings.config import Credentials, RankPlace, SharedCores, UnitPlace, WorkerConfig
+from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.settings.kv_events import check_private
 from pd_cluster.settings.options import SECRET_VARIABLES, ServeOptions
 from pd_cluster.settings.processes import (
@@ -86,6 +88,7 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
         raise ConfigError(
             f"{called('role')} encode: {checkpoint.path} takes no images here, so nothing is to be encoded"
         )
+    unit = unit_of(start, checkpoint)
     _check_crossing(start)
     _check_ports(start)
     handover = _own_events(start, credentials)
@@ -107,12 +110,8 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
         cores=_shared_cores(start, num_threads),
         **msgspec.structs.asdict(handover),
         kv=start.kv,
-        engine=msgspec.structs.replace(
-            engine,
-            tensor_parallel_size=num_devices,
-            num_local_ranks=place.num_local_ranks,
-            paired_tp_sizes=place.paired_tp_sizes(handover.kv_transport, handover.kv_open_links),
-        ),
+        engine=_engine_at(place, engine, handover, unit),
+        unit=unit,
         timeouts=start.timeouts,
         ranks=RankPlace(size=num_devices),
         environment=_hccl_environment(
@@ -128,6 +127,18 @@ def _run_worker(start: Start, credentials: Credentials) -> None:
         listener = bind(start.process.host, start.process.port)
         limits = start.options.read(ConnectionLimits)
         asyncio.run(run_worker(config, listener, limits, preloader, _registering(start, config)))
+
+
+def _engine_at(place: Place, engine: EngineConfig, handover: HandoverSettings, unit: UnitPlace | None) -> EngineConfig:
+    """Returns the engine's settings with what follows from the worker's place."""
+    return msgspec.structs.replace(
+        engine,
+        tensor_parallel_size=len(place.server.device),
+        data_parallel_size=1 if unit is None else unit.size,
+        unit_rank=0 if unit is None else unit.rank,
+        num_local_ranks=place.num_local_ranks,
+        paired_tp_sizes=place.paired_tp_sizes(handover.kv_transport, handover.kv_open_links),
+    )
 
 
 def _check_ports(start: Start) -> None:

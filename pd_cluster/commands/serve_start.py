@@ -77,7 +77,24 @@ def _place_of(
             raise ConfigError(
                 f"{called(name)}: only a worker registers; give {called('role')} prefill, decode or encode, too"
             )
-    return find_place(env) if join.role is None else _place_alone(join, process, engine, timeouts, env)
+    _check_rank(join, engine)
+    place = find_place(env) if join.role is None else _place_alone(join, process, engine, timeouts, env)
+    if join.data_parallel_rank is not None and place.role in ("scheduler", "encode"):
+        name = called("data_parallel_rank")
+        raise ConfigError(f"{name} {join.data_parallel_rank}: only prefill and decode workers have one; leave it out")
+    return place
+
+
+def _check_rank(join: JoinSettings, engine: EngineConfig) -> None:
+    """Raises ConfigError for a rank that is no place among the instances which share experts."""
+    rank, size = join.data_parallel_rank, engine.data_parallel_size
+    if rank is not None and rank >= size:
+        raise ConfigError(f"{called('data_parallel_rank')} {rank}: {called('data_parallel_size')} is {size}; give less")
+    if rank is None and size > 1 and join.role in ("prefill", "decode"):
+        raise ConfigError(
+            f"{called('data_parallel_size')} {size}: with {called('join')} no table says which place this worker has; "
+            f"give {called('data_parallel_rank')} 0 to {size - 1}"
+        )
 
 
 def _place_alone(
@@ -94,9 +111,9 @@ def _place_alone(
     assert join.role is not None
     if not join.addresses:
         raise ConfigError(f"{called('role')} {join.role}: give {called('join')} HOST:PORT, its scheduler's join port")
-    if join.role == "encode" and engine.tensor_parallel_size > 1:
-        name = called("tensor_parallel_size")
-        raise ConfigError(f"{name} {engine.tensor_parallel_size}: an encoder has one device; start several encoders")
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        if join.role == "encode" and (size := getattr(engine, name)) > 1:
+            raise ConfigError(f"{called(name)} {size}: an encoder has one device, and no mates; start several encoders")
     if join.advertise_host is not None:
         host = resolve_host(join.advertise_host, f"{called('advertise_host')} {{!r}}")
     else:

@@ -81,15 +81,8 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
     for warning in warnings_of(os.environ, str):
         log.warning("%s", warning)
     arguments = _by_setting(given)
-    num_ranks = arguments.get("tensor_parallel_size", 1)
-    if isinstance(num_ranks, int) and num_ranks > 1 and not prefill and not decode:
-        prefill = decode = 1  # several ranks need several processes
-        log.warning(
-            "tensor_parallel_size=%d: a prefill and a decode instance of %d ranks each, both with all the weights "
-            "(prefill=1, decode=1)",
-            num_ranks,
-            num_ranks,
-        )
+    if not prefill and not decode:
+        prefill = decode = _num_instances(arguments)
     honoured, flags = {}, []
     for name, value in arguments.items():
         each = settings().get(name)
@@ -124,6 +117,23 @@ def config_of(given: Mapping[str, Any], prefill: int = 0, decode: int = 0) -> Of
             structured_outputs=answers.structured_outputs,
             arguments=tuple(flags),
         )
+
+
+def _num_instances(arguments: Mapping[str, Any]) -> int:
+    """Returns how many instances of each role there must be, because several ranks need several processes, or 0."""
+    names = "tensor_parallel_size", "data_parallel_size"
+    num_ranks, number = (size if isinstance(size := arguments.get(name, 1), int) else 1 for name in names)
+    if number > 1:
+        log.warning("data_parallel_size=%d: %d prefill and %d decode instances (prefill=%d, decode=%d)", *[number] * 5)
+        return number
+    if num_ranks > 1:
+        log.warning(
+            "tensor_parallel_size=%d: a prefill and a decode instance of %d ranks each, both with all the weights "
+            "(prefill=1, decode=1)",
+            *[num_ranks] * 2,
+        )
+        return 1
+    return 0
 
 
 def _by_setting(given: Mapping[str, Any]) -> dict[str, Any]:

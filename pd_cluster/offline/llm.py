@@ -61,8 +61,9 @@ class LLM:
       gives the same output; None draws new ones each time.
     - `skip_tokenizer_init` True: prompts must be token ids, and outputs have no text. Stop strings and guides still
       need the folder's tokenizer.json.
-    - `tensor_parallel_size` above 1 alone means a prefill and a decode instance with that many ranks each, and one
-      warning says so.
+    - `tensor_parallel_size` above 1 alone means a prefill and a decode instance with that many ranks each, and
+      `data_parallel_size` above 1 alone that many instances of each, which share the experts of a model that has some;
+      one warning says so.
 
     Raises ConfigError or ModelError, in one line that names the argument.
     """

@@ -51,11 +51,11 @@ class LocalEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         """Raises ConfigError."""
-        if config.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size {config.tensor_parallel_size}: one process has one rank; give 1, or prefill=1, "
-                f"decode=1 to have worker processes"
-            )
+        for name in ("tensor_parallel_size", "data_parallel_size"):
+            if (size := getattr(config, name)) != 1:
+                raise ConfigError(
+                    f"{name} {size}: one process has one rank; give 1, or prefill and decode to have worker processes"
+                )
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()

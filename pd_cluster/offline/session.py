@@ -16,7 +16,7 @@ import msgspec
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.prompt_folder import AdapterFolder
-from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launch import Launch, by_role
 from pd_cluster.errors import Closed, ConfigError
 from pd_cluster.media.download import ANY_HOST
 from pd_cluster.offline.local import NO_TIMEOUTS, SPLIT_TIMEOUTS, LocalEngine
@@ -36,7 +36,7 @@ from pd_cluster.settings.setting import declared
 
 T = TypeVar("T")
 
-LAUNCHED = ("model", "tensor_parallel_size", "seed")  # set by the Launch, or by this process
+LAUNCHED = ("model", "tensor_parallel_size", "data_parallel_size", "seed")  # set by the Launch, or by this process
 
 
 class OfflineConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +152,7 @@ class Offline:
             structured_outputs=config.structured_outputs,
         )
         if config.prefill:
-            split = self._parts.backend = SplitCluster(api, _launch(config))
+            split = self._parts.backend = SplitCluster(api, launch_of(config))
             await split.start()
             return split.edge.service()
         local = self._parts.backend = LocalEngine(config.engine)
@@ -201,18 +201,19 @@ class _Resources:
                 await self.backend.close()
 
 
-def _launch(config: OfflineConfig) -> Launch:
+def launch_of(config: OfflineConfig) -> Launch:
+    """Returns the worker processes that this configuration asks for. Raises ConfigError."""
     engine, flags = config.engine, list(config.arguments)
     for group in (engine, engine.adapters):
         for each in declared(type(group)):
             written = each.write(getattr(group, each.field))
             if each.name not in LAUNCHED and written != each.default:
                 flags += ["=".join(flag) for flag in each.flags(written)]
-    names = [f"prefill-{i}" for i in range(config.prefill)] + [f"decode-{i}" for i in range(config.decode)]
     return Launch(
         model=engine.model,
         num_prefill=config.prefill,
         num_decode=config.decode,
-        tp_sizes=dict.fromkeys(names, engine.tensor_parallel_size),
+        tp_sizes=by_role(engine.tensor_parallel_size),
+        unit_sizes=by_role(engine.data_parallel_size),
         arguments=[*flags, "--scheduling-policy=priority", "--request-timeout=0"],
     )

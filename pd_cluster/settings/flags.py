@@ -14,7 +14,7 @@ from pd_cluster.settings.foreign import Foreign, Takes
 from pd_cluster.settings.foreign_flags import FOREIGN, OFF, foreign
 from pd_cluster.settings.options import settings
 from pd_cluster.settings.spellings import IN_OTHER_UNITS
-from pd_cluster.settings.suggestions import meant_by
+from pd_cluster.settings.suggestions import ANSWERS, meant_by
 
 SWITCHES = tuple(each.flag for each in settings().values() if each.default is True)  # accept an explicit True or False
 # these accept `--served-model-name a b`, as argparse does with nargs="+"
@@ -151,6 +151,8 @@ def unknown(argument: str, known: Sequence[str]) -> str:
     flag = argument.partition("=")[0]
     if not flag.startswith("-"):
         return f"unexpected argument {argument!r}; the model is a flag's value: --model"
+    if answer := ANSWERS.get(flag):
+        return f"unknown flag {flag}; {answer}"
     near = meant_by(flag, known)
     return f"unknown flag {flag}{f'; did you mean {near}?' if near else '; see pd-cluster serve --help'}"
 

@@ -9,18 +9,21 @@ from pd_cluster.errors import called
 from pd_cluster.settings.foreign import Family, Foreign, Takes, table
 
 OFF = "--no-"
-EXPERTS = "each rank has a share of every expert"
 NO_FOREIGN_CODE = "foreign code is not loaded"
 ON_THE_HOST = f"images are read on the host, and kept there; see {called('mm_processor_cache_gb')}"
 
 FAMILIES = (
     # ---- processes and devices
     Family(
-        "more instances take its place: more rows of the rank tables, or --prefill and --decode of `pd-cluster up`",
-        accepted="--data-parallel-address --data-parallel-rpc-port --data-parallel-backend --dp-* "
-        "--data-parallel-supervisor-port --elastic-ep-max-dp-size --[no-]disable-nccl-for-dp-synchronization",
-        refused="--data-parallel-size-local=1 "
-        "--data-parallel-start-rank=0 --[no-]data-parallel-hybrid-lb --[no-]data-parallel-external-lb "
+        "instances that share experts meet through the scheduler, which sends each request to one of them",
+        accepted="--data-parallel-address --data-parallel-rpc-port --data-parallel-backend "
+        "--[no-]data-parallel-external-lb --data-parallel-supervisor-port --dp-supervisor-* --dp-sync-interval "
+        "--elastic-ep-max-dp-size --[no-]disable-nccl-for-dp-synchronization",
+    ),
+    Family(
+        f"each data-parallel rank is an instance that is started by itself: {called('data_parallel_size')} entries of "
+        f"a role in the rank tables, or {called('data_parallel_rank')} with {called('join')}",
+        refused="--data-parallel-size-local=1 --data-parallel-start-rank=0 --[no-]data-parallel-hybrid-lb "
         "--[no-]data-parallel-multi-port-external-lb --[no-]enable-elastic-ep",
     ),
     Family(
@@ -45,10 +48,15 @@ FAMILIES = (
         refused="--decode-context-parallel-size=1 --prefill-context-parallel-size=1",
     ),
     Family(
-        EXPERTS,
-        accepted="--all2all-backend --eplb-config --[no-]enable-ep-weight-filter",
+        "rows are gathered from all instances that share experts, and their parts of the result are scattered",
+        refused="--all2all-backend=allgather_reducescatter",
+    ),
+    Family(
+        f"experts stay where {called('expert_placement_strategy')} puts them",
+        accepted="--eplb-config",
         refused="--[no-]enable-eplb",
     ),
+    Family("each rank reads its own experts alone, always", accepted="--[no-]enable-ep-weight-filter"),
     Family(
         "a step is computed as one batch",
         accepted="--dbo-decode-token-threshold --dbo-prefill-token-threshold",

@@ -273,7 +273,8 @@ class JoinSettings(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_rank: Annotated[
         int | None,
         BASIC(
-            "With --join and --data-parallel-size: this worker's place among the instances that share experts, from 0.",
+            "With --join and --data-parallel-size: this worker's place among the instances that share experts, from 0. "
+            "Rank tables give it otherwise, and it must be theirs.",
             checks=(at_least(0),),
         ),
     ] = None
@@ -297,8 +298,8 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     trusts_network: Annotated[
         bool,
         KV(
-            "Let KV cache go over gloo to other hosts, faster than encrypted, but checked only and not secret: only "
-            "over a network that nobody else can reach.",
+            "Let KV cache, and what instances that share experts exchange, go over gloo to other hosts, faster than "
+            "encrypted, but checked only and not secret: only over a network that nobody else can reach.",
             name="trust_network",
             after="kv_transport",
         ),

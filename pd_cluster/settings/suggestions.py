@@ -34,8 +34,18 @@ MEANT = {
     "--tokenizer-path": "--tokenizer",
     "--tool-parser": "--tool-call-parser",
     "--tp": "--tensor-parallel-size",
-    "--tp-size": "--tensor-parallel-size",
     "--cache-max-entry-count": "--gpu-memory-utilization",
+}
+
+# SGLang's flags without an equal here, whose way to say it takes more than a name.
+ANSWERS = {
+    "--dp-size": "give --data-parallel-size to each of as many instances of a role, which share a model's experts",
+    "--enable-dp-attention": "give --data-parallel-size to each of as many instances of a role: attention is computed "
+    "by each for its own requests, experts by all",
+    "--ep-size": "give --enable-expert-parallel; --data-parallel-size times --tensor-parallel-size ranks have experts",
+    "--moe-a2a-backend": "leave it out; rows are gathered from all instances that share experts",
+    "--tp-size": "did you mean --tensor-parallel-size? SGLang's counts the ranks of all data-parallel instances, this "
+    "one those of each: divide it by --dp-size",
 }
 
 

@@ -64,7 +64,7 @@ def test_values_and_switches_as_vllm_writes_them(tmp_path: Path) -> None:
     path.write_text(
         "max-model-len: 32k\nkv-cache-memory-bytes: 4G\nno-enable-prefix-caching: true\nenable_lora: false\n"
         "limit-mm-per-prompt: {image: 2}\nnnodes: 1\nenable-expert-parallel: false\nno-numa-bind: true\n"
-        "collect-detailed-traces: [model, worker]\nmax-num-queued-reqs: 9\ndp-zebra: 3\n"
+        "collect-detailed-traces: [model, worker]\nmax-num-queued-reqs: 9\ndp-supervisor-zebra: 3\n"
     )
     options, warnings = options_of("--config", str(path), "--max-connections=7")
     assert (options["max_model_len"], options["kv_cache_memory"], options["enable_lora"]) == (32_000, 4.0, False)
@@ -72,7 +72,12 @@ def test_values_and_switches_as_vllm_writes_them(tmp_path: Path) -> None:
     assert options["limit_mm_per_prompt"] == '{"image": 2}'
     assert options["max_connections"] == 7, "one setting by another name"
     assert [each.partition(" ")[0] for each in warnings] == [
-        *("--nnodes", "--no-enable-expert-parallel", "--no-numa-bind", "--collect-detailed-traces", "--dp-zebra"),
+        *(
+            "--nnodes",
+            "--no-numa-bind",
+            "--collect-detailed-traces",
+            "--dp-supervisor-zebra",
+        ),
     ]
     assert options_of("--config", str(path), "--enable-prefix-caching")[0]["enable_prefix_caching"] is True
 

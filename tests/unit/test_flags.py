@@ -305,11 +305,39 @@ def test_values_that_vllm_refuses_too(argv: list[str], error: str) -> None:
         ("--max-model-length=4", "--max-model-len"),
         ("--max-model-lenght", "--max-model-len"),
         ("--tp=2", "--tensor-parallel-size"),
+        ("--tp-size=16", "--tensor-parallel-size"),
     ],
 )
 def test_an_unknown_flag_names_the_nearest(argument: str, nearest: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown flag {argument.partition('=')[0]}; did you mean {nearest}\\?"):
         parse(argument)
+
+
+def test_words_for_sharing_experts_are_answered_by_how_to_say_it_here() -> None:
+    """Those of SGLang by `ANSWERS`; vLLM's where they would do nothing else than happens here."""
+    for flag, words in (
+        ("--enable-dp-attention", "--data-parallel-size to each of as many instances"),
+        ("--dp-size=8", "--data-parallel-size to each"),
+        ("--ep-size=16", "--enable-expert-parallel; --data-parallel-size times --tensor-parallel-size ranks"),
+        ("--moe-a2a-backend=deepep", "leave it out; rows are gathered"),
+        ("--data-parallel-size-local=2", "2: not supported .*--data-parallel-rank with --join"),
+        ("--data-parallel-start-rank=4", "4: not supported .*entries of a role in the rank tables"),
+        ("--data-parallel-hybrid-lb", "each data-parallel rank is an instance"),
+        ("--all2all-backend=deepep_low_latency", "deepep_low_latency: not supported .rows are gathered"),
+        ("--enable-eplb", "experts stay where --expert-placement-strategy puts them"),
+        ("--headless", "rank tables give it its place"),
+        ("--pipeline-parallel-size=2", "2: not supported .there is one stage"),
+    ):
+        with pytest.raises(ConfigError, match=f"{flag.partition('=')[0]}.*{words}"):
+            parse(flag)
+    taken = ("--data-parallel-address=h", "--data-parallel-rpc-port=1", "--data-parallel-external-lb")
+    warned = parse(*taken, "--all2all-backend=allgather_reducescatter")[1]
+    assert [each.partition(" ")[0] for each in warned] == [
+        "--data-parallel-address",
+        "--data-parallel-rpc-port",
+        "--data-parallel-external-lb",
+        "--all2all-backend",
+    ]
 
 
 def test_the_process_says_it_in_one_line() -> None:

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from pd_cluster.cluster.processes.launch import LASTING_STREAMS, Launch
 from pd_cluster.cluster.processes.launcher import plan_cluster
+from pd_cluster.errors import ConfigError
 
 SAYS = (
     "from pd_cluster.cluster.processes.launcher import tell\nfor _ in range(3):\n    tell('a line – ' + 5000 * 'x')\n"
@@ -42,3 +45,14 @@ def test_streams_outlive_their_scheduler_unless_the_operator_says_otherwise(tmp_
         (Launch(), {"PD_CLUSTER_SERVE_RESUME_WINDOW": "60"}),
     ):
         assert launch.with_lasting_streams(env) == launch
+
+
+def test_each_worker_gets_the_size_of_its_role_s_units(tmp_path: Path) -> None:
+    launch = Launch(num_prefill=2, num_decode=2, unit_sizes={"prefill": 1, "decode": 2})
+    flags = {
+        each.name: [flag for flag in each.command if "data-parallel" in flag] for each in plan_cluster(launch, tmp_path)
+    }
+    own = ["--data-parallel-size=2"]
+    assert flags == {"prefill-0": [], "prefill-1": [], "decode-0": own, "decode-1": own, "scheduler": []}
+    with pytest.raises(ConfigError, match="--decode 3: expected a multiple of 2, the --data-parallel-size of decode"):
+        Launch(num_decode=3, unit_sizes={"decode": 2})

@@ -11,6 +11,7 @@ import pytest
 from pd_cluster import LLM
 from pd_cluster.errors import ConfigError
 from pd_cluster.offline.arguments import HERE, OTHERS, config_of
+from pd_cluster.offline.session import launch_of
 from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.settings.foreign_flags import FOREIGN
 from pd_cluster.settings.options import ServeOptions, settings
@@ -65,6 +66,19 @@ def test_several_ranks_alone_are_worker_processes(make: MakeLLM, caplog: pytest.
     assert offline.config.engine.tensor_parallel_size == 2
     (warning,) = warnings_of(caplog)
     assert warning.startswith("tensor_parallel_size=2: a prefill and a decode instance of 2 ranks each")
+
+
+def test_instances_that_share_experts_are_worker_processes(make: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
+    _, offline = make(data_parallel_size=2, enable_expert_parallel=True)
+    assert (offline.config.prefill, offline.config.decode) == (2, 2)
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith("data_parallel_size=2: 2 prefill and 2 decode instances")
+    launch = launch_of(offline.config)
+    assert launch.unit_sizes == {"prefill": 2, "decode": 2}
+    assert [each for each in launch.arguments if "parallel" in each] == ["--enable-expert-parallel"]
+    _, offline = make(data_parallel_size=2, prefill=2, decode=3)
+    with pytest.raises(ConfigError, match=r"decode.* 3: expected a multiple of 2"):
+        launch_of(offline.config)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,10 @@ def test_an_unknown_field_names_the_nearest_one() -> None:
             {"tensor_parallel_size": 2, "max_model_len": 2024, "max_num_seqs": 7, "preemption_mode": "swap"},
         ),
         (
+            PytorchEngineConfig(dp=2, tp=2, ep=4),
+            {"data_parallel_size": 2, "tensor_parallel_size": 2, "enable_expert_parallel": True},
+        ),
+        (
             PytorchEngineConfig(num_gpu_blocks=99, max_prefill_token_num=300),
             {"num_blocks": 99, "gpu_memory_utilization": None, "max_num_batched_tokens": 300, "block_size": 64},
         ),
@@ -147,6 +151,7 @@ def test_what_is_not_here_is_refused_by_name() -> None:
         (PytorchEngineConfig(eviction_type="swap"), "eviction_type 'swap': "),
         (PytorchEngineConfig(max_batch_size="8"), "max_batch_size '8': "),  # type: ignore[arg-type]
         (TurbomindEngineConfig(cache_max_entry_count=1.5), "cache_max_entry_count 1.5: "),
+        (PytorchEngineConfig(dp=2, tp=2, ep=2), "ep 2: .* dp 2 times tp 2; give 4, or 1"),
     ]
     for config, message in wrong:
         with pytest.raises(ConfigError, match=message):

@@ -89,6 +89,7 @@ def test_names_are_settings_and_are_not_shared() -> None:
     assert fields - {each.field for each in declared(EngineConfig)} == {
         "num_local_ranks",
         "paired_tp_sizes",
+        "unit_rank",
         "adapters",
     }
 
@@ -150,11 +151,11 @@ CODE = f"""if True:
     Checkpoint.of(config_of({{"model": SHIPPED_MODEL}}).engine)
     print("read", *({WEB} & sys.modules.keys()))
     from pd_cluster.errors import ConfigError
-    from pd_cluster.offline.session import _launch
+    from pd_cluster.offline.session import launch_of
     from pd_cluster.settings.options import ServeOptions
     print(ServeOptions(model="m", made_up=4).engine().made_up, ServeOptions(model="m").engine().made_up)
     given = {{"model": SHIPPED_MODEL, "made_up": 7}}
-    print(config_of(given).engine.made_up, *_launch(config_of(given, 1, 1)).arguments)
+    print(config_of(given).engine.made_up, *launch_of(config_of(given, 1, 1)).arguments)
     try:
         config_of({{**given, "made_up": 0}})
     except ConfigError as error:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from pd_cluster.engine.start.preloader import forks_are_safe
-from pd_cluster.errors import ConfigError
+from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.engine import SHIPPED_MODEL, model_name
 from pd_cluster.settings.setting import variable_of
 
@@ -30,7 +30,8 @@ class Launch:
     num_decode: int = 1
     num_encode: int = 0
     num_schedulers: int = 1
-    tp_sizes: Mapping[str, int] = field(default_factory=dict)  # instance -> number of rank processes; 1 if absent
+    tp_sizes: Mapping[str, int] = field(default_factory=dict)  # role or instance -> rank processes; 1 if absent
+    unit_sizes: Mapping[str, int] = field(default_factory=dict)  # role -> instances that share experts; 1 if absent
     host: str = "127.0.0.1"
     port: int = 9000
     served_model_names: list[str] = field(default_factory=list)
@@ -41,6 +42,12 @@ class Launch:
     api_keys: list[str] = field(default_factory=list, repr=False)
     metrics_key: str = field(default="", repr=False)
     scheduler_variables: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for role, number in (("prefill", self.num_prefill), ("decode", self.num_decode)):
+            if number % (size := self.unit_sizes.get(role, 1)):
+                name = called("data_parallel_size")
+                raise ConfigError(f"{called(role)} {number}: expected a multiple of {size}, the {name} of {role}")
 
     @property
     def model_folder(self) -> str:
@@ -73,7 +80,11 @@ class Launch:
 
     @property
     def num_ranks(self) -> int:
-        return sum(self.tp_sizes.get(name, 1) for name in self.worker_names)
+        return sum(map(self.tp_size_of, self.worker_names))
+
+    def tp_size_of(self, name: str) -> int:
+        """Returns the number of rank processes of an instance."""
+        return self.tp_sizes.get(name) or self.tp_sizes.get(role_of(name), 1)
 
     @property
     def forks(self) -> bool:
@@ -153,3 +164,13 @@ class Launch:
     @property
     def admin_url(self) -> str:
         return f"{self.scheme}://127.0.0.1:{self.admin_port or self.port + 1}"
+
+
+def role_of(name: str) -> str:
+    """Returns the role of an instance of a launch."""
+    return name.partition("-")[0]
+
+
+def by_role(both: int, prefill: int | None = None, decode: int | None = None) -> dict[str, int]:
+    """Returns a size for each role: its own where it has one, otherwise that of both."""
+    return {"prefill": prefill or both, "decode": decode or both}

@@ -1,7 +1,8 @@
 """A whole cluster on one machine: rank tables, ports, one `pd-cluster serve` process for each instance.
 
 The processes are started exactly as scripts/start_servers.sh starts them. A worker that dies is named and, by default,
-restarted; a process that cannot even start takes all down with its own error.
+restarted; a process that cannot even start takes all down with its own error. The members of a unit end with the one
+that died, and each is restarted in the same way.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 
 from pd_cluster import host
 from pd_cluster.cluster.members.place import TABLE_VARIABLES
-from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launch import Launch, role_of
 from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT, LaunchPreloader
 from pd_cluster.cluster.processes.ports import Reservations, free_ports
 from pd_cluster.cluster.processes.running import recorded
@@ -67,7 +68,7 @@ def plan_cluster(launch: Launch, folder: Path, reservations: Reservations | None
     """
     num_workers = launch.num_prefill + launch.num_decode
     names = launch.worker_names
-    tp_sizes = [launch.tp_sizes.get(name, 1) for name in names]
+    tp_sizes = [launch.tp_size_of(name) for name in names]
     starts = [0, *itertools.accumulate(tp_sizes)]
     slots = [list(range(start, start + size)) for start, size in zip(starts, tp_sizes, strict=False)]
     generated = generate(
@@ -93,7 +94,10 @@ def plan_cluster(launch: Launch, folder: Path, reservations: Reservations | None
     *tables, host_table = generated.locals  # in the order of the instances, the scheduler's last
     for table, name, port in zip(tables, names, ports, strict=True):
         env = {**common, "RANK_TABLE_FILE_PATH": str(folder / table)}
-        members.append(Member(name, _command(launch, "127.0.0.1", port, f"--secret-file={secret}"), env, port))
+        own = [f"--secret-file={secret}"]
+        if (size := launch.unit_sizes.get(role_of(name), 1)) > 1:
+            own.append(f"--data-parallel-size={size}")
+        members.append(Member(name, _command(launch, "127.0.0.1", port, *own), env, port))
     join = launch.join_port or str(join_port)
     members += _encoders(launch, free[num_workers:], join, everywhere, f"--secret-file={secret}")
     keys = {KEYS_VARIABLE: " ".join(launch.api_keys)} if launch.api_keys else {}

@@ -60,3 +60,12 @@ def why_not(own: str, other: str) -> str:
         f"{called('kv_transport')} auto or curve, which is encrypted, or {called('trust_network')} if nobody else can "
         f"reach that network"
     )
+
+
+def why_no_unit(name: str, hosts: Sequence[str]) -> str:
+    """Returns why the members of a unit do not exchange rows over gloo between these hosts, and the way out."""
+    return (
+        f"{called('data_parallel_size')}: the members of {name} would exchange activations from host to host over gloo "
+        f"({', '.join(dict.fromkeys(hosts))}), which is not secret: give all {called('trust_network')} if nobody else "
+        f"can reach that network, or keep a unit on one host"
+    )

@@ -134,6 +134,8 @@ class PytorchEngineConfig:
     revision: str | None = None
     download_dir: str | None = None
     quant_policy: int = 0
+    dp: int = 1
+    ep: int = 1
 
 
 BackendConfig = TurbomindEngineConfig | EarlyTurbomindConfig | PytorchEngineConfig
@@ -149,6 +151,8 @@ NAMES = {
     "swap_space": "num_cpu_blocks",
     "max_num_batched_tokens": "max_prefill_token_num",
     "tensor_parallel_size": "tp",
+    "data_parallel_size": "dp",
+    "enable_expert_parallel": "ep",
     "quantization": "model_format",
     "revision": "revision",
     "download_dir": "download_dir",
@@ -203,8 +207,20 @@ def engine_of(model_path: str, config: BackendConfig) -> Engine:
     fields["block_size"] = count(owner, block, given[block], 1)
     fields |= _budget(owner, given) | _pool(owner, given)
     if isinstance(config, PytorchEngineConfig):
+        fields |= _experts(owner, config)
         fields |= _swap(owner, config, EngineConfig(model=model_path, **fields), remarks)
     return Engine(EngineConfig(model=model_path, **fields), remarks)
+
+
+def _experts(owner: str, config: PytorchEngineConfig) -> dict[str, Any]:
+    """Converts `dp` and `ep`; the latter must be 1, or all ranks there are. Raises ConfigError."""
+    size, num_ranks = count(owner, "dp", config.dp, 1), count(owner, "ep", config.ep, 1)
+    if num_ranks not in (1, size * config.tp):
+        raise ConfigError(
+            f"{owner}.ep {num_ranks}: experts are spread over all ranks, dp {size} times tp {config.tp}; give "
+            f"{size * config.tp}, or 1"
+        )
+    return {"data_parallel_size": size, "enable_expert_parallel": num_ranks > 1}
 
 
 def _kv_cache_dtype(owner: str, given: dict[str, Any]) -> str:

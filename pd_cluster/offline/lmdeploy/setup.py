@@ -140,11 +140,13 @@ class Setup:
         logging.getLogger("pd_cluster" if level != DEFAULT_LEVEL else __package__).setLevel(level)
         arguments = _arguments(others)
         numbers = {name: count("pipeline", name, others.get(name, 0), 0) for name in ("prefill", "decode")}
-        if config.tp > 1 and not any(numbers.values()):
-            numbers = {"prefill": 1, "decode": 1}  # several ranks need several processes
-            warn(
-                f"tp={config.tp}: a prefill and a decode instance of {config.tp} ranks each, both with all the weights"
-            )
+        size = count(type(config).__name__, "dp", getattr(config, "dp", 1), 1)
+        if max(config.tp, size) > 1 and not any(numbers.values()):
+            numbers = {"prefill": size, "decode": size}  # several ranks need several processes
+            told = f"dp={size}, tp={config.tp}: {size} prefill and {size} decode instances"
+            if size == 1:
+                told = f"tp={config.tp}: a prefill and a decode instance"
+            warn(f"{told} of {config.tp} ranks each, both roles with all the weights")
         try:
             engine, remarks = engine_of(str(self.model_path), config)
             engine = msgspec.structs.replace(_chosen(engine, others), speculation=_speculation(others.get(DRAFTING)))

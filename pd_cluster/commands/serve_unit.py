@@ -1,0 +1,80 @@
+"""The unit of a worker that starts: the instances of its role whose expert layers compute in step with its own.
+
+A unit is N consecutive entries of the rank table, N being --data-parallel-size, or with --join the N workers of a role.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.commands.serve_start import Start
+from pd_cluster.engine.handover.crossing import why_no_unit
+from pd_cluster.engine.start.preloader import has_no_driver
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.config import UnitPlace
+from ranktable_tools.hosts import is_one_host
+from ranktable_tools.units import Unit, unit_at
+
+log = logging.getLogger(__name__)
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in config.json
+
+
+def unit_of(start: Start, checkpoint: Checkpoint) -> UnitPlace | None:
+    """Returns the worker's place in its unit; None if its instance is independent of others. Raises ConfigError."""
+    engine, size = start.engine, start.engine.data_parallel_size
+    has_experts = any(checkpoint.config.get(name) for name in EXPERT_COUNTS)
+    if engine.enable_expert_parallel and not has_experts:
+        raise ConfigError(
+            f"{called('enable_expert_parallel')}: {checkpoint.path} is a model without experts; leave it out"
+        )
+    own = unit_at(start.place.role, start.place.index, size)
+    _check_rank(start, own)
+    if size == 1:
+        return None
+    if not has_experts:
+        log.info("--data-parallel-size %d: a model without experts; this instance is independent of others", size)
+        return None
+    if engine.adapters.enable_lora:
+        raise ConfigError(
+            f"{called('enable_lora')}: instances that share experts compute no adapters; leave it out, or give "
+            f"{called('data_parallel_size')} 1"
+        )
+    if (rank := start.join.data_parallel_rank) is not None and start.join.role is not None:
+        return UnitPlace(name=f"{start.place.role}-joined", rank=rank, size=size)
+    _check_members(start, own)
+    return UnitPlace(name=own.name, rank=own.members.index(start.place.index), size=size)
+
+
+def _check_rank(start: Start, own: Unit) -> None:
+    """Raises ConfigError for a --data-parallel-rank that is not the rank table's."""
+    given, rank = start.join.data_parallel_rank, own.members.index(start.place.index)
+    if start.join.role is None and given not in (None, rank):
+        raise ConfigError(
+            f"{called('data_parallel_rank')} {given}: the rank table and {called('data_parallel_size')} "
+            f"{len(own.members)} give {start.place.name} rank {rank}; give that or leave it out"
+        )
+
+
+def _check_members(start: Start, own: Unit) -> None:
+    """Raises ConfigError if the rank table has not all members, with equal devices, on hosts that may exchange rows."""
+    role, table = start.place.role, start.place.table
+    servers = table.prefill if role == "prefill" else table.decode
+    named = f"{called('data_parallel_size')} {len(own.members)}"
+    if len(servers) % len(own.members):
+        raise ConfigError(
+            f"{named}: {table.file} has {len(servers)} {role} instances, which is no multiple of it; see "
+            f"`pd-ranktable show`"
+        )
+    members = [servers[at] for at in own.members]
+    sizes = [len(member.device) for member in members]
+    if len(set(sizes)) > 1:
+        raise ConfigError(
+            f"{named}: the instances of {own.name} have {', '.join(map(str, sizes))} devices in {table.file}; they "
+            f"need equal numbers"
+        )
+    hosts = [member.server_ip for member in members]
+    is_spread = any(not is_one_host(hosts[0], host) for host in hosts)
+    if is_spread and not start.handover.trusts_network and has_no_driver(start.engine.device):
+        raise ConfigError(why_no_unit(own.name, hosts))

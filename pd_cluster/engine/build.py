@@ -24,8 +24,8 @@ from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.kv.rule import within
-from pd_cluster.model.load_runner import load_runner
 from pd_cluster.model.layers.expert_share import ExpertUnit
+from pd_cluster.model.load_runner import load_runner
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.runner import ModelRunner
 from pd_cluster.model.sampling.guided import Guides

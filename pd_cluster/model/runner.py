@@ -95,6 +95,7 @@ class ModelRunner:
         self._parts: LoadedParts | None = parts  # None: the weights are not in memory
         self._memory: KVMemory | None = memory  # None: closed
         self.group, self.device = plan.group, plan.device
+        self._unit = None if plan.experts is None else plan.experts.exchange
         self.max_model_len, self.max_num_batched_tokens = plan.max_model_len, plan.max_num_batched_tokens
         self.model_identity, self.tokenizer_file = plan.checkpoint.identity, plan.tokenizer_file
         self.eos_token_ids, self.vocab_size = plan.checkpoint.eos_token_ids, int(plan.checkpoint.config["vocab_size"])

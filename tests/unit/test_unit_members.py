@@ -88,6 +88,9 @@ def test_all_meet_whatever_the_order() -> None:
         ) == [other for other in range(4) if other != rank]
     town.mates[0].send(wire.UnitKey(1, "key", b"value"))
     assert [len(each) for each in town.keys] == [0, 1, 1, 1]
+    for each in town.mates[1:3]:
+        each.send(wire.UnitDone())
+    town.mates[1].closed("1-2", "the connection was closed")  # it has ended, as this one will
     town.mates[2].closed("0-2", "nothing heard for 3 s")
     assert town.lost == [(2, 0, "nothing heard for 3 s")]
 

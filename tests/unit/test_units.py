@@ -247,7 +247,7 @@ async def test_the_last_unit_of_a_role_stays_and_no_table_tears_a_unit_apart(wor
 
 
 def test_units_do_not_sleep_and_change_no_role_by_themselves(world: ElasticWorld) -> None:
-    with pytest.raises(Refused, match="instances of a unit do not sleep, and decode-0 is in decode-0..1"):
+    with pytest.raises(Refused, match=r"instances of a unit do not sleep, and decode-0 is in decode-0\.\.1"):
         SleepOfAll(world.membership, world.mailbox).check()
 
     def flip(world: ElasticWorld) -> str | None:

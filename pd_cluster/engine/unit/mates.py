@@ -32,6 +32,7 @@ class _Mate:
     conn: str
     peer: str  # name@epoch
     is_equal: bool = False  # its `UnitTerms` have come
+    is_done: bool = False  # its `UnitDone` has come
 
     @property
     def name(self) -> str:
@@ -52,6 +53,7 @@ class Mates:
     meet: Callable[[wire.UnitKey], None]  # takes a mate's key
     _named: dict[str, wire.PeerInfo] = field(default_factory=dict)  # by name@epoch, as the scheduler says
     _mates: dict[int, _Mate] = field(default_factory=dict)  # by rank
+    _is_done: bool = False  # this member, as its mates have been told
     _error: Exception | None = None
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -76,6 +78,7 @@ class Mates:
 
     def send(self, body: wire.Body) -> None:
         """Sends to all mates that are there."""
+        self._is_done = self._is_done or isinstance(body, wire.UnitDone)
         for mate in list(self._mates.values()):
             self.post.send(mate.conn, body)
 
@@ -111,6 +114,10 @@ class Mates:
                 self.meet(body)
             case wire.UnitKey():
                 log.warning("%s is no member of this unit; its key is dropped", peer)
+            case wire.UnitDone():
+                for mate in self._mates.values():
+                    mate.is_done = mate.is_done or mate.conn == conn
+                return False
             case _:
                 return False
         return True
@@ -156,6 +163,8 @@ class Mates:
                     continue
                 if not mate.is_equal:
                     del self._mates[rank]
+                    return
+                if mate.is_done and self._is_done:  # it has ended, as this member will; see Unison.lost
                     return
                 if self._error is None:
                     self._error = InstanceLost(f"{mate.name}, member {rank} of the unit {self.place.name}: {reason}")

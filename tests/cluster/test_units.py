@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-import pytest
-
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, random_prompt

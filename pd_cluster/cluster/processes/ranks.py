@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import socket
@@ -19,6 +20,8 @@ from pd_cluster.engine.start.process import EXIT_OTHER_RANK_LOST
 from pd_cluster.errors import ConfigError, InstanceLost, told
 from pd_cluster.reports import InstanceInfo, RankReport
 from pd_cluster.settings.config import RankPlace, WorkerConfig
+
+log = logging.getLogger(__name__)
 
 INFO_OF_RANK = tuple(name for name in RankReport.__struct_fields__ if name in InstanceInfo.__struct_fields__)
 BLAME_S = 0.5  # ranks that end within this time of each other ended for the same reason
@@ -62,7 +65,10 @@ class Ranks:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Starts all ranks, and watches until one ends. Raises ConfigError with its own words, or InstanceLost."""
+        """Starts all ranks, and watches until one ends. Raises ConfigError with its own words, or InstanceLost.
+
+        Returns when a unit has drained that it is a member of.
+        """
         await self._start()
         await self._watch()
 
@@ -85,6 +91,9 @@ class Ranks:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
         first = self._first_to_blame()
+        if self._config.unit is not None and first.exit_code == 0:  # its unit has drained, because a member had to
+            log.info("%s ends with its unit", self._config.name)
+            return
         which = "its rank process" if len(self._processes) == 1 else f"rank {first.rank} of {len(self._processes)}"
         how = f"with code {first.exit_code}" if first.exit_code is not None else "while the preloader could not say how"
         lost = f"{which} (pid {first.pid}) ended {how}"

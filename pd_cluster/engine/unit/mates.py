@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -16,6 +17,7 @@ from pd_cluster.errors import ConfigError, InstanceLost, called
 from pd_cluster.net.admission import peer_key
 from pd_cluster.settings.config import UnitPlace
 
+AGAIN_S = 0.2  # between two attempts to reach a mate
 log = logging.getLogger(__name__)
 
 
@@ -63,9 +65,13 @@ class Mates:
         Raises ConfigError for a mate with other settings, and InstanceLost for one that is gone again.
         """
         with self._changed:
+            said_s = time.monotonic()
             while self._error is None and (missing := self._missing()):
-                if not self._changed.wait(remind_s):
+                if time.monotonic() - said_s >= remind_s:
                     log.warning("unit %s: this member waits for %s", self.place.name, ", ".join(missing))
+                    said_s = time.monotonic()
+                self._connect()
+                self._changed.wait(AGAIN_S)
             if self._error is not None:
                 raise self._error
         log.info("unit %s: all %d members are there", self.place.name, self.place.size)
@@ -93,10 +99,17 @@ class Mates:
         with self._changed:
             own = [each for each in peers if each.unit == self.place.name]
             self._named = {peer_key(each.name, each.epoch): each for each in own}
-            for peer, each in self._named.items():
-                if each.is_forming and each.unit_rank > self.place.rank and each.unit_rank not in self._mates:
-                    conn = self.post.connect(each.name, each.epoch, each.host, each.control_port, each.public_key)
-                    self._mates[each.unit_rank] = _Mate(conn, peer)
+            self._connect()
+
+    def _connect(self) -> None:
+        """Connects to the members of higher rank that form, and to which there is no connection.
+
+        One that has not heard of this member refuses it, and must be tried again.
+        """
+        for peer, each in self._named.items():
+            if each.is_forming and each.unit_rank > self.place.rank and each.unit_rank not in self._mates:
+                conn = self.post.connect(each.name, each.epoch, each.host, each.control_port, each.public_key)
+                self._mates[each.unit_rank] = _Mate(conn, peer)
 
     def opened(self, conn: str) -> None:
         """Sends this member's terms over a connection that it has opened."""
@@ -156,7 +169,7 @@ class Mates:
         return ""
 
     def closed(self, conn: str, reason: str) -> None:
-        """Takes the end of a connection. One that has not opened is tried again with the next `Peers`."""
+        """Takes the end of a connection. One that has not opened is tried again."""
         with self._changed:
             for rank, mate in list(self._mates.items()):
                 if mate.conn != conn:

@@ -37,7 +37,7 @@ def ranks(folder: Path, size: int, device: Device = CPU, **settings: object) -> 
     """
     own = [device if device == CPU else Device(device.kind, device.index + rank) for rank in range(size)]
     config = EngineConfig(model=str(folder), tensor_parallel_size=size, **settings)  # type: ignore[arg-type]
-    with tempfile.TemporaryDirectory() as store, ThreadPoolExecutor(size) as threads, _one_at_a_time():
+    with tempfile.TemporaryDirectory() as store, ThreadPoolExecutor(size) as threads, one_at_a_time():
         places = [Rendezvous(f"{store}/ranks", rank, size, WAIT_S, WAIT_S) for rank in range(size)]
         pairs = [socket.socketpair() for _ in range(size - 1)]
         followers = [Channel(ours.detach(), to.FromFollower, WAIT_S) for ours, _ in pairs]
@@ -62,7 +62,7 @@ def ranks(folder: Path, size: int, device: Device = CPU, **settings: object) -> 
 
 
 @contextlib.contextmanager
-def _one_at_a_time() -> Iterator[None]:
+def one_at_a_time() -> Iterator[None]:
     """Serializes loading: transformers patches torch while it builds models, which threads cannot share."""
 
     def load_plain(*arguments: object) -> object:

@@ -103,6 +103,7 @@ class ParallelPlan:
         self.states: StateHeads | None = state_heads(config, size)
         plan: dict[str, str] = {} if self.states else getattr(config, "base_model_tp_plan", None) or {}
         if attention := WITH_WHOLE_EXPERTS.get(config.model_type):
+            plan = {}
             if not has_whole_experts:
                 name = called("enable_expert_parallel")
                 raise ModelError(f"{flag}: only whole experts of {config.model_type} are spread; give {name}, or use 1")

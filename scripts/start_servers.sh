@@ -10,6 +10,9 @@
 # All flags go to `pd-cluster serve`, unchanged; the variables are read there. The process replaces this shell, so that
 # signals reach it, and stays in the caller's folder, so that relative paths mean what they say.
 #
+# The instances of a unit are started like all others, in any order and on any host, with --data-parallel-size=N; they
+# wait for each other (docs/parallelism.md).
+#
 # Two defaults are the deployment guide's, not `pd-cluster serve`'s: sampling defaults are not the model's
 # (--generation-config=vllm) and a request must name the model (--require-model). They are set as variables, so flags
 # come before them: --generation-config=auto, --no-require-model. Streams outlive their scheduler by 30 s, unless a

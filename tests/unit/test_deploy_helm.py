@@ -71,6 +71,7 @@ SEVERAL: list[tuple[str, tuple[str, ...], int]] = [  # folder of deploy/kubernet
     ("base", (), 2),
     ("overlays/npu-cce", ("values-npu.yaml", "values-npu-cce.yaml"), 3),
 ]
+UNIT: dict[str, Any] = {"roles": {"decode": {"replicas": 4, "sharesExperts": True}}}
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"replicas": 3}, "replicas"),
     ({"scheduler": {"replicas": MAX_SCHEDULERS + 1}}, "replicas"),
@@ -80,6 +81,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"model": {"source": "image"}}, "model.image"),
     ({"device": {"kind": "tpu"}}, "kind"),
     ({"scheduler": {"service": {"type": "ExternalName"}}}, "type"),
+    ({**UNIT, "autoscaling": {"enabled": True}}, "roles.decode.sharesExperts"),
 ]
 
 
@@ -108,7 +110,17 @@ def asked() -> list[dict[str, Any]]:
         several.append(values_of(*files))
         _merge(several[-1], {"scheduler": {"replicas": count}})
     pickers = ({"endpointPicker": picker, "networkPolicy": EVERYTHING["networkPolicy"]} for picker in PICKERS)
-    return [*made, EVERYTHING, *models, *DOWNLOADS, *services, *several, *pickers, *(values for values, _ in WRONG)]
+    return [
+        *made,
+        EVERYTHING,
+        *models,
+        *DOWNLOADS,
+        *services,
+        *several,
+        *pickers,
+        UNIT,
+        *(values for values, _ in WRONG),
+    ]
 
 
 @functools.cache
@@ -253,6 +265,25 @@ def test_the_endpoint_picker_asks_the_pods_of_the_pool(at: int, monkeypatch: pyt
     policy = found["NetworkPolicy", "pd-scheduler"]["spec"]["ingress"][0]
     assert {"podSelector": {"matchLabels": service["selector"]}} in policy["from"]
     assert found["NetworkPolicy", "pd-endpoint-picker"]["spec"]["ingress"][0]["ports"] == [{"port": 9002}]
+
+
+def test_the_pods_of_a_unit_start_as_one_group() -> None:
+    found = by_name(objects(rendered()[-2 - len(WRONG)]))
+    sets = {role: found["StatefulSet", f"pd-{role}"]["spec"] for role in ("prefill", "decode")}
+    check_schema(found["StatefulSet", "pd-decode"])
+    own = sets["decode"]
+    assert (own["replicas"], own["podManagementPolicy"], own["updateStrategy"]) == (4, "Parallel", {"type": "OnDelete"})
+    (container,) = own["template"]["spec"]["containers"]
+    flags = dict(each.partition("=")[::2] for each in container["args"])
+    assert (flags["--data-parallel-size"], flags["--data-parallel-rank"]) == ("4", "$(POD_INDEX)")
+    assert "POD_INDEX" in [each["name"] for each in container["env"]]
+    assert "data-parallel" not in str(sets["prefill"])
+    assert "updateStrategy" not in sets["prefill"]
+
+
+def test_values_that_nothing_could_be_made_of_are_refused_by_name() -> None:
+    for (_, name), texts in zip(WRONG, rendered()[-1 - len(WRONG) : -1], strict=True):
+        assert name in texts.get("error", ""), name
 
 
 async def _nothing() -> None: ...

@@ -4,8 +4,9 @@
 #   sh scripts/gpu_check.sh [correct] [engine] [cluster] [--wheels FOLDER] [--quick] [--device cpu]
 #   sh scripts/gpu_check.sh --download FOLDER        on a machine with a network: fetches the wheels
 #
-# correct: attention against float64, graphs against eager steps, the 8B model's logits, the model tests. engine: start,
-# decode, prefill, kernels, drafts, the price of --deterministic. cluster: clusters of real processes, the handover.
+# correct: attention against float64, two ranks' shares of experts added up, graphs against eager steps, the 8B model's
+# logits, the model tests. engine: start, decode, prefill, kernels, drafts, the price of --deterministic. cluster:
+# clusters of real processes, the handover.
 # $OUT receives report.json, README.md (its table), summary.txt and logs.tar.gz, after every step; default:
 # docs/benchmarks/gpu-<device name>. A later stage adds to what is there. Missing packages are installed from FOLDER (or
 # $WHEELS) into a temporary folder; without wheels, they are listed. $PYTHON, default python3, must have a torch that

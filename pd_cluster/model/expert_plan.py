@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.experts import num_experts_of
+from pd_cluster.devices.device import Device
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.model.layers.expert_share import ExpertShare, ExpertUnit
 from pd_cluster.model.parallel.group import Group
@@ -11,7 +12,9 @@ from pd_cluster.model.vision.experts import WHOLE_TYPE
 from pd_cluster.settings.engine import EngineConfig
 
 
-def share_of(config: EngineConfig, checkpoint: Checkpoint, group: Group, unit: ExpertUnit | None) -> ExpertShare | None:
+def share_of(
+    config: EngineConfig, checkpoint: Checkpoint, group: Group, device: Device, unit: ExpertUnit | None
+) -> ExpertShare | None:
     """Returns this rank's share of the experts; None: it has all of them, or a part of each. Raises ConfigError.
 
     `unit`: this rank's end of the exchange among the instances of a unit.
@@ -26,6 +29,12 @@ def share_of(config: EngineConfig, checkpoint: Checkpoint, group: Group, unit: E
     if not num_experts or size == 1 or not (config.enable_expert_parallel or num_members > 1):
         return None
     flag = _flag(config)
+    if num_members > 1 and not device.traits.exchanges_rows:
+        raise ConfigError(
+            f"{flag}: instances exchange the rows of experts on CPUs only, not on {device.kind.upper()}; leave it out, "
+            f"and give {called('enable_expert_parallel')} with a larger {called('tensor_parallel_size')} to spread the "
+            f"experts of one instance"
+        )
     if num_members > 1 and unit is None:
         raise ConfigError(f"{flag}: the instances of a unit exchange rows, and this process is alone; give 1")
     if why := _why_not(config, checkpoint):

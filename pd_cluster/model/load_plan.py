@@ -62,7 +62,7 @@ class LoadPlan:
             max_model_len=checkpoint.max_model_len(config.max_model_len),
             dtype=resolve_dtype(config.dtype, checkpoint, device),
             max_num_batched_tokens=group.least(num_step_tokens(config, device)),
-            experts=share_of(config, checkpoint, group, unit),
+            experts=share_of(config, checkpoint, group, device, unit),
         )
 
     @property

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from pd_cluster.errors import Closed, ModelError
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import CPU, Device
+from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.errors import Closed, ConfigError, ModelError
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import load_runner
+from pd_cluster.model.expert_plan import share_of
 from pd_cluster.settings.engine import EngineConfig
 
 Checkpoints = Callable[..., Path]
@@ -44,3 +50,22 @@ def test_after_letting_go_there_is_neither_pool_nor_model(checkpoint: Checkpoint
             getattr(runner, name)
     assert runner.tower is None
     runner.let_go()  # does nothing more
+
+
+@pytest.mark.parametrize("kind", ["cuda", "npu"])
+def test_instances_exchange_rows_on_cpus_only(kind: DeviceKind, checkpoint: Checkpoints) -> None:
+    """One instance may spread its experts over its ranks on any device."""
+    config = EngineConfig(model=str(checkpoint("mixtral")), data_parallel_size=2)
+    unit: Any = object()
+    alone: Any = SimpleNamespace(rank=0, size=1)
+    pair: Any = SimpleNamespace(rank=1, size=2)
+    found = Checkpoint.of(config)
+    with pytest.raises(ConfigError, match=f"--data-parallel-size 2: .* on CPUs only, not on {kind.upper()}; leave it"):
+        share_of(config, found, alone, Device(kind), unit)
+    on_host = share_of(config, found, alone, CPU, unit)
+    assert on_host is not None
+    assert on_host.exchange is unit
+    config = EngineConfig(model=config.model, tensor_parallel_size=2, enable_expert_parallel=True)
+    share = share_of(config, found, pair, Device(kind), None)
+    assert share is not None
+    assert (share.rank, share.size, share.exchange) == (1, 2, None)

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from pd_cluster.model.capturable import OperatorWatch, obstacle
 from pd_cluster.model.causal_lm import PlainCausalLM
 from pd_cluster.model.declared import layout_of
 from pd_cluster.model.graphs import DecodeGraphs, GraphRules
+from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.model.parallel.group import Alone
 from pd_cluster.model.parts import load_parts
@@ -95,6 +97,11 @@ def test_a_reason_is_given_why_steps_run_eagerly(checkpoint: Checkpoints, monkey
     model.attention = "Triton"
     assert why("cuda") == ""
     assert why("cuda") == "in its layers aten::nonzero waits for the device"
+    assert why("npu").startswith("its layers are not fused")
+    exchange: Any = object()
+    plan = replace(plan, experts=ExpertShare(0, 2, exchange=exchange))
+    assert why("cuda") == "the instances of a unit exchange rows within a step"
+    plan = replace(plan, experts=ExpertShare(0, 2))
     assert why("npu").startswith("its layers are not fused")
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from pd_cluster.model.cuda.coded import E2M1, E4M3, INT4, INT8, ROUNDED, CodedLinear, Codes, decoded
-from pd_cluster.model.cuda.experts import ExpertMatrices, TritonGroupedExperts
+from pd_cluster.model.cuda.expert_matrices import BlockMatrices, ExpertMatrices
+from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.lora import CudaTable
 from pd_cluster.model.layers.gated import ExpertRouter, Routing
 from pd_cluster.model.lora.device_rows import AdaptedBlocks
@@ -53,8 +54,8 @@ def experts(num_rows: int, kind: int, group: int = 0, dtype: torch.dtype = BF16)
     gate_up = codes(8, 2 * 14336, num_inputs=4096, kind=kind, group=group)
     down = codes(8, 4096, num_inputs=14336, kind=kind, group=group)
     router = ExpertRouter(empty(8, 4096, dtype=dtype), None, Routing(2))
-    matrices = ExpertMatrices.of(gate_up), ExpertMatrices.of(down)
-    TritonGroupedExperts(router, *matrices, "silu")(empty(num_rows, 4096, dtype=dtype))
+    matrices = BlockMatrices(ExpertMatrices.of(gate_up), ExpertMatrices.of(down))
+    TritonGroupedExperts(router, matrices, "silu")(empty(num_rows, 4096, dtype=dtype))
 
 
 def adapted(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:

@@ -24,10 +24,12 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from pd_cluster.kv.layout import CODE_BITS, stored_width
 from pd_cluster.model.cuda.argmax import argmax_rows
 from pd_cluster.model.cuda.draw import draw_rows
-from pd_cluster.model.cuda.experts import ExpertMatrices, TritonGroupedExperts
+from pd_cluster.model.cuda.expert_matrices import BlockMatrices, ExpertMatrices
+from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.ops import CudaOps, prepare
 from pd_cluster.model.cuda.skinny import SkinnyGate
+from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.gated import ExpertRouter, Routing
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
 from tests.support import compile_coded
@@ -106,19 +108,26 @@ def sparse(
     dtype: Any,
     gpt_oss: bool = False,
     is_deterministic: bool = False,
+    num_ranks: int = 1,
 ) -> None:
+    """`num_experts`: those of each rank."""
+
     def bias(*size: int) -> torch.Tensor | None:
         return empty(*size, dtype=dtype) if gpt_oss else None
 
     routing = Routing(top_k, round_weights=num_experts > 8)
-    router = ExpertRouter(empty(num_experts, hidden_size, dtype=dtype), bias(num_experts), routing)
+    num_routed = num_experts * num_ranks
+    router = ExpertRouter(empty(num_routed, hidden_size, dtype=dtype), bias(num_routed), routing)
     gate_up = empty(num_experts, 2 * num_features, hidden_size, dtype=dtype)
     down = empty(num_experts, hidden_size, num_features, dtype=dtype)
     TritonGroupedExperts(
         router,
-        ExpertMatrices.of(gate_up, bias(num_experts, 2 * num_features)),
-        ExpertMatrices.of(down, bias(num_experts, hidden_size)),
+        BlockMatrices(
+            ExpertMatrices.of(gate_up, bias(num_experts, 2 * num_features)),
+            ExpertMatrices.of(down, bias(num_experts, hidden_size)),
+        ),
         "swigluoai" if gpt_oss else "silu",
+        None if num_ranks == 1 else ExpertShare(0, num_ranks),
         is_deterministic,
     )(empty(num_rows, hidden_size, dtype=dtype))
 
@@ -143,6 +152,7 @@ FEW: dict[str, Callable[[], None]] = {
     "experts, one row": lambda: sparse(1, 4096, 14336, 8, 2, BF16),
     "experts, 100 rows": lambda: sparse(100, 4096, 14336, 8, 2, BF16),
     "experts, 192 rows": lambda: sparse(192, 4096, 14336, 8, 2, BF16),
+    "experts of a share": lambda: sparse(100, 4096, 14336, 8, 2, BF16, num_ranks=2),
     "experts, 2048 rows": lambda: sparse(2048, 4096, 14336, 8, 2, BF16),
     "experts of gpt-oss": lambda: sparse(64, 2880, 2880, 32, 4, BF16, gpt_oss=True),
     "skinny gate, 64 rows": lambda: skinny_gate(64, 4096, 14336, BF16),

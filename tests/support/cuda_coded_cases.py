@@ -15,7 +15,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from pd_cluster.model.cuda import coded
 from pd_cluster.model.cuda.coded import E2M1, E4M3, INT4, INT8, ROUNDED, CodedLinear, codes_of, decoded, linear_of
-from pd_cluster.model.cuda.experts import ExpertMatrices, TritonGroupedExperts
+from pd_cluster.model.cuda.expert_matrices import BlockMatrices, ExpertMatrices
+from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.ops import CudaOps
 from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertStack, ExpertWeights
 from pd_cluster.model.layers.gated import ExpertRouter, Experts, Routing
@@ -183,7 +184,7 @@ def test_experts_of_two_ranks_have_the_bits_of_one() -> None:
         assert first is not None
         assert second is not None
         matrices = ExpertMatrices.of(first), ExpertMatrices.of(second, bias[:, outputs].contiguous())
-        return TritonGroupedExperts(ExpertRouter(router, None, Routing(2)), *matrices, "silu", rows=rows)
+        return TritonGroupedExperts(ExpertRouter(router, None, Routing(2)), BlockMatrices(*matrices, rows), "silu")
 
     x, parts = torch.randn(7, hidden_size), dict[int, torch.Tensor]()
     expected = experts(slice(None), slice(None))(x)

@@ -31,7 +31,8 @@ from pd_cluster.model.batch import build_batch
 from pd_cluster.model.cuda import deterministic, experts_kernels, linear_kernels
 from pd_cluster.model.cuda.attention_configs import AttentionConfigs, TileConfig, padded
 from pd_cluster.model.cuda.deterministic import DeterministicOps, attend_rows
-from pd_cluster.model.cuda.experts import ExpertMatrices, TritonGroupedExperts
+from pd_cluster.model.cuda.expert_matrices import BlockMatrices, ExpertMatrices
+from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.plan import tiles_of
 from pd_cluster.model.fused_lm import FusedCausalLM
@@ -129,9 +130,11 @@ def test_launches_have_the_same_constants_for_all_numbers_of_rows(
 
     for module, name in kernels:
         monkeypatch.setattr(module, name, Noted(getattr(module, name), partial(note, name)))
-    router, *weights = (torch.randn(*sizes).bfloat16() for sizes in ((2, 16), (2, 32, 16), (2, 16, 16)))
-    gate_up, down = map(ExpertMatrices.of, weights)
-    experts = TritonGroupedExperts(ExpertRouter(router, None, Routing(2)), gate_up, down, "silu", is_deterministic)
+    router, gate_up, down = (torch.randn(*sizes).bfloat16() for sizes in ((2, 16), (2, 32, 16), (2, 16, 16)))
+    matrices = BlockMatrices(ExpertMatrices.of(gate_up), ExpertMatrices.of(down))
+    experts = TritonGroupedExperts(
+        ExpertRouter(router, None, Routing(2)), matrices, "silu", is_deterministic=is_deterministic
+    )
     for num_rows in COMPANIES:
         experts(torch.randn(num_rows, 16).bfloat16())
     kernels_used = {name for name, _ in found}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from typing import Any
 
@@ -19,10 +20,13 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from pd_cluster.model.cuda import experts as module
 from pd_cluster.model.cuda.experts import TritonGroupedExperts, num_row_tiles, route, sort_pairs, tiling
 from pd_cluster.model.fuse_mlp import _experts
-from pd_cluster.model.layers.expert_weight import ExpertLayers, experts_of
+from pd_cluster.model.layers.expert_share import ExpertShare
+from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertWeights, experts_of
 from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts, Routing
 from pd_cluster.model.layers.ops import TorchOps
 from pd_cluster.model.quirks import ARCHITECTURES
+from pd_cluster.settings.engine import ExpertPlacement
+from tests.support.expert_shares import Members, rows_without, weights_of
 from tests.support.interpreted import DTYPES, choose_device
 
 choose_device()
@@ -248,3 +252,93 @@ def test_rows_may_be_strided() -> None:
     grouped = grouped_of(mixtral(32, 16, 4, 2), "silu")
     wide = torch.randn(5, 96)
     assert torch.equal(grouped(wide[:, 32:64]), grouped(wide[:, 32:64].contiguous()))
+
+
+def gpt_oss(dtype: torch.dtype) -> tuple[ExpertRouter, ExpertWeights]:
+    """Returns six experts with biases, which count once however many ranks there are."""
+    config = GptOssConfig(hidden_size=48, intermediate_size=40, num_local_experts=6, num_experts_per_tok=2)
+    block = filled(GptOssMLP(config)).to(dtype)
+    return ExpertRouter.of(block, "router"), _experts(block, ARCHITECTURES["GptOssForCausalLM"])
+
+
+@pytest.mark.parametrize(("placement", "is_deterministic"), [("linear", False), ("round_robin", True)])
+def test_shares_of_ranks_add_up_to_the_whole(placement: ExpertPlacement, is_deterministic: bool) -> None:
+    """Each is that of the CPU's layers; a row of other ranks' experts is exactly 0."""
+    torch.manual_seed(8)
+    router, weights = gpt_oss(torch.float32)
+    whole = Experts(router, ExpertLayers(weights), TorchOps(), "swigluoai")
+    shares = [ExpertShare(rank, 2, placement) for rank in range(2)]
+    own = [weights_of(weights, share) for share in shares]
+    on_cpu = [
+        Experts(router, ExpertLayers(each), TorchOps(), "swigluoai", share)
+        for each, share in zip(own, shares, strict=True)
+    ]
+    ranks = [
+        TritonGroupedExperts.of(router, each, "swigluoai", share, is_deterministic)
+        for each, share in zip(own, shares, strict=True)
+    ]
+    num_zero = 0
+    for num_rows in (1, 3, 33):
+        x = torch.randn(num_rows, 48)
+        found = [rank(x) for rank in ranks]
+        for share, part, expected in zip(shares, found, on_cpu, strict=True):
+            assert_near(part, expected(x).double(), torch.float32)
+            zero = rows_without(router, share, x)
+            assert not part[zero].any()
+            assert part[~zero].any(1).all()
+            num_zero += int(zero.sum())
+        assert_near(sum(found, torch.zeros_like(x)), whole(x).double(), torch.float32)
+    assert num_zero > 3
+
+
+def test_what_is_undefined_never_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results for other ranks' experts are never written; here their memory holds NaN. Both ways of sorting."""
+    torch.manual_seed(9)
+    router, weights = gpt_oss(torch.bfloat16)
+    share = ExpertShare(1, 2, "round_robin")
+    rank = TritonGroupedExperts.of(router, weights_of(weights, share), "swigluoai", share)
+    x = torch.randn(20, 48).bfloat16()
+    expected = rank(x)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        for most in (module.MAX_PAIRS_COMPARED, 0):
+            monkeypatch.setattr(module, "MAX_PAIRS_COMPARED", most)
+            assert torch.equal(rank(x), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not expected.isnan().any()
+
+
+def test_members_of_a_unit_compute_their_experts_for_all_rows() -> None:
+    """One of them has no rows of its own, and in the end none has."""
+    torch.manual_seed(10)
+    router, weights = gpt_oss(torch.float32)
+    whole = Experts(router, ExpertLayers(weights), TorchOps(), "swigluoai")
+
+    def member(share: ExpertShare) -> TritonGroupedExperts:
+        return TritonGroupedExperts.of(router, weights_of(weights, share), "swigluoai", share)
+
+    members = Members(member, 3)
+    members.step([torch.randn(2, 48)] * 3)  # that of the proof at load
+    rows = [torch.randn(num_rows, 48) for num_rows in (3, 0, 5)]
+    for x, found in zip(rows, members.step(rows), strict=True):
+        if len(x):
+            assert_near(found, whole(x).double(), torch.float32)
+    assert all(len(found) == 0 for found in members.step([torch.empty(0, 48)] * 3))
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="needs a GPU")
+def test_a_graph_captures_a_share() -> None:
+    torch.manual_seed(11)
+    router, weights = gpt_oss(torch.bfloat16)
+    share = ExpertShare(0, 2)
+    rank = TritonGroupedExperts.of(router, weights_of(weights, share), "swigluoai", share)
+    x, graph = torch.randn(8, 48).bfloat16(), torch.cuda.CUDAGraph()
+    rank(x)
+    with torch.cuda.graph(graph):
+        captured = rank(x)
+    for _ in range(3):
+        x.copy_(torch.randn(8, 48))
+        graph.replay()
+        assert torch.equal(captured, rank(x))

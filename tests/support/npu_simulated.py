@@ -270,15 +270,17 @@ def grouped_matmul(
     output_dtype: int | None = None,
     **others: object,
 ) -> list[torch.Tensor]:
+    """Rows behind the last group are taken, and what is returned for them is undefined: NaN here."""
     assert not any(others.values())
     assert (split_item, group_type, group_list_type) == (2, 0, 0)
     assert group_list is not None
     assert group_list.dtype == torch.int64
     ends = group_list.tolist()
-    assert ends[-1] == len(x[0])
+    assert ends[-1] <= len(x[0])
     groups = list(enumerate(zip([0, *ends[:-1]], ends, strict=True)))
     if scale is None and antiquant_scale is None:
-        return [torch.cat([x[0][start:stop] @ weight[0][i] for i, (start, stop) in groups])]
+        products = [x[0][start:stop] @ weight[0][i] for i, (start, stop) in groups]
+        return [_with_undefined(torch.cat(products), len(x[0]))]
     dtype = x[0].dtype if output_dtype is None else npu_quantized.DTYPES[output_dtype]
     coded = [
         npu_quantized.coded_group(
@@ -292,7 +294,11 @@ def grouped_matmul(
         )
         for i, (start, stop) in groups
     ]
-    return [torch.cat(coded)]
+    return [_with_undefined(torch.cat(coded), len(x[0]))]
+
+
+def _with_undefined(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    return torch.cat((rows, rows.new_full((num_rows - len(rows), rows.shape[1]), float("nan"))))
 
 
 REFERENCES: dict[str, Callable[..., Any]] = {

@@ -56,17 +56,17 @@ def sizes_of(runner: ModelRunner) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "size"),
-    [("llama", 2), ("mixtral", 2), pytest.param("llama", 4, marks=slow)],
+    ("architecture", "size", "expert_parallel"),
+    [("llama", 2, False), ("mixtral", 2, False), ("mixtral", 2, True), pytest.param("llama", 4, False, marks=slow)],
 )
 def test_tokens_are_those_of_transformers(
-    architecture: str, size: int, tmp_path: Path, runners: list[ModelRunner]
+    architecture: str, size: int, expert_parallel: bool, tmp_path: Path, runners: list[ModelRunner]
 ) -> None:
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4} if size == 4 else {}
     folder = make_checkpoint(tmp_path, architecture, **HEADS, **heads)
     rng = random.Random(1)
     prompts = [random_prompt(rng, length) for length in LENS]
-    with ranks(folder, size, NPU, npu_tp_graphs=True, **SETTINGS) as core:
+    with ranks(folder, size, NPU, npu_tp_graphs=True, enable_expert_parallel=expert_parallel, **SETTINGS) as core:
         assert_all_same(folder, prompts, generate(core, prompts, GREEDY), GREEDY.max_tokens)
         assert core.ahead.num_ahead > GREEDY.max_tokens
     assert len(runners) == size

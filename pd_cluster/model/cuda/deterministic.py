@@ -23,7 +23,7 @@ from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.linear import TritonLinear
 from pd_cluster.model.cuda.ops import CudaOps
 from pd_cluster.model.cuda.plan import AttentionPlan, plan_tiles
-from pd_cluster.model.layers.expert_share import ExpertShare, no_expert_parallelism
+from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import Activation, ExpertRouter
 from pd_cluster.model.layers.linear import Linear
@@ -44,9 +44,7 @@ class DeterministicOps(CudaOps):
     def experts(
         self, router: ExpertRouter, weights: ExpertWeights, activation: Activation, share: ExpertShare | None = None
     ) -> Rows:
-        if share is not None:
-            raise no_expert_parallelism(self.name)
-        return TritonGroupedExperts.of(router, weights, activation, is_deterministic=True)
+        return TritonGroupedExperts.of(router, weights, activation, share, is_deterministic=True)
 
 
 def attend_rows(

@@ -6,20 +6,17 @@ a CUDA graph can capture it. An expert without rows costs nothing. Shared expert
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 
 from pd_cluster.model.cuda import experts_kernels as kernels
-from pd_cluster.model.cuda.coded import E2M1, PLAIN, ROUNDED, Codes, codes_of, rounded
 from pd_cluster.model.cuda.elementwise_kernels import ACTIVATIONS, DTYPES
+from pd_cluster.model.cuda.expert_matrices import BlockMatrices, ExpertMatrices
 from pd_cluster.model.cuda.linear import ROW_TILES_TOGETHER, Tiling, TritonLinear
+from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import Activation, ExpertRouter, Routing
 from pd_cluster.model.layers.linear import Linear, PlainLinear
-from pd_cluster.model.layers.weight import LinearWeight
-from pd_cluster.model.layers.whole_rows import WholeRows
 
 MAX_PAIRS_COMPARED = 8192  # beyond this, torch sorts them: comparing all pairs grows quadratically
 SORT_BLOCK = 64
@@ -51,89 +48,46 @@ def num_row_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
     return (num_pairs + min(num_pairs, num_experts) * (block_m - 1)) // block_m
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertMatrices:
-    """One linear layer of every expert as the kernels take it: numbers or codes, and biases [experts, outputs]."""
-
-    shape: tuple[int, int, int]  # experts, outputs, inputs
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # numbers or codes; scales, zero points of codes
-    codes: Codes | None
-    bias: torch.Tensor | None
-
-    @classmethod
-    def of(cls, given: torch.Tensor | Codes, bias: torch.Tensor | None = None) -> ExpertMatrices:
-        """`given`: contiguous numbers [experts, outputs, inputs], or codes."""
-        if isinstance(given, Codes):
-            zeros = given.scales if given.zeros is None else given.zeros
-            tensors, num_inputs = (given.stored, given.scales, zeros), given.num_inputs
-        else:
-            assert given.is_contiguous()
-            tensors, num_inputs = (given, given, given), given.shape[2]
-        num_experts, num_outputs, _ = tensors[0].shape
-        assert bias is None or (bias.shape == (num_experts, num_outputs) and bias.is_contiguous())
-        codes = given if isinstance(given, Codes) else None
-        return cls((num_experts, num_outputs, num_inputs), tensors, codes, bias)
-
-    @classmethod
-    def taken_over(cls, weight: LinearWeight) -> ExpertMatrices:
-        """Takes over the weight of an ExpertStack."""
-        return cls.of(codes_of(weight) or weight.matrix().contiguous(), weight.bias)
-
-    @property
-    def has_words(self) -> bool:
-        return self.codes is not None and self.codes.kind <= E2M1
-
-    def taken(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the activations as these matrices take them, and the scales of rows that are rounded."""
-        if self.codes is None or self.codes.kind != ROUNDED:
-            return x, self.tensors[1]
-        return rounded(x, self.codes.inputs)
-
-    def constants(self, tile: Tiling) -> dict[str, object]:
-        if self.codes is None:
-            plain = {"WIDTH": self.shape[2], "GROUP_SIZE": 1, "NUM_GROUPS": 1, "HAS_ZEROS": False, "OFFSET": 0.0}
-            return {"KIND": PLAIN, "BLOCK_K": tile.block_k, **plain}
-        found = {name: value for name, value in self.codes.constants.items() if name != "NUM_INPUTS"}
-        return {"BLOCK_K": self.codes.block_k(tile), **found}
-
-
 class TritonGroupedExperts:
     """Maps [num_rows, hidden_size] to the same shape. Uses its weights without copies: contiguous, of one dtype."""
 
     def __init__(
         self,
         router: ExpertRouter,
-        gate_up: ExpertMatrices,  # hidden_size to 2 * num_features: gates, then ups
-        down: ExpertMatrices,  # num_features to hidden_size
+        matrices: BlockMatrices,
         activation: Activation,
+        share: ExpertShare | None = None,
         is_deterministic: bool = False,
-        rows: WholeRows | None = None,
     ) -> None:
-        """`is_deterministic`: a row's bits do not depend on the other rows. `rows`: `down` takes whole rows, and is one
-        rank's share: some of its outputs, of all ranks' features.
-        """
-        self._gate_up, self._down, self._rows = gate_up, down, rows
-        num_experts, num_outputs, num_features = down.shape
-        hidden_size = num_outputs if rows is None else rows.num_outputs
-        num_ranks = 1 if rows is None else rows.ranks.size
-        assert router.weight.shape == (num_experts, hidden_size)
+        """`share`: see `Experts`. `is_deterministic`: a row's bits do not depend on the other rows."""
+        self._gate_up, self._down, self._rows = matrices.gate_up, matrices.down, matrices.rows
+        num_experts, device = self._down.shape[0], router.weight.device
+        self._num_routed, hidden_size = router.weight.shape
+        matrices.check(hidden_size)
         assert router.weight.dtype in DTYPES
-        assert gate_up.shape == (num_experts, 2 * num_features // num_ranks, hidden_size)
-        assert 0 < router.routing.top_k <= num_experts
+        assert num_experts == (self._num_routed if share is None else len(share.own(self._num_routed)))
+        assert share is None or matrices.rows is None  # a share has whole experts
+        assert 0 < router.routing.top_k <= self._num_routed
+        self._own = None if share is None else OwnExperts(share, self._num_routed, torch.int32)
         self._router_dtype = torch.float32 if router.routing.in_float32 else router.weight.dtype
         self._is_deterministic = is_deterministic
         linear = TritonLinear if is_deterministic else PlainLinear
         self._router: Linear = linear(router.weight.to(self._router_dtype), router.bias)
         self._routing, self._activation = router.routing, ACTIVATIONS[activation]
-        self._experts = torch.arange(num_experts + 1, dtype=torch.int32, device=router.weight.device)
+        self._experts = torch.arange(num_experts + 1, dtype=torch.int32, device=device)
 
     @classmethod
     def of(
-        cls, router: ExpertRouter, weights: ExpertWeights, activation: Activation, is_deterministic: bool = False
+        cls,
+        router: ExpertRouter,
+        weights: ExpertWeights,
+        activation: Activation,
+        share: ExpertShare | None = None,
+        is_deterministic: bool = False,
     ) -> TritonGroupedExperts:
         """Takes over the weights behind a router."""
         gate_up, down = (ExpertMatrices.taken_over(each.whole()) for each in (weights.gate_up, weights.down))
-        return cls(router, gate_up, down, activation, is_deterministic, weights.rows)
+        return cls(router, BlockMatrices(gate_up, down, weights.rows), activation, share, is_deterministic)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         assert x.dtype == self._router_dtype or self._routing.in_float32
@@ -142,12 +96,25 @@ class TritonGroupedExperts:
             return torch.empty_like(x)
         most_rows = MAX_ROUTED_ROWS if self._is_deterministic else len(x)
         chosen, weights = route(self._router(x.to(self._router_dtype)), self._routing, most_rows, x.dtype)
+        if self._own is None:
+            return self._compute(x, chosen, weights)
+        return self._own.through(self._compute, x, chosen, weights)
+
+    def take_part(self) -> None:
+        assert self._own is not None
+        self._own.take_part(self._compute)
+
+    def _compute(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """`chosen` [num_rows, top_k] int32: numbers past the end of the experts are other ranks'."""
         order, starts = sort_pairs(chosen, self._experts)
-        return self._multiply(x, weights, order, starts)
+        pairs = self._multiply(x, weights, order, starts).view(len(x), self._routing.top_k, -1)
+        added = self._added(pairs, chosen)
+        return added if self._rows is None else self._rows.placed(added)
 
     def _multiply(
         self, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
     ) -> torch.Tensor:
+        """Returns [num_pairs, num_outputs]; pairs of other ranks' experts have undefined numbers."""
         (_, width, hidden_size), num_pairs = self._gate_up.shape, len(order)
         num_features = width // 2
         tile, common = self._launch(x, num_pairs)
@@ -191,8 +158,7 @@ class TritonGroupedExperts:
             **self._down.constants(tile),
             **common,
         )
-        added = self._added(out.view(len(x), self._routing.top_k, num_outputs))
-        return added if self._rows is None else self._rows.placed(added)
+        return out
 
     def _launch(self, x: torch.Tensor, num_pairs: int) -> tuple[Tiling, dict[str, int]]:
         """Returns the tile for so many pairs, and what both kernels are launched with."""
@@ -200,7 +166,7 @@ class TritonGroupedExperts:
         if self._is_deterministic:
             tile = FIXED_32_BITS if x.dtype == torch.float32 else FIXED_16_BITS
         else:
-            tile = tiling(num_pairs, num_experts, x.dtype, self._gate_up.has_words or self._down.has_words)
+            tile = tiling(num_pairs, self._num_routed, x.dtype, self._gate_up.has_words or self._down.has_words)
         return tile, {
             "num_row_tiles": num_row_tiles(num_pairs, num_experts, tile.block_m),
             "NUM_EXPERTS": num_experts,
@@ -212,14 +178,22 @@ class TritonGroupedExperts:
             "num_stages": tile.num_stages,
         }
 
-    def _added(self, out: torch.Tensor) -> torch.Tensor:
+    def _added(self, pairs: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Adds up the pairs of each row: [num_rows, top_k, num_outputs] to [num_rows, num_outputs]."""
-        num_rows, top_k, num_outputs = out.shape
-        if not self._is_deterministic:
-            return out.sum(1)
-        total = out.new_empty(num_rows, num_outputs)
+        num_rows, top_k, num_outputs = pairs.shape
+        if not self._is_deterministic and self._own is None:
+            return pairs.sum(1)
+        total = pairs.new_empty(num_rows, num_outputs)
         kernels.sum_pairs[(num_rows, triton.cdiv(num_outputs, SUM_BLOCK))](
-            out, total, NUM_FEATURES=num_outputs, TOP_K=top_k, BLOCK=SUM_BLOCK, num_warps=4
+            pairs,
+            chosen,
+            total,
+            NUM_EXPERTS=len(self._experts) - 1,
+            HAS_OTHERS=self._own is not None,
+            NUM_FEATURES=num_outputs,
+            TOP_K=top_k,
+            BLOCK=SUM_BLOCK,
+            num_warps=4,
         )
         return total
 
@@ -268,7 +242,7 @@ def route(
 def sort_pairs(chosen: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sorts pairs by expert, then by number: [num_pairs] int32. Also returns experts' starts, [num_experts + 1] int32.
 
-    `experts` counts from 0 to num_experts inclusive.
+    `experts` counts from 0 to num_experts inclusive. Pairs of experts past the end come last.
     """
     pairs, num_experts = chosen.view(-1), len(experts) - 1
     if len(pairs) > MAX_PAIRS_COMPARED:

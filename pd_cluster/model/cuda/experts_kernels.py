@@ -245,12 +245,27 @@ def down_product(
 
 
 @triton.jit
-def sum_pairs(pairs, out, NUM_FEATURES: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """Each program adds up a part of one row's TOP_K results, in the order of its pairs; in float32, rounded once."""
+def sum_pairs(
+    pairs,  # [num_pairs, NUM_FEATURES]
+    chosen,  # [num_pairs] int32, read if HAS_OTHERS
+    out,  # [num_rows, NUM_FEATURES]
+    NUM_EXPERTS: tl.constexpr,
+    HAS_OTHERS: tl.constexpr,
+    NUM_FEATURES: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Each program adds up a part of one row's TOP_K results, in the order of its pairs; in float32, rounded once.
+
+    With HAS_OTHERS, pairs of experts past the end count as zeros and are not read.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < NUM_FEATURES
     total = tl.zeros((BLOCK,), dtype=tl.float32)
     for rank in tl.static_range(TOP_K):
-        total += tl.load(pairs + (row * TOP_K + rank) * NUM_FEATURES + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out + row * NUM_FEATURES + at, total.to(out.dtype.element_ty), mask=inside)
+        pair = row * TOP_K + rank
+        counts = at < NUM_FEATURES
+        if HAS_OTHERS:
+            counts = counts & (tl.load(chosen + pair) < NUM_EXPERTS)
+        total += tl.load(pairs + pair * NUM_FEATURES + at, mask=counts, other=0.0).to(tl.float32)
+    tl.store(out + row * NUM_FEATURES + at, total.to(out.dtype.element_ty), mask=at < NUM_FEATURES)

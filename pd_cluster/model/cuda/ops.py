@@ -22,7 +22,7 @@ from pd_cluster.model.cuda.experts import TritonGroupedExperts
 from pd_cluster.model.cuda.pool_codes import codes_of
 from pd_cluster.model.cuda.skinny import DTYPES as DTYPES_16
 from pd_cluster.model.cuda.skinny import SkinnyGate
-from pd_cluster.model.layers.expert_share import ExpertShare, no_expert_parallelism
+from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import Activation, ExpertRouter, FewRows
 from pd_cluster.model.layers.linear import Linear, PlainLinear
@@ -93,9 +93,7 @@ class CudaOps:
     def experts(
         self, router: ExpertRouter, weights: ExpertWeights, activation: Activation, share: ExpertShare | None = None
     ) -> Rows:
-        if share is not None:
-            raise no_expert_parallelism(self.name)
-        return TritonGroupedExperts.of(router, weights, activation)
+        return TritonGroupedExperts.of(router, weights, activation, share)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         key_pool, value_pool = batch.pool.layer(heads.layer_idx)

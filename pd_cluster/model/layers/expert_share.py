@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from pd_cluster.errors import ConfigError, ModelError, called
+from pd_cluster.errors import ModelError, called
 from pd_cluster.settings.engine import ExpertPlacement
 
 # (rows [num_rows, hidden_size], experts and weights [num_rows, top_k]) -> [num_rows, hidden_size]
@@ -85,9 +85,9 @@ class ExpertShare:
 class OwnExperts:
     """One block's experts that this rank has, by the numbers that the block's router chooses."""
 
-    def __init__(self, share: ExpertShare, num_experts: int) -> None:
-        """`num_experts`: those that the router knows."""
-        self._local, self._exchange = share.local_numbers(num_experts), share.exchange
+    def __init__(self, share: ExpertShare, num_experts: int, dtype: torch.dtype = torch.int64) -> None:
+        """`num_experts`: those that the router knows. `dtype`: of the numbers that `compute` takes."""
+        self._local, self._exchange = share.local_numbers(num_experts).to(dtype), share.exchange
         self._no_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def through(self, compute: Compute, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -96,20 +96,25 @@ class OwnExperts:
         `compute` takes rows, numbers of this rank's experts and weights; it ignores numbers past the end of those.
         With an exchange, it computes the rows of all members, and the parts of all members are added up.
         """
-        if self._local.device != chosen.device:
-            self._local = self._local.to(chosen.device)
         if self._exchange is None:
-            return compute(x, self._local[chosen], weights)
+            return compute(x, self._numbers(chosen), weights)
+        chosen = chosen.long()
         if self._no_rows is None:
             self._no_rows = x[:0].clone(), chosen[:0].clone(), weights[:0].clone()
         rows, chosen, given = self._exchange.gather(x, chosen, weights.float())
-        own = compute(rows, self._local[chosen], given.to(weights.dtype)) if len(rows) else rows
+        own = compute(rows, self._numbers(chosen), given.to(weights.dtype)) if len(rows) else rows
         return self._exchange.combine(own)
 
     def take_part(self, compute: Compute) -> None:
         """Computes rows of the unit's other members only. Rows of its own came first: the proof at load has some."""
         assert self._no_rows is not None
         self.through(compute, *self._no_rows)
+
+    def _numbers(self, chosen: torch.Tensor) -> torch.Tensor:
+        if self._local.device != chosen.device:
+            self._local = self._local.to(chosen.device)
+        # A gather: indexing by tensors may make the host wait for an NPU.
+        return self._local.index_select(0, chosen.flatten()).view(chosen.shape)
 
 
 @runtime_checkable
@@ -136,9 +141,3 @@ class ExpertBlocks:
         if self.are_exchanged:
             assert isinstance(block, TakesPart)  # `Ops` whose blocks exchange no rows have refused
             self.blocks.append(block)
-
-
-def no_expert_parallelism(kernels: str) -> ConfigError:
-    """Returns the error of kernels that compute all experts of a block, by their name."""
-    flags = f"{called('enable_expert_parallel')}, {called('data_parallel_size')}"
-    return ConfigError(f"{flags}: {kernels} kernels compute all experts of a block on every rank; leave them out")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.layers.expert_share import ExpertShare, no_expert_parallelism
+from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import Activation, ExpertRouter
 from pd_cluster.model.layers.linear import Linear
@@ -46,9 +46,7 @@ class NpuOps(TorchOps):
     def experts(
         self, router: ExpertRouter, weights: ExpertWeights, activation: Activation, share: ExpertShare | None = None
     ) -> Rows:
-        if share is not None:
-            raise no_expert_parallelism(self.name)
-        return NpuGroupedExperts(router, weights, self, activation)
+        return NpuGroupedExperts(router, weights, self, activation, share)
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         num_kv, dim = heads.num_kv_heads, heads.head_dim

@@ -20,7 +20,7 @@ from pd_cluster.cluster.members.description import fetch_description
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.place import Place, digest_of, resolve_host
 from pd_cluster.cluster.members.roster import Connector, Roster
-from pd_cluster.cluster.members.units import awaited, unit_clash, unit_of
+from pd_cluster.cluster.members.units import awaited, unit_clash
 from pd_cluster.errors import ConfigError
 from pd_cluster.net.nodes import NODE_REFUSED
 from pd_cluster.net.opening import REFUSALS
@@ -297,14 +297,10 @@ class Membership(Roster):
         self._admit(instance.conn)
 
     def _note_awaited(self, instance: Instance) -> None:
-        """Shows for whom it waits, once that takes long. Names a new whole unit again: a mate may have heard late."""
-        early_s = asyncio.get_running_loop().time() - self._timeouts.connect_timeout_s
-        is_late = self._forming[instance.conn] < early_s
+        """Shows for whom it waits, once that takes long."""
+        waits_s = asyncio.get_running_loop().time() - self._forming[instance.conn]
+        is_late = waits_s > self._timeouts.connect_timeout_s
         self.set_state(instance, "forming", awaited(self.instances, instance) if is_late else "")
-        since_s = [self._forming.get(each.conn) for each in unit_of(self.instances, instance)]
-        here_s = [at_s for at_s in since_s if at_s is not None]
-        if len(here_s) == instance.unit_size and max(here_s) >= early_s:
-            self._tell([instance])
 
     # ---- adapters
 

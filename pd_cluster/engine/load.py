@@ -15,6 +15,7 @@ from pd_cluster.engine.legs import Legs
 from pd_cluster.engine.pace import StepPace
 from pd_cluster.engine.stage import Stage
 from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.group import GroupHoldings
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.types import LinkState, Status
 
@@ -85,6 +86,7 @@ def load_of(
         num_free_blocks=blocks.num_free,
         num_cached_blocks=blocks.num_cached,
         num_held_blocks=blocks.num_held,
+        groups=tuple(map(_group_load, scheduler.groups[1:])),
         num_preemptions=scheduler.num_preemptions,
         num_swap_blocks=scheduler.swap.num_blocks,
         num_free_swap_blocks=scheduler.swap.num_free,
@@ -121,6 +123,11 @@ def load_of(
         is_draining=state.drain.has_begun,
         sleep_level=state.sleep.level,
     )
+
+
+def _group_load(group: GroupHoldings) -> wire.GroupLoad:
+    blocks = group.blocks
+    return wire.GroupLoad(group.rule.name, blocks.num_free, blocks.num_cached, blocks.num_held)
 
 
 def _of_lower_tiers(scheduler: StepScheduler) -> dict[str, Any]:

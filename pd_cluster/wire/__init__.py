@@ -60,6 +60,7 @@ from pd_cluster.wire.membership import AdapterPlace as AdapterPlace
 from pd_cluster.wire.membership import AdapterStates as AdapterStates
 from pd_cluster.wire.membership import DraftCounts as DraftCounts
 from pd_cluster.wire.membership import Gone as Gone
+from pd_cluster.wire.membership import GroupLoad as GroupLoad
 from pd_cluster.wire.membership import Heartbeat as Heartbeat
 from pd_cluster.wire.membership import Hello as Hello
 from pd_cluster.wire.membership import Join as Join

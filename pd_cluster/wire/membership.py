@@ -8,7 +8,8 @@ import msgspec
 
 from pd_cluster.types import LinkState, Role, Tier
 from pd_cluster.types.variants import ADAPTER
-from pd_cluster.wire.base import PROTOCOL_VERSION, Message, NodeProofs, PublicKey, ShortText
+from pd_cluster.wire.base import MOST_GROUPS, PROTOCOL_VERSION, Message, NodeProofs, PublicKey, ShortText
+from pd_cluster.wire.links import RuleName
 
 # Upper bounds of the buckets of a Load's tallies: vLLM's, since dashboards name them.
 STEP_TOKENS_BOUNDS = (1, 8, *(1 << power for power in range(4, 15)))
@@ -35,8 +36,21 @@ class DraftCounts(msgspec.Struct, frozen=True, array_like=True):
     drafting_s: float = 0.0
 
 
+class GroupLoad(msgspec.Struct, frozen=True, array_like=True):
+    """The blocks of a further group of layers: of windows, or a state each. Cached states are checkpoints."""
+
+    rule: RuleName
+    num_free: int
+    num_cached: int
+    num_held: int
+
+    @property
+    def num_blocks(self) -> int:
+        return self.num_free + self.num_cached + self.num_held
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's figures, sent with every heartbeat. num_blocks = free + cached + held."""
+    """A worker's figures, sent with every heartbeat. num_blocks = free + cached + held, of the first group."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -47,6 +61,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_held_blocks: int = 0
+    groups: Annotated[tuple[GroupLoad, ...], msgspec.Meta(max_length=MOST_GROUPS)] = ()  # of layers, but the first
     num_preemptions: int = 0
     num_swap_blocks: int = 0
     num_free_swap_blocks: int = 0
@@ -107,7 +122,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
         part = max(1, self.num_blocks // 1000)  # they grow with nearly every step
         used = self.num_held_blocks // part, self.num_cached_blocks // part, self.num_free_swap_blocks
         blocks = *used, self.num_leaked_blocks, self.num_quarantined_blocks
-        return *requests, *blocks, self.num_cache_resets, self.adapters, self.outstanding
+        groups = [each.num_held // max(1, each.num_blocks // 1000) for each in self.groups]
+        return *requests, *blocks, *groups, self.num_cache_resets, self.adapters, self.outstanding
 
     @property
     def progress(self) -> int:

@@ -17,7 +17,7 @@ from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Histogram, Outcome, RequestStats
 from pd_cluster.reports import Busy
 from pd_cluster.settings.routing import RoutingConfig
-from pd_cluster.wire import Load
+from pd_cluster.wire import GroupLoad, Load
 from tests.support.elastic_world import ElasticWorld
 from tests.support.router_world import info_of
 
@@ -135,6 +135,11 @@ def test_what_is_wrong_comes_worst_first() -> None:
     prefill = next(each for each in instances if each.role == "prefill")
     prefill.load = Load(num_blocks=100, num_held_blocks=97, num_waiting=3)
     assert any("wait for KV blocks" in text for _, text in _problems(world))
+    states = GroupLoad("state", num_free=1, num_cached=2, num_held=97)
+    prefill.load = Load(num_blocks=100, num_held_blocks=50, groups=(states,), num_waiting=3)
+    assert [text for _, text in _problems(world) if "wait for" in text] == [
+        f"{prefill.name}: 3 requests wait for states (--max-num-seqs, --state-cache); 97 of 100 are held"
+    ]
     assert any(text.startswith("no KV cache goes from") for _, text in _problems(world)), "links have not been heard of"
 
 

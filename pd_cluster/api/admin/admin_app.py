@@ -231,6 +231,7 @@ def describe(instance: Instance) -> dict[str, Any]:
         "num_free_blocks": load.num_free_blocks,
         "num_cached_blocks": load.num_cached_blocks,
         "num_held_blocks": load.num_held_blocks,
+        "groups": [{**msgspec.structs.asdict(each), "num_blocks": each.num_blocks} for each in load.groups],
         "num_preemptions": load.num_preemptions,
         "num_swap_blocks": load.num_swap_blocks,
         "num_free_swap_blocks": load.num_free_swap_blocks,

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, get_args
 
 from pd_cluster.cluster.routing.stats import Refusal
 from pd_cluster.cluster.tenancy.tenants import GENERATION_TOKENS, LIMITS, OUTCOMES, PROMPT_TOKENS
 from pd_cluster.reports import InstanceState
-from pd_cluster.wire import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS, Load, Tally
+from pd_cluster.wire import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS, Load, RuleName, Tally
 
 Read = Callable[[Load], float]
 
@@ -72,6 +73,15 @@ class OfCluster:
     text: str
 
 
+def _parts_of(rule: RuleName) -> dict[str, Callable[[Load], float]]:
+    """Returns how many blocks of a group of layers are in each use."""
+
+    def number(name: str, load: Load) -> float:
+        return float(sum(getattr(each, name) for each in load.groups if each.rule == rule))
+
+    return {use: partial(number, f"num_{use}") for use in ("held", "cached", "free")}
+
+
 ADAPTERS = OfCluster(
     "vllm:lora_requests_info",
     "Only with --enable-lora, and without model_name. running_lora_adapters: names, separated by commas, of adapters "
@@ -129,6 +139,20 @@ INSTANCE_PARTS = (
         "The same by what they wait for: room here (capacity), or the prompt's computation elsewhere (deferred).",
         {"capacity": lambda load: load.num_waiting - load.num_expected, "deferred": lambda load: load.num_expected},
         "reason",
+    ),
+    OfInstanceParts(
+        "pd_cluster:window_blocks",
+        "KV blocks of the layers that see a window, where these have blocks of their own: held by requests, kept for "
+        "later ones, or free.",
+        _parts_of("window"),
+        "use",
+    ),
+    OfInstanceParts(
+        "pd_cluster:states",
+        "States of the layers that keep one for a sequence: held by requests, kept for later ones (checkpoints), or "
+        "free.",
+        _parts_of("state"),
+        "use",
     ),
 )
 INSTANCE_HISTOGRAMS = (

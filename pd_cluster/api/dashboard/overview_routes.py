@@ -25,6 +25,7 @@ Instances = Callable[[], list[dict[str, Any]]]
 PUBLIC_FIELDS = (
     *("instance_id", "role", "next_role", "service", "state", "sleep_level", "num_running", "num_waiting"),
     *("num_landing", "num_exporting", "num_blocks", "num_free_blocks", "num_cached_blocks", "num_held_blocks"),
+    "groups",
     *("num_preemptions", "num_swap_blocks", "num_free_swap_blocks", "num_prefix_query_tokens"),
     *("num_encoded_images", "num_landed_images", "num_encoder_fallbacks", "feature_nbytes"),
     *("num_prefix_hit_tokens", "num_steps", "kv_sent_nbytes", "kv_received_nbytes", "tiers"),

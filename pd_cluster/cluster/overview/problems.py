@@ -5,7 +5,7 @@ One list for `pd-cluster status`, `pd-cluster top` and the dashboard. Knows noth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ from pd_cluster.cluster.routing.policy import refused_links
 from pd_cluster.settings.routing import RoutingConfig
 
 LAST_S = 60.0  # of requests that failed or continued elsewhere
+SHORT_OF = {"window": "blocks of windows", "state": "states (--max-num-seqs, --state-cache)"}
 FULL_SHARE = 0.95  # of a pool, held while requests wait
 Severity = Literal["critical", "warning", "notice"]
 ORDER: tuple[Severity, ...] = ("critical", "warning", "notice")
@@ -83,12 +84,20 @@ def _instances(instances: Sequence[Instance]) -> list[Problem]:
         if each.service == "out" or each.load.is_draining:
             way_out = f"`pd-cluster instances drain --undo {each.name}` puts it back in service"
             found.append(Problem("notice", f"{each.name} is {each.shown_state}", way_out, each.name))
-        load = each.load
-        if load.num_waiting and load.num_blocks and load.num_held_blocks >= FULL_SHARE * load.num_blocks:
-            text = f"{each.name}: {load.num_waiting} requests wait for KV blocks; {load.num_held_blocks} of "
-            way_out = "add an instance of its role, or bound max_tokens; `--slo-ttft` refuses early"
-            found.append(Problem("warning", f"{text}{load.num_blocks} are held", way_out, each.name))
+        found += _full(each)
     return found
+
+
+def _full(instance: Instance) -> Iterator[Problem]:
+    """Yields what requests wait for: blocks of all tokens, those of windows, or states."""
+    load = instance.load
+    kinds = [("KV blocks", load.num_held_blocks, load.num_blocks)]
+    kinds += [(SHORT_OF.get(each.rule, "KV blocks"), each.num_held, each.num_blocks) for each in load.groups]
+    for what, num_held, num_blocks in kinds:
+        if load.num_waiting and num_blocks and num_held >= FULL_SHARE * num_blocks:
+            text = f"{instance.name}: {load.num_waiting} requests wait for {what}; {num_held} of {num_blocks} are held"
+            way_out = "add an instance of its role, or bound max_tokens; `--slo-ttft` refuses early"
+            yield Problem("warning", text, way_out, instance.name)
 
 
 def _links(instances: Sequence[Instance]) -> list[Problem]:

@@ -78,6 +78,8 @@ export class Details {
       ["work", `${each.num_running} running, ${each.num_waiting} waiting, ${each.num_landing} landing, ${each.num_exporting} handed over`],
       ...(each.decode_step_s ? [["decode step", stepText(each)]] : []),
       ["KV blocks", `${each.num_free_blocks} free, ${each.num_cached_blocks} cached, ${each.num_held_blocks} held of ${each.num_blocks}`],
+      ...each.groups.map((group) => [group.rule === "state" ? "States" : "Window's blocks",
+        `${group.num_free} free, ${group.num_cached} cached, ${group.num_held} held of ${group.num_blocks}`]),
       ...each.tiers.slice(1).map((tier) => [tier.name, tierText(tier)]),
       ...(each.num_encoded_images ? [["images computed", `${each.num_encoded_images}`]] : []),
       ...(each.feature_nbytes ? [["features moved", bytes(each.feature_nbytes)]] : []),

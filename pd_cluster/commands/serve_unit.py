@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.experts import num_experts_of
 from pd_cluster.commands.serve_start import Start
 from pd_cluster.engine.handover.crossing import why_no_unit
 from pd_cluster.engine.start.preloader import has_no_driver
@@ -18,29 +19,17 @@ from ranktable_tools.units import Unit, unit_at
 
 log = logging.getLogger(__name__)
 
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")  # in config.json
-
 
 def unit_of(start: Start, checkpoint: Checkpoint) -> UnitPlace | None:
     """Returns the worker's place in its unit; None if its instance is independent of others. Raises ConfigError."""
-    engine, size = start.engine, start.engine.data_parallel_size
-    has_experts = any(checkpoint.config.get(name) for name in EXPERT_COUNTS)
-    if engine.enable_expert_parallel and not has_experts:
-        raise ConfigError(
-            f"{called('enable_expert_parallel')}: {checkpoint.path} is a model without experts; leave it out"
-        )
+    size = start.engine.data_parallel_size
     own = unit_at(start.place.role, start.place.index, size)
     _check_rank(start, own)
     if size == 1:
         return None
-    if not has_experts:
+    if not num_experts_of(checkpoint.config):
         log.info("--data-parallel-size %d: a model without experts; this instance is independent of others", size)
         return None
-    if engine.adapters.enable_lora:
-        raise ConfigError(
-            f"{called('enable_lora')}: instances that share experts compute no adapters; leave it out, or give "
-            f"{called('data_parallel_size')} 1"
-        )
     if (rank := start.join.data_parallel_rank) is not None and start.join.role is not None:
         return UnitPlace(name=f"{start.place.role}-joined", rank=rank, size=size)
     _check_members(start, own)

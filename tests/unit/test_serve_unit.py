@@ -72,8 +72,6 @@ def test_without_experts_instances_are_independent(tmp_path: Path, caplog: pytes
     assert unit_of(start(tmp_path, "decode-1", data_parallel_size=3), DENSE) is None
     (line,) = caplog.messages
     assert line.startswith("--data-parallel-size 3: a model without experts")
-    with pytest.raises(ConfigError, match=r"--enable-expert-parallel: .* is a model without experts"):
-        unit_of(start(tmp_path, "decode-1", enable_expert_parallel=True), DENSE)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +81,6 @@ def test_without_experts_instances_are_independent(tmp_path: Path, caplog: pytes
         ("decode-1", {"data_parallel_size": 2, "data_parallel_rank": 0}, "-rank 0: .* 2 give decode-1 rank 1"),
         ("decode-1", {"data_parallel_rank": 1}, "--data-parallel-rank 1: --data-parallel-size is 1"),
         ("scheduler", {"data_parallel_rank": 0}, "-rank 0: only prefill and decode workers have one"),
-        ("decode-1", {"data_parallel_size": 2, "enable_lora": True}, "--enable-lora: instances that share experts"),
         ("decode-1", {"data_parallel_size": 2, **EAGLE}, "eagle3: .* and --data-parallel-size is 2; give 1, or method"),
     ],
 )

@@ -11,7 +11,7 @@ import pytest
 
 from pd_cluster.errors import ConfigError
 from pd_cluster.offline.arguments import config_of
-from pd_cluster.offline.session import _launch
+from pd_cluster.offline.session import launch_of
 from pd_cluster.settings.engine import SHIPPED_MODEL
 from pd_cluster.settings.options import ServeOptions, settings
 from pd_cluster.settings.speculation import Speculation
@@ -256,7 +256,7 @@ def test_worker_processes_of_llm_draft_as_it_was_told(tmp_path: Path) -> None:
         {},
     ):
         made = config_of({"model": str(SHIPPED_MODEL), **given}, prefill=1, decode=1)
-        flags = [each for each in _launch(made).arguments if each.startswith("--speculative-config")]
+        flags = [each for each in launch_of(made).arguments if each.startswith("--speculative-config")]
         assert len(flags) == len(given and [1])
         assert speculation(*flags) == made.engine.speculation
     form = settings()["speculative_config"]

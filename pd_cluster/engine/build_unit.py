@@ -7,10 +7,13 @@ from typing import Any, NamedTuple
 
 from pd_cluster import wire
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.engine.handover.crossing import why_no_unit
 from pd_cluster.engine.unit.mates import MatePost, Mates
 from pd_cluster.engine.unit.meet import UnitMeeting
+from pd_cluster.errors import ConfigError
 from pd_cluster.model.parallel.unit import UnitGroup
 from pd_cluster.settings.config import WorkerConfig
+from ranktable_tools.hosts import is_one_host
 
 # Settings that all members must have: where they differ, so do the rows that one computes for another, or their order.
 EQUAL = (
@@ -35,6 +38,9 @@ class UnitParts(NamedTuple):
         def meet() -> Any:
             begin()
             self.mates.await_all(config.timeouts.connect_timeout_s)
+            hosts = self.mates.hosts()
+            if not config.trusts_network and any(not is_one_host(hosts[0], host) for host in hosts):
+                raise ConfigError(why_no_unit(place.name, hosts))  # those of a table have been checked at the start
             return self.meeting.meet()
 
         return UnitGroup(place.rank, place.size, meet, config.timeouts.collective_timeout_s)

@@ -13,7 +13,6 @@ from msgspec import structs
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.hub import resolve_model
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.model.expert_plan import check_draft
 from pd_cluster.model.load_plan import LoadPlan
 from pd_cluster.settings.adapters import AdapterSettings
 from pd_cluster.settings.speculation import Speculation
@@ -57,7 +56,6 @@ def with_draft(plan: LoadPlan) -> LoadPlan:
         enable_expert_parallel=False,
     )
     checkpoint = Checkpoint.of(config)
-    check_draft(plan.config, plan.experts, checkpoint)
     _check_vocabulary(checkpoint, plan.checkpoint)
     max_model_len = _max_model_len(checkpoint, speculation, plan.max_model_len)
     return replace(

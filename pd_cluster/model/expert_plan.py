@@ -45,15 +45,6 @@ def share_of(
     return share
 
 
-def check_draft(config: EngineConfig, share: ExpertShare | None, draft: Checkpoint) -> None:
-    """Raises ConfigError for a draft model with experts in a unit."""
-    if share is not None and num_experts_of(draft.config):
-        raise ConfigError(
-            f"{called('speculative_config')}: model: {draft.path} has experts, and with {_flag(config)} only the model "
-            f"itself may have some; give another model, or method ngram or suffix"
-        )
-
-
 def _flag(config: EngineConfig) -> str:
     size = config.data_parallel_size
     return f"{called('data_parallel_size')} {size}" if size > 1 else called("enable_expert_parallel")
@@ -63,9 +54,10 @@ def _why_not(config: EngineConfig, checkpoint: Checkpoint) -> str:
     """Returns what does not go together with experts that ranks share out; "" if nothing."""
     if config.adapters.enable_lora:
         return f"{called('enable_lora')}: adapters are not placed beside experts that are spread over ranks"
-    if config.speculation.with_weights in ("eagle3", "mtp"):
-        name = called("speculative_config")
-        return f"{name}: method {config.speculation.with_weights}: a draft head is not computed in step with a unit"
+    if (method := config.speculation.with_weights) is not None:
+        return (
+            f"{called('speculative_config')}: method {method}: weights that draft are not computed in step with mates"
+        )
     if checkpoint.is_unproven:
         return f"{called('try_unlisted')}: no proof would see that {checkpoint.model_type}'s experts are spread wrongly"
     if checkpoint.part_of == WHOLE_TYPE:

@@ -410,12 +410,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"{called('speculative_config')}: method {method}: only instances of one rank draft with weights, and "
                 f"{called('tensor_parallel_size')} is {self.tensor_parallel_size}; give 1, or method ngram or suffix"
             )
-        if method is not None and self.data_parallel_size > 1:
-            raise ConfigError(
-                f"{called('speculative_config')}: method {method}: instances that share experts do not draft with "
-                f"weights, and {called('data_parallel_size')} is {self.data_parallel_size}; give 1, or method ngram or "
-                f"suffix"
-            )
         if method == "mtp" and self.speculation.model not in ("", self.model):
             raise ConfigError(
                 f"{called('speculative_config')}: model {self.speculation.model}: mtp drafts with the layers of "

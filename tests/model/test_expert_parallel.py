@@ -299,9 +299,9 @@ def test_what_cannot_be_spread_is_refused_by_name(checkpoint: Checkpoints) -> No
     adapters = AdapterSettings(enable_lora=True)
     assert "--data-parallel-size 2: --enable-lora: adapters" in refusal(sparse, adapters=adapters, **pair)
     head = Speculation(methods=("mtp",))
-    assert "method mtp: a draft head" in refusal(checkpoint("glm4_moe"), speculation=head, **pair)
+    assert "method mtp: weights that draft" in refusal(checkpoint("glm4_moe"), speculation=head, **pair)
     draft = Speculation(methods=("draft_model",), model=str(sparse))
-    assert "has experts, and with --data-parallel-size 2 only" in refusal(sparse, speculation=draft, **pair)
+    assert "method draft_model: weights that draft" in refusal(sparse, speculation=draft, **pair)
     assert "longcat_flash has LongcatFlashExperts" in refusal(checkpoint("longcat_flash"), **pair)
     with pytest.raises(ConfigError, match="--data-parallel-size 2: the instances of a unit exchange rows"):
         load_runner(EngineConfig(model=str(sparse), data_parallel_size=2))

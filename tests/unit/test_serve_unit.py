@@ -21,7 +21,6 @@ from ranktable_tools.files import PRIVATE, write_file
 JOIN = {"role": "decode", "join": "127.0.0.1:9002", "data_parallel_size": 2}
 DENSE = Checkpoint.open(str(SHIPPED_MODEL))
 SPARSE = replace(DENSE, config={**DENSE.config, "n_routed_experts": 8})
-EAGLE = {"speculative_config": '{"method": "eagle3", "model": "x"}'}
 
 
 def start(folder: Path, name: str, hosts: int = 1, **given: Any) -> Start:
@@ -81,7 +80,6 @@ def test_without_experts_instances_are_independent(tmp_path: Path, caplog: pytes
         ("decode-1", {"data_parallel_size": 2, "data_parallel_rank": 0}, "-rank 0: .* 2 give decode-1 rank 1"),
         ("decode-1", {"data_parallel_rank": 1}, "--data-parallel-rank 1: --data-parallel-size is 1"),
         ("scheduler", {"data_parallel_rank": 0}, "-rank 0: only prefill and decode workers have one"),
-        ("decode-1", {"data_parallel_size": 2, **EAGLE}, "eagle3: .* and --data-parallel-size is 2; give 1, or method"),
     ],
 )
 def test_contradictions(tmp_path: Path, name: str, given: dict[str, Any], told: str) -> None:

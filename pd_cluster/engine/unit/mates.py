@@ -88,6 +88,10 @@ class Mates:
         for mate in list(self._mates.values()):
             self.post.send(mate.conn, body)
 
+    def hosts(self) -> list[str]:
+        """Returns the hosts of the members, as the scheduler reaches them."""
+        return [each.host for each in sorted(self._named.values(), key=lambda each: each.unit_rank)]
+
     def rank_of(self, conn: str) -> int | None:
         """Returns the rank of the mate at the other end; None: it is no mate's."""
         return next((rank for rank, mate in list(self._mates.items()) if mate.conn == conn and mate.is_equal), None)

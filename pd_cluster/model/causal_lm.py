@@ -6,7 +6,7 @@ requests or files.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import torch
@@ -101,7 +101,6 @@ class PlainCausalLM:
         held = (getattr(module, "form", None) for module in model.modules())
         self.rounds_activations = any(isinstance(form, WeightForm) and form.rounds_activations for form in held)
         self._by_kind = [module for module in model.modules() if isinstance(module, ByKind)]
-        self._experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
         self._rotaries = [module for module in model.modules() if isinstance(module, LengthRotary)]
         for module in _below_output_layer(model):
             module.register_forward_hook(WeakHook(self._keep_hidden))
@@ -143,6 +142,11 @@ class PlainCausalLM:
     def take_part(self) -> None:
         for block in self._experts:
             block.take_part()
+
+    @cached_property
+    def _experts(self) -> list[ParallelExperts]:
+        """The blocks of a model that serves: a fused one, which takes their weights, is made of these modules first."""
+        return [module for module in self.model.modules() if isinstance(module, ParallelExperts)]
 
     def _set_batch(self, batch: ForwardBatch | None) -> None:
         self._batch = batch

@@ -106,7 +106,7 @@ def _is_plain_and_fused(checkpoint: Checkpoint) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoadChoices:
-    """What is not so unless somebody asks for it: kernels, and experts of which this rank has a share.
+    """Kernels that are not used unless somebody asks for them, and this rank's share of the experts.
 
     `speedups`: see model/speedups.py.
     """
@@ -139,8 +139,6 @@ def load_model(
     share = _share_of(checkpoint, group, choices.experts is not None)
     experts = _experts_of(checkpoint, choices.experts)
     model = _modules_of(checkpoint, dtype, device, share, group or Alone(), experts)
-    if experts is not None and experts.share.exchange is not None:
-        experts.share.exchange.form()
     logn = logn_of(checkpoint)
     rope_limit = rope_limit_of(model, checkpoint, logn is not None)
     with refusal(model):
@@ -257,8 +255,13 @@ def _modules_of(
     group: Group,
     own_experts: ExpertModules | None,
 ) -> Any:
-    """Returns transformers' model with all that is put in it before it is looked at: positions, what pictures need."""
+    """Returns transformers' model with all that is put in it before it is looked at: positions, what pictures need.
+
+    A unit's members have met when it returns.
+    """
     model = modules.load_plain(checkpoint, dtype, device, share, own_experts)
+    if own_experts is not None and own_experts.share.exchange is not None:
+        own_experts.share.exchange.form()
     if checkpoint.head_scheme:
         quantize_head(model, checkpoint.head_scheme)
     put_lengths(model, checkpoint.rope)

@@ -91,9 +91,7 @@ def load_plain(
     share: Share | None = None,
     experts: ExpertModules | None = None,
 ) -> torch.nn.Module:
-    """Loads transformers' model unchanged, attending through the pool; of its experts, a rank's. Raises ModelError,
-    ConfigError.
-    """
+    """Loads transformers' model, or a rank's part, attending through the pool. Raises ModelError, ConfigError."""
     AttentionInterface.register(sdpa.NAME, sdpa.forward)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -106,11 +104,7 @@ def load_plain(
     weights = _read_weights(checkpoint, _part_of(share, experts), TORCH_DTYPES[dtype])
     if weights is not None:
         local = config_of(checkpoint) if share is None else share.plan.local_config()
-        architecture = AutoModelForCausalLM._model_mapping[type(local)]
-        if share is not None:
-            architecture = narrowed(architecture, share.plan)
-        if experts is not None:
-            architecture = rebuilt(architecture, experts.shrink)
+        architecture = _class_of(local, share, experts)
         held = hold(weights, architecture, local, TORCH_DTYPES[dtype], share)
         source = {"pretrained_model_name_or_path": None, "config": local, "state_dict": weights}
     else:
@@ -154,6 +148,14 @@ def load_plain(
 def _is_quick(checkpoint: Checkpoint, device: Device) -> bool:
     """Whether modules may be built without numbers; on accelerators other things take the time of a start."""
     return not (device.is_accelerator or checkpoint.is_unproven or checkpoint.rope.kind)
+
+
+def _class_of(config: Any, share: Share | None, experts: ExpertModules | None) -> type[Any]:
+    """Returns transformers' class of a model whose modules have a rank's sizes."""
+    architecture = AutoModelForCausalLM._model_mapping[type(config)]
+    if share is not None:
+        architecture = narrowed(architecture, share.plan)
+    return architecture if experts is None else rebuilt(architecture, experts.shrink)
 
 
 def _part_of(share: Share | None, experts: ExpertModules | None) -> RankPart:

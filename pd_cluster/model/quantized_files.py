@@ -145,7 +145,7 @@ def _has_codes(tensors: Tensors) -> bool:
 def _layers(folder: WeightFolder, name_of: Rename, of_rank: RankPart) -> Iterator[tuple[str, Tensors, Path]]:
     """Yields the tensors of each module that is read, by the last part of their names, and a file that has some.
 
-    Of experts that are stacked, it reads those of the rank. Raises ModelError.
+    Reads only the rank's own of stacked experts. Raises ModelError.
     """
     with ExitStack() as stack:
         places: dict[str, dict[str, tuple[Any, str, Path]]] = defaultdict(dict)

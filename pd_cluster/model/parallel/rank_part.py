@@ -49,7 +49,7 @@ class OwnFiles:
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """What a rank reads: `plan` None cuts nothing, `experts` None leaves experts to the plan."""
+    """A rank reads this: without a plan, nothing is cut; without `experts`, they are cut by the plan."""
 
     plan: ParallelPlan | None = None
     rank: int = 0

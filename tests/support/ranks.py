@@ -9,7 +9,7 @@ import contextlib
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.follower import Follower
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.model import modules, parts
+from pd_cluster.model.layers.expert_share import ExpertUnit
 from pd_cluster.model.load_runner import load_runner
 from pd_cluster.model.parallel.group import Rendezvous, join
 from pd_cluster.settings.engine import EngineConfig
@@ -30,11 +31,14 @@ _loading = threading.Lock()
 
 
 @contextlib.contextmanager
-def ranks(folder: Path, size: int, device: Device = CPU, **settings: object) -> Iterator[EngineCore]:
+def ranks(
+    folder: Path, size: int, device: Device = CPU, units: Sequence[ExpertUnit] = (), **settings: object
+) -> Iterator[EngineCore]:
     """Yields the engine's core; its followers end afterwards. Raises a rank's error from loading.
 
-    `device`: that of rank 0; the others have the next ones.
+    `device`: that of rank 0; the others have the next ones. `units`: each rank's end of the exchange among instances.
     """
+    ends = [units[rank] if units else None for rank in range(size)]
     own = [device if device == CPU else Device(device.kind, device.index + rank) for rank in range(size)]
     config = EngineConfig(model=str(folder), tensor_parallel_size=size, **settings)  # type: ignore[arg-type]
     with tempfile.TemporaryDirectory() as store, ThreadPoolExecutor(size) as threads, one_at_a_time():
@@ -43,11 +47,12 @@ def ranks(folder: Path, size: int, device: Device = CPU, **settings: object) -> 
         followers = [Channel(ours.detach(), to.FromFollower, WAIT_S) for ours, _ in pairs]
 
         def lead() -> EngineCore:
-            return build_core(config, join(places[0], own[0]), followers, device=own[0])[0]
+            return build_core(config, join(places[0], own[0]), followers, own[0], ends[0])[0]
 
         def follow(rank: int) -> None:
             channel = Channel(pairs[rank - 1][1].detach(), to.ToFollower, WAIT_S)
-            follower = Follower(load_runner(config, join(places[rank], own[rank]), own[rank]), channel, None)
+            runner = load_runner(config, join(places[rank], own[rank]), own[rank], ends[rank])
+            follower = Follower(runner, channel, None)
             follower.start()
             follower.run()
 

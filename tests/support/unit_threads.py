@@ -9,18 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
-from pd_cluster.devices.device import Device
-from pd_cluster.engine import build
 from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model.load_runner import load_runner
-from pd_cluster.model.parallel.group import Group
-from pd_cluster.model.runner import ModelRunner
-from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.types import Request, TokenOutput
-from tests.support import ranks as rank_threads
+from tests.support.ranks import ranks
 
 WAIT_S = 60.0
 Tokens = dict[str, list[TokenOutput]]
@@ -49,6 +42,7 @@ class ThreadUnit:
 
     def __init__(self, hall: Hall, rank: int) -> None:
         self._hall, self._rank = hall, rank
+        self.rows: Sequence[int] | None = None
         self.nums_rows: list[int] = []
         self.is_formed = False
 
@@ -88,22 +82,17 @@ def unit(
     """Yields the members' cores, each to be stepped in a thread of its own."""
     halls = [Hall(size) for _ in range(tp_size)]
 
-    def load(config: EngineConfig, group: Group | None, device: Device | None) -> ModelRunner:
-        own = 0 if group is None else group.rank
-        return load_runner(config, group, device, kind(halls[own], config.unit_rank))
-
     def member(rank: int) -> EngineCore:
         place: dict[str, Any] = {"data_parallel_size": size, "unit_rank": rank}
         try:
-            return members.enter_context(rank_threads.ranks(folder, tp_size, **{**settings, **place}))
+            ends = [kind(hall, rank) for hall in halls]
+            return members.enter_context(ranks(folder, tp_size, units=ends, **{**settings, **place}))
         except BaseException:
             for hall in halls:
                 hall.leave()
             raise
 
-    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as members, ThreadPoolExecutor(size) as threads:
-        patch.setattr(build, "load_runner", load)
-        patch.setattr(rank_threads, "load_runner", load)
+    with contextlib.ExitStack() as members, ThreadPoolExecutor(size) as threads:
         yield [each.result(WAIT_S) for each in [threads.submit(member, rank) for rank in range(size)]]
 
 

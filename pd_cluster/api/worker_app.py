@@ -70,7 +70,8 @@ async def run_worker(
         server = make_server(make_app(ranks), connections)
         until = ranks.run() if registering is None else _first_to_end(ranks.run(), registering.run())
         await serve_until_signal([(server, listener)], until=until, signalled=ranks.drain)
-        await _until_drained(ranks, config.timeouts.drain_timeout_s)
+        if ranks.has_work:
+            await _until_drained(ranks, config.timeouts.drain_timeout_s)
     finally:
         await ranks.stop()
         if registering is not None:

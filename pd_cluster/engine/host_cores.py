@@ -29,7 +29,7 @@ class HostCores:
     def __init__(self, config: WorkerConfig, device: Device) -> None:
         self._shared = None if device.is_accelerator else config.cores
         self._index = 0 if self._shared is None else self._shared.first + config.ranks.rank
-        self._is_alone = config.ranks.size == 1
+        self._is_alone = config.ranks.size == 1 and config.unit is None
         self._is_small = True
         if self._shared is not None:
             self._is_small = weights_nbytes(Checkpoint.of(config.engine).path) < LEAST_NBYTES
@@ -47,7 +47,7 @@ class HostCores:
         """Lets steps use the cores of ranks that rest, and keeps them at home while none are lent.
 
         Unless it is demanded, steps are at home only while every other rank is seen: in containers with cores of their
-        own, a share of them is not what a rank has. Ranks of one instance wait for each other, so what one of them
+        own, a share of them is not what a rank has. Ranks of one instance, and of a unit, wait for each other, so what one of them
         measures does not tell whether its borrowing pays.
         """
         ledger = None

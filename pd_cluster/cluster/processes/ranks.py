@@ -113,9 +113,14 @@ class Ranks:
         """Waits until rank 0 has ended."""
         await self._processes[0].wait()
 
+    @property
+    def has_work(self) -> bool:
+        """Whether rank 0 may have requests; before it is ready there is nothing to wait for."""
+        return self.info.state not in ("loading", "forming")
+
     async def stop(self) -> None:
         """Stops rank 0 after its step, and the others with it."""
-        await self._processes[0].stop()
+        await (self._processes[0].stop() if self.has_work else self._processes[0].kill())
         for process in self._processes[1:]:
             await process.kill()
         if self._folder is not None:

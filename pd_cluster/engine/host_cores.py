@@ -47,8 +47,8 @@ class HostCores:
         """Lets steps use the cores of ranks that rest, and keeps them at home while none are lent.
 
         Unless it is demanded, steps are at home only while every other rank is seen: in containers with cores of their
-        own, a share of them is not what a rank has. Ranks of one instance, and of a unit, wait for each other, so what one of them
-        measures does not tell whether its borrowing pays.
+        own, a share of them is not what a rank has. Ranks of one instance or unit wait for each other, so what one of
+        them measures does not tell whether its borrowing pays.
         """
         ledger = None
         if self._shared is not None and self._shared.ledger and self._wants(self._shared.lending):

@@ -38,7 +38,7 @@ def share_of(
     if num_members > 1 and unit is None:
         raise ConfigError(f"{flag}: the instances of a unit exchange rows, and this process is alone; give 1")
     if why := _why_not(config, checkpoint):
-        raise ConfigError(f"{flag}: {why}; leave one of the two out")
+        raise ConfigError(f"{flag}: {why}")
     exchange = unit if num_members > 1 else None
     share = ExpertShare(config.unit_rank * group.size + group.rank, size, config.expert_placement_strategy, exchange)
     share.own(num_experts)  # raises
@@ -51,15 +51,16 @@ def _flag(config: EngineConfig) -> str:
 
 
 def _why_not(config: EngineConfig, checkpoint: Checkpoint) -> str:
-    """Returns what does not go together with experts that ranks share out; "" if nothing."""
+    """Returns what does not go together with experts that are spread over ranks, and the way out; "" if nothing."""
     if config.adapters.enable_lora:
-        return f"{called('enable_lora')}: adapters are not placed beside experts that are spread over ranks"
+        name = called("enable_lora")
+        return f"{name}: adapters are not placed beside experts that are spread over ranks; leave one of the two out"
     if (method := config.speculation.with_weights) is not None:
-        return (
-            f"{called('speculative_config')}: method {method}: weights that draft are not computed in step with mates"
-        )
+        name = called("speculative_config")
+        return f"{name}: method {method}: weights that draft are not computed in step with mates; give ngram or suffix"
     if checkpoint.is_unproven:
-        return f"{called('try_unlisted')}: no proof would see that {checkpoint.model_type}'s experts are spread wrongly"
+        kind = checkpoint.model_type
+        return f"{called('try_unlisted')}: no proof would see that experts of {kind} are spread wrongly; leave it out"
     if checkpoint.part_of == WHOLE_TYPE:
-        return f"{called('enable_mm')}: {WHOLE_TYPE} has experts of pictures, which every rank has"
+        return f"{checkpoint.path}: {WHOLE_TYPE} has experts of pictures, which are not spread; leave it out"
     return ""

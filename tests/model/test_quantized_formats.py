@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,8 @@ from tests.support.quantized import (
     ascend_static,
     awq_words,
     change_config,
+    experts_in_mxfp4,
     int8,
-    mxfp4,
     rewritten,
     words_of,
 )
@@ -269,21 +268,8 @@ def test_a_layer_in_a_form_of_its_own(tmp_path: Path, form: str, place: str, oth
 
 
 def test_experts_of_gpt_oss_in_mxfp4(tmp_path: Path) -> None:
-    """Blocks are [experts, outputs, groups, 16]; transformers' own weight is transposed."""
     plain, quantized = (make_checkpoint(tmp_path / name, "gpt_oss") for name in ("plain", "quantized"))
-    codes = load_file(plain / FILE)
-    numbers = dict(codes)
-    names = [name for name in codes if re.search(r"experts\.(gate_up|down)_proj$", name)]
-    assert names
-    for name in names:
-        coded = [mxfp4(expert.T.contiguous()) for expert in codes.pop(name)]
-        blocks = torch.stack([parts["weight_packed"] for parts, _ in coded])
-        codes[f"{name}_blocks"] = blocks.reshape(*blocks.shape[:2], -1, 16)
-        codes[f"{name}_scales"] = torch.stack([parts["weight_scale"] for parts, _ in coded])
-        numbers[name] = torch.stack([each.T for _, each in coded])
-    save(numbers, plain)
-    save(codes, quantized)
-    change_config(quantized, quantization_config={"quant_method": "mxfp4"})
+    experts_in_mxfp4(plain, quantized)
     assert_numbers(quantized, plain)
 
 

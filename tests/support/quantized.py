@@ -269,6 +269,26 @@ def rewritten(folder: Path, to: Path, form: Format) -> tuple[Path, Path]:
     return quantized, plain
 
 
+def experts_in_mxfp4(plain: Path, quantized: Path) -> None:
+    """Changes two folders of gpt_oss: to its published format, and to the numbers that it stands for.
+
+    Blocks are [experts, outputs, groups, 16]; transformers' own weight is transposed.
+    """
+    codes = load_file(plain / FILE)
+    numbers = dict(codes)
+    names = [name for name in codes if re.search(r"experts\.(gate_up|down)_proj$", name)]
+    assert names
+    for name in names:
+        coded = [mxfp4(expert.T.contiguous()) for expert in codes.pop(name)]
+        blocks = torch.stack([parts["weight_packed"] for parts, _ in coded])
+        codes[f"{name}_blocks"] = blocks.reshape(*blocks.shape[:2], -1, 16).contiguous()
+        codes[f"{name}_scales"] = torch.stack([parts["weight_scale"] for parts, _ in coded])
+        numbers[name] = torch.stack([each.T for _, each in coded]).contiguous()
+    save_file(numbers, plain / FILE, {"format": "pt"})
+    save_file(codes, quantized / FILE, {"format": "pt"})
+    change_config(quantized, quantization_config={"quant_method": "mxfp4"})
+
+
 def change_config(folder: Path, **changes: Any) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))

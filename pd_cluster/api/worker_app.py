@@ -70,8 +70,7 @@ async def run_worker(
         server = make_server(make_app(ranks), connections)
         until = ranks.run() if registering is None else _first_to_end(ranks.run(), registering.run())
         await serve_until_signal([(server, listener)], until=until, signalled=ranks.drain)
-        if ranks.has_work:
-            await _until_drained(ranks, config.timeouts.drain_timeout_s)
+        await _until_drained(ranks, config.timeouts.drain_timeout_s)
     finally:
         await ranks.stop()
         if registering is not None:
@@ -94,6 +93,8 @@ async def _first_to_end(*running: Coroutine[Any, Any, None]) -> None:
 
 async def _until_drained(ranks: Ranks, timeout_s: float) -> None:
     """Waits until running requests have ended, for `timeout_s` at most, or until a second signal."""
+    if not ranks.has_work:
+        return
     impatient = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, impatient.set)

@@ -182,6 +182,8 @@ def test_a_person_edits_lines_stops_an_answer_and_goes_on(server: Server, termin
     assert [each["content"] for each in server.asked[-1]["messages"]] == ["é"], "what failed is forgotten"
     assert {each["model"] for each in server.asked} == {"the-first"}
     terminal.type("unfinished")
+    # Ctrl-C discards keys that were polled but not yet read: readline would then wait for one, deaf to signals.
+    terminal.read_until("unfinished")
     terminal.interrupt()
     # The second: a press that came while the interpreter was ending. Shells call both 130.
     assert terminal.process.returncode in (130, -signal.SIGINT)

@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-QUICK = (
-    "kv --quick --transports=shm --rounds=1",
-    "router --quick --streams=20",
-    "speculative --quick --places=alone --kinds=right,suffix",
-)
+QUICK = ("kv --quick --transports=shm --rounds=1",)
 SLOW = (
     "engine --quick --threads=1",
     "engine --shape=hybrid-1B --quick --threads=1 --rounds=1",
@@ -25,6 +21,7 @@ SLOW = (
     "hog --seconds=2 --attacks=guides",
     "lora --quick --rounds=1 --threads=1",
     "overload --quick --shapes=decode",
+    "router --quick --streams=20",
     "routing --users=4 --turns=2",
     "soak --quick --kv-transport=dist --seed=4",
     "speculative --quick",

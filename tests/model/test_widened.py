@@ -43,6 +43,7 @@ def test_it_copies_and_padding_changes_no_answer(tmp_path: Path) -> None:
     assert num_right >= 0.995 * num_tokens
 
 
+@pytest.mark.slow
 def test_noise_sets_how_often_the_small_one_agrees() -> None:
     rng = random.Random(6)
     noise, share = noise_for(0.8, FOLDER, SHAPE, [copied(rng, 60).prompt for _ in range(4)])

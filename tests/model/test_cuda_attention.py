@@ -202,7 +202,7 @@ COMPILED: dict[str, dict[str, Any]] = {
     "codes of 4 bits": {"pool_dtype": "int4"},
     "codes of floats": {"pool_dtype": "fp8_e4m3"},
 }
-QUICK = ("plain", "codes", "uniform", "ones")
+QUICK = ("plain", "ones")
 
 
 @needs_triton

@@ -156,7 +156,7 @@ def test_tokens_are_transformers_with_a_cache_of_codes(
 
 def test_int8_products_are_those_of_the_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of integers have no order, so logits differ from a CPU's by what lies between the layers alone."""
-    folder, _ = rewritten(make_checkpoint(tmp_path / "made", "llama"), tmp_path, W8A8)
+    folder, _ = rewritten(make_checkpoint(tmp_path / "made", "llama", **SHALLOW), tmp_path, W8A8)
     checkpoint = Checkpoint.open(str(folder))
     model = loader.load_model(checkpoint, "float32", CPU)
     layout = layout_of(model.caches, 16, "float32")
@@ -228,7 +228,9 @@ def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[tuple[int, 
 def test_modules_of_transformers_attend_through_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_cuda(monkeypatch)
     monkeypatch.setattr(loader, "can_fuse", lambda model: False)
-    folder = make_checkpoint(tmp_path, "gpt_oss")
+    folder = make_checkpoint(
+        tmp_path, "gpt_oss", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
+    )
     core, runner, _ = with_graphs(folder)
     runner.graphs = StepGraphs()
     assert isinstance(runner.model, PlainCausalLM)

@@ -123,7 +123,9 @@ RECOMPUTES: dict[str, Any] = {"num_blocks": 40, "enable_prefix_caching": False}
 SWAPS: dict[str, Any] = {"num_blocks": 40, "preemption_mode": "swap", "swap_space_gib": 0.01}
 
 
-@pytest.mark.parametrize("settings", [{}, SWAPS, pytest.param(RECOMPUTES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "settings", [SWAPS, *(pytest.param(each, marks=pytest.mark.slow) for each in ({}, RECOMPUTES))]
+)
 def test_drafts_are_those_of_the_head_by_itself(headed: Headed, settings: dict[str, Any]) -> None:
     expected = plain(headed.target, traffic(2, (GREEDY, DRAWN, FORKS)))
     core = headed.core(**settings)

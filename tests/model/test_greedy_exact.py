@@ -144,7 +144,7 @@ def test_the_list_is_what_is_tested() -> None:
     assert sorted(SUPPORTED_MODEL_TYPES) == sorted([*CONFIGS, *MORE, *HYBRIDS])  # the last in test_states.py
 
 
-@pytest.mark.parametrize("scale", [0.25, 0.06])
+@pytest.mark.parametrize("scale", [0.25, pytest.param(0.06, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("architecture", params())
 def test_prompts_of_other_architectures(tmp_path: Path, architecture: str, scale: float) -> None:
     """In chunks, all in one batch; then again from the prefix cache."""

@@ -80,7 +80,7 @@ for width in map(int, sys.argv[1:]):
 
 
 @packable
-@pytest.mark.parametrize("isa", ["", "AVX2"])
+@pytest.mark.parametrize("isa", ["", pytest.param("AVX2", marks=pytest.mark.slow)])
 def test_a_row_of_any_width_is_the_same_in_any_company(isa: str) -> None:
     """This holds for one row alone, too, and on an older processor than this one."""
     env = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa} if isa else None

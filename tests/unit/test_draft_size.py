@@ -59,8 +59,8 @@ def best(cost: Cost, num_seqs: int, chance: float) -> float:
 
 
 @pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("num_seqs", [1, 4, 16, 32])
-@pytest.mark.parametrize("chance", [0.0, 0.1, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("num_seqs", [1, 4, pytest.param(16, marks=pytest.mark.slow), 32])
+@pytest.mark.parametrize("chance", [0.0, pytest.param(0.1, marks=pytest.mark.slow), 0.5, 0.8, 1.0])
 def test_it_comes_near_the_best_constant_number(machine: str, num_seqs: int, chance: float) -> None:
     found, most = speedup(MACHINES[machine], num_seqs, chance), best(MACHINES[machine], num_seqs, chance)
     assert found >= 0.97, "drafts cost more than they bring"

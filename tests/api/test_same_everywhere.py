@@ -57,7 +57,7 @@ def over_http(cluster: LiveCluster) -> Answers:
     return answers
 
 
-@pytest.mark.parametrize("who", ["LLM split", "pipeline"])
+@pytest.mark.parametrize("who", [pytest.param("LLM split", marks=pytest.mark.slow), "pipeline"])
 def test_the_same_tokens(over_http: Answers, model: Path, tokenizer: Tokenizer, who: str) -> None:
     makers = {"LLM split": of_llm(model, 1), "pipeline": of_pipeline(model)}
     with makers[who] as answers:

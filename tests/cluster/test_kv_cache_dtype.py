@@ -27,9 +27,8 @@ def alone(model: Path, prompts: list[list[int]], dtype: str, max_tokens: int = M
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize(
-    "dtype", ["int4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "fp8_e4m3"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int4", "int8", "fp8_e4m3"])
 def test_the_split_and_ranks_compute_what_one_process_does(checkpoint: Checkpoints, dtype: str) -> None:
     model = checkpoint("llama")
     greedy = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, ignore_eos=True)

@@ -142,6 +142,7 @@ def test_rotary_positions_are_the_same_on_both_legs(split: Offline, model: Path)
         split.run(tokens_of(split, [three]))
 
 
+@pytest.mark.slow
 def test_tensor_parallel_size_alone_is_two_ranks_each(model: Path) -> None:
     with LLM(str(model), tensor_parallel_size=2, num_blocks=64, max_model_len=256) as llm:
         outputs = llm.generate(prompt_token_ids=PROMPTS, sampling_params=SamplingParams(temperature=0, max_tokens=8))

@@ -101,6 +101,7 @@ def test_a_rank_that_dies_is_named_and_none_remains(one_pair: Place, monkeypatch
     assert all(end._process.poll() is not None for end in started)
 
 
+@pytest.mark.slow
 def test_an_address_that_is_not_this_hosts(tmp_path: Path) -> None:
     place = find_place(make(tmp_path, *ONE_PAIR, "--device", "cpu", ip="192.0.2.7"))
     (finding,) = check(place)

@@ -28,7 +28,7 @@ def test_four_bits_across_the_split_are_transformers_tokens(tmp_path: Path) -> N
     assert tokens_of(folder, prefill=1, decode=1) == [reference_greedy(plain, prompt, 12) for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("scheme", ["w4a8", None])
+@pytest.mark.parametrize("scheme", ["w4a8", pytest.param(None, marks=pytest.mark.slow)])
 def test_int8_products_across_the_split_are_those_of_one_process(tmp_path: Path, scheme: str | None) -> None:
     """Quantized at load, and by a folder; the output layer, too."""
     folder = make_checkpoint(tmp_path / "model", "llama")

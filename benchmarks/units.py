@@ -24,14 +24,13 @@ from typing import Any
 import msgspec
 
 from benchmarks import experts
-from benchmarks.child import ChildFailed, child_environment, end_group, last_lines, sigterm_raises
+from benchmarks.child import ChildFailed, last_lines, running_child, sigterm_raises
 from benchmarks.figures import begin, finish, result
 from benchmarks.peers.make_model import write
-from benchmarks.processes import cpu_s, rss_nbytes
+from benchmarks.processes import cpu_s, mapped_kib
 from benchmarks.shapes import model_of
 from benchmarks.workloads import random_prompt
 from pd_cluster import wire
-from pd_cluster.devices.spinning import PARKED
 from pd_cluster.net.admission import Life
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.reports import RankReport
@@ -66,67 +65,58 @@ class Member:
     channel: socket.socket  # its parent's end
     place: Path  # of its log, and of the number of its messages
     conn: str = ""
-    load: wire.Load = field(default_factory=wire.Load)
     tokens: list[tuple[float, int]] = field(default_factory=list)  # (when it came, its position)
-    exchanged: list[tuple[float, float]] = field(default_factory=list)  # (when it was heard, seconds until then)
+    loads: list[tuple[float, wire.Load]] = field(default_factory=list)  # likewise
     num_ended: int = 0
 
     def await_state(self, state: str) -> wire.PeerInfo:
         """Raises ChildFailed."""
-        line = b""
-        while not line.endswith(b"\n"):
-            if not (more := self.channel.recv(1 << 16)):
-                raise ChildFailed(f"{self.config.name} ended; its last lines:\n{last_lines(self.place / 'log')}")
-            line += more
-        report = msgspec.json.decode(line, type=RankReport)
+        report = msgspec.json.decode(self.channel.recv(1 << 16) or b"{}", type=RankReport)
         if report.state != state:
-            raise ChildFailed(f"{self.config.name} {report.state}: {report.error or report.lost}")
-        unit, name = self.config.unit, self.config.name
-        place: dict[str, Any] = {"unit": unit.name, "unit_rank": unit.rank, "is_forming": True} if unit else {}
-        address: dict[str, Any] = {"host": HOST, "control_port": report.control_port, "public_key": report.public_key}
-        return wire.PeerInfo(name=name, epoch=EPOCH, role="decode", **address, **place)
+            said = last_lines(self.place / "log")
+            raise ChildFailed(f"{self.config.name}: {report.error or report.lost}; its last lines:\n{said}")
+        unit = self.config.unit
+        return wire.PeerInfo(
+            name=self.config.name,
+            epoch=EPOCH,
+            role="decode",
+            host=HOST,
+            control_port=report.control_port,
+            public_key=report.public_key,
+            unit=unit.name if unit else "",
+            unit_rank=unit.rank if unit else 0,
+            is_forming=state == "forming",
+        )
 
 
 class Desk:
-    """The scheduler of these members; satisfies the mailbox's Handler."""
+    """The scheduler of two members; satisfies the mailbox's Handler."""
 
-    def __init__(self, model: Path, vocab_size: int, is_unit: bool, folder: Path) -> None:
-        """Returns once all are ready. Raises ChildFailed."""
+    def __init__(self, model: Path, vocab_size: int, is_unit: bool, held: contextlib.ExitStack) -> None:
+        """Returns once both are ready. Raises ChildFailed."""
         key, secret = secrets.token_bytes(32), secrets.token_bytes(32)
-        self.members = list[Member]()
         self._vocab_size, self._rng, self._changed = vocab_size, random.Random(0), threading.Condition()
         self._mailbox = Mailbox(Life("scheduler", EPOCH), "scheduler", Credentials(secret, key=key), Timeouts())
+        held.callback(self._mailbox.close)
         self._mailbox.bind(HOST, PortRange())
-        try:
-            for rank in range(SIZE):
-                config = _config(str(model), rank, is_unit, Credentials(secret, (public_key(key),)))
-                self.members.append(_start(config, folder / f"{is_unit}-{rank}"))
-            self._mailbox.start(self)
-            peers = [member.await_state("forming" if is_unit else "ready") for member in self.members]
-            for member, peer in zip(self.members, peers, strict=True):
-                member.conn = self._mailbox.connect(peer.name, EPOCH, HOST, peer.control_port, peer.public_key)
-            for member in self.members:
-                self._mailbox.send(member.conn, wire.Peers(peers))
-            for member in self.members if is_unit else ():
-                member.await_state("ready")
-        except BaseException:
-            self.close()
-            raise
+        self._mailbox.start(self)
+        own = Credentials(secret, (public_key(key),))
+        self.members = [_started(_config(str(model), rank, is_unit, own), held) for rank in range(SIZE)]
+        peers = [member.await_state("forming" if is_unit else "ready") for member in self.members]
+        for member, peer in zip(self.members, peers, strict=True):
+            member.conn = self._mailbox.connect(peer.name, EPOCH, HOST, peer.control_port, peer.public_key)
+            self._mailbox.send(member.conn, wire.Peers(peers))
+        for member in self.members if is_unit else ():
+            member.await_state("ready")
 
-    def close(self) -> None:
-        for member in self.members:
-            end_group(member.process)
-            member.channel.close()
-        self._mailbox.close()
-
-    def decode(self, nums_sequences: Sequence[int]) -> tuple[float, float]:
+    def decode(self, nums_sequences: Sequence[int], num_tokens: int = NUM_TOKENS) -> tuple[float, float]:
         """Returns tokens/s while so many sequences of each member decode, and the share of exchanges in that time."""
         for member, num in zip(self.members, nums_sequences, strict=True):
-            member.tokens, member.exchanged, member.num_ended = [], [], 0
+            member.tokens, member.num_ended = [], 0
             for _ in range(num):
                 prompt = random_prompt(self._rng, self._vocab_size, PROMPT_LEN)
                 name = secrets.token_hex(8)
-                order = Order(prompt, Sampling(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True))
+                order = Order(prompt, Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True))
                 self._mailbox.send(member.conn, wire.Submit(name, 0, name, "hybrid", "", order, 0.0))
         with self._changed:
             ended = lambda: [each.num_ended for each in self.members] == list(nums_sequences)  # noqa: E731
@@ -135,10 +125,10 @@ class Desk:
         busy = [each for each in self.members if each.tokens]
         first_s = max(at_s for each in busy for at_s, position in each.tokens if not position)
         last_s = min(each.tokens[-1][0] for each in busy)
-        num_tokens = sum(first_s < at_s <= last_s for each in busy for at_s, _ in each.tokens)
-        heard = [each for each in busy[0].exchanged if first_s <= each[0] <= last_s]
-        shares = [(heard[-1][1] - heard[0][1]) / (heard[-1][0] - heard[0][0])] if len(heard) > 1 else []
-        return num_tokens / (last_s - first_s), sum(shares)  # quick runs are too short for two heartbeats
+        num_timed = sum(first_s < at_s <= last_s for each in busy for at_s, _ in each.tokens)
+        heard = [(at_s, load.exchange_s) for at_s, load in busy[0].loads if first_s <= at_s <= last_s]
+        share = (heard[-1][1] - heard[0][1]) / (heard[-1][0] - heard[0][0]) if len(heard) > 1 else 0.0  # quick runs
+        return num_timed / (last_s - first_s), share
 
     def asleep(self) -> Figures:
         """Returns what both members do in some seconds without requests."""
@@ -150,7 +140,7 @@ class Desk:
         return {"asleep: messages and rounds": num_messages - before[0], "asleep: CPU time of both": 100 * cores}
 
     def _done(self) -> tuple[int, float]:
-        counts = [each.load.num_rounds + int((each.place / "count").read_text()) for each in self.members]
+        counts = [each.loads[-1][1].num_rounds + int((each.place / "count").read_text()) for each in self.members]
         return sum(counts), sum(cpu_s(each.process.pid) for each in self.members)
 
     # ---- the mailbox's thread
@@ -159,8 +149,7 @@ class Desk:
         now_s, member = time.monotonic(), next(each for each in self.members if each.conn == conn)
         match body:
             case wire.Heartbeat(load=wire.Load() as load):
-                member.load = load
-                member.exchanged.append((now_s, load.exchange_s))
+                member.loads.append((now_s, load))
             case wire.Outputs(tokens, ended):
                 assert not any(each.error for each in ended), ended
                 with self._changed:
@@ -172,6 +161,7 @@ class Desk:
     def on_closed(self, conn: str, peer: str, reason: str) -> None: ...
     def on_fatal(self, error: BaseException) -> None:
         print(error)
+
     def load(self) -> None: ...
 
 
@@ -194,23 +184,15 @@ def _config(model: str, rank: int, is_unit: bool, credentials: Credentials) -> W
     )
 
 
-def _start(config: WorkerConfig, place: Path) -> Member:
-    place.mkdir()
-    (place / "count").write_text("0")
-    ours, theirs = socket.socketpair()
+def _started(config: WorkerConfig, held: contextlib.ExitStack) -> Member:
+    place = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pd-cluster-bench-")))
+    (count := place / "count").write_text("0")
+    ours, theirs = map(held.enter_context, socket.socketpair())
     ours.settimeout(WAIT_S)
-    number = str(theirs.fileno())
-    with theirs, (place / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.peers.unit_member", number, str(place / "count")],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**child_environment(1), **PARKED},
-            start_new_session=True,
-        )
     ours.sendall(msgspec.json.encode(config) + b"\n")
+    command = [sys.executable, "-m", "benchmarks.peers.unit_member", str(theirs.fileno()), str(count)]
+    with theirs:
+        process = held.enter_context(running_child(command, place / "log", 1, fds=[theirs.fileno()]))
     return Member(config, process, ours, place)
 
 
@@ -223,20 +205,21 @@ def run(rounds: int, quick: bool, json: str) -> None:
         model = Path(folder) / "model"
         write(model_of("glm4_moe", sizes), model)
         gc.collect()
-        found = [_measure(model, sizes["vocab_size"], Path(tempfile.mkdtemp(dir=folder))) for _ in range(rounds)]
+        found = [_measure(model, sizes["vocab_size"]) for _ in range(rounds)]
     report = Report(f"python -m benchmarks engine --parts {NAME} --rounds {rounds}", [*_results(found, sizes)])
     finish(report, f"{rounds} rounds, 1 thread each, {time.monotonic() - started_s:.0f} s", json, quick)
 
 
-def _measure(model: Path, vocab_size: int, folder: Path) -> Figures:
+def _measure(model: Path, vocab_size: int) -> Figures:
     figures = Figures()
     for name in (UNIT, APART):
-        with contextlib.closing(Desk(model, vocab_size, name == UNIT, folder)) as desk:
+        with contextlib.ExitStack() as held:
+            desk = Desk(model, vocab_size, name == UNIT, held)
+            desk.decode(BUSY["all"], 4)  # the first steps compile
             for busy, nums_sequences in BUSY.items():
-                desk.decode(nums_sequences)
                 figures[f"{name}, {busy}"], share = desk.decode(nums_sequences)
                 figures[f"{name}, {busy}: exchange"] = 100 * share
-            figures[f"{name}: memory"] = rss_nbytes(desk.members[0].process.pid)
+            figures[f"{name}: memory"] = mapped_kib(desk.members[0].process.pid, "Anonymous") * 1024
             if name == UNIT:
                 figures |= desk.asleep()
         rates = ", ".join(f"{figures[f'{name}, {busy}']:.1f}" for busy in BUSY)
@@ -248,5 +231,10 @@ def _results(rounds: Sequence[Figures], sizes: dict[str, Any]) -> Iterator[Resul
     for name, better, goal, above, below in RATIOS:
         yield result(name, [each[above] / each[below] for each in rounds], "x", better, goal)
     yield result("exchange, share of a step", [each[f"{UNIT}, all: exchange"] for each in rounds], "%", "lower", 15.0)
-    yield result("asleep: messages and rounds", [each["asleep: messages and rounds"] for each in rounds], "", "lower", 0.0)
-    yield result("asleep: CPU time of both", [each["asleep: CPU time of both"] for each in rounds], "% of a core")
+    nbytes = 4 * 3 * sizes["n_routed_experts"] * sizes["moe_intermediate_size"] * sizes["hidden_size"]
+    spared = [each[f"{APART}: memory"] - each[f"{UNIT}: memory"] for each in rounds]
+    shares = [100 * each / (nbytes * sizes["num_hidden_layers"]) for each in spared]
+    yield result("memory that a member saves, share of the experts", shares, "%", "higher", 49.0)
+    num_messages = [each["asleep: messages and rounds"] for each in rounds]
+    yield result("messages and rounds of both, asleep", num_messages, "", "lower", 0.0)
+    yield result("CPU time of both, asleep", [each["asleep: CPU time of both"] for each in rounds], "% of a core")

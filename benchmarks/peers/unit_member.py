@@ -1,7 +1,8 @@
-"""A rank process whose messages to the mates of its unit are counted, in a file: `unit_member FD COUNT_FILE`."""
+"""A rank process that counts its messages to the mates of its unit, in a file: `unit_member FD COUNT_FILE`."""
 
 from __future__ import annotations
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -9,20 +10,14 @@ from pd_cluster import wire
 from pd_cluster.engine.start import process
 from pd_cluster.engine.unit.mates import Mates
 
+plain, numbers = Mates.send, itertools.count(1)
 
-def count_messages(count_file: Path) -> None:
-    """Writes the number after each message; those of forming are counted, too."""
-    plain, num_sent = Mates.send, 0
 
-    def send(mates: Mates, body: wire.Body) -> None:
-        nonlocal num_sent
-        num_sent += 1
-        count_file.write_text(str(num_sent))
-        plain(mates, body)
-
-    Mates.send = send  # type: ignore[method-assign]
+def send(mates: Mates, body: wire.Body) -> None:
+    Path(sys.argv[2]).write_text(str(next(numbers)))
+    plain(mates, body)
 
 
 if __name__ == "__main__":
-    count_messages(Path(sys.argv[2]))
+    setattr(Mates, "send", send)  # noqa: B010
     process.end(process.main(int(sys.argv[1])))

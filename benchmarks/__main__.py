@@ -44,7 +44,8 @@ def engine(
     parts: Annotated[
         str,
         typer.Option(
-            help="sparse (sparse against dense latent attention) or windows (requests at once); default: whole models."
+            help="sparse (sparse against dense latent attention), windows (requests at once) or unit (experts spread "
+            "over two instances); default: whole models."
         ),
     ] = "",
     rounds: Rounds = 3,
@@ -53,13 +54,16 @@ def engine(
     json: Json = "",
 ) -> None:
     """The engine alone against transformers' generate(), and its steps against what the machine can do."""
-    from benchmarks import engine, experts, hybrids, latents, sparse, windows
+    from benchmarks import engine, experts, hybrids, latents, sparse, units, windows
 
-    if parts not in ("", sparse.NAME, windows.NAME) or (parts and (shape or workload)):
-        expected = f"{sparse.NAME} or {windows.NAME}"
+    if parts not in ("", sparse.NAME, windows.NAME, units.NAME) or (parts and (shape or workload)):
+        expected = f"{sparse.NAME}, {windows.NAME} or {units.NAME}"
         raise PdClusterError(f"--parts {parts}: expected {expected}, without --shape and --workload")
     if parts == windows.NAME:
         windows.run(json)
+        return
+    if parts == units.NAME:
+        units.run(rounds, quick, json)
         return
     if parts:
         sparse.run(rounds, threads, quick, json)

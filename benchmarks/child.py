@@ -62,13 +62,22 @@ def run_child(command: Sequence[str], log: Path, deadline_s: float, num_threads:
 
 @contextlib.contextmanager
 def running_child(
-    command: Sequence[str], log: Path, num_threads: int, env: Mapping[str, str] = NOTHING, folder: Path | None = None
+    command: Sequence[str],
+    log: Path,
+    num_threads: int,
+    env: Mapping[str, str] = NOTHING,
+    folder: Path | None = None,
+    fds: Sequence[int] = (),
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Ends it and its group afterwards. Its standard input ends with this process. `folder`: where it finds modules."""
+    """Ends it and its group afterwards. Its standard input ends with this process.
+
+    `folder`: where it finds modules. `fds`: descriptors that it gets.
+    """
     with log.open("wb") as output:
         child = subprocess.Popen(
             command,
             cwd=folder,
+            pass_fds=fds,
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,

@@ -44,75 +44,66 @@ class UnitGroup:
 
     def agree(self, numbers: Sequence[int]) -> list[list[int]]:
         """Returns the numbers of all members, in their order; each has as many."""
-        told = torch.tensor([numbers] * self.size, dtype=torch.int64)
-        self._swap([told[self.rank]] * self.size, list(told))
-        found: list[list[int]] = told.tolist()
+        own = torch.tensor([numbers], dtype=torch.int64)
+        found: list[list[int]] = self._joined([own], [1] * self.size)[0].tolist()
         return found
 
     def gather(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ExpertExchange. One message to each member has all three."""
-        started_s = time.perf_counter()
+        """See ExpertExchange. Rows are sent from where they are, numbers and weights in a message of their own."""
         num_rows = [len(x)] * self.size if self.rows is None else list(self.rows)
         assert num_rows[self.rank] == len(x)  # what all members have agreed on
         self._num_rows = num_rows
-        own = torch.cat([_bytes_of(each) for each in (x, chosen, weights)], dim=1)  # [num_rows, bytes of a row]
-        joined = own.new_empty(sum(num_rows), own.shape[1])
-        parts = _split(joined, num_rows)
-        parts[self.rank].copy_(own)
-        self._swap([own] * self.size, parts)
-        first, second, third = _columns_of(joined, (x, chosen, weights))
-        self.exchange_s += time.perf_counter() - started_s
-        return first, second, third
+        top_k = chosen.shape[1]
+        routes = torch.cat([chosen.to(torch.int32), weights.contiguous().view(torch.int32)], dim=1)
+        rows, routes = self._joined([x.contiguous(), routes], num_rows)
+        return rows, routes[:, :top_k].long(), routes[:, top_k:].contiguous().view(torch.float32)
 
     def combine(self, partials: torch.Tensor) -> torch.Tensor:
-        started_s = time.perf_counter()
         ours = _split(partials.contiguous(), self._num_rows)
         theirs = [torch.empty_like(ours[self.rank]) for _ in range(self.size)]
         theirs[self.rank] = ours[self.rank]
-        self._swap(ours, theirs)
-        total, *others = theirs
-        if self.rank == 0:
-            total = total.clone()  # it is a part of the caller's tensor
+        self._swap((ours, theirs))
+        first, second, *others = theirs
+        total = first + second
         for other in others:
             total += other
-        self.exchange_s += time.perf_counter() - started_s
         return total
 
-    def _swap(self, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
-        """Sends `ours[m]` to each other member m, and fills `theirs[m]` with what it sends; empty ones are left out."""
+    def _joined(self, own: Sequence[torch.Tensor], num_rows: Sequence[int]) -> list[torch.Tensor]:
+        """Returns each tensor of all members, one behind the other."""
+        found, swaps = [], []
+        for each in own:
+            joined = each.new_empty(sum(num_rows), each.shape[1])
+            parts = _split(joined, num_rows)
+            parts[self.rank].copy_(each)
+            found.append(joined)
+            swaps.append(([each] * self.size, parts))
+        self._swap(*swaps)
+        return found
+
+    def _swap(self, *swaps: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]) -> None:
+        """For each (ours, theirs), sends `ours[m]` to each other member m, and fills `theirs[m]` with what it sends.
+
+        Empty ones are left out.
+        """
         assert self._group is not None  # see `form`
+        started_s = time.perf_counter()
+        others = [m for m in range(self.size) if m != self.rank]
         try:
-            others = [m for m in range(self.size) if m != self.rank]
-            works = [self._group.recv([theirs[m]], m, TAG) for m in others if theirs[m].numel()]
-            works += [self._group.send([ours[m]], m, TAG) for m in others if ours[m].numel()]
+            works = [self._group.recv([theirs[m]], m, TAG) for _, theirs in swaps for m in others if theirs[m].numel()]
+            works += [self._group.send([ours[m]], m, TAG) for ours, _ in swaps for m in others if ours[m].numel()]
             for work in works:
                 work.wait(self._timeout)
         except RuntimeError as error:
             raise InstanceLost(
                 f"member {self.rank} of a unit of {self.size} lost another: {first_line(error)}"
             ) from error
+        self.exchange_s += time.perf_counter() - started_s
 
 
 def _split(x: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """Returns consecutive rows of x, as views."""
     ends = list(accumulate(sizes))
     return [x[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
-
-def _bytes_of(x: torch.Tensor) -> torch.Tensor:
-    """Returns [num_rows, num_columns] of any dtype as [num_rows, bytes of a row]."""
-    return x.contiguous().view(torch.uint8)
-
-
-def _columns_of(joined: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Returns the parts of rows of bytes, each in its own dtype."""
-    found, start = [], 0
-    for each in like:
-        part = torch.empty(len(joined), each.shape[1], dtype=each.dtype)
-        stop = start + each.shape[1] * each.element_size()
-        part.view(torch.uint8).copy_(joined[:, start:stop])
-        found.append(part)
-        start = stop
-    return found

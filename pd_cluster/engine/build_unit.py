@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from pd_cluster import wire
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import Device
 from pd_cluster.engine.handover.crossing import why_no_unit
 from pd_cluster.engine.unit.mates import MatePost, Mates
 from pd_cluster.engine.unit.meet import UnitMeeting
 from pd_cluster.errors import ConfigError
+from pd_cluster.model.loader import resolve_dtype
 from pd_cluster.model.parallel.unit import UnitGroup
 from pd_cluster.settings.config import WorkerConfig
+from pd_cluster.settings.engine import EngineConfig
 from ranktable_tools.hosts import is_one_host
 
-# Settings that all members must have: where they differ, so do the rows that one computes for another, or their order.
+# Settings that all members must have: where they differ, so do the rows that one computes for another, or their order,
+# or the proofs that all compute at load.
 EQUAL = (
-    *("tensor_parallel_size", "max_num_batched_tokens", "dtype", "quantization", "expert_placement_strategy"),
-    *("hf_overrides", "enable_lora", "speculative_config"),
+    *("tensor_parallel_size", "max_num_batched_tokens", "quantization", "expert_placement_strategy"),
+    *("attention_backend", "block_size"),
 )
 
 
@@ -38,7 +43,7 @@ class UnitParts(NamedTuple):
         def meet() -> Any:
             begin()
             self.mates.await_all(config.timeouts.connect_timeout_s)
-            hosts = self.mates.hosts()
+            hosts = [config.server_ip, *self.mates.hosts()]
             if not config.trusts_network and any(not is_one_host(hosts[0], host) for host in hosts):
                 raise ConfigError(why_no_unit(place.name, hosts))  # those of a table have been checked at the start
             return self.meeting.meet()
@@ -46,7 +51,7 @@ class UnitParts(NamedTuple):
         return UnitGroup(place.rank, place.size, meet, config.timeouts.collective_timeout_s)
 
 
-def unit_of(config: WorkerConfig, post: MatePost, lost: Callable[[str], None]) -> UnitParts | None:
+def unit_of(config: WorkerConfig, post: MatePost, device: Device, lost: Callable[[str], None]) -> UnitParts | None:
     """Returns the parts of rank 0; None: the instance is in no unit.
 
     `lost(why)` is called on the mailbox's thread when a mate is lost, and this member with it.
@@ -61,14 +66,23 @@ def unit_of(config: WorkerConfig, post: MatePost, lost: Callable[[str], None]) -
     def take(key: wire.UnitKey) -> None:
         meeting.put(key)
 
-    mates = Mates(place, terms_of(config), post, lose, take)
+    mates = Mates(place, terms_of(config.engine, device), post, lose, take)
     meeting = UnitMeeting(config, mates.send)
 
     return UnitParts(mates, meeting)
 
 
-def terms_of(config: WorkerConfig) -> dict[str, str]:
-    """Returns the settings that all members must have, and the model's identity, as text."""
-    engine = config.engine
-    values = {name: getattr(engine, name) for name in EQUAL if hasattr(engine, name)}
-    return {"model": Checkpoint.of(engine).identity} | {name: str(value) for name, value in values.items()}
+def terms_of(engine: EngineConfig, device: Device) -> dict[str, str]:
+    """Returns the settings that all members must have, and the model's identity, as text that fits a message."""
+    checkpoint = Checkpoint.of(engine)
+    terms = {
+        "model": checkpoint.identity,
+        "dtype": resolve_dtype(engine.dtype, checkpoint, device),  # auto depends on the processor
+        "hf_overrides": checkpoint.hf_overrides,
+        **{name: str(getattr(engine, name)) for name in EQUAL},
+    }
+    return {name: text if len(text) <= wire.MOST_TEXT else _digest(text) for name, text in terms.items()}
+
+
+def _digest(text: str) -> str:
+    return f"a value with the digest {hashlib.sha256(text.encode()).hexdigest()[:12]}"

@@ -61,7 +61,7 @@ def _build_engine(
     cores, group = HostCores(config, device), meet(config, device)
     mailbox = Mailbox(Life(config.name, config.epoch), "worker", config.credentials, config.timeouts)
     control_port = mailbox.bind(config.bind_address, config.kv_port_range)
-    unit = unit_of(config, mailbox, partial(a_mate_is_lost, inbox, tell_lost))
+    unit = unit_of(config, mailbox, device, partial(a_mate_is_lost, inbox, tell_lost))
     mailroom = Mailroom(inbox, None if unit is None else unit.mates)
 
     def begin() -> None:
@@ -96,7 +96,7 @@ def _build_engine(
     stages = list(stages_of(config, core, runner, legs, context))
     if unit is not None and exchange is not None:
         exchange.loaded()
-        stages.append(UnitRounds(unit.mates, exchange, all_ranks, legs, lambda: state.drain.has_begun, inbox.put))
+        stages.append(UnitRounds(unit.mates, exchange, all_ranks, legs, state.drain, inbox.put))
     worker = Worker(core, legs, stages, state, context, Cores(is_host, runner.threads.rest))
     report = _ready(RankReport(state="ready", control_port=control_port, public_key=mailbox.public_key), side, runner)
     mailroom.serve(worker)

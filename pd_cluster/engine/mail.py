@@ -18,6 +18,7 @@ class Mailroom:
 
     def __init__(self, inbox: queue.SimpleQueue[Event], mates: Mates | None = None) -> None:
         self._inbox, self._mates = inbox, mates
+        self._schedulers: set[str] = set()  # their connections: nobody else names mates
         self._job: Job | None = None
 
     def serve(self, job: Job) -> None:
@@ -29,12 +30,14 @@ class Mailroom:
 
     def on_opened(self, conn: str, peer: str, kind: str) -> None:
         if self._mates is not None:
+            if kind == "scheduler":
+                self._schedulers.add(conn)
             self._mates.opened(conn)
         self._inbox.put(ConnOpened(conn, peer, kind))
 
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
         if self._mates is not None:
-            if isinstance(body, wire.Peers):
+            if isinstance(body, wire.Peers) and conn in self._schedulers:
                 self._mates.hear(body.peers)
             elif self._mates.read(conn, peer, body):
                 return
@@ -43,8 +46,11 @@ class Mailroom:
 
     def on_closed(self, conn: str, peer: str, reason: str) -> None:
         if self._mates is not None:
+            self._schedulers.discard(conn)
             self._mates.closed(conn, reason)
         self._inbox.put(ConnClosed(conn, peer, reason))
 
     def on_fatal(self, error: BaseException) -> None:
+        if self._mates is not None:
+            self._mates.fail(error)
         self._inbox.put(StopEngine(error))

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from pd_cluster import wire
+from pd_cluster.devices.device import CPU
+from pd_cluster.engine.build_unit import terms_of
+from pd_cluster.engine.drain import CLOSES_AFTER_S, WorkerDrain
+from pd_cluster.engine.mail import Mailroom
+from pd_cluster.engine.ranks.follower import Follower
+from pd_cluster.engine.ranks.rank_messages import TakePart
 from pd_cluster.engine.unit.mates import Mates
 from pd_cluster.engine.unit.meet import gloo_group
+from pd_cluster.engine.unit.rounds import UnitRounds
 from pd_cluster.errors import ConfigError, InstanceLost, told
 from pd_cluster.model.parallel.unit import UnitGroup
 from pd_cluster.settings.config import UnitPlace
+from pd_cluster.settings.engine import EngineConfig
 from pd_cluster.transport.meeting import Meeting
+from tests.support.checkpoints import make_checkpoint
 
 WAIT_S = 20.0
 
@@ -55,11 +68,16 @@ class Town:
 class Post:
     def __init__(self, town: Town, rank: int) -> None:
         self._town, self._rank = town, rank
+        self.connecting: Callable[[str], None] = lambda conn: None
+        self.cut: list[str] = []
 
     def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
-        return f"{self._rank}-{name.rpartition('-')[2]}"
+        conn = f"{self._rank}-{name.rpartition('-')[2]}"
+        self.connecting(conn)
+        return conn
 
-    def disconnect(self, conn: str) -> None: ...
+    def disconnect(self, conn: str) -> None:
+        self.cut.append(conn)
 
     def send(self, conn: str, body: wire.Body) -> None:
         first, second = map(int, conn.split("-"))
@@ -114,6 +132,93 @@ def test_a_stranger_is_not_heard() -> None:
         town.mates[1].read("0-1", peer, wire.UnitKey(0, "key", b""))
     assert town.mates[1].rank_of("0-1") is None
     assert not town.keys[1]
+    assert town.posts[1].cut == ["0-1"] * 3  # otherwise one that is named later would wait for an answer for ever
+
+
+def test_terms_follow_a_connection_that_opens_before_it_is_noted() -> None:
+    town = Town([{}, {}])
+    opening: list[threading.Thread] = []
+
+    def open_at_once(conn: str) -> None:
+        opening.append(threading.Thread(target=town.posts[0].open, args=(conn,)))
+        opening[0].start()
+        opening[0].join(0.1)
+
+    town.posts[0].connecting = open_at_once
+    town.mates[1].hear(town.peers)
+    town.mates[0].hear(town.peers)
+    opening[0].join(WAIT_S)
+    for each in town.mates:
+        each.await_all(WAIT_S)
+
+
+def test_only_schedulers_name_mates_and_a_dead_mailbox_ends_the_wait() -> None:
+    town = Town([{}, {}])
+    mates = town.mates[0]
+    mailroom = Mailroom(queue.SimpleQueue(), mates)
+    connecting: list[str] = []
+    town.posts[0].connecting = connecting.append
+    for conn, kind in (("in:worker", "worker"), ("in:scheduler", "scheduler")):
+        mailroom.on_opened(conn, f"{kind}@1", kind)
+        mailroom.on_message(conn, f"{kind}@1", wire.Peers(town.peers, 0))
+        assert connecting == (["0-1"] if kind == "scheduler" else [])
+    mailroom.on_fatal(OSError("no more files"))
+    with pytest.raises(OSError, match="no more files"):
+        mates.await_all(WAIT_S)
+
+
+def test_hosts_are_those_of_the_mates_though_a_new_scheduler_names_none_yet() -> None:
+    town = Town([{}, {}, {}])
+    formed(town)
+    town.mates[0].hear([])
+    assert town.mates[0].hosts() == ["127.0.0.1"] * 2
+
+
+def test_terms_fit_a_message(tmp_path: Path) -> None:
+    """Overrides may be long: a message that cannot be read would leave both members waiting."""
+    folder = make_checkpoint(tmp_path, "qwen3_moe")
+    found = []
+    for last in range(2):
+        engine = EngineConfig(model=str(folder), hf_overrides={f"unused_{at}": last for at in range(100)})
+        found.append(terms_of(engine, CPU))
+        body = wire.UnitTerms(0, found[-1])
+        assert wire.decode(wire.seal("decode-0", 1, 2, wire.encode_body(body))).body == body
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == {"hf_overrides"}
+    assert found[0]["dtype"] == "float32"  # not auto, which another processor may take for another
+
+
+def test_a_member_is_done_once_nobody_can_send_requests() -> None:
+    """A drain without schedulers closes at once, and opens again if one connects: it may send a request then."""
+    now_s, sent = [0.0], list[wire.Body]()
+    mates = SimpleNamespace(send=sent.append)
+    drain = WorkerDrain(30.0, lambda: now_s[0])
+    group = SimpleNamespace(rank=0, size=2)
+    rounds = UnitRounds(mates, group, None, SimpleNamespace(are_over=True), drain, lambda event: None)  # type: ignore[arg-type]
+    drain.begin()
+    rounds.tick()
+    rounds.release_all()
+    assert sent == [wire.UnitDrain()]
+    now_s[0] = CLOSES_AFTER_S
+    rounds.release_all()
+    assert sent == [wire.UnitDrain(), wire.UnitDone()]
+
+
+def test_a_follower_rests_after_its_part() -> None:
+    calls: list[str] = []
+    runner = SimpleNamespace(
+        expect=lambda rows: calls.append(f"expect {rows}"),
+        take_part=lambda: calls.append("take part"),
+        threads=SimpleNamespace(rest=lambda: calls.append("rest")),
+        close_tiers=lambda: None,
+    )
+    hear: list[Callable[[Any], None]] = []
+    channel = SimpleNamespace(start=lambda name, read, ended: hear.append(read), error=None)
+    follower = Follower(runner, channel, None)  # type: ignore[arg-type]
+    follower.start()
+    hear[0](TakePart((0, 3)))
+    follower.stop()
+    follower.run()
+    assert calls == ["expect (0, 3)", "take part", "rest"]
 
 
 def test_one_that_is_lost_while_others_wait_ends_the_wait() -> None:

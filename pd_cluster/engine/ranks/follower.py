@@ -191,6 +191,7 @@ class Follower:
             elif isinstance(message, to.TakePart):
                 self._runner.expect(message.unit_rows)
                 self._runner.take_part()
+                self._runner.threads.rest()  # see _compute
             else:
                 self._compute(message)
 

@@ -32,13 +32,9 @@ class MatePost(Protocol):
 @dataclass(slots=True)
 class _Mate:
     conn: str
-    peer: str  # name@epoch
+    info: wire.PeerInfo
     is_equal: bool = False  # its `UnitTerms` have come
     is_done: bool = False  # its `UnitDone` has come
-
-    @property
-    def name(self) -> str:
-        return self.peer.partition("@")[0]
 
 
 @dataclass(slots=True)
@@ -56,7 +52,7 @@ class Mates:
     _named: dict[str, wire.PeerInfo] = field(default_factory=dict)  # by name@epoch, as the scheduler says
     _mates: dict[int, _Mate] = field(default_factory=dict)  # by rank
     _is_done: bool = False  # this member, as its mates have been told
-    _error: Exception | None = None
+    _error: BaseException | None = None
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def await_all(self, remind_s: float) -> None:
@@ -89,8 +85,14 @@ class Mates:
             self.post.send(mate.conn, body)
 
     def hosts(self) -> list[str]:
-        """Returns the hosts of the members, as the scheduler reaches them."""
-        return [each.host for each in sorted(self._named.values(), key=lambda each: each.unit_rank)]
+        """Returns the mates' hosts in their order, as the scheduler reached them."""
+        return [mate.info.host for _, mate in sorted(self._mates.items())]
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the wait for mates, on any thread: nobody reads their mail any more."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
 
     def rank_of(self, conn: str) -> int | None:
         """Returns the rank of the mate at the other end; None: it is no mate's."""
@@ -110,15 +112,16 @@ class Mates:
 
         One that has not heard of this member refuses it, and must be tried again.
         """
-        for peer, each in self._named.items():
+        for each in self._named.values():
             if each.is_forming and each.unit_rank > self.place.rank and each.unit_rank not in self._mates:
                 conn = self.post.connect(each.name, each.epoch, each.host, each.control_port, each.public_key)
-                self._mates[each.unit_rank] = _Mate(conn, peer)
+                self._mates[each.unit_rank] = _Mate(conn, each)
 
     def opened(self, conn: str) -> None:
         """Sends this member's terms over a connection that it has opened."""
-        if any(mate.conn == conn for mate in self._mates.values()):
-            self.post.send(conn, self._own_terms())
+        with self._changed:  # the thread that loads may still note the connection
+            if any(mate.conn == conn for mate in self._mates.values()):
+                self.post.send(conn, self._own_terms())
 
     def read(self, conn: str, peer: str, body: wire.Body) -> bool:
         """Takes a message about forming; False: it is about something else."""
@@ -144,20 +147,14 @@ class Mates:
 
     def _read_terms(self, conn: str, peer: str, body: wire.UnitTerms) -> None:
         info, rank, mate = self._named.get(peer), body.rank, self._mates.get(body.rank)
-        if (
-            info is None
-            or info.unit_rank != rank
-            or rank == self.place.rank
-            or (mate is not None and mate.conn != conn)
-        ):
-            log.warning(
-                "%s says that it is rank %d of this unit, as the scheduler does not; it is not heard", peer, rank
-            )
-            return
-        if mate is None:  # it has a lower rank, and has connected
-            mate = self._mates[rank] = _Mate(conn, peer)
+        if mate is None and info is not None and info.unit_rank == rank != self.place.rank:
+            mate = self._mates[rank] = _Mate(conn, info)  # it has a lower rank, and has connected
             self.post.send(conn, self._own_terms())
-        if (problem := self._difference(mate.name, body.terms)) and self._error is None:
+        if mate is None or mate.conn != conn:  # a scheduler that has just started may name it later: it tries again
+            log.warning("%s says that it is rank %d of this unit, and the scheduler does not: not heard", peer, rank)
+            self.post.disconnect(conn)
+            return
+        if (problem := self._difference(mate.info.name, body.terms)) and self._error is None:
             self._error = ConfigError(problem)
         mate.is_equal = True
 
@@ -184,6 +181,7 @@ class Mates:
                 if mate.is_done and self._is_done:  # it has ended, as this member will; see Unison.lost
                     return
                 if self._error is None:
-                    self._error = InstanceLost(f"{mate.name}, member {rank} of the unit {self.place.name}: {reason}")
+                    name = self.place.name
+                    self._error = InstanceLost(f"{mate.info.name}, member {rank} of the unit {name}: {reason}")
                 self._changed.notify_all()
-                self.lost(rank, mate.name, reason)
+                self.lost(rank, mate.info.name, reason)

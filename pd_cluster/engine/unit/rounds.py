@@ -11,6 +11,7 @@ from typing import Protocol
 import msgspec
 
 from pd_cluster import wire
+from pd_cluster.engine.drain import WorkerDrain
 from pd_cluster.engine.handover.events import Event, StartDrain
 from pd_cluster.engine.legs import Legs
 from pd_cluster.engine.stage import Stage
@@ -31,7 +32,7 @@ class UnitRunner(Protocol):
 
 
 class UnitRounds(Stage):
-    """The stage of a worker in a unit. `report` takes events to the loop, `has_begun_drain` says that it drains."""
+    """The stage of a worker in a unit. `report` takes events to the loop."""
 
     def __init__(
         self,
@@ -39,12 +40,12 @@ class UnitRounds(Stage):
         group: UnitGroup,
         runner: UnitRunner,
         legs: Legs,
-        has_begun_drain: Callable[[], bool],
+        drain: WorkerDrain,
         report: Callable[[Event], None],
     ) -> None:
         self.unison = Unison(group.rank, group.size, mates.send)
         self._mates, self._group, self._runner, self._legs = mates, group, runner, legs
-        self._has_begun_drain, self._report = has_begun_drain, report
+        self._drain, self._report = drain, report
         self._is_owed = False  # a part in the experts' exchange, without rows
 
     # ---- a step
@@ -74,16 +75,16 @@ class UnitRounds(Stage):
             return False
         if (rank := self._mates.rank_of(conn)) is not None:
             self.unison.heard(rank, body)
-            if self.unison.is_draining and not self._has_begun_drain():
+            if self.unison.is_draining and not self._drain.has_begun:
                 self._report(StartDrain())
         return True
 
     def tick(self) -> None:
-        if self._has_begun_drain():
+        if self._drain.has_begun:
             self.unison.drain()
 
     def release_all(self) -> None:
-        if self._legs.are_over:
+        if self._legs.are_over and self._drain.is_heard:  # before, a scheduler may still come and send requests
             self.unison.drain()
             self.unison.done()
 

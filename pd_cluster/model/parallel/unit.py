@@ -5,8 +5,9 @@ Knows nothing of models, nor of how the members found each other.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
@@ -91,16 +92,27 @@ class UnitGroup:
         assert self._group is not None  # see `form`
         started_s = time.perf_counter()
         others = [m for m in range(self.size) if m != self.rank]
+        works = [self._begin(self._group.recv, theirs[m], m) for _, theirs in swaps for m in others]
+        works += [self._begin(self._group.send, ours[m], m) for ours, _ in swaps for m in others]
+        for m, work in works:
+            with self._naming(m):
+                if work is not None:
+                    work.wait(self._timeout)
+        self.exchange_s += time.perf_counter() - started_s
+
+    def _begin(self, call: Any, x: torch.Tensor, member: int) -> tuple[int, Any]:
+        """Begins to send x to a member, or to receive it; None for one without numbers."""
+        with self._naming(member):
+            return member, call([x], member, TAG) if x.numel() else None
+
+    @contextlib.contextmanager
+    def _naming(self, member: int) -> Iterator[None]:
         try:
-            works = [self._group.recv([theirs[m]], m, TAG) for _, theirs in swaps for m in others if theirs[m].numel()]
-            works += [self._group.send([ours[m]], m, TAG) for ours, _ in swaps for m in others if ours[m].numel()]
-            for work in works:
-                work.wait(self._timeout)
+            yield
         except RuntimeError as error:
             raise InstanceLost(
-                f"member {self.rank} of a unit of {self.size} lost another: {first_line(error)}"
+                f"member {member} of {self.size} of this unit is lost, or too late: {first_line(error)}"
             ) from error
-        self.exchange_s += time.perf_counter() - started_s
 
 
 def _split(x: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:

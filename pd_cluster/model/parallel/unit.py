@@ -5,9 +5,8 @@ Knows nothing of models, nor of how the members found each other.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
@@ -92,27 +91,20 @@ class UnitGroup:
         assert self._group is not None  # see `form`
         started_s = time.perf_counter()
         others = [m for m in range(self.size) if m != self.rank]
-        works = [self._begin(self._group.recv, theirs[m], m) for _, theirs in swaps for m in others]
-        works += [self._begin(self._group.send, ours[m], m) for ours, _ in swaps for m in others]
-        for m, work in works:
-            with self._naming(m):
-                if work is not None:
-                    work.wait(self._timeout)
-        self.exchange_s += time.perf_counter() - started_s
-
-    def _begin(self, call: Any, x: torch.Tensor, member: int) -> tuple[int, Any]:
-        """Begins to send x to a member, or to receive it; None for one without numbers."""
-        with self._naming(member):
-            return member, call([x], member, TAG) if x.numel() else None
-
-    @contextlib.contextmanager
-    def _naming(self, member: int) -> Iterator[None]:
+        member, works = self.rank, []
         try:
-            yield
+            for call, at in ((self._group.recv, 1), (self._group.send, 0)):
+                for swap in swaps:
+                    for member in others:
+                        if swap[at][member].numel():
+                            works.append((member, call([swap[at][member]], member, TAG)))
+            for member, work in works:
+                work.wait(self._timeout)
         except RuntimeError as error:
             raise InstanceLost(
                 f"member {member} of {self.size} of this unit is lost, or too late: {first_line(error)}"
             ) from error
+        self.exchange_s += time.perf_counter() - started_s
 
 
 def _split(x: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -91,20 +91,28 @@ class UnitGroup:
         assert self._group is not None  # see `form`
         started_s = time.perf_counter()
         others = [m for m in range(self.size) if m != self.rank]
-        member, works = self.rank, []
-        try:
-            for call, at in ((self._group.recv, 1), (self._group.send, 0)):
-                for swap in swaps:
-                    for member in others:
-                        if swap[at][member].numel():
-                            works.append((member, call([swap[at][member]], member, TAG)))
-            for member, work in works:
-                work.wait(self._timeout)
-        except RuntimeError as error:
-            raise InstanceLost(
-                f"member {member} of {self.size} of this unit is lost, or too late: {first_line(error)}"
-            ) from error
+        works = [
+            self._begin(self._group.recv, theirs[m], m) for _, theirs in swaps for m in others if theirs[m].numel()
+        ]
+        works += [self._begin(self._group.send, ours[m], m) for ours, _ in swaps for m in others if ours[m].numel()]
+        for member, work in works:
+            self._wait(member, work)
         self.exchange_s += time.perf_counter() - started_s
+
+    def _begin(self, call: Any, x: torch.Tensor, member: int) -> tuple[int, Any]:
+        try:
+            return member, call([x], member, TAG)
+        except RuntimeError as error:  # its connection is closed
+            raise self._lost(member, error) from error
+
+    def _wait(self, member: int, work: Any) -> None:
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._lost(member, error) from error
+
+    def _lost(self, member: int, error: RuntimeError) -> InstanceLost:
+        return InstanceLost(f"member {member} of {self.size} of this unit is lost, or too late: {first_line(error)}")
 
 
 def _split(x: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:

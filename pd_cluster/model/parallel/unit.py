@@ -90,11 +90,11 @@ class UnitGroup:
         """
         assert self._group is not None  # see `form`
         started_s = time.perf_counter()
-        others = [m for m in range(self.size) if m != self.rank]
+        mates = [m for m in range(self.size) if m != self.rank]
         works = [
-            self._begin(self._group.recv, theirs[m], m) for _, theirs in swaps for m in others if theirs[m].numel()
+            self._begin(self._group.recv, theirs[m], m) for _, theirs in swaps for m in mates if theirs[m].numel()
         ]
-        works += [self._begin(self._group.send, ours[m], m) for ours, _ in swaps for m in others if ours[m].numel()]
+        works += [self._begin(self._group.send, ours[m], m) for ours, _ in swaps for m in mates if ours[m].numel()]
         for member, work in works:
             self._wait(member, work)
         self.exchange_s += time.perf_counter() - started_s

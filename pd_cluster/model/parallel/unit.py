@@ -83,16 +83,18 @@ class UnitGroup:
     def _swap(self, ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> None:
         """Sends `ours[m]` to each other member m, and fills `theirs[m]` with what it sends; empty ones are left out."""
         assert self._group is not None  # see `form`
+        group, member, works = self._group, self.rank, []
+        others = [m for m in range(self.size) if m != self.rank]
+        calls = [(m, group.recv, theirs[m]) for m in others] + [(m, group.send, ours[m]) for m in others]
         try:
-            others = [m for m in range(self.size) if m != self.rank]
-            works = [self._group.recv([theirs[m]], m, TAG) for m in others if theirs[m].numel()]
-            works += [self._group.send([ours[m]], m, TAG) for m in others if ours[m].numel()]
-            for work in works:
+            for member, call, rows in calls:
+                if rows.numel():
+                    works.append((member, call([rows], member, TAG)))
+            for member, work in works:
                 work.wait(self._timeout)
         except RuntimeError as error:
-            raise InstanceLost(
-                f"member {self.rank} of a unit of {self.size} lost another: {first_line(error)}"
-            ) from error
+            lost = f"member {member} of {self.size} of this unit is lost: {first_line(error)}"
+            raise InstanceLost(lost) from error
 
 
 def _split(x: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:

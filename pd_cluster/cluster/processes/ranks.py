@@ -24,6 +24,7 @@ from pd_cluster.settings.config import RankPlace, WorkerConfig
 log = logging.getLogger(__name__)
 
 INFO_OF_RANK = tuple(name for name in RankReport.__struct_fields__ if name in InstanceInfo.__struct_fields__)
+ENDS_OF_OTHERS = (0, EXIT_OTHER_RANK_LOST)  # exit codes of a rank that ended because another did
 BLAME_S = 0.5  # ranks that end within this time of each other ended for the same reason
 
 
@@ -91,13 +92,13 @@ class Ranks:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
         first = self._first_to_blame()
-        if self._config.unit is not None and first.exit_code == 0:  # its unit has drained, because a member had to
+        if self._config.unit is not None and first.exit_code == 0 and not self._lost:  # a member had to, and all drained
             log.info("%s ends with its unit", self._config.name)
             return
         which = "its rank process" if len(self._processes) == 1 else f"rank {first.rank} of {len(self._processes)}"
         how = f"with code {first.exit_code}" if first.exit_code is not None else "while the preloader could not say how"
         lost = f"{which} (pid {first.pid}) ended {how}"
-        if first.rank == 0 or first.exit_code == EXIT_OTHER_RANK_LOST:  # it may name another rank that is still there
+        if first.rank == 0 or first.exit_code in ENDS_OF_OTHERS:  # it may name another rank that is still there
             lost = self._lost or lost
         error = self._error or lost
         self._tell(state="failed", error=told(error))
@@ -137,7 +138,7 @@ class Ranks:
 
     def _first_to_blame(self) -> RankProcess:
         """Returns the first rank that ended for a reason of its own, not because another was gone."""
-        return min(self._ended, key=lambda process: process.exit_code in (0, EXIT_OTHER_RANK_LOST))
+        return min(self._ended, key=lambda process: process.exit_code in ENDS_OF_OTHERS)
 
     def _config_of(self, rank: int) -> WorkerConfig:
         if rank == 0:

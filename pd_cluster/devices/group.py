@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from pd_cluster.devices import device as devices
 from pd_cluster.devices.device import Device
-from pd_cluster.devices.hccl import GROUP_BUFFER_MB, PAIR_BUFFER_MB, device_nbytes, hccl_config
+from pd_cluster.devices.hccl import GROUP_BUFFER_MB, PAIR_BUFFER_MB, UNIT_BUFFER_MB, device_nbytes, hccl_config
 
 Backend = Literal["nccl", "hccl"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
@@ -50,9 +50,16 @@ def make_ranks(store: Any, rank: int, size: int, timeout_s: float, device: Devic
     return _make(store, "ranks", rank, size, timeout_s, device, GROUP_BUFFER_MB, is_captured=True)
 
 
-def buffers_nbytes(device: Device, num_pairs: int, has_ranks: bool) -> int:
+def make_unit(store: Any, rank: int, size: int, timeout_s: float, device: Device) -> Any:
+    """Creates the group of those ranks of a unit's members that exchange rows; as with `make_ranks`, errors end the
+    process. No graph captures its calls.
+    """
+    return _make(store, "unit", rank, size, timeout_s, device, UNIT_BUFFER_MB)
+
+
+def buffers_nbytes(device: Device, num_pairs: int, has_ranks: bool, has_unit: bool) -> int:
     """Returns the device memory that communicators take beside torch's allocator: HCCL's; NCCL's is not known."""
-    return device_nbytes(num_pairs, has_ranks) if device.dist_backend == "hccl" else 0
+    return device_nbytes(num_pairs, has_ranks, has_unit) if device.dist_backend == "hccl" else 0
 
 
 def finish(work: Any, device: Device) -> None:

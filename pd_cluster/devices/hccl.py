@@ -23,6 +23,7 @@ from ranktable_tools.hosts import host_key, is_ip, is_loopback
 
 # MB of one communicator's buffer; it takes twice that much device memory.
 GROUP_BUFFER_MB = 200  # for an instance's ranks: HCCL's default, for all-reduces of whole steps
+UNIT_BUFFER_MB = 200  # for the members of a unit: rows of whole steps
 PAIR_BUFFER_MB = 64  # for a KV link: two payloads fit in; a rank has a pair for every rank that it is linked to
 
 BUFFER, NIC, ADDRESS = "HCCL_BUFFSIZE", "HCCL_SOCKET_IFNAME", "HCCL_IF_IP"
@@ -93,11 +94,11 @@ def hccl_config(buffer_mb: int, env: Mapping[str, str] = os.environ) -> dict[str
     return {} if env.get(BUFFER) else {"hccl_buffer_size": buffer_mb}
 
 
-def device_nbytes(num_pairs: int, has_ranks: bool, env: Mapping[str, str] = os.environ) -> int:
-    """Returns the device memory of so many KV pairs' communicators, and of that of an instance's ranks."""
-    given = env.get(BUFFER, "")
-    pair_mb, group_mb = (int(given),) * 2 if given.isdecimal() else (PAIR_BUFFER_MB, GROUP_BUFFER_MB)
-    return 2 * (num_pairs * pair_mb + has_ranks * group_mb) << 20
+def device_nbytes(num_pairs: int, has_ranks: bool, has_unit: bool, env: Mapping[str, str] = os.environ) -> int:
+    """Returns the device memory of a rank's communicators: those of KV pairs, its instance's and its unit's."""
+    sizes_mb, given = (PAIR_BUFFER_MB, GROUP_BUFFER_MB, UNIT_BUFFER_MB), env.get(BUFFER, "")
+    pair_mb, group_mb, unit_mb = (int(given),) * 3 if given.isdecimal() else sizes_mb
+    return 2 * (num_pairs * pair_mb + has_ranks * group_mb + has_unit * unit_mb) << 20
 
 
 def _setting(name: str, choose: Callable[[_Given], tuple[str | None, str]], given: _Given) -> HcclVariable:
@@ -176,7 +177,8 @@ CHOICES: dict[str, Callable[[_Given], tuple[str | None, str]]] = {
     "HCCL_NPU_SOCKET_PORT_RANGE": _npu_ports,
     BUFFER: lambda _: (
         None,
-        f"each has its own: {GROUP_BUFFER_MB} MB ranks of an instance, {PAIR_BUFFER_MB} a KV pair",
+        f"each has its own: {GROUP_BUFFER_MB} MB ranks of an instance, {UNIT_BUFFER_MB} a unit, {PAIR_BUFFER_MB} a KV "
+        f"pair",
     ),
     "P2P_HCCL_BUFFSIZE": lambda _: ("0", "a KV pair sends through its own communicator, not a second one"),
     "HCCL_DETERMINISTIC": _deterministic,

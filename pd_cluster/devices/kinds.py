@@ -23,7 +23,6 @@ class Kind:
     Graphs: `graphs_take_any_context` when one serves every length; `captures_at_start_only` when a capture is too long
     or too risky for a step that clients wait for; `captures_sums` of several ranks, and `spreads_tokens` from rank 0 to
     the others without the host, unasked; `captures_modules` of transformers.
-    Units: `exchanges_rows` of experts between instances.
     """
 
     name: DeviceKind
@@ -43,12 +42,11 @@ class Kind:
     captures_modules: bool = True
     spreads_tokens: bool = True
     takes_prompt_adapters: bool = True
-    exchanges_rows: bool = False  # over NCCL and HCCL, nobody here could run it
     handles_say_their_kind: bool = False  # the handle that maps its memory into another process is in torch's own form
     is_slow_to_name_streams: bool = False
 
 
-CPU_KIND = Kind("cpu", "the host", "gloo", emulates_16_bits=True, exchanges_rows=True)
+CPU_KIND = Kind("cpu", "the host", "gloo", emulates_16_bits=True)
 CUDA_KIND = Kind(
     "cuda",
     "a CUDA device",

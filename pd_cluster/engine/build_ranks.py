@@ -53,7 +53,7 @@ def meet(config: WorkerConfig, device: Device) -> Group:
 def build_follower(config: WorkerConfig) -> Follower:
     """Loads a rank other than 0; the caller starts and runs it."""
     device = device_of(config)
-    cores, group, unit = HostCores(config, device), meet(config, device), follower_group(config)
+    cores, group, unit = HostCores(config, device), meet(config, device), follower_group(config, device)
     with cores.loading():
         runner = load_runner(config.engine, group, device, unit)
     if unit is not None:

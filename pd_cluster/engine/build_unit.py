@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pd_cluster import wire
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.engine.handover.crossing import why_no_unit
 from pd_cluster.engine.unit.mates import MatePost, Mates
-from pd_cluster.engine.unit.meet import UnitMeeting
+from pd_cluster.engine.unit.meet import AnyUnitGroup, UnitMeeting, group_of
 from pd_cluster.errors import ConfigError
 from pd_cluster.model.loader import resolve_dtype
-from pd_cluster.model.parallel.unit import UnitGroup
+from pd_cluster.model.parallel.device_unit import UnitEnds
+from pd_cluster.model.sizing import default_step_tokens
 from pd_cluster.settings.config import WorkerConfig
 from pd_cluster.settings.engine import EngineConfig
 from ranktable_tools.hosts import is_one_host
@@ -25,6 +26,8 @@ EQUAL = (
     *("tensor_parallel_size", "max_num_batched_tokens", "quantization", "expert_placement_strategy"),
     *("attention_backend", "block_size"),
 )
+# And those from which follow the rows of the largest step, which members with accelerators compute when they load.
+EQUAL_ON_DEVICES = ("max_num_seqs", "max_model_len")
 
 
 class UnitParts(NamedTuple):
@@ -33,22 +36,22 @@ class UnitParts(NamedTuple):
     mates: Mates
     meeting: UnitMeeting
 
-    def group(self, config: WorkerConfig, begin: Callable[[], None]) -> UnitGroup:
+    def group(self, config: WorkerConfig, device: Device, begin: Callable[[], None]) -> AnyUnitGroup:
         """Returns this rank's end of the exchange; nothing has met yet.
 
         `begin` is called once weights are loaded: it opens the mailbox and says so.
         """
-        place = self.mates.place
 
-        def meet() -> Any:
+        def meet() -> UnitEnds:
             begin()
             self.mates.await_all(config.timeouts.connect_timeout_s)
             hosts = [config.server_ip, *self.mates.hosts()]
             if not config.trusts_network and any(not is_one_host(hosts[0], host) for host in hosts):
-                raise ConfigError(why_no_unit(place.name, hosts))  # those of a table have been checked at the start
+                # Those of a table have been checked at the start.
+                raise ConfigError(why_no_unit(self.mates.place.name, hosts))
             return self.meeting.meet()
 
-        return UnitGroup(place.rank, place.size, meet, config.timeouts.collective_timeout_s)
+        return group_of(config, device, meet)
 
 
 def unit_of(config: WorkerConfig, post: MatePost, device: Device, lost: Callable[[str], None]) -> UnitParts | None:
@@ -67,20 +70,24 @@ def unit_of(config: WorkerConfig, post: MatePost, device: Device, lost: Callable
         meeting.put(key)
 
     mates = Mates(place, terms_of(config.engine, device), post, lose, take)
-    meeting = UnitMeeting(config, mates.send)
+    meeting = UnitMeeting(config, device, mates.send)
 
     return UnitParts(mates, meeting)
 
 
 def terms_of(engine: EngineConfig, device: Device) -> dict[str, str]:
-    """Returns the settings that all members must have, and the model's identity, as text that fits a message."""
+    """Returns what all members must have, as text that fits a message: settings, kind of device, model's identity."""
     checkpoint = Checkpoint.of(engine)
+    names = EQUAL + (EQUAL_ON_DEVICES if device.is_accelerator else ())
     terms = {
         "model": checkpoint.identity,
+        "device": device.kind,
         "dtype": resolve_dtype(engine.dtype, checkpoint, device),  # auto depends on the processor
         "hf_overrides": checkpoint.hf_overrides,
-        **{name: str(getattr(engine, name)) for name in EQUAL},
+        **{name: str(getattr(engine, name)) for name in names},
     }
+    if engine.max_num_batched_tokens is None:
+        terms["max_num_batched_tokens"] = str(default_step_tokens(device))
     return {name: text if len(text) <= wire.MOST_TEXT else _digest(text) for name, text in terms.items()}
 
 

@@ -68,7 +68,7 @@ def _build_engine(
         mailbox.start(mailroom)
         tell(RankReport(state="forming", control_port=control_port, public_key=mailbox.public_key))
 
-    exchange = None if unit is None else unit.group(config, begin)
+    exchange = None if unit is None else unit.group(config, device, begin)
     with cores.loading():
         core, runner = build_core(config.engine, group, followers, device, exchange)
     cores.share(runner.threads)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.experts import num_experts_of
 from pd_cluster.devices.device import Device
+from pd_cluster.devices.group import why_none
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.model.layers.expert_share import ExpertShare, ExpertUnit
 from pd_cluster.model.parallel.group import Group
 from pd_cluster.model.vision.experts import WHOLE_TYPE
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine import PROMPT_GRAPHS, EngineConfig
 
 
 def share_of(
@@ -29,11 +30,11 @@ def share_of(
     if not num_experts or size == 1 or not (config.enable_expert_parallel or num_members > 1):
         return None
     flag = _flag(config)
-    if num_members > 1 and not device.traits.exchanges_rows:
+    if num_members > 1 and device.is_accelerator and (why := why_none(device.dist_backend, device)):
         raise ConfigError(
-            f"{flag}: instances exchange the rows of experts on CPUs only, not on {device.kind.upper()}; leave it out, "
-            f"and give {called('enable_expert_parallel')} with a larger {called('tensor_parallel_size')} to spread the "
-            f"experts of one instance"
+            f"{flag}: {why}, over which instances exchange the rows of experts; leave it out, and give "
+            f"{called('enable_expert_parallel')} with a larger {called('tensor_parallel_size')} to spread the experts "
+            f"of one instance"
         )
     if num_members > 1 and unit is None:
         raise ConfigError(f"{flag}: the instances of a unit exchange rows, and this process is alone; give 1")
@@ -58,6 +59,8 @@ def _why_not(config: EngineConfig, checkpoint: Checkpoint) -> str:
     if (method := config.speculation.with_weights) is not None:
         name = called("speculative_config")
         return f"{name}: method {method}: weights that draft are not computed in step with mates; give ngram or suffix"
+    if config.data_parallel_size > 1 and PROMPT_GRAPHS in config.cuda_speedups:
+        return f"{called('cuda_speedups')} {PROMPT_GRAPHS}: no graph has steps that exchange rows; leave it out"
     if checkpoint.is_unproven:
         kind = checkpoint.model_type
         return f"{called('try_unlisted')}: no proof would see that experts of {kind} are spread wrongly; leave it out"

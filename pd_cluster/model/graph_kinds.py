@@ -62,8 +62,8 @@ def why_eager(plan: LoadPlan, model: CausalLM, layout: KVLayout) -> str:
         return "--enforce-eager"
     if (rope := rope_type(model.config)) in ASKING_ROPES:
         return f"rope_type {rope} asks the device for positions"
-    if plan.experts is not None and plan.experts.exchange is not None:
-        return "the instances of a unit exchange rows within a step"
+    if plan.exchanges_rows:
+        return "instances of a unit agree on each step and exchange rows within it; nor is any launched ahead"
     if not plan.is_alone and not (device.traits.captures_sums or plan.config.npu_tp_graphs):
         return "graphs of ranks have not run on NPUs; --npu-tp-graphs captures them"
     if isinstance(model, FusedCausalLM):

@@ -81,8 +81,15 @@ class LoadPlan:
     @property
     def goes_ahead(self) -> bool:
         """Whether steps are launched from tokens that the host does not know; a host as the device gains nothing."""
+        if self.exchanges_rows:  # members agree on each step before it is launched
+            return False
         spreads = self.device.traits.spreads_tokens or self.config.npu_tp_graphs
         return self.device.is_accelerator and (self.is_alone or spreads)
+
+    @property
+    def exchanges_rows(self) -> bool:
+        """Whether instances of a unit share the experts."""
+        return self.experts is not None and self.experts.exchange is not None
 
 
 def check_adapters(adapters: AdapterSettings, device: Device) -> None:

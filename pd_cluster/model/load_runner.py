@@ -123,7 +123,7 @@ def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layout: KVLayout, eager: st
         peak += nbytes_of_adapters(model.config, config.adapters, plan.dtype)
     peak += decode_workspace_nbytes(model, layout, num_seqs, plan.max_model_len)
     num_pairs = num_lanes(layout, config.paired_tp_sizes)
-    if nbytes := buffers_nbytes(device, num_pairs, not plan.is_alone):
+    if nbytes := buffers_nbytes(device, num_pairs, not plan.is_alone, plan.exchanges_rows):
         log.info("%.2f GiB are left to communicators, %d of them KV pairs", nbytes / 2**30, num_pairs)
     return peak + nbytes
 

@@ -26,11 +26,15 @@ def num_step_tokens(config: EngineConfig, device: Device) -> int:
     """Returns the most tokens of a step; the default follows from the device's kind and its memory."""
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens
-    least = device.traits.large_nbytes
-    is_large = least > 0 and memory(device).total >= least
-    found = LARGE_STEP_TOKENS if is_large else STEP_TOKENS
+    found = default_step_tokens(device)
     log.info("steps of at most %d tokens, the default for %s", found, device.torch_name)
     return found
+
+
+def default_step_tokens(device: Device) -> int:
+    least = device.traits.large_nbytes
+    is_large = least > 0 and memory(device).total >= least
+    return LARGE_STEP_TOKENS if is_large else STEP_TOKENS
 
 
 def num_pool_blocks(

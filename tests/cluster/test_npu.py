@@ -6,14 +6,17 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import pytest
 
 from pd_cluster.client.instances import links_of
 from tests.support import npu_wheel
+from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import LiveCluster, in_parallel
-from tests.support.engines import assert_same, random_prompt
+from tests.support.engines import assert_all_same, assert_same, random_prompt
 
 MAX_TOKENS = 10
+ANSWER_S = 300.0  # every operator is computed by Python
 ARGUMENTS = ["--spawn", "--dtype=float32", "--num-blocks=24", "--max-model-len=300", "--kv-transport=dist"]
 ON_NPU = ["--device=npu", "--max-num-seqs=2"]  # each captured size takes a second in Python
 
@@ -46,3 +49,25 @@ def test_prompts_are_prefilled_on_one_npu_and_decoded_on_another_or_on_the_cpu(
         assert {peer: link.over for peer, link in links.items()} == {"decode-0": "hccl", "decode-1": "dist"}
         logs = {name: cluster.log_file(name).read_text() for name in members}
         assert [name for name in logs if "attention by torch-npu (TND)" in logs[name]] == ["prefill-0", "decode-0"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_units_exchange_rows_between_npus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prefill instances of a card each, and two decode instances of two: one unit of each role."""
+    for name, value in npu_wheel.environment().items():
+        monkeypatch.setenv(name, value)
+    model = make_checkpoint(tmp_path / "model", "qwen3_moe", head_dim=128, max_position_embeddings=1024)
+    arguments = [*ARGUMENTS, "--device=npu", "--data-parallel-size=2", "--max-num-batched-tokens=64"]
+    cards = {"decode-0": 2, "decode-1": 2}
+    with LiveCluster(tmp_path, model, 2, 2, arguments, tp_sizes=cards) as cluster:
+        cluster.client.timeout = httpx.Timeout(ANSWER_S)
+        prompts = [random_prompt(random.Random(9), length) for length in (3, 140, 60)]
+        outputs = cluster.complete_together(prompts, MAX_TOKENS)
+        outputs.append(cluster.complete(prompts[0], MAX_TOKENS))
+        assert_all_same(model, [*prompts, prompts[0]], outputs, MAX_TOKENS)
+        cluster.assert_home()
+        for name in ("prefill-0", "prefill-1", "decode-0", "decode-1"):
+            log = cluster.log_file(name).read_text()
+            assert "decode steps run eagerly: instances of a unit agree on each step" in log
+            assert "NPU kernels, attention by torch-npu (TND)" in log

@@ -302,6 +302,8 @@ def test_what_cannot_be_spread_is_refused_by_name(checkpoint: Checkpoints) -> No
     assert "4 experts cannot be spread evenly over 3 ranks" in refusal(sparse, data_parallel_size=3)
     adapters = AdapterSettings(enable_lora=True)
     assert "--data-parallel-size 2: --enable-lora: adapters" in refusal(sparse, adapters=adapters, **pair)
+    graphs = refusal(sparse, cuda_speedups=("prompt-graphs",), **pair)
+    assert "--data-parallel-size 2: --cuda-speedups prompt-graphs: no graph has" in graphs
     head = Speculation(methods=("mtp",))
     assert "method mtp: weights that draft" in refusal(checkpoint("glm4_moe"), speculation=head, **pair)
     draft = Speculation(methods=("draft_model",), model=str(sparse))

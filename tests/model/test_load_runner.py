@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
@@ -16,6 +17,8 @@ from pd_cluster.errors import Closed, ConfigError, ModelError
 from pd_cluster.kv.pool import KVPool
 from pd_cluster.model import load_runner
 from pd_cluster.model.expert_plan import share_of
+from pd_cluster.model.load_plan import LoadPlan
+from pd_cluster.model.parallel.group import Alone
 from pd_cluster.settings.engine import EngineConfig
 
 Checkpoints = Callable[..., Path]
@@ -53,15 +56,22 @@ def test_after_letting_go_there_is_neither_pool_nor_model(checkpoint: Checkpoint
 
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
-def test_instances_exchange_rows_on_cpus_only(kind: DeviceKind, checkpoint: Checkpoints) -> None:
-    """One instance may spread its experts over its ranks on any device."""
-    config = EngineConfig(model=str(checkpoint("mixtral")), data_parallel_size=2)
+def test_instances_exchange_rows_wherever_torch_has_groups(
+    kind: DeviceKind, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One instance may spread its experts over its ranks on any device. No step of a unit is launched ahead."""
+    config = EngineConfig(model=str(checkpoint("mixtral")), data_parallel_size=2, max_num_batched_tokens=64)
     unit: Any = object()
     alone: Any = SimpleNamespace(rank=0, size=1)
     pair: Any = SimpleNamespace(rank=1, size=2)
     found = Checkpoint.of(config)
-    with pytest.raises(ConfigError, match=f"--data-parallel-size 2: .* on CPUs only, not on {kind.upper()}; leave it"):
+    backend = Device(kind).dist_backend.upper()
+    monkeypatch.setattr("pd_cluster.devices.device.process_group", lambda device: None)
+    with pytest.raises(ConfigError, match=f"--data-parallel-size 2: torch has no {backend} for {kind}:0 here, over"):
         share_of(config, found, alone, Device(kind), unit)
+    monkeypatch.setattr("pd_cluster.devices.device.process_group", lambda device: object)
+    assert not LoadPlan.of(config, Alone(), Device(kind), unit).goes_ahead
+    assert LoadPlan.of(structs.replace(config, data_parallel_size=1), Alone(), Device(kind)).goes_ahead
     on_host = share_of(config, found, alone, CPU, unit)
     assert on_host is not None
     assert on_host.exchange is unit

@@ -111,6 +111,22 @@ class HcclOverGloo:
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor]) -> HcclWork:
         return self._begin(lambda gloo: gloo.allgather(outputs, inputs))
 
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_sizes: list[int],
+        given_sizes: list[int],
+        options: Any,
+    ) -> HcclWork:
+        """torch counts rows in sizes, and torch-npu numbers: they agree on one dimension."""
+        assert output.dim() == given.dim() == 1
+        assert output.is_contiguous()
+        assert given.is_contiguous()
+        assert len(output_sizes) == len(given_sizes) == self.size
+        assert (sum(output_sizes), sum(given_sizes)) == (len(output), len(given))
+        return self._begin(lambda gloo: gloo.alltoall_base(output, given, output_sizes, given_sizes))
+
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> HcclWork:
         return self._begin(lambda gloo: gloo.broadcast(tensors, options))
 

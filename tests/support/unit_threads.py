@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -77,9 +77,12 @@ class ThreadUnit:
 
 @contextlib.contextmanager
 def unit(
-    folder: Path, size: int, tp_size: int = 1, kind: type[ThreadUnit] = ThreadUnit, **settings: Any
+    folder: Path, size: int, tp_size: int = 1, kind: Callable[[Hall, int], Any] = ThreadUnit, **settings: Any
 ) -> Iterator[list[EngineCore]]:
-    """Yields the members' cores, each to be stepped in a thread of its own."""
+    """Yields the members' cores, each to be stepped in a thread of its own.
+
+    `kind` makes a rank's end of the exchange, for member `rank`; those of one hall meet.
+    """
     halls = [Hall(size) for _ in range(tp_size)]
 
     def member(rank: int) -> EngineCore:
@@ -111,8 +114,7 @@ def run_in_step(cores: Sequence[EngineCore], requests: Sequence[Sequence[Request
                     for _, token in core.step().sampled:
                         found[rank].setdefault(token.request_id, []).append(token)
                 else:
-                    with torch.inference_mode():
-                        core.runner.model.take_part()  # type: ignore[attr-defined]
+                    core.runner.take_part()  # type: ignore[attr-defined]
         except BaseException:
             hall.leave()
             raise

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from pd_cluster.devices.device import Device
-from pd_cluster.devices.hccl import GROUP_BUFFER_MB
+from pd_cluster.devices.group import make_unit
+from pd_cluster.devices.hccl import GROUP_BUFFER_MB, UNIT_BUFFER_MB
 from pd_cluster.devices.kinds import DeviceKind
 from pd_cluster.model.parallel.group import DeviceGroup, Rendezvous, join
 from tests.support.fake_device import FakeGroup, install
@@ -111,3 +113,10 @@ def test_a_group_is_told_what_its_backend_needs(groups: tuple[DeviceKind, list[D
         assert options.is_high_priority_stream == (kind == "cuda")  # it is captured, and copies have the others
         assert isinstance(made, Adding)
         assert made.limit == timedelta(seconds=3)
+    made = make_unit(HashStore(), 0, 2, WAIT_S, Device(kind))
+    assert made.options._timeout == timedelta(seconds=WAIT_S)
+    assert not made.options.is_high_priority_stream
+    if kind == "npu":
+        assert made.options.hccl_config == {"hccl_buffer_size": UNIT_BUFFER_MB}
+        assert made.options.group_id == "unit"
+        assert made.options.global_ranks_in_group == [0, 1]

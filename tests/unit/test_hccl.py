@@ -122,9 +122,10 @@ def test_hccls_own_table_is_taken_away() -> None:
 
 
 def test_communicators_take_twice_their_buffers() -> None:
-    for num_pairs, has_ranks, num_mb in ((32, False, 32 * 128), (1, True, 128 + 400), (0, False, 0)):
-        assert hccl.device_nbytes(num_pairs, has_ranks, {}) == num_mb << 20
-    assert hccl.device_nbytes(1, True, {"HCCL_BUFFSIZE": "100"}) == 2 * 200 << 20
+    known = ((32, False, False, 32 * 128), (1, True, False, 128 + 400), (0, True, True, 800), (0, False, False, 0))
+    for num_pairs, has_ranks, has_unit, num_mb in known:
+        assert hccl.device_nbytes(num_pairs, has_ranks, has_unit, {}) == num_mb << 20
+    assert hccl.device_nbytes(1, True, True, {"HCCL_BUFFSIZE": "100"}) == 3 * 200 << 20
     assert hccl.hccl_config(hccl.PAIR_BUFFER_MB, {}) == {"hccl_buffer_size": 64}
     assert hccl.hccl_config(hccl.PAIR_BUFFER_MB, {"HCCL_BUFFSIZE": "64"}) == {}
 

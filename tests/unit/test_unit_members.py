@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.devices.device import CPU
+from pd_cluster.devices.device import CPU, Device
 from pd_cluster.engine.build_unit import terms_of
 from pd_cluster.engine.drain import CLOSES_AFTER_S, WorkerDrain
 from pd_cluster.engine.mail import Mailroom
@@ -232,6 +232,14 @@ def test_one_that_is_lost_while_others_wait_ends_the_wait() -> None:
         town.mates[1].closed("0-1", "gone")
         with pytest.raises(InstanceLost, match=r"decode-0, member 0 of the unit decode-0: gone"):
             waiting.result(WAIT_S)
+
+
+def test_members_have_one_kind_of_device_and_accelerators_one_size_of_steps(checkpoint: Callable[..., Path]) -> None:
+    """All compute the largest step at load there; its default is that of the device."""
+    engine = EngineConfig(model=str(checkpoint("qwen3_moe")), dtype="float16", max_num_seqs=9)
+    cpu, npu = (terms_of(engine, device) for device in (CPU, Device("npu")))
+    assert npu.items() - cpu.items() == {("device", "npu"), ("max_num_seqs", "9"), ("max_model_len", "None")}
+    assert (cpu["device"], cpu["max_num_batched_tokens"]) == ("cpu", "2048")
 
 
 def groups(size: int) -> list[UnitGroup]:

@@ -250,7 +250,7 @@ INSTANCE_COUNTERS = (
     ),
     OfInstance(
         "pd_cluster:unit_exchange_seconds",
-        "Seconds of these steps in which it exchanged rows with its unit.",
+        "Seconds of these steps in which it waited for its unit, to agree on rows and, on CPUs, to exchange them.",
         lambda load: load.exchange_s,
     ),
     OfInstance("vllm:num_preemptions", "Requests that gave way to older ones.", lambda load: load.num_preemptions),

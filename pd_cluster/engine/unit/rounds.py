@@ -1,6 +1,6 @@
 """A unit's rounds in the engine: the stage that hears the mates, and what a step does before and behind its rows.
 
-On the engine's thread. `Unison` decides, `UnitGroup` exchanges, `Mates` send.
+On the engine's thread. `Unison` decides, `AnyUnitGroup` exchanges, `Mates` send.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pd_cluster.engine.stage import Stage
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.unison import Unison
 from pd_cluster.engine.unit.mates import Mates
-from pd_cluster.model.parallel.unit import UnitGroup
+from pd_cluster.engine.unit.meet import AnyUnitGroup
 
 
 class UnitRunner(Protocol):
@@ -37,7 +37,7 @@ class UnitRounds(Stage):
     def __init__(
         self,
         mates: Mates,
-        group: UnitGroup,
+        group: AnyUnitGroup,
         runner: UnitRunner,
         legs: Legs,
         drain: WorkerDrain,

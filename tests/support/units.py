@@ -34,7 +34,9 @@ def unit_settings(
     prefill: UnitShape, decode: UnitShape, own: Callable[[str], Sequence[str]] = lambda _: ()
 ) -> dict[str, Any]:
     """Returns LiveCluster's settings for a unit of each role. `own`: further flags of a member, by its name."""
-    shapes = {name: shape for role, shape in (("prefill", prefill), ("decode", decode)) for name in members_of(role, shape)}
+    shapes = {
+        name: shape for role, shape in (("prefill", prefill), ("decode", decode)) for name in members_of(role, shape)
+    }
     return {
         "member_arguments": {
             name: [f"--data-parallel-size={shape.size}", *own(name)] for name, shape in shapes.items()

@@ -91,9 +91,7 @@ class UnitGroup:
         assert self._group is not None  # see `form`
         started_s = time.perf_counter()
         mates = [m for m in range(self.size) if m != self.rank]
-        works = [
-            self._begin(self._group.recv, theirs[m], m) for _, theirs in swaps for m in mates if theirs[m].numel()
-        ]
+        works = [self._begin(self._group.recv, theirs[m], m) for _, theirs in swaps for m in mates if theirs[m].numel()]
         works += [self._begin(self._group.send, ours[m], m) for ours, _ in swaps for m in mates if ours[m].numel()]
         for member, work in works:
             self._wait(member, work)
@@ -112,7 +110,7 @@ class UnitGroup:
             raise self._lost(member, error) from error
 
     def _lost(self, member: int, error: RuntimeError) -> InstanceLost:
-        return InstanceLost(f"member {member} of {self.size} of this unit is lost, or too late: {first_line(error)}")
+        return InstanceLost(f"member {member} of {self.size} of this unit is lost: {first_line(error)}")
 
 
 def _split(x: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:

@@ -206,7 +206,7 @@ def run(rounds: int, quick: bool, json: str) -> None:
         write(model_of("glm4_moe", sizes), model)
         gc.collect()
         found = [_measure(model, sizes["vocab_size"]) for _ in range(rounds)]
-    report = Report(f"python -m benchmarks engine --parts {NAME} --rounds {rounds}", [*_results(found, sizes)])
+    report = Report(f"python -m benchmarks engine --parts {NAME} --rounds {rounds}", [*_results(found)])
     finish(report, f"{rounds} rounds, 1 thread each, {time.monotonic() - started_s:.0f} s", json, quick)
 
 
@@ -227,14 +227,12 @@ def _measure(model: Path, vocab_size: int) -> Figures:
     return figures
 
 
-def _results(rounds: Sequence[Figures], sizes: dict[str, Any]) -> Iterator[Result]:
+def _results(rounds: Sequence[Figures]) -> Iterator[Result]:
     for name, better, goal, above, below in RATIOS:
         yield result(name, [each[above] / each[below] for each in rounds], "x", better, goal)
     yield result("exchange, share of a step", [each[f"{UNIT}, all: exchange"] for each in rounds], "%", "lower", 15.0)
-    nbytes = 4 * 3 * sizes["n_routed_experts"] * sizes["moe_intermediate_size"] * sizes["hidden_size"]
-    spared = [each[f"{APART}: memory"] - each[f"{UNIT}: memory"] for each in rounds]
-    shares = [100 * each / (nbytes * sizes["num_hidden_layers"]) for each in spared]
-    yield result("memory that a member saves, share of the experts", shares, "%", "higher", 49.0)
+    for name, who in ((UNIT, "a member"), (APART, "an instance")):
+        yield result(f"memory of {who}", [each[f"{name}: memory"] / 1e9 for each in rounds], "GB")
     num_messages = [each["asleep: messages and rounds"] for each in rounds]
     yield result("messages and rounds of both, asleep", num_messages, "", "lower", 0.0)
     yield result("CPU time of both, asleep", [each["asleep: CPU time of both"] for each in rounds], "% of a core")

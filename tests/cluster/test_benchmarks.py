@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 QUICK = ("kv --quick --transports=shm --rounds=1",)
 SLOW = (
     "engine --quick --threads=1",
+    "engine --parts=unit --quick",
     "engine --shape=hybrid-1B --quick --threads=1 --rounds=1",
     "engine --shape=mla-1B --quick --threads=1 --rounds=1",
     "engine --shape=moe-1B --quick --threads=1 --rounds=1",

@@ -374,17 +374,11 @@ class Membership(Roster):
 
     def tell_peers(self) -> None:
         """Sends the current list of instances to each that is in it, if this scheduler owns membership."""
-        self._tell(self._named)
-
-    @property
-    def _named(self) -> list[Instance]:
-        return [each for each in self.instances if each.is_ready or self._is_named_early(each)]
-
-    def _tell(self, hearers: Sequence[Instance]) -> None:
         if (term := self.term()) is None:
             return
-        peers = wire.Peers([instance.to_peer() for instance in self._named], term)
-        for instance in hearers:
+        named = [each for each in self.instances if each.is_ready or self._is_named_early(each)]
+        peers = wire.Peers([instance.to_peer() for instance in named], term)
+        for instance in named:
             self._mailbox.send(instance.conn, peers)
 
     def _is_named_early(self, instance: Instance) -> bool:

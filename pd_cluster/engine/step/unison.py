@@ -6,10 +6,18 @@ clock, because whatever can fail to come is lost with its sender, and the caller
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from pd_cluster import wire
 from pd_cluster.errors import InstanceLost
+
+
+def have_ended(done: Set[int], rank: int, own: int) -> bool:
+    """Whether the end of a mate's connection is no loss: it is done and has ended, and so will this member.
+
+    One that dies after it is done may be needed by others; they end, and so does this member.
+    """
+    return {rank, own} <= done
 
 
 class Unison:
@@ -82,9 +90,9 @@ class Unison:
     def lost(self, rank: int, mate: str, reason: str) -> None:
         """Takes the end of a mate's connection. Raises InstanceLost, unless both are done: then it has ended.
 
-        `mate`: its name. A mate that dies after it is done may be needed by others; they end, and so does this member.
+        `mate`: its name.
         """
-        if not {rank, self._rank} <= self._done:
+        if not have_ended(self._done, rank, self._rank):
             raise InstanceLost(f"{mate}, member {rank} of {self._size} of this unit, is lost: {reason}")
 
     def drain(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pd_cluster import wire
+from pd_cluster.engine.step.unison import have_ended
 from pd_cluster.errors import ConfigError, InstanceLost, called
 from pd_cluster.net.admission import peer_key
 from pd_cluster.settings.config import UnitPlace
@@ -34,7 +35,6 @@ class _Mate:
     conn: str
     info: wire.PeerInfo
     is_equal: bool = False  # its `UnitTerms` have come
-    is_done: bool = False  # its `UnitDone` has come
 
 
 @dataclass(slots=True)
@@ -51,7 +51,7 @@ class Mates:
     meet: Callable[[wire.UnitKey], None]  # takes a mate's key
     _named: dict[str, wire.PeerInfo] = field(default_factory=dict)  # by name@epoch, as the scheduler says
     _mates: dict[int, _Mate] = field(default_factory=dict)  # by rank
-    _is_done: bool = False  # this member, as its mates have been told
+    _done: set[int] = field(default_factory=set)  # ranks that have said `UnitDone`, this one's included
     _error: BaseException | None = None
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -80,7 +80,8 @@ class Mates:
 
     def send(self, body: wire.Body) -> None:
         """Sends to all mates that are there."""
-        self._is_done = self._is_done or isinstance(body, wire.UnitDone)
+        if isinstance(body, wire.UnitDone):
+            self._done.add(self.place.rank)
         for mate in list(self._mates.values()):
             self.post.send(mate.conn, body)
 
@@ -135,8 +136,8 @@ class Mates:
             case wire.UnitKey():
                 log.warning("%s is no member of this unit; its key is dropped", peer)
             case wire.UnitDone():
-                for mate in self._mates.values():
-                    mate.is_done = mate.is_done or mate.conn == conn
+                if (rank := self.rank_of(conn)) is not None:
+                    self._done.add(rank)
                 return False
             case _:
                 return False
@@ -178,7 +179,7 @@ class Mates:
                 if not mate.is_equal:
                     del self._mates[rank]
                     return
-                if mate.is_done and self._is_done:  # it has ended, as this member will; see Unison.lost
+                if have_ended(self._done, rank, self.place.rank):
                     return
                 if self._error is None:
                     name = self.place.name

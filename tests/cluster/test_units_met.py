@@ -74,8 +74,14 @@ def test_64_requests_while_members_fall_idle(
 
 
 WIDE: dict[str, Any] = {
-    **{"hidden_size": 1024, "moe_intermediate_size": 384, "num_hidden_layers": 2, "initializer_range": 0.05},
-    **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "num_experts": 8},
+    "hidden_size": 1024,
+    "moe_intermediate_size": 384,
+    "num_hidden_layers": 2,
+    "initializer_range": 0.05,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "num_experts": 8,
 }
 
 

@@ -92,7 +92,9 @@ class Ranks:
                 task.cancel()
             await asyncio.gather(*watching, return_exceptions=True)
         first = self._first_to_blame()
-        if self._config.unit is not None and first.exit_code == 0 and not self._lost:  # a member had to, and all drained
+        if (
+            self._config.unit is not None and first.exit_code == 0 and not self._lost
+        ):  # a member had to, and all drained
             log.info("%s ends with its unit", self._config.name)
             return
         which = "its rank process" if len(self._processes) == 1 else f"rank {first.rank} of {len(self._processes)}"

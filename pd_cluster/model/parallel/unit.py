@@ -90,7 +90,7 @@ class UnitGroup:
             for member, call, rows in calls:
                 if rows.numel():
                     works.append((member, call([rows], member, TAG)))
-            for member, work in works:
+            for member, work in works:  # noqa: B007  # an error names it
                 work.wait(self._timeout)
         except RuntimeError as error:
             lost = f"member {member} of {self.size} of this unit is lost: {first_line(error)}"

@@ -99,4 +99,5 @@ def a_mate_is_lost(inbox: Inbox, tell_lost: Callable[[str], None], why: str) -> 
     """Ends the engine's loop, or the process if the loop waits for that member of its unit, on all ranks."""
     inbox.put(StopEngine(InstanceLost(why)))
     end_within(MATE_END_S)
+    log.error("%s", why)  # before the end, which may take a step
     tell_lost(why)

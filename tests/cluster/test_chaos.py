@@ -26,7 +26,6 @@ REQUEST_TIMEOUT_S = 60
 CONCURRENCY = 32
 STANDSTILL_S = 20.0
 CUT_S = 8.0
-BUSY = 4  # requests of an instance that a fault shall meet
 PACE_S = 0.25  # between requests while faults last
 LONGEST, MAX_TOKENS = 400, 64
 FLAGS = [
@@ -46,12 +45,15 @@ def model(checkpoint: Checkpoints) -> Path:
 
 
 class Trouble:
-    """Traffic on a cluster, and the faults that it meets. `burst`: how many requests come when a fault is near."""
+    """Traffic on a cluster, and the faults that it meets. `burst`: how many requests come when a fault is near.
 
-    def __init__(self, cluster: LiveCluster, traffic: Traffic, burst: int) -> None:
+    `busy`: requests of an instance that a fault shall meet.
+    """
+
+    def __init__(self, cluster: LiveCluster, traffic: Traffic, burst: int, busy: int = 4) -> None:
         self.cluster = cluster
         self.traffic = traffic
-        self._burst = burst
+        self._burst, self._busy = burst, busy
         self._next_s = 0.0
 
     def await_busy(self, name: str) -> None:
@@ -59,7 +61,7 @@ class Trouble:
 
         def busy() -> bool:
             self.traffic.more(self._burst)
-            return bool(self.cluster.instance(name)["num_outstanding"] >= BUSY)
+            return bool(self.cluster.instance(name)["num_outstanding"] >= self._busy)
 
         self.cluster.wait_until(f"{name} is busy", busy)
 

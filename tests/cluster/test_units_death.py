@@ -104,6 +104,7 @@ def test_kill_9_in_mid_request(
     unit.assert_lost(victim, KILLED_S, but=[victim] if process is parent else [])
     streams.assert_exact(folder, expected)
     unit.start_again()
+    cluster.await_ready()
     assert_serves(cluster, folder)
 
 
@@ -122,6 +123,7 @@ def test_a_member_that_stands_still(
     finally:
         os.kill(pid, signal.SIGCONT)
     unit.start_again()
+    cluster.await_ready()
     assert_serves(cluster, folder)
 
 

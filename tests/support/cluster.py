@@ -142,10 +142,13 @@ class LiveCluster:
 
     def rank_pids(self, name: str) -> list[int]:
         """Returns the pids in the order of the ranks; the worker's parent must answer."""
-        answer = self.client.get(f"http://127.0.0.1:{self.members[name].port}/instance")
+        answer = self.client.get(f"http://{self.address_of(name)}:{self.members[name].port}/instance")
         found: list[int] = answer.json()["rank_pids"]
         assert found
         return found
+
+    def address_of(self, name: str) -> str:
+        return "127.0.0.1"
 
     def await_exit(self, name: str, timeout_s: float = 20.0) -> int:
         return self.processes[name].wait(timeout_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import shutil
 import subprocess
@@ -180,7 +181,15 @@ class SpreadCluster(LiveCluster):
         return [name for name, its_host in self._where.items() if its_host == host and name != "scheduler"]
 
     def _devices(self, host: str, role: str) -> list[list[int]]:
-        return [[device] for device, name in enumerate(self._here(host)) if name.startswith(role)]
+        return [ids for name, ids in self._devices_of(host).items() if name.startswith(role)]
+
+    def _devices_of(self, host: str) -> dict[str, list[int]]:
+        """Returns each instance's devices there: one for each rank."""
+        rest = itertools.count()
+        return {name: [next(rest) for _ in range(self.launch.tp_size_of(name))] for name in self._here(host)}
+
+    def address_of(self, name: str) -> str:
+        return self._network.addresses[self._where[name]]
 
     def _moved(self, member: Member, table: Path) -> Member:
         host = self._where[member.name]
@@ -190,7 +199,7 @@ class SpreadCluster(LiveCluster):
             port = next(flag for flag in member.command if flag.startswith("--join=")).rpartition(":")[2]
             own = [f"--host={address}", f"--advertise-host={address}", f"--join={self._network.addresses[HUB]}:{port}"]
             return replace(member, command=self._network.inside(host, [*member.command, *own]))
-        slot = "host" if is_scheduler else str(self._here(host).index(member.name))
+        slot = "host" if is_scheduler else "".join(map(str, self._devices_of(host)[member.name]))
         local = self.folder / f"local_ranktable_{address}_{slot}.json"
         names = {"GLOBAL_RANK_TABLE_FILE_PATH": str(table), "RANK_TABLE_FILE_PATH": str(local)}
         own_host = "0.0.0.0" if is_scheduler and self.launch.num_encode else "" if is_scheduler else address

@@ -79,16 +79,22 @@ class Watched:
         def named() -> bool:
             return all(said.search(self.log(name)) for name in others)
 
-        left_s = within_s - (time.monotonic() - self._since_s)
+        left_s = within_s - self.age_s
         self._cluster.wait_until(f"all members of {victim}'s unit name it", named, max(left_s, 0.0))
         for name in others:
             assert self._cluster.await_exit(name) != 0
 
+    @property
+    def age_s(self) -> float:
+        """How long ago the fault was."""
+        return time.monotonic() - self._since_s
+
     def start_again(self) -> None:
+        """Starts all members again once they have ended."""
         for name in self._names:
             self._cluster.await_exit(name)
+        for name in self._names:
             self._cluster.start_member(name)
-        self._cluster.await_ready()
 
 
 def at_random_times(

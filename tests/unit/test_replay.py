@@ -66,6 +66,22 @@ async def test_before_the_first_token_another_pair_begins_anew(world: World, los
     world.assert_home()
 
 
+async def test_it_goes_on_at_a_mate_of_the_dead_only_if_nobody_else_is_left(world: World) -> None:
+    """Members of a unit end together, and one that is still there follows soon."""
+    for rank, instance in enumerate(world.instances[2:]):
+        instance.info = info_of(instance.name, "decode", unit="decode-0..1", unit_rank=rank, unit_size=2)
+    serving, first, _ = await world.begin()
+    begun = await next_attempt(world, 0)
+    lost, mate = ("decode-0", "decode-1") if "to-decode-0" in begun else ("decode-1", "decode-0")
+    world.lose(lost)
+    (conn,) = await next_attempt(world, 1)
+    assert conn in ("to-prefill-0", "to-prefill-1")
+    for name in sorted(("prefill-0", "prefill-1"), key=lambda name: conn.endswith(name)):
+        world.lose(name)
+    assert list(await next_attempt(world, 2)) == [f"to-{mate}"]
+    await world.leave(serving, first)
+
+
 async def test_of_several_sequences_those_that_have_not_ended_go_on(world: World) -> None:
     """0 has ended, 1 was stopped, 2 is under way, and of 3 the end has come before what is before it."""
     handle: list[RequestStream] = []

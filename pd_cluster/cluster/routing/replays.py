@@ -41,9 +41,17 @@ def _alive_after(stream: RequestStream, instances: list[Instance]) -> list[Insta
     """
     if stream.numerics is not None and stream.resumed():
         instances = [i for i in instances if i.info is None or not i.info.numerics.difference(stream.numerics)]
+    instances = _without_mates(stream, instances)
     if len(stream.deaths) < MAX_DEATHS:
         return instances
     return [instance for instance in instances if instance.heard_s > stream.deaths[-1].at_s]
+
+
+def _without_mates(stream: RequestStream, instances: list[Instance]) -> list[Instance]:
+    """Leaves out members of a dead one's unit, which end with it, until they are ready again or nobody else is."""
+    dead_s = {death.unit: death.at_s for death in stream.deaths if death.unit}
+    left = [each for each in instances if each.unit not in dead_s or each.ready_s > dead_s[each.unit]]
+    return left if any(each.is_ready for each in left) else instances
 
 
 def _take_back(stream: RequestStream, instances: list[Instance]) -> None:

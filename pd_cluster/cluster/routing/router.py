@@ -238,6 +238,6 @@ class Router:
         for stream in self.streams:
             for conn in [conn for conn, member in stream.legs.items() if member is instance]:
                 self._dispatch.ended(stream, conn)
-                stream.deaths.append(Death(instance.key, lost_s))
+                stream.deaths.append(Death(instance.key, lost_s, instance.unit))
                 error = InstanceLost(f"{instance.name} was lost while it served this request: {reason}")
                 self.streams.retreat(stream, error, "death")

@@ -110,10 +110,11 @@ class TokenSequence:
 
 
 class Death(NamedTuple):
-    """A life of an instance (`Instance.key`) that was lost, and when, by the event loop's clock."""
+    """A life of an instance (`Instance.key`) that was lost, and when, by the event loop's clock. `unit`: or ""."""
 
     life: str
     at_s: float
+    unit: str = ""
 
 
 @dataclass(slots=True)

@@ -109,12 +109,12 @@ class Bench(Driver):
         """Returns the time of all layers between their projections."""
         model, pool, found_ms = self.runner.model, self.runner.pools[1], 0.0
         assert isinstance(model, FusedCausalLM)
-        table = StateRows.of(pool, [Segment(0, num_rows, 0)]).table
+        rows_of = StateRows.of(pool, [Segment(0, num_rows, 0)])
         for layer in (each.attention for each in model.layers if isinstance(each.attention, GatedState)):
             rows = torch.randn(num_rows, sum(layer.widths))
             convolved, gate, decays, betas = torch.split(rows, list(layer.widths), dim=1)
             inputs, planes = StateInputs(convolved, decays, betas, gate), pool.planes(layer.layer.layer_idx)
-            found_ms += took_ms(partial(layer.layer.kernel, inputs, planes, table))
+            found_ms += took_ms(partial(layer.layer.kernel, inputs, planes, rows_of))
         return found_ms
 
     def _fork_ms(self) -> float:

@@ -44,7 +44,11 @@ class UnitParts(NamedTuple):
 
         def meet() -> UnitEnds:
             begin()
-            self.mates.await_all(config.timeouts.connect_timeout_s)
+            try:
+                self.mates.await_all(config.timeouts.connect_timeout_s)
+            except ConfigError:
+                self.mates.post.await_heard(config.timeouts.dead_after_s)  # so that the mates name the difference, too
+                raise
             hosts = [config.server_ip, *self.mates.hosts()]
             if not config.trusts_network and any(not is_one_host(hosts[0], host) for host in hosts):
                 # Those of a table have been checked at the start.

@@ -25,9 +25,9 @@ from pd_cluster.model.layers.ops import Ops
 from pd_cluster.model.layers.rope_tables import RopeTables
 from pd_cluster.model.layers.up_projections import put_up_projections
 from pd_cluster.model.layers.weight import joined
-from pd_cluster.model.parallel.layers import NORM_IN_MLP, Share, SpanningNorm
+from pd_cluster.model.parallel.layers import NORM_IN_MLP, Share, SpanningGatedNorm, SpanningNorm
 from pd_cluster.model.quirks import ARCHITECTURES, Quirks
-from pd_cluster.model.states.fuse_states import attends, has_kernels, is_recurrent, mixers_of, recurrent, side_by_side
+from pd_cluster.model.states.fuse_states import attends, is_recurrent, mixers_of, recurrent, side_by_side
 from pd_cluster.model.states.recurrent import NoAttention
 from pd_cluster.model.vision.experts import ByKind
 from pd_cluster.model.wide import WideEmbedding, is_narrow, widen
@@ -39,11 +39,12 @@ ROTARY = ("rotary_emb", "pos_emb")  # names of the rotary embedding; a model who
 
 
 def can_fuse(model: torch.nn.Module) -> bool:
-    """Whether the architecture is known, and where it runs on CPU, computes in float32 (model/wide.py included)."""
+    """Whether the architecture is known, and where it runs on CPU, computes in float32 (model/wide.py included).
+
+    Its recurrent layers need kernels beside this: see fuse_states.has_kernels.
+    """
     if not is_known(type(model), model.config) or any(isinstance(module, ByKind) for module in model.modules()):
         return False  # tokens of texts and of pictures have experts of their own
-    if not has_kernels(model):
-        return False
     return is_narrow(model) or all(p.dtype == torch.float32 or p.device.type != "cpu" for p in model.parameters())
 
 
@@ -61,6 +62,8 @@ def why_not_deterministic(model: Any) -> str:
         return f"{type(model).__name__}'s layers are not fused"
     if any(isinstance(module, SpanningNorm) for module in model.modules()):
         return f"{type(model).__name__}'s norms of queries and keys span several ranks"
+    if any(isinstance(module, SpanningGatedNorm) for module in model.modules()):
+        return f"{type(model).__name__}'s norms of states span several ranks"
     name = activation_name(model.config)
     if ARCHITECTURES[type(model).__name__].activation is None and name not in ACTIVATIONS:
         return f"{type(model).__name__}'s activation {name} has no kernel"

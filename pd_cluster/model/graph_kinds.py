@@ -18,6 +18,7 @@ from pd_cluster.model.adapter_devices import are_in_tables
 from pd_cluster.model.attention_choice import SDPA
 from pd_cluster.model.capturable import obstacle
 from pd_cluster.model.causal_lm import CausalLM
+from pd_cluster.model.declared import has_states
 from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.model.graphs import MAX_ONLY_START_S, MAX_START_S, Capture, DecodeGraphs, GraphRules
 from pd_cluster.model.load_plan import LoadPlan
@@ -46,6 +47,8 @@ def check_prompt_graphs(model: CausalLM, speedups: Sequence[str]) -> None:
     if PROMPT_GRAPHS not in speedups:
         return
     why = "" if isinstance(model, FusedCausalLM) else "this model's layers are not fused"
+    if not why and has_states(model.caches):
+        why = "no graph holds the states of its layers"
     if not why and model.attention != "Triton":
         why = f"attention is by {model.attention}, not by Triton"
     if why:
@@ -66,6 +69,8 @@ def why_eager(plan: LoadPlan, model: CausalLM, layout: KVLayout) -> str:
         return "instances of a unit agree on each step and exchange rows within it; nor is any launched ahead"
     if not plan.is_alone and not (device.traits.captures_sums or plan.config.npu_tp_graphs):
         return "graphs of ranks have not run on NPUs; --npu-tp-graphs captures them"
+    if has_states(model.caches):
+        return "no graph holds the states of its layers"
     if isinstance(model, FusedCausalLM):
         return "" if model.ops.is_capturable else "SDPA asks the device for lengths"
     if model.attention == SDPA.name:

@@ -18,17 +18,21 @@ def splits_windows(plan: LoadPlan) -> bool:
     return is_plain and plan.draft is None and not plan.device.is_accelerator
 
 
-def check_states(plan: LoadPlan) -> None:
-    """Raises ConfigError for settings that do not go together with a model whose layers keep states."""
-    for setting, why in _refused(plan):
+def check_states(plan: LoadPlan, is_fused: bool) -> None:
+    """Raises ConfigError for settings that do not go together with a model whose layers keep states.
+
+    `is_fused`: kernels compute its layers, not transformers' modules.
+    """
+    for setting, why in _refused(plan, is_fused):
         raise ConfigError(f"{setting}: {plan.checkpoint.model_type} keeps states, {why}")
 
 
-def _refused(plan: LoadPlan) -> Iterator[tuple[str, str]]:
+def _refused(plan: LoadPlan, is_fused: bool) -> Iterator[tuple[str, str]]:
     """Yields each setting that is refused, with its value, and why."""
     config, adapters = plan.config, plan.config.adapters
-    if plan.device.is_accelerator:
-        yield f"{called('device')} {plan.device.kind}", "which only CPUs compute here; use cpu"
+    if plan.device.is_accelerator and not is_fused:
+        backend = f"{called('attention_backend')} {config.attention_backend}"
+        yield f"{called('device')} {plan.device.kind}", f"for which it has no kernels here, with {backend}; use cpu"
     if config.kv_host_cache_gib:
         yield f"{called('kv_host_cache')} {config.kv_host_cache_gib:g}", "which no lower tier holds; leave it out"
     if config.speculation.methods:

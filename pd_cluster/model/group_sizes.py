@@ -1,4 +1,4 @@
-"""Splits the memory for KV caches over the pools of several groups of layers, on a CPU. Knows no tensors.
+"""Splits the memory for KV caches over the pools of several groups of layers. Knows no tensors.
 
 A group of windows has blocks for what all sequences see, for one step's tokens, and a quarter of both for the cache. A
 group of states has one for each sequence, and checkpoints. The group of all tokens gets the rest.
@@ -45,12 +45,17 @@ class GroupSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupNeeds:
-    """Tells what a model's groups, whose layouts these are, must hold at least and at best."""
+    """Tells what a model's groups, whose layouts these are, must hold at least and at best.
+
+    `left`: the bytes that an accelerator has left for pools, and the flag that they follow from; None: the pools are in
+    host memory.
+    """
 
     config: EngineConfig
     layouts: Sequence[KVLayout]
     max_model_len: int
     max_num_batched_tokens: int
+    left: tuple[int, str] | None = None
 
     @property
     def window(self) -> KVLayout | None:
@@ -107,6 +112,15 @@ class GroupNeeds:
         """Whether fewer sequences may be served than the settings say."""
         return self.config.max_num_seqs == DEFAULT_NUM_SEQS
 
+    def share_of(self, free: host.HostMemory, share: float) -> int:
+        """Returns the bytes of all pools together at most, if this share of host memory is for them."""
+        return self.left[0] if self.left is not None else host_share(free, share, self.config.num_local_ranks)
+
+    def check(self, nbytes: int, free: host.HostMemory, flag: str) -> None:
+        """Raises ConfigError if pools of so many bytes do not fit host memory; those of accelerators are tried."""
+        if self.left is None:
+            check_fits(nbytes, free, self.config.num_local_ranks, flag)
+
     def num_checkpoints(self, nbytes: int) -> int:
         """Counts states that are kept for later requests, of pools of so many bytes together. Raises ConfigError."""
         if not self.keeps_states:
@@ -131,18 +145,19 @@ def group_sizes(needs: GroupNeeds) -> GroupSizes:
     num_checkpoints = needs.num_checkpoints(nbytes)
     of_checkpoints = num_checkpoints * needs.state_nbytes
     if config.state_cache_gib is not None:
-        check_fits(of_checkpoints, free, config.num_local_ranks, f"{called('state_cache')} {config.state_cache_gib:g}")
+        needs.check(of_checkpoints, free, f"{called('state_cache')} {config.state_cache_gib:g}")
     least = needs.nbytes_of(config.num_blocks or needs.per_request, config.max_num_seqs)
     if config.num_blocks is not None:
-        check_fits(least + of_checkpoints, free, config.num_local_ranks, flag)
+        needs.check(least + of_checkpoints, free, flag)
     num_seqs = _num_seqs(needs, nbytes - least - of_checkpoints, flag)
     of_states = (num_seqs + num_checkpoints) * needs.state_nbytes
     num_blocks = config.num_blocks
     if num_blocks is None:
         num_blocks = needs.num_blocks_in(nbytes - of_states, num_seqs)
-    if config.num_blocks is None and config.kv_cache_memory_gib is None and config.gpu_memory_utilization is None:
+    is_given = config.num_blocks is not None or config.kv_cache_memory_gib is not None
+    if not is_given and config.gpu_memory_utilization is None and needs.left is None:
         num_blocks = min(num_blocks, needs.per_request * num_seqs)
-    check_fits(needs.nbytes_of(num_blocks, num_seqs) + of_states, free, config.num_local_ranks, flag)
+    needs.check(needs.nbytes_of(num_blocks, num_seqs) + of_states, free, flag)
     if num_blocks < needs.per_request:
         raise ConfigError(
             f"{flag}: {num_blocks} blocks of {needs.layouts[0].block_size} tokens cannot hold one request of "
@@ -173,12 +188,14 @@ def _budget(needs: GroupNeeds, free: host.HostMemory) -> tuple[int, str]:
     """Returns the bytes of all pools together, and the flag that they follow from."""
     config = needs.config
     if config.num_blocks is not None:
-        most = host_share(free, DEFAULT_SHARE if needs.is_default else 1.0, config.num_local_ranks)
+        most = needs.share_of(free, DEFAULT_SHARE if needs.is_default else 1.0)
         held = needs.nbytes_of(config.num_blocks, config.max_num_seqs) + config.max_num_seqs * needs.state_nbytes
         found = _with_checkpoints(needs, held)
         return found if needs.state is None else min(most, found), f"{called('num_blocks')} {config.num_blocks}"
     if config.kv_cache_memory_gib is not None:
         return int(config.kv_cache_memory_gib * GIB), f"{called('kv_cache_memory')} {config.kv_cache_memory_gib:g}"
+    if needs.left is not None:
+        return needs.left
     if (share := config.gpu_memory_utilization) is not None:
         flag = f"{called('gpu_memory_utilization')} {share:g}, {shared(free, config)}"
         return host_share(free, share, config.num_local_ranks), flag

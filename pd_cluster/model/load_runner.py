@@ -19,6 +19,7 @@ from pd_cluster.model.adapter_devices import put_adapters
 from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.declared import has_states, layouts_of
 from pd_cluster.model.draft_plan import with_draft
+from pd_cluster.model.fused_lm import FusedCausalLM
 from pd_cluster.model.graph_kinds import capture_graphs, check_prompt_graphs, why_eager
 from pd_cluster.model.graphs import sizes_of
 from pd_cluster.model.group_limits import check_states, splits_windows
@@ -42,7 +43,7 @@ from pd_cluster.model.prompt_graphs import sizes_up_to
 from pd_cluster.model.proof import prove
 from pd_cluster.model.runner import KVMemory, ModelRunner, Proof
 from pd_cluster.model.sense import warn_of_chance
-from pd_cluster.model.sizing import num_host_cache_blocks, num_pool_blocks, num_swap_blocks
+from pd_cluster.model.sizing import left_on, num_host_cache_blocks, num_pool_blocks, num_swap_blocks
 from pd_cluster.model.speedups import numerics_name
 from pd_cluster.model.trial import prove_lengths, trial
 from pd_cluster.native.memory import keep_what_is_freed
@@ -72,7 +73,7 @@ def load_runner(
             parts = load_parts(plan)
             layouts, twin = _layouts_for(plan, parts), _twin_layout(plan.draft, parts.draft)
             eager = why_eager(plan, parts.model, layouts[0]) if device.is_accelerator else ""
-            memory = _allocate(plan, layouts, twin, _peak_nbytes(plan, parts, layouts[0], eager), undo)
+            memory = _allocate(plan, layouts, twin, _peak_nbytes(plan, parts, layouts, eager), undo)
             held = _hold_adapters(plan, parts, layouts[0])
             proof = _prove(plan, parts.model, memory.pools)
         if plan.draft is not None and parts.draft is not None and memory.twin is not None:
@@ -89,7 +90,7 @@ def _layouts_for(plan: LoadPlan, parts: LoadedParts) -> tuple[KVLayout, ...]:
     """Returns the layouts of this rank's pools. Raises ConfigError if the model and the settings do not go together."""
     model, group = parts.model, plan.group
     if has_states(parts.caches):
-        check_states(plan)
+        check_states(plan, isinstance(model, FusedCausalLM))
     identity = "" if parts.head is None else parts.head.identity
     splits = splits_windows(plan)
     own = layouts_of(parts.caches, plan.block_size, plan.dtype, identity, splits)
@@ -108,10 +109,11 @@ def _twin_layout(plan: LoadPlan | None, model: CausalLM | None) -> KVLayout | No
     return None if plan is None or model is None else _layouts_for(plan, LoadedParts(model, None))[0]
 
 
-def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layout: KVLayout, eager: str) -> int:
-    """Returns the bytes that all but the pool takes on an accelerator at most. `eager`: see `why_eager`."""
+def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layouts: Sequence[KVLayout], eager: str) -> int:
+    """Returns the bytes that all but the pools take on an accelerator at most. `eager`: see `why_eager`."""
     config, device, model, num_seqs = plan.config, plan.device, parts.model, plan.config.max_num_seqs
-    peak = peak_of_a_step(model, layout, plan.max_num_batched_tokens, num_seqs, plan.max_model_len, device)
+    peak = peak_of_a_step(model, layouts, plan.max_num_batched_tokens, num_seqs, plan.max_model_len, device)
+    layout = layouts[0]
     peak = max(peak, peak_of_images(parts.tower, device))
     check_prompt_graphs(model, plan.speedups)
     if device.is_accelerator and not eager:
@@ -122,7 +124,7 @@ def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layout: KVLayout, eager: st
     if device.is_accelerator:
         peak += nbytes_of_adapters(model.config, config.adapters, plan.dtype)
     peak += decode_workspace_nbytes(model, layout, num_seqs, plan.max_model_len)
-    num_pairs = num_lanes(layout, config.paired_tp_sizes)
+    num_pairs = sum(num_lanes(each, config.paired_tp_sizes) for each in layouts)
     if nbytes := buffers_nbytes(device, num_pairs, not plan.is_alone, plan.exchanges_rows):
         log.info("%.2f GiB are left to communicators, %d of them KV pairs", nbytes / 2**30, num_pairs)
     return peak + nbytes
@@ -134,7 +136,7 @@ def _allocate(
     """Allocates as many blocks as the rank with the least memory, and their twins; `undo` closes the pools."""
     config, least = plan.config, plan.group.least
     if len(layouts) > 1:
-        return _allocate_groups(plan, layouts, undo)
+        return _allocate_groups(plan, layouts, peak_nbytes, undo)
     (layout,) = layouts
     twin_nbytes = 0 if twin is None else twin.block_nbytes
     num_blocks = least(num_pool_blocks(config, layout, plan.max_model_len, plan.device, peak_nbytes, twin_nbytes))
@@ -145,10 +147,13 @@ def _allocate(
     return KVMemory((pool,), (swap,), config.max_num_seqs, twin_pool)
 
 
-def _allocate_groups(plan: LoadPlan, layouts: Sequence[KVLayout], undo: contextlib.ExitStack) -> KVMemory:
+def _allocate_groups(
+    plan: LoadPlan, layouts: Sequence[KVLayout], peak_nbytes: int, undo: contextlib.ExitStack
+) -> KVMemory:
     """Allocates the pools of several groups, and their swap space, likewise."""
-    least = plan.group.least
-    sizes = group_sizes(GroupNeeds(plan.config, layouts, plan.max_model_len, plan.max_num_batched_tokens))
+    least, device = plan.group.least, plan.device
+    left = left_on(device, plan.config, peak_nbytes) if device.is_accelerator else None
+    sizes = group_sizes(GroupNeeds(plan.config, layouts, plan.max_model_len, plan.max_num_batched_tokens, left))
     pools = [
         undo.enter_context(KVPool(layout, least(num_blocks), plan.device))
         for layout, num_blocks in zip(layouts, sizes.nums_blocks, strict=True)

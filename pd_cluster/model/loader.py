@@ -49,6 +49,7 @@ from pd_cluster.model.parallel.shard import read_named
 from pd_cluster.model.proof import KEYS, ROUNDED, STATES, check_finite, fused_choices, own_choices, probe_batch, refusal
 from pd_cluster.model.quantized_head import quantize_head
 from pd_cluster.model.speedups import sped_up
+from pd_cluster.model.states.fuse_states import has_kernels
 from pd_cluster.model.trial import prove_packing
 from pd_cluster.model.vision import experts
 from pd_cluster.model.vision.rotary import put_sections
@@ -162,7 +163,8 @@ def load_model(
     adapters = adapters_of(checkpoint, share) if takes_adapters else None
     own = replace(layout, dtype=dtype)
     without_kernels = logn is not None or (layout.has_latents and device.is_accelerator)
-    is_fused = not (without_kernels or checkpoint.is_unproven) and can_fuse(model)  # unlisted types use others' classes
+    may_fuse = not (without_kernels or checkpoint.is_unproven)  # unlisted types use others' classes
+    is_fused = may_fuse and can_fuse(model) and has_kernels(model, _ops_of(attention))
     if not is_fused:
         _check_dense(layout, checkpoint, dtype)
         is_unproven, by = checkpoint.is_unproven, linears_by(attention)
@@ -187,14 +189,14 @@ def _check_of(
     states = layout_of_states(plain.caches)
     layouts, course = ([layout], KEYS) if states is None else ([layout, states], STATES)
     is_long = layout.has_index or states is not None
-    expected = own_choices(plain, course) if is_long else probe_logits(plain, layout, device)
+    expected = own_choices(plain, course, device) if is_long else probe_logits(plain, layout, device)
     check_finite(expected, str(checkpoint.path), layout.dtype)
     bound = ROUNDED if plain.rounds_activations else layout.dtype
     if layout.has_index:  # between two keys that are equally good, the last bits decide: a sequence may be spared
         bound = ROUNDED
 
     def check(fused: FusedCausalLM) -> None:
-        actual = fused_choices(fused, layouts, course) if is_long else probe_logits(fused, layout, device)
+        actual = fused_choices(fused, layouts, course, device) if is_long else probe_logits(fused, layout, device)
         error = change_of(actual, expected, bound)
         if not error <= PROBE_TOLERANCE[bound]:
             raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
@@ -360,6 +362,11 @@ def choose_ops(
     except KernelsUnavailable as error:
         log.warning("no C kernels, the forward pass is slower: %s", error)
         return TorchOps()
+
+
+def _ops_of(attention: Attention) -> Ops:
+    """Returns operations that have the same kernels of states as those that `choose_ops` chooses."""
+    return TorchOps() if attention.make_ops is None else attention.make_ops(attention)
 
 
 def linears_by(attention: Attention) -> Callable[[LinearWeight], Linear]:

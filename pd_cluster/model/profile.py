@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from pd_cluster.types import Order, Request, Sampling
 
 
 def peak_of_a_step(
-    model: CausalLM, layout: KVLayout, num_tokens: int, num_seqs: int, max_model_len: int, device: Device
+    model: CausalLM, layouts: Sequence[KVLayout], num_tokens: int, num_seqs: int, max_model_len: int, device: Device
 ) -> int:
     """Returns the bytes that weights and the largest step take together; 0 on CPU. Raises ConfigError if too many.
 
@@ -29,13 +30,13 @@ def peak_of_a_step(
     """
     if not device.is_accelerator:
         return 0
-    chunks = largest_step(num_tokens, num_seqs, max_model_len, layout)
-    num_blocks = sum(len(request.tables[0]) for request, _ in chunks)
-    pool = KVPool(layout, num_blocks, device)
+    chunks = largest_step(num_tokens, num_seqs, max_model_len, layouts)
+    nums_blocks = [1 + max(request.tables[group][-1] for request, _ in chunks) for group in range(len(layouts))]
+    pools = [KVPool(layout, num_blocks, device) for layout, num_blocks in zip(layouts, nums_blocks, strict=True)]
     reset_peak(device)
     try:
         with torch.inference_mode():
-            logits = model(build_batch(chunks, pool)).float()
+            logits = model(build_batch(chunks, pools[0], pools[1:])).float()
         synchronize(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
@@ -43,7 +44,8 @@ def peak_of_a_step(
             f"fit {device.torch_name} beside the weights; give fewer, or more devices"
         ) from error
     del logits
-    return max(0, peak_nbytes(device) - layout.block_nbytes * (num_blocks + NUM_EXTRA_BLOCKS))
+    of_pools = sum(pool.layout.block_nbytes * (pool.num_blocks + NUM_EXTRA_BLOCKS) for pool in pools)
+    return max(0, peak_nbytes(device) - of_pools)
 
 
 def peak_of_images(tower: Tower | None, device: Device) -> int:
@@ -87,7 +89,7 @@ def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: D
     of each graph is not in it; `sizing.UNSEEN_NBYTES` is for that. Raises ConfigError if there is no room.
     """
     num_tokens = max(num_tokens, num_seqs)
-    chunks = largest_step(num_tokens, num_seqs, num_tokens, layout)
+    chunks = largest_step(num_tokens, num_seqs, num_tokens, [layout])
     pool = KVPool(layout, sum(len(request.tables[0]) for request, _ in chunks), device)
     held = reserved_nbytes(device)
     reset_peak(device)
@@ -131,13 +133,22 @@ def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, ma
     return 4 * num_seqs * num_heads * most_splits(max_model_len) * (layout.head_dim + 1)
 
 
-def largest_step(num_tokens: int, num_seqs: int, max_model_len: int, layout: KVLayout) -> list[tuple[Request, int]]:
-    """Returns prompts that fill a step: as many as may run, all of them sampled."""
+def largest_step(
+    num_tokens: int, num_seqs: int, max_model_len: int, layouts: Sequence[KVLayout]
+) -> list[tuple[Request, int]]:
+    """Returns prompts that fill a step: as many as may run, all of them sampled.
+
+    They have one state among them: so many may not fit, and none is more work for it.
+    """
     num_seqs = max(1, min(num_seqs, num_tokens))
     lens = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
-    chunks, first = [], 0
+    chunks, first = [], [0] * len(layouts)
     for i, length in enumerate(min(length, max_model_len) for length in lens):
-        blocks = list(range(first, first + layout.num_blocks_for(length)))
-        first += len(blocks)
-        chunks.append((Request(f"profile {i}", Order([0] * length, Sampling()), tables=[blocks]), length))
+        stops = [
+            1 if layout.holds.is_state else start + layout.num_blocks_for(length)
+            for layout, start in zip(layouts, first, strict=True)
+        ]
+        tables = [list(range(start, stop)) for start, stop in zip(first, stops, strict=True)]
+        first = [0 if layout.holds.is_state else stop for layout, stop in zip(layouts, stops, strict=True)]
+        chunks.append((Request(f"profile {i}", Order([0] * length, Sampling()), tables=tables), length))
     return chunks

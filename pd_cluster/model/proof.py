@@ -127,23 +127,25 @@ def prove_same_logits(model: PlainCausalLM, pools: Sequence[KVPool], dtype: str)
         check_same(resumed, expected[0, course.kept :], model, bound, "from a kept state")
 
 
-def own_choices(model: PlainCausalLM, course: Course = KEYS) -> torch.Tensor:
+def own_choices(model: PlainCausalLM, course: Course = KEYS, device: Device = CPU) -> torch.Tensor:
     """Returns logits by transformers alone of the sequences of a course: of two prompts, and where a third continues.
 
     Most tokens of KEYS see fewer keys than there are.
     """
     token_ids = probe_token_ids(model.config.vocab_size, 2 * course.num_tokens)
     with torch.inference_mode(), refusal(model), _shortened(model.model.modules() if course is KEYS else ()):
-        logits = own_logits(model, token_ids)
+        logits = own_logits(model, token_ids.to(device.torch_name))
     continued = logits[:1, course.kept :] if course.kept else logits[:0]
     return torch.cat((*logits, *continued)).float()
 
 
-def fused_choices(model: FusedCausalLM, layouts: Sequence[KVLayout], course: Course = KEYS) -> torch.Tensor:
+def fused_choices(
+    model: FusedCausalLM, layouts: Sequence[KVLayout], course: Course = KEYS, device: Device = CPU
+) -> torch.Tensor:
     """Returns the same by fused layers, in chunks through pools of these layouts, but for the size of blocks."""
     token_ids = probe_token_ids(model.config.vocab_size, 2 * course.num_tokens)
     with torch.inference_mode(), _shortened(model.indexers if course is KEYS else ()):
-        return torch.cat(_in_chunks(model, layouts, CPU, token_ids.tolist(), course)).float()
+        return torch.cat(_in_chunks(model, layouts, device, token_ids.tolist(), course)).float()
 
 
 def own_logits(model: PlainCausalLM, token_ids: torch.Tensor, rows: torch.Tensor | int = 0) -> torch.Tensor:

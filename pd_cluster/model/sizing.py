@@ -59,10 +59,8 @@ def num_pool_blocks(
         num_blocks = int(config.kv_cache_memory_gib * GIB) // block_nbytes
         flag = f"{called('kv_cache_memory')} {config.kv_cache_memory_gib:g}"
     elif free is None:
-        share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
-        num_blocks = _left_nbytes(device, share, peak_nbytes) // block_nbytes
-        taken = f"of which weights and steps take {peak_nbytes / GIB:.1f} GiB"
-        flag = f"{called('gpu_memory_utilization')} {share:g}, {taken}"
+        left_nbytes, flag = left_on(device, config, peak_nbytes)
+        num_blocks = left_nbytes // block_nbytes
     elif config.gpu_memory_utilization is not None:
         share = config.gpu_memory_utilization
         num_blocks = host_share(free, share, config.num_local_ranks) // block_nbytes
@@ -123,11 +121,14 @@ def _within_indices(num_blocks: int, layout: KVLayout, device: Device, is_asked_
     return min(num_blocks, most)
 
 
-def _left_nbytes(device: Device, share: float, peak_nbytes: int) -> int:
-    """Returns this process's share of an accelerator, less its other needs, and no more than is free."""
+def left_on(device: Device, config: EngineConfig, peak_nbytes: int) -> tuple[int, str]:
+    """Returns this process's share of an accelerator, less its other needs, and no more than is free; and its flag."""
+    share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
     of_a_step = max(0, peak_nbytes - reserved_nbytes(device))
     known = memory(device)
-    return max(0, min(int(known.total * share) - peak_nbytes, known.free - of_a_step) - UNSEEN_NBYTES)
+    found = max(0, min(int(known.total * share) - peak_nbytes, known.free - of_a_step) - UNSEEN_NBYTES)
+    taken = f"of which weights and steps take {peak_nbytes / GIB:.1f} GiB"
+    return found, f"{called('gpu_memory_utilization')} {share:g}, {taken}"
 
 
 def check_offload(wanted_gib: float, device: Device) -> None:

@@ -28,7 +28,7 @@ class Segment(NamedTuple):
     keep: int = NO_BLOCK
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StateRows:
     """All segments of a step, in the order of its rows; `table` is the same as [num_segments, 4] int32.
 
@@ -38,6 +38,7 @@ class StateRows:
     pool: KVPool
     segments: tuple[Segment, ...]
     table: npt.NDArray[np.int32]
+    kernel_state: object = None  # kept by the kernels from layer to layer
 
     @classmethod
     def of(cls, pool: KVPool, segments: Iterable[Segment]) -> StateRows:

@@ -20,7 +20,7 @@ from tests.support.interpreted import run_cases
 
 pytest.importorskip("triton")
 
-CASES = ("cuda_model_cases.py",)
+CASES = ("cuda_model_cases.py", "cuda_hybrid_cases.py")
 GREEDY = Sampling(max_tokens=40, temperature=0.0, ignore_eos=True)
 ON_GPU = (
     *("llama", "qwen2", "qwen3", "mistral", "mixtral", "gemma2", "gemma3_text", "gpt_oss", "phi3"),

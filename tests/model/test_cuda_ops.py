@@ -26,6 +26,7 @@ CASES = [
     ("cuda_draw_cases.py",),
     ("cuda_coded_cases.py", "cuda_pool_cases.py"),
     ("cuda_lora_cases.py",),
+    ("cuda_states_cases.py",),
 ]
 
 
@@ -87,6 +88,7 @@ def test_kernels_compile_and_fit(arch: int, tmp_path: Path) -> None:
         *("best_of_parts", "best_of_rows", "weigh_bins", "gather_likely", "choose_among"),
         *("linear_product", "sum_pairs", "skinny_gate_product", "coded_linear_product", "round_rows", "decode_rows"),
         *("lora_shrink", "lora_expand"),
+        *("convolve_rows", "keep_inputs", "delta_rule", "mamba_scan", "gated_norm"),
     }
     for facts in found:
         overlaps = int(facts["case"] == "overlapping")

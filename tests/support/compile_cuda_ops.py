@@ -32,7 +32,7 @@ from pd_cluster.model.cuda.skinny import SkinnyGate
 from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.gated import ExpertRouter, Routing
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
-from tests.support import compile_coded
+from tests.support import compile_coded, compile_states
 from tests.support.ptx import order_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -158,6 +158,7 @@ FEW: dict[str, Callable[[], None]] = {
     "argmax, 128 rows": lambda: argmax(128, 151936, FP32),
     "draw, 128 rows": lambda: draw(128, 151936, BF16),
     **compile_coded.FEW,
+    **compile_states.FEW,
 }
 OTHERS: dict[str, Callable[[], None]] = {
     "gate, many rows": lambda: gate(4096, 14336, BF16),
@@ -184,6 +185,7 @@ OTHERS: dict[str, Callable[[], None]] = {
     "argmax, float16": lambda: argmax(1, 32000, FP16),
     "draw, float32": lambda: draw(256, 262144, FP32),
     **compile_coded.OTHERS,
+    **compile_states.OTHERS,
 }  # fmt: skip
 
 

@@ -21,8 +21,10 @@ from pd_cluster.model.causal_lm import CausalLM
 from pd_cluster.model.cuda.attention_configs import configs_for
 from pd_cluster.model.cuda.plan import plan_decode
 from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.wire import Plane
 from tests.support.fake_device import install
 
+STATES = KVLayout(1, 4, (Plane("state", 1024),), 1, "float32", rule="state", layers=(1,))
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, planes=keys_and_values(8), block_size=4, dtype="float32")
 
 
@@ -30,28 +32,29 @@ def test_the_largest_step_has_as_many_tokens_and_sequences_as_may_be() -> None:
     for num_tokens, num_seqs, max_len, lens in (
         *((10, 3, 100, [4, 3, 3]), (2, 5, 100, [1, 1]), (40, 2, 8, [8, 8]), (7, 1, 100, [7])),
     ):
-        chunks = profile.largest_step(num_tokens, num_seqs, max_len, LAYOUT)
+        chunks = profile.largest_step(num_tokens, num_seqs, max_len, [LAYOUT])
         assert [count for _, count in chunks] == lens
         assert all(request.num_logit_rows(count) == 1 for request, count in chunks)
         blocks = [block for request, _ in chunks for block in request.tables[0]]
         assert blocks == list(range(len(blocks)))
-    assert profile.peak_of_a_step(cast(CausalLM, None), LAYOUT, 12, 2, 64, CPU) == 0, "on CPU nothing is run"
+    assert profile.peak_of_a_step(cast(CausalLM, None), [LAYOUT], 12, 2, 64, CPU) == 0, "on CPU nothing is run"
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], int]:
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """A device whose allocator has held 1 GiB, with its pool on the host."""
     monkeypatch.setattr(profile, "KVPool", lambda layout, num_blocks, device: KVPool(layout, num_blocks))
     for name, found in (("reset_peak", None), ("synchronize", None), ("peak_nbytes", 1 << 30)):
         monkeypatch.setattr(profile, name, lambda device, found=found: found)
 
-    def run(model: Any) -> int:
-        return profile.peak_of_a_step(model, LAYOUT, 12, 2, 64, Device("cuda"))
+    def run(model: Any, *others: KVLayout) -> int:
+        return profile.peak_of_a_step(model, [LAYOUT, *others], 12, 2, 64, Device("cuda"))
 
     return run
 
 
-def test_the_pool_of_the_measured_step_does_not_count(measured: Callable[[Any], int]) -> None:
+def test_the_pools_of_the_measured_step_do_not_count(measured: Callable[..., int]) -> None:
+    """Its sequences have one state among them."""
     batches: list[ForwardBatch] = []
 
     def model(batch: ForwardBatch) -> torch.Tensor:
@@ -61,10 +64,16 @@ def test_the_pool_of_the_measured_step_does_not_count(measured: Callable[[Any], 
     peak = measured(model)
     assert batches[0].num_tokens == 12
     assert (1 << 30) - peak == batches[0].pool.data.nbytes
+    peak = measured(model, STATES)
+    states = batches[1].states
+    assert states is not None
+    assert [(each.first, each.stop, each.block) for each in states.segments] == [(0, 6, 0), (6, 12, 0)]
+    assert states.pool.num_blocks == 1
+    assert (1 << 30) - peak == batches[1].pool.data.nbytes + states.pool.data.nbytes
 
 
 def test_graphs_take_the_largest_one_s_memory_and_their_logits(
-    measured: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch
+    measured: Callable[..., int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step has one token of each sequence; what the device held before does not count."""
     monkeypatch.setattr(profile, "reserved_nbytes", lambda device: (1 << 30) - 5000)
@@ -80,7 +89,7 @@ def test_graphs_take_the_largest_one_s_memory_and_their_logits(
     assert [(batch.num_tokens, batch.num_seqs) for batch in batches] == [(6, 6), (20, 6), (6, 6)]
 
 
-def test_what_does_not_fit_names_its_flags(measured: Callable[[Any], int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_names_its_flags(measured: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "reserved_nbytes", lambda device: 0)
 
     def model(batch: ForwardBatch) -> torch.Tensor:

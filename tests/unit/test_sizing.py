@@ -241,6 +241,24 @@ def test_groups_by_default_and_by_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
     assert without.num_checkpoints == 0
 
 
+def test_groups_take_what_an_accelerator_has_left() -> None:
+    """And never ask what the host has: weights and steps are on the device."""
+    left = (GIB, "--gpu-memory-utilization 0.9, of which weights and steps take 20.0 GiB")
+
+    def found(**settings: Any) -> group_sizes.GroupSizes:
+        return group_sizes.group_sizes(group_sizes.GroupNeeds(config(**settings), (ALL, STATES), LENGTH, STEP, left))
+
+    whole = found()
+    assert whole.max_num_seqs == 256
+    assert whole.num_checkpoints == GIB // 4 // STATES.block_nbytes
+    taken = sum(count * each.block_nbytes for count, each in zip(whole.nums_blocks, (ALL, STATES), strict=True))
+    assert GIB - ALL.block_nbytes < taken <= GIB
+    assert found(num_blocks=300).nums_blocks[0] == 300
+    assert found(kv_cache_memory_gib=0.5).num_checkpoints == whole.num_checkpoints // 2
+    with pytest.raises(ConfigError, match=r"^--max-num-seqs 70000: room for \d+ states .*steps take 20\.0 GiB"):
+        found(max_num_seqs=70_000)
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
@@ -254,10 +272,14 @@ def test_groups_by_default_and_by_blocks(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_settings_that_states_do_not_go_with(settings: dict[str, Any], error: str) -> None:
     checkpoint: Any = SimpleNamespace(model_type="kimi", is_unproven=False)
     plan = LoadPlan(config(), checkpoint, Alone(), CPU, "float32", 4, (), LENGTH, STEP)
-    check_states(plan)
+    check_states(plan, True)
     assert splits_windows(plan)
     with pytest.raises(ConfigError, match=f"^{error}"):
-        check_states(replace(plan, config=config(**settings)))
-    check_states(replace(plan, config=config(mamba_block_size=1022, enable_prefix_caching=False)))
+        check_states(replace(plan, config=config(**settings)), True)
+    check_states(replace(plan, config=config(mamba_block_size=1022, enable_prefix_caching=False)), True)
+    on_gpu = replace(plan, device=Device("cuda"))
+    check_states(on_gpu, True)
+    with pytest.raises(ConfigError, match=r"^--device cuda: kimi keeps states, for which"):
+        check_states(on_gpu, False)
     with pytest.raises(ConfigError, match="--mamba-ssm-cache-dtype 'bfloat16': expected auto or float32"):
         config(mamba_ssm_cache_dtype="bfloat16")

@@ -79,6 +79,9 @@ class Post:
     def disconnect(self, conn: str) -> None:
         self.cut.append(conn)
 
+    def await_heard(self, timeout_s: float) -> bool:
+        return True
+
     def send(self, conn: str, body: wire.Body) -> None:
         first, second = map(int, conn.split("-"))
         other = second if first == self._rank else first

@@ -26,7 +26,14 @@ def unit_clash(instances: Sequence[Instance], instance: Instance, info: Instance
     if info.unit_rank >= info.unit_size:
         return f"it has rank {info.unit_rank} in {info.unit}, which has {info.unit_size} instances"
     for other in instances:
-        if other is instance or not other.is_reached or other.unit != info.unit:
+        if other is instance or not other.is_reached:
+            continue
+        if other.unit != info.unit:
+            if _overlap(instance, info, other):
+                return (
+                    f"it is in {info.unit}, which {other.name} was started in {other.unit or 'no unit'} beside; start "
+                    f"both with the same --data-parallel-size"
+                )
             continue
         if other.unit_size != info.unit_size:
             return (
@@ -39,6 +46,14 @@ def unit_clash(instances: Sequence[Instance], instance: Instance, info: Instance
                 f"--data-parallel-rank, or its own entry of the rank table"
             )
     return ""
+
+
+def _overlap(instance: Instance, info: InstanceInfo, other: Instance) -> bool:
+    """Whether another entry of the rank table has its place in the unit of this one, by its distance."""
+    if instance.is_registered or other.is_registered:
+        return False
+    (role, _, own), (theirs, _, at) = instance.name.rpartition("-"), other.name.rpartition("-")
+    return role == theirs and 0 <= int(at) - int(own) + info.unit_rank < info.unit_size
 
 
 def awaited(instances: Sequence[Instance], instance: Instance) -> str:

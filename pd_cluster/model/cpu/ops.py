@@ -27,8 +27,10 @@ from pd_cluster.model.layers.fused_layer import FusedLayer
 from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Heads, Latents, Norm, Rope, Rows
+from pd_cluster.model.layers.recurrent_kernels import NativeStates, RecurrentKernel, StateShape
 from pd_cluster.model.layers.weight import LinearWeight
 from pd_cluster.native import build
+from pd_cluster.native.recurrences import Convolution, GatedDelta, Mamba2
 
 MAX_HEAD_DIM = 256
 MAX_LATENTS = (512, 128)  # the latent, and the rotated part beside it
@@ -267,6 +269,12 @@ class CpuOps:
             None if chosen is None else chosen.data_ptr(), counters.ctypes.data,
         )  # fmt: skip
         return chosen
+
+    def takes_states(self, shape: StateShape, device: torch.device) -> bool:
+        return NativeStates.takes(shape, device)
+
+    def recurrent(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> RecurrentKernel:
+        return NativeStates.of(convolution, recurrence, self._flags)
 
     def decoder(self, layers: Sequence[FusedLayer]) -> DecoderLayers | None:
         """Returns all layers as one function; None if it cannot compute them."""

@@ -15,6 +15,7 @@ from pd_cluster.kv.layout import stored_width
 from pd_cluster.model.attention.sdpa import Scoring
 from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.cuda import elementwise_kernels as kernels
+from pd_cluster.model.cuda import states
 from pd_cluster.model.cuda.coded import linear_of
 from pd_cluster.model.cuda.dependent import launched
 from pd_cluster.model.cuda.elementwise_kernels import ACTIVATIONS, DTYPES
@@ -27,7 +28,9 @@ from pd_cluster.model.layers.expert_weight import ExpertWeights
 from pd_cluster.model.layers.gated import Activation, ExpertRouter, FewRows
 from pd_cluster.model.layers.linear import Linear, PlainLinear
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, Rows
+from pd_cluster.model.layers.recurrent_kernels import RecurrentKernel, StateShape
 from pd_cluster.model.layers.weight import LinearWeight
+from pd_cluster.native.recurrences import Convolution, GatedDelta, Mamba2
 from pd_cluster.settings.engine import PDL, SKINNY_GATE
 
 # (query [num_tokens, num_heads, head_dim], key pool, value pool, batch, scoring) -> tensor of the query's shape
@@ -101,6 +104,12 @@ class CudaOps:
         query = prepare(heads, qkv, rope, key_pool, value_pool, batch.slot_mapping, self._pdl, dtype)
         batch.layer_written(heads.layer_idx, heads.sliding_window)
         return self._attend(query, key_pool, value_pool, batch, heads.scoring).reshape(len(qkv), -1)
+
+    def takes_states(self, shape: StateShape, device: torch.device) -> bool:
+        return states.takes(shape)
+
+    def recurrent(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> RecurrentKernel:
+        return states.TritonStates(convolution, recurrence)
 
 
 def _norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, pdl: bool) -> torch.Tensor:

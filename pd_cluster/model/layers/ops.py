@@ -21,7 +21,9 @@ from pd_cluster.model.layers.expert_share import ExpertShare
 from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertWeights
 from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, ExpertRouter, Experts, Gates
 from pd_cluster.model.layers.linear import Linear
+from pd_cluster.model.layers.recurrent_kernels import NativeStates, RecurrentKernel, StateShape
 from pd_cluster.model.layers.weight import LinearWeight
+from pd_cluster.native.recurrences import Convolution, GatedDelta, Mamba2
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,12 @@ class Ops(Gates, Protocol):
         Norms and rotates, writes keys and values to the pool's slots, attends. May overwrite qkv.
         """
 
+    def takes_states(self, shape: StateShape, device: torch.device) -> bool:
+        """Whether `recurrent` has kernels for layers of this shape, whose weights are on this device."""
+
+    def recurrent(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> RecurrentKernel:
+        """Returns what computes a recurrent layer between its projections; it has copies of the weights."""
+
 
 @runtime_checkable
 class LatentOps(Ops, Protocol):
@@ -212,6 +220,13 @@ class TorchOps:
 
     def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
         return choose_keys(rows, batch)
+
+    def takes_states(self, shape: StateShape, device: torch.device) -> bool:
+        return NativeStates.takes(shape, device)
+
+    def recurrent(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> RecurrentKernel:
+        """Token by token in torch it would take minutes, so this is in C."""
+        return NativeStates.of(convolution, recurrence)
 
 
 def rotate(x: torch.Tensor, rope: Rope) -> torch.Tensor:

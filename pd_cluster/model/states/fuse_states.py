@@ -10,12 +10,12 @@ import torch
 
 from pd_cluster.model.layer_maker import LayerMaker
 from pd_cluster.model.layers.fused_layer import LayerAttention
+from pd_cluster.model.layers.ops import Ops
+from pd_cluster.model.layers.recurrent_kernels import StateShape
 from pd_cluster.model.parallel.layers import MIXERS, SpanningGatedNorm
 from pd_cluster.model.states.parts import MODULES, StateParts, convolution_of, parts_of, state_modules
 from pd_cluster.model.states.recurrent import GatedState, KimiDeltaState, RecurrentLayer, ShortConvState, SideBySide
-from pd_cluster.native import states
 from pd_cluster.native.recurrences import ConvHeads, Convolution, GatedDelta, GatedNorm, Mamba2
-from pd_cluster.native.states import StateKernel
 
 
 def mixers_of(layer: Any) -> Iterator[tuple[str, Any]]:
@@ -34,30 +34,26 @@ def attends(module: Any) -> bool:
     return not is_recurrent(module) and any(hasattr(module, name) for name in ("q_proj", "qkv_proj", "kv_b_proj"))
 
 
-def has_kernels(model: torch.nn.Module) -> bool:
-    """Whether the kernels compute all recurrent layers of a model, if it has any."""
-    modules = list(state_modules(model).values())
-    return not modules or (states.can_run() and all(_fits(module) for module in modules))
+def has_kernels(model: torch.nn.Module, ops: Ops) -> bool:
+    """Whether the kernels of `ops` compute all recurrent layers of a model, if it has any."""
+    return all(_fits(module, ops) for module in state_modules(model).values())
 
 
-def _fits(module: Any) -> bool:
-    parts = parts_of(module)
-    activation = getattr(module, "activation", "silu")
-    if parts.kernel_size not in states.KERNELS or activation not in ("silu", "swish"):
+def _fits(module: Any, ops: Ops) -> bool:
+    if getattr(module, "activation", "silu") not in ("silu", "swish"):
         return False
-    if next(module.parameters()).device.type != "cpu":
-        return False
-    if parts.recurrent is None:
-        return True
-    width = parts.recurrent.num_columns if parts.recurrence == "mamba2" else parts.recurrent.num_rows
-    return width <= states.MOST_WIDTH
+    parts, width = parts_of(module), 0
+    if parts.recurrent is not None:
+        width = parts.recurrent.num_columns if parts.recurrence == "mamba2" else parts.recurrent.num_rows
+    shape = StateShape(parts.kernel_size, len(parts.convolved), width)
+    return ops.takes_states(shape, next(module.parameters()).device)
 
 
 def recurrent(module: Any, maker: LayerMaker) -> LayerAttention:
     """Makes a layer of a module that `is_recurrent`."""
     parts = parts_of(module)
     if parts.recurrence == "short_conv":
-        layer = _layer(module, parts, None, has_silu=False)
+        layer = _layer(module, parts, None, maker.ops, has_silu=False)
         return ShortConvState(layer, maker.joined(module, ("in_proj",)), maker.joined(module, ("out_proj",)))
     if parts.recurrence == "kimi_delta":
         return _kimi_delta(module, parts, maker)
@@ -77,12 +73,12 @@ def side_by_side(layer: Any, state: LayerAttention, attention: LayerAttention) -
 
 
 def _layer(
-    module: Any, parts: StateParts, recurrence: GatedDelta | Mamba2 | None, has_silu: bool = True
+    module: Any, parts: StateParts, recurrence: GatedDelta | Mamba2 | None, ops: Ops, has_silu: bool = True
 ) -> RecurrentLayer:
     convolution = convolution_of(module)
     heads = tuple(ConvHeads(part.num_heads, part.channels) for part in parts.convolved)
     own = Convolution(convolution.weight.detach()[:, 0], convolution.bias, heads, has_silu)
-    return RecurrentLayer(module.layer_idx, StateKernel(own, recurrence))
+    return RecurrentLayer(module.layer_idx, ops.recurrent(own, recurrence))
 
 
 def _delta(module: Any, parts: StateParts, gate: Any, norm: GatedNorm) -> GatedDelta:
@@ -95,7 +91,7 @@ def _delta(module: Any, parts: StateParts, gate: Any, norm: GatedNorm) -> GatedD
 
 def _gated_delta(module: Any, parts: StateParts, maker: LayerMaker) -> GatedState:
     norm = GatedNorm("silu after", module.norm.weight.detach(), module.norm.variance_epsilon)
-    layer = _layer(module, parts, _delta(module, parts, module, norm))
+    layer = _layer(module, parts, _delta(module, parts, module, norm), maker.ops)
     num_heads, values = module.num_v_heads, module.value_dim
     widths = (parts.num_channels, values, num_heads, num_heads)
     if hasattr(module, "in_proj_qkvz"):
@@ -120,7 +116,7 @@ def _apart(module: Any) -> torch.Tensor:
 def _kimi_delta(module: Any, parts: StateParts, maker: LayerMaker) -> KimiDeltaState:
     gate = module.forget_gate
     norm = GatedNorm("sigmoid after", module.o_norm.weight.detach(), module.o_norm.variance_epsilon)
-    layer = _layer(module, parts, _delta(module, parts, gate, norm))
+    layer = _layer(module, parts, _delta(module, parts, gate, norm), maker.ops)
     module.f_a_proj, module.f_b_proj = gate.f_a_proj, gate.f_b_proj
     names = ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj")
     widths = parts.num_channels, module.num_heads, module.f_a_proj.out_features, module.g_a_proj.out_features
@@ -153,7 +149,7 @@ def _mamba2(module: Any, parts: StateParts, maker: LayerMaker) -> GatedState:
     order = _convolved_first(num_heads * head_width, parts.num_channels, num_heads)
     multipliers = getattr(module, "mup_vector", None)
     return GatedState(
-        _layer(module, parts, mamba),
+        _layer(module, parts, mamba, maker.ops),
         maker.joined(module, ("in_proj",), rows=order),
         maker.joined(module, ("out_proj",)),
         widths,

@@ -1,7 +1,7 @@
 """Recurrent layers of a fused model: in the place of an attention, they keep a state of each sequence.
 
-Their projections are packed, and all in between is one call of the kernels (native/states.py), which reads and writes
-the states in their blocks. Also what such layers stand beside in some architectures.
+Their projections are packed, and all in between is one call of the kernels (layers/recurrent_kernels.py), which read
+and write the states in their blocks. Also what such layers stand beside in some architectures.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pd_cluster.model.batch import ForwardBatch
 from pd_cluster.model.layers.fused_layer import LayerAttention
 from pd_cluster.model.layers.linear import Linear
 from pd_cluster.model.layers.ops import Rope, Rows
+from pd_cluster.model.layers.recurrent_kernels import RecurrentKernel
 from pd_cluster.native.recurrences import StateInputs
-from pd_cluster.native.states import StateKernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +24,13 @@ class RecurrentLayer:
     """A state, and the kernel that takes it through the rows of a step."""
 
     layer_idx: int
-    kernel: StateKernel
+    kernel: RecurrentKernel
 
     def through(self, inputs: StateInputs, batch: ForwardBatch) -> torch.Tensor:
         """Returns [num_tokens, num_features]; the states behind the last tokens are in the pool afterwards."""
         rows = batch.states
         assert rows is not None
-        out = self.kernel(inputs, rows.pool.planes(self.layer_idx), rows.table)
+        out = self.kernel(inputs, rows.pool.planes(self.layer_idx), rows)
         batch.state_written(self.layer_idx)
         return out
 
@@ -55,7 +55,7 @@ class GatedState:
     def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
         rows = self.projection(x if self.input_multiplier == 1.0 else x * self.input_multiplier)
         if self.multipliers is not None:
-            rows = rows * self.multipliers
+            rows = (rows * self.multipliers).to(rows.dtype)
         convolved, gate, decays, *betas = torch.split(rows, list(self.widths), dim=1)
         inputs = StateInputs(convolved, decays, betas[0] if betas else None, gate)
         out = self.layer.through(inputs, batch)

@@ -21,26 +21,24 @@ def unit_of(instances: Sequence[Instance], instance: Instance) -> list[Instance]
 
 def unit_clash(instances: Sequence[Instance], instance: Instance, info: InstanceInfo) -> str:
     """Returns why this life of the instance cannot be in its unit beside those that are reached; "" if it can."""
-    if not info.unit:
-        return ""
     if info.unit_rank >= info.unit_size:
         return f"it has rank {info.unit_rank} in {info.unit}, which has {info.unit_size} instances"
     for other in instances:
         if other is instance or not other.is_reached:
             continue
         if other.unit != info.unit:
-            if _overlap(instance, info, other):
+            covers = _covers(instance, info.unit_rank, info.unit_size, other)
+            if covers or _covers(other, other.unit_rank, other.unit_size, instance):
                 return (
-                    f"it is in {info.unit}, which {other.name} was started in {other.unit or 'no unit'} beside; start "
-                    f"both with the same --data-parallel-size"
+                    f"it is in {info.unit or 'no unit'}, and {other.name} in {other.unit or 'no unit'}, which has the "
+                    f"same entries of the rank table; start both with the same --data-parallel-size"
                 )
-            continue
-        if other.unit_size != info.unit_size:
+        elif info.unit and other.unit_size != info.unit_size:
             return (
                 f"its unit {info.unit} has {info.unit_size} instances, and by the word of {other.name} "
                 f"{other.unit_size}; start both with the same --data-parallel-size"
             )
-        if other.unit_rank == info.unit_rank:
+        elif info.unit and other.unit_rank == info.unit_rank:
             return (
                 f"it has rank {info.unit_rank} in {info.unit}, as {other.name}; give each its own "
                 f"--data-parallel-rank, or its own entry of the rank table"
@@ -48,12 +46,12 @@ def unit_clash(instances: Sequence[Instance], instance: Instance, info: Instance
     return ""
 
 
-def _overlap(instance: Instance, info: InstanceInfo, other: Instance) -> bool:
-    """Whether another entry of the rank table has its place in the unit of this one, by its distance."""
-    if instance.is_registered or other.is_registered:
+def _covers(member: Instance, rank: int, size: int, other: Instance) -> bool:
+    """Whether another entry of the rank table has its place in the unit of a member, by its distance."""
+    if member.is_registered or other.is_registered:
         return False
-    (role, _, own), (theirs, _, at) = instance.name.rpartition("-"), other.name.rpartition("-")
-    return role == theirs and 0 <= int(at) - int(own) + info.unit_rank < info.unit_size
+    (role, _, own), (theirs, _, at) = member.name.rpartition("-"), other.name.rpartition("-")
+    return role == theirs and 0 <= int(at) - int(own) + rank < size
 
 
 def awaited(instances: Sequence[Instance], instance: Instance) -> str:

@@ -14,6 +14,7 @@ import torch
 import triton
 
 from pd_cluster.model.batch import on_device
+from pd_cluster.model.cuda import states_convolution as convolutions
 from pd_cluster.model.cuda import states_kernels as kernels
 from pd_cluster.model.cuda.elementwise_kernels import DTYPES
 from pd_cluster.model.layers.recurrent_kernels import StateShape
@@ -33,7 +34,7 @@ def takes(shape: StateShape) -> bool:
     return shape.kernel_size in KERNELS and shape.width <= MOST_WIDTH and shape.num_parts <= MOST_PARTS
 
 
-class StepPlaces(NamedTuple):
+class StatePlaces(NamedTuple):
     """A step's sequences and their states, on the device: see states_kernels.py."""
 
     segments: torch.Tensor
@@ -41,7 +42,7 @@ class StepPlaces(NamedTuple):
     row_places: torch.Tensor
 
     @classmethod
-    def of(cls, rows: StateRows) -> StepPlaces:
+    def of(cls, rows: StateRows) -> StatePlaces:
         """Returns those of a step, which its first layer makes."""
         if not isinstance(rows.kernel_state, cls):
             table = rows.table
@@ -93,7 +94,7 @@ class TritonStates:
         for plane in planes:
             assert plane.dtype == torch.float32
             assert plane[0].is_contiguous()
-        places = StepPlaces.of(rows)
+        places = StatePlaces.of(rows)
         if self._recurrence is None:
             return self._convolved(x, planes, places, x.dtype)
         convolved = self._convolved(x, planes[1:], places, torch.float32)
@@ -107,13 +108,13 @@ class TritonStates:
         return found if is_bare else self._normed(found, inputs.gate, x.dtype)
 
     def _convolved(
-        self, x: torch.Tensor, planes: Sequence[torch.Tensor], places: StepPlaces, dtype: torch.dtype
+        self, x: torch.Tensor, planes: Sequence[torch.Tensor], places: StatePlaces, dtype: torch.dtype
     ) -> torch.Tensor:
         assert x.shape[1] == self._weight.shape[1]
         out = x.new_empty(x.shape, dtype=dtype)
         planes = (*planes, *[planes[-1]] * (MOST_PARTS - len(planes)))
         strides = [plane.stride(0) for plane in planes]
-        kernels.convolve_rows[(triton.cdiv(len(x), CONV_ROWS), self._num_tiles)](
+        convolutions.convolve_rows[(triton.cdiv(len(x), CONV_ROWS), self._num_tiles)](
             *(x, out, self._weight, self._weight if self._bias is None else self._bias, *planes),
             *(places.row_places, len(x), x.stride(0), *strides),
             NUM_CHANNELS=x.shape[1],
@@ -124,7 +125,7 @@ class TritonStates:
             enable_fp_fusion=False,
             **self._parts,
         )
-        kernels.keep_inputs[(len(places.starts) - 1, self._num_tiles)](
+        convolutions.keep_inputs[(len(places.starts) - 1, self._num_tiles)](
             *(x, *planes, places.segments, places.starts, x.stride(0), *strides),
             KEPT=triton.next_power_of_2(self._num_kept),
             BLOCK=CONV_CHANNELS,
@@ -138,7 +139,7 @@ class TritonStates:
         inputs: StateInputs,
         qkv: torch.Tensor,
         state: torch.Tensor,
-        places: StepPlaces,
+        places: StatePlaces,
         out: torch.Tensor,
     ) -> None:
         decays, betas, (bias, rates) = inputs.decays, inputs.betas, self._numbers
@@ -169,7 +170,7 @@ class TritonStates:
         inputs: StateInputs,
         xbc: torch.Tensor,
         state: torch.Tensor,
-        places: StepPlaces,
+        places: StatePlaces,
         out: torch.Tensor,
     ) -> None:
         steps = inputs.decays

@@ -1,4 +1,4 @@
-"""What takes the states of a recurrent layer through the rows of a step: one interface, and the kernels in C behind it.
+"""Kernels take the states of a recurrent layer through the rows of a step: one interface, implemented here in C.
 
 `pd_cluster.model.cuda.states` has the same in Triton. Where neither can compute a layer, transformers' modules do
 (model/states/driven.py).
@@ -19,7 +19,7 @@ from pd_cluster.native.states import StateKernel
 
 
 class StateShape(NamedTuple):
-    """What limits kernels. `width`: of a key, or of B and C; 0: there is a convolution alone."""
+    """The sizes that limit kernels. `width`: of a key, or of B and C; 0: there is a convolution alone."""
 
     kernel_size: int
     num_parts: int  # of the convolution

@@ -299,7 +299,8 @@ def refusal(folder: Path, **settings: Any) -> str:
 def test_what_cannot_be_spread_is_refused_by_name(checkpoint: Checkpoints) -> None:
     dense, sparse, pair = checkpoint("llama"), checkpoint("qwen3_moe"), {"data_parallel_size": 2}
     assert re.search("--enable-expert-parallel: .*llama.* has no experts", refusal(dense, enable_expert_parallel=True))
-    assert "4 experts cannot be spread evenly over 3 ranks" in refusal(sparse, data_parallel_size=3)
+    odd = refusal(sparse, data_parallel_size=3)
+    assert odd.startswith("--data-parallel-size: 4 experts cannot be spread evenly over 3 ranks")
     adapters = AdapterSettings(enable_lora=True)
     assert "--data-parallel-size 2: --enable-lora: adapters" in refusal(sparse, adapters=adapters, **pair)
     graphs = refusal(sparse, cuda_speedups=("prompt-graphs",), **pair)

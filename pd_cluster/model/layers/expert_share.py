@@ -65,9 +65,9 @@ class ExpertShare:
     def own(self, num_experts: int) -> list[int]:
         """Returns the numbers of this rank's experts, ascending. Raises ModelError if they cannot be spread evenly."""
         if num_experts % self.size:
+            flag = called("enable_expert_parallel" if self.exchange is None else "data_parallel_size")
             raise ModelError(
-                f"{called('enable_expert_parallel')}: {num_experts} experts cannot be spread evenly over {self.size} "
-                f"ranks; use a divisor"
+                f"{flag}: {num_experts} experts cannot be spread evenly over {self.size} ranks; use a divisor"
             )
         num_own = num_experts // self.size
         if self.placement == "round_robin":

@@ -16,7 +16,6 @@ from pd_cluster.cluster.members.auto_role import AutoRole, Rules
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.membership import Membership, instances_of
 from pd_cluster.cluster.members.sleep import SleepOfAll
-from pd_cluster.cluster.members.units import awaited
 from pd_cluster.cluster.overview.history import History
 from pd_cluster.cluster.overview.problems import problems_of
 from pd_cluster.errors import Refused
@@ -183,18 +182,6 @@ async def test_a_member_that_forms_for_long_says_for_whom_it_waits(monkeypatch: 
     await world.says("decode-1", "forming", **UNIT, unit_rank=1)
     await world.ask("decode-0")
     assert first.reason == "it has not met decode-1 yet, which the scheduler reaches; see their logs"
-
-
-@pytest.mark.parametrize(
-    ("about", "where"), [({}, "no unit"), ({"unit": "decode-0..3", "unit_size": 4}, "decode-0..3")]
-)
-async def test_a_mate_of_another_size_is_named(about: dict[str, Any], where: str) -> None:
-    world = FormingWorld()
-    await world.says("decode-1", "ready", **about, unit_rank=int(bool(about)))
-    first = await world.says("decode-0", "forming", **UNIT)
-    assert awaited(world.membership.instances, first) == (
-        f"it waits for decode-1, which is in {where}: start both with the same --data-parallel-size"
-    )
 
 
 # ---- operators' commands

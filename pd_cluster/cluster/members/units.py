@@ -60,23 +60,13 @@ def awaited(instances: Sequence[Instance], instance: Instance) -> str:
     for rank in range(instance.unit_size):
         member = _member(instances, instance, rank)
         if member is None:
-            missing.append(_elsewhere(instances, instance, rank))
+            missing.append(f"rank {rank}, which is not in the list")
         elif not (member.is_ready or member.state == "forming"):
             missing.append(f"{member.name}, which is {member.state}")
     if missing:
         return f"it waits for {' and '.join(missing)}"
     others = ", ".join(each.name for each in unit_of(instances, instance) if each is not instance)
     return f"it has not met {others} yet, which the scheduler reaches; see their logs"
-
-
-def _elsewhere(instances: Sequence[Instance], instance: Instance, rank: int) -> str:
-    """Returns, in words, where the member of that rank is: no instance says that it is in this unit."""
-    other = _of_table(instances, instance, rank)
-    if other is None:
-        return f"rank {rank}, which is not in the list"
-    if other.is_reached:
-        return f"{other.name}, which is in {other.unit or 'no unit'}: start both with the same --data-parallel-size"
-    return f"{other.name}, which is {other.state}"
 
 
 def _member(instances: Sequence[Instance], instance: Instance, rank: int) -> Instance | None:
@@ -86,14 +76,8 @@ def _member(instances: Sequence[Instance], instance: Instance, rank: int) -> Ins
     named = [each for each in instances if (each.unit, each.unit_rank) == (instance.unit, rank)]
     if named:
         return max(named, key=lambda each: each.is_reached)  # a dead one may have had the rank before
-    other = _of_table(instances, instance, rank)
-    return other if other is not None and other.info is None else None
-
-
-def _of_table(instances: Sequence[Instance], instance: Instance, rank: int) -> Instance | None:
-    """Returns the instance whose entry in the rank table has that rank of the unit, whatever it says of itself."""
     if instance.is_registered:
         return None
     group, _, index = instance.name.rpartition("-")
     name = f"{group}-{int(index) + rank - instance.unit_rank}"
-    return next((each for each in instances if each.name == name), None)
+    return next((each for each in instances if each.name == name and each.info is None), None)

@@ -74,9 +74,9 @@ def test_rows_are_exchanged_and_added_in_float32_in_the_order_of_members(size: i
         group.loaded()
         for step, xs, partials in zip(steps, rows, parts, strict=True):
             own = step[group.rank]
-            told = group.agree((own, group.rank))
-            assert told == [[num, rank] for rank, num in enumerate(step)]
-            group.rows = None if step == [3] * size else [num for num, _ in told]
+            told = group.agree(own)
+            assert told == step
+            group.rows = None if step == [3] * size else told
             chosen, weights = torch.full((own, 3), 200 + group.rank), torch.full((own, 3), group.rank + 0.1)
             found = group.gather(xs[group.rank], chosen, weights)
             of_all = torch.cat([torch.full((num, 3), rank) for rank, num in enumerate(step)])
@@ -107,7 +107,7 @@ class Agreeing(DeviceUnitGroup):
 
     def gather(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> Any:
         if self.is_loaded:
-            self.rows = [num for (num,) in self.agree((len(x),))]
+            self.rows = self.agree(len(x))
         return super().gather(x, chosen, weights)
 
 

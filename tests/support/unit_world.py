@@ -21,8 +21,7 @@ from pd_cluster.errors import InstanceLost
 LONGEST_STEP_S = 2.0
 DEAD_AFTER_S = 3.0
 CLOSES_AFTER_S = 0.5  # after the beginning of a drain
-SOON_S = 0.8  # a member without rows expects those that arrive within this time
-Counts = list[tuple[int, bool]]
+Counts = list[int]
 Event = int | tuple[int, wire.Body | None]  # rows that arrive; or a message (None: connection down) and its sender
 
 
@@ -36,7 +35,6 @@ class SimulatedMember:
         self.budget = 1 + int(world.random() * 3)  # rows a step
         self.state: Literal["asleep", "exchange", "computing", "ended"] = "asleep"
         self.inbox: deque[Event] = deque()
-        self.arrivals_s: list[float] = []
         self.num_arrived = 0  # rows
         self.computed: list[int] = []
         self.rows = range(0)  # of its step
@@ -83,12 +81,11 @@ class SimulatedMember:
             return
         first = len(self.computed)
         self.rows = range(first, min(first + self.budget, self.num_arrived))
-        more = not self.rows and any(0 < at_s - self.world.now_s < SOON_S for at_s in self.arrivals_s)
         self.state = "exchange"
         self.num_exchanges += 1
         self._fail_exchange()
         if self.state == "exchange":
-            self.world.exchange(self, (len(self.rows), more))
+            self.world.exchange(self)
 
     def _read(self) -> None:
         try:
@@ -126,8 +123,8 @@ class SimulatedMember:
         is_computed = self.unison.agreed(counts)
         self.world.compare(self.num_exchanges, (self.unison.round, is_computed, counts))
         if is_computed:
-            first = sum(num_rows for num_rows, _ in counts[: self.rank])
-            own = rows[first : first + counts[self.rank][0]]
+            first = sum(counts[: self.rank])
+            own = rows[first : first + counts[self.rank]]
             assert own == [(self.rank, row) for row in self.rows], "these are another member's rows"
             self.state = "computing"
             self.world.after(self.world.random() ** 3 * LONGEST_STEP_S, self._computed)
@@ -198,7 +195,6 @@ class SimulatedUnit:
 
     def _add_rows(self, wait_s: float) -> None:
         member = self._any()
-        member.arrivals_s.append(self.now_s + wait_s)
         self.after(wait_s, member.arrive, 1 + int(self.random() * 3))
 
     def _any(self) -> SimulatedMember:
@@ -231,16 +227,16 @@ class SimulatedUnit:
                 self._cut.add((member.rank, mate.rank))
             self.after(DEAD_AFTER_S * self.random(), mate.arrive, (member.rank, None))
 
-    def exchange(self, member: SimulatedMember, count: tuple[int, bool]) -> None:
+    def exchange(self, member: SimulatedMember) -> None:
         assert member.unison.round in self._wanted, "it is in a round alone"
         calls = self._calls.setdefault(member.num_exchanges, {})
-        calls[member.rank] = member.unison.round, count, member.rows
+        calls[member.rank] = member.unison.round, member.rows
         if len(calls) < self.size:
             return
         ordered = [calls[rank] for rank in range(self.size)]
-        assert len({number for number, _, _ in ordered}) == 1, "members of one exchange are in several rounds"
-        counts = [count for _, count, _ in ordered]
-        rows = [(rank, row) for rank, (_, _, own) in enumerate(ordered) for row in own]
+        assert len({number for number, _ in ordered}) == 1, "members of one exchange are in several rounds"
+        counts = [len(own) for _, own in ordered]
+        rows = [(rank, row) for rank, (_, own) in enumerate(ordered) for row in own]
         if not rows and self.random() < 0.4:
             self._add_rows(self.random())  # just as all fall asleep
         for each in self.members:
@@ -254,7 +250,7 @@ class SimulatedUnit:
             assert self._agreed[number] == agreed, f"members differ after exchange {number}"
             return
         self._agreed[number] = agreed
-        if any(rows or more for rows, more in agreed[2]):
+        if any(agreed[2]):
             self._wanted.add(agreed[0])
 
     def run(self) -> None:

@@ -276,9 +276,9 @@ def test_rows_are_exchanged_in_the_order_of_members(size: int) -> None:
         group.form()
         for step, xs, partials in zip(steps, rows, parts, strict=True):
             own = step[group.rank]
-            told = group.agree((own, group.rank))
-            assert told == [[num, rank] for rank, num in enumerate(step)]
-            group.rows = [num for num, _ in told]
+            told = group.agree(own)
+            assert told == step
+            group.rows = told
             chosen, weights = torch.full((own, 3), group.rank), torch.full((own, 3), group.rank + 0.5)
             found = group.gather(xs[group.rank], chosen, weights)
             expected = [torch.cat([torch.full((n, 3), rank) for rank, n in enumerate(step)])]

@@ -23,7 +23,7 @@ def have_ended(done: Set[int], rank: int, own: int) -> bool:
 class Unison:
     """One member's rounds, driven by one thread. In a turn it handles mail and calls `enters`.
 
-    In a round it then exchanges (rows, whether more are expected soon) with all mates, calls `agreed` and computes.
+    In a round it then exchanges the number of its rows with all mates, calls `agreed` and computes.
     Mail may be handled during the exchange, too, but it is never waited for unless the member `is_asleep`.
     """
 
@@ -55,18 +55,18 @@ class Unison:
             self._send(wire.UnitWake(self.round))
         return not self.is_asleep
 
-    def agreed(self, counts: Sequence[tuple[int, bool]]) -> bool:
+    def agreed(self, rows: Sequence[int]) -> bool:
         """Ends the exchange; returns whether the round is computed. The member is in the next round, or asleep before.
 
-        `counts`: by rank, the same for all members: rows of its step, and whether it expects some soon if it has none.
+        `rows`: of each member's step, by rank; the same for all members.
         """
         assert not self.is_asleep, "it has no part in an exchange"
-        assert len(counts) == self._size, f"{len(counts)} counts of {self._size} members"
+        assert len(rows) == self._size, f"{len(rows)} counts of {self._size} members"
         self.num_rounds += 1
-        self.num_idle_rounds += not counts[self._rank][0]
+        self.num_idle_rounds += not rows[self._rank]
         self.round += 1
-        has_rows = any(rows for rows, _ in counts)
-        if has_rows or any(more for _, more in counts):
+        has_rows = any(rows)
+        if has_rows:
             self._woken = max(self._woken, self.round)
         return has_rows
 

@@ -56,9 +56,9 @@ class UnitRounds(Stage):
         self._is_owed = False
         if not self.unison.enters(rows > 0):
             return
-        counts = [(found, bool(more)) for found, more in self._group.agree((rows, 0))]
-        if self.unison.agreed(counts):
-            self._runner.expect([found for found, _ in counts])
+        found = self._group.agree(rows)
+        if self.unison.agreed(found):
+            self._runner.expect(found)
             self._is_owed = not rows
 
     def end(self) -> bool:

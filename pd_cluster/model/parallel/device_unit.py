@@ -60,9 +60,9 @@ class DeviceUnitGroup:
         self._host.loaded()
         self._group._set_default_timeout(self._timeout)
 
-    def agree(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Returns the numbers of all members, in their order; each has as many. The host waits."""
-        return self._host.agree(numbers)
+    def agree(self, number: int) -> list[int]:
+        """Returns the numbers of all members, in their order. The host waits."""
+        return self._host.agree(number)
 
     def gather(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor

@@ -42,10 +42,10 @@ class UnitGroup:
         """Switches from the timeout of loading to that of a step."""
         self._timeout = self._step_timeout
 
-    def agree(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Returns the numbers of all members, in their order; each has as many."""
-        own = torch.tensor([numbers], dtype=torch.int64)
-        found: list[list[int]] = self._joined([own], [1] * self.size)[0].tolist()
+    def agree(self, number: int) -> list[int]:
+        """Returns the numbers of all members, in their order."""
+        own = torch.tensor([[number]], dtype=torch.int64)
+        found: list[int] = self._joined([own], [1] * self.size)[0].flatten().tolist()
         return found
 
     def gather(

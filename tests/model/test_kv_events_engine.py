@@ -47,6 +47,7 @@ def published(folder: Path, socket_folder: Path) -> tuple[Mirror, list[bytes], s
     rng, blocks = random.Random(5), core.scheduler.blocks
     mirror, payloads = Mirror(), []
     with zmq.Context() as context:
+        context.linger = 0
         reader = Reader(context, endpoint)
         try:
             await_subscriber(publisher, reader)

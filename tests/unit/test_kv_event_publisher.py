@@ -70,6 +70,7 @@ class Bus:
 def bus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bus]:
     monkeypatch.setattr(module, "READ_AGAIN_S", 0.02)
     context = zmq.Context()
+    context.linger = 0  # also of sockets that a test drops: otherwise the end of the context waits for their messages
     found = Bus(tmp_path, context)
     yield found
     for each in found.made:

@@ -36,7 +36,7 @@ def cluster(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    """What the streams say without any trouble."""
+    """Returns the tokens of the streams without any trouble."""
     sampling = Sampling(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     return generate(make_core(folder, num_blocks=256), prompts(), sampling)
 

@@ -48,7 +48,7 @@ def network() -> Iterator[Network]:
 
 
 class Faults:
-    """What happens to a unit under load, one after the other: each time all of it end, and form anew."""
+    """Puts faults into units under load, one after the other: each time all members end, and form anew."""
 
     def __init__(self, cluster: SpreadCluster, network: Network, trouble: Trouble) -> None:
         self._cluster, self._network, self._trouble = cluster, network, trouble

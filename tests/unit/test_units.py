@@ -189,7 +189,7 @@ async def test_a_member_that_forms_for_long_says_for_whom_it_waits(monkeypatch: 
 
 @pytest.fixture
 def world() -> ElasticWorld:
-    """Of four decode instances, the first two are a unit."""
+    """Returns four decode instances, of which the first two are a unit."""
     made = ElasticWorld(num_decode=4)
     made["decode-0"].info = info_of("decode-0", "decode", **UNIT)
     made["decode-1"].info = info_of("decode-1", "decode", **UNIT, unit_rank=1)

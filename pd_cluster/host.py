@@ -101,6 +101,18 @@ def open_files() -> tuple[int, int]:
     return resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
+def raise_open_files(wanted: int) -> int:
+    """Lets this process, and its later children, have that many files open, or as many as the system allows; returns
+    how many it may have.
+    """
+    soft, hard = open_files()
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= allowed:
+        return soft if soft != resource.RLIM_INFINITY else wanted
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
+
+
 def free_nbytes(folder: str | Path) -> int:
     """Returns the free bytes of a folder's file system. Raises OSError."""
     return shutil.disk_usage(folder).free

@@ -23,11 +23,12 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from pd_cluster import wire
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.host import raise_open_files
 from pd_cluster.net.admission import Admission, Life, peer_key
 from pd_cluster.net.connections import Connections, Handler
 from pd_cluster.net.nodes import NODE_REFUSED, READ_AGAIN_S, Nodes, plain
 from pd_cluster.net.opening import Opening, OwnSide
-from pd_cluster.net.sockets import Connection, KeyPair, decode_key, open_router, receive
+from pd_cluster.net.sockets import Connection, KeyPair, decode_key, new_context, open_router, receive
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
@@ -35,6 +36,7 @@ from ranktable_tools.hosts import bracketed
 
 log = logging.getLogger(__name__)
 
+WANTED_FILES = 65_536  # a peer takes five
 BEAT_GAP_S = 0.02  # the minimum between two heartbeats that are sent soon
 
 
@@ -58,7 +60,8 @@ class Mailbox:
         self._nodes = Nodes(credentials, own, self._keys.private, self._keys.public)
         self._timeouts = timeouts
         self._clock = clock
-        self._context = zmq.Context()
+        raise_open_files(WANTED_FILES)
+        self._context = new_context()
         self._router: Any = None
         self._connections = Connections(*life)
         self._opening = Opening(

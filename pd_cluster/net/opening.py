@@ -15,6 +15,7 @@ import zmq
 
 from pd_cluster import wire
 from pd_cluster.errors import ConfigError
+from pd_cluster.host import open_files
 from pd_cluster.net import sockets
 from pd_cluster.net.admission import Admission, peer_key
 from pd_cluster.net.connections import CLOSED, Connections
@@ -107,9 +108,16 @@ class Opening:
             log.error(refusal, *of)
 
     def connect(self, context: Any, conn: str, name: str, epoch: int, host: str, port: int, key: bytes) -> None:
-        socket, monitor = open_dealer(context, self._keys, key, conn.encode(), host, self._connect_timeout_s)
+        peer = peer_key(name, epoch)
+        try:
+            socket, monitor = open_dealer(context, self._keys, key, conn.encode(), host, self._connect_timeout_s)
+        except zmq.ZMQError as error:
+            soft, hard = open_files()
+            self._note("no connection to %s: %s (of %d; ulimit -n, at most %d)", plain(peer), error, soft, hard)
+            self._connections.handler.on_closed(conn, peer, f"cannot connect to {host}:{port}: {error}")
+            return
         connection = Connection(
-            conn, peer_key(name, epoch), epoch, self._clock(), peer_key=key, host=host, socket=socket, monitor=monitor
+            conn, peer, epoch, self._clock(), peer_key=key, host=host, socket=socket, monitor=monitor
         )
         self._connections.add(connection)
         try:

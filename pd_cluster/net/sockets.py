@@ -57,6 +57,13 @@ class Connection:
     num_heard: int = 0
 
 
+def new_context() -> zmq.Context[Any]:
+    """Returns a context with as many sockets as ZeroMQ can have; by default 1,023, of which a peer takes three."""
+    context: zmq.Context[Any] = zmq.Context()
+    context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
+    return context
+
+
 def open_router(context: Any, keys: KeyPair, host: str) -> Any:
     """Opens a ROUTER for clients whose key ZAP admits; it is not bound yet."""
     router = context.socket(zmq.ROUTER)
@@ -71,7 +78,10 @@ def open_router(context: Any, keys: KeyPair, host: str) -> Any:
 def open_dealer(
     context: Any, keys: KeyPair, server_key: bytes, identity: bytes, host: str, connect_timeout_s: float
 ) -> tuple[Any, Any]:
-    """Opens a DEALER, not connected yet, and the socket that monitors it. The DEALER never connects twice."""
+    """Opens a DEALER, not connected yet, and the socket that monitors it. The DEALER never connects twice.
+
+    Raises zmq.ZMQError: the process has no descriptor left.
+    """
     socket = context.socket(zmq.DEALER)
     _set_options(socket)
     socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -82,7 +92,11 @@ def open_dealer(
     socket.curve_serverkey = z85.encode(server_key)
     keys.put_on(socket)
     events = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    return socket, socket.get_monitor_socket(events | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+    try:
+        return socket, socket.get_monitor_socket(events | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+    except zmq.ZMQError:
+        socket.close(linger=0)
+        raise
 
 
 def decode_key(text: bytes | str) -> bytes:

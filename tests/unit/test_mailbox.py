@@ -24,6 +24,7 @@ from pd_cluster.net.sockets import receive
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
+from tests.support.full_disks import few_files
 from tests.support.held import held, more_than
 from tests.support.mail import SCHEDULER, SECRET, WAIT_S, Box
 
@@ -302,3 +303,28 @@ def test_closed_or_given_up_it_holds_nothing_and_takes_no_orders(box: Callable[.
         each.mailbox.close()
         each.mailbox.send(first, wire.Abort("r", 1))
     assert more_than(before) == Counter()
+
+
+def test_a_mailbox_has_more_peers_than_sockets_in_a_default_context(box: Callable[..., Box]) -> None:
+    """ZeroMQ begins with 1,023, and each peer takes three."""
+    worker, own = box("decode-0", 7, listen=True, times=SELDOM), box("scheduler", 1, times=SELDOM)
+    conns = {own.connect_to(worker) for _ in range(400)}
+    assert {own.next("opened")[1] for _ in conns} == conns
+
+
+def test_a_mailbox_without_descriptors_goes_on(box: Callable[..., Box]) -> None:
+    """What cannot be opened is reported as closed; what is open stays, and later ones open when there is room."""
+    worker, own = box("decode-0", 7, listen=True, times=SELDOM), box("scheduler", 1, times=SELDOM)
+    first = own.connect_to(worker)
+    assert own.next("opened")[1] == first
+    with few_files(20):
+        for _ in range(10):
+            own.connect_to(worker)
+        while "Too many open files" not in (reason := own.wait("closed")[2]):
+            pass  # one that opened to no end
+    assert reason.startswith("cannot connect to 127.0.0.1:")
+    later = own.connect_to(worker)
+    while own.wait("opened")[1] != later:
+        pass
+    own.mailbox.send(first, wire.ResetCache())
+    assert worker.wait("message")[2] == wire.ResetCache()

@@ -131,10 +131,12 @@ def await_open(own: Box, other: Box) -> str:
 
 
 def await_event(own: Box, other: Box, wanted: Callable[[tuple[Any, ...], str], bool]) -> tuple[Any, ...]:
+    """Connects again and again until the answer is the one wanted. Of other connections, nothing is heard."""
     deadline_s = time.monotonic() + WAIT_S
     while True:
         conn = own.connect_to(other)
-        event = own.events.get(timeout=WAIT_S)
+        while (event := own.events.get(timeout=WAIT_S))[1] != conn:
+            assert event[0] != "fatal", event
         if wanted(event, conn):
             return event
         assert time.monotonic() < deadline_s, event

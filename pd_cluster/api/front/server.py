@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import signal
 import socket
 import stat
@@ -19,6 +18,7 @@ from typing import Protocol
 import uvicorn
 from starlette.types import ASGIApp
 
+from pd_cluster import host
 from pd_cluster.api.front.door import Door
 from pd_cluster.api.front.doorman import Doorman
 from pd_cluster.api.front.front_door import MAX_FIELDS, GuardedProtocol, probes_under
@@ -187,7 +187,7 @@ def make_server(
         timeout_graceful_shutdown=CLOSE_TIMEOUT_S,
         timeout_keep_alive=75,
     )
-    num_descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    num_descriptors, _ = host.open_files()
     files = TlsFiles(tls) if tls is not None else None
     return Server(config, Doorman(limits, num_descriptors), probes_under(root_path), files, most_fields)
 
@@ -195,19 +195,12 @@ def make_server(
 def raise_descriptor_limit(limits: ConnectionLimits) -> None:
     """Raises the limit as far as connections need and the system allows. Child processes inherit it."""
     needed = limits.total + limits.spare + limits.num_kept_descriptors + NUM_OWN_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY or hard > needed:
-        hard_enough = needed
-    else:
-        hard_enough = hard
-    if soft < hard_enough:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard_enough, hard))
-    if hard_enough < needed:
+    if (allowed := host.raise_open_files(needed)) < needed:
         log.warning(
             "--max-connections %d: this process may have only %d descriptors, so it takes fewer; raise the hard limit "
             "(ulimit -Hn %d)",
             limits.total,
-            hard_enough,
+            allowed,
             needed,
         )
 

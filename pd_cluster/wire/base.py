@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 29
+PROTOCOL_VERSION = 30
 MAX_MESSAGE_NBYTES = 64 << 20
 MAX_OFFER_NBYTES = 4096  # of a transport's description of itself
 KEY_NBYTES = 32

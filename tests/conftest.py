@@ -19,6 +19,7 @@ from pd_cluster.cluster.processes.rank_process import LOOKUPS
 from pd_cluster.native import build
 from tests.support.gpu_guard import for_cuda
 
+MOST_DESCRIPTORS = 400
 COROUTINE_LIMIT_S = 250.0  # of a test's own waiting; pytest-timeout ends what blocks the loop
 
 for name, value in LOOKUPS.items():  # as in rank processes, for links between engines in one process
@@ -43,6 +44,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def _own_clusters(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keeps the records of this session's clusters apart from those of others, which commands would find, too."""
     os.environ["XDG_RUNTIME_DIR"] = str(tmp_path_factory.mktemp("runtime"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _few_descriptors() -> Iterator[None]:
+    """Tests of one process leave some hundred descriptors at most: more would be those of objects that nobody ends."""
+    yield
+    gc.collect()
+    left = [f"/proc/self/fd/{each}" for each in os.listdir("/proc/self/fd")]
+    kinds = Counter(re.sub(r"[0-9a-f]{2,}|[0-9]", "N", os.readlink(each)) for each in left if os.path.lexists(each))
+    assert len(left) < MOST_DESCRIPTORS, kinds.most_common(8)
 
 
 class Durations:

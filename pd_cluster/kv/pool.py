@@ -12,6 +12,7 @@ import mmap
 import os
 import secrets
 import threading
+import weakref
 from typing import Self
 
 import numpy as np
@@ -77,6 +78,8 @@ class KVPool:
         num_blocks = self.num_blocks + NUM_EXTRA_BLOCKS
         nbytes = self.layout.block_nbytes * num_blocks
         self.fd = os.memfd_create("pd-cluster-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._descriptor = weakref.finalize(self, os.close, self.fd)  # for owners that do not close it
+        self._descriptor.atexit = False
         try:
             os.ftruncate(self.fd, nbytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
@@ -181,7 +184,7 @@ class KVPool:
                 self._map.madvise(mmap.MADV_REMOVE)
             self._map = None  # not closed: torch keeps it mapped for its views by a reference alone
         if self.fd >= 0:
-            os.close(self.fd)
+            self._descriptor()
             self.fd = -1
 
     def __enter__(self) -> Self:

@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Callable, Iterator
 
 from pd_cluster.cluster.tenancy.rates import Bucket, KeyBuckets
@@ -49,7 +50,9 @@ class RateMemory:
     def create(cls, clock: Callable[[], int] = time.monotonic_ns) -> RateMemory:
         fd = os.memfd_create("pd-cluster-rates", os.MFD_CLOEXEC)
         os.ftruncate(fd, MAX_KEYS * NUM_WORDS * WORD_NBYTES)
-        return cls(fd, clock)
+        memory = cls(fd, clock)
+        weakref.finalize(memory, os.close, fd).atexit = False  # it has no other end
+        return memory
 
     def take(self, slot: int, tag: int, num_requests: int = 0, num_tokens: int = 0) -> tuple[bool, KeyBuckets] | None:
         """Takes all or nothing; returns whether it did, and what is left.

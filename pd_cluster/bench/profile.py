@@ -66,7 +66,7 @@ async def _measure(profile: Profile) -> Costs:
     errors = {"step": error, **spreads}
     costs = Costs(
         model=profile.launch.model_name,
-        device=_device_of(profile, is_host),
+        device=ready.device,
         source=profile.command,
         step=step,
         neighbour=neighbour,
@@ -97,10 +97,6 @@ async def _measure_engines(
             print("prompts and decode steps beside each other …", flush=True)
             neighbour, spreads = await measure_beside(engines[0], engines[1], alone, BESIDE * profile.seconds)
             return engines[-1].ready, alone, neighbour, spreads
-
-
-def _device_of(profile: Profile, is_host: bool) -> str:
-    return "cpu" if is_host else profile.engine.device
 
 
 def _show(profile: Profile, costs: Costs) -> None:

@@ -1,4 +1,4 @@
-"""What `pd-cluster profile` measures at a cluster of two instances: the handover, and the host's own work."""
+"""Measures a cluster of two instances for `pd-cluster profile`: the handover, and the host's own work."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ async def measure_cluster(launch: Launch, ready: EngineReady, step: StepCost, se
         for length in (lengths[0], lengths[-1]):
             await asked.send(length, SHORT_ANSWER)  # opens links, and is not counted
         handovers: defaultdict[int, list[float]] = defaultdict(list)
-        short, long = _Spent(), _Spent()
+        short, long = SpentTime(), SpentTime()
         ends_s, num_done = time.monotonic() + seconds, 0
         with progress("requests to two instances", NUM_EACH * (len(lengths) + 1)) as advance:
             while num_done < NUM_EACH or (time.monotonic() < ends_s and num_done < MOST_EACH):
                 for length in lengths:
-                    spent = short if length == lengths[0] else _Spent()
+                    spent = short if length == lengths[0] else SpentTime()
                     await asked.counted(length, SHORT_ANSWER, spent)
                     if (took_s := await asked.handover_s()) is not None:
                         handovers[length * ready.kv_token_nbytes].append(took_s)
@@ -67,10 +67,10 @@ async def measure_cluster(launch: Launch, ready: EngineReady, step: StepCost, se
                 await asked.counted(lengths[0], LONG_ANSWER, long)
                 advance() if num_done < NUM_EACH else None
                 num_done += 1
-    return ClusterCosts(_fit_handover(handovers), _host_cost(short, long, step, lengths[0]))
+    return ClusterCosts(fit_handover(handovers), host_cost(short, long, step, lengths[0]))
 
 
-def _fit_handover(found: Mapping[int, list[float]]) -> Handovers:
+def fit_handover(found: Mapping[int, list[float]]) -> Handovers:
     """Fits a setup and bytes to the median time for each number of bytes."""
     samples = [(StepWork(num_rows=1, num_prompt_tokens=nbytes), median(took_s)) for nbytes, took_s in found.items()]
     if not samples:
@@ -79,8 +79,8 @@ def _fit_handover(found: Mapping[int, list[float]]) -> Handovers:
     return Handovers(HandoverCost(cost.step_s + cost.row_s, cost.prompt_token_s), error)
 
 
-class _Spent:
-    """What requests of one kind took."""
+class SpentTime:
+    """Sums over requests of one kind."""
 
     def __init__(self) -> None:
         self.num_requests = self.num_tokens = 0
@@ -88,7 +88,7 @@ class _Spent:
         self.gaps_s: list[float] = []
 
 
-def _host_cost(short: _Spent, long: _Spent, step: StepCost, num_prompt_tokens: int) -> HostCost:
+def host_cost(short: SpentTime, long: SpentTime, step: StepCost, num_prompt_tokens: int) -> HostCost:
     """Takes the scheduler's time of a request and of a message from long answers beside short ones.
 
     A decode step's time on the host is the time between tokens beyond the step itself.
@@ -130,7 +130,7 @@ class _Asked:
             raise GenerationError(f"a request of {num_prompt_tokens} tokens failed: {sample.error}")
         return sample
 
-    async def counted(self, num_prompt_tokens: int, num_output_tokens: int, spent: _Spent) -> None:
+    async def counted(self, num_prompt_tokens: int, num_output_tokens: int, spent: SpentTime) -> None:
         before_s = cpu_s(self._pid)
         sample = await self.send(num_prompt_tokens, num_output_tokens)
         spent.cpu_s += cpu_s(self._pid) - before_s

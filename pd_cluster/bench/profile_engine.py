@@ -40,7 +40,7 @@ class TimedEngine:
         from pd_cluster.engine.host_cores import HostCores
 
         device = device_of(config)
-        cores = HostCores(config, device)
+        cores, self._device = HostCores(config, device), device.kind
         self.core: EngineCore
         self.runner: ModelRunner
         with cores.loading():
@@ -61,26 +61,28 @@ class TimedEngine:
             max_model_len=runner.max_model_len,
             num_blocks=scheduler.blocks.num_blocks,
             block_size=size,
+            device=self._device,
             kv_token_nbytes=transfer_nbytes(layouts, layouts, size) // size,
         )
 
     def run(self, asked: Steps) -> list[TimedStep]:
         """Returns the steps, without requests left."""
-        rows = [self._landed(asked.num_context) for _ in range(asked.num_rows)]
+        for _ in range(asked.num_rows):
+            self._landed(asked.num_context)
         timed: list[TimedStep] = []
         prompt: Request | None = None
         ends_s = time.monotonic() + asked.seconds
         requests = self.core.scheduler.requests
         while True:
             is_over = len(timed) >= asked.num_steps or time.monotonic() >= ends_s
-            if prompt is None or prompt.key not in requests:
-                if is_over:
-                    break
-                if asked.num_prompt_tokens:
-                    prompt = self._request(asked.num_prompt_tokens, FIRST)
-                    self.core.scheduler.add(prompt)
+            is_idle = prompt is None or prompt.key not in requests
+            if is_over and (prompt is None or is_idle or not prompt.num_computed_tokens):
+                break
+            if is_idle and asked.num_prompt_tokens:
+                prompt = self._request(asked.num_prompt_tokens, FIRST)
+                self.core.scheduler.add(prompt)
             timed.append(self._step())
-        for request in rows:
+        for request in list(requests.values()):
             self.core.scheduler.finish(request)
         self.runner.threads.rest()
         return timed
@@ -99,12 +101,11 @@ class TimedEngine:
         name, arrival_s = f"p{self._num_requests}", float(self._num_requests)
         return Request(name, Order(prompt, sampling), arrival_s=arrival_s, leg=leg)
 
-    def _landed(self, num_context: int) -> Request:
+    def _landed(self, num_context: int) -> None:
         request, scheduler = self._request(max(1, num_context), GREEDY, "decode"), self.core.scheduler
         scheduler.land(request, len(request.prompt_token_ids))
         scheduler.landed(request)
         scheduler.start_sequences(request, [TokenOutput(request.request_id, 0, 0, 0, 1)])
-        return request
 
 
 def main(lines: BinaryIO, answers: BinaryIO) -> int:

@@ -37,4 +37,5 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks: int = 0
     block_size: int = 1
     kv_token_nbytes: int = 0
+    device: str = ""  # its kind
     error: str = ""

@@ -41,7 +41,7 @@ def steps_of(ready: EngineReady) -> list[Steps]:
     decode = [(num, context) for num in rows for context in contexts if num * (context + held) <= most_tokens]
     lengths = sorted({*(each for each in PROMPTS if each <= budget), *(times * budget for times in LONG_PROMPTS)})
     prompts = [length for length in lengths if 1 < length <= min(longest, most_tokens)]
-    mixed = [(num, length) for num, length in MIXED if num + length <= budget and num <= ready.max_num_seqs]
+    mixed = [(num, length) for num, length in MIXED if num + length <= budget and num < ready.max_num_seqs]
     kinds = (
         [Steps(num_rows=num, num_context=context, num_steps=NUM_SETTLING + NUM_STEPS) for num, context in decode],
         [Steps(num_prompt_tokens=length, num_steps=2) for length in prompts],

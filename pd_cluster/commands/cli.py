@@ -176,7 +176,10 @@ def profile(
     seconds: Annotated[float, typer.Option(min=3.0, max=3600.0, help="To measure for.")] = 120.0,
     arguments: MODEL_AND_FLAGS = None,
 ) -> None:
-    """Measure what steps, handovers and neighbours cost on this machine, and fit them to few numbers."""
+    """Fit the costs of steps and handovers on this machine.
+
+    It runs them for real, alone and in pairs, and ends every process that it starts.
+    """
     import uvloop
 
     from pd_cluster.bench.profile import Profile, run
@@ -220,8 +223,9 @@ def check(
     ] = 120.0,
     json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Check the rank tables and variables of this environment, and show every deadline with its flag.
+    """Check this environment's rank tables and variables.
 
+    Shows every deadline with its flag.
     With --network, before the start: exit code 1 if something is wrong. Takes --device and --kv-transport from
     PD_CLUSTER_SERVE_DEVICE and PD_CLUSTER_SERVE_KV_TRANSPORT.
     """
@@ -233,7 +237,7 @@ def check(
 
 @app.command(rich_help_panel=LOOK)
 def version(json: Annotated[bool, JSON] = False) -> None:
-    """Print the version; with --json also that of the protocol between processes."""
+    """Print the version; with --json the protocol's, too."""
     if not json:
         typer.echo(__version__)
         return

@@ -25,7 +25,7 @@ LEAST = [LEAST_TERM.get(name, 0.0) for name in TERMS]
 
 
 @dataclass(slots=True)
-class _Kind:
+class _KindSums:
     """Sums of products of PAIRS of columns, and of columns with seconds; recent steps weigh most.
 
     A step weighs by its predicted time beside `level_s`, the mean of its kind: errors are relative, and a machine that
@@ -52,7 +52,7 @@ class OnlineFit:
     def __init__(self) -> None:
         self.cost = StepCost()
         self._terms = [0.0] * NUM
-        self._kinds: dict[tuple[bool, bool], _Kind] = {}
+        self._kinds: dict[tuple[bool, bool], _KindSums] = {}
 
     def add(self, work: StepWork, took_s: float) -> None:
         """Counts a step; one without work or time says nothing."""
@@ -60,7 +60,7 @@ class OnlineFit:
         if took_s <= 0 or not any(name):
             return
         if (kind := self._kinds.get(name)) is None:
-            kind = self._kinds[name] = _Kind(took_s)
+            kind = self._kinds[name] = _KindSums(took_s)
         for other in self._kinds.values():
             other.share = max(LEAST_SHARE, FADE * other.share)
         kind.add(columns_of(work), took_s, self.cost.seconds(work) or took_s)

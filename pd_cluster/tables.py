@@ -213,7 +213,7 @@ def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[str]
 
 
 @contextlib.contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+def progress(what: str, total: int, unit: str = "requests") -> Iterator[Callable[[], None]]:
     """Shows a bar on a terminal, elsewhere a line for every quarter (for few items only the last)."""
     if sys.stdout.isatty():
         with Progress(transient=True) as bar:
@@ -226,7 +226,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
         nonlocal num_done
         num_done += 1
         if num_done == total or (total >= 8 and 4 * num_done // total > 4 * (num_done - 1) // total):
-            print(f"{what}: {num_done} of {total} requests", flush=True)
+            print(f"{what}: {num_done} of {total} {unit}", flush=True)
 
     yield advance
 

@@ -143,9 +143,10 @@ class Worker:
             num_blocks=4096,
             num_free_blocks=4096,
             num_queued_tokens=sum(queued),
+            links=self.links,
+        ).at_rates(
             prefill_tokens_per_s=self._spec.prefill_tokens_per_s if is_prefill else 0.0,
             decode_step_s=0.0 if is_prefill else self._spec.step_s,
-            links=self.links,
         )
 
     # ---- the event loop

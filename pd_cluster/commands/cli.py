@@ -145,7 +145,7 @@ def up(
     unit_sizes = by_role(data_parallel_size, prefill_data_parallel_size, decode_data_parallel_size)
     flags, keys = split_keys(normalize(arguments))
     flags, metrics_keys = split_values(flags, "--metrics-key")
-    model, in_effect = _checked(context, model, [f"--host={host}", f"--port={port}", *arguments])
+    model, in_effect, _ = _checked(context, model, [f"--host={host}", f"--port={port}", *arguments])
     launch = Launch(
         model=model,
         num_prefill=prefill or unit_sizes["prefill"],
@@ -165,6 +165,32 @@ def up(
         metrics_key=metrics_keys[-1] if metrics_keys else "",
     )
     raise typer.Exit(_run(launch.with_lasting_streams(os.environ)))
+
+
+@app.command(rich_help_panel=LOOK)
+def profile(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(callback=given_model, help="Default: the shipped one.")] = "",
+    out: Annotated[str, typer.Option(help="Write the costs to this file, for simulate, plan and --costs.")] = "",
+    device: Annotated[str, typer.Option(help="Of the instances.")] = "cpu",
+    seconds: Annotated[float, typer.Option(min=3.0, max=3600.0, help="To measure for.")] = 120.0,
+    arguments: MODEL_AND_FLAGS = None,
+) -> None:
+    """Fit the costs of steps and handovers on this machine.
+
+    It runs them for real, alone and in pairs, and ends every process that it starts.
+    """
+    import uvloop
+
+    from pd_cluster.bench.profile import Profile, run
+    from pd_cluster.cluster.processes.launch import Launch
+
+    model, arguments = _model_and_flags(model, arguments or [], adapter=False)
+    arguments = normalize([*arguments, f"--device={device}"])
+    model, in_effect, options = _checked(context, model, arguments)
+    launch = Launch(model=model, port=_free_port(1), arguments=arguments, in_effect=in_effect, restart="no")
+    named = " ".join(["pd-cluster profile", *([f"--model {model}"] if model else []), "--", *arguments])
+    uvloop.run(run(Profile(launch=launch, engine=options.engine(), seconds=seconds, out=out, command=named)))
 
 
 @app.command(rich_help_panel=LOOK)
@@ -197,8 +223,9 @@ def check(
     ] = 120.0,
     json: Annotated[bool, JSON] = False,
 ) -> None:
-    """Check the rank tables and variables of this environment, and show every deadline with its flag.
+    """Check this environment's rank tables and variables.
 
+    Shows every deadline with its flag.
     With --network, before the start: exit code 1 if something is wrong. Takes --device and --kv-transport from
     PD_CLUSTER_SERVE_DEVICE and PD_CLUSTER_SERVE_KV_TRANSPORT.
     """
@@ -210,7 +237,7 @@ def check(
 
 @app.command(rich_help_panel=LOOK)
 def version(json: Annotated[bool, JSON] = False) -> None:
-    """Print the version; with --json also that of the protocol between processes."""
+    """Print the version; with --json the protocol's, too."""
     if not json:
         typer.echo(__version__)
         return
@@ -257,8 +284,8 @@ def _model_and_flags(model: str, arguments: list[str], adapter: bool) -> tuple[s
     return model.removeprefix("hf:"), arguments
 
 
-def _checked(context: typer.Context, model: str, argv: list[str]) -> tuple[str, list[str]]:
-    """Reads the flags as each instance will; returns the model, and the flags with those of their --config file.
+def _checked(context: typer.Context, model: str, argv: list[str]) -> tuple[str, list[str], ServeOptions]:
+    """Reads the flags as each instance will; returns the model, the flags with those of their --config file, and both.
 
     `model`: "" where no flag of `up` names it. Then a flag, the file or a variable of the instances may; the result is
     "" if none does. Raises ConfigError, and click's errors for values of another type.
@@ -273,8 +300,9 @@ def _checked(context: typer.Context, model: str, argv: list[str]) -> tuple[str, 
     _warn_extras(each)
     given = {name: value for name, value in each.params.items() if name != "help_all"}
     check_model(each.get_parameter_source("model"), given["model"])
-    check_launch(ServeOptions(**{**given, "model": given["model"] or str(SHIPPED_MODEL)}), dict(os.environ))
-    return given["model"], flags
+    options = ServeOptions(**{**given, "model": given["model"] or str(SHIPPED_MODEL)})
+    check_launch(options, dict(os.environ))
+    return given["model"], flags, options
 
 
 def _warn_extras(context: Any) -> list[str]:

@@ -22,6 +22,11 @@ class StepWork(NamedTuple):
     num_prompt_pairs: int = 0  # of a prompt's token with one before it: tokens x context, summed over chunks
 
 
+def num_pairs_of(num_tokens: int, num_before: int) -> int:
+    """Returns how many pairs so many tokens of a prompt have with themselves and with `num_before` tokens."""
+    return num_tokens * num_before + num_tokens * (num_tokens + 1) // 2
+
+
 class StepCost(msgspec.Struct, frozen=True, array_like=True):
     """The time of a step: a + b x rows + c x context + d x prompt tokens + e x pairs.
 

@@ -12,11 +12,11 @@ from pd_cluster.engine.availability import Availability
 from pd_cluster.engine.handover.context import HandoverContext
 from pd_cluster.engine.handover.handover import Handover
 from pd_cluster.engine.legs import Legs
-from pd_cluster.engine.pace import StepPace
 from pd_cluster.engine.stage import Stage
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.group import GroupHoldings
 from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.step_timing import StepTiming
 from pd_cluster.types import LinkState, Status
 
 LOAD_S = 0.02  # the age that the reported load may have, apart from a step's duration
@@ -29,7 +29,7 @@ class LoadReport:
         self, core: EngineCore, legs: Legs, stages: Sequence[Stage], state: Availability, context: HandoverContext
     ) -> None:
         self.load = wire.Load()  # read by the mailbox's thread; replaced, never changed
-        self.pace = StepPace()
+        self.timing = StepTiming()
         self.is_old = False
         self.is_shared = False  # the engine, by several schedulers
         self._core, self._legs, self._stages, self._state = core, legs, stages, state
@@ -55,7 +55,9 @@ class LoadReport:
         if self.is_old:
             return
         self._next_s = now_s + LOAD_S
-        load = load_of(self._core, self._legs.handover, self.pace, state, links)
+        if was.sleep_level and not state.sleep.level:
+            self.timing.start_over()
+        load = load_of(self._core, self._legs.handover, self.timing, state, links)
         if self.is_shared:  # otherwise there are no others
             weights = self._legs.table.outstanding()
             outstanding = {peer: weights.get(conn, 0) for conn, peer in state.schedulers.items()}
@@ -70,7 +72,7 @@ class LoadReport:
 
 
 def load_of(
-    core: EngineCore, handover: Handover, pace: StepPace, state: Availability, links: dict[str, LinkState]
+    core: EngineCore, handover: Handover, timing: StepTiming, state: Availability, links: dict[str, LinkState]
 ) -> wire.Load:
     scheduler, exports, imports, lanes = core.scheduler, handover.exports, handover.imports, handover.in_links.table
     blocks = scheduler.blocks
@@ -97,9 +99,10 @@ def load_of(
         **_of_lower_tiers(scheduler),
         tier_token_s={} if blocks.tier is None else blocks.tier.token_s,
         num_queued_tokens=sum(num_behind for num_behind in to_compute if num_behind > 1),
-        prefill_tokens_per_s=pace.prefill_tokens_per_s,
-        decode_step_s=pace.decode_step_s,
-        tokens_per_step=pace.tokens_per_step,
+        step_cost=timing.cost,
+        prompt_work=timing.prompt_work,
+        decode_work=timing.decode_work,
+        tokens_per_step=timing.tokens_per_step,
         drafts=core.drafting.totals.told(),
         num_steps=core.num_steps,
         num_landings=imports.num_landings,
@@ -112,7 +115,7 @@ def load_of(
         num_expired_holds=exports.num_expired_holds + imports.num_expired,
         num_wanted_tokens=imports.num_wanted_tokens,
         num_landed_tokens=imports.num_landed_tokens,
-        step_tokens=pace.step_tokens.told(),
+        step_tokens=timing.step_tokens.told(),
         preemptions=scheduler.preemptions.told(),
         num_encoded_images=core.runner.encoded.num_images,
         image_encode_s=core.runner.encoded.seconds,

@@ -21,6 +21,7 @@ from pd_cluster.engine.step.commit import StepResult
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.step.plan import StepPlan
+from pd_cluster.engine.step_timing import work_of
 from pd_cluster.engine.unit.rounds import UnitRounds
 from pd_cluster.model.batch import OnLayer
 from pd_cluster.types import Status, TokenOutput
@@ -119,7 +120,8 @@ class Worker:
             self.publish()  # before the step, which may take long
         started_s = self._clock()
         result = self.core.run(plan, self._begin)
-        self._report.pace.computed(plan.chunks, self._clock() - started_s, len(result.sampled))
+        took_s = self._clock() - started_s
+        self._report.timing.computed(work_of(plan.chunks), took_s, len(result.sampled))
         if self.handover.is_prefill:
             self._notes.computed(plan.chunks, started_s)
         goes_on = self._rounds is not None and self._rounds.end()
@@ -132,7 +134,7 @@ class Worker:
         if self._patience.waits:
             return True
         if num_running := len(self.core.scheduler.running):
-            self._step_waits_s = self._landing_wait.left_s(self._report.pace.decode_step_s, num_running)
+            self._step_waits_s = self._landing_wait.left_s(self._report.timing.decode_step_s, num_running)
         return self._step_waits_s > 0
 
     def _begin(self, plan: StepPlan) -> OnLayer | None:

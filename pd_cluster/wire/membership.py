@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from pd_cluster.costs.costs import StepCost, StepWork
 from pd_cluster.types import LinkState, Role, Tier
 from pd_cluster.types.variants import ADAPTER
 from pd_cluster.wire.base import MOST_GROUPS, PROTOCOL_VERSION, Message, NodeProofs, PublicKey, ShortText
@@ -77,8 +78,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     num_lower_bad: int = 0  # those found there that were not what had been written
     tier_token_s: dict[Tier, float] = {}  # measured time to load a token's KV from there, where it is known
     num_queued_tokens: int = 0  # tokens of prompts that are here and not computed yet
-    prefill_tokens_per_s: float = 0.0  # recent average over steps that computed prompts; 0: none yet
-    decode_step_s: float = 0.0  # recent average time of a step that decoded running sequences; 0: none yet
+    step_cost: StepCost = StepCost()  # fitted to recent steps; all zeros: none yet
+    prompt_work: StepWork = StepWork()  # the mean of recent steps that computed prompts
+    decode_work: StepWork = StepWork()  # the mean of recent steps that decoded
     tokens_per_step: float = 1.0  # recent average that a running sequence got in a step; above 1 with drafts
     drafts: DraftCounts = DraftCounts()
     num_steps: int = 0
@@ -114,6 +116,28 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     outstanding: dict[str, int] = {}  # by scheduler (name@epoch): the weights of its legs that have not ended here
     links: dict[str, LinkState] = {}  # by the peer's name@epoch
     adapters: tuple[str, ...] | None = None  # short names of the LoRA adapters in memory; None: all that there are
+
+    def at_rates(self, *, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> Load:
+        """Returns this load with the same rates for all steps, which no real engine has; 0: unknown."""
+        return msgspec.structs.replace(
+            self,
+            step_cost=StepCost(
+                row_s=decode_step_s, prompt_token_s=1 / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
+            ),
+            prompt_work=StepWork(num_prompt_tokens=prefill_tokens_per_s > 0),
+            decode_work=StepWork(num_rows=decode_step_s > 0),
+        )
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Returns how quickly prompts have been computed of late; 0: none yet."""
+        took_s = self.step_cost.seconds(self.prompt_work)
+        return self.prompt_work.num_prompt_tokens / took_s if took_s else 0.0
+
+    @property
+    def decode_step_s(self) -> float:
+        """Returns the time of a step that decodes, of late; 0: none yet."""
+        return self.step_cost.seconds(self.decode_work)
 
     @property
     def shown_now(self) -> tuple[object, ...]:

@@ -20,7 +20,8 @@ FULL = int(RATE * BACKLOG_S) + 1
 
 def pair(num_places: int = 8, **decode: Any) -> list[Instance]:
     prefill, decoding = ready("prefill-0"), ready("decode-0")
-    prefill.load = wire.Load(prefill_tokens_per_s=RATE, links={decoding.key: LinkState("up", ("shm",))})
+    links = {decoding.key: LinkState("up", ("shm",))}
+    prefill.load = wire.Load(links=links).at_rates(prefill_tokens_per_s=RATE)
     decoding.load = wire.Load(**decode)
     decoding.info = info_of("decode-0", "decode", max_num_seqs=num_places)
     return [prefill, decoding]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 
-import msgspec
 import pytest
 
 from pd_cluster import wire
@@ -37,7 +36,7 @@ def test_prompts_that_take_long_to_begin_wait() -> None:
 
 def test_an_instance_that_has_told_no_rate_gets_some_prompts() -> None:
     instances = pair()
-    instances[0].load = msgspec.structs.replace(instances[0].load, prefill_tokens_per_s=0.0)
+    instances[0].load = instances[0].load.at_rates()
     instances[0].outstanding_tokens, instances[0].num_outstanding = 100_000, 3
     assert room_of(instances).for_prompts
     instances[0].num_outstanding = 100

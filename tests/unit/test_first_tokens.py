@@ -46,7 +46,7 @@ async def begun(sampling: Sampling = SAMPLING, step_s: float = 3600.0, is_on: bo
     """Begins a request whose decode instance computes for three others."""
     world = World(holds_first=is_on)
     for decode in world.instances[2:]:
-        decode.load = wire.Load(num_running=3, decode_step_s=step_s, tokens_per_step=4.0)
+        decode.load = wire.Load(num_running=3, tokens_per_step=4.0).at_rates(decode_step_s=step_s)
     return Begun(world, *await world.begin(sampling))
 
 
@@ -91,7 +91,7 @@ async def test_it_waits_no_longer_than_a_step_and_a_half_or_a_tenth_of_a_second(
 async def test_it_does_not_wait(why: str) -> None:
     it = await begun(step_s=0.0 if why == "nobody knows its steps" else 3600.0, is_on=why != "off")
     if why == "decode is idle":
-        it.world.instances[2].load = wire.Load(decode_step_s=3600.0)
+        it.world.instances[2].load = wire.Load().at_rates(decode_step_s=3600.0)
     if why == "read as a whole":
         await it.end()
         serving, first, rid = await it.world.begin(gathers=True)

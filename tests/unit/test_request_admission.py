@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import AsyncGenerator
 from typing import Any
 
-import msgspec
 import pytest
 
 from pd_cluster import wire
@@ -23,7 +22,7 @@ from tests.support.until import until
 async def _full_world(**options: Any) -> AsyncGenerator[World, None]:
     world = World(**options)
     for prefill in world.instances[:2]:
-        prefill.load = msgspec.structs.replace(prefill.load, prefill_tokens_per_s=RATE)
+        prefill.load = prefill.load.at_rates(prefill_tokens_per_s=RATE)
         fill(prefill)
     yield world
 
@@ -47,7 +46,7 @@ async def test_a_request_is_sent_when_a_leg_ends() -> None:
     prefill, decode = world.instances[0], world.instances[2]
     for instance in (world.instances[1], world.instances[3]):
         instance.state = "unreachable"
-    prefill.load = msgspec.structs.replace(prefill.load, prefill_tokens_per_s=0.01)
+    prefill.load = prefill.load.at_rates(prefill_tokens_per_s=0.01)
     begun = [await world.begin() for _ in range(2)]
     third = asyncio.ensure_future(anext(world.serve()))
     await _until_waiting(world)

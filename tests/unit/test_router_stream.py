@@ -150,7 +150,7 @@ async def test_a_reader_of_many_ready_items_lets_others_have_their_turn() -> Non
 async def test_what_would_be_too_late_is_refused_before_anything_is_sent() -> None:
     world = World(goals=Goals(ttft_s=1.0))
     for prefill in world.instances[:2]:
-        prefill.load = msgspec.structs.replace(prefill.load, prefill_tokens_per_s=100.0)
+        prefill.load = prefill.load.at_rates(prefill_tokens_per_s=100.0)
         prefill.outstanding_tokens = 400
     with pytest.raises(Overloaded, match="first token would come after 4 s, and 1 s are promised") as caught:
         await anext(world.serve())

@@ -25,13 +25,12 @@ from pd_cluster.cluster.routing.policy import (
 )
 from pd_cluster.cluster.routing.predict import Goals, check_goals, predict_transfer_s, predict_ttft_s, within_tpot
 from pd_cluster.engine.cache_news import CacheNews
-from pd_cluster.engine.pace import StepPace
 from pd_cluster.errors import Overloaded
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.layout import keys_and_values
 from pd_cluster.kv.prefix import PrefixScope, chain_hashes, keys_of, read_keys
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import TIERS, LinkState, Order, Request, Role, Sampling
+from pd_cluster.types import TIERS, LinkState, Order, Role, Sampling
 from tests.support.mail import RecordedMail
 from tests.support.router_world import info_of
 
@@ -40,6 +39,7 @@ LAYOUT = wire.LayoutInfo(
     num_layers=4, num_kv_heads=2, planes=keys_and_values(64), block_size=BLOCK, dtype="float32", tp_size=1, tp_rank=0
 )
 PROMPT = list(range(1000))
+RATES = ("prefill_tokens_per_s", "decode_step_s")
 
 
 def instance(name: str, ahead: int = 0, epoch: int = 0, **load: Any) -> Instance:
@@ -47,7 +47,8 @@ def instance(name: str, ahead: int = 0, epoch: int = 0, **load: Any) -> Instance
     info = info_of(name, role, epoch=epoch, model_identity="model", layout=LAYOUT)
     made = Instance(name, role, "127.0.0.1", 1, ["0"], state="ready", info=info)
     made.outstanding_tokens = ahead
-    made.load = wire.Load(**load)
+    rates = {name: load.pop(name) for name in RATES if name in load}
+    made.load = wire.Load(**load).at_rates(**rates)
     return made
 
 
@@ -134,9 +135,9 @@ def test_a_prefix_counts_less_the_slower_the_tier_that_has_it() -> None:
     most = (len(PROMPT) - 1) // BLOCK * BLOCK
     assert most == workers["device"].num_cached(prompt) > workers["host"].num_cached(prompt)
     assert workers["host"].num_cached(prompt) > workers["disk"].num_cached(prompt) > 0
-    measured = {"prefill_tokens_per_s": 1000.0, "tier_token_s": {"host": 0.00025, "disk": 0.002}}
+    measured = {"tier_token_s": {"host": 0.00025, "disk": 0.002}}
     for worker in workers.values():
-        worker.load = wire.Load(**{**_fields(worker.load), **measured})
+        worker.load = wire.Load(**{**_fields(worker.load), **measured}).at_rates(prefill_tokens_per_s=1000.0)
     assert [workers[tier].num_cached(prompt) for tier in TIERS] == [most, most * 3 // 4, 0]
 
 
@@ -257,7 +258,7 @@ def test_a_ttft_is_the_queue_and_the_prompt_over_the_rate() -> None:
     assert predict_ttft_s(worker, 500) == 2.0
     worker.others_tokens = 1000
     assert predict_ttft_s(worker, 500) == 3.0
-    assert predict_ttft_s(instance("prefill-1"), 500, [0.0, 250.0]) == 2.0  # the rate that others have
+    assert predict_ttft_s(instance("prefill-1"), 500, 250.0) == 2.0  # the rate that others have
 
 
 def test_a_transfer_takes_as_long_as_its_slowest_lane() -> None:
@@ -272,12 +273,12 @@ def test_a_transfer_takes_as_long_as_its_slowest_lane() -> None:
 def test_what_would_come_too_late_is_refused_with_the_time_to_wait() -> None:
     p0, d0 = instance("prefill-0", ahead=4500, prefill_tokens_per_s=1000.0), instance("decode-0")
     with pytest.raises(Overloaded, match=r"after 5\.5 s, and 2 s are promised") as caught:
-        check_goals(Goals(ttft_s=2.0), [p0, d0], p0, d0, 1000)
+        check_goals(Goals(ttft_s=2.0), [p0, d0], (p0, d0), 1000)
     assert caught.value.retry_after_s == 4
-    check_goals(Goals(), [p0, d0], p0, d0, 10**9)
+    check_goals(Goals(), [p0, d0], (p0, d0), 10**9)
     for ahead, rate in ((1000, 1000.0), (0, 0.1)):  # the last as one cold step may have measured
-        p0.outstanding_tokens, p0.load = ahead, wire.Load(prefill_tokens_per_s=rate)
-        check_goals(Goals(ttft_s=2.0), [p0, d0], p0, d0, 1000)
+        p0.outstanding_tokens, p0.load = ahead, wire.Load().at_rates(prefill_tokens_per_s=rate)
+        check_goals(Goals(ttft_s=2.0), [p0, d0], (p0, d0), 1000)
 
 
 def test_decode_instances_that_are_too_slow_are_passed_over() -> None:
@@ -289,28 +290,12 @@ def test_decode_instances_that_are_too_slow_are_passed_over() -> None:
     assert within_tpot(goals, [p0, d0, d1, d2]) == [p0, d1, d2]
     assert within_tpot(goals, [p0, d0]) == [p0, d0]
     with pytest.raises(Overloaded, match="200 ms now, and 50 ms are promised"):
-        check_goals(goals, [p0, d0], p0, d0, 1)
-    check_goals(goals, [p0, d2], p0, d2, 1)
-    d0.load = msgspec.structs.replace(d0.load, decode_step_s=0.09, tokens_per_step=2.0)
+        check_goals(goals, [p0, d0], (p0, d0), 1)
+    check_goals(goals, [p0, d2], (p0, d2), 1)
+    d0.load = msgspec.structs.replace(d0.load.at_rates(decode_step_s=0.09), tokens_per_step=2.0)
     assert within_tpot(goals, [p0, d0]) == within_tpot(goals, [p0, d0, d1])[:2] == [p0, d0]
-    check_goals(goals, [p0, d0], p0, d0, 1)
-    d0.load = msgspec.structs.replace(d0.load, decode_step_s=0.11)
+    check_goals(goals, [p0, d0], (p0, d0), 1)
+    d0.load = d0.load.at_rates(decode_step_s=0.11)
     assert within_tpot(goals, [p0, d0, d1]) == [p0, d1]
     with pytest.raises(Overloaded, match="a token takes 55 ms now, and 50 ms are promised"):
-        check_goals(goals, [p0, d0], p0, d0, 1)
-
-
-def test_pace_is_of_late() -> None:
-    pace, request = StepPace(), Request("r", Order(PROMPT, Sampling()))
-    assert (pace.prefill_tokens_per_s, pace.decode_step_s) == (0.0, 0.0)
-    for chunks, tokens_per_s in (([(request, 100)], 100), ([(request, 300), (request, 1)], 300)):
-        for _ in range(200):
-            pace.computed(chunks, 1.0, 1)
-        assert pace.prefill_tokens_per_s == pytest.approx(tokens_per_s, rel=0.01)
-    pace.computed([(request, 3)], 10.0, 1)  # says nothing of prompts
-    assert pace.prefill_tokens_per_s == pytest.approx(300, rel=0.01)
-    assert pace.decode_step_s == pytest.approx(1.0)
-    assert pace.tokens_per_step == 1.0, "what a step with a prompt gave is no measure"
-    for _ in range(200):
-        pace.computed([(request, 1), (request, 1)], 1.0, 5)
-    assert pace.tokens_per_step == pytest.approx(2.5)
+        check_goals(goals, [p0, d0], (p0, d0), 1)

@@ -117,7 +117,7 @@ async def test_a_request_that_waits_for_room_ends_with_the_process() -> None:
     bounced.goes_on.set()
     _, first, rid = await bounced.world.begin()
     for each in bounced.world.instances:
-        each.load, each.num_outstanding = wire.Load(prefill_tokens_per_s=1.0, num_waiting=99), 99
+        each.load, each.num_outstanding = wire.Load(num_waiting=99).at_rates(prefill_tokens_per_s=1.0), 99
     bounced.bounce(rid)
     await bounced.until(lambda: bool(bounced.pauses))
     bounced.world.router.end_all()

@@ -40,6 +40,8 @@ def any_of(kind: inspect.Type, rng: random.Random) -> Any:
             return tuple(any_of(item, rng) for item in items)
         case inspect.DictType(key_type=key, value_type=value):
             return {any_of(key, rng): any_of(value, rng) for _ in range(rng.randrange(3))}
+        case inspect.NamedTupleType(cls=struct, fields=fields):
+            return struct(*(any_of(each.type, rng) for each in fields))
         case inspect.StructType(cls=struct, fields=fields):
             return struct(**{each.name: any_of(each.type, rng) for each in fields})
         case inspect.NoneType():

@@ -179,13 +179,14 @@ class RequestAdmission:
         instances = within_tpot(self._goals, self._members.instances)
         if self.awaits_pair and not ask.is_pooling:
             raise Unavailable(why_unavailable(instances))
-        prefill, decode = self._choose(instances, ask)
+        pair = self._choose(instances, ask)
         try:
-            check_goals(self._goals, instances, prefill, decode, ask.num_uncached(prefill), waited_s)
+            num_uncached, num_tokens = ask.num_uncached(pair[0]), ask.prompt.num_tokens
+            check_goals(self._goals, instances, pair, num_uncached, num_tokens, waited_s)
         except Overloaded:
             self._stats.refused("slo")
             raise
-        return prefill, decode
+        return pair
 
     def begun(self, entry: QueueEntry | None) -> None:
         """Notes that the request is on its way to the pair."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.prefixes import Prompt
-from pd_cluster.cluster.routing.predict import predict_transfer_s, predict_ttft_s
+from pd_cluster.cluster.routing.predict import best_rate, predict_transfer_s, predict_ttft_s
 from pd_cluster.errors import Unavailable
 from pd_cluster.types import Leg
 
@@ -86,8 +86,8 @@ def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     prompt (MAX_LOCAL_TOKENS) alone.
     """
     uncached = _uncached(instances, ask)
-    rates = [i.load.prefill_tokens_per_s for i in instances]
-    ttft_s = {i.key: predict_ttft_s(i, uncached[i.key], rates) for i in instances if i.takes_requests}
+    rate, num_tokens = best_rate(instances), ask.prompt.num_tokens
+    ttft_s = {i.key: predict_ttft_s(i, uncached[i.key], rate, num_tokens) for i in instances if i.takes_requests}
 
     def cost(pair: Pair) -> tuple[float, int]:
         prefill, decode = pair

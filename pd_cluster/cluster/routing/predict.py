@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.costs.costs import num_pairs_of
 from pd_cluster.errors import Overloaded
 from pd_cluster.kv.groups import transfer_nbytes
 from pd_cluster.transport.table import slowest_nbytes_per_s
@@ -30,13 +31,26 @@ class Goals:
 NO_GOALS = Goals()
 
 
-def predict_ttft_s(instance: Instance, num_uncached: int, rates: Sequence[float] = ()) -> float:
-    """Returns the time until this instance has computed its work ahead and these tokens.
+def best_rate(instances: Sequence[Instance]) -> float:
+    """Returns the highest speed in prompt tokens/s that one of these has measured."""
+    return max((each.load.prefill_tokens_per_s for each in instances), default=0.0) or UNKNOWN_TOKENS_PER_S
 
-    `rates`: those of all instances in tokens/s; the best stands in for an instance without a measurement.
+
+def predict_ttft_s(instance: Instance, num_uncached: int, rate: float = 0.0, num_prompt_tokens: int = 0) -> float:
+    """Returns the time until this instance has computed its work ahead and these tokens of a prompt.
+
+    `rate`: in tokens/s, for an instance without a measurement. Where the context is measured to cost time, a token of
+    the prompt attends to those before it, and one of the work ahead to as many as in recent prompts.
     """
-    rate = instance.load.prefill_tokens_per_s or max(rates, default=0.0) or UNKNOWN_TOKENS_PER_S
-    return (instance.prompt_tokens_ahead + num_uncached) / rate
+    load, num_tokens = instance.load, instance.prompt_tokens_ahead + num_uncached
+    work, cost = load.prompt_work, load.step_cost
+    if not work.num_prompt_tokens:
+        return num_tokens / (rate or UNKNOWN_TOKENS_PER_S)
+    beside_s = cost.seconds(work._replace(num_prompt_tokens=0, num_prompt_pairs=0)) or cost.step_s
+    num_steps = math.ceil(num_tokens / work.num_prompt_tokens)
+    num_pairs = num_pairs_of(num_uncached, max(0, num_prompt_tokens - num_uncached))
+    num_pairs += instance.prompt_tokens_ahead * work.num_prompt_pairs // work.num_prompt_tokens
+    return num_steps * beside_s + num_tokens * cost.prompt_token_s + num_pairs * cost.prompt_pair_s
 
 
 def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> float:
@@ -60,9 +74,9 @@ def predict_tpot_s(decode: Instance) -> float:
 def check_goals(
     goals: Goals,
     instances: Sequence[Instance],
-    prefill: Instance,
-    decode: Instance,
+    pair: tuple[Instance, Instance],
     num_uncached: int,
+    num_prompt_tokens: int = 0,
     waited_s: float = 0.0,
 ) -> None:
     """Raises Overloaded, with the time after which it may fit, when this pair would miss a goal.
@@ -70,8 +84,9 @@ def check_goals(
     `waited_s`: for how long the request has waited already. Where nothing is ahead, waiting would not help; and the
     prediction is put to the test, however old its rate is.
     """
+    prefill, decode = pair
     if goals.ttft_s and prefill.prompt_tokens_ahead:
-        ttft_s = waited_s + predict_ttft_s(prefill, num_uncached, [i.load.prefill_tokens_per_s for i in instances])
+        ttft_s = waited_s + predict_ttft_s(prefill, num_uncached, best_rate(instances), num_prompt_tokens)
         if ttft_s > goals.ttft_s:
             raise Overloaded(
                 f"the first token would come after {ttft_s:.2g} s, and {goals.ttft_s:g} s are promised",

@@ -88,7 +88,7 @@ def import_engine(light: bool) -> None:
     import pd_cluster.engine.build_worker  # noqa: F401
 
 
-def _prepare(config: WorkerConfig) -> None:
+def prepare(config: WorkerConfig) -> None:
     """Imports without the garbage collector: modules live as long as the process, and scanning them again and
     again is a quarter of its start.
     """
@@ -103,7 +103,7 @@ def _prepare(config: WorkerConfig) -> None:
 
 
 def _follow(config: WorkerConfig) -> None:
-    _prepare(config)
+    prepare(config)
     from pd_cluster.engine.build_ranks import build_follower
 
     follower = build_follower(config)
@@ -113,7 +113,7 @@ def _follow(config: WorkerConfig) -> None:
 
 def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueue[Event]) -> None:
     started_s = time.monotonic()
-    _prepare(config)
+    prepare(config)
     from pd_cluster.engine.build_worker import build_worker
     from pd_cluster.engine.hang import ends_when_hung
 

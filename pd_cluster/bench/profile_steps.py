@@ -1,0 +1,172 @@
+"""The steps that `pd-cluster profile` asks engines for, alone and beside another, and what follows from their times."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import zip_longest
+from statistics import median
+
+from pd_cluster.bench.profile_spec import EngineReady, Steps, TimedStep
+from pd_cluster.bench.profiled_engine import ProfiledEngine
+from pd_cluster.costs.costs import NeighbourCost, StepWork
+from pd_cluster.costs.fit import Sample
+from pd_cluster.tables import progress
+
+CONTEXTS = (32, 256, 1024, 4096)
+PROMPTS = (16, 32, 64, 128, 256, 512, 1024)
+LONG_PROMPTS = (1, 2, 4)  # times the largest step
+MIXED = ((1, 64), (4, 128), (16, 256))  # sequences that decode beside so many tokens of a prompt
+NUM_SETTLING = 2  # first steps of sequences, which fill caches
+NUM_STEPS = 6  # that are counted
+SPARE_TOKENS = 32  # of the longest context, for the tokens that are decoded
+MOST_HELD = 0.8  # of the blocks
+MOST_SHARE = 0.15  # of the time, for one kind of steps
+NUM_WARM = 10  # steps of each kind that are left out: 20
+BESIDE_ROWS = (1, 4, 16)
+
+Key = tuple[Steps, int, int, int]
+Alone = dict[Key, Sample]  # by what was asked and what the step computed: its work and its median time
+
+
+def steps_of(ready: EngineReady) -> list[Steps]:
+    """Returns the steps to measure that fit the engine, decode steps and prompts in turn, from small to large."""
+    longest, budget = ready.max_model_len - SPARE_TOKENS, ready.max_num_batched_tokens
+    most_tokens = MOST_HELD * ready.num_blocks * ready.block_size
+    rows = sorted({*(1 << power for power in range(16) if 1 << power < ready.max_num_seqs), ready.max_num_seqs})
+    contexts = [context for context in CONTEXTS if context <= longest] or [max(1, longest // 2)]
+    held = ready.block_size + SPARE_TOKENS
+    decode = [(num, context) for num in rows for context in contexts if num * (context + held) <= most_tokens]
+    lengths = sorted({*(each for each in PROMPTS if each <= budget), *(times * budget for times in LONG_PROMPTS)})
+    prompts = [length for length in lengths if 1 < length <= min(longest, most_tokens)]
+    mixed = [(num, length) for num, length in MIXED if num + length <= budget and num < ready.max_num_seqs]
+    kinds = (
+        [Steps(num_rows=num, num_context=context, num_steps=NUM_SETTLING + NUM_STEPS) for num, context in decode],
+        [Steps(num_prompt_tokens=length, num_steps=2) for length in prompts],
+        [
+            Steps(num_rows=num, num_context=contexts[0], num_prompt_tokens=length, num_steps=NUM_SETTLING + 2)
+            for num, length in mixed
+        ],
+    )
+    return [each for together in zip_longest(*kinds) for each in together if each is not None]
+
+
+async def warm_up(engines: Sequence[ProfiledEngine]) -> None:
+    """Runs the steps that are left out."""
+    for engine in engines:
+        longest = min(engine.ready.max_num_batched_tokens, engine.ready.max_model_len - SPARE_TOKENS, 64)
+        await engine.run(Steps(num_rows=1, num_context=1, num_steps=NUM_WARM))
+        await engine.run(Steps(num_prompt_tokens=longest, num_steps=NUM_WARM))
+
+
+async def measure_alone(engine: ProfiledEngine, seconds: float) -> Alone:
+    """Measures all kinds of steps, and again while there is time. Those that take too long for it are left out."""
+    asked = steps_of(engine.ready)
+    found: defaultdict[Key, list[TimedStep]] = defaultdict(list)
+    ends_s, token_s = time.monotonic() + seconds, 0.0
+    with progress("steps alone", len(asked), "kinds") as advance:
+        for each in asked:
+            if each.num_prompt_tokens * token_s <= MOST_SHARE * seconds and time.monotonic() < ends_s:
+                token_s = max(token_s, await _measure(engine, each, MOST_SHARE * seconds, found))
+            advance()
+    again = [each for each in asked if any(key[0] == each for key in found)]
+    while time.monotonic() < ends_s:
+        for each in again:
+            if (left_s := ends_s - time.monotonic()) > 0:
+                await _measure(engine, each, min(left_s, MOST_SHARE * seconds), found)
+    return {key: _sample(steps) for key, steps in found.items()}
+
+
+async def _measure(
+    engine: ProfiledEngine, asked: Steps, seconds: float, found: defaultdict[Key, list[TimedStep]]
+) -> float:
+    """Adds the steps to those found; returns the time of a prompt's token."""
+    limited = Steps(**{name: getattr(asked, name) for name in Steps.__struct_fields__} | {"seconds": seconds})
+    steps = counted(asked, await engine.run(limited))
+    for step in steps:
+        found[key_of(asked, step.work)].append(step)
+    num_tokens = sum(step.work.num_prompt_tokens for step in steps)
+    return sum(step.took_s for step in steps) / num_tokens if num_tokens and not asked.num_rows else 0.0
+
+
+def counted(asked: Steps, steps: Sequence[TimedStep]) -> Sequence[TimedStep]:
+    return steps[NUM_SETTLING if asked.num_rows and len(steps) > NUM_SETTLING else 0 :]
+
+
+def key_of(asked: Steps, work: StepWork) -> Key:
+    """Returns equal keys for steps that take equally long: decoded tokens, by which contexts grow, make no other."""
+    return asked, work.num_rows, work.num_prompt_tokens, work.num_prompt_pairs
+
+
+def _sample(steps: Sequence[TimedStep]) -> Sample:
+    contexts = median(step.work.num_context_tokens for step in steps)
+    return steps[0].work._replace(num_context_tokens=round(contexts)), median(step.took_s for step in steps)
+
+
+async def measure_beside(
+    prefill: ProfiledEngine, decode: ProfiledEngine, alone: Alone, seconds: float
+) -> tuple[NeighbourCost, dict[str, float]]:
+    """Runs prompts at one engine and decode steps at the other at once; returns by how much both slow down.
+
+    The second result has the spread: the mean of |factor of a kind - mean factor| / mean factor.
+    """
+    prompt = max((key[0] for key in alone if _is_prompt(key[0])), key=_middle(512))
+    most = decode.ready.max_num_seqs
+    rows = [num for num in BESIDE_ROWS if num <= most]
+    asked = [each for each in {key[0] for key in alone} if each.num_rows in rows and not each.num_prompt_tokens]
+    asked = [max((each for each in asked if each.num_rows == num), key=_middle(256, "num_context")) for num in rows]
+    slower: list[float] = []
+    prompts_slower: list[float] = []
+    for each in asked:
+        part_s = seconds / len(asked)
+        many = 1 << 20
+        prompts, steps = await asyncio.gather(
+            prefill.run(Steps(num_prompt_tokens=prompt.num_prompt_tokens, num_steps=many, seconds=part_s)),
+            decode.run(
+                Steps(
+                    num_rows=each.num_rows,
+                    num_context=each.num_context,
+                    num_steps=_fitting(decode.ready, each),
+                    seconds=part_s,
+                )
+            ),
+        )
+        slower += _ratios(alone, each, _during(counted(each, steps), prompts))
+        prompts_slower += _ratios(alone, prompt, _during(prompts, steps))
+    factors = {"decode_beside_prefill": slower, "prefill_beside_decode": prompts_slower}
+    means = {name: min(100.0, max(0.1, median(values))) for name, values in factors.items() if values}
+    spreads = {
+        name: sum(abs(value - means[name]) for value in values) / len(values) / means[name]
+        for name, values in factors.items()
+        if values
+    }
+    return NeighbourCost(**means), spreads
+
+
+def _is_prompt(asked: Steps) -> bool:
+    return asked.num_prompt_tokens > 0 and not asked.num_rows
+
+
+def _middle(wanted: int, name: str = "num_prompt_tokens") -> Callable[[Steps], int]:
+    """Returns a key whose largest value is the one nearest to `wanted`."""
+    return lambda asked: -abs(getattr(asked, name) - wanted)
+
+
+def _fitting(ready: EngineReady, asked: Steps) -> int:
+    """Returns how many steps these sequences can take."""
+    room = MOST_HELD * ready.num_blocks * ready.block_size / asked.num_rows - asked.num_context
+    return max(1, min(ready.max_model_len - asked.num_context - 2, int(room)))
+
+
+def _during(steps: Sequence[TimedStep], others: Sequence[TimedStep]) -> Iterator[TimedStep]:
+    """Yields the steps that began and ended while the others ran."""
+    if others:
+        began_s, ended_s = others[0].began_s, others[-1].began_s + others[-1].took_s
+        yield from (each for each in steps if each.began_s >= began_s and each.began_s + each.took_s <= ended_s)
+
+
+def _ratios(alone: Alone, asked: Steps, steps: Iterator[TimedStep]) -> list[float]:
+    keyed = ((alone.get(key_of(asked, step.work)), step.took_s) for step in steps)
+    return [took_s / sample[1] for sample, took_s in keyed if sample is not None]

@@ -1,0 +1,109 @@
+"""What `pd-cluster profile` asks engines for, and what it makes of their times. The engines here are made up."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import cast
+
+import pytest
+
+from pd_cluster.bench.profile_cluster import SpentTime, fit_handover, host_cost
+from pd_cluster.bench.profile_spec import EngineReady, Steps, TimedStep
+from pd_cluster.bench.profile_steps import measure_alone, measure_beside, steps_of
+from pd_cluster.bench.profiled_engine import ProfiledEngine
+from pd_cluster.costs.costs import HandoverCost, StepCost, StepWork, num_pairs_of
+from pd_cluster.costs.fit import fit_step
+
+READY = EngineReady(max_num_seqs=64, max_num_batched_tokens=1024, max_model_len=4096, num_blocks=4096, block_size=16)
+TRUE = StepCost(5e-5, 3e-6, 1e-9, 1e-6, 2e-11)
+
+
+class MadeUpEngine:
+    """Its steps take what TRUE says, and `slower` times that while the other engine runs."""
+
+    ready = READY
+
+    def __init__(self, slower: float) -> None:
+        self._slower, self.others_run = slower, asyncio.Event()
+        self.other: MadeUpEngine | None = None
+
+    async def run(self, asked: Steps) -> list[TimedStep]:
+        is_beside = asked.num_steps > 100
+        if is_beside and self.other is not None:
+            self.other.others_run.set()
+            await asyncio.wait_for(self.others_run.wait(), 5.0)
+        timed: list[TimedStep] = []
+        now_s = 0.0
+        for at in itertools.count():
+            if at >= min(asked.num_steps, 40):
+                return timed
+            for work in self._works(asked, at):
+                took_s = TRUE.seconds(work) * (self._slower if is_beside else 1.0)
+                timed.append(TimedStep(now_s, took_s, work))
+                now_s += took_s
+        raise AssertionError
+
+    def _works(self, asked: Steps, at: int) -> list[StepWork]:
+        rows = asked.num_rows, asked.num_rows * (asked.num_context + at)
+        starts = range(0, asked.num_prompt_tokens, READY.max_num_batched_tokens)
+        chunks = [(start, min(READY.max_num_batched_tokens, asked.num_prompt_tokens - start)) for start in starts]
+        return [StepWork(*rows, num, num_pairs_of(num, start)) for start, num in chunks] or [StepWork(*rows)]
+
+
+def engine(slower: float) -> ProfiledEngine:
+    return cast(ProfiledEngine, MadeUpEngine(slower))
+
+
+@pytest.mark.parametrize(
+    "ready",
+    [
+        READY,
+        EngineReady(max_num_seqs=1, max_num_batched_tokens=16, max_model_len=64, num_blocks=8, block_size=16),
+        EngineReady(max_num_seqs=256, max_num_batched_tokens=8192, max_model_len=131072, num_blocks=900, block_size=64),
+    ],
+)
+def test_steps_fit_the_engine_that_runs_them(ready: EngineReady) -> None:
+    asked = steps_of(ready)
+    assert any(each.num_rows and not each.num_prompt_tokens for each in asked)
+    assert any(each.num_prompt_tokens and not each.num_rows for each in asked)
+    for each in asked:
+        assert each.num_rows <= ready.max_num_seqs
+        num_tokens = each.num_rows * (each.num_context + each.num_steps) + each.num_prompt_tokens
+        assert num_tokens <= ready.num_blocks * ready.block_size
+        assert max(each.num_context + each.num_steps, each.num_prompt_tokens) <= ready.max_model_len
+
+
+async def test_known_steps_give_their_costs_and_both_neighbours_factors() -> None:
+    prefill, decode = MadeUpEngine(1.25), MadeUpEngine(2.0)
+    prefill.other, decode.other = decode, prefill
+    alone = await measure_alone(cast(ProfiledEngine, decode), 0.05)
+    found, error = fit_step(list(alone.values()))
+    assert error < 0.001
+    for work in (StepWork(20, 5_000), StepWork(0, 0, 300, num_pairs_of(300, 2_000)), StepWork(3, 900, 100, 5_050)):
+        assert found.seconds(work) == pytest.approx(TRUE.seconds(work), rel=0.02)
+    factors, spreads = await measure_beside(cast(ProfiledEngine, prefill), cast(ProfiledEngine, decode), alone, 1.0)
+    assert factors.prefill_beside_decode == pytest.approx(1.25, rel=0.01)
+    assert factors.decode_beside_prefill == pytest.approx(2.0, rel=0.01)
+    assert max(spreads.values()) < 0.01
+
+
+def test_handovers_have_a_setup_and_bytes() -> None:
+    found = {nbytes: [0.003 + 2e-9 * nbytes, 9.0, 0.003 + 2e-9 * nbytes] for nbytes in (1 << 14, 1 << 18, 1 << 22)}
+    cost, error = fit_handover(found)
+    assert (cost.setup_s, cost.byte_s) == pytest.approx((0.003, 2e-9))
+    assert error < 1e-6
+    assert fit_handover({}).cost == HandoverCost()
+
+
+def test_long_answers_tell_a_message_from_a_request() -> None:
+    short, long = SpentTime(), SpentTime()
+    short.num_requests, short.num_tokens, short.cpu_s = 10, 20, 10 * 0.001 + 20 * 5e-5
+    long.num_requests, long.num_tokens, long.cpu_s = 5, 320, 5 * 0.001 + 320 * 5e-5
+    alone_s = TRUE.seconds(StepWork(1, 48))
+    long.gaps_s = [alone_s + 0.0004] * 5
+    cost = host_cost(short, long, TRUE, 16)
+    assert (cost.step_s, cost.request_s, cost.message_s) == pytest.approx((0.0004, 0.001, 5e-5))
+    long.gaps_s, long.cpu_s = [alone_s / 2], 0.0  # noise
+    noisy = host_cost(short, long, TRUE, 16)
+    assert (noisy.step_s, noisy.message_s) == (0.0, 0.0)

@@ -52,7 +52,7 @@ ONLY_IN = {
     "jinja2": ("text.chat_template", "text.template_roles"),
     "tokenizers": ("text",),
     "typer": ("commands",),
-    "matplotlib": ("commands.trace.png",),
+    "matplotlib": ("commands.trace.png", "commands.load_picture"),
     "tqdm": ("offline.progress",),
     "triton": ("model.cuda", "kv.copy_kernel"),
     "PIL": ("media",),

@@ -32,8 +32,12 @@ class TraceLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, f
     input_length: Tokens
     output_length: Tokens
     hash_ids: tuple[Annotated[int, msgspec.Meta(ge=0, le=1 << 62)], ...] = ()
-    block_tokens: Tokens = HASH_BLOCK_TOKENS
+    block_tokens: Tokens | msgspec.UnsetType = msgspec.UNSET
     session: Annotated[str, msgspec.Meta(max_length=200)] = ""
+
+    @property
+    def size_of_block(self) -> int:
+        return HASH_BLOCK_TOKENS if isinstance(self.block_tokens, msgspec.UnsetType) else self.block_tokens
 
 
 class TraceScale(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +84,7 @@ def write_trace(path: str, arrivals: Sequence[Arrival], flag: str = "--export") 
             input_length=each.num_prompt_tokens,
             output_length=each.num_output_tokens,
             hash_ids=each.hash_ids,
-            block_tokens=each.block_tokens,
+            block_tokens=msgspec.UNSET if each.block_tokens == HASH_BLOCK_TOKENS else each.block_tokens,
             session=each.session,
         )
         for each in arrivals
@@ -125,11 +129,11 @@ def _line(decoder: msgspec.json.Decoder[TraceLine], raw: bytes, where: str) -> T
         line = decoder.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{where}: {field_of(error)}") from None
-    num_blocks = -(-line.input_length // line.block_tokens)
+    num_blocks = -(-line.input_length // line.size_of_block)
     if line.hash_ids and len(line.hash_ids) != num_blocks:
         raise ConfigError(
             f"{where}: hash_ids: {len(line.hash_ids)} ids; a prompt of {line.input_length} tokens has {num_blocks} "
-            f"blocks of {line.block_tokens}"
+            f"blocks of {line.size_of_block}"
         )
     return line
 
@@ -145,8 +149,8 @@ def field_of(error: Exception) -> str:
 
 def _arrival(line: TraceLine, first_ms: float, lengths: float) -> Arrival:
     """Scales each block, and the rest of the last one, so that the number of blocks stays."""
-    block_tokens = max(1, round(lengths * line.block_tokens))
-    num_full, rest = divmod(line.input_length - 1, line.block_tokens)
+    block_tokens = max(1, round(lengths * line.size_of_block))
+    num_full, rest = divmod(line.input_length - 1, line.size_of_block)
     num_rest = min(block_tokens, max(1, round(lengths * (rest + 1))))
     return Arrival(
         at_s=(line.timestamp - first_ms) / 1e3,

@@ -53,6 +53,8 @@ class Workload(msgspec.Struct, frozen=True, kw_only=True):
         """Raises ConfigError, which names the field."""
         if self.name not in WORKLOAD_NAMES:
             raise ConfigError(f"workload {self.name}: expected one of {', '.join(WORKLOAD_NAMES)}")
+        if self.process not in get_args(ArrivalProcess):
+            raise ConfigError(f"workload {self.name}: process {self.process}: expected poisson or constant")
         for field in ("num_requests", "num_prompt_tokens", "num_output_tokens", "num_prefixes", "num_turns"):
             if not 1 <= getattr(self, field) <= MOST_TOKENS:
                 raise ConfigError(f"workload {self.name}: {field} {getattr(self, field)}: expected 1 to {MOST_TOKENS}")

@@ -63,6 +63,7 @@ ONLY_IN = {
     "av": ("media",),
     "opentelemetry": ("service.traces",),
     "flashinfer": ("model.cuda.flashinfer",),
+    "guidellm": ("bench.load.guidellm_plugin",),
 }
 TORCH_FREE = [
     "pd_cluster.service.guides.guide_child",

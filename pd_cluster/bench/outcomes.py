@@ -5,9 +5,14 @@ The report is made of these alone, so that a simulated one and a measured one ar
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from typing import Annotated
 
 import msgspec
+
+GAP_BUCKET = 1.01  # ratio of a bucket's bounds
+LEAST_GAP_S = 1e-6
 
 
 class Slo(msgspec.Struct, frozen=True):
@@ -36,6 +41,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     num_cached_tokens: int = 0  # of the prompt, where it was computed
     num_output_tokens: int = 0
     longest_gap_s: float = 0.0  # between two of its tokens
+    late_s: float = 0.0  # how long after its planned time it was sent
     prefill_s: float | None = None  # from sending until its prompt was computed
     handover_s: float | None = None  # from then until its KV cache was at the decode instance
     prefill: str = ""  # names of its instances
@@ -68,6 +74,29 @@ class InstanceSample(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     num_held_blocks: int = 0
     num_blocks: int = 0
+
+
+class GapCounts:
+    """Times between tokens, counted in buckets 1 % wide: millions of them take kilobytes."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return self._counts.total()
+
+    def add(self, gap_s: float, num: int = 1) -> None:
+        """Counts a time between two tokens `num` times, such as once for each sequence of a step."""
+        self._counts[math.floor(math.log(max(gap_s, LEAST_GAP_S) / LEAST_GAP_S, GAP_BUCKET))] += num
+
+    def percentile(self, percent: float) -> float | None:
+        """Returns seconds, within 0.5 %; None without gaps."""
+        remaining = math.ceil(len(self) * percent / 100)
+        for bucket, num in sorted(self._counts.items()):
+            remaining -= num
+            if remaining <= 0:
+                return float(LEAST_GAP_S * GAP_BUCKET ** (bucket + 0.5))
+        return None
 
 
 def goodput_per_s(outcomes: list[Outcome], slo: Slo, duration_s: float) -> float:

@@ -106,7 +106,7 @@ async def _server(bench: ServeBench) -> AsyncIterator[tuple[str, str]]:
     """Yields the addresses of the server and of its admin port; a server started here is stopped afterwards."""
     if bench.url:
         url = bench.url.rstrip("/").removesuffix("/v1")
-        yield url, bench.admin or _admin_above(url)
+        yield url, bench.admin or admin_above(url)
         return
     async with started_cluster(bench) as addresses:
         yield addresses
@@ -158,7 +158,7 @@ async def running(launch: Launch) -> AsyncIterator[Cluster]:
         await cluster.stop()
 
 
-def _admin_above(url: str) -> str:
+def admin_above(url: str) -> str:
     """Returns the default admin address: loopback only, so it is reachable if the server runs on this machine."""
     try:
         parsed = httpx.URL(url)

@@ -6,12 +6,14 @@ from typing import Annotated
 
 import typer
 
+from pd_cluster.commands.load import load
 from pd_cluster.commands.quality import quality
 from pd_cluster.commands.signature import given_model
 
 app = typer.Typer(help="Measure the running or a fresh cluster.", no_args_is_help=True)
 
 
+app.command("load")(load)
 app.command("quality")(quality)
 
 

@@ -52,7 +52,7 @@ ONLY_IN = {
     "jinja2": ("text.chat_template", "text.template_roles"),
     "tokenizers": ("text",),
     "typer": ("commands",),
-    "matplotlib": ("commands.trace.png",),
+    "matplotlib": ("commands.trace.png", "commands.load_picture"),
     "tqdm": ("offline.progress",),
     "triton": ("model.cuda", "kv.copy_kernel"),
     "PIL": ("media",),
@@ -63,6 +63,7 @@ ONLY_IN = {
     "av": ("media",),
     "opentelemetry": ("service.traces",),
     "flashinfer": ("model.cuda.flashinfer",),
+    "guidellm": ("bench.load.guidellm_plugin",),
 }
 TORCH_FREE = [
     "pd_cluster.service.guides.guide_child",

@@ -21,6 +21,7 @@ GIVEN = {
     "commands.bench": {"serve"},
     "commands.cli": {"up"},
     "commands.endpoint_picker": {"endpoint_picker"},
+    "commands.load": {"load"},
     "offline.llm": {"LLM.__init__", "LLM.chat"},
     "offline.lmdeploy.async_engine": {"AsyncEngine.generate"},
 }

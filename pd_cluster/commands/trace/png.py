@@ -21,13 +21,13 @@ COLOURS = ("#7f7f7f", "#e0a100", "#1f6fb4", "#8e5bb5", "#17a2b8", "#2e8b57", "#c
 MARKS = {"first token": "#222222", "failed": "#c0392b"}
 
 
-def check_installed() -> None:
+def check_installed(flag: str = "--png") -> None:
     """Raises PdClusterError without matplotlib."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
         raise PdClusterError(
-            "--png: drawing needs matplotlib, which is not installed here; "
+            f"{flag}: drawing needs matplotlib, which is not installed here; "
             "install it with: pip install 'pd-cluster[plot]' (or: pip install matplotlib)"
         ) from None
 

@@ -1,0 +1,189 @@
+"""`pd-cluster bench load`: its signature, and what it makes of it. Imports nothing heavy at the top."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pd_cluster.commands.instances import ADMIN, TOKEN_FILE
+from pd_cluster.commands.signature import given_model
+
+if TYPE_CHECKING:
+    from pd_cluster.bench.load.scenario_file import LoadRow
+
+WORKLOAD = "fixed, log-normal, shared-prefix, conversation or tool-agent."
+
+
+def load(
+    url: Annotated[str, typer.Option(help="A running server; default: start a cluster for the measurement.")] = "",
+    admin: Annotated[str, ADMIN] = "",
+    admin_token_file: Annotated[str, TOKEN_FILE] = "",
+    model: Annotated[str, typer.Option(callback=given_model, help="Model folder for a cluster that is started.")] = "",
+    prefill: int = 1,
+    decode: int = 1,
+    workload: Annotated[str, typer.Option(help=WORKLOAD)] = "fixed",
+    trace: Annotated[
+        str, typer.Option(help="Replay this trace instead: Mooncake's format, as of `trace --export`.")
+    ] = "",
+    prompts: Annotated[
+        str, typer.Option(help='Send these prompts instead: lines of {"prompt": …} or {"messages": …}.')
+    ] = "",
+    num_requests: Annotated[int, typer.Option(help="Of a workload.")] = 100,
+    rate: Annotated[float, typer.Option(help="Requests a second, on average.")] = 1.0,
+    arrivals: Annotated[str, typer.Option(help="poisson or constant.")] = "poisson",
+    input_len: Annotated[int, typer.Option(help="Prompt tokens; of a session: of its first message.")] = 512,
+    output_len: Annotated[int, typer.Option(help="Output tokens.")] = 128,
+    sigma: Annotated[float, typer.Option(help="Deviation of log-normal lengths' logarithm.")] = 0.6,
+    num_prefixes: Annotated[int, typer.Option(help="Of shared-prefix and tool-agent.")] = 4,
+    prefix_share: Annotated[float, typer.Option(help="Of --input-len, that is one of the prefixes.")] = 0.5,
+    num_turns: Annotated[int, typer.Option(help="Of a conversation or an agent.")] = 4,
+    pause: Annotated[float, typer.Option(help="Mean seconds from one of its turns to the next.")] = 5.0,
+    seed: Annotated[int, typer.Option(help="Another one draws other lengths and times.")] = 0,
+    trace_limit: Annotated[int | None, typer.Option(help="First requests of the trace only.")] = None,
+    trace_lengths: Annotated[float, typer.Option(help="Factor on its lengths.")] = 1.0,
+    trace_time: Annotated[float, typer.Option(help="Factor on the time between its requests.")] = 1.0,
+    trace_repeat: Annotated[int, typer.Option(help="Times in a row, with other prompts each time.")] = 1,
+    profile: Annotated[
+        str, typer.Option(help="One of guidellm's in place of the workload's times, as kind=sweep,sweep_size=5.")
+    ] = "",
+    max_seconds: Annotated[float, typer.Option(min=0, help="End each of guidellm's runs then; 0: no limit.")] = 0.0,
+    slo_ttft: Annotated[
+        float, typer.Option(min=0, help="Goal for the time to the first token, seconds; 0: none.")
+    ] = 0.0,
+    slo_tpot: Annotated[float, typer.Option(min=0, help="Goal for the mean time of a further token, seconds.")] = 0.0,
+    slo_e2e: Annotated[float, typer.Option(min=0, help="Goal for the whole answer, seconds.")] = 0.0,
+    guidellm: Annotated[str, typer.Option(help="The command guidellm; default: beside this Python, or on PATH.")] = "",
+    client_processes: Annotated[int, typer.Option(min=1, max=64, help="Of guidellm that send requests.")] = 1,
+    flags: Annotated[str, typer.Option(help="Flags of `serve` for a cluster that is started, as in a shell.")] = "",
+    folder: Annotated[str, typer.Option(help="Keep guidellm's scenario, data, report and HTML here.")] = "",
+    picture: Annotated[str, typer.Option(help="Draw the report into this .png or .svg; needs matplotlib.")] = "",
+    json: Annotated[str, typer.Option(help="Write the report with each request to this file too.")] = "",
+) -> None:
+    """Open-loop load by guidellm: goodput, percentiles, requests through P, handover and D, pools over time."""
+    _run(locals())
+
+
+def _run(given: dict[str, Any]) -> None:
+    """Checks everything before anything starts. Raises PdClusterError."""
+    import shlex
+
+    import uvloop
+
+    from pd_cluster.bench.load.guidellm_process import Guidellm
+    from pd_cluster.bench.load.load_bench import LoadPlan, folder_for, run_against, run_alone
+    from pd_cluster.bench.outcomes import Slo
+    from pd_cluster.client.admin import Admin
+    from pd_cluster.cluster.processes.launch import Launch
+    from pd_cluster.cluster.processes.ports import free_port_pair
+    from pd_cluster.commands.load_picture import check_picture
+    from pd_cluster.tables import check_writable
+
+    check_writable(given["json"])
+    check_picture(given["picture"])
+    title, rows = _asked(given)
+    with folder_for(given["folder"]) as folder:
+        plan = LoadPlan(
+            title=title,
+            rows=rows,
+            guidellm=Guidellm.find(given["guidellm"]),
+            folder=folder,
+            slo=Slo(ttft_s=given["slo_ttft"], tpot_s=given["slo_tpot"], e2e_s=given["slo_e2e"]),
+            profile=given["profile"],
+            max_s=given["max_seconds"],
+            num_processes=given["client_processes"],
+        )
+        plan.check()
+        if given["url"]:
+            admin = Admin.find(given["admin"], given["admin_token_file"], os.environ) if given["admin"] else None
+            runs = uvloop.run(run_against(plan, given["url"], admin))
+        else:
+            launch = Launch(
+                model=given["model"],
+                num_prefill=given["prefill"],
+                num_decode=given["decode"],
+                port=free_port_pair(),
+                arguments=shlex.split(given["flags"]),
+                restart="no",  # a cluster that lost an instance would give wrong figures
+            )
+            runs = uvloop.run(run_alone(plan, launch))
+    _show(runs, given)
+
+
+def _asked(given: dict[str, Any]) -> tuple[str, list[LoadRow]]:
+    """Returns a title and the requests. Raises ConfigError."""
+    import random
+
+    from pd_cluster.bench.load.scenario_file import LoadRow, rows_of
+    from pd_cluster.bench.prompts import read_prompts
+    from pd_cluster.bench.trace_files import TraceScale, read_trace
+    from pd_cluster.bench.workloads import Workload, arrivals_of, times_of
+    from pd_cluster.errors import ConfigError
+
+    if given["trace"] and given["prompts"]:
+        raise ConfigError("--trace and --prompts: give one of them")
+    if given["trace"]:
+        scale = TraceScale(
+            limit=given["trace_limit"],
+            lengths=given["trace_lengths"],
+            repeat=given["trace_repeat"],
+            time=given["trace_time"],
+        )
+        found = read_trace(given["trace"], scale)
+        return f"{len(found)} requests of {os.path.basename(given['trace'])}", list(rows_of(found))
+    workload = Workload(
+        name=given["workload"],
+        num_requests=given["num_requests"],
+        rate_per_s=given["rate"],
+        process=given["arrivals"],
+        num_prompt_tokens=given["input_len"],
+        num_output_tokens=given["output_len"],
+        sigma=given["sigma"],
+        num_prefixes=given["num_prefixes"],
+        prefix_share=given["prefix_share"],
+        num_turns=given["num_turns"],
+        pause_s=given["pause"],
+        seed=given["seed"],
+    )
+    workload.check()
+    if not given["prompts"]:
+        made = arrivals_of(workload)
+        return f"{len(made)} requests of {workload.name}, {workload.rate_per_s:g}/s", list(rows_of(made))
+    lines = read_prompts(given["prompts"])
+    times = times_of(workload.rate_per_s, workload.process, random.Random(workload.seed))
+    rows = [
+        LoadRow(at_s, line.body, None, line.output_tokens or workload.num_output_tokens)
+        for line, at_s in zip(lines, times, strict=False)  # the times have no end
+    ]
+    return f"{len(rows)} requests of {os.path.basename(given['prompts'])}, {workload.rate_per_s:g}/s", rows
+
+
+def _show(runs: list[Any], given: dict[str, Any]) -> None:
+    """Prints, writes and draws the reports; of several runs, files are numbered in order."""
+    from pathlib import Path
+
+    from pd_cluster.bench.report import show, write_json
+    from pd_cluster.commands.load_picture import write_picture
+
+    command = "pd-cluster bench load " + " ".join(_flags(given))
+    for number, run in enumerate(runs, 1):
+        show(run, command)
+        for name, write in (("json", write_json), ("picture", None)):
+            if not given[name]:
+                continue
+            path = Path(given[name])
+            file = str(path if len(runs) == 1 else path.with_stem(f"{path.stem}-{number}"))
+            if write is None:
+                write_picture(run, file)
+            else:
+                write(run, command, file)
+
+
+def _flags(given: dict[str, Any]) -> list[str]:
+    """Returns the flags that differ from their defaults, so that the report can be made again."""
+    import inspect
+
+    defaults = {name: each.default for name, each in inspect.signature(load).parameters.items()}
+    flags = {name: value for name, value in given.items() if value != defaults[name]}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]

@@ -156,9 +156,17 @@ def routing(
     users: Annotated[int, typer.Option(min=1)] = 50,
     turns: Annotated[int, typer.Option(min=1, help="Of each user's conversation.")] = 4,
     rounds: Rounds = 1,
+    instances: Annotated[
+        str, typer.Option(help="CPU time of a choice among so many instances of each role instead, as 32,100,500.")
+    ] = "",
     json: Json = "",
 ) -> None:
     """Conversations of many users, with one routing policy after another: cache hits, TTFT, TPOT."""
+    if instances:
+        from benchmarks.router.choices import run as run_choices
+
+        _run(run_choices(instances, policies, rounds, json))
+        return
     from benchmarks.router.routing import Conversations, run
 
     _run(run(policies, Conversations(users, turns), rounds, json))

@@ -5,6 +5,7 @@ Imports no torch. model/layers/rope.py defines how a model uses positions.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import reprlib
@@ -119,7 +120,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
 
-class Numerics(msgspec.Struct, frozen=True, kw_only=True):
+class Numerics(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The numerics of one instance. `attention_backend`: the setting on a CPU, the chosen backend elsewhere.
 
     `deterministic` is the setting, on every device. `quantization`: the scheme of weights that are quantized at load;
@@ -143,7 +144,7 @@ class Numerics(msgspec.Struct, frozen=True, kw_only=True):
     bf16_way: str = ""
     quantize_head: str = ""
 
-    @property
+    @functools.cached_property
     def digest(self) -> str:
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]
 

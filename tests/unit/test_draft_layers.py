@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from pd_cluster import models, wire
-from pd_cluster.cluster.members.prefixes import KnownBlocks, Prompt
+from pd_cluster.cluster.members.prefixes import KnownBlocks, Prompt, pool_kind_of
 from pd_cluster.commands import check
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.handover.exports import Exports
@@ -355,4 +355,6 @@ def test_blocks_of_another_head_have_other_hashes_for_instances_and_for_routing(
                 model_identity=identity,
                 layout=with_head(OWN, reader).to_info(),
             )
-            assert Prompt(order).num_cached(info, known) == (8 if reader == owner else 0)
+            pool = pool_kind_of(info)
+            assert pool is not None
+            assert Prompt(order).num_cached(pool, known) == (8 if reader == owner else 0)

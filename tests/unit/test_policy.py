@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import msgspec
 import pytest
 
@@ -87,36 +85,6 @@ def test_an_adapter_in_memory_attracts_its_requests(policy: str) -> None:
     for each in (p0, p1, d0, d1):  # none limits its memory: all have it
         each.load = msgspec.structs.replace(each.load, adapters=None)
     assert chosen_for(adapter) == "prefill-0 decode-1"
-
-
-def test_against_every_pair() -> None:
-    """Random clusters: the choice is a linked pair of ready instances, and no other such pair is better."""
-    num_alone = num_unavailable = 0
-    for seed in range(300):
-        rng = random.Random(seed)
-        states: list[InstanceState] = ["ready", "ready", "ready", "failed"]
-        names = [f"{role}-{i}" for role in ("prefill", "decode") for i in range(rng.randrange(4))]
-        instances = [instance(name, rng.choice(states), rng.randrange(5)) for name in names]
-        for prefill in instances:
-            for decode in instances:
-                if (prefill.role, decode.role) == ("prefill", "decode"):
-                    link(prefill, decode, state=rng.choice(["up (shm)", "up (dist)", "opening", "refused: x"]))
-        pairs = {
-            (d.outstanding_tokens, p.outstanding_tokens, instances.index(p), instances.index(d)): (p, d)
-            for p in instances
-            for d in instances
-            if p.is_ready and d.is_ready and p.role == "prefill" and str(p.link_to(d)).startswith("up")
-        }
-        if pairs:
-            assert least_loaded(instances, ASK) == pairs[min(pairs)]
-        elif able := [i for i in instances if i.is_ready]:
-            num_alone += 1
-            assert least_loaded(instances, ASK)[0] in able
-        else:
-            num_unavailable += 1
-            why_not(*instances)
-    assert num_alone > 10
-    assert num_unavailable > 10
 
 
 def test_what_an_instance_was_before_does_not_count() -> None:

@@ -96,6 +96,16 @@ def test_a_prompt_is_known_up_to_its_first_unknown_block_and_never_whole() -> No
         assert worker.num_cached(Prompt(Order(prompt, Sampling(), salt))) == num_cached
 
 
+def test_another_life_is_asked_by_its_own_blocks() -> None:
+    worker, prompt = instance("prefill-0"), Prompt(Order(PROMPT, Sampling()))
+    knows(worker, PROMPT[:100])
+    assert worker.num_cached(prompt) == 96
+    assert worker.info is not None
+    for layout, num_cached in ((None, 0), (msgspec.structs.replace(LAYOUT, block_size=32), 0), (LAYOUT, 96)):
+        worker.info = msgspec.structs.replace(worker.info, layout=layout)
+        assert worker.num_cached(prompt) == num_cached
+
+
 def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
     """A pool is used at random; two schedulers, one joining late, end equal to a third that gets everything at once."""
     for seed in range(30):

@@ -1,4 +1,4 @@
-"""What guidellm measured, as outcomes: the lines that the plug-in wrote, grouped by guidellm's runs.
+"""Outcomes of what guidellm measured: the lines that the plug-in wrote, grouped by guidellm's runs.
 
 Knows nothing of clusters.
 """

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from pd_cluster.cluster.members.prefixes import KnownBlocks, Prompt
+from pd_cluster.cluster.members.peer_links import NO_LINKS, PeerLinks
+from pd_cluster.cluster.members.prefixes import KnownBlocks, PoolKind, Prompt, pool_kind_of
 from pd_cluster.net.admission import peer_key
 from pd_cluster.reports import InstanceInfo, InstanceState, Service
 from pd_cluster.types import LinkState, Role
 from pd_cluster.types.variants import short_name
 from pd_cluster.wire import GIVEN_UP, PAUSED, Load, PeerInfo
-
-OPENING = LinkState("opening")  # of links that have not been heard of
 
 
 @dataclass(slots=True)
@@ -50,6 +49,17 @@ class Instance:
     drain_timeout_s: float = 0.0  # that deadline's duration
     adapters: frozenset[str] = frozenset()  # of those it shall have, by digest, those that it has reported
     adapter_problems: dict[str, str] = field(default_factory=dict)
+    _pool: tuple[InstanceInfo | None, PoolKind | None] = field(
+        default=(None, None), init=False, repr=False, compare=False
+    )
+    _links: PeerLinks = field(default=NO_LINKS, init=False, repr=False, compare=False)
+
+    @property
+    def links(self) -> PeerLinks:
+        """Its links to decode instances and encoders, by its last load."""
+        if self._links.states is not self.load.links:
+            self._links = PeerLinks.of(self.load.links)
+        return self._links
 
     @property
     def is_registered(self) -> bool:
@@ -93,8 +103,10 @@ class Instance:
 
     @property
     def takes_requests(self) -> bool:
-        is_wanted = self.service == "in" and self.next_role is None
-        return self.is_ready and is_wanted and not (self.load.is_draining or self.load.sleep_level)
+        if self.state != "ready" or self.service != "in" or self.next_role is not None:
+            return False
+        load = self.load
+        return not (load.is_draining or load.sleep_level)
 
     @property
     def is_empty(self) -> bool:
@@ -152,15 +164,24 @@ class Instance:
         return bool(digest) and present is not None and short_name(digest) not in present
 
     def num_cached(self, prompt: Prompt) -> int:
-        return prompt.num_cached(self.info, self.known_blocks, self.load)
+        """Returns the prompt's tokens that its caches are known to save; asked of each instance for every request."""
+        known = self.known_blocks
+        if not known.tiers:
+            return 0
+        if self._pool[0] is not self.info:
+            self._pool = self.info, pool_kind_of(self.info)
+        pool = self._pool[1]
+        if pool is None or prompt.keys[pool][0] not in known.tiers:
+            return 0
+        return prompt.num_cached(pool, known, self.load)
 
     def linked_to(self, other: Instance) -> bool:
         """Whether KV cache can go from this prefill instance to that decode instance."""
-        return self.link_to(other).is_up
+        return other.key in self.links.up
 
     def link_to(self, other: Instance) -> LinkState:
         """Returns the state of its link to that decode instance, as it last reported it."""
-        return self.load.links.get(other.key, OPENING)
+        return self.links.to(other.key)
 
     def to_peer(self) -> PeerInfo:
         info = self.info

@@ -1,28 +1,33 @@
 """Chooses the pair of instances for a request. Pure functions of instance state: no sockets, no clock, no randomness.
 
-A policy is one of `POLICIES`. All of them share the same rules for which instances can serve at all (`linked_pairs`,
+A policy is one of `POLICIES`. All of them share the same rules for which instances can serve at all (pair_search.py,
 `alone`), and ties go to the table's order. Their predictions come from predict.py.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Sequence
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.prefixes import Prompt
+from pd_cluster.cluster.routing.pair_search import Pair as Pair
+from pd_cluster.cluster.routing.pair_search import SideCosts, Sides
 from pd_cluster.cluster.routing.predict import best_rate, predict_transfer_s, predict_ttft_s
 from pd_cluster.errors import Unavailable
 from pd_cluster.types import Leg
 
 MAX_LOCAL_TOKENS = 256  # that a decode instance computes of a prompt: longer steps would delay its decoding sequences
 ADAPTER_TOKENS = 512  # reading an adapter counts as much work; and another then gives way, and is read again later
-SESSION_SLACK = 2.0  # an instance with this many times the load of the least loaded one loses its sessions for a while
-SESSION_SLACK_TOKENS = 4096  # and this many tokens more
+SESSION_SLACK = 2.0  # an instance with this many times the load of its side's least loaded one loses its sessions
+SESSION_SLACK_TOKENS = 4096  # and this many tokens more, for as long as that lasts
 WAKE_SLACK_TOKENS = 4096  # fewer tokens ahead that justify opening a link at rest
-
-Pair = tuple[Instance, Instance]
+_MASK = (1 << 64) - 1
+MOST_NAMED = 16  # instances or links in a line that says what is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,11 @@ class RoutingRequest:
         """Returns the tokens that reading its adapter again counts as; 0 where it is in memory."""
         return ADAPTER_TOKENS if instance.lacks_adapter(self.adapter) else 0
 
+    def num_to_go(self, instance: Instance) -> int:
+        """Counts what an instance would have to do before its tokens come: both of the above."""
+        num_uncached = self.prompt.num_tokens - instance.num_cached(self.prompt)
+        return num_uncached + self.num_adapter(instance) if self.adapter else num_uncached
+
     def weight(self, instance: Instance, leg: Leg) -> int:
         """Returns a leg's work for an instance in tokens: to compute, or to receive and hold."""
         return self.num_uncached(instance) + (0 if leg == "prefill" else self.num_output_tokens)
@@ -62,7 +72,8 @@ def least_loaded(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     def tokens_ahead(instance: Instance) -> int:
         return instance.tokens_ahead + ask.num_adapter(instance)
 
-    return _best(instances, ask, lambda pair: (tokens_ahead(pair[1]), tokens_ahead(pair[0])))
+    costs = SideCosts(tokens_ahead, tokens_ahead, joined=lambda prefill, decode: (decode, prefill))
+    return _best(instances, ask, costs)
 
 
 def prefix_aware(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
@@ -71,12 +82,15 @@ def prefix_aware(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     So a cached prefix attracts a request until as many tokens are ahead there as the prefix saves. Among equals the
     pair with the fewest known blocks wins, so new prompts spread.
     """
-    uncached = _uncached(instances, ask)
 
-    def tokens_to_go(pair: Pair) -> tuple[int, int]:
-        return sum(i.tokens_ahead + uncached[i.key] for i in pair), sum(len(i.known_blocks) for i in pair)
+    def tokens_to_go(instance: Instance) -> tuple[int, int]:
+        ahead = instance.outstanding_tokens + instance.others_tokens
+        return ahead + ask.num_to_go(instance), len(instance.known_blocks.tiers)
 
-    return _best(instances, ask, tokens_to_go)
+    def joined(prefill: tuple[int, int], decode: tuple[int, int]) -> tuple[int, int]:
+        return prefill[0] + decode[0], prefill[1] + decode[1]
+
+    return _best(instances, ask, SideCosts(tokens_to_go, tokens_to_go, joined))
 
 
 def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
@@ -85,36 +99,62 @@ def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     A decode instance that would be even earlier by itself, given the transfer's time, computes a short remainder of a
     prompt (MAX_LOCAL_TOKENS) alone.
     """
-    uncached = _uncached(instances, ask)
+    sides = Sides.of(instances, ask.avoid)
+    to_go = {each.name: ask.num_to_go(each) for each in itertools.chain(sides.prefills, sides.decodes)}
     rate, num_tokens = best_rate(instances), ask.prompt.num_tokens
-    ttft_s = {i.key: predict_ttft_s(i, uncached[i.key], rate, num_tokens) for i in instances if i.takes_requests}
 
-    def cost(pair: Pair) -> tuple[float, int]:
-        prefill, decode = pair
-        return round(ttft_s[prefill.key], 3), decode.tokens_ahead + uncached[decode.key]
+    def ttft_s(instance: Instance) -> float:
+        return predict_ttft_s(instance, to_go[instance.name], rate, num_tokens)
 
-    prefill, decode = _best(instances, ask, cost)
+    def tokens_to_go(instance: Instance) -> int:
+        return instance.tokens_ahead + to_go[instance.name]
+
+    costs = SideCosts(lambda prefill: round(ttft_s(prefill), 3), tokens_to_go)
+    prefill, decode = _best_of(sides, instances, costs)
     if prefill is decode:
         return prefill, decode
-    split_s = ttft_s[prefill.key] + predict_transfer_s(prefill, decode, uncached[decode.key])
-    able = [decode for _, decode in linked_pairs(instances) if uncached[decode.key] <= MAX_LOCAL_TOKENS]
-    local = min(able, key=lambda i: ttft_s[i.key], default=None)
-    return (local, local) if local is not None and ttft_s[local.key] < split_s else (prefill, decode)
+    split_s = ttft_s(prefill) + predict_transfer_s(prefill, decode, to_go[decode.name])
+    able = ((ttft_s(each), each) for each in sides.decodes if to_go[each.name] <= MAX_LOCAL_TOKENS)
+    local = _soonest(Sides(sides.prefills, sides.decodes), [found for found in able if found[0] < split_s])
+    return (local, local) if local is not None else (prefill, decode)
+
+
+def _soonest(sides: Sides, decodes: list[tuple[float, Instance]]) -> Instance | None:
+    """Returns the first of these, by their times, that is part of a pair; among equals, of the first pair."""
+    found, least = None, (math.inf, 0)
+    for each_s, each in sorted(decodes, key=lambda timed: timed[0]):
+        if each_s > least[0] or least == (each_s, 0):
+            break
+        at = sides.partner_of(each)
+        if at is not None and (each_s, at) < least:
+            found, least = each, (each_s, at)
+    return found
 
 
 def session(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
-    """Chooses the pair that a session's name hashes to, unless it is far more loaded than others.
+    """Chooses the instance of each side that a session's name hashes to, unless it is far more loaded than others.
 
-    Rendezvous hashing: instances that come and go move only their own sessions. Requests without a session go to the
-    least loaded.
+    Rendezvous hashing: instances that come and go move only their own sessions, and these only on their own side.
+    Requests without a session go to the least loaded.
     """
-    pairs = _allowed(instances, ask)
-    if not ask.session or not pairs:
+    if not ask.session:
         return least_loaded(instances, ask)
-    least = min(prefill.tokens_ahead + decode.tokens_ahead for prefill, decode in pairs)
-    limit = SESSION_SLACK * least + SESSION_SLACK_TOKENS
-    fit = [pair for pair in pairs if pair[0].tokens_ahead + pair[1].tokens_ahead <= limit]
-    return max(fit, key=lambda pair: _rank(ask.session, pair))
+    paired = Sides.of(instances, ask.avoid).paired()
+    fit = Sides(_within_slack(paired.prefills), _within_slack(paired.decodes), ask.avoid)
+    own = _hash_of(ask.session)
+
+    def rank(instance: Instance) -> int:
+        """Mixes both hashes, which are even already, as SplitMix64 ends: cheap beside a hash for each instance."""
+        mixed = (own ^ _hash_of_name(instance.name)) * 0xBF58476D1CE4E5B9 & _MASK
+        return (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+
+    pair = fit.ranked(SideCosts(rank, rank)).best()
+    return pair if pair is not None else least_loaded(instances, ask)
+
+
+def _within_slack(side: list[Instance]) -> list[Instance]:
+    limit = SESSION_SLACK * min((each.tokens_ahead for each in side), default=0) + SESSION_SLACK_TOKENS
+    return [each for each in side if each.tokens_ahead <= limit]
 
 
 POLICIES: dict[str, Policy] = {
@@ -137,7 +177,7 @@ def for_all_kinds(choose: Policy) -> Policy:
             return choose(instances, ask)
         able = [i for i in instances if i.role == "prefill" and i.takes_requests and (i.key, i.key) not in ask.avoid]
         if able:
-            best = min(able, key=lambda i: i.tokens_ahead + ask.num_uncached(i) + ask.num_adapter(i))
+            best = min(able, key=lambda i: i.tokens_ahead + ask.num_to_go(i))
         else:
             _, best = choose(instances, ask)
         return best, best
@@ -154,8 +194,9 @@ def alone(instances: Sequence[Instance]) -> Pair:
     found = [i for i in instances if i.takes_requests and i.role != "encode"]
     if not found:
         raise Unavailable(why_unavailable(instances))
-    paired = {instance.key for pair in linked_pairs(instances) for instance in pair}
-    chosen = min(found, key=lambda i: (i.key not in paired, i.role != "decode", i.tokens_ahead))
+    sides = Sides.of(found)
+    paired = [each for each in sides.decodes if sides.partner_of(each) is not None]
+    chosen = min(paired or sides.decodes or found, key=lambda each: each.tokens_ahead)
     return chosen, chosen
 
 
@@ -166,12 +207,14 @@ def awaits_pair(instances: Sequence[Instance], now_s: float, together_s: float) 
     loads, or a link opens.
     """
     takers = [i for i in instances if i.takes_requests and i.role != "encode"]
-    if not takers or now_s - min(i.ready_s for i in takers) >= together_s or linked_pairs(instances):
+    if not takers or now_s - min(i.ready_s for i in takers) >= together_s:
+        return False
+    sides = Sides.of(takers)
+    if next(sides.pairs(), None) is not None:
         return False
     if any(i.role != "encode" and _is_arriving(i) for i in instances):
         return True
-    prefills, decodes = ([i for i in takers if i.role == role] for role in ("prefill", "decode"))
-    return any(prefill.link_to(decode).phase == "opening" for prefill in prefills for decode in decodes)
+    return any(prefill.link_to(decode).phase == "opening" for prefill in sides.prefills for decode in sides.decodes)
 
 
 def _is_arriving(instance: Instance) -> bool:
@@ -181,13 +224,8 @@ def _is_arriving(instance: Instance) -> bool:
 
 
 def linked_pairs(instances: Sequence[Instance]) -> list[Pair]:
-    return [
-        (prefill, decode)
-        for prefill in instances
-        if prefill.role == "prefill" and prefill.takes_requests
-        for decode in instances
-        if decode.role == "decode" and decode.takes_requests and prefill.linked_to(decode)
-    ]
+    """Returns all of them: too many where there are hundreds of instances and a request waits for the answer."""
+    return list(Sides.of(instances).pairs())
 
 
 def is_served(instances: Sequence[Instance]) -> bool:
@@ -196,52 +234,55 @@ def is_served(instances: Sequence[Instance]) -> bool:
 
 
 def why_unavailable(instances: Sequence[Instance]) -> str:
-    """Returns one line that names the instances that are not ready, or the links that are not up."""
+    """Returns one line that names the instances that are not ready, or the links that are not up, or some of them."""
     missing = [
         role for role in ("prefill", "decode") if not any(i.role == role and i.takes_requests for i in instances)
     ]
-    down = [
+    down = _some(
         f"{i.name} is {i.shown_state}{f' ({i.reason})' if i.reason else ''}" for i in instances if i.role in missing
-    ]
+    )
     if missing and not down:
         return f"there is no {' and no '.join(missing)} instance"
     if missing:
-        return f"no {' and no '.join(missing)} instance is ready: {'; '.join(down)}"
-    return f"no prefill instance has a link to a decode instance: {'; '.join(refused_links(instances))}"
+        return f"no {' and no '.join(missing)} instance is ready: {down}"
+    return f"no prefill instance has a link to a decode instance: {_some(_refused_links(instances))}"
+
+
+def _some(found: Iterator[str]) -> str:
+    """Joins the first ones: requests wait for this line, and people read it."""
+    named = list(itertools.islice(found, MOST_NAMED + 1))
+    return "; ".join(named if len(named) <= MOST_NAMED else [*named[:MOST_NAMED], "and others"])
 
 
 def refused_links(instances: Sequence[Instance]) -> list[str]:
     """Returns the links between ready instances that are not up, with the reason."""
+    return list(_refused_links(instances))
+
+
+def _refused_links(instances: Sequence[Instance]) -> Iterator[str]:
     ready = [i for i in instances if i.is_ready]
-    return [
-        f"{prefill.name} to {decode.name}: {prefill.link_to(decode)}"
-        for prefill in ready
-        if prefill.role == "prefill"
-        for decode in ready
-        if decode.role == "decode" and not prefill.linked_to(decode)
-    ]
+    decodes = {each.key: each for each in ready if each.role == "decode"}
+    for prefill in ready:
+        if prefill.role == "prefill" and not decodes.keys() <= prefill.links.up:
+            for key, decode in decodes.items():
+                if key not in prefill.links.up:
+                    yield f"{prefill.name} to {decode.name}: {prefill.links.to(key)}"
 
 
-def _uncached(instances: Sequence[Instance], ask: RoutingRequest) -> dict[str, int]:
-    """Returns the tokens that every instance would compute, by its key, with those that its adapter counts as."""
-    able = (instance for instance in instances if instance.takes_requests)
-    return {instance.key: ask.num_uncached(instance) + ask.num_adapter(instance) for instance in able}
+def _best(instances: Sequence[Instance], ask: RoutingRequest, costs: SideCosts) -> Pair:
+    return _best_of(Sides.of(instances, ask.avoid), instances, costs)
 
 
-def _allowed(instances: Sequence[Instance], ask: RoutingRequest) -> list[Pair]:
-    return [pair for pair in linked_pairs(instances) if (pair[0].key, pair[1].key) not in ask.avoid]
-
-
-def _best(instances: Sequence[Instance], ask: RoutingRequest, cost: Callable[[Pair], tuple[float, float]]) -> Pair:
-    pairs = _allowed(instances, ask)
-    if not pairs:
+def _best_of(sides: Sides, instances: Sequence[Instance], costs: SideCosts) -> Pair:
+    """Returns the best pair, preferably one whose link is open, or one instance where there is no pair."""
+    ranked = sides.ranked(costs)
+    best = ranked.best()
+    if best is None:
         return alone(instances)
-    best = min(pairs, key=cost)
-    open_ = [(p, d) for p, d in pairs if p.link_to(d).is_open] if not best[0].link_to(best[1]).is_open else []
-    if not open_:
+    nearest = ranked.best(is_open=True) if not best[0].link_to(best[1]).is_open else None
+    if nearest is None:
         return best
     # A link at rest costs the time to open it, and another one its place.
-    nearest = min(open_, key=cost)
     return best if _ahead(nearest) - _ahead(best) >= WAKE_SLACK_TOKENS else nearest
 
 
@@ -249,5 +290,8 @@ def _ahead(pair: Pair) -> int:
     return pair[0].tokens_ahead + pair[1].tokens_ahead
 
 
-def _rank(name: str, pair: Pair) -> bytes:
-    return hashlib.blake2b(f"{name} {pair[0].name} {pair[1].name}".encode(), digest_size=8).digest()
+def _hash_of(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+
+_hash_of_name = functools.lru_cache(maxsize=1 << 14)(_hash_of)  # of instances, which are asked for again and again

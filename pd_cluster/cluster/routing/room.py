@@ -6,7 +6,8 @@ clients, takes no instance memory, and goes to the first instance with room.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from pd_cluster.cluster.members.instance import Instance
@@ -32,16 +33,24 @@ ANY = Room(True, True, True)
 
 def room_of(instances: Sequence[Instance]) -> Room:
     """Returns ANY if no instance takes requests: waiting does not help then, and others report why."""
+    prefills = (each for each in instances if each.role == "prefill" and each.takes_requests)
+    decodes = (each for each in instances if each.role == "decode" and each.takes_requests)
+    prefill, decode = next(prefills, None), next(decodes, None)
+    if prefill is not None and decode is not None:
+        return _room(itertools.chain([prefill], prefills), itertools.chain([decode], decodes))
     takers = [instance for instance in instances if instance.takes_requests]
-    prefills = [instance for instance in takers if instance.role == "prefill"]
-    decodes = [instance for instance in takers if instance.role == "decode"]
-    if not prefills or not decodes:  # one instance does both
-        prefills = decodes = takers
-    if not takers:
-        return ANY
-    return Room(
-        any(map(computes_soon, prefills)), any(map(decodes_soon, decodes)), not all(map(is_nearly_full, decodes))
-    )
+    return _room(takers, takers) if takers else ANY  # one instance does both
+
+
+def _room(prefills: Iterable[Instance], decodes: Iterable[Instance]) -> Room:
+    """Looks only at as many as are needed: each request asks, and mostly the first ones have room."""
+    for_sequences = for_all = False
+    for decode in decodes:
+        for_sequences = for_sequences or decodes_soon(decode)
+        for_all = for_all or not is_nearly_full(decode)
+        if for_sequences and for_all:
+            break
+    return Room(any(map(computes_soon, prefills)), for_sequences, for_all)
 
 
 def computes_soon(instance: Instance) -> bool:

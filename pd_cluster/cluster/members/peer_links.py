@@ -1,0 +1,36 @@
+"""The links of one prefill instance as it last reported them, and which peers they reach. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from pd_cluster.types import LinkState
+
+OPENING = LinkState("opening")  # of links that have not been heard of
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLinks:
+    """Derived from `states`, by the peers' keys; made anew when these are others.
+
+    `up` and `open`: the keys of peers whose link can carry KV cache, and of those to which it is open now.
+    """
+
+    states: Mapping[str, LinkState]
+    up: Set[str]
+    open: Set[str]
+
+    @classmethod
+    def of(cls, states: Mapping[str, LinkState]) -> PeerLinks:
+        up = frozenset(key for key, state in states.items() if state.phase in ("up", "resting"))
+        opened = frozenset(key for key, state in states.items() if state.phase == "up")
+        all_keys = states.keys()  # needs no memory of its own
+        whole = len(all_keys)
+        return cls(states, all_keys if len(up) == whole else up, all_keys if len(opened) == whole else opened)
+
+    def to(self, key: str) -> LinkState:
+        return self.states.get(key, OPENING)
+
+
+NO_LINKS = PeerLinks.of({})

@@ -77,7 +77,7 @@ class SendLane(SendingEnd):
         held = self._exports.held.answer(conn, body, self.mailbox.send, note_nothing)
         self.confirms_s.append(time.monotonic())
         if held:
-            self.events.put(HandedOver(conn, body.transfer_id))
+            self.events.put(HandedOver(conn, body.transfer_id, time.monotonic()))
         return True
 
     def _take(self, event: Event) -> None:

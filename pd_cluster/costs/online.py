@@ -1,7 +1,7 @@
-"""Fits a step's linear terms while steps run: recent ones weigh most. About 10 µs a step; no clock of its own.
+"""Fits linear terms of steps and handovers while they run: recent ones weigh most. No clock of its own.
 
 Steps that decode, that compute prompts, and that do both are summed apart: a thousand steps of one kind leave what was
-known of the others. The terms follow by coordinate descent, a sweep a step.
+known of the others. The terms follow by coordinate descent, a sweep a step: about 10 µs.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from operator import mul
 
-from pd_cluster.costs.costs import StepCost, StepWork
+from pd_cluster.costs.costs import HandoverCost, StepCost, StepWork
 from pd_cluster.costs.fit import TERMS, columns_of
 
 DECAY = 0.96  # a step weighs half after 17 more of its kind
@@ -17,6 +17,10 @@ FADE = 0.999  # by a step of another kind
 LEAST_SHARE = 0.05  # that is left of a kind
 MOST_UNLIKE = 16.0  # a step so many times shorter or longer than others of its kind weighs as one this far from them
 LEAST_TERM = {"prompt_token_s": 1e-12}  # s: a measured prompt's token never costs nothing, which means unknown
+
+FIRST_HANDOVERS = 3  # open links and register memory
+LEAST_HANDOVERS = 4
+LEAST_SPREAD = 0.2  # of their sizes, for a slope
 
 NUM = len(TERMS)
 PAIRS = [(a, b) for a in range(NUM) for b in range(a, NUM)]
@@ -98,3 +102,37 @@ class MeanWork:
     def work(self) -> StepWork:
         """Returns whole numbers; no work before any step."""
         return StepWork(*(round(total / self._num) for total in self._sums)) if self._num else StepWork()
+
+
+class OnlineHandoverFit:
+    """Fits setup and bytes of handovers to recent ones: a line through their times by bytes.
+
+    Where handovers are about as large as each other, a byte takes `assumed_byte_s`, and the rest is the setup.
+    """
+
+    def __init__(self, assumed_byte_s: float) -> None:
+        self._assumed_byte_s = assumed_byte_s
+        self._num_left_out = FIRST_HANDOVERS
+        self._num = self._nbytes = self._took_s = self._squares = self._products = 0.0
+
+    def add(self, nbytes: int, took_s: float) -> None:
+        if self._num_left_out:
+            self._num_left_out -= 1
+            return
+        self._num = DECAY * self._num + 1
+        self._nbytes = DECAY * self._nbytes + nbytes
+        self._took_s = DECAY * self._took_s + took_s
+        self._squares = DECAY * self._squares + nbytes * nbytes
+        self._products = DECAY * self._products + nbytes * took_s
+
+    @property
+    def cost(self) -> HandoverCost | None:
+        """None: too few are known."""
+        if self._num < LEAST_HANDOVERS:
+            return None
+        nbytes, took_s = self._nbytes / self._num, self._took_s / self._num
+        variance = self._squares / self._num - nbytes**2
+        byte_s = self._assumed_byte_s
+        if variance > LEAST_SPREAD**2 * nbytes**2:
+            byte_s = max(0.0, (self._products / self._num - nbytes * took_s) / variance)
+        return HandoverCost(max(0.0, took_s - nbytes * byte_s), byte_s)

@@ -102,6 +102,7 @@ def load_of(
         step_cost=timing.cost,
         prompt_work=timing.prompt_work,
         decode_work=timing.decode_work,
+        handover_costs=handover.timing.costs,
         tokens_per_step=timing.tokens_per_step,
         drafts=core.drafting.totals.told(),
         num_steps=core.num_steps,

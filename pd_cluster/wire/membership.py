@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from pd_cluster.costs.costs import StepCost, StepWork
+from pd_cluster.costs.costs import HandoverCost, StepCost, StepWork
 from pd_cluster.types import LinkState, Role, Tier
 from pd_cluster.types.variants import ADAPTER
 from pd_cluster.wire.base import MOST_GROUPS, PROTOCOL_VERSION, Message, NodeProofs, PublicKey, ShortText
@@ -81,6 +81,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     step_cost: StepCost = StepCost()  # fitted to recent steps; all zeros: none yet
     prompt_work: StepWork = StepWork()  # the mean of recent steps that computed prompts
     decode_work: StepWork = StepWork()  # the mean of recent steps that decoded
+    handover_costs: dict[str, HandoverCost] = {}  # of recent handovers from here, by transports as LinkState.over
     tokens_per_step: float = 1.0  # recent average that a running sequence got in a step; above 1 with drafts
     drafts: DraftCounts = DraftCounts()
     num_steps: int = 0

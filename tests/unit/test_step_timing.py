@@ -10,13 +10,27 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.routing.predict import Goals, best_rate, check_goals, predict_step_s, predict_ttft_s
+from pd_cluster.cluster.routing.predict import (
+    TRANSFER_SETUP_S,
+    Goals,
+    best_rate,
+    check_goals,
+    predict_step_s,
+    predict_transfer_s,
+    predict_ttft_s,
+)
 from pd_cluster.costs.costs import StepCost, StepWork, num_pairs_of
-from pd_cluster.costs.online import OnlineFit
+from pd_cluster.costs.online import FIRST_HANDOVERS, OnlineFit, OnlineHandoverFit
+from pd_cluster.engine.handover.timing import HandoverTiming
 from pd_cluster.engine.step_timing import NUM_FIRST_STEPS, StepTiming, work_of
 from pd_cluster.errors import Overloaded
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.kv.layout import keys_and_values
+from pd_cluster.types import LinkState, Order, Request, Sampling
+from tests.support.router_world import info_of
 
+LAYOUT = wire.LayoutInfo(
+    num_layers=4, num_kv_heads=2, planes=keys_and_values(64), block_size=16, dtype="float32", tp_size=1, tp_rank=0
+)
 TRUE = StepCost(0.006, 0.0002, 3e-7, 8e-5, 1e-8)
 DECODE = StepWork(8, 2_400)
 PROMPT = StepWork(0, 0, 512, num_pairs_of(512, 0))
@@ -106,6 +120,45 @@ def test_a_chunk_of_one_token_decodes_and_longer_ones_belong_to_prompts() -> Non
         request.num_computed_tokens = num_computed
     work = work_of([(requests[0], 1), (requests[1], 30), (requests[2], 20)])
     assert work == StepWork(1, 51, 50, 30 * 20 + 30 * 31 // 2 + 20 * 21 // 2)
+
+
+def test_handovers_are_a_setup_and_bytes_once_sizes_differ() -> None:
+    fit, rng = OnlineHandoverFit(1e-9), random.Random(1)
+    assert fit.cost is None
+    for _ in range(FIRST_HANDOVERS):
+        fit.add(1 << 20, 5.0)
+    for _ in range(20):
+        fit.add(1 << 20, 0.004 + 1e-8 * (1 << 20))
+    assert fit.cost is not None
+    assert fit.cost.byte_s == 1e-9, "of one size: as assumed"
+    assert fit.cost.seconds(1 << 20) == pytest.approx(0.004 + 1e-8 * (1 << 20))
+    for _ in range(200):
+        nbytes = rng.randrange(1 << 22)
+        fit.add(nbytes, max(1e-4, 0.004 + 1e-8 * nbytes + rng.gauss(0, 0.001)))
+    assert fit.cost.setup_s == pytest.approx(0.004, rel=0.25)
+    assert fit.cost.byte_s == pytest.approx(1e-8, rel=0.1)
+
+
+def test_handovers_are_timed_by_the_transports_of_their_links() -> None:
+    timing = HandoverTiming([LAYOUT])
+    shm, dist = LinkState("up", ("shm",)), LinkState("up", ("dist", "shm"))
+    for _ in range(20):
+        timing.add(shm, 100, 0.003)
+        timing.add(dist, 100, 0.050)
+        timing.add(LinkState("waiting"), 100, 9.0)
+        timing.add(shm, 100, 0.0)
+    assert list(timing.costs) == ["shm", "dist+shm"]
+    prefill, decodes = worker(TRUE), [worker(TRUE) for _ in range(2)]
+    for at, decode in enumerate(decodes):
+        decode.name, decode.info = f"decode-{at}", info_of(f"decode-{at}", "decode", layout=LAYOUT)
+    prefill.info = info_of("prefill-0", "prefill", layout=LAYOUT)
+    links = {decodes[0].key: shm, decodes[1].key: dist}
+    unmeasured = msgspec.structs.replace(prefill.load, links=links)
+    prefill.load = msgspec.structs.replace(unmeasured, handover_costs=timing.costs)
+    assert predict_transfer_s(prefill, decodes[0], 100) == pytest.approx(0.003)
+    assert predict_transfer_s(prefill, decodes[1], 100) == pytest.approx(0.050)
+    prefill.load = unmeasured
+    assert predict_transfer_s(prefill, decodes[0], 0) == TRANSFER_SETUP_S
 
 
 # ---- what routing makes of it

@@ -223,7 +223,7 @@ def test_layers_leave_before_the_step_has_ended(world: World, ships: Shipped) ->
     assert ships.pieces == [(wire.KVPiece(0, 5, 0, 1, request.tables[0]), 0)], "not while the step ran"
     assert [end.num_chunks for end in ships.ends] == [1]
     assert worker.handover.exports.held.take("link", "r")
-    world.inbox.put(HandedOver("link", "r"))
+    world.inbox.put(HandedOver("link", "r", 0.0))
     world.step()
 
 

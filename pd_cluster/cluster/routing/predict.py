@@ -56,8 +56,10 @@ def predict_ttft_s(instance: Instance, num_uncached: int, rate: float = 0.0, num
 def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> float:
     """Returns the time from the last token's computation until the KV cache has arrived at the decode instance."""
     sources, targets = (each.info.layouts if each.info is not None else [] for each in (prefill, decode))
-    nbytes = transfer_nbytes(sources, targets or sources, num_tokens)
-    rate = slowest_nbytes_per_s(prefill.link_to(decode).transports)  # the slowest lane's share arrives last
+    nbytes, link = transfer_nbytes(sources, targets or sources, num_tokens), prefill.link_to(decode)
+    if (measured := prefill.load.handover_costs.get(link.over)) is not None:
+        return measured.seconds(nbytes)
+    rate = slowest_nbytes_per_s(link.transports)  # the slowest lane's share arrives last
     return TRANSFER_SETUP_S + nbytes / rate
 
 

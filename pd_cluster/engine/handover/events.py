@@ -38,6 +38,7 @@ class HandedOver:
 
     conn: str
     transfer_id: str
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)

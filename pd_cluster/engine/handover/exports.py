@@ -61,6 +61,7 @@ class Export:
     state: ExportState
     since_s: float
     progress: list[ShipProgress]
+    num_wanted: int = 0  # tokens of the first group that the peer has not cached
     step_stop: int = 0  # prompt tokens that will be computed when the current step has ended
     first_tokens: list[TokenOutput] = field(default_factory=list)
 
@@ -149,6 +150,7 @@ class Exports:
             export.state = ExportState.STREAMING
             for each, first_token in zip(export.progress, credit.first_tokens, strict=True):
                 each.next_token = first_token
+            export.num_wanted = len(export.request.prompt_token_ids) - credit.first_tokens[0]
             self._note(credit.transfer_id, "credited", first_token=credit.first_tokens[0])
             self._ship(export)
 
@@ -163,6 +165,11 @@ class Exports:
             each.accepts(first_token, self._ports.limits(conn, group))
             for group, (each, first_token) in enumerate(wanted)
         )
+
+    def complete_since(self, conn: str, transfer_id: str) -> tuple[int, float] | None:
+        """Returns how many tokens the peer wanted, and when the last of them were queued; None before that."""
+        export = self._find(conn, transfer_id)
+        return (export.num_wanted, export.since_s) if export and export.state is ExportState.ENDED else None
 
     def on_handed_over(self, conn: str, transfer_id: str) -> None:
         """Ends the leg: D has received the answer that the transfer still stood; see Held."""

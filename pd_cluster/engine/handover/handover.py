@@ -21,6 +21,7 @@ from pd_cluster.engine.handover.links import PeerProgress
 from pd_cluster.engine.handover.out_links import OutLinks
 from pd_cluster.engine.handover.out_table import OutLinkTable
 from pd_cluster.engine.handover.shipping import ShipSizes
+from pd_cluster.engine.handover.timing import HandoverTiming
 from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.net.admission import peer_key
 from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, LinkFailed
@@ -57,6 +58,7 @@ class Handover:
         table = OutLinkTable(context, self._progress)
         self.exports = Exports(table, outcomes, context.terms, ShipSizes.of(context.side.layouts))
         self.out_links = OutLinks(context, table, self.exports)
+        self.timing = HandoverTiming([layout.to_info() for layout in context.side.layouts])
 
     def tick(self) -> None:
         """Checks deadlines. Raises QuarantineFull."""
@@ -108,7 +110,7 @@ class Handover:
                 self.out_links.meet(conn, body)
             case wire.Confirm(transfer_id):  # whether a transfer still stands is answered at once
                 if self.exports.held.answer(conn, body, self._context.post.send, self._context.note):
-                    self._context.report(HandedOver(conn, transfer_id))
+                    self._context.report(HandedOver(conn, transfer_id, self._context.clock()))
             case wire.Credit():  # also read by a running step
                 self.credits.put((conn, body))
                 return False
@@ -165,7 +167,9 @@ class Handover:
                 self.imports.on_fault(transfer_id, reason)
             case Drained(transfer_id):
                 self.imports.on_drained(transfer_id)
-            case HandedOver(conn, transfer_id):
+            case HandedOver(conn, transfer_id, at_s):
+                if (found := self.exports.complete_since(conn, transfer_id)) is not None:
+                    self.timing.add(self.out_links.state_of(conn), found[0], at_s - found[1])
                 self.exports.on_handed_over(conn, transfer_id)
             case Offered(conn):
                 self.out_links.on_offered(conn)

@@ -85,6 +85,10 @@ class OutLinks:
     def states(self) -> dict[str, LinkState]:
         return {peer: link.shown for peer, link in self._links.items()}
 
+    def state_of(self, conn: str) -> LinkState:
+        link = self._by_conn.get(conn)
+        return LinkState("waiting") if link is None else link.state
+
     # ---- events of the connection
 
     def on_opened(self, conn: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from pd_cluster import wire
@@ -69,16 +69,10 @@ class Admission:
         """Answers ZAP, on a thread of its own: may a client with this public key connect at all?"""
         return key in self._admitted
 
-    def hear(self, order: wire.Peers) -> bool:
-        """Admits from now on only the peers that a scheduler names, and the schedulers.
-
-        Returns False, and changes nothing, if another scheduler has come to own membership since (`Fence`).
-        """
-        if not self.fence.admits(order.term):
-            return False
-        named = {each.public_key: peer_key(each.name, each.epoch) for each in order.peers}
+    def hear(self, peers: Sequence[wire.PeerInfo]) -> None:
+        """Admits from now on only the peers that a scheduler names in an order that holds, and the schedulers."""
+        named = {each.public_key: peer_key(each.name, each.epoch) for each in peers}
         self._admitted = {**named, **self._schedulers}
-        return True
 
     def admits(self, key: bytes, peer: str, kind: Literal["scheduler", "worker"]) -> bool:
         """Returns whether the owner of this key may use this name."""

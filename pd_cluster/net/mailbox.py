@@ -26,6 +26,7 @@ from pd_cluster.errors import ConfigError, called
 from pd_cluster.host import raise_open_files
 from pd_cluster.net.admission import Admission, Life, peer_key
 from pd_cluster.net.connections import Connections, Handler
+from pd_cluster.net.deltas import DeltaLost
 from pd_cluster.net.nodes import NODE_REFUSED, READ_AGAIN_S, Nodes, plain
 from pd_cluster.net.opening import Opening, OwnSide
 from pd_cluster.net.sockets import Connection, KeyPair, decode_key, new_context, open_router, receive
@@ -37,6 +38,7 @@ from ranktable_tools.hosts import bracketed
 log = logging.getLogger(__name__)
 
 WANTED_FILES = 65_536  # a peer takes five
+OUT_OF_ORDER = "what it tells by changes does not follow what it told before"
 BEAT_GAP_S = 0.02  # the minimum between two heartbeats that are sent soon
 
 
@@ -281,15 +283,34 @@ class Mailbox:
                     self._connections.tell_waiting()
                 else:
                     connection.num_received += 1
-                if isinstance(body, wire.Peers) and connection.kind == "scheduler" and not self._admission.hear(body):
-                    self._connections.send(connection, wire.encode_body(self._stale(connection, body.term)))
+                try:
+                    whole = self._whole(connection, body)
+                except DeltaLost as error:
+                    log.error("the connection with %s is cut: %s: %s", connection.peer, type(body).__name__, error)
+                    self._connections.send(connection, wire.encode_body(wire.Gone(OUT_OF_ORDER)))
+                    self._connections.lose(connection, OUT_OF_ORDER)
                     return
-                self._connections.handler.on_message(connection.id, connection.peer, body)
+                if whole is not None:
+                    self._connections.handler.on_message(connection.id, connection.peer, whole)
 
-    def _stale(self, connection: Connection, term: int) -> wire.StaleOrder:
+    def _whole(self, connection: Connection, body: wire.Body) -> wire.Body | None:
+        """Joins what is told by changes to what is known; None: an order is refused. Raises DeltaLost."""
+        match body:
+            case wire.Heartbeat(load=wire.Load() as load):
+                return msgspec.structs.replace(body, load=connection.heard_links.whole(load))
+            case wire.Peers(term=term) if connection.kind == "scheduler":
+                if not self._admission.fence.admits(term):
+                    self._refuse(connection, term)
+                    return None
+                order = connection.heard_peers.whole(body)
+                self._admission.hear(order.peers)
+                return order
+        return body
+
+    def _refuse(self, connection: Connection, term: int) -> None:
         now = self._admission.fence.term
         log.warning("an order of %s is refused: its term is %d, the owner's %d", connection.peer, term, now)
-        return wire.StaleOrder(now)
+        self._connections.send(connection, wire.encode_body(wire.StaleOrder(now)))
 
     def _send(self, conn: str, encoded: msgspec.Raw) -> None:
         connection = self._connections.get(conn)
@@ -335,12 +356,17 @@ class Mailbox:
         self._soon_s = min(self._soon_s, self._beaten_s + BEAT_GAP_S)
 
     def _beat(self, to_workers: bool = True) -> None:
-        load = self._connections.handler.load()
+        load = figures = self._connections.handler.load()
+        if load is not None and load.links:  # workers need none of them
+            figures = msgspec.structs.replace(load, links={})
         self._beaten_s, self._soon_s = self._clock(), math.inf
         for connection in self._connections:
             if connection.is_open and (to_workers or connection.kind == "scheduler"):
-                heartbeat = wire.encode_body(wire.Heartbeat(load=load, num_heard=connection.num_received))
-                self._connections.send(connection, heartbeat)
+                told = figures
+                if load is not None and figures is not None and connection.kind == "scheduler":
+                    told = connection.told_links.told(figures, load.links)
+                heartbeat = wire.Heartbeat(load=told, num_heard=connection.num_received)
+                self._connections.send(connection, wire.encode_body(heartbeat))
 
     def _is_heard(self) -> bool:
         waiting = [each for each in self._connections if each.is_open and each.num_heard < each.num_sent]

@@ -11,6 +11,7 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from pd_cluster import wire
+from pd_cluster.net.deltas import LinkReceiver, LinkSender, PeersReceiver
 from pd_cluster.net.nodes import Believed
 
 HIGH_WATER_MARK = 20_000  # messages queued for a peer that does not read; one more and the connection is cut
@@ -55,6 +56,9 @@ class Connection:
     num_sent: int = 0
     num_received: int = 0
     num_heard: int = 0
+    told_links: LinkSender = field(default_factory=LinkSender)
+    heard_links: LinkReceiver = field(default_factory=LinkReceiver)
+    heard_peers: PeersReceiver = field(default_factory=PeersReceiver)
 
 
 def new_context() -> zmq.Context[Any]:

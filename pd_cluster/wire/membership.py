@@ -115,7 +115,9 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     is_draining: bool = False  # it takes no new requests
     sleep_level: SleepLevel = 0  # reached
     outstanding: dict[str, int] = {}  # by scheduler (name@epoch): the weights of its legs that have not ended here
-    links: dict[str, LinkState] = {}  # by the peer's name@epoch
+    links: dict[str, LinkState] = {}  # by the peer's name@epoch; over a connection only those that have changed
+    gone_links: tuple[str, ...] = ()  # those that are no more
+    links_number: int = 0  # of this change of links on its connection: 1 tells all of them, 0 none
     adapters: tuple[str, ...] | None = None  # short names of the LoRA adapters in memory; None: all that there are
 
     def at_rates(self, *, prefill_tokens_per_s: float = 0.0, decode_step_s: float = 0.0) -> Load:
@@ -276,11 +278,15 @@ class Peers(Message, frozen=True):
 
     One that forms is named for its unit alone: no KV cache goes there or comes from there yet.
 
-    `term`: the fencing number of the scheduler that owns membership; 0: there is only one scheduler.
+    `term`: the fencing number of the scheduler that owns membership; 0: there is only one scheduler. `number`: of this
+    list on its connection and of its term. Only number 1 has all workers; a later one has those that have changed, and
+    the name@epoch of those that are `gone`.
     """
 
     peers: list[PeerInfo]
     term: int = 0
+    number: int = 1
+    gone: list[str] = []
 
 
 class StaleOrder(Message, frozen=True):

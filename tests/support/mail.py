@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import queue
 import time
+from collections import defaultdict
 from typing import Any, Literal
 
 from pd_cluster import wire
 from pd_cluster.net.admission import Life
+from pd_cluster.net.deltas import PeersReceiver
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.net.sockets import KeyPair
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.types import LinkState
 
 SECRET = b"s" * 32
 SCHEDULER = KeyPair.of(b"private key of the scheduler 32b")
@@ -20,7 +23,10 @@ WAIT_S = 60.0
 
 
 class RecordedMail:
-    """A mailbox that only records. A connection to NAME is `to-NAME`, or `to-NAME#1` and so on if `is_numbered`."""
+    """A mailbox that only records, `Peers` as their receivers know them.
+
+    A connection to NAME is `to-NAME`, or `to-NAME#1` and so on if `is_numbered`.
+    """
 
     table = b""
 
@@ -30,6 +36,7 @@ class RecordedMail:
         self.opened: list[tuple[str, int, str, int, bytes]] = []  # name, epoch, host, port, key
         self.closed: list[str] = []
         self.num_beats = self.num_beats_at_once = 0
+        self._peers: defaultdict[str, PeersReceiver] = defaultdict(PeersReceiver)
 
     def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str:
         self.opened.append((name, epoch, host, port, key))
@@ -40,7 +47,7 @@ class RecordedMail:
 
     def send(self, conn: str, body: wire.Body) -> None:
         wire.encode_body(body)
-        self.sent.append((conn, body))
+        self.sent.append((conn, self._peers[conn].whole(body) if isinstance(body, wire.Peers) else body))
 
     def beat(self) -> None:
         self.num_beats_at_once += 1
@@ -71,6 +78,7 @@ class Box:
         listens: bool = False,
     ) -> None:
         self.ahead_s = 0.0  # of its clock
+        self.links: dict[str, LinkState] = {}  # of its load
         self.events: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
         self.beats: queue.SimpleQueue[wire.Heartbeat] = queue.SimpleQueue()
         self.mailbox = Mailbox(Life(name, epoch), kind, credentials, times, lambda: time.monotonic() + self.ahead_s)
@@ -108,7 +116,7 @@ class Box:
         self.events.put(("fatal", error))
 
     def load(self) -> wire.Load | None:
-        return wire.Load(num_blocks=5)
+        return wire.Load(num_blocks=5, links=self.links)
 
     def wait(self, kind: str) -> tuple[Any, ...]:
         """Returns the next event of this kind; earlier ones are passed over."""

@@ -24,6 +24,7 @@ from pd_cluster.net.sockets import receive
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.processes import PortRange
 from pd_cluster.settings.timeouts import Timeouts
+from pd_cluster.types import LinkState
 from tests.support.full_disks import few_files
 from tests.support.held import held, more_than
 from tests.support.mail import SCHEDULER, SECRET, WAIT_S, Box
@@ -328,3 +329,46 @@ def test_a_mailbox_without_descriptors_goes_on(box: Callable[..., Box]) -> None:
         pass
     own.mailbox.send(first, wire.ResetCache())
     assert worker.wait("message")[2] == wire.ResetCache()
+
+
+def test_links_and_peers_are_told_by_what_has_changed(box: Callable[..., Box]) -> None:
+    """Each scheduler hears of all links, and then of changes; workers of none. A gap ends the connection."""
+    server, first, second = (box("prefill-0", 7, listen=True, times=SELDOM), *(box(n, 8, times=SELDOM) for n in "ab"))
+    worker = box("decode-0", 9, key=OTHER_KEY, times=SELDOM)
+    told = first.connect_to(server)
+    first.mailbox.send(told, wire.Peers([worker.info]))
+    assert server.wait("message")[2] == wire.Peers([worker.info])
+    worker.connect_to(server)
+    worker.wait("opened")
+    states = [LinkState("opening"), LinkState("up", ("shm",))]
+    for links in ({"d0@1": states[0], "d1@1": states[0]}, {"d0@1": states[1], "d1@1": states[0]}, {"d0@1": states[1]}):
+        server.links = links
+        server.mailbox.beat()
+        assert _links_of(first) == links
+        assert _links_of(worker) == {}
+    other = second.connect_to(server)
+    second.wait("opened")
+    server.mailbox.beat()
+    assert _links_of(second) == server.links
+
+    first.mailbox.send(told, wire.Peers([server.info], 0, 2, ["decode-0@9"]))
+    assert server.wait("message")[2] == wire.Peers([server.info])
+    first.mailbox.send(told, wire.Peers([], 0, 4))
+    assert server.wait("closed")[2] == module.OUT_OF_ORDER
+    assert first.wait("closed")[1:] == (told, module.OUT_OF_ORDER)
+    again = first.connect_to(server)
+    first.mailbox.send(again, wire.Peers([worker.info], 1))
+    assert server.wait("message")[2] == wire.Peers([worker.info], 1)
+    second.mailbox.send(other, wire.Peers([], 2))
+    assert server.wait("message")[2] == wire.Peers([], 2)
+    first.mailbox.send(again, wire.Peers([server.info], 1, 2))
+    assert first.wait("message")[2] == wire.StaleOrder(2)
+    second.mailbox.send(other, wire.Peers([worker.info], 2, 2))
+    assert server.wait("message")[2] == wire.Peers([worker.info], 2), "the refused order has left nothing"
+
+
+def _links_of(box: Box) -> dict[str, LinkState]:
+    """Returns those of the next heartbeat."""
+    load = box.beats.get(timeout=WAIT_S).load
+    assert load is not None
+    return load.links

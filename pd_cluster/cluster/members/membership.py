@@ -22,6 +22,7 @@ from pd_cluster.cluster.members.place import Place, digest_of, resolve_host
 from pd_cluster.cluster.members.roster import Connector, Roster
 from pd_cluster.cluster.members.units import awaited, unit_clash
 from pd_cluster.errors import ConfigError
+from pd_cluster.net.deltas import PeersSender
 from pd_cluster.net.nodes import NODE_REFUSED
 from pd_cluster.net.opening import REFUSALS
 from pd_cluster.reports import InstanceInfo, InstanceState
@@ -75,6 +76,7 @@ class Membership(Roster):
         self._swapped: set[str] = set()  # in whose places other workers of the table answered last
         self._joined: set[str] = set()  # at run time
         self._paused_until: dict[str, float] = {}  # by name, of those whose node is not admitted
+        self._orders = PeersSender()
         self._refused: dict[str, tuple[int, str]] = {}  # name -> epoch of a life with other keys, and the reason
         self.term: Callable[[], int | None] = lambda: 0  # of this scheduler's orders; None: another gives them
         self.refused: Callable[[int], None] = lambda term: None  # called when a worker that knows it refuses an order
@@ -373,13 +375,13 @@ class Membership(Roster):
         self.tell_peers()
 
     def tell_peers(self) -> None:
-        """Sends the current list of instances to each that is in it, if this scheduler owns membership."""
+        """Sends what has changed in the list of instances to each that is in it, if this scheduler owns membership."""
         if (term := self.term()) is None:
             return
         named = [each for each in self.instances if each.is_ready or self._is_named_early(each)]
-        peers = wire.Peers([instance.to_peer() for instance in named], term)
-        for instance in named:
-            self._mailbox.send(instance.conn, peers)
+        peers, conns = [instance.to_peer() for instance in named], [instance.conn for instance in named]
+        for conn, order in self._orders.next(peers, term, conns).items():
+            self._mailbox.send(conn, order)
 
     def _is_named_early(self, instance: Instance) -> bool:
         """Whether others hear of it before it can serve, because its unit needs it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Literal
 
 import msgspec
@@ -50,8 +51,11 @@ class GroupLoad(msgspec.Struct, frozen=True, array_like=True):
         return self.num_free + self.num_cached + self.num_held
 
 
-class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's figures, sent with every heartbeat. num_blocks = free + cached + held, of the first group."""
+class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+    """A worker's figures, sent with every heartbeat. num_blocks = free + cached + held, of the first group.
+
+    Rates are derived once: each request asks every instance for them.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -131,13 +135,19 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
             decode_work=StepWork(num_rows=decode_step_s > 0),
         )
 
-    @property
+    @functools.cached_property
     def prefill_tokens_per_s(self) -> float:
         """Returns how quickly prompts have been computed of late; 0: none yet."""
         took_s = self.step_cost.seconds(self.prompt_work)
         return self.prompt_work.num_prompt_tokens / took_s if took_s else 0.0
 
-    @property
+    @functools.cached_property
+    def beside_prompts_s(self) -> float:
+        """Returns the time of a step that computes prompts, apart from what these cost."""
+        beside = self.prompt_work._replace(num_prompt_tokens=0, num_prompt_pairs=0)
+        return self.step_cost.seconds(beside) or self.step_cost.step_s
+
+    @functools.cached_property
     def decode_step_s(self) -> float:
         """Returns the time of a step that decodes, of late; 0: none yet."""
         return self.step_cost.seconds(self.decode_work)

@@ -42,15 +42,14 @@ def predict_ttft_s(instance: Instance, num_uncached: int, rate: float = 0.0, num
     `rate`: in tokens/s, for an instance without a measurement. Where the context is measured to cost time, a token of
     the prompt attends to those before it, and one of the work ahead to as many as in recent prompts.
     """
-    load, num_tokens = instance.load, instance.prompt_tokens_ahead + num_uncached
-    work, cost = load.prompt_work, load.step_cost
+    load, num_ahead = instance.load, instance.prompt_tokens_ahead
+    work, cost, num_tokens = load.prompt_work, load.step_cost, num_ahead + num_uncached
     if not work.num_prompt_tokens:
         return num_tokens / (rate or UNKNOWN_TOKENS_PER_S)
-    beside_s = cost.seconds(work._replace(num_prompt_tokens=0, num_prompt_pairs=0)) or cost.step_s
     num_steps = math.ceil(num_tokens / work.num_prompt_tokens)
     num_pairs = num_pairs_of(num_uncached, max(0, num_prompt_tokens - num_uncached))
-    num_pairs += instance.prompt_tokens_ahead * work.num_prompt_pairs // work.num_prompt_tokens
-    return num_steps * beside_s + num_tokens * cost.prompt_token_s + num_pairs * cost.prompt_pair_s
+    num_pairs += num_ahead * work.num_prompt_pairs // work.num_prompt_tokens
+    return num_steps * load.beside_prompts_s + num_tokens * cost.prompt_token_s + num_pairs * cost.prompt_pair_s
 
 
 def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> float:

@@ -113,6 +113,8 @@ def _show(profile: Profile, costs: Costs) -> None:
         if name in costs.error:
             factor = getattr(costs.neighbour, name)
             rows.append(["neighbour", name.replace("_", " "), f"{factor:.2f} times", _percent(costs.error[name])])
+        elif "handover" in costs.error:
+            rows.append(["neighbour", name.replace("_", " "), "not measured: give more --seconds", ""])
     title = f"{costs.model} on {costs.device}, {human_nbytes(costs.kv_token_nbytes)} of KV cache a token"
     print_table(title, ["", "of", "takes", "error"], rows, right=("takes", "error"))
     if "handover" not in costs.error:

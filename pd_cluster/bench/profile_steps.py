@@ -23,9 +23,11 @@ NUM_SETTLING = 2  # first steps of sequences, which fill caches
 NUM_STEPS = 6  # that are counted
 SPARE_TOKENS = 32  # of the longest context, for the tokens that are decoded
 MOST_HELD = 0.8  # of the blocks
-MOST_SHARE = 0.15  # of the time, for one kind of steps
+MOST_SHARE = 0.15  # of the time, for one prompt
+FAIR_SHARE = 2  # times the time left for each kind: quick ones leave theirs to others
 NUM_WARM = 10  # steps of each kind that are left out: 20
 BESIDE_ROWS = (1, 4, 16)
+MOST_BESIDE = 0.2  # of the time beside some rows, for one step of a prompt: several must end in it
 
 Key = tuple[Steps, int, int, int]
 Alone = dict[Key, Sample]  # by what was asked and what the step computed: its work and its median time
@@ -67,9 +69,10 @@ async def measure_alone(engine: ProfiledEngine, seconds: float) -> Alone:
     found: defaultdict[Key, list[TimedStep]] = defaultdict(list)
     ends_s, token_s = time.monotonic() + seconds, 0.0
     with progress("steps alone", len(asked), "kinds") as advance:
-        for each in asked:
-            if each.num_prompt_tokens * token_s <= MOST_SHARE * seconds and time.monotonic() < ends_s:
-                token_s = max(token_s, await _measure(engine, each, MOST_SHARE * seconds, found))
+        for at, each in enumerate(asked):
+            left_s = max(0.0, ends_s - time.monotonic())
+            if each.num_prompt_tokens * token_s <= min(left_s, MOST_SHARE * seconds):
+                token_s = await _measure(engine, each, FAIR_SHARE * left_s / (len(asked) - at), found) or token_s
             advance()
     again = [each for each in asked if any(key[0] == each for key in found)]
     while time.monotonic() < ends_s:
@@ -112,11 +115,10 @@ async def measure_beside(
 
     The second result has the spread: the mean of |factor of a kind - mean factor| / mean factor.
     """
-    prompt = max((key[0] for key in alone if _is_prompt(key[0])), key=_middle(512))
-    most = decode.ready.max_num_seqs
-    rows = [num for num in BESIDE_ROWS if num <= most]
-    asked = [each for each in {key[0] for key in alone} if each.num_rows in rows and not each.num_prompt_tokens]
-    asked = [max((each for each in asked if each.num_rows == num), key=_middle(256, "num_context")) for num in rows]
+    prompt = _prompt_within(alone, MOST_BESIDE * seconds / len(BESIDE_ROWS))
+    kinds = {key[0] for key in alone if not key[0].num_prompt_tokens}
+    by_rows = [[each for each in kinds if each.num_rows == num] for num in BESIDE_ROWS]
+    asked = [max(each, key=_middle(256, "num_context")) for each in by_rows if each]
     slower: list[float] = []
     prompts_slower: list[float] = []
     for each in asked:
@@ -145,8 +147,11 @@ async def measure_beside(
     return NeighbourCost(**means), spreads
 
 
-def _is_prompt(asked: Steps) -> bool:
-    return asked.num_prompt_tokens > 0 and not asked.num_rows
+def _prompt_within(alone: Alone, most_s: float) -> Steps:
+    """Returns the prompt whose step is nearest to 512 tokens of those that take no longer; the quickest if all do."""
+    took_s = {key[0]: sample[1] for key, sample in alone.items() if key[0].num_prompt_tokens and not key[0].num_rows}
+    quick = [asked for asked in took_s if took_s[asked] <= most_s]
+    return max(quick, key=_middle(512)) if quick else min(took_s, key=lambda asked: took_s[asked])
 
 
 def _middle(wanted: int, name: str = "num_prompt_tokens") -> Callable[[Steps], int]:

@@ -15,11 +15,12 @@ from pathlib import Path
 import httpx
 
 from pd_cluster.bench.compare.spec import ComparisonSpec, Contender
+from pd_cluster.bench.process_times import cpu_s
 from pd_cluster.bench.serve import running
 from pd_cluster.cluster.processes.launch import Launch
 from pd_cluster.cluster.processes.ports import free_port_pair
 from pd_cluster.devices.home import as_list
-from pd_cluster.errors import ConfigError, PdClusterError
+from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
 from pd_cluster.settings.options import without_keys
 
 WAIT_POLICY = "OMP_WAIT_POLICY"
@@ -34,6 +35,13 @@ class Served:
 
     url: str
     pids: tuple[int, ...] = ()
+
+    def cpu_s(self) -> float:
+        """Returns the CPU time of its processes so far. Raises GenerationError if one has ended."""
+        try:
+            return cpu_s(*self.pids)
+        except OSError:
+            raise GenerationError(f"a process of the server at {self.url} has ended; its log says why") from None
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What the runs of a comparison say: medians over rounds, and ratios to the first server within each round.
+"""The figures of a comparison: medians over rounds, and ratios to the first server within each round.
 
 A slow moment of the machine is slow for all that run in it, so that a ratio of two runs of one round varies less than
 either. Pure.

@@ -22,7 +22,6 @@ from pd_cluster.bench.compare.contenders import Served, check_can_start, on_core
 from pd_cluster.bench.compare.ratios import ComparedRun, order_of
 from pd_cluster.bench.compare.spec import ComparisonSpec, Contender
 from pd_cluster.bench.outcomes import Slo
-from pd_cluster.bench.process_times import cpu_s
 from pd_cluster.bench.report import LoadRun
 from pd_cluster.bench.serve import NUM_TOKEN_IDS, ask_model, body_of, send_all, sigterm_ends_it
 from pd_cluster.checkpoints.checkpoint import Checkpoint
@@ -57,7 +56,8 @@ async def run_comparison(spec: ComparisonSpec, run_load: RunLoad) -> tuple[list[
             for round_ in range(spec.rounds):
                 runs += await comparing.round(round_, slo)
     except BaseException:
-        print(f"the servers' logs: {folder}", flush=True)
+        if any(folder.iterdir()):
+            print(f"the servers' logs: {folder}", flush=True)
         raise
     if any(outcome.error for run in runs for outcome in run.load.outcomes):
         print(f"some requests failed; the servers' logs: {folder}", flush=True)
@@ -106,7 +106,10 @@ class _Comparing:
             await self._send(served, spec.rounds + round_, spec.num_warmup_requests, WARMUP_CONCURRENCY, "warming up")
             idle_cores = await _cores_while_idle(served)
             for level in spec.levels:
-                load, cores = await self._load(served, contender, round_, level, slo)
+                load, used_s, took_s = await self._load(served, contender, round_, level, slo)
+                cores = None
+                if idle_cores is not None:  # the client takes seconds to start, and to write its report
+                    cores = max(0.0, used_s - idle_cores * (took_s - load.duration_s)) / load.duration_s
                 found.append(ComparedRun(contender.name, round_, level, load, 0.0, cores, idle_cores))
         self._constant_s = await constant_work_s(spec.core_set)
         mean_s = (before_s + self._constant_s) / 2
@@ -117,9 +120,10 @@ class _Comparing:
 
     async def _load(
         self, served: Served, contender: Contender, round_: int, level: float, slo: Slo
-    ) -> tuple[LoadRun, float | None]:
+    ) -> tuple[LoadRun, float, float]:
+        """Returns the load, and the server's CPU seconds during so many seconds. Raises PdClusterError."""
         arrivals = self._spec.arrivals(round_, level)
-        started_s, before_s = time.monotonic(), cpu_s(*served.pids)
+        started_s, before_s = time.monotonic(), served.cpu_s()
         try:
             with on_cores(self._client_cores):
                 async with asyncio.timeout(self._spec.deadline_s):
@@ -129,12 +133,12 @@ class _Comparing:
                 f"{contender.name}: not answered within {self._spec.deadline_s:g} s; a smaller load or a larger "
                 "deadline_s may do"
             ) from None
-        used_s, took_s = cpu_s(*served.pids) - before_s, time.monotonic() - started_s
+        used_s, took_s = served.cpu_s() - before_s, time.monotonic() - started_s
         failed = [outcome for outcome in load.outcomes if outcome.error]
         if len(failed) == len(load.outcomes):
             why = f"the first: {failed[0].error}" if failed else "nothing was sent"
             raise GenerationError(f"{contender.name}: no request was answered; {why}")
-        return load, used_s / took_s if served.pids else None
+        return load, used_s, took_s
 
     async def _send(self, served: Served, round_: int, number: int, concurrency: int, what: str) -> list[Sample]:
         """Sends requests of a round that is not measured. Raises GenerationError if one fails."""
@@ -188,9 +192,9 @@ def _some(arrivals: Sequence[Arrival], number: int) -> list[Arrival]:
 async def _cores_while_idle(served: Served) -> float | None:
     if not served.pids:
         return None
-    before_s, started_s = cpu_s(*served.pids), time.monotonic()
+    before_s, started_s = served.cpu_s(), time.monotonic()
     await asyncio.sleep(IDLE_S)
-    return (cpu_s(*served.pids) - before_s) / (time.monotonic() - started_s)
+    return (served.cpu_s() - before_s) / (time.monotonic() - started_s)
 
 
 def _in_words(run: ComparedRun, level_name: str) -> str:

@@ -48,8 +48,11 @@ def show(spec: ComparisonSpec, runs: Sequence[ComparedRun], slo: Slo, env: dict[
     print(f"goals: TTFT {_goal(slo.ttft_s)}, TPOT {_goal(slo.tpot_s)}, end to end {_goal(slo.e2e_s)}")
     taken = [run.constant_s for run in runs]
     print(f"constant work beside the runs: {median(taken):.2f} s ({min(taken):.2f}-{max(taken):.2f})")
-    for run in slow_runs(runs):
-        print(f"note: round {run.round_ + 1}, {run.server}: constant work took {run.constant_s:.2f} s; a slow moment")
+    slow = (
+        f"round {run.round_ + 1}, {run.server}: constant work took {run.constant_s:.2f} s" for run in slow_runs(runs)
+    )
+    for each in dict.fromkeys(slow):
+        print(f"note: {each}; a slow moment")
     for slowed in dict.fromkeys(f"{run.server}: {run.load.slowed_by}" for run in runs if run.load.slowed_by):
         print(f"NOT VALID: {slowed}; the server would have met a smaller or smoother load")
     for contender in spec.server:

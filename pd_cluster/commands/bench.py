@@ -47,7 +47,7 @@ def serve(
 @app.command("compare")
 def compare(
     spec: Annotated[str, typer.Argument(metavar="SPEC", help="TOML or JSON: a load, goals, rounds and servers.")],
-    guidellm: Annotated[str, typer.Option(help="The guidellm command that sends; default: the installed one.")] = "",
+    guidellm: Annotated[str, typer.Option(help="The command guidellm; default: beside this Python, or on PATH.")] = "",
     picture: Annotated[str, typer.Option(help="Draw the runs into this .png or .svg file; needs matplotlib.")] = "",
     json: Annotated[str, typer.Option(help="Write the figures, ratios and runs to this file too.")] = "",
 ) -> None:
@@ -65,7 +65,8 @@ def compare(
     check_writable(json)
     check_picture(picture)
     comparison = read_spec(spec)
-    runs, slo = uvloop.run(run_comparison(comparison, GuidellmLoad.find(guidellm)))
+    client = GuidellmLoad.find(guidellm, comparison.client_processes)
+    runs, slo = uvloop.run(run_comparison(comparison, client))
     show(comparison, runs, slo, dict(os.environ))
     command = f"pd-cluster bench compare {spec}"
     if json:

@@ -111,6 +111,7 @@ def up(
     prefill: Annotated[int | None, typer.Option(min=1, help="Instances; 1, or a unit.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Instances; 1, or a unit.")] = None,
     encode: Annotated[int, typer.Option(min=0, help="Instances for images alone.")] = 0,
+    hybrid: Annotated[int | None, typer.Option(min=1, help="Of both roles, no others.")] = None,
     schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Each at the next two ports.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Public; 0: any free one. Admin: the next.")] = 9000,
@@ -129,7 +130,7 @@ def up(
     language_model_only: TEXT_ONLY = False,
     arguments: MODEL_AND_FLAGS = None,
 ) -> None:
-    """Run a whole cluster on this machine: rank tables, workers and scheduler, until Ctrl-C.
+    """Run a whole cluster on this machine until Ctrl-C, rank tables included.
 
     The model is a folder, or a hub's (hf:ORG/NAME, or ORG/NAME), which is fetched once, with progress.
     USE_OPENAI=0 in the environment serves vLLM's plain /generate instead of the OpenAI API.
@@ -138,6 +139,8 @@ def up(
     from pd_cluster.cluster.members.place import use_openai
     from pd_cluster.cluster.processes.launch import SPAWN, Launch, by_role
 
+    if hybrid and (prefill or decode):
+        raise ConfigError(f"--hybrid {hybrid}: they do the work of --prefill and --decode; leave these out")
     port = port or _free_port(schedulers)
     model, arguments = _model_and_flags(model, arguments or [], adapter)
     arguments += choice_of_model(try_unlisted or (), language_model_only)
@@ -148,14 +151,18 @@ def up(
     model, in_effect, _ = _checked(context, model, [f"--host={host}", f"--port={port}", *arguments])
     launch = Launch(
         model=model,
-        num_prefill=prefill or unit_sizes["prefill"],
-        num_decode=decode or unit_sizes["decode"],
+        num_prefill=0 if hybrid else prefill or unit_sizes["prefill"],
+        num_decode=0 if hybrid else decode or unit_sizes["decode"],
         num_encode=encode,
+        num_hybrid=hybrid or 0,
         num_schedulers=schedulers,
         host=host,
         port=port,
         served_model_names=served_model_name or [],
-        tp_sizes=by_role(tensor_parallel_size, prefill_tensor_parallel_size, decode_tensor_parallel_size),
+        tp_sizes={
+            **by_role(tensor_parallel_size, prefill_tensor_parallel_size, decode_tensor_parallel_size),
+            "hybrid": tensor_parallel_size,
+        },
         unit_sizes=unit_sizes,
         openai=use_openai(os.environ),
         restart=restart,

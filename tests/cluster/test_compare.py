@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -12,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from pd_cluster.bench.load.guidellm_process import INSTALL
 from pd_cluster.bench.process_times import family
+
+VARIABLE = "PD_CLUSTER_TEST_GUIDELLM"
+GUIDELLM = os.environ.get(VARIABLE, "")
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(
-        not (os.environ.get("GUIDELLM") or shutil.which("guidellm")),
-        reason="guidellm is neither on PATH nor named by GUIDELLM",
-    ),
+    pytest.mark.skipif(not GUIDELLM, reason=f"{VARIABLE} names no guidellm: {INSTALL}"),
 ]
 SPEC = """
 rounds = 2
@@ -52,8 +52,7 @@ layout = "1P1D"
 
 def command(folder: Path, *more: str) -> list[str]:
     (folder / "spec.toml").write_text(SPEC)
-    guidellm = os.environ.get("GUIDELLM", "")
-    own = [str(folder / "spec.toml"), f"--guidellm={guidellm}", *more]
+    own = [str(folder / "spec.toml"), f"--guidellm={GUIDELLM}", *more]
     return [sys.executable, "-m", "pd_cluster", "bench", "compare", *own]
 
 

@@ -16,11 +16,12 @@ from pd_cluster.bench.report import LoadRun
 @dataclass(frozen=True, slots=True)
 class GuidellmLoad:
     guidellm: Guidellm
+    num_processes: int = 1  # that send requests
 
     @classmethod
-    def find(cls, command: str) -> GuidellmLoad:
+    def find(cls, command: str, num_processes: int) -> GuidellmLoad:
         """`command`: guidellm's; "" for an installed one. Raises ConfigError, which says what to install."""
-        return cls(Guidellm.find(command))
+        return cls(Guidellm.find(command), num_processes)
 
     async def __call__(self, url: str, arrivals: Sequence[Arrival], slo: Slo, concurrency: int) -> LoadRun:
         """Raises PdClusterError."""
@@ -31,6 +32,7 @@ class GuidellmLoad:
                 guidellm=self.guidellm,
                 folder=folder,
                 slo=slo,
+                num_processes=self.num_processes,
                 profile=f"kind=concurrent,streams=[{concurrency}]" if concurrency else "",
             )
             (run,) = await run_load(plan, url, None)

@@ -47,6 +47,11 @@ class Launch:
     def __post_init__(self) -> None:
         if self.num_hybrid and (self.num_prefill or self.num_decode or self.num_encode or self.num_schedulers > 1):
             raise ConfigError(f"{self.num_hybrid} hybrid instances: they stand alone, before one scheduler")
+        if self.num_hybrid and max(self.unit_sizes.values(), default=1) > 1:
+            name = called("data_parallel_size")
+            raise ConfigError(
+                f"{name} {max(self.unit_sizes.values())}: hybrid instances have all experts; leave it out"
+            )
         for role, number in (("prefill", self.num_prefill), ("decode", self.num_decode)):
             if number % (size := self.unit_sizes.get(role, 1)):
                 name = called("data_parallel_size")

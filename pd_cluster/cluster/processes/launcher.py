@@ -125,12 +125,32 @@ def _plan_hybrids(launch: Launch, folder: Path, reservations: Reservations | Non
     join, *ports = free_ports(1 + launch.num_hybrid, reservations)
     everywhere = {"PYTHONUNBUFFERED": "1", DIE_WITH_PARENT: str(os.getpid())}
     members = _joining(launch, "hybrid", ports, str(join), everywhere, f"--secret-file={secret}")
+    for index, member in enumerate(members):
+        member.command.append(f"--tensor-parallel-size={launch.tp_size_of(member.name)}")
+        member.env.update(_own_devices(launch, index, os.environ))
     files = [f"--secret-file={secret}", f"--scheduler-key-file={key}", f"--admin-token-file={token}"]
     own = [*files, "--role=scheduler", f"--join-port={join}"]
     openai = {"USE_OPENAI": "1" if launch.openai else "0"}
     env = {**everywhere, **dict.fromkeys(TABLE_VARIABLES, ""), **openai, **_scheduler_variables(launch)}
     command = _command(launch, launch.host, launch.port, *own)
     return [*members, Member(launch.scheduler_names[0], command, env, launch.port, is_scheduler=True)]
+
+
+def _own_devices(launch: Launch, index: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that show an instance only its own devices: no table says which those are.
+
+    Raises ConfigError if `env` shows too few.
+    """
+    size, num = launch.tp_size_of(launch.worker_names[index]), launch.num_ranks
+    found = {}
+    for variable in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+        seen = env[variable].split(",") if env.get(variable) else list(map(str, range(num)))
+        if len(seen) < launch.num_ranks:
+            raise ConfigError(
+                f"{variable}={env[variable]}: {launch.instances} instances need {launch.num_ranks} devices"
+            )
+        found[variable] = ",".join(seen[index * size : (index + 1) * size])
+    return found
 
 
 def _joining(
@@ -144,7 +164,7 @@ def _joining(
     env = {**env, **dict.fromkeys(TABLE_VARIABLES, ""), "OMP_NUM_THREADS": threads}
     names = launch.worker_names if kind == "hybrid" else launch.encoder_names
     return [
-        Member(name, _command(launch, "127.0.0.1", port, *own, f"--instance-name={name}"), env, port)
+        Member(name, _command(launch, "127.0.0.1", port, *own, f"--instance-name={name}"), dict(env), port)
         for name, port in zip(names, ports, strict=True)
     ]
 
@@ -450,7 +470,7 @@ def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
         )
     say(
         f"ready after {took_s:.1f} s: {f'{launch.num_encode} encode, ' * (launch.num_encode > 0)}"
-        f"{launch.num_prefill} prefill, {launch.num_decode} decode, "
+        f"{launch.instances}, "
         f"OpenAI API at {address}, admin at {launch.admin_url}\n"
         f"{others}admin token: {cluster.admin_token_file}\n{again}"
         f"dashboard: {link}\n"

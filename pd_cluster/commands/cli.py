@@ -130,7 +130,7 @@ def up(
     language_model_only: TEXT_ONLY = False,
     arguments: MODEL_AND_FLAGS = None,
 ) -> None:
-    """Run a whole cluster on this machine until Ctrl-C, rank tables included.
+    """Run a whole cluster on this machine: rank tables and all, until Ctrl-C.
 
     The model is a folder, or a hub's (hf:ORG/NAME, or ORG/NAME), which is fetched once, with progress.
     USE_OPENAI=0 in the environment serves vLLM's plain /generate instead of the OpenAI API.

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from json import dumps
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -139,30 +140,26 @@ def up(
     from pd_cluster.cluster.members.place import use_openai
     from pd_cluster.cluster.processes.launch import SPAWN, Launch, by_role
 
-    if hybrid and (prefill or decode):
-        raise ConfigError(f"--hybrid {hybrid}: they do the work of --prefill and --decode; leave these out")
     port = port or _free_port(schedulers)
     model, arguments = _model_and_flags(model, arguments or [], adapter)
     arguments += choice_of_model(try_unlisted or (), language_model_only)
     arguments += ["--enable-expert-parallel"] * enable_expert_parallel
     unit_sizes = by_role(data_parallel_size, prefill_data_parallel_size, decode_data_parallel_size)
+    num_prefill, num_decode = _num_apart(prefill, decode, hybrid, unit_sizes)
     flags, keys = split_keys(normalize(arguments))
     flags, metrics_keys = split_values(flags, "--metrics-key")
     model, in_effect, _ = _checked(context, model, [f"--host={host}", f"--port={port}", *arguments])
     launch = Launch(
         model=model,
-        num_prefill=0 if hybrid else prefill or unit_sizes["prefill"],
-        num_decode=0 if hybrid else decode or unit_sizes["decode"],
-        num_encode=encode,
+        num_prefill=num_prefill,
+        num_decode=num_decode,
         num_hybrid=hybrid or 0,
+        num_encode=encode,
         num_schedulers=schedulers,
         host=host,
         port=port,
         served_model_names=served_model_name or [],
-        tp_sizes={
-            **by_role(tensor_parallel_size, prefill_tensor_parallel_size, decode_tensor_parallel_size),
-            "hybrid": tensor_parallel_size,
-        },
+        tp_sizes=by_role(tensor_parallel_size, prefill_tensor_parallel_size, decode_tensor_parallel_size),
         unit_sizes=unit_sizes,
         openai=use_openai(os.environ),
         restart=restart,
@@ -268,6 +265,15 @@ def _run(launch: Launch) -> int:
     from pd_cluster.cluster.processes.launcher import run_until_signal
 
     return asyncio.run(run_until_signal(launch))
+
+
+def _num_apart(
+    prefill: int | None, decode: int | None, hybrid: int | None, unit_sizes: Mapping[str, int]
+) -> tuple[int, int]:
+    """Returns the numbers of prefill and decode instances; none beside hybrid ones. Raises ConfigError."""
+    if hybrid and (prefill or decode):
+        raise ConfigError(f"--hybrid {hybrid}: they do the work of --prefill and --decode; leave these out")
+    return (0, 0) if hybrid else (prefill or unit_sizes["prefill"], decode or unit_sizes["decode"])
 
 
 def _free_port(num_schedulers: int) -> int:

@@ -189,4 +189,4 @@ def role_of(name: str) -> str:
 
 def by_role(both: int, prefill: int | None = None, decode: int | None = None) -> dict[str, int]:
     """Returns a size for each role: its own where it has one, otherwise that of both."""
-    return {"prefill": prefill or both, "decode": decode or both}
+    return {"prefill": prefill or both, "decode": decode or both, "hybrid": both}

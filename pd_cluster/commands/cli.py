@@ -77,6 +77,7 @@ OPEN_CHOICES = {
     "kv_transport": transports.help_text(),
 }
 
+WHOLE = ["--enable-expert-parallel"]
 WHOLE_EXPERTS = Annotated[bool, typer.Option("--enable-expert-parallel", help="Whole experts on each rank.")]
 TEXT_ONLY = Annotated[
     bool, typer.Option("--language-model-only", help="Serve only the text model of a multimodal model.")
@@ -142,17 +143,14 @@ def up(
 
     port = port or _free_port(schedulers)
     model, arguments = _model_and_flags(model, arguments or [], adapter)
-    arguments += choice_of_model(try_unlisted or (), language_model_only)
-    arguments += ["--enable-expert-parallel"] * enable_expert_parallel
+    arguments += choice_of_model(try_unlisted or (), language_model_only) + WHOLE * enable_expert_parallel
     unit_sizes = by_role(data_parallel_size, prefill_data_parallel_size, decode_data_parallel_size)
-    num_prefill, num_decode = _num_apart(prefill, decode, hybrid, unit_sizes)
-    flags, keys = split_keys(normalize(arguments))
-    flags, metrics_keys = split_values(flags, "--metrics-key")
+    flags, keys, metrics_key = _apart_from_keys(arguments)
     model, in_effect, _ = _checked(context, model, [f"--host={host}", f"--port={port}", *arguments])
     launch = Launch(
         model=model,
-        num_prefill=num_prefill,
-        num_decode=num_decode,
+        num_prefill=_num_apart("prefill", prefill, hybrid, unit_sizes),
+        num_decode=_num_apart("decode", decode, hybrid, unit_sizes),
         num_hybrid=hybrid or 0,
         num_encode=encode,
         num_schedulers=schedulers,
@@ -166,7 +164,7 @@ def up(
         arguments=[*flags, *(SPAWN for _ in range(spawn))],
         in_effect=in_effect,
         api_keys=keys,
-        metrics_key=metrics_keys[-1] if metrics_keys else "",
+        metrics_key=metrics_key,
     )
     raise typer.Exit(_run(launch.with_lasting_streams(os.environ)))
 
@@ -267,13 +265,18 @@ def _run(launch: Launch) -> int:
     return asyncio.run(run_until_signal(launch))
 
 
-def _num_apart(
-    prefill: int | None, decode: int | None, hybrid: int | None, unit_sizes: Mapping[str, int]
-) -> tuple[int, int]:
-    """Returns the numbers of prefill and decode instances; none beside hybrid ones. Raises ConfigError."""
-    if hybrid and (prefill or decode):
-        raise ConfigError(f"--hybrid {hybrid}: they do the work of --prefill and --decode; leave these out")
-    return (0, 0) if hybrid else (prefill or unit_sizes["prefill"], decode or unit_sizes["decode"])
+def _num_apart(role: str, given: int | None, hybrid: int | None, unit_sizes: Mapping[str, int]) -> int:
+    """Returns the number of instances of a role; 0 beside hybrid ones. Raises ConfigError."""
+    if hybrid and given:
+        raise ConfigError(f"--{role} {given}: beside --hybrid {hybrid}, which does its work; give one of them")
+    return 0 if hybrid else given or unit_sizes[role]
+
+
+def _apart_from_keys(arguments: list[str]) -> tuple[list[str], list[str], str]:
+    """Returns the flags without keys, the API keys, and the metrics key."""
+    flags, keys = split_keys(normalize(arguments))
+    flags, metrics_keys = split_values(flags, "--metrics-key")
+    return flags, keys, metrics_keys[-1] if metrics_keys else ""
 
 
 def _free_port(num_schedulers: int) -> int:

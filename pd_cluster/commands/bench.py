@@ -66,7 +66,7 @@ def compare(
     check_picture(picture)
     comparison = read_spec(spec)
     client = GuidellmLoad.find(guidellm, comparison.client_processes)
-    runs, slo = uvloop.run(run_comparison(comparison, client))
+    runs, slo = uvloop.run(run_comparison(comparison, spec, client))
     show(comparison, runs, slo, dict(os.environ))
     command = f"pd-cluster bench compare {spec}"
     if json:

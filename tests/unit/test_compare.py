@@ -18,6 +18,7 @@ from pd_cluster.bench.arrivals import prompt_of
 from pd_cluster.bench.compare.constant_work import constant_work_s
 from pd_cluster.bench.compare.contenders import on_cores, vllm_command, vllm_environment, waits_of
 from pd_cluster.bench.compare.ratios import ComparedRun, Span, compared, order_of, results, slow_runs
+from pd_cluster.bench.compare.run import run_comparison
 from pd_cluster.bench.compare.spec import ComparisonSpec
 from pd_cluster.bench.compare.spec_file import read_spec
 from pd_cluster.bench.compare.table import show, write_json
@@ -265,6 +266,31 @@ def test_the_report_says_what_is_to_be_known(tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 
 
+# ---- before anything starts
+
+
+@pytest.mark.parametrize(
+    ("server", "line"),
+    [
+        (
+            'layout = "1H"\nsettings = { max_model_len = 64 }',
+            r"workload: its longest .* has 640 tokens, .* \(x\) 64;",
+        ),
+        ('url = "http://127.0.0.1:1"', r"server\[2\].url: 'http://127.0.0.1:1': no server answers there: "),
+        (f'vllm = "{sys.executable}"', r"server\[2\].vllm: '.*': this Python has no vLLM; give a Python"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_before_anything_starts(server: str, line: str, tmp_path: Path) -> None:
+    spec = spec_of(f'{GOOD}[[server]]\nname = "x"\n{server}\n', tmp_path)
+
+    async def never(*arguments: object) -> LoadRun:
+        raise AssertionError("a load was sent")
+
+    with pytest.raises(ConfigError, match=f"^spec.toml: {line}") as raised:
+        asyncio.run(run_comparison(spec, "spec.toml", never))
+    assert "\n" not in str(raised.value)
+
+
 # ---- processes
 
 
@@ -279,6 +305,7 @@ def test_vllm_gets_the_same_cores_and_says_how_its_threads_wait(tmp_path: Path) 
     assert vllm_command(spec, vllm, 80)[-1] == "--dtype=bfloat16"
     assert "spin" in waits_of(vllm, {})
     assert waits_of(vllm, {"OMP_WAIT_POLICY": "passive"}) == "OMP_WAIT_POLICY=passive"
+    assert waits_of(spec.server[1], {"OMP_NUM_THREADS": "1"}).endswith("; OMP_NUM_THREADS=1 for each instance")
 
 
 def test_children_stay_on_the_cores_of_their_start() -> None:

@@ -23,7 +23,7 @@ from pd_cluster.devices.home import as_list
 from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
 from pd_cluster.settings.options import without_keys
 
-WAIT_POLICY = "OMP_WAIT_POLICY"
+WAIT_POLICY, NUM_THREADS = "OMP_WAIT_POLICY", "OMP_NUM_THREADS"
 VLLM_START_S, VLLM_STOP_S, VLLM_POLL_S = 600.0, 20.0, 0.5
 VLLM_VERSION_S = 60.0
 NUM_LOG_LINES = 20
@@ -128,7 +128,7 @@ def vllm_environment(spec: ComparisonSpec, contender: Contender, inherited: Mapp
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_NO_USAGE_STATS": "1",
-        "OMP_NUM_THREADS": str(len(cores)),
+        NUM_THREADS: str(len(cores)),
         "HF_HUB_OFFLINE": "1",
         **contender.env,
     }
@@ -139,7 +139,8 @@ def waits_of(contender: Contender, env: Mapping[str, str]) -> str:
     if contender.url:
         return "unknown, and not bound to cores here"
     if contender.layout:
-        return f"{WAIT_POLICY}={env.get(WAIT_POLICY, 'passive')}"
+        fixed = f"; {NUM_THREADS}={env[NUM_THREADS]} for each instance" if env.get(NUM_THREADS) else ""
+        return f"{WAIT_POLICY}={env.get(WAIT_POLICY, 'passive')}{fixed}"
     given = {**env, **contender.env}.get(WAIT_POLICY)
     return f"{WAIT_POLICY}={given}" if given else f"spin for a while, {WAIT_POLICY} is not set"
 

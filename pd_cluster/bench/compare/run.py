@@ -43,10 +43,16 @@ class RunLoad(Protocol):
     def __call__(self, url: str, arrivals: Sequence[Arrival], slo: Slo, concurrency: int) -> Awaitable[LoadRun]: ...
 
 
-async def run_comparison(spec: ComparisonSpec, run_load: RunLoad) -> tuple[list[ComparedRun], Slo]:
-    """Returns all runs in their order, and the goals. Raises PdClusterError; then the servers' logs are kept."""
-    _check_lengths(spec)
-    await check_can_start(spec)
+async def run_comparison(spec: ComparisonSpec, file: str, run_load: RunLoad) -> tuple[list[ComparedRun], Slo]:
+    """Returns all runs in their order, and the goals. Raises PdClusterError; then the servers' logs are kept.
+
+    `file`: where the spec is from, for errors.
+    """
+    try:
+        _check_lengths(spec)
+        await check_can_start(spec)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error.text}") from None
     folder = Path(tempfile.mkdtemp(prefix="pd-cluster-compare-"))  # mode 0700
     runs: list[ComparedRun] = []
     try:

@@ -2,7 +2,7 @@
 
     model = "model-125m"                # folder, from the file's own; default: the model that the project ships
     cores = "0-1"                       # of each server; the client gets the others, if there are any
-    rounds = 4
+    rounds = 4                          # also: num_warmup_requests, deadline_s, client_processes
     speeds = [0.5, 1.0]                 # times the load's own arrival rate; or `concurrency`: requests at once
 
     [goals]                             # seconds, or times the first server's idle medians

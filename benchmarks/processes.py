@@ -1,4 +1,4 @@
-"""Reads processes' CPU time and resident memory from /proc, for `benchmarks router`. Knows nothing of what they do."""
+"""Reads from /proc how long processes waited, their memory and their files. Knows nothing of what they do."""
 
 from __future__ import annotations
 
@@ -7,28 +7,10 @@ import os
 import resource
 from pathlib import Path
 
+from pd_cluster.bench.process_times import family
 from pd_cluster.errors import ConfigError
 
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 PAGE_NBYTES = os.sysconf("SC_PAGE_SIZE")
-
-
-def family(pid: int) -> list[int]:
-    """Returns the process and all its descendants."""
-    found = [pid]
-    for each in found:
-        for task in Path(f"/proc/{each}/task").glob("*/children"):
-            found += [int(child) for child in task.read_text().split()]
-    return found
-
-
-def cpu_s(pid: int) -> float:
-    """Returns user and system time of all threads of the process and its children, to a hundredth of a second."""
-    ticks = 0
-    for each in family(pid):
-        fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / TICKS_PER_S
 
 
 def waited_s(pid: int) -> float:

@@ -21,7 +21,8 @@ import httpx
 
 from benchmarks.faults.stage import is_whole
 from benchmarks.figures import begin, finish, result
-from benchmarks.processes import family, mapped_kib
+from benchmarks.processes import mapped_kib
+from pd_cluster.bench.process_times import family
 from pd_cluster.cluster.processes.ports import free_port_pair
 from pd_cluster.errors import GenerationError
 from pd_cluster.tables import Report, Result

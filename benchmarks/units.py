@@ -27,10 +27,11 @@ from benchmarks import experts
 from benchmarks.child import ChildFailed, last_lines, running_child, sigterm_raises
 from benchmarks.figures import begin, finish, result
 from benchmarks.peers.make_model import write
-from benchmarks.processes import cpu_s, mapped_kib
+from benchmarks.processes import mapped_kib
 from benchmarks.shapes import model_of
 from benchmarks.workloads import random_prompt
 from pd_cluster import wire
+from pd_cluster.bench.process_times import cpu_s
 from pd_cluster.net.admission import Life
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.reports import RankReport

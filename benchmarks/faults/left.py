@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks import processes
+from pd_cluster.bench.process_times import family
 from pd_cluster.tables import Result, counted
 
 SHARED = Path("/dev/shm")
@@ -28,7 +29,7 @@ class Left(NamedTuple):
 
     @classmethod
     def now(cls, also: Iterable[int] = ()) -> Left:
-        pids = {*processes.family(os.getpid()), *also} - {os.getpid()}
+        pids = {*family(os.getpid()), *also} - {os.getpid()}
         num_open, num_pages = 0, 0
         for pid in pids:
             with contextlib.suppress(OSError):  # it has ended meanwhile

@@ -18,9 +18,10 @@ from typing import cast
 import msgspec
 import uvloop
 
-from benchmarks.processes import cpu_s, raise_open_files, rss_nbytes, waited_s
+from benchmarks.processes import raise_open_files, rss_nbytes, waited_s
 from benchmarks.router.spec import TEXT, LoadResult, LoadSpec
 from benchmarks.spec import given_spec
+from pd_cluster.bench.process_times import cpu_s
 
 END_OF_BODY = b"0\r\n\r\n"
 MAX_ERRORS = 10

@@ -22,8 +22,8 @@ import httpx
 
 from benchmarks.figures import begin, finish, names_of, ratio, result
 from benchmarks.load import NUM_TOKEN_IDS, Load, poisson
-from benchmarks.processes import cpu_s
 from benchmarks.router.targets import MODEL_NAME, NUM_DECODE, NUM_PREFILL, Pace, Target, made_up_launch, own_scheduler
+from pd_cluster.bench.process_times import cpu_s
 from pd_cluster.bench.serve import sigterm_ends_it
 from pd_cluster.client.streaming import Sample, measure
 from pd_cluster.errors import ConfigError, GenerationError

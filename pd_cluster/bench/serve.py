@@ -136,15 +136,17 @@ async def own_cluster(bench: ServeBench) -> AsyncIterator[Cluster]:
 
 
 @contextlib.asynccontextmanager
-async def running(launch: Launch) -> AsyncIterator[Cluster]:
-    """Yields a ready cluster, which is stopped afterwards. Raises PdClusterError."""
+async def running(launch: Launch, keep: Callable[[str], None] = lambda line: None) -> AsyncIterator[Cluster]:
+    """Yields a ready cluster, which is stopped afterwards. `keep` receives its log's lines. Raises PdClusterError."""
     Checkpoint.open(launch.model_folder)  # fails at once, in one line, for a wrong model
     lines: deque[str] = deque(maxlen=50)
-    cluster = Cluster(launch, lines.append)
-    print(
-        f"starting {launch.num_prefill} prefill, {launch.num_decode} decode and the scheduler …{launch.remark}",
-        flush=True,
-    )
+
+    def say(line: str) -> None:
+        lines.append(line)
+        keep(line)
+
+    cluster = Cluster(launch, say)
+    print(f"starting {launch.instances} and the scheduler …{launch.remark}", flush=True)
     started_s = time.monotonic()
     try:
         await cluster.start()
@@ -256,17 +258,20 @@ def check_shape(bench: ServeBench, max_model_len: int | None) -> None:
 
 def make_bodies(bench: ServeBench, model: str, count: int) -> list[dict[str, Any]]:
     rng = random.Random(SEED)
-    return [
-        {
-            "model": model,
-            "prompt": [rng.randrange(NUM_TOKEN_IDS) for _ in range(bench.input_len)],
-            "max_tokens": bench.output_len,
-            "temperature": 0,
-            "ignore_eos": True,
-            "skip_special_tokens": False,  # so that every token has text and can be timed
-        }
-        for _ in range(count)
-    ]
+    prompts = ([rng.randrange(NUM_TOKEN_IDS) for _ in range(bench.input_len)] for _ in range(count))
+    return [body_of(model, prompt, bench.output_len) for prompt in prompts]
+
+
+def body_of(model: str, prompt: list[int], num_output_tokens: int) -> dict[str, Any]:
+    """Returns a request for exactly so many tokens, each of which has text and can be timed."""
+    return {
+        "model": model,
+        "prompt": prompt,
+        "max_tokens": num_output_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+    }
 
 
 async def send_all(

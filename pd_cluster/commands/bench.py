@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -41,3 +42,34 @@ def serve(
     shape = (num_requests, concurrency, input_len, output_len)
     bench = ServeBench(url, admin, model, prefill, decode, *shape, routing_policy, lend_cores, first_token)
     uvloop.run(run(bench, json))  # its clients use cores that the servers may share, and take a third less of them so
+
+
+@app.command("compare")
+def compare(
+    spec: Annotated[str, typer.Argument(metavar="SPEC", help="TOML or JSON: a load, goals, rounds and servers.")],
+    guidellm: Annotated[str, typer.Option(help="The command guidellm; default: beside this Python, or on PATH.")] = "",
+    picture: Annotated[str, typer.Option(help="Draw the runs into this .png or .svg file; needs matplotlib.")] = "",
+    json: Annotated[str, typer.Option(help="Write the figures, ratios and runs to this file too.")] = "",
+) -> None:
+    """Servers beside each other: hybrid, split, other settings, vLLM, addresses; in turn, with one load."""
+    import uvloop
+
+    from pd_cluster.bench.compare.guidellm_load import GuidellmLoad
+    from pd_cluster.bench.compare.run import run_comparison
+    from pd_cluster.bench.compare.spec_file import read_spec
+    from pd_cluster.bench.compare.table import show, write_json
+    from pd_cluster.commands.compare_picture import write_comparison
+    from pd_cluster.commands.load_picture import check_picture
+    from pd_cluster.tables import check_writable
+
+    check_writable(json)
+    check_picture(picture)
+    comparison = read_spec(spec)
+    client = GuidellmLoad.find(guidellm, comparison.client_processes)
+    runs, slo = uvloop.run(run_comparison(comparison, spec, client))
+    show(comparison, runs, slo, dict(os.environ))
+    command = f"pd-cluster bench compare {spec}"
+    if json:
+        write_json(comparison, runs, slo, command, json)
+    if picture:
+        write_comparison(runs, command, comparison.level_name, picture)

@@ -11,6 +11,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Mapping
 from json import dumps
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,6 +77,7 @@ OPEN_CHOICES = {
     "kv_transport": transports.help_text(),
 }
 
+WHOLE = ["--enable-expert-parallel"]
 WHOLE_EXPERTS = Annotated[bool, typer.Option("--enable-expert-parallel", help="Whole experts on each rank.")]
 TEXT_ONLY = Annotated[
     bool, typer.Option("--language-model-only", help="Serve only the text model of a multimodal model.")
@@ -111,6 +113,7 @@ def up(
     prefill: Annotated[int | None, typer.Option(min=1, help="Instances; 1, or a unit.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Instances; 1, or a unit.")] = None,
     encode: Annotated[int, typer.Option(min=0, help="Instances for images alone.")] = 0,
+    hybrid: Annotated[int | None, typer.Option(min=1, help="Of both roles, no others.")] = None,
     schedulers: Annotated[int, typer.Option(min=1, max=MAX_SCHEDULERS, help="Each at the next two ports.")] = 1,
     host: Annotated[str, typer.Option(help="Address of the public port.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Public; 0: any free one. Admin: the next.")] = 9000,
@@ -129,7 +132,7 @@ def up(
     language_model_only: TEXT_ONLY = False,
     arguments: MODEL_AND_FLAGS = None,
 ) -> None:
-    """Run a whole cluster on this machine: rank tables, workers and scheduler, until Ctrl-C.
+    """Run a whole cluster on this machine: rank tables and all, until Ctrl-C.
 
     The model is a folder, or a hub's (hf:ORG/NAME, or ORG/NAME), which is fetched once, with progress.
     USE_OPENAI=0 in the environment serves vLLM's plain /generate instead of the OpenAI API.
@@ -140,16 +143,15 @@ def up(
 
     port = port or _free_port(schedulers)
     model, arguments = _model_and_flags(model, arguments or [], adapter)
-    arguments += choice_of_model(try_unlisted or (), language_model_only)
-    arguments += ["--enable-expert-parallel"] * enable_expert_parallel
+    arguments += choice_of_model(try_unlisted or (), language_model_only) + WHOLE * enable_expert_parallel
     unit_sizes = by_role(data_parallel_size, prefill_data_parallel_size, decode_data_parallel_size)
-    flags, keys = split_keys(normalize(arguments))
-    flags, metrics_keys = split_values(flags, "--metrics-key")
+    flags, keys, metrics_key = _apart_from_keys(arguments)
     model, in_effect, _ = _checked(context, model, [f"--host={host}", f"--port={port}", *arguments])
     launch = Launch(
         model=model,
-        num_prefill=prefill or unit_sizes["prefill"],
-        num_decode=decode or unit_sizes["decode"],
+        num_prefill=_num_apart("prefill", prefill, hybrid, unit_sizes),
+        num_decode=_num_apart("decode", decode, hybrid, unit_sizes),
+        num_hybrid=hybrid or 0,
         num_encode=encode,
         num_schedulers=schedulers,
         host=host,
@@ -162,7 +164,7 @@ def up(
         arguments=[*flags, *(SPAWN for _ in range(spawn))],
         in_effect=in_effect,
         api_keys=keys,
-        metrics_key=metrics_keys[-1] if metrics_keys else "",
+        metrics_key=metrics_key,
     )
     raise typer.Exit(_run(launch.with_lasting_streams(os.environ)))
 
@@ -261,6 +263,20 @@ def _run(launch: Launch) -> int:
     from pd_cluster.cluster.processes.launcher import run_until_signal
 
     return asyncio.run(run_until_signal(launch))
+
+
+def _num_apart(role: str, given: int | None, hybrid: int | None, unit_sizes: Mapping[str, int]) -> int:
+    """Returns the number of instances of a role; 0 beside hybrid ones. Raises ConfigError."""
+    if hybrid and given:
+        raise ConfigError(f"--{role} {given}: beside --hybrid {hybrid}, which does its work; give one of them")
+    return 0 if hybrid else given or unit_sizes[role]
+
+
+def _apart_from_keys(arguments: list[str]) -> tuple[list[str], list[str], str]:
+    """Returns the flags without keys, the API keys, and the metrics key."""
+    flags, keys = split_keys(normalize(arguments))
+    flags, metrics_keys = split_values(flags, "--metrics-key")
+    return flags, keys, metrics_keys[-1] if metrics_keys else ""
 
 
 def _free_port(num_schedulers: int) -> int:

@@ -56,3 +56,30 @@ def test_each_worker_gets_the_size_of_its_role_s_units(tmp_path: Path) -> None:
     assert flags == {"prefill-0": [], "prefill-1": [], "decode-0": own, "decode-1": own, "scheduler": []}
     with pytest.raises(ConfigError, match="--decode 3: expected a multiple of 2, the --data-parallel-size of decode"):
         Launch(num_decode=3, unit_sizes={"decode": 2})
+
+
+def test_hybrid_instances_join_a_scheduler_without_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    numbers = {"num_prefill": 0, "num_decode": 0, "num_hybrid": 2}
+    launch = Launch(**numbers, tp_sizes={"hybrid": 2}, api_keys=["sk-a"], arguments=["--max-num-seqs=4"])
+    *workers, scheduler = plan_cluster(launch, tmp_path)
+    assert [each.name for each in workers] == ["hybrid-0", "hybrid-1"]
+    assert launch.num_ranks == 4
+    (join,) = [flag.partition("=")[2] for flag in scheduler.command if flag.startswith("--join-port")]
+    flags = {"--role=decode", f"--join=127.0.0.1:{join}", "--max-num-seqs=4", "--tensor-parallel-size=2"}
+    for each, devices in zip(workers, ("4,5", "6,7"), strict=True):
+        assert flags <= {*each.command}
+        assert (each.env["CUDA_VISIBLE_DEVICES"], each.env["RANK_TABLE_FILE_PATH"]) == (devices, "")
+        assert each.env["OMP_NUM_THREADS"]
+        assert "sk-a" not in each.env.values()
+    assert [each.env["ASCEND_RT_VISIBLE_DEVICES"] for each in workers] == ["0,1", "2,3"]
+    assert scheduler.is_scheduler
+    assert "--role=scheduler" in scheduler.command
+    assert "sk-a" in scheduler.env.values()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=4,5: 2 hybrid instances need 4 devices"):
+        plan_cluster(launch, tmp_path)
+    with pytest.raises(ConfigError, match="2 hybrid instances: they stand alone"):
+        Launch(num_hybrid=2)
+    with pytest.raises(ConfigError, match="2: hybrid instances have all experts"):
+        Launch(**numbers, unit_sizes={"decode": 2})

@@ -52,7 +52,7 @@ ONLY_IN = {
     "jinja2": ("text.chat_template", "text.template_roles"),
     "tokenizers": ("text",),
     "typer": ("commands",),
-    "matplotlib": ("commands.trace.png", "commands.load_picture"),
+    "matplotlib": ("commands.trace.png", "commands.load_picture", "commands.compare_picture"),
     "tqdm": ("offline.progress",),
     "triton": ("model.cuda", "kv.copy_kernel"),
     "PIL": ("media",),

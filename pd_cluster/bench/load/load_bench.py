@@ -91,12 +91,16 @@ async def run_against(plan: LoadPlan, url: str, admin: Admin | None) -> list[Loa
         return await run_load(plan, url, admin or Admin(admin_above(url)))
 
 
-async def run_load(plan: LoadPlan, url: str, admin: Admin) -> list[LoadRun]:
-    """Returns a report of each of guidellm's runs; only a profile makes more than one. Raises PdClusterError."""
+async def run_load(plan: LoadPlan, url: str, admin: Admin | None) -> list[LoadRun]:
+    """Returns a report of each of guidellm's runs; only a profile makes more than one. Raises PdClusterError.
+
+    `admin` None: the cluster is not asked.
+    """
     async with make_client(1) as client:
         model, max_model_len = await ask_model(client, url)
     plan.check_lengths(max_model_len)
-    if silent := await can_be_asked(admin):
+    silent = "" if admin is None else await can_be_asked(admin)
+    if silent:
         print(f"note: only what the client sees: {silent}", file=sys.stderr, flush=True)
     for stale in plan.folder.glob("requests-*.jsonl"):
         stale.unlink()

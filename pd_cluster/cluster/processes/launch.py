@@ -29,6 +29,7 @@ class Launch:
     num_prefill: int = 1
     num_decode: int = 1
     num_encode: int = 0
+    num_hybrid: int = 0  # instances that do both, with neither prefill nor decode instances beside them
     num_schedulers: int = 1
     tp_sizes: Mapping[str, int] = field(default_factory=dict)  # role or instance -> rank processes; 1 if absent
     unit_sizes: Mapping[str, int] = field(default_factory=dict)  # role -> instances that share experts; 1 if absent
@@ -44,6 +45,13 @@ class Launch:
     scheduler_variables: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if self.num_hybrid and (self.num_prefill or self.num_decode or self.num_encode or self.num_schedulers > 1):
+            raise ConfigError(f"{self.num_hybrid} hybrid instances: they stand alone, before one scheduler")
+        if self.num_hybrid and max(self.unit_sizes.values(), default=1) > 1:
+            name = called("data_parallel_size")
+            raise ConfigError(
+                f"{name} {max(self.unit_sizes.values())}: hybrid instances have all experts; leave it out"
+            )
         for role, number in (("prefill", self.num_prefill), ("decode", self.num_decode)):
             if number % (size := self.unit_sizes.get(role, 1)):
                 name = called("data_parallel_size")
@@ -62,7 +70,15 @@ class Launch:
     @property
     def worker_names(self) -> list[str]:
         """Names in the order of the rank table."""
-        return [f"prefill-{i}" for i in range(self.num_prefill)] + [f"decode-{i}" for i in range(self.num_decode)]
+        numbers = {"prefill": self.num_prefill, "decode": self.num_decode, "hybrid": self.num_hybrid}
+        return [f"{role}-{i}" for role, number in numbers.items() for i in range(number)]
+
+    @property
+    def instances(self) -> str:
+        """Their number, for people."""
+        if self.num_hybrid:
+            return f"{self.num_hybrid} hybrid"
+        return f"{self.num_prefill} prefill, {self.num_decode} decode"
 
     @property
     def encoder_names(self) -> list[str]:
@@ -173,4 +189,4 @@ def role_of(name: str) -> str:
 
 def by_role(both: int, prefill: int | None = None, decode: int | None = None) -> dict[str, int]:
     """Returns a size for each role: its own where it has one, otherwise that of both."""
-    return {"prefill": prefill or both, "decode": decode or both}
+    return {"prefill": prefill or both, "decode": decode or both, "hybrid": both}

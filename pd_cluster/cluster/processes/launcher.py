@@ -63,9 +63,12 @@ class Member:
 def plan_cluster(launch: Launch, folder: Path, reservations: Reservations | None = None) -> list[Member]:
     """Writes the rank tables and their secrets into `folder`; returns the processes, schedulers last.
 
-    Encoders are in no table: they register at a port of the scheduler. Existing secrets stay: the other processes must
-    recognize a restarted one. `reservations` hold the workers' ports. Raises ConfigError.
+    Encoders are in no table: they register at a port of the scheduler. Hybrid instances do, too, as decode instances
+    without a prefill instance, and there is no table. Existing secrets stay: the other processes must recognize a
+    restarted one. `reservations` hold the workers' ports. Raises ConfigError.
     """
+    if launch.num_hybrid:
+        return _plan_hybrids(launch, folder, reservations)
     num_workers = launch.num_prefill + launch.num_decode
     names = launch.worker_names
     tp_sizes = [launch.tp_size_of(name) for name in names]
@@ -99,11 +102,8 @@ def plan_cluster(launch: Launch, folder: Path, reservations: Reservations | None
             own.append(f"--data-parallel-size={size}")
         members.append(Member(name, _command(launch, "127.0.0.1", port, *own), env, port))
     join = launch.join_port or str(join_port)
-    members += _encoders(launch, free[num_workers:], join, everywhere, f"--secret-file={secret}")
-    keys = {KEYS_VARIABLE: " ".join(launch.api_keys)} if launch.api_keys else {}
-    if launch.metrics_key:
-        keys[METRICS_KEY_VARIABLE] = launch.metrics_key
-    env = {**common, "RANK_TABLE_FILE_PATH": str(folder / host_table), **launch.scheduler_variables, **keys}
+    members += _joining(launch, "encode", free[num_workers:], join, everywhere, f"--secret-file={secret}")
+    env = {**common, "RANK_TABLE_FILE_PATH": str(folder / host_table), **_scheduler_variables(launch)}
     files = [f"--secret-file={secret}", f"--scheduler-key-file={key}", f"--admin-token-file={token}"]
     for index, name in enumerate(launch.scheduler_names):
         port, own = launch.port_of(index), list(files)
@@ -115,15 +115,57 @@ def plan_cluster(launch: Launch, folder: Path, reservations: Reservations | None
     return members
 
 
-def _encoders(launch: Launch, ports: Sequence[int], join: str, env: Mapping[str, str], secret: str) -> list[Member]:
-    """`join`: the port at which workers register with the scheduler."""
+def _scheduler_variables(launch: Launch) -> dict[str, str]:
+    keys = {KEYS_VARIABLE: " ".join(launch.api_keys), METRICS_KEY_VARIABLE: launch.metrics_key}
+    return {**launch.scheduler_variables, **{name: value for name, value in keys.items() if value}}
+
+
+def _plan_hybrids(launch: Launch, folder: Path, reservations: Reservations | None) -> list[Member]:
+    secret, key, token = write_keys(folder, PRIVATE)
+    join, *ports = free_ports(1 + launch.num_hybrid, reservations)
+    everywhere = {"PYTHONUNBUFFERED": "1", DIE_WITH_PARENT: str(os.getpid())}
+    members = _joining(launch, "hybrid", ports, str(join), everywhere, f"--secret-file={secret}")
+    for index, member in enumerate(members):
+        member.command.append(f"--tensor-parallel-size={launch.tp_size_of(member.name)}")
+        member.env.update(_own_devices(launch, index, os.environ))
+    files = [f"--secret-file={secret}", f"--scheduler-key-file={key}", f"--admin-token-file={token}"]
+    own = [*files, "--role=scheduler", f"--join-port={join}"]
+    openai = {"USE_OPENAI": "1" if launch.openai else "0"}
+    env = {**everywhere, **dict.fromkeys(TABLE_VARIABLES, ""), **openai, **_scheduler_variables(launch)}
+    command = _command(launch, launch.host, launch.port, *own)
+    return [*members, Member(launch.scheduler_names[0], command, env, launch.port, is_scheduler=True)]
+
+
+def _own_devices(launch: Launch, index: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables that show an instance only its own devices: no table says which those are.
+
+    Raises ConfigError if `env` shows too few.
+    """
+    size, num = launch.tp_size_of(launch.worker_names[index]), launch.num_ranks
+    found = {}
+    for variable in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+        seen = env[variable].split(",") if env.get(variable) else list(map(str, range(num)))
+        if len(seen) < launch.num_ranks:
+            raise ConfigError(
+                f"{variable}={env[variable]}: {launch.instances} instances need {launch.num_ranks} devices"
+            )
+        found[variable] = ",".join(seen[index * size : (index + 1) * size])
+    return found
+
+
+def _joining(
+    launch: Launch, kind: str, ports: Sequence[int], join: str, env: Mapping[str, str], secret: str
+) -> list[Member]:
+    """`join`: the port at which workers register with the scheduler. `kind`: encode or hybrid."""
     address = "127.0.0.1" if launch.host in ("0.0.0.0", "") else launch.host
-    own = [secret, "--role=encode", f"--join={bracketed(address)}:{join}", "--advertise-host=127.0.0.1"]
+    role = "decode" if kind == "hybrid" else kind
+    own = [secret, f"--role={role}", f"--join={bracketed(address)}:{join}", "--advertise-host=127.0.0.1"]
     threads = os.environ.get("OMP_NUM_THREADS") or str(num_threads_for(launch.num_ranks))
     env = {**env, **dict.fromkeys(TABLE_VARIABLES, ""), "OMP_NUM_THREADS": threads}
+    names = launch.worker_names if kind == "hybrid" else launch.encoder_names
     return [
-        Member(name, _command(launch, "127.0.0.1", port, *own, f"--instance-name={name}"), env, port)
-        for name, port in zip(launch.encoder_names, ports, strict=True)
+        Member(name, _command(launch, "127.0.0.1", port, *own, f"--instance-name={name}"), dict(env), port)
+        for name, port in zip(names, ports, strict=True)
     ]
 
 
@@ -190,7 +232,8 @@ class Cluster:
                 with contextlib.suppress(httpx.HTTPError, ValueError):
                     answers = [await schedulers.get(f"{url}/health") for url in self.launch.urls]
                     answers += [await encoders.get(f"{url}/health") for url in self._encoder_urls]
-                    if all(answer.json()["status"] in ("ok", "ready") for answer in answers):
+                    have_joined = len(answers[0].json().get("instances", ())) >= self.launch.num_hybrid
+                    if have_joined and all(answer.json()["status"] in ("ok", "ready") for answer in answers):
                         self._was_ready = True
                         return
                 await asyncio.sleep(READY_POLL_S)
@@ -427,7 +470,7 @@ def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
         )
     say(
         f"ready after {took_s:.1f} s: {f'{launch.num_encode} encode, ' * (launch.num_encode > 0)}"
-        f"{launch.num_prefill} prefill, {launch.num_decode} decode, "
+        f"{launch.instances}, "
         f"OpenAI API at {address}, admin at {launch.admin_url}\n"
         f"{others}admin token: {cluster.admin_token_file}\n{again}"
         f"dashboard: {link}\n"

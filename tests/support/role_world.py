@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from pd_cluster.cluster.members.auto_role import Flip
 from pd_cluster.cluster.members.instance import Instance
+from pd_cluster.costs.costs import StepCost, StepWork
 from pd_cluster.reports import Busy, Stats
 from pd_cluster.wire import Load
 from tests.support.elastic_world import ElasticWorld
@@ -101,7 +102,7 @@ class RoleWorld:
         self._number, self._num_generated = 0, 0.0
         for each in self.cluster.membership.instances:
             each.info = info_of(each.name, each.role, max_num_seqs=pace.num_seqs)
-            each.load = Load(decode_step_s=pace.step_s, prefill_tokens_per_s=pace.prompt_tokens_per_s)
+            each.load = Load(step_cost=StepCost(step_s=pace.step_s, prompt_token_s=1 / pace.prompt_tokens_per_s))
 
     def figures(self) -> tuple[Stats, Busy]:
         self._counts["generation_tokens"] = int(self._num_generated)
@@ -147,6 +148,7 @@ class RoleWorld:
             num_running=num_seats + (num_prompts > 0),
             num_waiting=max(0, num_prompts - 1) + len(engine.queue),
             num_queued_tokens=num_tokens,
+            decode_work=StepWork(num_rows=num_seats),
         )
 
     def _choose(self, role: str) -> Engine:

@@ -114,10 +114,10 @@ def test_lengths_that_change_all_the_time_move_few() -> None:
     assert turns <= 6
 
 
-def look(world: RoleWorld, traffic: Stats, num: int = 70, busy: Busy | None = None) -> tuple[RolesByCost, Flip | None]:
+def look(world: RoleWorld, traffic: Stats, num: int = 70, goals: RoleGoals = GOALS) -> tuple[RolesByCost, Flip | None]:
     """Looks at constant loads, while these counts grow from none, second by second."""
     counts: dict[str, int] = {}
-    auto = RolesByCost(lambda: (Stats(counts), busy or Busy()), GOALS)
+    auto = RolesByCost(lambda: (Stats(counts), Busy()), goals)
     flip = None
     for at in range(num):
         counts.update({name: number * at for name, number in traffic.counters.items()})
@@ -177,7 +177,7 @@ def test_instances_on_their_way_count() -> None:
 def test_without_measurements_or_looks_nothing_moves() -> None:
     world = RoleWorld(1, 3, PACE)
     for each in world.cluster.membership.instances:
-        each.load = replace(each.load, decode_step_s=0.0)
+        each.load = replace(each.load, step_cost=StepCost())
     auto, flip = look(world, MANY_PROMPTS)
     assert (flip, auto.last and auto.last.verdict) == (None, "unmeasured")
     world = RoleWorld(1, 3, PACE)
@@ -188,6 +188,33 @@ def test_without_measurements_or_looks_nothing_moves() -> None:
     for at in range(40):
         counts.update({name: number * at for name, number in MANY_PROMPTS.counters.items()})
         assert auto.observe(10.0 * at, world.cluster.membership.instances) is None, "nobody looked meanwhile"
+
+
+def test_a_slope_that_few_sequences_show_is_not_believed() -> None:
+    """Four sequences a step tell little of sixteen: decode instances that have seats left are not short."""
+    steep = StepCost(row_s=0.005, prompt_token_s=1 / 2000)
+    answers = counts_of(Phase(1.0, 20.0, 10, 50))  # 1,000 tokens/s; four rows in 20 ms are 200 a row, and 400 of two
+    for num_rows, goals, flipped in (
+        (4, GOALS, None),
+        (16, GOALS, ("prefill-1", "decode")),
+        (16, RoleGoals(), ("prefill-1", "decode")),
+        (4, RoleGoals(ttft_s=3.0, tpot_s=0.015), ("prefill-1", "decode")),
+    ):
+        world = RoleWorld(2, 2, PACE)
+        for each in world.cluster.membership.instances:
+            each.load = replace(each.load, step_cost=steep, decode_work=StepWork(num_rows=num_rows))
+        assert name_of(look(world, answers, goals=goals)[1]) == flipped
+
+
+def test_a_machine_that_is_slow_for_moments_moves_nothing() -> None:
+    world, counts = RoleWorld(1, 3, PACE), dict[str, int]()
+    prefill, some = world.cluster["prefill-0"], counts_of(Phase(1.0, 15.0, 80, 5)).counters  # 0.6 instances
+    auto = RolesByCost(lambda: (Stats(counts), Busy()), GOALS)
+    for at in range(200):
+        slow = 3 if at % 20 < 4 else 1
+        prefill.load = replace(prefill.load, step_cost=StepCost(prompt_token_s=slow / 2000))
+        counts.update({name: number * at for name, number in some.items()})
+        assert auto.observe(float(at), world.cluster.membership.instances) is None
 
 
 def test_a_pile_of_prompts_moves_roles_after_the_last_has_come() -> None:
@@ -208,6 +235,8 @@ def test_a_pile_of_prompts_moves_roles_after_the_last_has_come() -> None:
 def test_a_change_that_costs_more_than_it_gains_is_not_made() -> None:
     counts = counts_of(Phase(1.0, 10.0, 2600, 1200))  # 1.3 instances of prefill, 1.5 of decode
     world = RoleWorld(1, 3, Pace(20_000, step_s=0.1, num_seqs=800))
+    prefill = world.cluster["prefill-0"]
+    prefill.load = replace(prefill.load, step_cost=StepCost(prompt_token_s=1 / 20_000))
     assert name_of(look(world, counts)[1]) == ("decode-2", "prefill")
     for each in world.cluster.membership.instances:
         each.load = replace(each.load, num_running=800 * (each.role == "decode"))
@@ -278,7 +307,7 @@ def test_seats_are_as_many_as_memory_and_goal_allow() -> None:
     random_ = random.Random(5)
     for _ in range(300):
         step = StepCost(*(random_.random() * scale for scale in (0.05, 1e-3, 1e-6)), 1e-4, 0.0, random_.randrange(9))
-        cost = InstanceCost(step, step, random_.choice((0, 1, 7, 300)), random_.choice((0, 5000)), 1.0)
+        cost = InstanceCost(step, step, 0.0, random_.choice((0, 1, 7, 300)), random_.choice((0, 5000)))
         prompt, answer = random_.randint(1, 3000), random_.randint(1, 800)
         goal_s = random_.choice((0.0, 0.01, 0.06))
         model = RoleModel.of(Work(1, prompt, 0, 1, answer), cost, RoleGoals(0.0, goal_s))
@@ -296,7 +325,7 @@ def test_more_of_a_role_never_serves_it_less() -> None:
     for _ in range(200):
         step = StepCost(0.01, 1e-4, 0.0, random_.choice((1e-5, 1e-3)), 0.0)
         goals = RoleGoals(random_.choice((0.0, 0.5, 3.0)), random_.choice((0.0, 0.05)))
-        model = RoleModel.of(Work(1, 900, 0, 1, 90), InstanceCost(step, step, 64), goals)
+        model = RoleModel.of(Work(1, 900, 0, 1, 90), InstanceCost(step, step, 0.0, 64), goals)
         need, num = Need(random_.random() * 8, random_.random() * 8), random_.randint(2, 12)
         loads = [model.loads(need, Split(at, num - at)) for at in range(1, num)]
         assert all(

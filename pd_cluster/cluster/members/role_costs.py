@@ -14,11 +14,11 @@ from typing import NamedTuple
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.costs.costs import StepCost, StepWork
 from pd_cluster.types import Role
-from pd_cluster.wire import Load
 
 USUAL_STEP_TOKENS = 2048  # of prompts that wait, in one step
 USUAL_SEQS = 256
 LEAST_STEP_S = 1e-6
+NEW_SHARE = 0.1  # of the newest measurements in the costs
 A_PROMPT = StepWork(num_prompt_tokens=1, num_prompt_pairs=1)
 A_TOKEN = StepWork(num_rows=1, num_context_tokens=1)
 BUSY_SHARE = 0.85  # of a prefill instance's time, where no goal says how long a prompt may wait
@@ -39,9 +39,28 @@ class InstanceCost(NamedTuple):
 
     prefill: StepCost
     decode: StepCost
+    decode_step_s: float = 0.0  # of the present steps
     num_seqs: int = 0
     num_cache_tokens: int = 0
     tokens_per_step: float = 1.0
+
+    def followed_by(self, new: InstanceCost) -> InstanceCost:
+        """Returns the new one with what is left of this one: a machine that is slow for a moment counts little."""
+        left = 1 - NEW_SHARE
+        return new._replace(
+            prefill=_weighted([(left, self.prefill), (NEW_SHARE, new.prefill)]),
+            decode=_weighted([(left, self.decode), (NEW_SHARE, new.decode)]),
+            decode_step_s=left * self.decode_step_s + NEW_SHARE * new.decode_step_s,
+        )
+
+    def doubted(self, needy: Role, goals: RoleGoals) -> InstanceCost:
+        """Returns the cost without what was measured with fewer sequences than there are seats.
+
+        More of them may take no longer: that decode instances are too few is believed when their present steps are too
+        long, or seats are short.
+        """
+        is_fine = self.decode_step_s and self.decode_step_s <= (goals.tpot_s or math.inf) * self.tokens_per_step
+        return self._replace(decode=StepCost(step_s=self.decode_step_s)) if needy == "decode" and is_fine else self
 
 
 class Work(NamedTuple):
@@ -77,21 +96,12 @@ class Split(NamedTuple):
         return Split(self.prefill - (needy == "decode"), self.decode - (needy == "prefill"))
 
 
-def cost_of(load: Load) -> StepCost:
-    """Returns the cost of a worker's steps; terms that it has not measured are 0.
-
-    Decode is taken to be flat in rows: the measured step is that of as many as run now.
-    """
-    rate, step_s = load.prefill_tokens_per_s, load.decode_step_s
-    return StepCost(step_s=step_s, prompt_token_s=max(1e-9, 1 / rate - step_s / USUAL_STEP_TOKENS) if rate else 0.0)
-
-
 def instance_cost(instances: Sequence[Instance], known: InstanceCost | None = None) -> InstanceCost | None:
     """Returns the mean of these instances; None while none has measured its steps.
 
     Each role's measurements come from its own instances, or from others', or are those known from before.
     """
-    found = [(each.role, cost_of(each.load)) for each in instances]
+    found = [(each.role, each.load.step_cost) for each in instances]
     prefill = _mean_of([(role == "prefill", cost) for role, cost in found if cost.seconds(A_PROMPT) > cost.step_s])
     decode = _mean_of([(role == "decode", cost) for role, cost in found if cost.seconds(A_TOKEN)])
     if known is not None:
@@ -99,13 +109,14 @@ def instance_cost(instances: Sequence[Instance], known: InstanceCost | None = No
     if prefill is None or decode is None:
         return None
     sizes = [each.load.num_blocks * _block_size(each) for each in instances]
-    rates = [each.load.tokens_per_step for each in instances if each.role == "decode"]
+    loads = [each.load for each in instances if each.role == "decode" and each.load.decode_work.num_rows]
     return InstanceCost(
         prefill,
         decode,
+        sum(load.decode_step_s for load in loads) / max(1, len(loads)),
         min((each.num_places for each in instances if each.num_places), default=0),
         min((size for size in sizes if size), default=0),
-        sum(rates) / len(rates) if rates else 1.0,
+        sum(load.tokens_per_step for load in loads) / len(loads) if loads else 1.0,
     )
 
 
@@ -114,9 +125,13 @@ def _mean_of(found: Sequence[tuple[bool, StepCost]]) -> StepCost | None:
     costs = [cost for is_own, cost in found if is_own] or [cost for _, cost in found]
     if not costs:
         return None
+    return _weighted([(1 / len(costs), cost) for cost in costs])
+
+
+def _weighted(costs: Sequence[tuple[float, StepCost]]) -> StepCost:
     names = [name for name in StepCost.__struct_fields__ if name != "num_flat_rows"]
-    means = {name: sum(getattr(each, name) for each in costs) / len(costs) for name in names}
-    return StepCost(**means, num_flat_rows=min(each.num_flat_rows for each in costs))
+    means = {name: sum(weight * getattr(cost, name) for weight, cost in costs) for name in names}
+    return StepCost(**means, num_flat_rows=min(cost.num_flat_rows for _, cost in costs))
 
 
 def _block_size(instance: Instance) -> int:

@@ -1,4 +1,4 @@
-"""What arrived in the last minute, from counts that only grow, and what it needs. Pure, with the caller's clock."""
+"""Reads the work of the last minute from counts that only grow. Pure, with the caller's clock."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Traffic(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """What waits at instances: tokens of prompts to compute, and requests without a seat to decode in."""
+    """Work that waits at instances: tokens of prompts to compute, and requests without a seat to decode in."""
 
     num_prompt_tokens: int
     num_answers: int

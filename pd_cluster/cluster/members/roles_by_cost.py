@@ -129,20 +129,26 @@ class RolesByCost:
         waiting = Waiting.at(members.serving)
         if self._history.is_silent and waiting == Waiting(0, 0):
             return _stays("silent")
-        self._cost = instance_cost(members.serving, self._cost)
-        if self._cost is None:
+        cost = instance_cost(members.serving, self._cost)
+        if cost is None:
             return _stays("unmeasured")
+        self._cost = cost = cost if self._cost is None else self._cost.followed_by(cost)
         if not members.is_settled:
             return _stays("unsettled")
         stay = _stays("new")
         for window_s in reversed(self.rules.windows_s):
-            window = window_of(self._history, window_s, waiting, self._cost, self._goals)
-            if window is None:
-                continue
-            stay = self._judge(window, members, self._cost)
+            found = self._judge_by(cost, window_s, waiting, members)
+            if found is not None and found.needy is not None:
+                doubted = cost.doubted(found.needy, self._goals)
+                found = found if doubted is cost else self._judge_by(doubted, window_s, waiting, members)
+            stay = found or stay
             if stay.needy is not None:
                 return stay
         return stay
+
+    def _judge_by(self, cost: InstanceCost, window_s: float, waiting: Waiting, members: Members) -> Decision | None:
+        window = window_of(self._history, window_s, waiting, cost, self._goals)
+        return None if window is None else self._judge(window, members, cost)
 
     def _judge(self, window: Window, members: Members, cost: InstanceCost) -> Decision:
         """Compares the present split with the next towards the best, doubting what speaks for it."""

@@ -34,6 +34,8 @@ class CostRules:
 
     windows_s: tuple[float, ...] = (60.0, 30.0, 15.0)
     noise: float = 2.0  # standard errors that may have made one role's need seem large, and the other's small
+    onward_noise: float = 1.0  # for the next change the same way, within `onward_s`: that lengths have shifted is known
+    onward_s: float = 120.0
     least_gain: float = 0.05  # of the requests of the horizon
     horizon_s: float = 300.0  # for which arrivals are expected to stay as they are
     sustain_s: float = 3.0  # in each second of which a change was asked for
@@ -173,16 +175,21 @@ class RolesByCost:
             return Decision("unsure", f"{words}, which is not more than the drain costs and noise may be")
         return Decision(needy, words)
 
+    def _noise(self, needy: Needy) -> float:
+        role, at_s = self._flip
+        is_onward = role == needy and self._seen_s - at_s <= self.rules.onward_s
+        return self.rules.onward_noise if is_onward else self.rules.noise
+
     def _leaves_enough(self, window: Window, after: Split, needy: Needy) -> bool:
         """Whether those left would meet the goals. Where no split does, the fuller role may have one more."""
-        loads = window.model.loads(window.doubted(needy, self.rules.noise), after)
+        loads = window.model.loads(window.doubted(needy, self._noise(needy)), after)
         full, left = loads if needy == "prefill" else reversed(loads)
         return left <= max(1.0, full)
 
     def _gain(self, window: Window, members: Members, cost: InstanceCost, needy: Needy) -> float:
         """Returns for how many seconds' requests more are served within the horizon, less those of the drain."""
         model, split, horizon_s = window.model, members.planned, self.rules.horizon_s
-        need = window.doubted(needy, self.rules.noise)
+        need = window.doubted(needy, self._noise(needy))
         drain_s = min(horizon_s, self._drain_s(window, members, cost, needy))
         during, after = (model.served(need, each) for each in (split.drained(needy), split.moved(needy)))
         return drain_s * during + (horizon_s - drain_s) * after - horizon_s * model.served(need, split)

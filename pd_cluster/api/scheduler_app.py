@@ -7,7 +7,6 @@ workers, drains, changes roles, and answers at the admin port.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
@@ -37,12 +36,14 @@ from pd_cluster.api.gate.drain import Drain
 from pd_cluster.api.gate.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
 from pd_cluster.cluster.members.adapters import AdapterBook, AdapterRules
-from pd_cluster.cluster.members.auto_role import AutoRole
+from pd_cluster.cluster.members.auto_role import RoleChooser
 from pd_cluster.cluster.members.control import Control
 from pd_cluster.cluster.members.elastic import Elastic
 from pd_cluster.cluster.members.membership import membership_of
 from pd_cluster.cluster.members.place import Place
 from pd_cluster.cluster.members.registrar import JoinPort
+from pd_cluster.cluster.members.role_costs import RoleGoals
+from pd_cluster.cluster.members.roles_by_cost import role_chooser
 from pd_cluster.cluster.members.shared import Lease, SharedMembership
 from pd_cluster.cluster.members.table_reader import Tables
 from pd_cluster.cluster.overview.watch import Overview
@@ -128,12 +129,13 @@ class SchedulerServer:
         self,
         admin_listener: socket.socket,
         access: AdminAccess,
-        auto_role: AutoRole | None,
+        auto_role: str,
         logs: Path,
         public: PublicPort,
     ) -> None:
         """Serves until a signal. Raises ConfigError for ports in the wrong order.
 
+        `auto_role`: how roles change by themselves; "": they do not.
         `logs`: where `pd-cluster up` keeps the processes' lines. `public`: where this host reaches the public port.
         """
         self._edge.start()
@@ -145,7 +147,7 @@ class SchedulerServer:
             )
             app = admin_app(self.elastic, self._timelines(), access, self._book, commands, shown)
             admin = make_server(app, ADMIN_CONNECTIONS, tls=self._config.http.tls), admin_listener
-            failure = _first_failure(self._watch(auto_role, control), self._edge.handler.fatal)
+            failure = _first_failure(self._watch(self._role_chooser(auto_role), control), self._edge.handler.fatal)
             if self._processes is not None:
                 await serve_until_signal([admin], failure, self._processes.drain, self._processes)
                 return
@@ -207,6 +209,11 @@ class SchedulerServer:
         router = self._edge.router
         return router.stats.snapshot(), Busy(0, router.num_streams, router.admission.num_waiting)
 
+    def _role_chooser(self, kind: str) -> RoleChooser | None:
+        routing = self._config.routing
+        goals = RoleGoals(routing.slo_ttft_s, routing.slo_tpot_s)
+        return role_chooser(kind, self._figures, goals, self._config.timeouts.drain_timeout_s)
+
     def _control(self) -> Control:
         serving = self._edge.router if self._processes is None else self._processes
         timeout_s = self._config.timeouts.request_timeout_s
@@ -243,7 +250,9 @@ class SchedulerServer:
                     rates_fd=self._keys.memory.fd if self._keys is not None else -1,
                 )
             )
-        return ApiProcesses(configs, self._listeners, self.membership.instances, self._config.timeouts.drain_timeout_s)
+        drain_timeout_s = self._config.timeouts.drain_timeout_s
+        own = self._edge.router.stats
+        return ApiProcesses(configs, self._listeners, self.membership.instances, drain_timeout_s, own)
 
     def _admin_path(self, index: int) -> Path:
         assert self._folder is not None
@@ -254,7 +263,7 @@ class SchedulerServer:
             return LocalTimelines(self._edge.router.timelines)
         return RemoteTimelines([self._admin_path(index) for index in range(len(self._listeners))])
 
-    async def _watch(self, auto_role: AutoRole | None, control: Control) -> None:
+    async def _watch(self, auto_role: RoleChooser | None, control: Control) -> None:
         """Runs until cancelled, or until a part raises. SIGHUP reads the keys and the tables again."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
@@ -275,13 +284,31 @@ class SchedulerServer:
             if self._join_port is not None:
                 group.create_task(self._join_port.run())
             if auto_role is not None:
-                group.create_task(_change_roles(self.elastic, auto_role))
+                group.create_task(self._change_roles(auto_role))
             if self._processes is not None:
                 group.create_task(self._processes.run(self.membership.change))
             try:
                 await asyncio.Event().wait()
             finally:
                 loop.add_signal_handler(signal.SIGHUP, lambda: None)  # this process ends, so nothing is read
+
+    async def _change_roles(self, auto_role: RoleChooser) -> None:
+        while True:
+            await asyncio.sleep(auto_role.period_s)
+            flip = auto_role.observe(time.monotonic(), self.elastic.instances)
+            if not self.elastic.is_owner:
+                self._overview.considered_roles(None, None)
+                continue
+            if flip is not None:
+                try:
+                    self.elastic.change_role(flip.name, flip.role)
+                except Refused as error:
+                    log.warning("--auto-role: %s does not become %s: %s", flip.name, flip.role, error)
+                    flip = None
+                else:
+                    log.warning("--auto-role: %s becomes %s: %s", flip.name, flip.role, flip.why)
+            self._edge.router.stats.considered_roles(auto_role.last, flip)
+            self._overview.considered_roles(auto_role.last, flip)
 
     def _reload_keys(self) -> None:
         """Reads the keys again, for subsequent requests. An error logs one line, and changes nothing."""
@@ -307,16 +334,6 @@ async def _reload(elastic: Elastic) -> None:
         log.info("SIGHUP: the rank table was read again; %s", await elastic.reload())
     except Refused as error:
         log.error("SIGHUP: %s", error)
-
-
-async def _change_roles(elastic: Elastic, auto_role: AutoRole) -> None:
-    while True:
-        await asyncio.sleep(auto_role.rules.period_s)
-        flip = auto_role.observe(time.monotonic(), elastic.instances)
-        if flip is not None and elastic.is_owner:
-            log.warning("--auto-role: %s becomes %s: %s", flip.name, flip.role, flip.why)
-            with contextlib.suppress(Refused):  # another scheduler may own membership by now
-                elastic.change_role(flip.name, flip.role)
 
 
 async def _first_failure(running: Any, fatal: asyncio.Future[None]) -> None:

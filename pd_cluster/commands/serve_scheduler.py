@@ -62,7 +62,6 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     from pd_cluster.api.front.server import bind, bind_path, bind_several, raise_descriptor_limit
     from pd_cluster.api.gate.access import AdminAccess
     from pd_cluster.api.scheduler_app import KnownCluster, SchedulerServer
-    from pd_cluster.cluster.members.auto_role import AutoRole
     from pd_cluster.cluster.members.table_reader import Tables
     from pd_cluster.cluster.tenancy.key_store import KeyStore
     from pd_cluster.service.helpers.interpreter import tune
@@ -90,9 +89,8 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     async def serve() -> None:
         known = KnownCluster(place, ports, credentials, tables)
         scheduler = SchedulerServer(known, config, listeners, start.process.logs, extras)
-        auto_role = AutoRole() if entrance.auto_role else None
         public_port = PublicPort(host, port, entrance.uds, tls)
-        await scheduler.run(admin_listener, access, auto_role, folder_of(place.folder), public_port)
+        await scheduler.run(admin_listener, access, entrance.auto_role, folder_of(place.folder), public_port)
 
     tune()
     with contextlib.ExitStack() as ending, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

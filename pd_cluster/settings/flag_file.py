@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.settings.flags import ALIASES, SWITCHES, normalize, unknown
+from pd_cluster.settings.flags import ALIASES, BARE, SWITCHES, normalize, unknown
 from pd_cluster.settings.foreign import Takes
 from pd_cluster.settings.foreign_flags import FOREIGN, OFF, foreign
 from pd_cluster.settings.options import settings
@@ -78,7 +78,7 @@ def _flags(path: str, name: str, value: Any, given: set[str], known: Sequence[st
         raise ConfigError(f"{FLAG} {path}: {unknown(flag, known)}")
     if given & _names_of(flag) or value is None:
         return []
-    if isinstance(value, bool):
+    if isinstance(value, bool) and flag not in BARE:
         has_off = flag in SWITCHES or (theirs is not None and theirs[0].takes is Takes.SWITCH)
         return [flag] if value else [f"{OFF}{flag[2:]}"] if has_off else []
     if isinstance(value, list):

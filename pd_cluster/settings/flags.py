@@ -13,12 +13,14 @@ from pd_cluster.errors import ConfigError, flag_of, told
 from pd_cluster.settings.foreign import Foreign, Takes
 from pd_cluster.settings.foreign_flags import FOREIGN, OFF, foreign
 from pd_cluster.settings.options import settings
+from pd_cluster.settings.setting import Declared
 from pd_cluster.settings.spellings import IN_OTHER_UNITS
 from pd_cluster.settings.suggestions import ANSWERS, meant_by
 
 SWITCHES = tuple(each.flag for each in settings().values() if each.default is True)  # accept an explicit True or False
 # these accept `--served-model-name a b`, as argparse does with nargs="+"
 MANY_VALUES = tuple(flag_of(name) for each in settings().values() if each.setting.is_several for name in each.names)
+BARE = {each.flag: each for each in settings().values() if each.bare}  # their value may be left out
 OPTIMIZATION = re.compile(r"-O=?([0-9])")
 ALIASES = {
     "-O": "--optimization-level",
@@ -51,7 +53,7 @@ ALIASES = {
 def normalize(argv: Sequence[str]) -> list[str]:
     """Translates vLLM's spellings: --max_model_len, -tp, several values after each of MANY_VALUES."""
     result: list[str] = []
-    repeated = ""
+    repeated = flag = bare = ""
     for argument in argv:
         if argument.startswith("-") and not _is_number(argument):
             if (level := OPTIMIZATION.fullmatch(argument)) is not None:
@@ -63,15 +65,27 @@ def normalize(argv: Sequence[str]) -> list[str]:
             repeated = flag if flag in MANY_VALUES else ""
             is_first = bool(repeated) and not equals
             is_switch = flag in SWITCHES and value in ("True", "False")
-            result.append(_switch(flag, value) if is_switch else flag + equals + value)
+            bare = BARE[flag].bare if flag in BARE and not equals else ""
+            result.append(_switch(flag, value) if is_switch else f"{flag}={bare}" if bare else flag + equals + value)
             continue
         if repeated and not is_first:
             result.append(repeated)
         is_first = False
+        if bare and _is_read(BARE[flag], argument):
+            result[-1], bare = f"{flag}={argument}", ""
+            continue
         if argument in ("True", "False") and result and result[-1] in SWITCHES:
             argument = _switch(result.pop(), argument)
         result.append(argument)
     return result
+
+
+def _is_read(setting: Declared, written: str) -> bool:
+    try:
+        setting.read(written)
+    except ConfigError:
+        return False
+    return True
 
 
 def _switch(flag: str, value: str) -> str:

@@ -28,6 +28,20 @@ def _is_priority(name: str, written: str) -> bool:
     return written == "priority"
 
 
+def _auto_role(name: str, written: str) -> str:
+    """Reads the value; a switch's words stand for the usual way and for none."""
+    found = AUTO_ROLES.get(written.lower())
+    if found is None:
+        raise ConfigError(f"{called(name)} {written!r}: expected cost or rules")
+    return found
+
+
+AUTO_ROLES = {
+    **dict.fromkeys(("", "off", "false", "no", "0"), ""),
+    **dict.fromkeys(("cost", "on", "true", "yes", "1"), "cost"),
+    "rules": "rules",
+}
+AUTO_ROLE = Form(str, _auto_role, lambda value: value, bare="cost")
 FIRST_TOKENS = ("with-decode", "at-once")
 PRIORITIES = Form(str, _is_priority, lambda has_priorities: SCHEDULING_POLICIES[has_priorities])
 
@@ -136,9 +150,14 @@ class EntranceSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 0
     auto_role: Annotated[
-        bool,
-        SCHEDULER("Let instances change between prefill and decode as the load requires.", after="scheduling_policy"),
-    ] = False
+        str,
+        SCHEDULER(
+            "Let instances change between prefill and decode as the load requires: cost (also without a value) asks "
+            "which split serves what came in the last minute; rules goes by fixed thresholds.",
+            form=AUTO_ROLE,
+            after="scheduling_policy",
+        ),
+    ] = ""
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):

@@ -84,13 +84,14 @@ def one_of(known: Sequence[str]) -> Check:
 class Form(NamedTuple):
     """How a value is written, if not as it is stored. `read(name, written)` raises ConfigError.
 
-    `takes_mappings`: it is a text that Python may give as a mapping.
+    `takes_mappings`: it is a text that Python may give as a mapping. `bare`: the value of a flag without one.
     """
 
     kind: Any
     read: Callable[[str, Any], Any]
     write: Callable[[Any], Any]
     takes_mappings: bool = False
+    bare: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +152,10 @@ class Declared:
         """Its names in Python, its own name first."""
         is_engines = self.setting.scope is Scope.ENGINE  # also EngineConfig's name
         return tuple(dict.fromkeys((self.name, *self.setting.also, self.field if is_engines else self.name)))
+
+    @property
+    def bare(self) -> str:
+        return self.setting.form.bare if self.setting.form is not None else ""
 
     @property
     def takes_mappings(self) -> bool:

@@ -21,6 +21,7 @@ served-model-name: [chat, small]
 enable-prefix-caching: false
 enable-force-include-usage: true
 enable-auto-tool-choice: false
+auto-role: true
 override-generation-config: {temperature: 0.5}
 allowed-origins: ["*"]
 compilation-config: {level: 3}
@@ -42,7 +43,11 @@ def options_of(*argv: str) -> tuple[dict[str, object], list[str]]:
 def test_a_file_gives_flags(file: str) -> None:
     wanted = {"model": "some/folder", "max_model_len": 4096, "api_workers": 2, "seed": None}
     wanted |= {"enable_prefix_caching": False, "enable_force_include_usage": True, "enable_auto_tool_choice": False}
-    wanted |= {"override_generation_config": '{"temperature": 0.5}', "served_model_name": ["chat", "small"]}
+    wanted |= {
+        "auto_role": "true",
+        "override_generation_config": '{"temperature": 0.5}',
+        "served_model_name": ["chat", "small"],
+    }
     for argv in (["--config", file], [f"--config={file}"]):
         options, warnings = options_of(*argv)
         assert {name: options[name] for name in wanted} == wanted

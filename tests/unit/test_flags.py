@@ -174,6 +174,27 @@ def test_switches_may_have_a_value(argv: list[str], value: bool) -> None:
     assert (options["enable_prefix_caching"], options["port"], warnings) == (value, 7, [])
 
 
+@pytest.mark.parametrize(
+    ("argv", "value"),
+    [
+        ([], ""),
+        (["--auto-role"], "cost"),
+        (["--auto_role=rules"], "rules"),
+        (["--auto-role", "rules"], "rules"),
+        (["--auto-role", "--host=rules"], "cost"),
+        (["--auto-role=off"], ""),
+    ],
+)
+def test_a_value_may_be_left_out(argv: list[str], value: str) -> None:
+    options, warnings = parse(*argv, "--port=7")
+    assert (settings()["auto_role"].read(options["auto_role"]), options["port"], warnings) == (value, 7, [])
+
+
+def test_a_wrong_value_is_named() -> None:
+    with pytest.raises(ConfigError, match="'costs': expected cost or rules"):
+        settings()["auto_role"].read(parse("--auto-role=costs")[0]["auto_role"])
+
+
 def accepted(*argv: str) -> list[str]:
     """The warnings of flags between two others."""
     options, warnings = parse("--port=1", *argv, "--host=h")

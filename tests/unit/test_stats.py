@@ -62,8 +62,9 @@ class Counted(World):
         return self.router.stats.snapshot()
 
     def counters(self) -> dict[str, int]:
-        """All that are not 0."""
-        return {name: number for name, number in self.told.counters.items() if number}
+        """All that are not 0, but those of arrivals."""
+        counters = self.told.counters.items()
+        return {name: number for name, number in counters if number and not name.startswith("arrived_")}
 
     def seen(self, *names: str) -> list[tuple[int, float]]:
         """Returns for each the number of values, and their sum."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
+from pd_cluster.cluster.members.auto_role import Held, Needy
 from pd_cluster.cluster.routing.stats import Refusal
 from pd_cluster.cluster.tenancy.tenants import GENERATION_TOKENS, LIMITS, OUTCOMES, PROMPT_TOKENS
 from pd_cluster.reports import InstanceState
@@ -344,6 +345,29 @@ INSTANCE_POSITIONS = (
     ),
 )
 REQUEST_COUNTERS = (
+    *(
+        OfRequests(f"pd_cluster:arrived_{name}", text, {"": f"arrived_{name}"})
+        for name, text in (
+            ("requests", "Requests that came, before they waited for anything; those refused later, too."),
+            ("prompt_tokens", "Tokens of their prompts."),
+            ("prompt_pairs", "Pairs of a token of their prompts with one before it: the work of attention."),
+            ("answers", "Sequences that they ask for."),
+            ("max_tokens", "Output tokens that these may have."),
+        )
+    ),
+    OfRequests(
+        "pd_cluster:role_changes",
+        "Changes of an instance's role that --auto-role has made, by the new role.",
+        {role: f"role_changes_{role}" for role in get_args(Needy)},
+        "role",
+    ),
+    OfRequests(
+        "pd_cluster:roles_kept",
+        "Looks of --auto-role=cost, one a second, that left the roles as they were, by the reason "
+        "(docs/protocol.md, Automatic roles).",
+        {why: f"roles_kept_{why}" for why in get_args(Held)},
+        "reason",
+    ),
     OfRequests(
         "vllm:prompt_tokens",
         "Tokens of prompts whose first output token has come; of n sequences once.",

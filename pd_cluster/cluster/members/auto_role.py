@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.types import Role
+
+Needy = Literal["prefill", "decode"]
+Held = Literal["silent", "unmeasured", "unsettled", "new", "served", "best", "last", "goals", "unsure"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +98,33 @@ class Flip:
     why: str
 
 
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The outcome of a look. `verdict`: the role that an instance is to have, or why the roles stay as they are."""
+
+    verdict: Held | Needy
+    why: str
+
+    @property
+    def needy(self) -> Needy | None:
+        return self.verdict if self.verdict == "prefill" or self.verdict == "decode" else None
+
+
+class RoleChooser(Protocol):
+    """`--auto-role`: by rules, or by cost (roles_by_cost.py)."""
+
+    @property
+    def period_s(self) -> float:
+        """The time between two looks."""
+
+    @property
+    def last(self) -> Decision | None:
+        """The outcome of the last look, where it is told."""
+
+    def observe(self, now_s: float, instances: Sequence[Instance]) -> Flip | None:
+        """Looks once a period. A change that it returns counts as made."""
+
+
 def busy(sample: RoleSample, role: Role, rules: Rules, num_fewer: int = 0) -> float:
     """Returns how busy a role is, or would be with `num_fewer` instances less; 1 is as busy as it should be."""
     seen = [each for each in sample.instances if each.role == role]
@@ -148,10 +179,13 @@ def _asks(sample: RoleSample, needy: Role, giver: Role, rules: Rules) -> bool:
 
 
 class AutoRole:
-    """Holds the history that `decide` needs."""
+    """`--auto-role=rules`: holds the history that `decide` needs."""
+
+    last: Decision | None = None
 
     def __init__(self, rules: Rules | None = None) -> None:
         self.rules = rules or Rules()
+        self.period_s = self.rules.period_s
         self._history: deque[RoleSample] = deque(maxlen=int(2 * self.rules.sustain_s / self.rules.period_s) + 2)
         self._last_flip_s = float("-inf")
 

@@ -64,27 +64,27 @@ class EventMarks:
             self._seen[instance.name] = now
             if before is None:
                 if is_up:
-                    self._add(at_s, "up", instance.name, "is ready")
+                    self.add(at_s, "up", instance.name, "is ready")
             elif is_up and before.was_up and before.epoch and before.epoch != now.epoch:
-                self._add(at_s, "up", instance.name, "is ready again, as another process")
+                self.add(at_s, "up", instance.name, "is ready again, as another process")
             elif before.state != state:
                 self._note(at_s, instance, before)
             if before is not None and before.role != instance.role:
-                self._add(at_s, "change", instance.name, f"is {instance.role} now; it was {before.role}")
+                self.add(at_s, "change", instance.name, f"is {instance.role} now; it was {before.role}")
         for name in self._seen.keys() - {instance.name for instance in instances}:
             del self._seen[name]
-            self._add(at_s, "change", name, "has left the cluster")
+            self.add(at_s, "change", name, "has left the cluster")
 
     def _note(self, at_s: float, instance: Instance, before: _Seen) -> None:
         state = instance.shown_state
         if state in DOWN:
             if before.was_up and before.state not in DOWN:
-                self._add(at_s, "down", instance.name, f"is {state}", instance.reason)
+                self.add(at_s, "down", instance.name, f"is {state}", instance.reason)
         elif state == "ready":
-            self._add(at_s, "up", instance.name, "is ready")
+            self.add(at_s, "up", instance.name, "is ready")
         elif instance.is_ready:
-            self._add(at_s, "change", instance.name, f"is {state}")
+            self.add(at_s, "change", instance.name, f"is {state}")
 
-    def _add(self, at_s: float, kind: Kind, name: str, text: str, reason: str = "") -> None:
+    def add(self, at_s: float, kind: Kind, name: str, text: str, reason: str = "") -> None:
         self._number += 1
         self._marks.append(EventMark(self._number, at_s, kind, name, text, reason))

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from pd_cluster.cluster.members.auto_role import Decision, Flip
 from pd_cluster.cluster.members.roster import Roster
 from pd_cluster.cluster.overview.history import NUM_SAMPLES, History
 from pd_cluster.cluster.overview.marks import EventMarks
@@ -40,6 +41,7 @@ class Overview:
         self._roster, self._figures, self._routing, self._scheduler = roster, figures, routing, scheduler
         self._wall, self._clock = wall, clock
         self._history, self._marks = History(), EventMarks()
+        self._decision: Decision | None = None
         self._started_s = wall()
 
     async def run(self) -> None:
@@ -66,11 +68,18 @@ class Overview:
         stats, busy = self._figures()
         self._history.note(self._wall(), self._clock(), stats, busy.num_streams, busy.num_waiting)
 
+    def considered_roles(self, decision: Decision | None, flip: Flip | None) -> None:
+        """Notes a look of --auto-role, and the change that it has made."""
+        self._decision = decision
+        if flip is not None:
+            self._marks.add(self._wall(), "change", flip.name, f"becomes {flip.role} by --auto-role", flip.why)
+
     def to_json(self, since_s: float, since_mark: int) -> dict[str, Any]:
         """Returns all except the instances: samples after `since_s` (Unix time), marks after number `since_mark`."""
         return {
             **self._counts(since_s),
             "scheduler": self._scheduler() or None,
+            "roles": self._decision and {"verdict": self._decision.verdict, "why": self._decision.why},
             "problems": [problem.to_json() for problem in self._problems()],
             "marks": [mark.to_json() for mark in self._marks.since(since_mark)],
         }

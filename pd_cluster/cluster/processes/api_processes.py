@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.routing.stats import added
+from pd_cluster.cluster.routing.stats import RequestStats, added
 from pd_cluster.errors import InstanceLost
 from pd_cluster.reports import (
     AdapterNames,
@@ -96,11 +96,14 @@ class ApiProcesses:
         listeners: Sequence[socket.socket],
         instances: list[Instance],
         drain_timeout_s: float,
+        own: RequestStats | None = None,
     ) -> None:
+        """`own`: what this process counts, which serves no requests."""
         self.apis = [_Api(config, listener) for config, listener in zip(configs, listeners, strict=True)]
         self._busy_changed = asyncio.Event()
         self._reports_changed = False
         self._ended_stats = Stats()  # of ended processes
+        self._own = RequestStats() if own is None else own
         self._instances = instances
         self._drain_timeout_s = drain_timeout_s
         self._is_stopping = False
@@ -180,7 +183,7 @@ class ApiProcesses:
     @property
     def stats(self) -> Stats:
         """The counts of all processes, including those that have ended."""
-        return added([self._ended_stats, *(api.stats for api in self.apis)])
+        return added([self._own.snapshot(), self._ended_stats, *(api.stats for api in self.apis)])
 
     @property
     def busy(self) -> Busy:

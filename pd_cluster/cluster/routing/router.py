@@ -151,6 +151,8 @@ class Router:
     async def _begin(self, order: Order, origin: RequestOrigin, deadline_s: float | None) -> RequestStream:
         """Opens a stream once the request has its pair. Raises Unavailable, Overloaded, DeadlineExceeded."""
         self.adapters.arrives(order.variant)
+        if origin.kept is None or origin.kept.place is None:  # it goes on nowhere yet
+            self.stats.arrived(len(order.prompt_token_ids), order.num_decoding, order.most_output_tokens)
         try:
             return self.streams.open(order, *await self._admitted(order, origin, deadline_s))
         except BaseException:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
+from pd_cluster.cluster.members.auto_role import Decision, Flip, Held, Needy
 from pd_cluster.cluster.tenancy.tenants import TenantCounts
 from pd_cluster.reports import Buckets, Stats
 from pd_cluster.types import FinishReason
@@ -62,6 +63,9 @@ BOUNDS: dict[str, Bounds] = {
     "num_sequences": NUM_SEQUENCES,
 }
 COUNTERS = (
+    *("arrived_requests", "arrived_prompt_tokens", "arrived_prompt_pairs", "arrived_answers", "arrived_max_tokens"),
+    *(f"role_changes_{role}" for role in get_args(Needy)),
+    *(f"roles_kept_{why}" for why in get_args(Held)),
     "prompt_tokens",
     "prompt_tokens_cached",
     "prompt_tokens_computed",
@@ -118,6 +122,22 @@ class RequestStats:
         self._counters = dict.fromkeys(COUNTERS, 0)
         self._histograms = {name: Histogram(bounds) for name, bounds in BOUNDS.items()}
         self.inter_token_s = self._histograms["inter_token_s"]
+
+    def arrived(self, num_prompt_tokens: int, num_answers: int, max_tokens: int) -> None:
+        """Counts a request when it comes, before it waits for anything."""
+        counters = self._counters
+        counters["arrived_requests"] += 1
+        counters["arrived_prompt_tokens"] += num_prompt_tokens
+        counters["arrived_prompt_pairs"] += num_prompt_tokens * (num_prompt_tokens - 1) // 2
+        counters["arrived_answers"] += num_answers
+        counters["arrived_max_tokens"] += num_answers * max_tokens
+
+    def considered_roles(self, decision: Decision | None, flip: Flip | None) -> None:
+        """Counts a look of --auto-role: the change that it has made, or why there is none."""
+        if flip is not None:
+            self._counters[f"role_changes_{flip.role}"] += 1
+        elif decision is not None and decision.needy is None:
+            self._counters[f"roles_kept_{decision.verdict}"] += 1
 
     def refused(self, why: Refusal) -> None:
         self._counters[f"refused_{why}"] += 1

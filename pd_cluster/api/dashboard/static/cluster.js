@@ -53,7 +53,8 @@ export class ClusterPage {
       for (const chart of this.charts) chart.show(overview.samples);
     }
     const latest = [...marks].reverse().slice(0, 60);
-    update(this.events, h("h2", {}, "Events"), h("ul", { class: "marks", tabindex: "0", "aria-label": "Events, newest first" },
+    const roles = overview.roles ? h("p", {}, `Roles: ${overview.roles.verdict}. ${overview.roles.why}`) : null;
+    update(this.events, h("h2", {}, "Events"), roles, h("ul", { class: "marks", tabindex: "0", "aria-label": "Events, newest first" },
       latest.map((mark) => h("li", { class: mark.kind }, `${clock(mark.at_s)} ${mark.instance_id} ${mark.text}`))));
   }
 

@@ -251,7 +251,7 @@ class SchedulerServer:
 
     def _timelines(self) -> TimelineSource:
         if self._processes is None:
-            return LocalTimelines(self._edge.router.timelines)
+            return LocalTimelines(self._edge.router.timelines, self._edge.router.served)
         return RemoteTimelines([self._admin_path(index) for index in range(len(self._listeners))])
 
     async def _watch(self, auto_role: AutoRole | None, control: Control) -> None:

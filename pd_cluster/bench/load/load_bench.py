@@ -33,7 +33,7 @@ SAY_EVERY_S = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What is sent, and by which guidellm. `folder` receives guidellm's scenario and reports."""
+    """A load, and the guidellm that sends it. `folder` receives guidellm's scenario and reports."""
 
     title: str
     rows: Sequence[LoadRow]

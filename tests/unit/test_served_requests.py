@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -126,10 +125,3 @@ async def test_nothing_is_kept_unless_asked_for() -> None:
     for wrong in ("0", "100", "-128", "x", "1" * 9):
         status, text = await get(ServedRequests(world.router.streams, 1, SECRET), f"?block_tokens={wrong}")
         assert (status, "give a multiple of 128" in text) == (400, True), wrong
-
-
-def test_unknown_types_are_not_asked() -> None:
-    """A described request has JSON's own types only."""
-    (found,) = described([served([1, 2, 3], 5.0)])
-    kinds: dict[str, Any] = {name: type(value) for name, value in found.items()}
-    assert kinds == {"received_s": float, "num_prompt_tokens": int, "num_output_tokens": int, "keys": list}

@@ -52,7 +52,7 @@ async def serve(channel: socket.socket) -> None:
     edge.start()
     try:
         drain = Drain(config.api.timeouts.drain_timeout_s, edge.router.end_all, stays=True)
-        http, timelines = config.api.http, timeline_app(edge.router.timelines)
+        http, timelines = config.api.http, timeline_app(edge.router.timelines, edge.router.served)
         file_keys = None
         if config.keys is not None:
             file_keys = FileKeys(config.keys, RateMemory(config.rates_fd), edge.router.stats.tenants)

@@ -260,7 +260,7 @@ class SchedulerServer:
 
     def _timelines(self) -> TimelineSource:
         if self._processes is None:
-            return LocalTimelines(self._edge.router.timelines)
+            return LocalTimelines(self._edge.router.timelines, self._edge.router.served)
         return RemoteTimelines([self._admin_path(index) for index in range(len(self._listeners))])
 
     async def _watch(self, auto_role: RoleChooser | None, control: Control) -> None:

@@ -148,8 +148,10 @@ def write_json(run: LoadRun, command: str, file: str) -> None:
 
 
 def show(run: LoadRun, command: str) -> None:
-    """Prints the table, and a line if the client slowed the run."""
+    """Prints the table, the first error, and a line if the client slowed the run."""
     report_of(run, command).show(run.title)
+    if errors := [each.error for each in run.outcomes if each.error]:
+        print(f"{len(errors)} of {len(run.outcomes)} requests failed; the first: {errors[0]}", flush=True)
     if run.slowed_by:
         print(f"NOT VALID: {run.slowed_by}; the server would have met a smaller or smoother load", flush=True)
 

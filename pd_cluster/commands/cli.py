@@ -205,12 +205,20 @@ def trace(
     secret_file: Annotated[str, NO_SECRET_FILE] = "",
     png: Annotated[str, typer.Option(help="Draw the timeline into this file too; needs matplotlib.")] = "",
     json: Annotated[str, typer.Option(help="Write what is shown to this file too.")] = "",
+    export: Annotated[
+        str, typer.Option(help="Write lengths and block hashes of the served requests to this file: a trace.")
+    ] = "",
+    export_block: Annotated[int, typer.Option(help="Tokens of its blocks; Mooncake's have 512.")] = 512,
 ) -> None:
     """Show what became of a request: when it was queued, computed, handed over and decoded."""
     from pd_cluster.client.admin import Admin
-    from pd_cluster.commands.trace.command import run
+    from pd_cluster.commands.trace.command import export_trace, run
 
-    run(request_id, Admin.find(admin, admin_token_file, os.environ), png, json)
+    found = Admin.find(admin, admin_token_file, os.environ)
+    if export:
+        export_trace(found, export, export_block, {"ID": request_id, "--png": png, "--json": json})
+    else:
+        run(request_id, found, png, json)
 
 
 @app.command(rich_help_panel=SERVE)

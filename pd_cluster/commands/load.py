@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,6 +14,8 @@ from pd_cluster.commands.signature import given_model
 if TYPE_CHECKING:
     from pd_cluster.bench.load.scenario_file import LoadRow
 
+LENGTHS = ("input_len", "sigma", "num_prefixes", "prefix_share", "num_turns", "pause", "num_requests", "workload")
+TRACE = ("trace_limit", "trace_lengths", "trace_time", "trace_repeat")
 WORKLOAD = "fixed, log-normal, shared-prefix, conversation or tool-agent."
 
 
@@ -72,16 +75,19 @@ def _run(given: dict[str, Any]) -> None:
     import uvloop
 
     from pd_cluster.bench.load.guidellm_process import Guidellm
-    from pd_cluster.bench.load.load_bench import LoadPlan, folder_for, run_against, run_alone
+    from pd_cluster.bench.load.load_bench import LoadPlan, addresses_of, folder_for, run_against, run_alone
     from pd_cluster.bench.outcomes import Slo
-    from pd_cluster.client.admin import Admin
     from pd_cluster.cluster.processes.launch import Launch
     from pd_cluster.cluster.processes.ports import free_port_pair
     from pd_cluster.commands.load_picture import check_picture
     from pd_cluster.tables import check_writable
 
+    _refuse_unused(given)
     check_writable(given["json"])
     check_picture(given["picture"])
+    server = None
+    if given["url"]:
+        server = addresses_of(given["url"], given["admin"], given["admin_token_file"], os.environ)
     title, rows = _asked(given)
     with folder_for(given["folder"]) as folder:
         plan = LoadPlan(
@@ -95,9 +101,8 @@ def _run(given: dict[str, Any]) -> None:
             num_processes=given["client_processes"],
         )
         plan.check()
-        if given["url"]:
-            admin = Admin.find(given["admin"], given["admin_token_file"], os.environ) if given["admin"] else None
-            runs = uvloop.run(run_against(plan, given["url"], admin))
+        if server is not None:
+            runs = uvloop.run(run_against(plan, *server))
         else:
             launch = Launch(
                 model=given["model"],
@@ -178,6 +183,26 @@ def _show(runs: list[Any], given: dict[str, Any]) -> None:
                 write_picture(run, file)
             else:
                 write(run, command, file)
+
+
+def _refuse_unused(given: dict[str, Any]) -> None:
+    """Raises ConfigError for a flag that another one makes meaningless, and for seconds without an end."""
+    from pd_cluster.errors import ConfigError, flag_of
+
+    for name in ("slo_ttft", "slo_tpot", "slo_e2e", "max_seconds"):
+        if not math.isfinite(given[name]):
+            raise ConfigError(f"{flag_of(name)} {given[name]}: expected seconds, 0 for none")
+    unused = [
+        ("--url", given["url"], ("model", "prefill", "decode", "flags")),
+        ("--trace", given["trace"], (*LENGTHS, "output_len", "rate", "arrivals", "seed")),
+        ("--prompts", given["prompts"], LENGTHS),
+        ("a cluster that is started", not given["url"], ("admin", "admin_token_file")),
+        ("no --trace", not given["trace"], TRACE),
+    ]
+    changed = {flag.partition("=")[0] for flag in _flags(given)}
+    for reason, is_given, names in unused:
+        if is_given and (found := [flag_of(name) for name in names if flag_of(name) in changed]):
+            raise ConfigError(f"{', '.join(found)}: of no use with {reason}; leave it out")
 
 
 def _flags(given: dict[str, Any]) -> list[str]:

@@ -26,12 +26,12 @@ class DeltaLost(Exception):
     """A delta does not follow what was received before."""
 
 
-class Delta(NamedTuple, Generic[V]):
+class MapDelta(NamedTuple, Generic[V]):
     changed: dict[str, V]
     gone: list[str]
 
     @classmethod
-    def between(cls, before: Mapping[str, V], now: Mapping[str, V]) -> Delta[V]:
+    def between(cls, before: Mapping[str, V], now: Mapping[str, V]) -> MapDelta[V]:
         changed = {key: value for key, value in now.items() if key not in before or before[key] != value}
         return cls(changed, [key for key in before if key not in now])
 
@@ -72,7 +72,7 @@ class LinkSender:
         """Returns a load without links as it is sent next: with those that have changed."""
         if self._number and (links is self._told or links == self._told):
             return load
-        delta = Delta.between(self._told, links)
+        delta = MapDelta.between(self._told, links)
         self._told, self._number = links, self._number + 1
         return msgspec.structs.replace(
             load, links=delta.changed, gone_links=tuple(delta.gone), links_number=self._number
@@ -123,7 +123,7 @@ class PeersSender:
         before, self._told = self._told, _by_key(peers)
         if term != self._term:
             self._numbers.clear()
-        delta, numbers, self._term = Delta.between(before, self._told), self._numbers, term
+        delta, numbers, self._term = MapDelta.between(before, self._told), self._numbers, term
         self._numbers = {conn: numbers.get(conn, 0) + (conn not in numbers or not delta.is_empty) for conn in conns}
         whole, changed = list(peers), list(delta.changed.values())
         return {

@@ -6,6 +6,7 @@ The list of instances comes from outside: from the workers themselves or from th
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from pd_cluster.cluster.members.roster import Roster
 from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.cluster.routing.predict import Goals
 from pd_cluster.cluster.routing.router import Router
-from pd_cluster.cluster.routing.rules import ReplayLimits, RoutingRules
+from pd_cluster.cluster.routing.rules import ReplayLimits, RoutingRules, ServedLimits
 from pd_cluster.net.admission import Life, peer_key
 from pd_cluster.net.mailbox import Mailbox
 from pd_cluster.service.adapter_names import digests_of
@@ -112,6 +113,7 @@ class Edge(Generic[RosterT]):
         self.adapters = adapters
         name = "scheduler" if index is None else f"scheduler-{index}"
         self.mailbox = Mailbox(Life(name, secrets.randbits(62)), "scheduler", credentials, config.timeouts)
+        self._trace_secret = hashlib.sha256(b"served requests" + credentials.secret).digest()  # all its processes' own
         try:
             self.roster, self.router = self._routed(roster_of, is_scheduler)
             if is_scheduler:
@@ -136,6 +138,7 @@ class Edge(Generic[RosterT]):
             shares_workers=is_scheduler,
             find_s=timeouts.connect_timeout_s,
             holds_first=routing.first_token == "with-decode",
+            keeps=ServedLimits(routing.trace_requests, self._trace_secret),
         )
         roster = roster_of(self.mailbox, self.checkpoint)
         return roster, Router(self.mailbox.send, roster, rules)

@@ -14,6 +14,7 @@ from pd_cluster.settings.setting import CHOICES, Form, Panel, Scope, Setting, at
 
 MAX_API_WORKERS = 64
 MAX_SCHEDULERS = 64
+MAX_TRACE_REQUESTS = 1_000_000
 SCHEDULING_POLICIES = ("fcfs", "priority")
 HOST_NAME = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
 
@@ -111,6 +112,14 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
             checks=(at_least(0, "must not be negative"),),
         ),
     ] = 6
+    trace_requests: Annotated[
+        int,
+        SCHEDULER(
+            "Served requests, of the last 24 hours, whose lengths and block hashes are kept for `pd-cluster trace "
+            "--export`; never their text. 0: none.",
+            checks=(within(0, MAX_TRACE_REQUESTS),),
+        ),
+    ] = 0
 
     def __post_init__(self) -> None:
         check(self)

@@ -14,7 +14,7 @@ import pytest
 
 from pd_cluster.bench.arrivals import prompt_of
 from pd_cluster.bench.load.guidellm_process import INSTALL, Guidellm
-from pd_cluster.bench.load.load_bench import LoadPlan, run_against
+from pd_cluster.bench.load.load_bench import LoadPlan, addresses_of, run_against
 from pd_cluster.bench.load.scenario_file import NUM_TOKEN_IDS, rows_of
 from pd_cluster.bench.outcomes import Slo
 from pd_cluster.bench.report import results_of
@@ -54,7 +54,7 @@ def test_the_report_is_what_the_server_sent(tmp_path: Path) -> None:
     plan = LoadPlan(title="scripted", rows=list(rows_of(arrivals)), guidellm=guidellm, folder=tmp_path)
     plan.check()
     with ScriptedServer() as server:
-        (run,) = asyncio.run(run_against(plan, server.url, None))
+        (run,) = asyncio.run(run_against(plan, *addresses_of(server.url, "", "", {})))
     good = [stream for stream in server.streams if not stream.failed]
     assert len(server.streams) == len(run.outcomes) == 200
     assert 0 < len(good) < 200
@@ -109,6 +109,8 @@ def test_a_fresh_cluster_s_requests_are_joined_with_its_timelines(tmp_path: Path
 
 
 def test_what_guidellm_would_refuse_starts_nothing() -> None:
+    code, out = asyncio.run(output_of("--trace=absent", "--rate=3"))
+    assert (code, out) == (1, "pd-cluster: --rate: of no use with --trace; leave it out\n")
     code, out = asyncio.run(output_of("--profile=kind=sweep,sweep_size=1"))
     assert (code, out.count("\n")) == (1, 1), out
     assert "sweep_size" in out

@@ -95,8 +95,8 @@ class ScriptedServer:
         sent = SentStream(request_id, body["prompt"], received_s)
         rng = random.Random(self._rng.random())
         fails_after = rng.randrange(1, body["max_tokens"]) if rng.random() < self._fail_share else 0
-        pause_s = rng.choice((0.012, 0.05))  # some streams are fast, and some begin late
-        await asyncio.sleep(rng.choice((0.1, 0.4)) + rng.uniform(0.0, 0.1))
+        pause_s = rng.choice((0.012, 0.012, 0.05))  # some streams are fast, and some begin late
+        await asyncio.sleep(rng.choice((0.1, 0.1, 0.4)) + rng.uniform(0.0, 0.1))
         writer.write(HEAD)
         for num, text in steps(rng, body["max_tokens"]):
             await self._send(writer, sent, num, text)

@@ -1,4 +1,4 @@
-"""Admin routes for the last requests: /requests and /requests/{id}/timeline.
+"""Admin routes for the last requests: /requests, /requests/trace and /requests/{id}/timeline.
 
 With several API processes, each knows the timelines of its own requests; the scheduler queries all of them.
 """
@@ -13,11 +13,13 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 import httpx
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, FastAPI, Response
 
+from pd_cluster.api.admin.served_trace import MOONCAKE_BLOCK_TOKENS, described, parsed_block_tokens, trace_lines
 from pd_cluster.api.gate.error_answers import install_error_handlers
+from pd_cluster.cluster.routing.served_requests import ServedRequests
 from pd_cluster.cluster.routing.timeline import MAX_REQUESTS, Timelines
-from pd_cluster.errors import RequestError, RequestNotFound
+from pd_cluster.errors import Refused, RequestError, RequestNotFound
 
 DEFAULT_LIMIT = 20
 ANSWER_TIMEOUT_S = 3.0
@@ -32,10 +34,13 @@ class TimelineSource(Protocol):
     async def find(self, request_id: str) -> dict[str, Any] | None:
         """Returns the body of /requests/{id}/timeline."""
 
+    async def served(self) -> list[dict[str, Any]] | None:
+        """Returns what is kept of the requests that were served; None: nothing is to be kept."""
+
 
 class LocalTimelines:
-    def __init__(self, timelines: Timelines) -> None:
-        self._timelines = timelines
+    def __init__(self, timelines: Timelines, served: ServedRequests | None = None) -> None:
+        self._timelines, self._served = timelines, served
         self.max_requests = timelines.max_requests
 
     async def last(self, limit: int) -> dict[str, Any]:
@@ -45,6 +50,9 @@ class LocalTimelines:
     async def find(self, request_id: str) -> dict[str, Any] | None:
         found = self._timelines.find(request_id)
         return found.to_json() if found is not None else None
+
+    async def served(self) -> list[dict[str, Any]] | None:
+        return described(self._served.last()) if self._served is not None and self._served.max_requests else None
 
 
 class RemoteTimelines:
@@ -64,6 +72,11 @@ class RemoteTimelines:
     async def find(self, request_id: str) -> dict[str, Any] | None:
         answers = await self._ask(f"/requests/{quote(request_id, safe='')}/timeline")
         return answers[0] if answers else None
+
+    async def served(self) -> list[dict[str, Any]] | None:
+        answers = [answer["served"] for answer in await self._ask("/served")]
+        known = [served for served in answers if served is not None]
+        return [request for served in known for request in served] if known else None
 
     async def _ask(self, path: str) -> list[dict[str, Any]]:
         """Returns the bodies of successful answers."""
@@ -88,6 +101,13 @@ def timeline_routes(timelines: TimelineSource) -> APIRouter:
     async def requests(limit: str = str(DEFAULT_LIMIT)) -> dict[str, Any]:
         return await timelines.last(_limit(limit, timelines.max_requests))
 
+    @routes.get("/requests/trace")
+    async def trace(block_tokens: str = str(MOONCAKE_BLOCK_TOKENS)) -> Response:
+        size = parsed_block_tokens(block_tokens)
+        if (served := await timelines.served()) is None:
+            raise Refused("the scheduler keeps no lengths of requests; start it with --trace-requests, such as 10000")
+        return Response("".join(trace_lines(served, size)), media_type="application/jsonl")
+
     @routes.get("/requests/{request_id}/timeline")
     async def timeline(request_id: str) -> dict[str, Any]:
         found = await timelines.find(request_id)
@@ -104,11 +124,17 @@ def timeline_routes(timelines: TimelineSource) -> APIRouter:
     return routes
 
 
-def timeline_app(timelines: Timelines) -> FastAPI:
-    """Makes an app with only these routes, for the scheduler's queries to one process."""
+def timeline_app(timelines: Timelines, served: ServedRequests) -> FastAPI:
+    """Makes an app for the scheduler's queries to one process; keys of blocks leave a process only here."""
+    source = LocalTimelines(timelines, served)
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     install_error_handlers(app)
-    app.include_router(timeline_routes(LocalTimelines(timelines)))
+    app.include_router(timeline_routes(source))
+
+    @app.get("/served")
+    async def all_served() -> dict[str, Any]:
+        return {"served": await source.served()}
+
     return app
 
 

@@ -1,7 +1,4 @@
-"""Outcomes of what guidellm measured: the lines that the plug-in wrote, grouped by guidellm's runs.
-
-Knows nothing of clusters.
-"""
+"""Reads the lines that the plug-in wrote, as outcomes grouped by guidellm's runs. Knows nothing of clusters."""
 
 from __future__ import annotations
 

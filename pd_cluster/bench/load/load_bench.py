@@ -7,7 +7,7 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,7 @@ SAY_EVERY_S = 15.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What is sent, and by which guidellm. `folder` receives guidellm's scenario and reports."""
+    """A load, and the guidellm that sends it. `folder` receives guidellm's scenario and reports."""
 
     title: str
     rows: Sequence[LoadRow]
@@ -84,11 +84,10 @@ async def run_alone(plan: LoadPlan, launch: Launch) -> list[LoadRun]:
             return await run_load(plan, launch.url, admin)
 
 
-async def run_against(plan: LoadPlan, url: str, admin: Admin | None) -> list[LoadRun]:
-    """Measures a running server; `admin` None: the port above it, if one answers there. Raises PdClusterError."""
-    url = url.rstrip("/").removesuffix("/v1")
+async def run_against(plan: LoadPlan, url: str, admin: Admin) -> list[LoadRun]:
+    """Measures a running server. Raises PdClusterError."""
     with sigterm_ends_it():
-        return await run_load(plan, url, admin or Admin(admin_above(url)))
+        return await run_load(plan, url, admin)
 
 
 async def run_load(plan: LoadPlan, url: str, admin: Admin | None) -> list[LoadRun]:
@@ -118,6 +117,12 @@ async def run_load(plan: LoadPlan, url: str, admin: Admin | None) -> list[LoadRu
 
 def admin_of(cluster: Cluster) -> Admin:
     return Admin(cluster.launch.admin_url, str(cluster.admin_token_file))
+
+
+def addresses_of(url: str, admin: str, token_file: str, env: Mapping[str, str]) -> tuple[str, Admin]:
+    """Returns a running server's address and its admin address: by default the port above. Raises ConfigError."""
+    url = url.rstrip("/").removesuffix("/v1")
+    return url, Admin.find(admin or admin_above(url).rstrip("/"), token_file, env)
 
 
 @contextlib.contextmanager

@@ -25,6 +25,7 @@ from pd_cluster.cluster.routing.request_records import RequestRecords
 from pd_cluster.cluster.routing.resume import Finder, RecordPlace
 from pd_cluster.cluster.routing.retry import Retry
 from pd_cluster.cluster.routing.rules import RoutingRules
+from pd_cluster.cluster.routing.served_requests import ServedRequests
 from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.cluster.routing.stream import Death, Ending, RequestStream, Send, Setback, ask_of, unheard
 from pd_cluster.cluster.routing.stream_table import Afterwards, StreamEnd, StreamTable
@@ -49,6 +50,7 @@ class Router:
         self.output_dispatcher = OutputDispatcher(self.streams, self._dispatch, self.timelines, rules.holds_first)
         self.retry = Retry(self.streams, membership, rules, self.admission, self.pause_control, self._dispatch)
         RequestRecords(self.streams, self.stats, self.timelines, self.adapters)
+        self.served = ServedRequests(self.streams, rules.keeps.max_requests, rules.keeps.secret)
         self.on_outputs, self.on_outputs_at_once = self.output_dispatcher.add, self.output_dispatcher.add_at_once
         self._finder = Finder(send, membership, rules.find_s)
         self.on_found = self._finder.on_found

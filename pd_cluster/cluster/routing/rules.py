@@ -18,6 +18,14 @@ class ReplayLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class ServedLimits:
+    """How many served requests are remembered for traces, and the secret that hides their prompts."""
+
+    max_requests: int = 0
+    secret: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
 class RoutingRules:
     """Requests that would miss `goals` are refused before any work on them.
 
@@ -36,3 +44,4 @@ class RoutingRules:
     shares_workers: bool = False
     find_s: float = 5.0
     holds_first: bool = False
+    keeps: ServedLimits = ServedLimits()

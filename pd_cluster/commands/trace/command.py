@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -33,6 +34,23 @@ def run(request_id: str, admin: Admin, png: str, json_file: str) -> None:
         write_output(json_file, "--json", (json.dumps(answer, indent=2) + "\n").encode())
     if png:
         write_png(answer, png)
+
+
+def export_trace(admin: Admin, file: str, block_tokens: int, others: Mapping[str, str]) -> None:
+    """Writes the trace of the requests that were served. Raises PdClusterError. `others`: what can't go with it."""
+    check_writable(file, "--export")
+    if unfit := [name for name, value in others.items() if value]:
+        raise ConfigError(f"--export {file}: it takes all requests; leave out {', '.join(unfit)}")
+    response = asyncio.run(admin.ask(f"/requests/trace?block_tokens={block_tokens}"))
+    raise_unauthorized(response)
+    if response.status_code != 200 or "jsonl" not in response.headers.get("content-type", ""):
+        try:
+            raise PdClusterError(response.json()["error"]["message"])
+        except (ValueError, KeyError, TypeError):
+            raise not_an_admin(response) from None
+    write_output(file, "--export", response.content)
+    num_lines = response.content.count(b"\n")
+    print(f"{num_lines} requests in {file}")
 
 
 async def _fetch(admin: Admin, path: str, field: str) -> dict[str, Any]:

@@ -1,0 +1,81 @@
+"""Lengths and prefixes of the requests that were served lately, for a trace of a cluster's own traffic.
+
+A prompt is kept as hashes of its blocks, chained and keyed with a secret: they tell which prompts begin alike, and
+nothing else. Keeps a bounded number, for a bounded time. Knows nothing of HTTP or of a trace's form.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pd_cluster.cluster.routing.stream import RequestStream
+from pd_cluster.cluster.routing.stream_table import StreamEnd, StreamTable
+from pd_cluster.kv.prefix import chain_hashes, root_hash
+from pd_cluster.types import Order
+
+BLOCK_TOKENS = 128  # four of these are a block of Mooncake's traces
+MAX_AGE_S = 24 * 3600.0
+MAX_ALL_KEYS = 4_000_000  # 32 MB; beyond that the oldest requests are dropped
+
+
+@dataclass(frozen=True, slots=True)
+class ServedRequest:
+    """`keys`: a number for each block of the prompt; the last one may be shorter. Times are this process's clock's."""
+
+    received_s: float
+    num_prompt_tokens: int
+    num_output_tokens: int  # of all its sequences
+    keys: array[int]
+
+
+class ServedRequests:
+    """Listens to `streams`. `max_requests` 0: keeps nothing, and costs nothing."""
+
+    def __init__(
+        self, streams: StreamTable, max_requests: int, secret: bytes, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.max_requests = max_requests
+        self._secret, self._clock = secret, clock
+        self._kept: deque[ServedRequest] = deque()
+        self._num_keys = 0
+        if max_requests:
+            streams.on_ended.append(self._on_ended)
+
+    def last(self) -> list[ServedRequest]:
+        """Returns those that are kept, in order of arrival."""
+        self._drop()
+        return sorted(self._kept, key=lambda each: each.received_s)
+
+    def _on_ended(self, stream: RequestStream, end: StreamEnd) -> None:
+        """Keeps a request that was answered; one that failed before its first token has no length to plan with."""
+        num_output_tokens = sum(len(sequence.token_ids) for sequence in stream.sequences)
+        if not num_output_tokens:
+            return
+        keys = keys_of_prompt(stream.order, self._secret)
+        num_prompt_tokens = len(stream.order.prompt_token_ids)
+        self._kept.append(ServedRequest(stream.received_s, num_prompt_tokens, num_output_tokens, keys))
+        self._num_keys += len(keys)
+        self._drop()
+
+    def _drop(self) -> None:
+        oldest_s = self._clock() - MAX_AGE_S
+        while self._kept and (
+            len(self._kept) > self.max_requests or self._num_keys > MAX_ALL_KEYS or self._kept[0].received_s < oldest_s
+        ):
+            self._num_keys -= len(self._kept.popleft().keys)
+
+
+def keys_of_prompt(order: Order, secret: bytes) -> array[int]:
+    """Returns the keys of its blocks. Prompts of other variants and salts share none, as in the caches."""
+    token_ids = order.prompt_token_ids
+    root = root_hash(secret.hex(), order.cache_salt, order.variant)
+    num_full = len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS
+    hashes = chain_hashes(root, token_ids[:num_full], BLOCK_TOKENS, 0, order.spans, order.rope_positions)
+    if rest := len(token_ids) - num_full:
+        parent = hashes[-1] if hashes else root
+        hashes += chain_hashes(parent, token_ids[num_full:], rest, num_full, order.spans, order.rope_positions)
+    return array("Q", [int.from_bytes(each[:8], "little") for each in hashes])

@@ -26,6 +26,7 @@ from pd_cluster.commands.instances import ADMIN, NO_SECRET_FILE, TOKEN_FILE
 from pd_cluster.commands.instances import app as instances_app
 from pd_cluster.commands.keys import app as keys_app
 from pd_cluster.commands.looking import JSON, LOOKING
+from pd_cluster.commands.plan import plan
 from pd_cluster.commands.quantize import quantize
 from pd_cluster.commands.signature import (
     EMPTY_MODEL,
@@ -257,6 +258,7 @@ def version(json: Annotated[bool, JSON] = False) -> None:
 
 
 app.command("run-batch", rich_help_panel=OFFLINE, cls=BriefHelp)(run_batch)
+app.command(rich_help_panel=OFFLINE)(plan)
 app.command(rich_help_panel=OFFLINE)(quantize)
 
 

@@ -1,0 +1,127 @@
+"""Costs of a device that nobody measured, from a model's bytes and operations. Every number is an estimate.
+
+A step reads the weights once, and the KV cache of all that it attends to; products take the time of their operations
+where that is longer. The linear terms of `StepCost` are exact for full steps and pessimistic between: a few rows beyond
+free ones cost a chord's share, a chunk that is not full still pays for the whole read. All experts count as read, and
+windows as if they saw everything.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from pd_cluster.costs.costs import Costs, HandoverCost, HostCost, StepCost
+from pd_cluster.kv.layout import DTYPE_NBYTES, KVLayout
+from pd_cluster.model.needs import ModelNeeds
+from pd_cluster.plan.device_models import DeviceModel
+
+MEMORY_SHARE = 0.9  # of a device: the default of --gpu-memory-utilization
+UNSEEN_NBYTES = 1 << 30  # of the driver and its libraries, as pools leave it
+SUMS_PER_LAYER = 2
+LOGIT_NBYTES = 4
+STREAMS_WIDE = 4  # copies of the residual stream beside a layer's widest product
+ROUTER = HostCost(request_s=0.74e-3, message_s=42e-6)  # the scheduler's, docs/benchmarks/router.md
+COMPUTED = "computed"
+
+
+@dataclass(frozen=True, slots=True)
+class Unfit:
+    """A layout that cannot be, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceShape:
+    """An instance, as far as its costs depend on it. `is_one_host`: handovers stay on a host."""
+
+    tp_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    is_one_host: bool = True
+
+
+def computed_costs(needs: ModelNeeds, device: DeviceModel, shape: InstanceShape, num_tokens: int = 1) -> Costs | Unfit:
+    """`num_tokens`: of the longest request, which the pool must hold."""
+    if shape.tp_size > device.devices_per_host:
+        return Unfit(f"{shape.tp_size} ranks: a host has {device.devices_per_host} {device.name}")
+    if reason := needs.why_not_split(shape.tp_size):
+        return Unfit(reason)
+    layout = pool_layout(needs, device, shape.tp_size)
+    num_blocks = _num_blocks(needs, device, shape, layout)
+    place = f"{shape.tp_size} x {device.name}"
+    if num_blocks <= 0:
+        return Unfit(
+            f"{place}: weights of {needs.weights_nbytes / shape.tp_size / 1e9:.1f} GB a device and a step's numbers "
+            f"leave no memory for a KV pool in {device.memory_nbytes / 1e9:.0f} GB"
+        )
+    if num_blocks * layout.block_size < num_tokens:
+        room = num_blocks * layout.block_size
+        return Unfit(f"{place}: the KV pool has room for {room} tokens, and the longest request has {num_tokens}")
+    return Costs(
+        model=needs.name,
+        device=device.name,
+        source=COMPUTED,
+        step=step_cost(needs, device, shape),
+        handover=HandoverCost(device.handover_s, 1 / device.link_nbytes_per_s(shape.is_one_host)),
+        host=ROUTER,
+        kv_token_nbytes=layout.token_nbytes,
+        num_blocks=num_blocks,
+        block_size=layout.block_size,
+        max_num_seqs=shape.max_num_seqs,
+        max_num_batched_tokens=shape.max_num_batched_tokens,
+    )
+
+
+def pool_layout(needs: ModelNeeds, device: DeviceModel, tp_size: int) -> KVLayout:
+    """Returns the layout of a rank's pool of all tokens."""
+    return replace(needs.layouts[0], tp_size=tp_size, block_size=device.traits.block_size)
+
+
+def step_cost(needs: ModelNeeds, device: DeviceModel, shape: InstanceShape) -> StepCost:
+    """Returns the linear terms; see above for what is exact."""
+    size, rate = shape.tp_size, device.read_nbytes_per_s
+    read_s = needs.read_nbytes / size / rate
+    sums_s = SUMS_PER_LAYER * needs.num_layers * device.sum_s if size > 1 else 0.0
+    product_s = needs.token_flops / size / device.flops_per_s
+    token_s = _sums_nbytes(needs, size) / device.sum_nbytes_per_s(size) if size > 1 else 0.0
+    row_s, num_flat_rows = product_s, int(read_s / product_s)
+    state_s = 2 * _state_nbytes(needs, size) / rate  # read and written
+    if token_s or state_s:  # no row is free; a chord to the time of all seats
+        seats = shape.max_num_seqs
+        row_s, num_flat_rows = token_s + state_s + max(0.0, product_s - read_s / seats), 0
+    chunk = shape.max_num_batched_tokens
+    return StepCost(
+        step_s=device.overhead_s + sums_s + read_s,
+        row_s=row_s,
+        context_token_s=pool_layout(needs, device, size).token_nbytes / rate,
+        prompt_token_s=token_s + max(0.0, product_s - read_s / chunk),
+        prompt_pair_s=needs.pair_flops / size / device.flops_per_s,
+        num_flat_rows=num_flat_rows,
+    )
+
+
+def _num_blocks(needs: ModelNeeds, device: DeviceModel, shape: InstanceShape, layout: KVLayout) -> int:
+    """Counts a rank's blocks, sized as on a real device; below 1 where the weights leave no room."""
+    number = DTYPE_NBYTES[needs.dtype]
+    streams = needs.widest // shape.tp_size + STREAMS_WIDE * needs.hidden_size
+    of_step = shape.max_num_batched_tokens * streams * number + shape.max_num_seqs * needs.vocab_size * LOGIT_NBYTES
+    of_states = shape.max_num_seqs * _state_nbytes(needs, shape.tp_size)
+    taken = needs.weights_nbytes // shape.tp_size + of_step + of_states + UNSEEN_NBYTES
+    num_blocks = (int(device.memory_nbytes * MEMORY_SHARE) - taken) // layout.block_nbytes
+    if most := device.traits.most_plane_numel:
+        num_blocks = min(num_blocks, most // max(map(math.prod, layout.block_shapes(layout.planes))))
+    return int(num_blocks)
+
+
+def _state_nbytes(needs: ModelNeeds, tp_size: int) -> int:
+    """Returns the bytes of a sequence's state on a rank; 0 without one."""
+    states = [each for each in needs.layouts if each.holds.is_state]
+    return sum(each.block_nbytes for each in states) // tp_size
+
+
+def _sums_nbytes(needs: ModelNeeds, tp_size: int) -> float:
+    """Returns the bytes that a rank sends for each token: a ring's all-reduce, twice a layer."""
+    share = 2 * (tp_size - 1) / tp_size
+    return SUMS_PER_LAYER * needs.num_layers * needs.hidden_size * DTYPE_NBYTES[needs.dtype] * share

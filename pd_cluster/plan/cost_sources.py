@@ -1,0 +1,167 @@
+"""Where a candidate's costs come from: a file that was measured with one kind of instance, or a device's numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from pd_cluster.bench.arrivals import Arrival
+from pd_cluster.costs.costs import Costs
+from pd_cluster.devices.kinds import BY_KIND, CPU_KIND, DeviceKind
+from pd_cluster.errors import ConfigError
+from pd_cluster.model.needs import ModelNeeds
+from pd_cluster.plan.candidates import Candidate, SearchSpace
+from pd_cluster.plan.computed_costs import InstanceShape, Unfit, computed_costs
+from pd_cluster.plan.device_models import DeviceModel
+
+POLICIES = ("prefix-aware", "predicted-ttft", "least-loaded")
+OF_SESSIONS = "session"
+CHUNKS, SEATS = (512, 2048, 8192), (32, 128, 256)
+STEPS = (4, 1)  # a measured chunk and number of seats, and so many parts of them
+
+MOST_BLOCK_TOKENS, LEAST_BLOCKS = 128, 64  # of a simulated block; of a usual request
+
+
+class CostSource(Protocol):
+    """`name`: the devices' name. `remark` follows every line that rests on these costs; "" where they were measured."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def remark(self) -> str: ...
+
+    @property
+    def kind(self) -> DeviceKind: ...
+
+    @property
+    def devices_per_host(self) -> int: ...
+
+    def space(self, tp_sizes: Sequence[int], are_neighbours: bool) -> SearchSpace: ...
+
+    def costs(self, candidate: Candidate) -> Costs | Unfit: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedSource:
+    """Costs by a device's numbers. `arrivals`: the pool must hold the longest of them."""
+
+    needs: ModelNeeds
+    device: DeviceModel
+    arrivals: Sequence[Arrival]
+
+    @property
+    def name(self) -> str:
+        return self.device.name
+
+    @property
+    def remark(self) -> str:
+        return "not measured"
+
+    @property
+    def kind(self) -> DeviceKind:
+        return self.device.kind
+
+    @property
+    def devices_per_host(self) -> int:
+        return self.device.devices_per_host
+
+    def space(self, tp_sizes: Sequence[int], are_neighbours: bool) -> SearchSpace:
+        """Without sizes, all powers of two up to a host. Raises ConfigError."""
+        usual = [size for size in (1, 2, 4, 8, 16) if size <= self.device.devices_per_host]
+        chunks = useful_chunks(CHUNKS, self.arrivals)
+        policies = policies_for(self.arrivals)
+        return SearchSpace(tp_sizes=tuple(tp_sizes) or tuple(usual), chunks=chunks, seats=SEATS, policies=policies)
+
+    def costs(self, candidate: Candidate) -> Costs | Unfit:
+        layout = candidate.layout
+        shape = InstanceShape(
+            tp_size=candidate.tp_size,
+            max_num_batched_tokens=layout.max_num_batched_tokens or CHUNKS[-1],
+            max_num_seqs=layout.max_num_seqs or SEATS[-1],
+            is_one_host=candidate.num_devices <= self.device.devices_per_host,
+        )
+        found = computed_costs(self.needs, self.device, shape, longest(self.arrivals))
+        return found if isinstance(found, Unfit) else coarser(found, self.arrivals)
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredSource:
+    """Costs from a file. They are of instances with one number of ranks, which the file does not tell."""
+
+    measured: Costs
+    file: str
+    arrivals: Sequence[Arrival]
+
+    @property
+    def name(self) -> str:
+        return self.measured.device
+
+    @property
+    def remark(self) -> str:
+        return "" if self.measured.is_measured else "not measured"
+
+    @property
+    def kind(self) -> DeviceKind:
+        """Returns the kind that the device's name begins with."""
+        return next((kind for kind in BY_KIND if self.measured.device.startswith(kind)), CPU_KIND.name)
+
+    @property
+    def devices_per_host(self) -> int:
+        return 1 << 30 if self.kind == "cpu" else 8
+
+    def space(self, tp_sizes: Sequence[int], are_neighbours: bool) -> SearchSpace:
+        """Raises ConfigError for several sizes."""
+        if len(tp_sizes) > 1:
+            given = " ".join(map(str, tp_sizes))
+            raise ConfigError(
+                f"--tensor-parallel-size {given}: {self.file} was measured with one size; give that one alone"
+            )
+        own = self.measured
+        chunks = sorted({max(1, own.max_num_batched_tokens // step) for step in STEPS})
+        seats = tuple(sorted({max(1, own.max_num_seqs // step) for step in STEPS}))
+        return SearchSpace(
+            tp_sizes=tuple(tp_sizes) or (1,),
+            chunks=useful_chunks(chunks, self.arrivals),
+            seats=seats,
+            policies=policies_for(self.arrivals),
+            are_neighbours=are_neighbours,
+        )
+
+    def costs(self, candidate: Candidate) -> Costs | Unfit:
+        room, num_tokens = self.measured.num_blocks * self.measured.block_size, longest(self.arrivals)
+        if room < num_tokens:
+            return Unfit(
+                f"{self.file}: num_blocks have room for {room} tokens, and the longest request has {num_tokens}"
+            )
+        return coarser(self.measured, self.arrivals)
+
+
+def longest(arrivals: Sequence[Arrival]) -> int:
+    """Returns the tokens of the longest request."""
+    return max(each.num_prompt_tokens + each.num_output_tokens for each in arrivals)
+
+
+def coarser(costs: Costs, arrivals: Sequence[Arrival]) -> Costs:
+    """Returns the same pool in fewer, larger blocks where requests are long: a simulation's time goes by blocks."""
+    mean = sum(each.num_prompt_tokens + each.num_output_tokens for each in arrivals) / len(arrivals)
+    step = 1
+    while costs.block_size * step * 2 <= min(MOST_BLOCK_TOKENS, mean / LEAST_BLOCKS):
+        step *= 2
+    size, number = costs.block_size * step, max(1, costs.num_blocks // step)
+    return msgspec.structs.replace(costs, block_size=size, num_blocks=number)
+
+
+def useful_chunks(chunks: Sequence[int], arrivals: Sequence[Arrival]) -> tuple[int, ...]:
+    """Leaves out chunks that differ from smaller ones by no prompt's length."""
+    longest_prompt = max(each.num_prompt_tokens for each in arrivals)
+    return (chunks[0], *(each for before, each in itertools.pairwise(chunks) if before < longest_prompt))
+
+
+def policies_for(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
+    has_sessions = any(each.session for each in arrivals)
+    return (*POLICIES, OF_SESSIONS) if has_sessions else POLICIES

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pd_cluster.bench.outcomes import InstanceSample, Outcome
+from pd_cluster.settings.routing import RoutingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,9 +21,14 @@ class SimulatedLayout:
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     num_blocks: int | None = None
-    routing_policy: str = "prefix-aware"
+    routing_policy: str = RoutingConfig().policy
     auto_role: str = ""  # "", cost or rules
     are_neighbours: bool = False  # all instances share one host
+
+    @property
+    def routing(self) -> RoutingConfig:
+        """Returns the scheduler's settings: those that it has without flags, but for the policy."""
+        return RoutingConfig(policy=self.routing_policy)
 
     @property
     def num_instances(self) -> int:

@@ -14,13 +14,14 @@ from typing import Literal
 from pd_cluster import wire
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail
 from pd_cluster.engine.loop import Loop
+from pd_cluster.engine.step_timing import work_of
 from pd_cluster.engine.worker import IDLE_WAIT_S, TICK_S, Worker
 from pd_cluster.simulate.agenda import Agenda
 from pd_cluster.simulate.equal_steps import num_equal_steps, take_equal_steps
 from pd_cluster.simulate.lanes import Wires
 from pd_cluster.simulate.mail import PartyPost, SimulatedMail
 from pd_cluster.simulate.notes import Notes
-from pd_cluster.simulate.runner import Chunks, PricedRunner, work_of
+from pd_cluster.simulate.runner import Chunks, PricedRunner
 from pd_cluster.simulate.steps import Progress, StepRun
 from pd_cluster.types import TokenOutput
 
@@ -246,7 +247,7 @@ class SimulatedInstance:
             return None
         if (most := num_equal_steps(core.scheduler)) < LEAST_RUN:
             return None
-        work = work_of([(request, 1) for request in core.scheduler.running])
+        work = work_of([(request, 1) for request in core.scheduler.running], is_computed=False)
         first_s = self._runner.seconds(work)
         next_s = self._runner.seconds(work._replace(num_context_tokens=work.num_context_tokens + work.num_rows))
         run = StepRun(first_s, max(0.0, next_s - first_s), most)
@@ -258,9 +259,9 @@ class SimulatedInstance:
         core, run, now_s = self.worker.core, progress.run, self.around.agenda.now()
         take_equal_steps(core.scheduler, num_steps)
         core.num_steps += num_steps
-        longest_s = (run.first_s + run.growth_s * (num_steps - 1)) * progress.factor  # the last one
-        for request in core.scheduler.running:
-            self.around.notes.sampled(self.name, request.request_id, now_s, longest_s)
+        gaps_s = [(run.first_s + run.growth_s * at) * progress.factor for at in range(num_steps)]
+        names = [request.request_id for request in core.scheduler.running]
+        self.around.notes.sampled_often(self.name, names, now_s, gaps_s)
 
     def die(self) -> None:
         """Ends this life; all that its steps have computed so far was sent."""

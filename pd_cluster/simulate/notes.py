@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pd_cluster.bench.outcomes import GapCounts
 from pd_cluster.types import TokenOutput
 
 
@@ -34,7 +35,10 @@ class RequestNotes:
 
 
 class Notes:
+    """`gaps`: between all tokens of all sequences."""
+
     def __init__(self) -> None:
+        self.gaps = GapCounts()
         self._of: dict[str, RequestNotes] = {}
 
     def open(self, request_id: str) -> None:
@@ -49,12 +53,23 @@ class Notes:
             if token.position == len(token.earlier) and (found := self._of.get(token.request_id)) is not None:
                 found.first_tokens.append((name, now_s))
 
-    def sampled(self, name: str, request_id: str, now_s: float, longest_s: float = 0.0) -> None:
-        """Notes that a sequence has one more token, or several with at most `longest_s` between two of them."""
+    def sampled(self, name: str, request_id: str, now_s: float) -> None:
+        """Notes that a sequence has one more token."""
         if (found := self._of.get(request_id)) is None:
             return
         if (times := found.times.get(name)) is None:
-            found.times[name] = TokenTimes(now_s, now_s, longest_s)
-            return
-        times.longest_s = max(times.longest_s, longest_s or now_s - times.last_s)
-        times.last_s = now_s
+            found.times[name] = TokenTimes(now_s, now_s)
+        else:
+            self.gaps.add(now_s - times.last_s)
+            times.longest_s = max(times.longest_s, now_s - times.last_s)
+            times.last_s = now_s
+
+    def sampled_often(self, name: str, request_ids: Sequence[str], now_s: float, gaps_s: Sequence[float]) -> None:
+        """Notes that sequences have had as many more tokens, at the same times, as there are gaps."""
+        for gap_s in gaps_s:
+            self.gaps.add(gap_s, len(request_ids))
+        longest_s = max(gaps_s)
+        for request_id in request_ids:
+            times = found.times.get(name) if (found := self._of.get(request_id)) is not None else None
+            if times is not None:
+                times.longest_s, times.last_s = max(times.longest_s, longest_s), now_s

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pd_cluster.costs.costs import Costs, StepWork
 from pd_cluster.engine.step.drafting import Drafting
 from pd_cluster.engine.step.plan import Move
+from pd_cluster.engine.step_timing import work_of
 from pd_cluster.model.batch import Encoded, OnLayer, RunnerOutput
 from pd_cluster.model.sampling.sampler import Sampled
 from pd_cluster.model.sampling.tokens import After
@@ -61,7 +62,7 @@ class PricedRunner:
 
     def launch(self, chunks: Chunks, after: After | None = None, on_layer: OnLayer | None = None) -> MadeUpTokens:
         """Leaves `on_layer` alone: lanes.py knows what can leave while a step runs."""
-        self._began(chunks, self.seconds(work_of(chunks)))
+        self._began(chunks, self.seconds(work_of(chunks, is_computed=False)))
         return MadeUpTokens(sum(num_tokens >= request.num_behind for request, num_tokens in chunks))
 
     def seconds(self, work: StepWork) -> float:
@@ -76,16 +77,3 @@ class PricedRunner:
     ) -> RunnerOutput:
         raise AssertionError("a simulated step has no logits; its requests must not need the host")
 
-
-def work_of(chunks: Chunks) -> StepWork:
-    """Counts a step's work: a chunk of one token is a sequence's next one, longer chunks belong to prompts."""
-    num_rows = num_context = num_prompt = num_pairs = 0
-    for request, num_tokens in chunks:
-        before = request.num_computed_tokens
-        if num_tokens == 1:
-            num_rows += 1
-            num_context += before + 1
-        else:
-            num_prompt += num_tokens
-            num_pairs += num_tokens * before + num_tokens * (num_tokens + 1) // 2
-    return StepWork(num_rows, num_context, num_prompt, num_pairs)

@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from pd_cluster.bench.arrivals import Arrival
 from pd_cluster.bench.outcomes import InstanceSample, Outcome
 from pd_cluster.cluster.routing.origin import RequestOrigin
-from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.cluster.routing.stream import RequestStream
 from pd_cluster.costs.costs import Costs
-from pd_cluster.errors import ConfigError, PdClusterError
+from pd_cluster.errors import PdClusterError
 from pd_cluster.simulate.assembly import Assembly
 from pd_cluster.simulate.cluster import SimulatedCluster
 from pd_cluster.simulate.jumping_loop import JumpingLoop
@@ -40,21 +39,9 @@ def simulate(
 
     `progressed` hears how many requests have ended. Raises ConfigError for a layout or a script that cannot be.
     """
-    check_layout(layout)
+    layout.check()
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         return runner.run(Simulation(layout, costs, arrivals, progressed).run(script))
-
-
-def check_layout(layout: SimulatedLayout) -> None:
-    if layout.routing_policy not in POLICIES:
-        raise ConfigError(f"--routing-policy {layout.routing_policy}: expected {', '.join(POLICIES)}")
-    has_pairs = bool(layout.num_prefill or layout.num_decode)
-    if not layout.num_instances or min(layout.num_prefill, layout.num_decode, layout.num_hybrid) < 0:
-        raise ConfigError("--layout: there is no instance; give one such as 1H or 2P1D")
-    if has_pairs and layout.num_hybrid:
-        raise ConfigError("--layout: hybrid instances beside pairs cannot be, since every decode instance is part of one")
-    if has_pairs and not (layout.num_prefill and layout.num_decode):
-        raise ConfigError("--layout: P needs D and D needs P; instances that do both are H")
 
 
 @dataclass(slots=True)
@@ -96,6 +83,7 @@ class Simulation:
         answer = self._answer
         answer.outcomes = [self._outcomes[number] for number in range(len(self._arrivals))]
         answer.events = [(at_s - self._begun_s, what) for at_s, what in cluster.events]
+        answer.gaps = cluster.notes.gaps
         answer.duration_s = max((each.last_s or each.sent_s for each in answer.outcomes), default=0.0)
         return answer
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pd_cluster import wire
+from pd_cluster.costs.costs import StepWork
 from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail
 from pd_cluster.engine.loop import Loop
 from pd_cluster.engine.step_timing import work_of
@@ -26,6 +27,7 @@ from pd_cluster.simulate.steps import Progress, StepRun
 from pd_cluster.types import TokenOutput
 
 BEAT_GAP_S = 0.02  # as net/mailbox.py has it
+NUM_TIMED = 4  # of a run's steps, about
 LEAST_RUN = 3  # equal steps that are worth a run
 MOST_RUN_S = 0.5  # of equal steps, without a turn: as often as heartbeats tell the load
 
@@ -247,20 +249,25 @@ class SimulatedInstance:
             return None
         if (most := num_equal_steps(core.scheduler)) < LEAST_RUN:
             return None
-        work = work_of([(request, 1) for request in core.scheduler.running], is_computed=False)
-        first_s = self._runner.seconds(work)
-        next_s = self._runner.seconds(work._replace(num_context_tokens=work.num_context_tokens + work.num_rows))
+        work = self._decode_work()
+        first_s, next_s = (self._runner.seconds(_behind(work, at)) for at in range(2))
         run = StepRun(first_s, max(0.0, next_s - first_s), most)
         limit_s, self._has_news = TICK_S if self._has_news else MOST_RUN_S, False
         return StepRun(run.first_s, run.growth_s, min(most, run.num_within(limit_s)))
 
+    def _decode_work(self) -> StepWork:
+        return work_of([(request, 1) for request in self.worker.core.scheduler.running], is_computed=False)
+
     def _take(self, progress: Progress, num_steps: int) -> None:
-        """Records equal steps as computed."""
-        core, run, now_s = self.worker.core, progress.run, self.around.agenda.now()
-        take_equal_steps(core.scheduler, num_steps)
-        core.num_steps += num_steps
+        """Records equal steps as computed. The worker's own fit of their costs reads some of them."""
+        worker, run, now_s = self.worker, progress.run, self.around.agenda.now()
+        work, timing = self._decode_work(), worker.timing
         gaps_s = [(run.first_s + run.growth_s * at) * progress.factor for at in range(num_steps)]
-        names = [request.request_id for request in core.scheduler.running]
+        for at in range(0, num_steps, 1 + num_steps // NUM_TIMED):
+            timing.computed(_behind(work, at), gaps_s[at], work.num_rows)
+        names = [request.request_id for request in worker.core.scheduler.running]
+        take_equal_steps(worker.core.scheduler, num_steps)
+        worker.core.num_steps += num_steps
         self.around.notes.sampled_often(self.name, names, now_s, gaps_s)
 
     def die(self) -> None:
@@ -303,3 +310,8 @@ class SimulatedInstance:
     def _wake(self, number: int) -> None:
         if number == self._end and not self.is_dead and self._progress is None:
             self._turn()
+
+
+def _behind(work: StepWork, num_steps: int) -> StepWork:
+    """Returns the work of a decode step so many equal steps later."""
+    return work._replace(num_context_tokens=work.num_context_tokens + num_steps * work.num_rows)

@@ -24,7 +24,7 @@ from pd_cluster.types import Order, Sampling
 
 LEAST_SAMPLE_S, NUM_SAMPLES = 1.0, 300  # between two samples of all instances, and how many at most
 
-Progressed = Callable[[int], None]
+Progressed = Callable[[], None]
 
 
 def simulate(
@@ -33,11 +33,11 @@ def simulate(
     arrivals: Sequence[Arrival],
     seed: int = 0,
     script: Sequence[ScriptLine] = (),
-    progressed: Progressed = lambda num_ended: None,
+    progressed: Progressed = lambda: None,
 ) -> Simulated:
     """Returns what each request saw, and what instances did. Nothing of it is random: `seed` only numbers the run.
 
-    `progressed` hears how many requests have ended. Raises ConfigError for a layout or a script that cannot be.
+    `progressed` is called when a request has ended. Raises ConfigError for a layout or a script that cannot be.
     """
     layout.check()
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
@@ -62,7 +62,7 @@ class Simulation:
     ) -> None:
         self._layout, self._costs = layout, costs
         self._arrivals = sorted(arrivals, key=lambda each: each.at_s)
-        self._progressed, self._num_ended = progressed, 0
+        self._progressed = progressed
         self._answer = Simulated()
         self._outcomes: dict[int, Outcome] = {}
 
@@ -117,8 +117,7 @@ class Simulation:
         except PdClusterError as error:
             seen.error = str(error)
         self._outcomes[number] = self._outcome(number, arrival, seen)
-        self._num_ended += 1
-        self._progressed(self._num_ended)
+        self._progressed()
 
     def _outcome(self, number: int, arrival: Arrival, seen: Seen) -> Outcome:
         stream, begun_s = seen.stream, self._begun_s

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -41,7 +40,9 @@ def simulate(
     num_blocks: Annotated[int | None, typer.Option(min=1, help="Of an instance; default: that of the costs.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of a workload's lengths and times.")] = 0,
     json: Annotated[str, typer.Option(metavar="FILE", help="Write the result to this file too.")] = "",
-    picture: Annotated[str, typer.Option(metavar="FILE", help="Draw it into this .png or .svg; needs matplotlib.")] = "",
+    picture: Annotated[
+        str, typer.Option(metavar="FILE", help="Draw it into this .png or .svg; needs matplotlib.")
+    ] = "",
 ) -> None:
     """Serve a trace or a workload by a simulated cluster: the real scheduler and engines, with costs for time.
 
@@ -57,9 +58,15 @@ def simulate(
 
     check_writable(json)
     check_picture(picture)
-    sizes = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": max_num_seqs, "num_blocks": num_blocks}
-    wanted = layout_of(layout, routing_policy=routing_policy, auto_role=auto_role, are_neighbours=one_host)
-    wanted = replace(wanted, **sizes)
+    wanted = layout_of(
+        layout,
+        routing_policy=routing_policy,
+        auto_role=auto_role,
+        are_neighbours=one_host,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        num_blocks=num_blocks,
+    )
     known, events = read_costs(costs), read_script(script) if script else []
     if bool(trace) == bool(workload):
         raise ConfigError("--trace FILE or --workload NAME: give one of the two")

@@ -7,7 +7,6 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pd_cluster import wire
 from pd_cluster.cluster.members.auto_role import AutoRole
 from pd_cluster.cluster.members.elastic import Elastic
 from pd_cluster.cluster.members.instance import Instance

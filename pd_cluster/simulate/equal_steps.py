@@ -8,7 +8,7 @@ from __future__ import annotations
 from pd_cluster.engine.step.plan import StepPlan
 from pd_cluster.engine.step.scheduler import StepScheduler
 
-MADE_UP_TOKEN = 0
+MADE_UP_TOKEN = (1 << 31) - 1  # of answers: in no prompt
 
 
 def num_equal_steps(scheduler: StepScheduler) -> int:

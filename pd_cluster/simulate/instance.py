@@ -27,6 +27,7 @@ from pd_cluster.simulate.steps import Progress, StepRun
 from pd_cluster.types import TokenOutput
 
 BEAT_GAP_S = 0.02  # as net/mailbox.py has it
+NO_STEP, SOON_S = -1.0, 1e-12
 NUM_TIMED = 4  # of a run's steps, about
 LEAST_RUN = 3  # equal steps that are worth a run
 MOST_RUN_S = 0.5  # of equal steps, without a turn: as often as heartbeats tell the load
@@ -62,7 +63,7 @@ class Host:
             self._computing.pop(instance, None)
         for other, is_prefill in before.items():
             if other is not instance and is_prefill != instance.is_prefill:
-                other.slow(self.factor(is_prefill))
+                other.change_pace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +122,7 @@ class SimulatedInstance:
         self.post = InstancePost(self)
         self.is_dead = False
         self._later: list[Callable[[], None]] | None = None  # what the step under way leads to; None: there is none
-        self._step: tuple[Chunks, float] | None = None  # of the turn that runs
+        self._step_s = NO_STEP  # of the turn that runs, at full speed
         self._progress: Progress | None = None
         self._sampling: list[str] = []  # requests that the step under way gives a token
         self._has_news = False  # that only a later tick tells
@@ -177,40 +178,42 @@ class SimulatedInstance:
     def began(self, chunks: Chunks, seconds: float) -> None:
         """Hears from the runner which step the turn computes."""
         now_s = self.around.agenda.now()
-        self._step, self._later, self.wires.step_s = (chunks, seconds), [], now_s
-        factor = self.slowdown * (self.around.host.factor(self.is_prefill) if self.around.host is not None else 1.0)
-        self.clock.ahead_s = seconds * factor or 1e-12
+        self._step_s, self._later, self.wires.step_s = seconds, [], now_s
+        self.clock.ahead_s = seconds * self._factor or SOON_S
         self._sampling = [request.request_id for request, num in chunks if num >= request.num_behind]
         for request, _ in chunks:
             request.gathers = True  # no reader's timing is simulated: a token in its middle need not be sent alone
         self._has_news = True
 
     def _turn(self) -> None:
-        self._step, self._wakes_s = None, float("inf")
+        self._step_s, self._wakes_s = NO_STEP, float("inf")
         self._loop.turn(wait_s=0.0)
         self.clock.ahead_s = 0.0
-        if self._step is None:
+        if self._step_s == NO_STEP:
             self._rest()
         else:
-            self._begin(StepRun(self._step[1]))
+            self._begin(StepRun(self._step_s))
 
     def _begin(self, run: StepRun) -> None:
-        host, now_s = self.around.host, self.around.agenda.now()
-        factor = self.slowdown * (host.factor(self.is_prefill) if host is not None else 1.0)
-        self._progress = Progress(run, now_s, factor)
-        if host is not None:
-            host.changed(self, computes=True)
+        self._progress = Progress(run, self.around.agenda.now(), self._factor)
+        if self.around.host is not None:
+            self.around.host.changed(self, computes=True)
         self._plan_end()
+
+    @property
+    def _factor(self) -> float:
+        """By how much steps are slowed now."""
+        return self.slowdown * (self.around.host.factor(self.is_prefill) if self.around.host is not None else 1.0)
 
     def set_speed(self, slowdown: float) -> None:
         """Slows every step from now on, the one under way included."""
         self.slowdown = slowdown
-        self.slow(self.around.host.factor(self.is_prefill) if self.around.host is not None else 1.0)
+        self.change_pace()
 
-    def slow(self, host_factor: float) -> None:
-        """Changes the speed of what is under way, as others begin or end to compute beside it."""
+    def change_pace(self) -> None:
+        """Continues what is under way at the speed that holds now, as others begin or end to compute beside it."""
         if self._progress is not None:
-            self._progress.slow(self.around.agenda.now(), self.slowdown * host_factor)
+            self._progress.slow(self.around.agenda.now(), self._factor)
             self._plan_end()
 
     def _plan_end(self) -> None:

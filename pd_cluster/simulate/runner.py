@@ -15,10 +15,11 @@ from pd_cluster.model.batch import Encoded, OnLayer, RunnerOutput
 from pd_cluster.model.sampling.sampler import Sampled
 from pd_cluster.model.sampling.tokens import After
 from pd_cluster.model.step_input import NO_DRAFTS, Drafts
+from pd_cluster.simulate.equal_steps import MADE_UP_TOKEN
 from pd_cluster.types import Request, StateCopy
 
 VOCAB_SIZE = 1 << 31
-MADE_UP = Sampled(0, None)
+MADE_UP = Sampled(MADE_UP_TOKEN, None)
 
 Chunks = Sequence[tuple[Request, int]]
 
@@ -76,4 +77,3 @@ class PricedRunner:
         keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
         raise AssertionError("a simulated step has no logits; its requests must not need the host")
-

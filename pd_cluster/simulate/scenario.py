@@ -11,7 +11,6 @@ from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.routing import RoutingConfig
 
-
 AUTO_ROLES = ("", "cost", "rules")
 
 
@@ -65,7 +64,9 @@ def layout_of(written: str, flag: str = "--layout", **more: Any) -> SimulatedLay
     found = LAYOUT.fullmatch(written.strip())
     numbers = [int(each or 0) for each in found.groups()] if found is not None else [0]
     if found is None or not 1 <= sum(numbers) <= MOST_INSTANCES:
-        raise ConfigError(f"{flag} {written!r}: expected numbers of instances such as 2P1D, or 1H, {MOST_INSTANCES} at most")
+        raise ConfigError(
+            f"{flag} {written!r}: expected numbers of instances such as 2P1D, or 1H, {MOST_INSTANCES} at most"
+        )
     layout = SimulatedLayout(num_prefill=numbers[0], num_decode=numbers[1], num_hybrid=numbers[2], **more)
     layout.check(f"{flag} {written}")
     return layout

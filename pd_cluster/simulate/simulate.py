@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pd_cluster.bench.arrivals import Arrival
 from pd_cluster.bench.outcomes import InstanceSample, Outcome
@@ -190,7 +190,7 @@ def order_of(arrival: Arrival, number: int) -> Order:
     for hash_id in arrival.hash_ids:
         token_ids += [hash_id % MOST_IDS] * size
     if len(token_ids) < num:
-        token_ids += [MOST_IDS + number % MOST_IDS] * (num - len(token_ids))
+        token_ids += [MOST_IDS + number % (MOST_IDS - 1)] * (num - len(token_ids))
     del token_ids[num:]
     sampling = Sampling(max_tokens=arrival.num_output_tokens, temperature=0.0, ignore_eos=True)
     return Order(token_ids, sampling, session=arrival.session)

@@ -19,9 +19,10 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.kv.blocks import BlockPool
 from pd_cluster.kv.prefix import PrefixScope
 from pd_cluster.numerics import Numerics
+from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.simulate import instance as simulated_instance
 from pd_cluster.simulate.cluster import SimulatedCluster
-from pd_cluster.simulate.equal_steps import num_equal_steps, take_equal_steps
+from pd_cluster.simulate.equal_steps import MADE_UP_TOKEN, num_equal_steps, take_equal_steps
 from pd_cluster.simulate.scenario import Simulated, SimulatedLayout, layout_of
 from pd_cluster.simulate.script import ScriptLine, read_script
 from pd_cluster.simulate.simulate import simulate
@@ -97,7 +98,10 @@ def test_equal_runs_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
             slow = simulate(layout, BUSY, load)
         assert len(quick.gaps) == len(slow.gaps)
         for one, other in zip(quick.outcomes, slow.outcomes, strict=True):
-            assert (one.e2e_s, one.prefill_s) == (pytest.approx(other.e2e_s, rel=0.02), pytest.approx(other.prefill_s, rel=0.02))
+            assert (one.e2e_s, one.prefill_s) == (
+                pytest.approx(other.e2e_s, rel=0.02),
+                pytest.approx(other.prefill_s, rel=0.02),
+            )
             assert one.longest_gap_s == pytest.approx(other.longest_gap_s, rel=0.1)
 
 
@@ -122,7 +126,9 @@ def running_scheduler(seed: int) -> StepScheduler:
     """Returns a scheduler with a few requests at random places, as likely as not short of blocks and seats."""
     rng = random.Random(seed)
     groups = [LayerGroup(BlockPool(rng.randrange(10, 40)))]
-    scheduler = StepScheduler(groups, StepSizes(4, rng.randrange(1, 6), rng.randrange(4, 40)), PrefixScope("m", Numerics()))
+    scheduler = StepScheduler(
+        groups, StepSizes(4, rng.randrange(1, 6), rng.randrange(4, 40)), PrefixScope("m", Numerics())
+    )
     for number in range(rng.randrange(1, 7)):
         prompt = [rng.randrange(3)] * rng.randrange(1, 24)
         sampling = Sampling(max_tokens=rng.randrange(2, 30), temperature=0.0, ignore_eos=True)
@@ -135,7 +141,7 @@ def running_scheduler(seed: int) -> StepScheduler:
 def step(scheduler: StepScheduler) -> list[tuple[str, int]]:
     plan = scheduler.plan()
     for request in scheduler.computed(plan):
-        request.output_token_ids.append(0)
+        request.output_token_ids.append(MADE_UP_TOKEN)
         if len(request.output_token_ids) >= request.sampling.max_tokens:
             scheduler.finish(request)
     return [(request.request_id, num_tokens) for request, num_tokens in plan.chunks]
@@ -179,6 +185,7 @@ def test_plans_are_those_of_a_real_worker(monkeypatch: pytest.MonkeyPatch) -> No
         for number in range(60)
     ]
     monkeypatch.setattr(simulated_instance, "LEAST_RUN", 1 << 40)
+    monkeypatch.setattr(SimulatedLayout, "routing", RoutingConfig(max_queue_s=None))  # all wait at the worker
     names: dict[str, int] = {}
     plans = recorded(monkeypatch, names)
     costs = Costs(
@@ -202,7 +209,7 @@ def test_plans_are_those_of_a_real_worker(monkeypatch: pytest.MonkeyPatch) -> No
             each = load[number]
             prompt = [token for hash_id in each.hash_ids for token in [hash_id] * BLOCK_SIZE][: each.num_prompt_tokens]
             sampling = Sampling(max_tokens=each.num_output_tokens, temperature=0.0, ignore_eos=True)
-            world.submit(f"r{number:02}", [token % 11 for token in prompt], sampling)
+            world.submit(f"r-{number}", [token % 11 for token in prompt], sampling)
             number += 1
         world.step()
     assert len(plans) > 60
@@ -266,9 +273,11 @@ def test_what_cannot_be_is_refused(tmp_path: Any) -> None:
             layout_of(written)
     assert layout_of("2p1d") == SimulatedLayout(num_prefill=2, num_decode=1)
     file = tmp_path / "script"
-    file.write_text('{"at_s": 1, "what": "kill", "instance": "decode-0"}\n{"at_s": 1, "what": "eat", "instance": "x"}\n')
+    file.write_text(
+        '{"at_s": 1, "what": "kill", "instance": "decode-0"}\n{"at_s": 1, "what": "eat", "instance": "x"}\n'
+    )
     with pytest.raises(ConfigError, match=r"line 2: .*what"):
         read_script(str(file))
     kill = ScriptLine(at_s=0.0, what="kill", instance="decode-9")
-    with pytest.raises(ConfigError, match="at_s 0: .*decode-9"):
+    with pytest.raises(ConfigError, match=r"at_s 0: .*decode-9"):
         simulate(SimulatedLayout(num_hybrid=1), COSTS, arrivals(3, 1.0), script=[kill])

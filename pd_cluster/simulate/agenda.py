@@ -1,4 +1,4 @@
-"""Plans what happens at which simulated time. Events of one time happen in the order in which they were planned.
+"""Plans what happens at which simulated time. Events of one time happen in the order in which they were planned."""
 
 from __future__ import annotations
 

@@ -9,13 +9,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from pd_cluster.simulate.jumping_loop import RESOLUTION_S
+from pd_cluster.simulate.jumping_loop import RESOLUTION_S, JumpingLoop
 
 
 class Agenda:
     """One timer of the event loop for all that is planned: asyncio's own timers keep no order among equals."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: JumpingLoop) -> None:
         self._loop = loop
         self._order = itertools.count()
         self._planned: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
@@ -37,9 +37,9 @@ class Agenda:
         self._due_s, self._timer = when_s, self._loop.call_at(when_s, self._fire)
 
     def _fire(self) -> None:
-        planned, until_s = self._planned, self._loop.time() + RESOLUTION_S
+        planned, loop = self._planned, self._loop
         self._due_s, self._timer = -math.inf, None  # what is planned meanwhile is seen below
-        while planned and planned[0][0] <= until_s:
+        while planned and (planned[0][0] <= loop.time() + RESOLUTION_S or loop.jump(planned[0][0])):
             _, _, do, args = heapq.heappop(planned)
             do(*args)
         self._due_s = math.inf

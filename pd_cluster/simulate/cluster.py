@@ -22,6 +22,7 @@ from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.simulate.agenda import Agenda
 from pd_cluster.simulate.assembly import MODEL, Assembly
 from pd_cluster.simulate.instance import Host, SimulatedInstance, Surroundings
+from pd_cluster.simulate.jumping_loop import JumpingLoop
 from pd_cluster.simulate.lanes import Cables
 from pd_cluster.simulate.mail import PartyPost, SimulatedMail
 from pd_cluster.simulate.notes import Notes
@@ -48,6 +49,7 @@ class SimulatedCluster:
 
     def __init__(self, layout: SimulatedLayout, assembly: Assembly) -> None:
         loop = asyncio.get_running_loop()
+        assert isinstance(loop, JumpingLoop)
         costs = assembly.costs
         self.layout, self.assembly = layout, assembly
         self.agenda = Agenda(loop)

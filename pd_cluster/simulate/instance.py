@@ -28,7 +28,7 @@ from pd_cluster.types import TokenOutput
 
 BEAT_GAP_S = 0.02  # as net/mailbox.py has it
 NO_STEP, SOON_S = -1.0, 1e-12
-NUM_TIMED = 4  # of a run's steps, about
+NUM_TIMED = 2  # of a run's steps, about
 LEAST_RUN = 3  # equal steps that are worth a run
 MOST_RUN_S = 0.5  # of equal steps, without a turn: as often as heartbeats tell the load
 
@@ -126,6 +126,7 @@ class SimulatedInstance:
         self._progress: Progress | None = None
         self._sampling: list[str] = []  # requests that the step under way gives a token
         self._has_news = False  # that only a later tick tells
+        self._num_landings = 0  # that a tick has told of
         self._end = 0  # counts planned ends and wakes: of several, the last one holds
         self._wakes_s = float("inf")
 
@@ -148,7 +149,9 @@ class SimulatedInstance:
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
         if isinstance(body, wire.Credit):
             self.wires.credited_s[body.transfer_id] = self.around.agenda.now()
-        if not self.worker.intercept(conn, body):
+        if isinstance(body, wire.Submit) and body.leg == "decode" and self._progress is not None:
+            self.inbox.put(Mail(conn, peer, body))  # alone it changes no step: the offer of its KV cache follows
+        elif not self.worker.intercept(conn, body):
             self.put(Mail(conn, peer, body))
 
     def on_closed(self, conn: str, peer: str, reason: str) -> None:
@@ -255,7 +258,9 @@ class SimulatedInstance:
         work = self._decode_work()
         first_s, next_s = (self._runner.seconds(_behind(work, at)) for at in range(2))
         run = StepRun(first_s, max(0.0, next_s - first_s), most)
-        limit_s, self._has_news = TICK_S if self._has_news else MOST_RUN_S, False
+        num_landings = self.worker.handover.imports.num_landings
+        limit_s = MOST_RUN_S if num_landings == self._num_landings else TICK_S  # the next tick tells of their blocks
+        self._num_landings = num_landings
         return StepRun(run.first_s, run.growth_s, min(most, run.num_within(limit_s)))
 
     def _decode_work(self) -> StepWork:

@@ -11,6 +11,10 @@ from pd_cluster.errors import ConfigError
 
 if TYPE_CHECKING:
     from pd_cluster.bench.arrivals import Arrival
+    from pd_cluster.bench.report import LoadRun
+    from pd_cluster.costs.costs import Costs
+    from pd_cluster.simulate.scenario import SimulatedLayout
+    from pd_cluster.simulate.script import ScriptLine
 
 Factor = Annotated[float, typer.Option(min=1e-6, max=1e6, help="Times between the trace's requests, times this.")]
 
@@ -49,49 +53,54 @@ def simulate(
     The same report as `pd-cluster bench load`, in seconds and without devices.
     """
     from pd_cluster.bench.outcomes import Slo
-    from pd_cluster.bench.report import LoadRun, show, write_json
-    from pd_cluster.commands.load_picture import check_picture, write_picture
+    from pd_cluster.commands.load_picture import check_picture
     from pd_cluster.costs.files import read_costs
     from pd_cluster.simulate.scenario import layout_of
     from pd_cluster.simulate.script import read_script
-    from pd_cluster.tables import check_writable, progress
+    from pd_cluster.tables import check_writable
 
     check_writable(json)
     check_picture(picture)
-    wanted = layout_of(
-        layout,
-        routing_policy=routing_policy,
-        auto_role=auto_role,
-        are_neighbours=one_host,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_seqs=max_num_seqs,
-        num_blocks=num_blocks,
-    )
+    sizes = (max_num_batched_tokens, max_num_seqs, num_blocks)
+    wanted = layout_of(layout, sizes, routing_policy=routing_policy, auto_role=auto_role, are_neighbours=one_host)
     known, events = read_costs(costs), read_script(script) if script else []
     if bool(trace) == bool(workload):
         raise ConfigError("--trace FILE or --workload NAME: give one of the two")
-    arrivals = (
-        _of_trace(trace, num_requests, repeat, time_scale)
-        if trace
-        else _of_workload(workload, num_requests or 100, rate, (input_len, output_len), seed)
-    )
+    if trace:
+        arrivals, asked = _of_trace(trace, num_requests, repeat, time_scale), f"--trace {trace}"
+    else:
+        arrivals = _of_workload(workload, num_requests or 100, rate, (input_len, output_len), seed)
+        asked = f"--workload {workload} --rate {rate:g} --seed {seed}"
+    run = _run(wanted, known, arrivals, seed, events)
+    run.title = f"{layout}, simulated, {trace or workload}, {known.model} on {known.device}"
+    run.slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, e2e_s=slo_e2e)
+    _show(run, f"pd-cluster simulate --layout {layout} --costs {costs} {asked}", json, picture)
+
+
+def _run(
+    layout: SimulatedLayout, costs: Costs, arrivals: list[Arrival], seed: int, events: list[ScriptLine]
+) -> LoadRun:
+    from pd_cluster.bench.report import LoadRun
     from pd_cluster.simulate.simulate import simulate as run
+    from pd_cluster.tables import progress
 
     logging.disable(logging.ERROR)  # what processes would say that do not exist; the report has the events
     with progress("simulated", len(arrivals)) as ended:
-        found = run(wanted, known, arrivals, seed, events, ended)
-    slo = Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, e2e_s=slo_e2e)
-    title = f"{layout}, simulated, {trace or workload}, {known.model} on {known.device}"
-    load = LoadRun(title, found.duration_s, found.outcomes, found.samples, slo, found.gaps, found.events)
-    command = f"pd-cluster simulate --layout {layout} --costs {costs} "
-    command += f"--trace {trace}" if trace else f"--workload {workload} --rate {rate:g} --seed {seed}"
-    show(load, command)
-    for at_s, what in found.events:
+        found = run(layout, costs, arrivals, seed, events, ended)
+    return LoadRun("", found.duration_s, found.outcomes, found.samples, gaps=found.gaps, events=found.events)
+
+
+def _show(run: LoadRun, command: str, json: str, picture: str) -> None:
+    from pd_cluster.bench.report import show, write_json
+    from pd_cluster.commands.load_picture import write_picture
+
+    show(run, command)
+    for at_s, what in run.events:
         typer.echo(f"{at_s:10.2f} s  {what}")
     if json:
-        write_json(load, command, json)
+        write_json(run, command, json)
     if picture:
-        write_picture(load, picture)
+        write_picture(run, picture)
 
 
 def _of_trace(file: str, limit: int | None, repeat: int, time: float) -> list[Arrival]:

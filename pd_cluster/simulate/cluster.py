@@ -21,10 +21,11 @@ from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.simulate.agenda import Agenda
 from pd_cluster.simulate.assembly import MODEL, Assembly
-from pd_cluster.simulate.instance import Host, SimulatedInstance, Surroundings
+from pd_cluster.simulate.instance import SimulatedInstance, Surroundings
 from pd_cluster.simulate.jumping_loop import JumpingLoop
 from pd_cluster.simulate.lanes import Cables
 from pd_cluster.simulate.mail import PartyPost, SimulatedMail
+from pd_cluster.simulate.neighbours import SharedHost
 from pd_cluster.simulate.notes import Notes
 from pd_cluster.simulate.scenario import SimulatedLayout
 from pd_cluster.simulate.script import ScriptLine
@@ -57,7 +58,7 @@ class SimulatedCluster:
         self.cables = Cables(self.agenda, costs.handover, costs.kv_token_nbytes)
         neighbour = costs.neighbour
         slows = {True: neighbour.prefill_beside_decode, False: neighbour.decode_beside_prefill}
-        host = Host(slows.__getitem__) if layout.are_neighbours else None
+        host = SharedHost(slows.__getitem__) if layout.are_neighbours else None
         self.around = Surroundings(self.agenda, self.mail, self.notes, host)
         self.lives: dict[str, SimulatedInstance] = {}  # by name, the present ones
         self.events: list[tuple[float, str]] = []

@@ -21,9 +21,10 @@ from pd_cluster.simulate.agenda import Agenda
 from pd_cluster.simulate.equal_steps import num_equal_steps, take_equal_steps
 from pd_cluster.simulate.lanes import Wires
 from pd_cluster.simulate.mail import PartyPost, SimulatedMail
+from pd_cluster.simulate.neighbours import SharedHost
 from pd_cluster.simulate.notes import Notes
 from pd_cluster.simulate.runner import Chunks, PricedRunner
-from pd_cluster.simulate.steps import Progress, StepRun
+from pd_cluster.simulate.steps import RunProgress, StepRun
 from pd_cluster.types import TokenOutput
 
 BEAT_GAP_S = 0.02  # as net/mailbox.py has it
@@ -43,37 +44,14 @@ class StepClock:
         return self._now() + self.ahead_s
 
 
-class Host:
-    """Instances that share cores: those of one role slow those of the other. `factor`: of an instance that computes."""
-
-    def __init__(self, slows: Callable[[bool], float]) -> None:
-        """`slows(is_prefill)`: by how much an instance of this role is slowed beside the other."""
-        self._slows = slows
-        self._computing: dict[SimulatedInstance, bool] = {}  # in the order of their steps' beginning
-
-    def factor(self, is_prefill: bool) -> float:
-        return self._slows(is_prefill) if (not is_prefill) in self._computing.values() else 1.0
-
-    def changed(self, instance: SimulatedInstance, computes: bool) -> None:
-        """Notes that an instance begins or ends to compute; those that it slows are told."""
-        before = dict(self._computing)
-        if computes:
-            self._computing[instance] = instance.is_prefill
-        else:
-            self._computing.pop(instance, None)
-        for other, is_prefill in before.items():
-            if other is not instance and is_prefill != instance.is_prefill:
-                other.change_pace()
-
-
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What an instance shares with others. `host`: with those beside it; None: it slows nobody."""
+    """The parts that instances share. `host`: with those beside it; None: it slows nobody."""
 
     agenda: Agenda
     mail: SimulatedMail
     notes: Notes
-    host: Host | None = None
+    host: SharedHost | None = None
 
 
 class InstancePost(PartyPost):
@@ -123,7 +101,7 @@ class SimulatedInstance:
         self.is_dead = False
         self._later: list[Callable[[], None]] | None = None  # what the step under way leads to; None: there is none
         self._step_s = NO_STEP  # of the turn that runs, at full speed
-        self._progress: Progress | None = None
+        self._progress: RunProgress | None = None
         self._sampling: list[str] = []  # requests that the step under way gives a token
         self._has_news = False  # that only a later tick tells
         self._num_landings = 0  # that a tick has told of
@@ -198,7 +176,7 @@ class SimulatedInstance:
             self._begin(StepRun(self._step_s))
 
     def _begin(self, run: StepRun) -> None:
-        self._progress = Progress(run, self.around.agenda.now(), self._factor)
+        self._progress = RunProgress(run, self.around.agenda.now(), self._factor)
         if self.around.host is not None:
             self.around.host.changed(self, computes=True)
         self._plan_end()
@@ -266,7 +244,7 @@ class SimulatedInstance:
     def _decode_work(self) -> StepWork:
         return work_of([(request, 1) for request in self.worker.core.scheduler.running], is_computed=False)
 
-    def _take(self, progress: Progress, num_steps: int) -> None:
+    def _take(self, progress: RunProgress, num_steps: int) -> None:
         """Records equal steps as computed. The worker's own fit of their costs reads some of them."""
         worker, run, now_s = self.worker, progress.run, self.around.agenda.now()
         work, timing = self._decode_work(), worker.timing

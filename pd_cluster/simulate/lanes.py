@@ -1,7 +1,7 @@
 """Both ends of links whose bytes only take time. The links, their opening and the transfers over them are real.
 
-Each instance sends and receives one byte after the other. What a step has written leaves while it goes on, layer by
-layer, so of a prompt's last step only the last layer, or a payload, is still to go when it ends.
+Each instance sends and receives one byte after the other. Layers leave as soon as a step has written them, so only the
+last layer of a prompt's last step, or a payload, is still to go when that step ends.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Wires:
 
 @dataclass(slots=True)
 class Cable:
-    """What the two ends of a link share: the receiver's part, once it is there, and what has been received."""
+    """The two ends of a link share it: the receiver's part, once it is there, and how many bytes have come."""
 
     report: Report | None = None
     wires: Wires | None = None

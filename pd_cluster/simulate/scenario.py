@@ -59,15 +59,22 @@ LAYOUT = re.compile(r"(?:([0-9]+)P)?(?:([0-9]+)D)?(?:([0-9]+)H)?", re.IGNORECASE
 MOST_INSTANCES = 10_000
 
 
-def layout_of(written: str, flag: str = "--layout", **more: Any) -> SimulatedLayout:
-    """Reads `2P1D`, or `1H` for instances that do both. `more`: further fields. Raises ConfigError."""
+Sizes = tuple[int | None, int | None, int | None]
+
+
+def layout_of(written: str, sizes: Sizes = (None, None, None), flag: str = "--layout", **more: Any) -> SimulatedLayout:
+    """Reads `2P1D`, or `1H` for instances that do both. Raises ConfigError.
+
+    `sizes`: max_num_batched_tokens, max_num_seqs and num_blocks; None: those of the costs. `more`: further fields.
+    """
     found = LAYOUT.fullmatch(written.strip())
     numbers = [int(each or 0) for each in found.groups()] if found is not None else [0]
     if found is None or not 1 <= sum(numbers) <= MOST_INSTANCES:
-        raise ConfigError(
-            f"{flag} {written!r}: expected numbers of instances such as 2P1D, or 1H, {MOST_INSTANCES} at most"
-        )
-    layout = SimulatedLayout(num_prefill=numbers[0], num_decode=numbers[1], num_hybrid=numbers[2], **more)
+        expected = f"expected numbers of instances such as 2P1D, or 1H, {MOST_INSTANCES} at most"
+        raise ConfigError(f"{flag} {written!r}: {expected}")
+    more |= dict(zip(("num_prefill", "num_decode", "num_hybrid"), numbers, strict=True))
+    more |= dict(zip(("max_num_batched_tokens", "max_num_seqs", "num_blocks"), sizes, strict=True))
+    layout = SimulatedLayout(**more)
     layout.check(f"{flag} {written}")
     return layout
 

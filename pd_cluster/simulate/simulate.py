@@ -45,7 +45,7 @@ def simulate(
 
 
 @dataclass(slots=True)
-class Seen:
+class ReadRequest:
     """One request, as its reader sees it. Times are the event loop's."""
 
     sent_s: float
@@ -100,7 +100,7 @@ class Simulation:
     async def _serve(self, number: int, arrival: Arrival, read_s: float) -> None:
         """Serves one request, which the scheduler begins to handle at `read_s`."""
         loop = asyncio.get_running_loop()
-        seen = Seen(sent_s=self._begun_s + arrival.at_s)
+        seen = ReadRequest(sent_s=self._begun_s + arrival.at_s)
         if read_s > loop.time():
             await asyncio.sleep(read_s - loop.time())
 
@@ -119,7 +119,7 @@ class Simulation:
         self._outcomes[number] = self._outcome(number, arrival, seen)
         self._progressed()
 
-    def _outcome(self, number: int, arrival: Arrival, seen: Seen) -> Outcome:
+    def _outcome(self, number: int, arrival: Arrival, seen: ReadRequest) -> Outcome:
         stream, begun_s = seen.stream, self._begun_s
         prefill_s = handover_s = None
         gap_s, names, num_cached = 0.0, ("", ""), 0

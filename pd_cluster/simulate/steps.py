@@ -40,7 +40,7 @@ class StepRun:
         return max(1, math.ceil(min(found, 1e9)))
 
 
-class Progress:
+class RunProgress:
     """How far a run has come. `factor`: by how much it is slowed now."""
 
     def __init__(self, run: StepRun, now_s: float, factor: float) -> None:

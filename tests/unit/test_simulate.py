@@ -26,7 +26,7 @@ from pd_cluster.simulate.equal_steps import MADE_UP_TOKEN, num_equal_steps, take
 from pd_cluster.simulate.scenario import Simulated, SimulatedLayout, layout_of
 from pd_cluster.simulate.script import ScriptLine, read_script
 from pd_cluster.simulate.simulate import simulate
-from pd_cluster.simulate.steps import Progress, StepRun
+from pd_cluster.simulate.steps import RunProgress, StepRun
 from pd_cluster.types import Order, Request, Sampling
 from tests.support.worker_world import BLOCK_SIZE, World
 
@@ -254,7 +254,7 @@ def test_a_cluster_survives_its_script() -> None:
 
 def test_neighbours_slow_what_is_beside_them() -> None:
     """A run at half speed from its middle on takes half as long again; equal steps end with the one under way."""
-    progress = Progress(StepRun(2.0, 0.0, 10), 100.0, 1.0)
+    progress = RunProgress(StepRun(2.0, 0.0, 10), 100.0, 1.0)
     progress.slow(110.0, 2.0)
     assert progress.end_s == pytest.approx(130.0)
     progress.cut(111.0)

@@ -1,4 +1,4 @@
-"""What is known of each request while it is served, beside what its reader sees."""
+"""Notes about each request while it is served, beside what its reader sees."""
 
 from __future__ import annotations
 

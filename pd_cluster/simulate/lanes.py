@@ -34,11 +34,9 @@ class Wires:
 
 @dataclass(slots=True)
 class Cable:
-    """The two ends of a link share it: the receiver's part, once it is there, and how many bytes have come."""
+    """The receiver's part of a link, once it is there."""
 
-    report: Report | None = None
-    wires: Wires | None = None
-    nbytes: int = 0
+    end: SimulatedReceiveEnd | None = None
 
 
 class Cables:
@@ -53,7 +51,7 @@ class Cables:
 
     def close(self, conn: str) -> None:
         if (cable := self._by_conn.pop(conn, None)) is not None:
-            cable.report = None  # what is under way does not arrive
+            cable.end = None  # what is under way does not arrive
 
 
 class SimulatedLanes:
@@ -110,9 +108,10 @@ class SimulatedSendEnd:
         self._lanes.later(lambda: self._ship(transfer_id, piece.num_tokens))
 
     def _ship(self, transfer_id: str, num_tokens: int) -> None:
-        cables, own, their = self._lanes.cables, self._lanes.wires, self._cable.wires
-        if their is None or transfer_id not in self._arrives_s:
+        cables, own, end = self._lanes.cables, self._lanes.wires, self._cable.end
+        if end is None or transfer_id not in self._arrives_s:
             return
+        their = end.wires
         nbytes, now_s, byte_s = num_tokens * cables.token_nbytes, cables.agenda.now(), cables.cost.byte_s
         since_s = max(own.step_s, own.credited_s.get(transfer_id, 0.0), own.send_free_s, their.receive_free_s)
         last_nbytes = max(LAST_SHARE * nbytes, min(nbytes, MIN_LAYERS_NBYTES))
@@ -146,10 +145,10 @@ class SimulatedSendEnd:
 
 
 def _land(cable: Cable, end: wire.KVEnd, nbytes: int) -> None:
-    if cable.report is not None:
-        cable.nbytes += nbytes
-        cable.report(Arrived(end.transfer_id))
-        cable.report(Landed(end.transfer_id, end.first_tokens, nbytes))
+    if cable.end is not None:
+        cable.end.received_nbytes += nbytes
+        cable.end.report(Arrived(end.transfer_id))
+        cable.end.report(Landed(end.transfer_id, end.first_tokens, nbytes))
 
 
 class SimulatedReceiveEnd:
@@ -159,16 +158,12 @@ class SimulatedReceiveEnd:
     precision = ""
 
     def __init__(self, lanes: SimulatedLanes, conn: str, link_id: str, index: int, report: Report) -> None:
-        self._lanes, self._conn, self._link_id, self._index, self._report = lanes, conn, link_id, index, report
-        self._cable = lanes.cables.of(conn)
-
-    @property
-    def received_nbytes(self) -> int:
-        return self._cable.nbytes
+        self._lanes, self._conn, self._link_id, self._index, self.report = lanes, conn, link_id, index, report
+        self.wires, self.received_nbytes = lanes.wires, 0
 
     def start(self) -> None:
         """Takes the only transport, whose probe arrives at once."""
-        self._cable.report, self._cable.wires = self._report, self._lanes.wires
+        self._lanes.cables.of(self._conn).end = self
         info = self._lanes.layout.to_info()
         self._lanes.send(self._conn, wire.LinkAnswer(self._link_id, TRANSPORT, info, self._index))
         self._lanes.send(self._conn, wire.LinkReady(self._link_id, TRANSPORT, lane=self._index))
@@ -178,7 +173,7 @@ class SimulatedReceiveEnd:
     def begin(self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int, /) -> None: ...
 
     def forget(self, transfer_id: str, /) -> None:
-        self._report(Drained(transfer_id))
+        self.report(Drained(transfer_id))
 
     def close(self) -> None:
         self._lanes.cables.close(self._conn)

@@ -100,7 +100,7 @@ class SimulatedCluster:
                 await self.membership.change()
         self._tasks.append(asyncio.ensure_future(self.elastic.run()))
         if self.layout.auto_role:
-            self._tasks.append(asyncio.ensure_future(self._change_roles(auto_role_of(self.layout.auto_role))))
+            self._tasks.append(asyncio.ensure_future(self._change_roles(AutoRole())))
 
     @property
     def _is_linked(self) -> bool:
@@ -182,10 +182,6 @@ class SimulatedCluster:
     def _slow(self, name: str, slowdown: float) -> None:
         self._slowdowns[name] = slowdown
         self._living(name).set_speed(slowdown)
-
-
-def auto_role_of(kind: str) -> AutoRole:
-    return AutoRole()
 
 
 def place_of() -> Place:

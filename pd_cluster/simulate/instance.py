@@ -104,7 +104,7 @@ class SimulatedInstance:
         self._progress: RunProgress | None = None
         self._sampling: list[str] = []  # requests that the step under way gives a token
         self._has_news = False  # that only a later tick tells
-        self._num_landings = 0  # that a tick has told of
+        self._num_prompt_tokens = 0  # computed here, of which a tick has told
         self._end = 0  # counts planned ends and wakes: of several, the last one holds
         self._wakes_s = float("inf")
 
@@ -236,9 +236,9 @@ class SimulatedInstance:
         work = self._decode_work()
         first_s, next_s = (self._runner.seconds(_behind(work, at)) for at in range(2))
         run = StepRun(first_s, max(0.0, next_s - first_s), most)
-        num_landings = self.worker.handover.imports.num_landings
-        limit_s = MOST_RUN_S if num_landings == self._num_landings else TICK_S  # the next tick tells of their blocks
-        self._num_landings = num_landings
+        num_prompt_tokens = core.scheduler.num_prefix_query_tokens
+        limit_s = MOST_RUN_S if num_prompt_tokens == self._num_prompt_tokens else TICK_S  # a tick tells of their blocks
+        self._num_prompt_tokens = num_prompt_tokens
         return StepRun(run.first_s, run.growth_s, min(most, run.num_within(limit_s)))
 
     def _decode_work(self) -> StepWork:

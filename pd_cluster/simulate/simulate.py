@@ -6,7 +6,9 @@ The same arguments give the same answer: nothing here reads a clock, a random nu
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pd_cluster.bench.arrivals import Arrival
@@ -22,6 +24,7 @@ from pd_cluster.simulate.scenario import Simulated, SimulatedLayout
 from pd_cluster.simulate.script import ScriptLine
 from pd_cluster.types import Order, Sampling
 
+RARELY = 200_000, 20, 100  # objects, and collections of each younger generation
 LEAST_SAMPLE_S, NUM_SAMPLES = 1.0, 300  # between two samples of all instances, and how many at most
 
 Progressed = Callable[[], None]
@@ -40,8 +43,19 @@ def simulate(
     `progressed` is called when a request has ended. Raises ConfigError for a layout or a script that cannot be.
     """
     layout.check()
-    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+    with _rare_collections(), asyncio.Runner(loop_factory=JumpingLoop) as runner:
         return runner.run(Simulation(layout, costs, arrivals, progressed).run(script))
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Lets garbage be looked for rarely: what a simulation holds grows all the time, and little of it is in cycles."""
+    usual = gc.get_threshold()
+    gc.set_threshold(*RARELY)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
 
 
 @dataclass(slots=True)

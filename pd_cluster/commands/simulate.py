@@ -36,7 +36,7 @@ def simulate(
     slo_tpot: Annotated[float, typer.Option(min=0, help="Goal for the mean time of a further token, seconds.")] = 0.0,
     slo_e2e: Annotated[float, typer.Option(min=0, help="Goal for the whole answer, seconds.")] = 0.0,
     routing_policy: Annotated[str, typer.Option(help="As `up` has it.")] = "prefix-aware",
-    auto_role: Annotated[str, typer.Option(help="rules: instances change their roles.")] = "",
+    auto_role: Annotated[str, typer.Option(help="cost or rules: instances change their roles.")] = "",
     script: Annotated[str, typer.Option(metavar="FILE", help="Deaths, joins, drains and more: JSON lines.")] = "",
     one_host: Annotated[bool, typer.Option("--one-host", help="All instances share one host's cores.")] = False,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Default: that of the costs.")] = None,

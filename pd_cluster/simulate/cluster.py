@@ -7,15 +7,18 @@ import contextlib
 from collections.abc import Callable
 from typing import Any, Literal
 
-from pd_cluster.cluster.members.auto_role import AutoRole
+from pd_cluster.cluster.members.auto_role import RoleChooser
 from pd_cluster.cluster.members.elastic import Elastic
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.membership import Membership
 from pd_cluster.cluster.members.place import Place
+from pd_cluster.cluster.members.role_costs import RoleGoals
+from pd_cluster.cluster.members.roles_by_cost import role_chooser
 from pd_cluster.cluster.members.table_reader import Tables
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import ConfigError, InstanceNotFound, Refused
 from pd_cluster.net.admission import peer_key
+from pd_cluster.reports import Busy, Stats
 from pd_cluster.service.edge import LoopHandler, routing_rules
 from pd_cluster.settings.config import Credentials
 from pd_cluster.settings.timeouts import Timeouts
@@ -99,8 +102,9 @@ class SimulatedCluster:
             while not self._is_linked:
                 await self.membership.change()
         self._tasks.append(asyncio.ensure_future(self.elastic.run()))
-        if self.layout.auto_role:
-            self._tasks.append(asyncio.ensure_future(self._change_roles(AutoRole())))
+        goals, drain_s = RoleGoals(), Timeouts().drain_timeout_s
+        if (chooser := role_chooser(self.layout.auto_role, self._figures, goals, drain_s)) is not None:
+            self._tasks.append(asyncio.ensure_future(self._change_roles(chooser)))
 
     @property
     def _is_linked(self) -> bool:
@@ -122,9 +126,13 @@ class SimulatedCluster:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _change_roles(self, auto_role: AutoRole) -> None:
+    def _figures(self) -> tuple[Stats, Busy]:
+        router = self.router
+        return router.stats.snapshot(), Busy(0, router.num_streams, router.admission.num_waiting)
+
+    async def _change_roles(self, auto_role: RoleChooser) -> None:
         while True:
-            await asyncio.sleep(auto_role.rules.period_s)
+            await asyncio.sleep(auto_role.period_s)
             flip = auto_role.observe(asyncio.get_running_loop().time(), self.elastic.instances)
             if flip is not None:
                 self._note(f"{flip.name} becomes {flip.role}: {flip.why}")

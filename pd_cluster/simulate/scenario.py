@@ -11,7 +11,7 @@ from pd_cluster.cluster.routing.policy import POLICIES
 from pd_cluster.errors import ConfigError
 from pd_cluster.settings.routing import RoutingConfig
 
-AUTO_ROLES = ("", "rules")
+AUTO_ROLES = ("", "cost", "rules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

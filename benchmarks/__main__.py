@@ -235,6 +235,25 @@ def soak(
     _run(run(SoakBench(model, minutes, kv_transport, faults, load, seed, quick, leave, tenants), json))
 
 
+@app.command("simulator")
+def simulator(
+    costs: Annotated[str, typer.Option(metavar="FILE", help="Of pd-cluster profile, for the same model and flags.")],
+    model: Annotated[
+        str, typer.Option(callback=given_model, help="Model folder; default: the model that the project ships.")
+    ] = "",
+    layouts: Annotated[str, typer.Option(help="With commas; an unknown one lists them; default: all.")] = "",
+    num_requests: Annotated[int, typer.Option(min=1, help="Of each configuration.")] = 120,
+    flags: Annotated[str, typer.Option(help="Flags of `serve` for the real clusters, as in a shell.")] = "",
+    json: Json = "",
+) -> None:
+    """Twelve real small clusters beside simulated ones: TTFT, TPOT, cache hits and goodput, measured to simulated."""
+    import shlex
+
+    from benchmarks.simulator import SimulatorBench, run
+
+    _run(run(SimulatorBench(costs, model, layouts, num_requests, tuple(shlex.split(flags))), json))
+
+
 @app.command("start")
 def start(rounds: Rounds = 5, json: Json = "") -> None:
     """How soon a cluster is ready, and a killed worker again, against `import torch`; and its memory."""

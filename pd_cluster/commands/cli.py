@@ -37,6 +37,7 @@ from pd_cluster.commands.signature import (
     shorten_help,
     takes,
 )
+from pd_cluster.commands.simulate import simulate
 from pd_cluster.errors import KEEPS_MARKS, ConfigError, PdClusterError, flag_of
 from pd_cluster.settings.adapters import SHIPPED_ADAPTER_FLAGS
 from pd_cluster.settings.engine import SHIPPED_MODEL
@@ -260,6 +261,7 @@ def version(json: Annotated[bool, JSON] = False) -> None:
 app.command("run-batch", rich_help_panel=OFFLINE, cls=BriefHelp)(run_batch)
 app.command(rich_help_panel=OFFLINE)(plan)
 app.command(rich_help_panel=OFFLINE)(quantize)
+app.command(rich_help_panel=OFFLINE)(simulate)
 
 
 def _run(launch: Launch) -> int:

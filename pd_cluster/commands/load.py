@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -12,7 +13,9 @@ from pd_cluster.commands.instances import ADMIN, TOKEN_FILE
 from pd_cluster.commands.signature import given_model
 
 if TYPE_CHECKING:
+    from pd_cluster.bench.arrivals import Arrival
     from pd_cluster.bench.load.scenario_file import LoadRow
+    from pd_cluster.bench.workloads import Workload
 
 LENGTHS = ("input_len", "sigma", "num_prefixes", "prefix_share", "num_turns", "pause", "num_requests", "workload")
 TRACE = ("trace_limit", "trace_lengths", "trace_time", "trace_repeat")
@@ -122,12 +125,29 @@ def _asked(given: dict[str, Any]) -> tuple[str, list[LoadRow]]:
 
     from pd_cluster.bench.load.scenario_file import LoadRow, rows_of
     from pd_cluster.bench.prompts import read_prompts
-    from pd_cluster.bench.trace_files import TraceScale, read_trace
-    from pd_cluster.bench.workloads import Workload, arrivals_of, times_of
+    from pd_cluster.bench.workloads import times_of
     from pd_cluster.errors import ConfigError
 
     if given["trace"] and given["prompts"]:
         raise ConfigError("--trace and --prompts: give one of them")
+    if not given["prompts"]:
+        title, arrivals = asked_arrivals(given)
+        return title, list(rows_of(arrivals))
+    workload = _workload(given)
+    lines = read_prompts(given["prompts"])
+    times = times_of(workload.rate_per_s, workload.process, random.Random(workload.seed))
+    rows = [
+        LoadRow(at_s, line.body, None, line.output_tokens or workload.num_output_tokens)
+        for line, at_s in zip(lines, times, strict=False)  # the times have no end
+    ]
+    return f"{len(rows)} requests of {os.path.basename(given['prompts'])}, {workload.rate_per_s:g}/s", rows
+
+
+def asked_arrivals(given: dict[str, Any]) -> tuple[str, list[Arrival]]:
+    """Returns a title and the requests of a trace or a workload, from flags by their names. Raises ConfigError."""
+    from pd_cluster.bench.trace_files import TraceScale, read_trace
+    from pd_cluster.bench.workloads import arrivals_of
+
     if given["trace"]:
         scale = TraceScale(
             limit=given["trace_limit"],
@@ -136,7 +156,15 @@ def _asked(given: dict[str, Any]) -> tuple[str, list[LoadRow]]:
             time=given["trace_time"],
         )
         found = read_trace(given["trace"], scale)
-        return f"{len(found)} requests of {os.path.basename(given['trace'])}", list(rows_of(found))
+        return f"{len(found)} requests of {os.path.basename(given['trace'])}", found
+    workload = _workload(given)
+    made = arrivals_of(workload)
+    return f"{len(made)} requests of {workload.name}, {workload.rate_per_s:g}/s", made
+
+
+def _workload(given: dict[str, Any]) -> Workload:
+    from pd_cluster.bench.workloads import Workload
+
     workload = Workload(
         name=given["workload"],
         num_requests=given["num_requests"],
@@ -152,16 +180,7 @@ def _asked(given: dict[str, Any]) -> tuple[str, list[LoadRow]]:
         seed=given["seed"],
     )
     workload.check()
-    if not given["prompts"]:
-        made = arrivals_of(workload)
-        return f"{len(made)} requests of {workload.name}, {workload.rate_per_s:g}/s", list(rows_of(made))
-    lines = read_prompts(given["prompts"])
-    times = times_of(workload.rate_per_s, workload.process, random.Random(workload.seed))
-    rows = [
-        LoadRow(at_s, line.body, None, line.output_tokens or workload.num_output_tokens)
-        for line, at_s in zip(lines, times, strict=False)  # the times have no end
-    ]
-    return f"{len(rows)} requests of {os.path.basename(given['prompts'])}, {workload.rate_per_s:g}/s", rows
+    return workload
 
 
 def _show(runs: list[Any], given: dict[str, Any]) -> None:
@@ -171,7 +190,7 @@ def _show(runs: list[Any], given: dict[str, Any]) -> None:
     from pd_cluster.bench.report import show, write_json
     from pd_cluster.commands.load_picture import write_picture
 
-    command = "pd-cluster bench load " + " ".join(_flags(given))
+    command = "pd-cluster bench load " + " ".join(changed_flags(given, load))
     for number, run in enumerate(runs, 1):
         show(run, command)
         for name, write in (("json", write_json), ("picture", None)):
@@ -199,16 +218,16 @@ def _refuse_unused(given: dict[str, Any]) -> None:
         ("a cluster that is started", not given["url"], ("admin", "admin_token_file")),
         ("no --trace", not given["trace"], TRACE),
     ]
-    changed = {flag.partition("=")[0] for flag in _flags(given)}
+    changed = {flag.partition("=")[0] for flag in changed_flags(given, load)}
     for reason, is_given, names in unused:
         if is_given and (found := [flag_of(name) for name in names if flag_of(name) in changed]):
             raise ConfigError(f"{', '.join(found)}: of no use with {reason}; leave it out")
 
 
-def _flags(given: dict[str, Any]) -> list[str]:
-    """Returns the flags that differ from their defaults, so that the report can be made again."""
+def changed_flags(given: dict[str, Any], command: Callable[..., None]) -> list[str]:
+    """Returns the flags that differ from the command's defaults, so that its report can be made again."""
     import inspect
 
-    defaults = {name: each.default for name, each in inspect.signature(load).parameters.items()}
+    defaults = {name: each.default for name, each in inspect.signature(command).parameters.items()}
     flags = {name: value for name, value in given.items() if value != defaults[name]}
     return [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]

@@ -13,19 +13,20 @@ from pd_cluster.wire import STEP_TOKENS_BOUNDS
 NUM_FIRST_STEPS = 20  # after a start, or waking up: they allocate, compile and warm caches
 
 
-def work_of(chunks: Sequence[tuple[Request, int]]) -> StepWork:
-    """Returns the work of a step that has been computed.
+def work_of(chunks: Sequence[tuple[Request, int]], is_computed: bool = True) -> StepWork:
+    """Returns the work of a step that has been computed, or is about to be.
 
     A chunk of one token is a sequence's next one; longer chunks belong to prompts.
     """
     num_rows = num_context = num_prompt = num_pairs = 0
     for request, num_tokens in chunks:
+        before = request.num_computed_tokens - num_tokens if is_computed else request.num_computed_tokens
         if num_tokens == 1:
             num_rows += 1
-            num_context += request.num_computed_tokens
+            num_context += before + 1
         else:
             num_prompt += num_tokens
-            num_pairs += num_pairs_of(num_tokens, request.num_computed_tokens - num_tokens)
+            num_pairs += num_pairs_of(num_tokens, before)
     return StepWork(num_rows, num_context, num_prompt, num_pairs)
 
 

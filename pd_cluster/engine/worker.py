@@ -21,7 +21,7 @@ from pd_cluster.engine.step.commit import StepResult
 from pd_cluster.engine.step.core import EngineCore
 from pd_cluster.engine.step.patience import LandingWait, Patience
 from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.engine.step_timing import work_of
+from pd_cluster.engine.step_timing import StepTiming, work_of
 from pd_cluster.engine.unit.rounds import UnitRounds
 from pd_cluster.model.batch import OnLayer
 from pd_cluster.types import Status, TokenOutput
@@ -69,6 +69,10 @@ class Worker:
     @property
     def load(self) -> wire.Load:
         return self._report.load
+
+    @property
+    def timing(self) -> StepTiming:
+        return self._report.timing
 
     @property
     def wait_s(self) -> float:

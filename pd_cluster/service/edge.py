@@ -28,6 +28,7 @@ from pd_cluster.service.config import ServiceConfig
 from pd_cluster.service.service import TextService
 from pd_cluster.service.traces import Tracing
 from pd_cluster.settings.config import ApiConfig, Credentials
+from pd_cluster.settings.routing import RoutingConfig
 from pd_cluster.settings.timeouts import Timeouts
 
 log = logging.getLogger(__name__)
@@ -127,19 +128,9 @@ class Edge(Generic[RosterT]):
         self, roster_of: Callable[[Mailbox, Checkpoint], RosterT], is_scheduler: bool
     ) -> tuple[RosterT, Router]:
         """Makes the list of instances, and the router over it."""
-        routing, timeouts = self.config.routing, self.config.timeouts
-        rules = RoutingRules(
-            POLICIES[routing.policy],
-            timeouts.request_timeout_s,
-            replay_limits(routing.max_attempts, timeouts),
-            Goals(routing.slo_ttft_s, routing.slo_tpot_s),
-            routing.max_queue_s,
-            routing.has_priorities,
-            shares_workers=is_scheduler,
-            find_s=timeouts.connect_timeout_s,
-            holds_first=routing.first_token == "with-decode",
-            keeps=ServedLimits(routing.trace_requests, self._trace_secret),
-        )
+        routing = self.config.routing
+        keeps = ServedLimits(routing.trace_requests, self._trace_secret)
+        rules = replace(routing_rules(routing, self.config.timeouts, is_scheduler), keeps=keeps)
         roster = roster_of(self.mailbox, self.checkpoint)
         return roster, Router(self.mailbox.send, roster, rules)
 
@@ -162,6 +153,21 @@ def service_config(
     defaults = sampling_defaults(checkpoint, engine.generation_config, config.sampling_override)
     made = ServiceConfig(config, checkpoint.max_model_len(engine.max_model_len), seed, defaults, adapters)
     return replace(made, handle_secret=handle_secret) if handle_secret else made
+
+
+def routing_rules(routing: RoutingConfig, timeouts: Timeouts, shares_workers: bool = False) -> RoutingRules:
+    """Returns the rules that settings stand for. `shares_workers`: with other schedulers."""
+    return RoutingRules(
+        POLICIES[routing.policy],
+        timeouts.request_timeout_s,
+        replay_limits(routing.max_attempts, timeouts),
+        Goals(routing.slo_ttft_s, routing.slo_tpot_s),
+        routing.max_queue_s,
+        routing.has_priorities,
+        shares_workers,
+        find_s=timeouts.connect_timeout_s,
+        holds_first=routing.first_token == "with-decode",
+    )
 
 
 def replay_limits(max_attempts: int, timeouts: Timeouts) -> ReplayLimits:

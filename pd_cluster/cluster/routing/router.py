@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import hmac
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import replace
 
@@ -38,11 +39,17 @@ from pd_cluster.types import Order, PooledOutput, PromptOutput, TokenOutput
 class Router:
     """Follows `membership` and chooses among its instances, by `rules`."""
 
-    def __init__(self, send: Send, membership: Members, rules: RoutingRules) -> None:
+    def __init__(
+        self,
+        send: Send,
+        membership: Members,
+        rules: RoutingRules,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         rules = replace(rules, choose=for_all_kinds(rules.choose))
         self.membership = membership
         self._request_timeout_s = rules.request_timeout_s
-        self.timelines, self.stats, self.adapters = Timelines(), RequestStats(), AdapterCounts()
+        self.timelines, self.stats, self.adapters = Timelines(clock), RequestStats(clock), AdapterCounts()
         self.streams = StreamTable(send, self.stats)
         self.admission = RequestAdmission(self.streams, membership, rules, self.stats)
         self._dispatch = Dispatch(self.streams, send, membership, rules.shares_workers)

@@ -36,12 +36,12 @@ class InLanes:
 
     @property
     def received_nbytes(self) -> int:
-        return self._closed_nbytes + sum(map(_received_nbytes, list(self.lanes.values())))
+        return self._closed_nbytes + sum(end.received_nbytes for lanes in list(self.lanes.values()) for _, end in lanes)
 
     @property
     def num_dropped(self) -> int:
         """Counts KV frames that were not part of their link."""
-        return self._closed_dropped + sum(map(_num_dropped, list(self.lanes.values())))
+        return self._closed_dropped + sum(end.num_dropped for lanes in list(self.lanes.values()) for _, end in lanes)
 
     def is_open(self, conn: str) -> bool:
         return conn in self.lanes

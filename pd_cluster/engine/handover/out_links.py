@@ -68,7 +68,15 @@ class OutLinks:
     def tick(self) -> None:
         now_s = self._clock()
         self._rests.choose(self._links.values(), now_s, self._users.uses)
-        for link in sorted(self._links.values(), key=lambda each: (each.awaited_s is None, each.awaited_s or 0.0)):
+        quiet_s, others = now_s - self._timeouts.link_keepalive_s, list[OutLink]()
+        for link in self._links.values():
+            if not link.state.is_open or link.must_rest:
+                others.append(link)
+            elif link.used_s < quiet_s and link.probed_s < quiet_s:
+                link.probed_s = now_s
+                for lane in link.lanes:
+                    lane.end.probe()
+        for link in sorted(others, key=lambda each: (each.awaited_s is None, each.awaited_s or 0.0)):
             if link.state.phase == "opening" and now_s >= link.due_s:
                 self._retry(link, f"no answer within {link.patience_s:g} s")
             elif link.must_rest and link.state.is_open and not self._users.uses(link.conn):
@@ -77,10 +85,6 @@ class OutLinks:
                 self._leave(link)
             elif link.waits_for_place(now_s) or (link.state.phase == "waiting" and now_s >= link.due_s):
                 self._start(link)
-            elif link.state.is_open and now_s - max(link.used_s, link.probed_s) > self._timeouts.link_keepalive_s:
-                link.probed_s = now_s
-                for lane in link.lanes:
-                    lane.end.probe()
 
     def states(self) -> dict[str, LinkState]:
         return {peer: link.shown for peer, link in self._links.items()}

@@ -32,7 +32,7 @@ class OutLinkTable:
 
     @property
     def sent_nbytes(self) -> int:
-        return self.closed_nbytes + sum(link.sent_nbytes for link in self.links)
+        return self.closed_nbytes + sum(lane.end.sent_nbytes for link in self.links for lane in link.lanes)
 
     def link_to(self, peer: str) -> str | None:
         link = self.by_peer.get(peer)

@@ -1,0 +1,93 @@
+"""`pd-cluster simulate`. Imports nothing heavy at the top."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any
+
+import typer
+
+from pd_cluster.commands.load import WORKLOAD, asked_arrivals, changed_flags
+
+
+def simulate(
+    layout: Annotated[str, typer.Option(help="Numbers of instances: 2P1D, or 1H for instances that do both.")],
+    costs: Annotated[str, typer.Option(metavar="FILE", help="Of pd-cluster profile.")],
+    workload: Annotated[str, typer.Option(help=WORKLOAD)] = "fixed",
+    trace: Annotated[
+        str, typer.Option(help="Replay this trace instead: Mooncake's format, as of `trace --export`.")
+    ] = "",
+    num_requests: Annotated[int, typer.Option(help="Of a workload.")] = 100,
+    rate: Annotated[float, typer.Option(help="Requests a second, on average.")] = 1.0,
+    arrivals: Annotated[str, typer.Option(help="poisson or constant.")] = "poisson",
+    input_len: Annotated[int, typer.Option(help="Prompt tokens; of a session: of its first message.")] = 512,
+    output_len: Annotated[int, typer.Option(help="Output tokens.")] = 128,
+    sigma: Annotated[float, typer.Option(help="Deviation of log-normal lengths' logarithm.")] = 0.6,
+    num_prefixes: Annotated[int, typer.Option(help="Of shared-prefix and tool-agent.")] = 4,
+    prefix_share: Annotated[float, typer.Option(help="Of --input-len, that is one of the prefixes.")] = 0.5,
+    num_turns: Annotated[int, typer.Option(help="Of a conversation or an agent.")] = 4,
+    pause: Annotated[float, typer.Option(help="Mean seconds from one of its turns to the next.")] = 5.0,
+    seed: Annotated[int, typer.Option(help="Another one draws other lengths and times.")] = 0,
+    trace_limit: Annotated[int | None, typer.Option(help="First requests of the trace only.")] = None,
+    trace_lengths: Annotated[float, typer.Option(help="Factor on its lengths.")] = 1.0,
+    trace_time: Annotated[float, typer.Option(help="Factor on the time between its requests.")] = 1.0,
+    trace_repeat: Annotated[int, typer.Option(help="Times in a row, with other prompts each time.")] = 1,
+    slo_ttft: Annotated[float, typer.Option(min=0, help="Goal for the first token, seconds; 0: none.")] = 0.0,
+    slo_tpot: Annotated[float, typer.Option(min=0, help="Goal for the mean time of a further token, seconds.")] = 0.0,
+    slo_e2e: Annotated[float, typer.Option(min=0, help="Goal for the whole answer, seconds.")] = 0.0,
+    routing_policy: Annotated[str, typer.Option(help="As `up` has it.")] = "prefix-aware",
+    auto_role: Annotated[str, typer.Option(help="cost or rules: instances change their roles.")] = "",
+    script: Annotated[str, typer.Option(metavar="FILE", help="Deaths, joins, drains and more: JSON lines.")] = "",
+    one_host: Annotated[bool, typer.Option("--one-host", help="All instances share one host's cores.")] = False,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Default: that of the costs.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Default: that of the costs.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="Of an instance; default: that of the costs.")] = None,
+    picture: Annotated[str, typer.Option(help="Draw the report into this .png or .svg; needs matplotlib.")] = "",
+    json: Annotated[str, typer.Option(help="Write the report with each request to this file too.")] = "",
+) -> None:
+    """Serve a trace or a workload by a simulated cluster: the real scheduler and engines, with costs for time.
+
+    The same report as `pd-cluster bench load`, without devices.
+    """
+    _run(locals())
+
+
+def _run(given: dict[str, Any]) -> None:
+    """Checks everything before anything is computed. Raises ConfigError."""
+    from pd_cluster.bench.outcomes import Slo
+    from pd_cluster.bench.report import LoadRun, show, write_json
+    from pd_cluster.commands.load_picture import check_picture, write_picture
+    from pd_cluster.costs.files import read_costs
+    from pd_cluster.simulate.scenario import layout_of
+    from pd_cluster.simulate.script import read_script
+    from pd_cluster.tables import check_writable, progress
+
+    check_writable(given["json"])
+    check_picture(given["picture"])
+    layout = layout_of(
+        given["layout"],
+        (given["max_num_batched_tokens"], given["max_num_seqs"], given["num_blocks"]),
+        routing_policy=given["routing_policy"],
+        auto_role=given["auto_role"],
+        are_neighbours=given["one_host"],
+    )
+    costs = read_costs(given["costs"])
+    script = read_script(given["script"]) if given["script"] else []
+    title, arrivals = asked_arrivals(given)
+    from pd_cluster.simulate.simulate import simulate as compute
+
+    logging.disable(logging.ERROR)  # what processes would say that do not exist; the report has the events
+    with progress("simulated", len(arrivals)) as ended:
+        found = compute(layout, costs, arrivals, given["seed"], script, ended)
+    slo = Slo(ttft_s=given["slo_ttft"], tpot_s=given["slo_tpot"], e2e_s=given["slo_e2e"])
+    title = f"{given['layout']}, simulated: {title}; {costs.model} on {costs.device}"
+    run = LoadRun(title, found.duration_s, found.outcomes, found.samples, slo, found.gaps, found.events)
+    asked = {name: value for name, value in given.items() if name not in ("json", "picture")}
+    command = "pd-cluster simulate " + " ".join(changed_flags(asked, simulate))
+    show(run, command)
+    for at_s, what in run.events:
+        typer.echo(f"{at_s:10.2f} s  {what}")
+    if given["json"]:
+        write_json(run, command, given["json"])
+    if given["picture"]:
+        write_picture(run, given["picture"])

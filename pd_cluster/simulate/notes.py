@@ -1,0 +1,75 @@
+"""Notes about each request while it is served, beside what its reader sees."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pd_cluster.bench.outcomes import GapCounts
+from pd_cluster.types import TokenOutput
+
+
+@dataclass(slots=True)
+class TokenTimes:
+    """When a sequence got its tokens at one instance."""
+
+    first_s: float
+    last_s: float
+    longest_s: float = 0.0  # between two of them
+
+
+@dataclass(slots=True)
+class RequestNotes:
+    """`first_tokens`: when instances have sent its first token: that which computed it, and that which took it over."""
+
+    first_tokens: list[tuple[str, float]] = field(default_factory=list)
+    times: dict[str, TokenTimes] = field(default_factory=dict)  # by instance
+
+    def longest_gap_s(self, first_s: float) -> float:
+        """Returns the longest time between two tokens, of which the first was read at `first_s`."""
+        longest_s, before_s = 0.0, first_s
+        for each in sorted(self.times.values(), key=lambda each: each.first_s):
+            longest_s = max(longest_s, each.first_s - before_s, each.longest_s)
+            before_s = max(before_s, each.last_s)
+        return longest_s
+
+
+class Notes:
+    """`gaps`: between all tokens of all sequences."""
+
+    def __init__(self) -> None:
+        self.gaps = GapCounts()
+        self._of: dict[str, RequestNotes] = {}
+
+    def open(self, request_id: str) -> None:
+        self._of[request_id] = RequestNotes()
+
+    def close(self, request_id: str) -> RequestNotes:
+        return self._of.pop(request_id, None) or RequestNotes()
+
+    def sent(self, name: str, tokens: Sequence[TokenOutput], now_s: float) -> None:
+        """Notes first tokens among those that an instance sends."""
+        for token in tokens:
+            if token.position == len(token.earlier) and (found := self._of.get(token.request_id)) is not None:
+                found.first_tokens.append((name, now_s))
+
+    def sampled(self, name: str, request_id: str, now_s: float) -> None:
+        """Notes that a sequence has one more token."""
+        if (found := self._of.get(request_id)) is None:
+            return
+        if (times := found.times.get(name)) is None:
+            found.times[name] = TokenTimes(now_s, now_s)
+        else:
+            self.gaps.add(now_s - times.last_s)
+            times.longest_s = max(times.longest_s, now_s - times.last_s)
+            times.last_s = now_s
+
+    def sampled_often(self, name: str, request_ids: Sequence[str], now_s: float, gaps_s: Sequence[float]) -> None:
+        """Notes that sequences have had as many more tokens, at the same times, as there are gaps."""
+        for gap_s in gaps_s:
+            self.gaps.add(gap_s, len(request_ids))
+        longest_s = max(gaps_s)
+        for request_id in request_ids:
+            times = found.times.get(name) if (found := self._of.get(request_id)) is not None else None
+            if times is not None:
+                times.longest_s, times.last_s = max(times.longest_s, longest_s), now_s

@@ -1,0 +1,66 @@
+"""The time of steps under way: one, or several equal ones, at a speed that changes meanwhile. Pure arithmetic."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ALMOST = 1e-9  # of a step: a cut at its very end is behind it
+
+
+@dataclass(frozen=True, slots=True)
+class StepRun:
+    """`num_steps` steps, of which the first takes `first_s` at full speed, and each further one `growth_s` more."""
+
+    first_s: float
+    growth_s: float = 0.0
+    num_steps: int = 1
+
+    def seconds(self, num_steps: int) -> float:
+        return num_steps * self.first_s + self.growth_s * (num_steps * (num_steps - 1) / 2)
+
+    def num_begun(self, seconds: float) -> int:
+        """Returns how many steps have begun when so many seconds were spent: at least one, at most all."""
+        low, high = 1, self.num_steps
+        while low < high:
+            middle = (low + high) // 2
+            if self.seconds(middle) >= seconds - ALMOST * self.first_s:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def num_within(self, seconds: float) -> int:
+        """Returns how many steps can be begun within so many seconds; at least one."""
+        if self.growth_s > 0.0:
+            half = self.first_s - self.growth_s / 2
+            found = (math.sqrt(half * half + 2 * self.growth_s * seconds) - half) / self.growth_s
+        else:
+            found = seconds / self.first_s if self.first_s else math.inf
+        return max(1, math.ceil(min(found, 1e9)))
+
+
+class RunProgress:
+    """How far a run has come. `factor`: by how much it is slowed now."""
+
+    def __init__(self, run: StepRun, now_s: float, factor: float) -> None:
+        self.run, self.factor = run, factor
+        self.begun_s = self._at_s = now_s
+        self._done_s = 0.0  # at full speed
+
+    def _pass(self, now_s: float) -> None:
+        self._done_s += (now_s - self._at_s) / self.factor
+        self._at_s = now_s
+
+    def slow(self, now_s: float, factor: float) -> None:
+        self._pass(now_s)
+        self.factor = factor
+
+    def cut(self, now_s: float) -> None:
+        """Ends the run with the step that is under way."""
+        self._pass(now_s)
+        self.run = StepRun(self.run.first_s, self.run.growth_s, self.run.num_begun(self._done_s))
+
+    @property
+    def end_s(self) -> float:
+        return self._at_s + max(0.0, self.run.seconds(self.run.num_steps) - self._done_s) * self.factor

@@ -9,12 +9,12 @@ import typer
 
 from pd_cluster.commands.load import load
 from pd_cluster.commands.quality import quality
-from pd_cluster.commands.signature import given_model
+from pd_cluster.commands.signature import BriefHelp, given_model
 
 app = typer.Typer(help="Measure the running or a fresh cluster.", no_args_is_help=True)
 
 
-app.command("load")(load)
+app.command("load", cls=BriefHelp)(load)
 app.command("quality")(quality)
 
 

@@ -261,7 +261,7 @@ def version(json: Annotated[bool, JSON] = False) -> None:
 app.command("run-batch", rich_help_panel=OFFLINE, cls=BriefHelp)(run_batch)
 app.command(rich_help_panel=OFFLINE)(plan)
 app.command(rich_help_panel=OFFLINE)(quantize)
-app.command(rich_help_panel=OFFLINE)(simulate)
+app.command(rich_help_panel=OFFLINE, cls=BriefHelp)(simulate)
 
 
 def _run(launch: Launch) -> int:

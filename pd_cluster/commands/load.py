@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pd_cluster.commands import load_options as opt
 from pd_cluster.commands.instances import ADMIN, TOKEN_FILE
-from pd_cluster.commands.signature import given_model
+from pd_cluster.commands.signature import HELP_ALL, given_model
 
 if TYPE_CHECKING:
     from pd_cluster.bench.arrivals import Arrival
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 LENGTHS = ("input_len", "sigma", "num_prefixes", "prefix_share", "num_turns", "pause", "num_requests", "workload")
 TRACE = ("trace_limit", "trace_lengths", "trace_time", "trace_repeat")
-WORKLOAD = "fixed, log-normal, shared-prefix, conversation or tool-agent."
 
 
 def load(
@@ -29,43 +29,47 @@ def load(
     model: Annotated[str, typer.Option(callback=given_model, help="Model folder for a cluster that is started.")] = "",
     prefill: int = 1,
     decode: int = 1,
-    workload: Annotated[str, typer.Option(help=WORKLOAD)] = "fixed",
-    trace: Annotated[
-        str, typer.Option(help="Replay this trace instead: Mooncake's format, as of `trace --export`.")
-    ] = "",
+    workload: opt.WorkloadName = "fixed",
+    trace: opt.TraceFile = "",
     prompts: Annotated[
         str, typer.Option(help='Send these prompts instead: lines of {"prompt": …} or {"messages": …}.')
     ] = "",
-    num_requests: Annotated[int, typer.Option(help="Of a workload.")] = 100,
-    rate: Annotated[float, typer.Option(help="Requests a second, on average.")] = 1.0,
-    arrivals: Annotated[str, typer.Option(help="poisson or constant.")] = "poisson",
-    input_len: Annotated[int, typer.Option(help="Prompt tokens; of a session: of its first message.")] = 512,
-    output_len: Annotated[int, typer.Option(help="Output tokens.")] = 128,
-    sigma: Annotated[float, typer.Option(help="Deviation of log-normal lengths' logarithm.")] = 0.6,
-    num_prefixes: Annotated[int, typer.Option(help="Of shared-prefix and tool-agent.")] = 4,
-    prefix_share: Annotated[float, typer.Option(help="Of --input-len, that is one of the prefixes.")] = 0.5,
-    num_turns: Annotated[int, typer.Option(help="Of a conversation or an agent.")] = 4,
-    pause: Annotated[float, typer.Option(help="Mean seconds from one of its turns to the next.")] = 5.0,
-    seed: Annotated[int, typer.Option(help="Another one draws other lengths and times.")] = 0,
-    trace_limit: Annotated[int | None, typer.Option(help="First requests of the trace only.")] = None,
-    trace_lengths: Annotated[float, typer.Option(help="Factor on its lengths.")] = 1.0,
-    trace_time: Annotated[float, typer.Option(help="Factor on the time between its requests.")] = 1.0,
-    trace_repeat: Annotated[int, typer.Option(help="Times in a row, with other prompts each time.")] = 1,
+    num_requests: opt.NumRequests = 100,
+    rate: opt.Rate = 1.0,
+    arrivals: opt.Arrivals = "poisson",
+    input_len: opt.InputLen = 512,
+    output_len: opt.OutputLen = 128,
+    sigma: opt.Sigma = 0.6,
+    num_prefixes: opt.NumPrefixes = 4,
+    prefix_share: opt.PrefixShare = 0.5,
+    num_turns: opt.NumTurns = 4,
+    pause: opt.Pause = 5.0,
+    seed: opt.Seed = 0,
+    trace_limit: opt.TraceLimit = None,
+    trace_lengths: opt.TraceLengths = 1.0,
+    trace_time: opt.TraceTime = 1.0,
+    trace_repeat: opt.TraceRepeat = 1,
     profile: Annotated[
-        str, typer.Option(help="One of guidellm's in place of the workload's times, as kind=sweep,sweep_size=5.")
+        str,
+        typer.Option(help="One of guidellm's, for its own times: kind=sweep,sweep_size=5.", hidden=True),
     ] = "",
-    max_seconds: Annotated[float, typer.Option(min=0, help="End each of guidellm's runs then; 0: no limit.")] = 0.0,
-    slo_ttft: Annotated[
-        float, typer.Option(min=0, help="Goal for the time to the first token, seconds; 0: none.")
+    max_seconds: Annotated[
+        float, typer.Option(min=0, help="End each of guidellm's runs then; 0: no limit.", hidden=True)
     ] = 0.0,
-    slo_tpot: Annotated[float, typer.Option(min=0, help="Goal for the mean time of a further token, seconds.")] = 0.0,
-    slo_e2e: Annotated[float, typer.Option(min=0, help="Goal for the whole answer, seconds.")] = 0.0,
+    slo_ttft: opt.SloTtft = 0.0,
+    slo_tpot: opt.SloTpot = 0.0,
+    slo_e2e: opt.SloE2e = 0.0,
     guidellm: Annotated[str, typer.Option(help="The command guidellm; default: beside this Python, or on PATH.")] = "",
-    client_processes: Annotated[int, typer.Option(min=1, max=64, help="Of guidellm that send requests.")] = 1,
+    client_processes: Annotated[
+        int, typer.Option(min=1, max=64, help="Of guidellm that send requests.", hidden=True)
+    ] = 1,
     flags: Annotated[str, typer.Option(help="Flags of `serve` for a cluster that is started, as in a shell.")] = "",
-    folder: Annotated[str, typer.Option(help="Keep guidellm's scenario, data, report and HTML here.")] = "",
-    picture: Annotated[str, typer.Option(help="Draw the report into this .png or .svg; needs matplotlib.")] = "",
-    json: Annotated[str, typer.Option(help="Write the report with each request to this file too.")] = "",
+    folder: Annotated[
+        str, typer.Option(help="Keep guidellm's scenario, data, report and HTML here.", hidden=True)
+    ] = "",
+    picture: opt.Picture = "",
+    json: opt.ReportFile = "",
+    help_all: Annotated[bool, HELP_ALL] = False,
 ) -> None:
     """Open-loop load by guidellm: goodput, percentiles, requests through P, handover and D, pools over time."""
     _run(locals())

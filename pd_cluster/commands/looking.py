@@ -52,7 +52,7 @@ def logs(
     admin_token_file: Annotated[str, TOKEN_FILE] = "",
     json: Annotated[bool, typer.Option("--json", help="Print each line as an object.")] = False,
 ) -> None:
-    """Show what processes of `pd-cluster up` wrote, also those that have died; keys are hidden."""
+    """Show what processes of `pd-cluster up` wrote; those that have died, too. Keys are hidden."""
     from pd_cluster.commands.logs import run
 
     try:
@@ -108,7 +108,7 @@ def chat(
 
 
 def collect_env(json: Annotated[bool, JSON] = False) -> None:
-    """Print versions, machine, devices and variables for a report of a problem, without keys."""
+    """Print versions, machine, devices and variables; for a report of a problem, without keys."""
     from pd_cluster.commands.collect_env import run
 
     run(os.environ, json)

@@ -36,14 +36,14 @@ def plan(
     num_requests: Annotated[int, typer.Option(min=0, help="The first of the trace; 0: all.")] = USUAL_REQUESTS,
     json: Annotated[str, typer.Option(metavar="FILE", help="Write the plan to this file too.")] = "",
 ) -> None:
-    """Find the smallest layout that serves a trace within its goals: split or not, and with which settings.
+    """Find the smallest layout for a trace and its goals: split or not, and with which settings.
 
     Simulates, and needs neither a device nor the model's weights. Exit code 1 if no layout meets the goals.
     """
     from pd_cluster.bench.outcomes import Slo
     from pd_cluster.bench.trace_files import TraceScale, read_trace
     from pd_cluster.commands.plan_report import PlanReport
-    from pd_cluster.plan.goals import Goals
+    from pd_cluster.plan.goals import PlanGoals
     from pd_cluster.plan.search import Search
     from pd_cluster.plan.trials import Trials
     from pd_cluster.settings.engine import SHIPPED_MODEL
@@ -51,7 +51,7 @@ def plan(
     from pd_cluster.tables import check_writable
 
     check_writable(json)
-    goals = Goals(Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, e2e_s=slo_e2e), slo_share)
+    goals = PlanGoals(Slo(ttft_s=slo_ttft, tpot_s=slo_tpot, e2e_s=slo_e2e), slo_share)
     goals.check()
     if bool(costs) == bool(device):
         raise ConfigError("--costs, --device: give one of them: a file of measured costs, or a device such as h100")

@@ -9,7 +9,7 @@ from typing import Any
 
 from pd_cluster.output_files import write_output
 from pd_cluster.plan.cost_sources import CostSource
-from pd_cluster.plan.goals import Goals
+from pd_cluster.plan.goals import PlanGoals
 from pd_cluster.plan.limits import MOST
 from pd_cluster.plan.search import Plan, Ranked
 from pd_cluster.plan.start_lines import StartLines
@@ -22,7 +22,7 @@ RIGHT = ("devices", "chunk", "seats", "in time", "breaks at", "goodput/device")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanReport:
     model: str
-    goals: Goals
+    goals: PlanGoals
     plan: Plan
     source: CostSource
 

@@ -33,7 +33,7 @@ def quantize(
     num_tokens: Annotated[int, typer.Option(min=2, help="Tokens of a sample, at most.")] = 512,
     evaluate: Annotated[bool, typer.Option(help="Compare perplexity and next tokens with the original.")] = True,
 ) -> None:
-    """Quantize a model folder into a new one, as compressed-tensors, which other engines read, too.
+    """Quantize a model folder into a new one; it is compressed-tensors, which other engines read, too.
 
     Layer by layer, on the CPU. Run it again after a Ctrl-C or a kill: it continues with the next layer.
     """

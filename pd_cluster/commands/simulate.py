@@ -7,34 +7,34 @@ from typing import Annotated, Any
 
 import typer
 
-from pd_cluster.commands.load import WORKLOAD, asked_arrivals, changed_flags
+from pd_cluster.commands import load_options as opt
+from pd_cluster.commands.load import asked_arrivals, changed_flags
+from pd_cluster.commands.signature import HELP_ALL
 
 
 def simulate(
     layout: Annotated[str, typer.Option(help="Numbers of instances: 2P1D, or 1H for instances that do both.")],
     costs: Annotated[str, typer.Option(metavar="FILE", help="Of pd-cluster profile.")],
-    workload: Annotated[str, typer.Option(help=WORKLOAD)] = "fixed",
-    trace: Annotated[
-        str, typer.Option(help="Replay this trace instead: Mooncake's format, as of `trace --export`.")
-    ] = "",
-    num_requests: Annotated[int, typer.Option(help="Of a workload.")] = 100,
-    rate: Annotated[float, typer.Option(help="Requests a second, on average.")] = 1.0,
-    arrivals: Annotated[str, typer.Option(help="poisson or constant.")] = "poisson",
-    input_len: Annotated[int, typer.Option(help="Prompt tokens; of a session: of its first message.")] = 512,
-    output_len: Annotated[int, typer.Option(help="Output tokens.")] = 128,
-    sigma: Annotated[float, typer.Option(help="Deviation of log-normal lengths' logarithm.")] = 0.6,
-    num_prefixes: Annotated[int, typer.Option(help="Of shared-prefix and tool-agent.")] = 4,
-    prefix_share: Annotated[float, typer.Option(help="Of --input-len, that is one of the prefixes.")] = 0.5,
-    num_turns: Annotated[int, typer.Option(help="Of a conversation or an agent.")] = 4,
-    pause: Annotated[float, typer.Option(help="Mean seconds from one of its turns to the next.")] = 5.0,
-    seed: Annotated[int, typer.Option(help="Another one draws other lengths and times.")] = 0,
-    trace_limit: Annotated[int | None, typer.Option(help="First requests of the trace only.")] = None,
-    trace_lengths: Annotated[float, typer.Option(help="Factor on its lengths.")] = 1.0,
-    trace_time: Annotated[float, typer.Option(help="Factor on the time between its requests.")] = 1.0,
-    trace_repeat: Annotated[int, typer.Option(help="Times in a row, with other prompts each time.")] = 1,
-    slo_ttft: Annotated[float, typer.Option(min=0, help="Goal for the first token, seconds; 0: none.")] = 0.0,
-    slo_tpot: Annotated[float, typer.Option(min=0, help="Goal for the mean time of a further token, seconds.")] = 0.0,
-    slo_e2e: Annotated[float, typer.Option(min=0, help="Goal for the whole answer, seconds.")] = 0.0,
+    workload: opt.WorkloadName = "fixed",
+    trace: opt.TraceFile = "",
+    num_requests: opt.NumRequests = 100,
+    rate: opt.Rate = 1.0,
+    arrivals: opt.Arrivals = "poisson",
+    input_len: opt.InputLen = 512,
+    output_len: opt.OutputLen = 128,
+    sigma: opt.Sigma = 0.6,
+    num_prefixes: opt.NumPrefixes = 4,
+    prefix_share: opt.PrefixShare = 0.5,
+    num_turns: opt.NumTurns = 4,
+    pause: opt.Pause = 5.0,
+    seed: opt.Seed = 0,
+    trace_limit: opt.TraceLimit = None,
+    trace_lengths: opt.TraceLengths = 1.0,
+    trace_time: opt.TraceTime = 1.0,
+    trace_repeat: opt.TraceRepeat = 1,
+    slo_ttft: opt.SloTtft = 0.0,
+    slo_tpot: opt.SloTpot = 0.0,
+    slo_e2e: opt.SloE2e = 0.0,
     routing_policy: Annotated[str, typer.Option(help="As `up` has it.")] = "prefix-aware",
     auto_role: Annotated[str, typer.Option(help="cost or rules: instances change their roles.")] = "",
     script: Annotated[str, typer.Option(metavar="FILE", help="Deaths, joins, drains and more: JSON lines.")] = "",
@@ -42,8 +42,9 @@ def simulate(
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Default: that of the costs.")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Default: that of the costs.")] = None,
     num_blocks: Annotated[int | None, typer.Option(min=1, help="Of an instance; default: that of the costs.")] = None,
-    picture: Annotated[str, typer.Option(help="Draw the report into this .png or .svg; needs matplotlib.")] = "",
-    json: Annotated[str, typer.Option(help="Write the report with each request to this file too.")] = "",
+    picture: opt.Picture = "",
+    json: opt.ReportFile = "",
+    help_all: Annotated[bool, HELP_ALL] = False,
 ) -> None:
     """Serve a trace or a workload by a simulated cluster: the real scheduler and engines, with costs for time.
 
@@ -82,7 +83,7 @@ def _run(given: dict[str, Any]) -> None:
     slo = Slo(ttft_s=given["slo_ttft"], tpot_s=given["slo_tpot"], e2e_s=given["slo_e2e"])
     title = f"{given['layout']}, simulated: {title}; {costs.model} on {costs.device}"
     run = LoadRun(title, found.duration_s, found.outcomes, found.samples, slo, found.gaps, found.events)
-    asked = {name: value for name, value in given.items() if name not in ("json", "picture")}
+    asked = {name: value for name, value in given.items() if name not in ("json", "picture", "help_all")}
     command = "pd-cluster simulate " + " ".join(changed_flags(asked, simulate))
     show(run, command)
     for at_s, what in run.events:

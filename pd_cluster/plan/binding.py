@@ -11,8 +11,8 @@ from typing import Literal
 
 from pd_cluster.bench.outcomes import InstanceSample, Outcome
 from pd_cluster.costs.costs import Costs
-from pd_cluster.plan.candidates import Candidate
-from pd_cluster.plan.goals import Goals
+from pd_cluster.plan.candidates import LayoutCandidate
+from pd_cluster.plan.goals import PlanGoals
 from pd_cluster.simulate.scenario import Simulated
 
 Resource = Literal["prefill compute", "decode compute", "decode seats", "KV pool", "links", "scheduler"]
@@ -22,7 +22,7 @@ BUSY = 0.9  # of a core of the scheduler
 NUM_LONGEST = 10  # requests at least
 
 
-def binding_resource(candidate: Candidate, costs: Costs, simulated: Simulated, goals: Goals) -> Resource:
+def binding_resource(candidate: LayoutCandidate, costs: Costs, simulated: Simulated, goals: PlanGoals) -> Resource:
     """Reads a load that is about to miss its goals, or misses them."""
     if scheduler_share(costs, simulated) >= BUSY:
         return "scheduler"
@@ -45,7 +45,7 @@ def scheduler_share(costs: Costs, simulated: Simulated) -> float:
     return taken_s / simulated.duration_s if simulated.duration_s > 0 else 0.0
 
 
-def _full(candidate: Candidate, costs: Costs, samples: Sequence[InstanceSample]) -> Resource | None:
+def _full(candidate: LayoutCandidate, costs: Costs, samples: Sequence[InstanceSample]) -> Resource | None:
     """Returns what is full where requests decode; None: neither."""
     seats = candidate.layout.max_num_seqs or costs.max_num_seqs
     decoding = [each for each in samples if each.role != "prefill"]

@@ -10,7 +10,7 @@ from pd_cluster.simulate.scenario import SimulatedLayout
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class LayoutCandidate:
     """A layout of instances with `tp_size` ranks each, one device a rank."""
 
     layout: SimulatedLayout
@@ -42,18 +42,18 @@ class SearchSpace:
     policies: Sequence[str] = ("prefix-aware", "predicted-ttft", "least-loaded")
     are_neighbours: bool = False
 
-    def candidates(self, num_devices: int) -> Iterator[Candidate]:
+    def candidates(self, num_devices: int) -> Iterator[LayoutCandidate]:
         """Yields every layout with as many instances as so many devices hold."""
         for tp_size in self.tp_sizes:
             num_instances = num_devices // tp_size
             for num_prefill in range(num_instances):
                 yield from self._settings(num_instances, num_prefill, tp_size)
 
-    def single(self, tp_size: int) -> Iterator[Candidate]:
+    def single(self, tp_size: int) -> Iterator[LayoutCandidate]:
         """Yields one instance with every setting, the smallest first."""
         return self._settings(1, 0, tp_size)
 
-    def _settings(self, num_instances: int, num_prefill: int, tp_size: int) -> Iterator[Candidate]:
+    def _settings(self, num_instances: int, num_prefill: int, tp_size: int) -> Iterator[LayoutCandidate]:
         """Yields the settings of one split; without a prefill instance all are hybrid."""
         num_decode = num_instances - num_prefill if num_prefill else 0
         num_hybrid = 0 if num_prefill else num_instances
@@ -69,4 +69,4 @@ class SearchSpace:
                 routing_policy=policy,
                 are_neighbours=self.are_neighbours,
             )
-            yield Candidate(layout, tp_size)
+            yield LayoutCandidate(layout, tp_size)

@@ -14,7 +14,7 @@ from pd_cluster.costs.costs import Costs
 from pd_cluster.devices.kinds import BY_KIND, CPU_KIND, DeviceKind
 from pd_cluster.errors import ConfigError
 from pd_cluster.model.needs import ModelNeeds
-from pd_cluster.plan.candidates import Candidate, SearchSpace
+from pd_cluster.plan.candidates import LayoutCandidate, SearchSpace
 from pd_cluster.plan.computed_costs import InstanceShape, Unfit, computed_costs
 from pd_cluster.plan.device_models import DeviceModel
 
@@ -43,7 +43,7 @@ class CostSource(Protocol):
 
     def space(self, tp_sizes: Sequence[int], are_neighbours: bool) -> SearchSpace: ...
 
-    def costs(self, candidate: Candidate) -> Costs | Unfit: ...
+    def costs(self, candidate: LayoutCandidate) -> Costs | Unfit: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class ComputedSource:
         policies = policies_for(self.arrivals)
         return SearchSpace(tp_sizes=tuple(tp_sizes) or tuple(usual), chunks=chunks, seats=SEATS, policies=policies)
 
-    def costs(self, candidate: Candidate) -> Costs | Unfit:
+    def costs(self, candidate: LayoutCandidate) -> Costs | Unfit:
         layout = candidate.layout
         shape = InstanceShape(
             tp_size=candidate.tp_size,
@@ -132,7 +132,7 @@ class MeasuredSource:
             are_neighbours=are_neighbours,
         )
 
-    def costs(self, candidate: Candidate) -> Costs | Unfit:
+    def costs(self, candidate: LayoutCandidate) -> Costs | Unfit:
         room, num_tokens = self.measured.num_blocks * self.measured.block_size, longest(self.arrivals)
         if room < num_tokens:
             return Unfit(

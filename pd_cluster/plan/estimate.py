@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from pd_cluster.bench.arrivals import Arrival
 from pd_cluster.costs.costs import Costs, StepWork
-from pd_cluster.plan.candidates import Candidate
-from pd_cluster.plan.goals import Goals
+from pd_cluster.plan.candidates import LayoutCandidate
+from pd_cluster.plan.goals import PlanGoals
 from pd_cluster.plan.trials import rate_per_s
 
 OVERLOADED = 1e3  # times its load: more strained than anything that keeps up
@@ -39,7 +39,7 @@ class MeanLoad:
         return self.num_prompt_tokens + self.num_output_tokens / 2
 
 
-def estimated_strain(candidate: Candidate, costs: Costs, load: MeanLoad, goals: Goals) -> float:
+def estimated_strain(candidate: LayoutCandidate, costs: Costs, load: MeanLoad, goals: PlanGoals) -> float:
     """Returns a number to sort by; above OVERLOADED the candidate cannot keep up."""
     layout = candidate.layout
     num_prefill, num_decode = layout.num_prefill or layout.num_hybrid, layout.num_decode or layout.num_hybrid

@@ -13,7 +13,7 @@ from pd_cluster.errors import ConfigError
 USUAL_SHARE = 0.9  # of requests within the goals: DistServe's goodput
 
 
-class Goals(msgspec.Struct, frozen=True):
+class PlanGoals(msgspec.Struct, frozen=True):
     """A load meets its goals if `share` of its requests meet `slo`."""
 
     slo: Slo

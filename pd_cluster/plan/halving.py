@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from pd_cluster.plan.candidates import Candidate
+from pd_cluster.plan.candidates import LayoutCandidate
 from pd_cluster.plan.trials import Trial
 
 FACTOR = 3  # each step keeps one candidate in so many, and simulates so many times as much
 NUM_FINALISTS = 10  # that at least see the whole load
 NUM_FIRST = 100  # requests that every candidate sees at least
-Measure = Callable[[Candidate, int], Trial]
+Measure = Callable[[LayoutCandidate, int], Trial]
 
 
 def prefixes(num_requests: int, num_first: int = NUM_FIRST) -> list[int]:
@@ -24,7 +24,7 @@ def prefixes(num_requests: int, num_first: int = NUM_FIRST) -> list[int]:
     return found
 
 
-def halve(candidates: Iterable[Candidate], measure: Measure, lengths: Sequence[int]) -> list[Trial]:
+def halve(candidates: Iterable[LayoutCandidate], measure: Measure, lengths: Sequence[int]) -> list[Trial]:
     """Returns the trials of those that saw the whole load, the least strained first.
 
     The best hybrid and the best split layout stay in it to the end, so that they can be compared.

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from pd_cluster.errors import ConfigError
 from pd_cluster.plan.binding import Resource, binding_resource
-from pd_cluster.plan.candidates import Candidate, SearchSpace
+from pd_cluster.plan.candidates import LayoutCandidate, SearchSpace
 from pd_cluster.plan.computed_costs import Unfit
 from pd_cluster.plan.estimate import MeanLoad, estimated_strain
 from pd_cluster.plan.halving import halve, kept, order, prefixes
@@ -39,7 +39,7 @@ class Ranked:
     binding: Resource
 
     @property
-    def candidate(self) -> Candidate:
+    def candidate(self) -> LayoutCandidate:
         return self.trial.candidate
 
     @property
@@ -137,10 +137,10 @@ class Search:
         self._seen[num_devices] = halve(settings, self.trials.run, lengths)
         return self._seen[num_devices]
 
-    def _splits(self, able: Sequence[Candidate]) -> list[Candidate]:
+    def _splits(self, able: Sequence[LayoutCandidate]) -> list[LayoutCandidate]:
         """Returns the most promising splits with their most promising settings; half are hybrid, if there are any."""
         usual = [each for each in able if each.layout.routing_policy == self.space.policies[0]]
-        found: dict[bool, list[Candidate]] = {True: [], False: []}
+        found: dict[bool, list[LayoutCandidate]] = {True: [], False: []}
         num_settings = Counter[str]()
         for each in sorted(usual, key=self._guess):
             num_settings[each.name] += 1
@@ -149,17 +149,17 @@ class Search:
         num_hybrid = min(len(found[True]), max(NUM_SPLITS // 2, NUM_SPLITS - len(found[False])))
         return [*found[True][:num_hybrid], *found[False][: NUM_SPLITS - num_hybrid]]
 
-    def _variants(self, able: Sequence[Candidate], best: Sequence[Trial]) -> list[Candidate]:
+    def _variants(self, able: Sequence[LayoutCandidate], best: Sequence[Trial]) -> list[LayoutCandidate]:
         """Returns these layouts, and the most promising other settings of each split and policy."""
         names = {each.candidate.name for each in best}
-        groups: dict[tuple[str, str], list[Candidate]] = {}
+        groups: dict[tuple[str, str], list[LayoutCandidate]] = {}
         for each in sorted((each for each in able if each.name in names), key=self._guess):
             groups.setdefault((each.name, each.layout.routing_policy), []).append(each)
         in_turn = itertools.chain.from_iterable(itertools.zip_longest(*groups.values()))
         found = dict.fromkeys([*(each.candidate for each in best), *(each for each in in_turn if each is not None)])
         return list(found)[:NUM_SETTINGS]
 
-    def _guess(self, candidate: Candidate) -> float:
+    def _guess(self, candidate: LayoutCandidate) -> float:
         costs = self.trials.costs(candidate)
         assert not isinstance(costs, Unfit)
         return estimated_strain(candidate, costs, self._load, self.trials.goals)

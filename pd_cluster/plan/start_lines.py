@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 
 from pd_cluster.devices.kinds import DeviceKind
-from pd_cluster.plan.candidates import Candidate
+from pd_cluster.plan.candidates import LayoutCandidate
 from ranktable_tools.gen import generate
 from ranktable_tools.merge import MERGED_NAME
 
@@ -23,7 +23,7 @@ CHART = "deploy/helm/pd-cluster"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StartPlace:
     """An instance's place. `index` counts the instances of its host."""
 
     role: str
@@ -41,18 +41,18 @@ class StartLines:
     """`devices_per_host`: more devices take another host."""
 
     model: str
-    candidate: Candidate
+    candidate: LayoutCandidate
     kind: DeviceKind
     devices_per_host: int
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[StartPlace]:
         """Returns the places of all instances, prefill first; each is on one host."""
         layout, size = self.candidate.layout, self.candidate.tp_size
         roles = ["prefill"] * layout.num_prefill + ["decode"] * (layout.num_decode + layout.num_hybrid)
         of_host = max(1, self.devices_per_host // size)
         return [
-            Place(role, at // of_host, at % of_host, tuple(range(at % of_host * size, (at % of_host + 1) * size)))
+            StartPlace(role, at // of_host, at % of_host, tuple(range(at % of_host * size, (at % of_host + 1) * size)))
             for at, role in enumerate(roles)
         ]
 
@@ -123,7 +123,7 @@ class StartLines:
             lines.append(f"RANK_TABLE_FILE_PATH={TABLES}/{name} {start}")
         return lines
 
-    def _host_comment(self, place: Place) -> list[str]:
+    def _host_comment(self, place: StartPlace) -> list[str]:
         """Returns a comment in front of the first instance of a host, where there are several."""
         return [f"# on {_address(place.host)}:"] if self.on_several_hosts and not place.index else []
 
@@ -166,5 +166,5 @@ def _address(host: int) -> str:
     return f"10.0.0.{host + 11}"
 
 
-def _ids(place: Place) -> str:
+def _ids(place: StartPlace) -> str:
     return ",".join(map(str, place.devices))

@@ -11,9 +11,9 @@ import msgspec
 from pd_cluster.bench.arrivals import Arrival
 from pd_cluster.bench.outcomes import goodput_per_s
 from pd_cluster.costs.costs import Costs
-from pd_cluster.plan.candidates import Candidate
+from pd_cluster.plan.candidates import LayoutCandidate
 from pd_cluster.plan.computed_costs import Unfit
-from pd_cluster.plan.goals import Goals
+from pd_cluster.plan.goals import PlanGoals
 from pd_cluster.simulate.scenario import Simulated, SimulatedLayout
 
 
@@ -25,17 +25,17 @@ class Simulate(Protocol):
     ) -> Simulated: ...
 
 
-CostsOf = Callable[[Candidate], Costs | Unfit]
+CostsOf = Callable[[LayoutCandidate], Costs | Unfit]
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
     """A candidate under the first `num_requests` of the trace, sent `factor` times as fast."""
 
-    candidate: Candidate
+    candidate: LayoutCandidate
     num_requests: int
     factor: float
-    strain: float  # see Goals
+    strain: float  # see PlanGoals
     share_met: float  # of the requests
     goodput_per_s: float
 
@@ -54,31 +54,31 @@ class Trials:
     """Candidates under parts of one trace."""
 
     arrivals: Sequence[Arrival]
-    goals: Goals
+    goals: PlanGoals
     costs_of: CostsOf
     simulate: Simulate
     seed: int = 0
-    _found: dict[tuple[Candidate, int, float], Trial] = field(default_factory=dict)
-    _costs: dict[Candidate, Costs | Unfit] = field(default_factory=dict)
+    _found: dict[tuple[LayoutCandidate, int, float], Trial] = field(default_factory=dict)
+    _costs: dict[LayoutCandidate, Costs | Unfit] = field(default_factory=dict)
 
-    def costs(self, candidate: Candidate) -> Costs | Unfit:
+    def costs(self, candidate: LayoutCandidate) -> Costs | Unfit:
         if (found := self._costs.get(candidate)) is None:
             found = self._costs[candidate] = self.costs_of(candidate)
         return found
 
-    def run(self, candidate: Candidate, num_requests: int, factor: float = 1.0) -> Trial:
+    def run(self, candidate: LayoutCandidate, num_requests: int, factor: float = 1.0) -> Trial:
         key = (candidate, num_requests, factor)
         if (found := self._found.get(key)) is None:
             found = self._found[key] = self._trial(candidate, num_requests, factor)
         return found
 
-    def simulated(self, candidate: Candidate, num_requests: int, factor: float = 1.0) -> Simulated:
+    def simulated(self, candidate: LayoutCandidate, num_requests: int, factor: float = 1.0) -> Simulated:
         """Simulates anew, and returns the whole of it."""
         costs = self.costs(candidate)
         assert not isinstance(costs, Unfit)
         return self.simulate(candidate.layout, costs, at_rate(self.arrivals[:num_requests], factor), self.seed)
 
-    def _trial(self, candidate: Candidate, num_requests: int, factor: float) -> Trial:
+    def _trial(self, candidate: LayoutCandidate, num_requests: int, factor: float) -> Trial:
         simulated = self.simulated(candidate, num_requests, factor)
         outcomes, slo = simulated.outcomes, self.goals.slo
         share_met = sum(map(slo.met_by, outcomes)) / max(1, len(outcomes))

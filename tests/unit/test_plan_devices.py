@@ -20,7 +20,7 @@ from pd_cluster.devices.kinds import DeviceKind
 from pd_cluster.errors import ConfigError
 from pd_cluster.kv.layout import KVLayout, keys_and_values
 from pd_cluster.model.needs import ModelNeeds
-from pd_cluster.plan.candidates import Candidate
+from pd_cluster.plan.candidates import LayoutCandidate
 from pd_cluster.plan.computed_costs import InstanceShape, Unfit, computed_costs, step_cost
 from pd_cluster.plan.cost_sources import ComputedSource, MeasuredSource, coarser
 from pd_cluster.plan.device_models import device_model
@@ -128,13 +128,13 @@ def test_measured_costs_are_of_one_number_of_ranks() -> None:
         **{**{name: getattr(costs, name) for name in costs.__struct_fields__}, "block_size": 32, "num_blocks": 4096}
     )
     small = MeasuredSource(Costs(model="m", device="cpu", source="x", step=StepCost(0.01), num_blocks=100), "f", LOAD)
-    found = small.costs(Candidate(SimulatedLayout(num_hybrid=1)))
+    found = small.costs(LayoutCandidate(SimulatedLayout(num_hybrid=1)))
     assert found == Unfit("f: num_blocks have room for 1600 tokens, and the longest request has 3200")
 
 
 def lines_of(kind: DeviceKind, per_host: int, tp_size: int = 1, **numbers: int) -> StartLines:
     layout = SimulatedLayout(max_num_batched_tokens=2048, max_num_seqs=64, **numbers)  # type: ignore[arg-type]
-    return StartLines(model="/m", candidate=Candidate(layout, tp_size), kind=kind, devices_per_host=per_host)
+    return StartLines(model="/m", candidate=LayoutCandidate(layout, tp_size), kind=kind, devices_per_host=per_host)
 
 
 @pytest.mark.parametrize(

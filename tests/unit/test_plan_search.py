@@ -12,9 +12,9 @@ from pd_cluster.bench.outcomes import InstanceSample, Outcome, Slo
 from pd_cluster.costs.costs import Costs, HandoverCost, HostCost, StepCost
 from pd_cluster.errors import ConfigError
 from pd_cluster.plan.binding import binding_resource
-from pd_cluster.plan.candidates import Candidate, SearchSpace
+from pd_cluster.plan.candidates import LayoutCandidate, SearchSpace
 from pd_cluster.plan.computed_costs import Unfit
-from pd_cluster.plan.goals import Goals
+from pd_cluster.plan.goals import PlanGoals
 from pd_cluster.plan.halving import order, prefixes
 from pd_cluster.plan.limits import MOST, PRECISION, highest_factor
 from pd_cluster.plan.search import Plan, Search
@@ -58,7 +58,7 @@ def poisson(rng: random.Random, rate: float, num: int = 200, prompt: int = 800, 
 
 
 def trials_of(arrivals: list[Arrival], costs: Costs, slo: Slo) -> Trials:
-    return Trials(arrivals, Goals(slo), lambda _: costs, simulate_queues)
+    return Trials(arrivals, PlanGoals(slo), lambda _: costs, simulate_queues)
 
 
 def plan_of(arrivals: list[Arrival], costs: Costs, slo: Slo, num_devices: int) -> Plan:
@@ -166,11 +166,11 @@ def outcome(number: int, ttft_s: float, prefill_s: float, tpot_s: float = 0.01) 
 def test_the_binding_resource_is_read_from_outcomes_and_samples(
     times: tuple[float, float, float], running: int, held: int, expected: str
 ) -> None:
-    candidate = Candidate(SimulatedLayout(num_prefill=1, num_decode=1, max_num_seqs=16))
+    candidate = LayoutCandidate(SimulatedLayout(num_prefill=1, num_decode=1, max_num_seqs=16))
     kinds = {"name": "d", "role": "decode", "num_blocks": 100}
     sample = InstanceSample(at_s=1.0, num_running=running, num_held_blocks=held, **kinds)  # type: ignore[arg-type]
     simulated = Simulated([outcome(i, *times) for i in range(20)], [sample], duration_s=100.0)
-    goals = Goals(Slo(ttft_s=1.0, tpot_s=0.1))
+    goals = PlanGoals(Slo(ttft_s=1.0, tpot_s=0.1))
     assert binding_resource(candidate, COSTS, simulated, goals) == expected
     busy = replace_costs(host=HostCost(request_s=5.0))
     assert binding_resource(candidate, busy, simulated, goals) == "scheduler"
@@ -178,11 +178,11 @@ def test_the_binding_resource_is_read_from_outcomes_and_samples(
 
 def test_goals_that_cannot_be_are_refused_by_name() -> None:
     for goals, message in (
-        (Goals(Slo()), "--slo-ttft, --slo-tpot, --slo-e2e: none is above 0"),
-        (Goals(Slo(ttft_s=float("nan"))), "--slo-ttft nan: expected a number of seconds"),
-        (Goals(Slo(ttft_s=1.0), 1.5), "--slo-share 1.5"),
+        (PlanGoals(Slo()), "--slo-ttft, --slo-tpot, --slo-e2e: none is above 0"),
+        (PlanGoals(Slo(ttft_s=float("nan"))), "--slo-ttft nan: expected a number of seconds"),
+        (PlanGoals(Slo(ttft_s=1.0), 1.5), "--slo-share 1.5"),
     ):
         with pytest.raises(ConfigError, match=message):
             goals.check()
     failed = Outcome(request_id="x", sent_s=0.0, error="lost")
-    assert Goals(Slo(ttft_s=1.0), 0.5).strain([failed, outcome(1, 0.5, 0.1)]) == 0.5
+    assert PlanGoals(Slo(ttft_s=1.0), 0.5).strain([failed, outcome(1, 0.5, 0.1)]) == 0.5

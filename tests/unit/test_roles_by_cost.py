@@ -12,8 +12,8 @@ import pytest
 from msgspec.structs import replace
 
 from pd_cluster.cluster.members.auto_role import Decision, Flip
-from pd_cluster.cluster.members.role_costs import InstanceCost, Need, RoleGoals, RoleModel, Split, Work, best_split
-from pd_cluster.cluster.members.role_traffic import Traffic
+from pd_cluster.cluster.members.role_costs import InstanceCost, RoleGoals, RoleModel, RoleNeed, Split, Work, best_split
+from pd_cluster.cluster.members.role_traffic import RoleTraffic
 from pd_cluster.cluster.members.roles_by_cost import RolesByCost
 from pd_cluster.cluster.overview.watch import Overview
 from pd_cluster.cluster.processes.api_processes import ApiProcesses
@@ -270,7 +270,7 @@ async def test_a_request_counts_when_it_comes() -> None:
     world = World()
     serving, first, _ = await world.begin(Sampling(max_tokens=9, n=2))
     counts = world.router.stats.snapshot().counters
-    assert Traffic.of(Stats(counts), Busy())[:5] == (1, 3, 3, 2, 18)
+    assert RoleTraffic.of(Stats(counts), Busy())[:5] == (1, 3, 3, 2, 18)
     first.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await first
@@ -300,7 +300,7 @@ def test_traffic_reads_what_is_counted() -> None:
     counts = {"arrived_requests": 1, "arrived_prompt_tokens": 2, "arrived_prompt_pairs": 3, "arrived_answers": 4}
     counts |= {"arrived_max_tokens": 5, "prompt_tokens_cached": 6, "prompt_tokens_computed": 7}
     counts |= {"generation_tokens": 8, "finished_stop": 4, "finished_abort": 5}
-    assert Traffic.of(Stats(counts), Busy(0, 3, 10, 99)) == Traffic(*range(1, 11))
+    assert RoleTraffic.of(Stats(counts), Busy(0, 3, 10, 99)) == RoleTraffic(*range(1, 11))
 
 
 def test_seats_are_as_many_as_memory_and_goal_allow() -> None:
@@ -327,7 +327,7 @@ def test_more_of_a_role_never_serves_it_less() -> None:
         step = StepCost(0.01, 1e-4, 0.0, random_.choice((1e-5, 1e-3)), 0.0)
         goals = RoleGoals(random_.choice((0.0, 0.5, 3.0)), random_.choice((0.0, 0.05)))
         model = RoleModel.of(Work(1, 900, 0, 1, 90), InstanceCost(step, step, 0.0, 64), goals)
-        need, num = Need(random_.random() * 8, random_.random() * 8), random_.randint(2, 12)
+        need, num = RoleNeed(random_.random() * 8, random_.random() * 8), random_.randint(2, 12)
         loads = [model.loads(need, Split(at, num - at)) for at in range(1, num)]
         assert all(
             one.prefill > other.prefill and one.decode < other.decode for one, other in itertools.pairwise(loads)

@@ -22,6 +22,7 @@ GIVEN = {
     "commands.cli": {"up"},
     "commands.endpoint_picker": {"endpoint_picker"},
     "commands.load": {"load"},
+    "commands.plan": {"plan"},
     "commands.simulate": {"simulate"},
     "offline.llm": {"LLM.__init__", "LLM.chat"},
     "offline.lmdeploy.async_engine": {"AsyncEngine.generate"},

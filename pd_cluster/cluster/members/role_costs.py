@@ -73,7 +73,7 @@ class Work(NamedTuple):
     num_answer_tokens: float = 0.0
 
 
-class Need(NamedTuple):
+class RoleNeed(NamedTuple):
     """Instances that each role keeps busy."""
 
     prefill: float
@@ -165,18 +165,18 @@ class RoleModel:
         token_s = whole_s / usual.num_prompt_tokens if usual.num_prompt_tokens else cost.prefill.prompt_token_s
         return cls(goals, cost.prefill, whole_s / num_prompts, token_s, context, answer_tokens, seats, rate)
 
-    def need(self, work: Work) -> Need:
+    def need(self, work: Work) -> RoleNeed:
         """Returns the instance-seconds of this work."""
-        return Need(prompt_seconds(self.prefill, work), work.num_answer_tokens / self.answer_tokens_per_s)
+        return RoleNeed(prompt_seconds(self.prefill, work), work.num_answer_tokens / self.answer_tokens_per_s)
 
-    def loads(self, need: Need, split: Split) -> Need:
+    def loads(self, need: RoleNeed, split: Split) -> RoleNeed:
         """Returns how busy each role would be; 1: as busy as it may be."""
-        return Need(
+        return RoleNeed(
             _load(need.prefill, split.prefill, self._prefill_share(split.prefill)),
             _load(need.decode, split.decode, self._decode_share(split.decode)),
         )
 
-    def served(self, need: Need, split: Split) -> float:
+    def served(self, need: RoleNeed, split: Split) -> float:
         """Returns the share of what is needed that is served within the goals."""
         return 1 / max(1.0, *self.loads(need, split))
 
@@ -230,7 +230,7 @@ def _num_seats(cost: InstanceCost, context: int, tpot_s: float) -> int:
     return low
 
 
-def best_split(model: RoleModel, need: Need, present: Split) -> Split:
+def best_split(model: RoleModel, need: RoleNeed, present: Split) -> Split:
     """Returns the split of as many instances that serves most, of equals the nearest to the present one."""
     num = sum(present)
     splits = [Split(at, num - at) for at in range(1, num)] or [present]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, get_args
 
 from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.members.role_costs import CLEAR_S, InstanceCost, Need, RoleGoals, RoleModel, Work
+from pd_cluster.cluster.members.role_costs import CLEAR_S, InstanceCost, RoleGoals, RoleModel, RoleNeed, Work
 from pd_cluster.reports import Busy, Stats
 from pd_cluster.types import FinishReason, Role
 from pd_cluster.wire import Load
@@ -17,7 +17,7 @@ FIRST_ANSWER_TOKENS = 256.0  # expected of an answer before any has ended; few r
 ENDED = tuple(f"finished_{reason}" for reason in get_args(FinishReason))
 
 
-class Traffic(NamedTuple):
+class RoleTraffic(NamedTuple):
     """Counts since the start, over all API processes; `num_queued` requests wait for their turn right now."""
 
     num_prompts: int = 0
@@ -32,7 +32,7 @@ class Traffic(NamedTuple):
     num_queued: int = 0
 
     @classmethod
-    def of(cls, stats: Stats, busy: Busy) -> Traffic:
+    def of(cls, stats: Stats, busy: Busy) -> RoleTraffic:
         counts = stats.counters
         return cls(
             counts.get("arrived_requests", 0),
@@ -72,28 +72,28 @@ class Window(NamedTuple):
     """Instances of each role that arrivals need, the standard errors of these as shares, and those for what waits."""
 
     model: RoleModel
-    arrivals: Need
-    errors: Need
-    waiting: Need
+    arrivals: RoleNeed
+    errors: RoleNeed
+    waiting: RoleNeed
 
     @property
-    def need(self) -> Need:
+    def need(self) -> RoleNeed:
         return _sum(self.arrivals, self.waiting)
 
-    def doubted(self, needy: Role, noise: float) -> Need:
+    def doubted(self, needy: Role, noise: float) -> RoleNeed:
         """Returns the need if noise of so many standard errors has exaggerated this role's and hidden the other's."""
         signs = (-1, 1) if needy == "prefill" else (1, -1)
         factors = (max(0.0, 1 + sign * noise * error) for sign, error in zip(signs, self.errors, strict=True))
-        return _sum(Need(*(each * by for each, by in zip(self.arrivals, factors, strict=True))), self.waiting)
+        return _sum(RoleNeed(*(each * by for each, by in zip(self.arrivals, factors, strict=True))), self.waiting)
 
 
-def _sum(one: Need, other: Need) -> Need:
-    return Need(one.prefill + other.prefill, one.decode + other.decode)
+def _sum(one: RoleNeed, other: RoleNeed) -> RoleNeed:
+    return RoleNeed(one.prefill + other.prefill, one.decode + other.decode)
 
 
-class _Reading(NamedTuple):
+class _TrafficReading(NamedTuple):
     at_s: float
-    traffic: Traffic
+    traffic: RoleTraffic
     num_own_tokens: int  # outstanding, of this scheduler's requests; summed over all readings
     num_all_tokens: int  # of all schedulers' requests, likewise
 
@@ -103,18 +103,18 @@ class TrafficHistory:
 
     def __init__(self, longest_s: float, most_gap_s: float) -> None:
         self._longest_s, self._most_gap_s = longest_s, most_gap_s
-        self._readings: deque[_Reading] = deque()
+        self._readings: deque[_TrafficReading] = deque()
         self._answer_tokens = 0.0  # of the last answers that ended; 0: none has yet
         self._usual = Work()  # the last that arrived, for what still waits when nothing more does
 
-    def note(self, at_s: float, traffic: Traffic, instances: Sequence[Instance]) -> None:
+    def note(self, at_s: float, traffic: RoleTraffic, instances: Sequence[Instance]) -> None:
         readings = self._readings
         if readings and at_s - readings[-1].at_s > self._most_gap_s:
             readings.clear()
         own = sum(each.outstanding_tokens for each in instances)
         others = sum(each.others_tokens for each in instances)
         *_, own_before, all_before = readings[-1] if readings else (0, 0)
-        readings.append(_Reading(at_s, traffic, own_before + own, all_before + own + others))
+        readings.append(_TrafficReading(at_s, traffic, own_before + own, all_before + own + others))
         while len(readings) > 1 and at_s - readings[1].at_s >= self._longest_s:
             readings.popleft()
 
@@ -132,13 +132,13 @@ class TrafficHistory:
     def usual(self) -> Work:
         return self._usual
 
-    def work(self, window_s: float) -> tuple[Work, Need] | None:
+    def work(self, window_s: float) -> tuple[Work, RoleNeed] | None:
         """Returns the work that arrived per second, and its standard errors as shares; None: too short a history."""
         last = self._readings[-1]
         first = next((each for each in reversed(self._readings) if last.at_s - each.at_s >= window_s), None)
         if first is None:
             return None
-        come = Traffic(*(now - then for now, then in zip(last.traffic, first.traffic, strict=True)))
+        come = RoleTraffic(*(now - then for now, then in zip(last.traffic, first.traffic, strict=True)))
         share = self._others_share() / (last.at_s - first.at_s)
         missed = 1 - self._hit_share()
         tokens = self._mean_answer(come, window_s) * come.num_answers
@@ -164,7 +164,7 @@ class TrafficHistory:
         own = last.num_own_tokens - first.num_own_tokens
         return (last.num_all_tokens - first.num_all_tokens) / own if own else 1.0
 
-    def _mean_answer(self, come: Traffic, window_s: float) -> float:
+    def _mean_answer(self, come: RoleTraffic, window_s: float) -> float:
         """Returns the expected length of an answer: tokens made by answers that ended, which counts unfinished ones.
 
         The mean of before counts as one more answer, so that it holds while none ends.
@@ -177,13 +177,13 @@ class TrafficHistory:
         return min(most, mean)
 
 
-def _errors(come: Traffic) -> Need:
+def _errors(come: RoleTraffic) -> RoleNeed:
     """Returns standard errors of a Poisson load: prompts by squares of their lengths, answers as if exponential."""
     if not come.num_prompt_tokens:
-        return Need(0.0, 0.0)
+        return RoleNeed(0.0, 0.0)
     squares = 2 * come.num_prompt_pairs + come.num_prompt_tokens
     answers = 2 / come.num_answers + 1 / max(1, come.num_ended) if come.num_answers else 0.0
-    return Need(math.sqrt(squares) / come.num_prompt_tokens, math.sqrt(answers))
+    return RoleNeed(math.sqrt(squares) / come.num_prompt_tokens, math.sqrt(answers))
 
 
 def window_of(
@@ -199,4 +199,4 @@ def window_of(
     num_prompts, num_answers = history.num_queued, history.num_queued + waiting.num_answers
     prompt_s = model.prompt_s * num_prompts + model.token_s * waiting.num_prompt_tokens
     answer_s = usual.num_answer_tokens / max(1e-9, usual.num_prompts) * num_answers / model.answer_tokens_per_s
-    return Window(model, model.need(work), errors, Need(prompt_s / CLEAR_S, answer_s / CLEAR_S))
+    return Window(model, model.need(work), errors, RoleNeed(prompt_s / CLEAR_S, answer_s / CLEAR_S))

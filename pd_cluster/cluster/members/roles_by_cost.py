@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pd_cluster.cluster.members.auto_role import AutoRole, Decision, Flip, Held, Needy, RoleChooser
 from pd_cluster.cluster.members.instance import Instance
 from pd_cluster.cluster.members.role_costs import InstanceCost, RoleGoals, Split, best_split, instance_cost
-from pd_cluster.cluster.members.role_traffic import Traffic, TrafficHistory, Waiting, Window, window_of
+from pd_cluster.cluster.members.role_traffic import RoleTraffic, TrafficHistory, Waiting, Window, window_of
 from pd_cluster.costs.costs import StepWork
 from pd_cluster.reports import Busy, Stats
 
@@ -45,7 +45,7 @@ class CostRules:
     most_gap_s: float = 3.0  # between two looks of one unbroken history
 
 
-class Members(NamedTuple):
+class RoleMembers(NamedTuple):
     """The instances that serve. `coming`: more that are about to, by their role."""
 
     serving: list[Instance]
@@ -54,7 +54,7 @@ class Members(NamedTuple):
     is_settled: bool
 
     @classmethod
-    def of(cls, instances: Sequence[Instance]) -> Members:
+    def of(cls, instances: Sequence[Instance]) -> RoleMembers:
         serving = [each for each in instances if each.takes_requests and each.role != "encode"]
         coming = [each for each in instances if each.is_returning and each.service == "in" and each.next_role is None]
         is_settled = not any(
@@ -102,8 +102,8 @@ class RolesByCost:
 
     def observe(self, now_s: float, instances: Sequence[Instance]) -> Flip | None:
         """Looks once a period. A change that it returns counts as made."""
-        self._history.note(now_s, Traffic.of(*self._figures()), instances)
-        members = Members.of(instances)
+        self._history.note(now_s, RoleTraffic.of(*self._figures()), instances)
+        members = RoleMembers.of(instances)
         self.last = decision = self._decide(members)
         needy = decision.needy
         if needy != self._asked[0] or now_s - self._seen_s > self.rules.most_gap_s:
@@ -127,7 +127,7 @@ class RolesByCost:
         self._asked = None, now_s
         return True
 
-    def _decide(self, members: Members) -> Decision:
+    def _decide(self, members: RoleMembers) -> Decision:
         waiting = Waiting.at(members.serving)
         if self._history.is_silent and waiting == Waiting(0, 0):
             return _stays("silent")
@@ -148,11 +148,11 @@ class RolesByCost:
                 return stay
         return stay
 
-    def _judge_by(self, cost: InstanceCost, window_s: float, waiting: Waiting, members: Members) -> Decision | None:
+    def _judge_by(self, cost: InstanceCost, window_s: float, waiting: Waiting, members: RoleMembers) -> Decision | None:
         window = window_of(self._history, window_s, waiting, cost, self._goals)
         return None if window is None else self._judge(window, members, cost)
 
-    def _judge(self, window: Window, members: Members, cost: InstanceCost) -> Decision:
+    def _judge(self, window: Window, members: RoleMembers, cost: InstanceCost) -> Decision:
         """Compares the present split with the next towards the best, doubting what speaks for it."""
         model, need, split = window.model, window.need, members.planned
         served = model.served(need, split)
@@ -186,7 +186,7 @@ class RolesByCost:
         full, left = loads if needy == "prefill" else reversed(loads)
         return left <= max(1.0, full)
 
-    def _gain(self, window: Window, members: Members, cost: InstanceCost, needy: Needy) -> float:
+    def _gain(self, window: Window, members: RoleMembers, cost: InstanceCost, needy: Needy) -> float:
         """Returns for how many seconds' requests more are served within the horizon, less those of the drain."""
         model, split, horizon_s = window.model, members.planned, self.rules.horizon_s
         need = window.doubted(needy, self._noise(needy))
@@ -194,7 +194,7 @@ class RolesByCost:
         during, after = (model.served(need, each) for each in (split.drained(needy), split.moved(needy)))
         return drain_s * during + (horizon_s - drain_s) * after - horizon_s * model.served(need, split)
 
-    def _drain_s(self, window: Window, members: Members, cost: InstanceCost, needy: Needy) -> float:
+    def _drain_s(self, window: Window, members: RoleMembers, cost: InstanceCost, needy: Needy) -> float:
         """Returns how long the giver takes to end what it has."""
         load = min(members.givers(needy), key=lambda each: each.outstanding_tokens).load
         if needy == "decode":

@@ -100,7 +100,7 @@ async def _compare(bench: SimulatorBench, costs: Costs, configuration: Configura
     arrivals = arrivals_of(msgspec.structs.replace(workload, rate_per_s=rate))
     kill_s = arrivals[len(arrivals) // 2].at_s
     script = [ScriptLine(at_s=kill_s, what="kill", instance=configuration.kill)] if configuration.kill else []
-    simulated = await asyncio.to_thread(simulate, layout, costs, arrivals, 0, script)
+    simulated = await asyncio.to_thread(simulate, layout, costs, arrivals, script)
     alone = (await asyncio.to_thread(simulate, layout, costs, arrivals[:1])).outcomes[0]
     goals = Slo(ttft_s=SLACK.ttft_s * (alone.ttft_s or 0.0), tpot_s=SLACK.tpot_s * (alone.tpot_s or 0.0))
     measured, hit_share = await _measured(bench, layout, arrivals, configuration.kill, kill_s)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,7 +46,7 @@ def plan(
     from pd_cluster.plan.search import Search
     from pd_cluster.plan.trials import Trials
     from pd_cluster.settings.engine import SHIPPED_MODEL
-    from pd_cluster.simulate.simulate import simulate
+    from pd_cluster.simulate.simulate import silent, simulate
     from pd_cluster.tables import check_writable
 
     check_writable(json)
@@ -59,9 +58,9 @@ def plan(
     model = (model or str(SHIPPED_MODEL)).removeprefix("hf:")
     source = _source(model, costs, device, arrivals)
     space = source.space(tensor_parallel_size or (), one_host)
-    logging.disable(logging.ERROR)  # what simulated processes would say
     trials = Trials(arrivals, goals, source.costs, simulate)
-    found = Search(trials, space, lambda line: typer.echo(line, err=True)).plan(devices)
+    with silent():
+        found = Search(trials, space, lambda line: typer.echo(line, err=True)).plan(devices)
     report = PlanReport(model=model, goals=goals, plan=found, source=source)
     report.show()
     if json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Annotated, Any
 
 import typer
@@ -75,11 +74,11 @@ def _run(given: dict[str, Any]) -> None:
     costs = read_costs(given["costs"])
     script = read_script(given["script"]) if given["script"] else []
     title, arrivals = asked_arrivals(given)
+    from pd_cluster.simulate.simulate import silent
     from pd_cluster.simulate.simulate import simulate as compute
 
-    logging.disable(logging.ERROR)  # what processes would say that do not exist; the report has the events
-    with progress("simulated", len(arrivals)) as ended:
-        found = compute(layout, costs, arrivals, given["seed"], script, ended)
+    with silent(), progress("simulated", len(arrivals)) as ended:
+        found = compute(layout, costs, arrivals, script, ended)
     slo = Slo(ttft_s=given["slo_ttft"], tpot_s=given["slo_tpot"], e2e_s=given["slo_e2e"])
     title = f"{given['layout']}, simulated: {title}; {costs.model} on {costs.device}"
     run = LoadRun(title, found.duration_s, found.outcomes, found.samples, slo, found.gaps, found.events)

@@ -20,9 +20,7 @@ from pd_cluster.simulate.scenario import Simulated, SimulatedLayout
 class Simulate(Protocol):
     """The simulator."""
 
-    def __call__(
-        self, layout: SimulatedLayout, costs: Costs, arrivals: Sequence[Arrival], seed: int = 0
-    ) -> Simulated: ...
+    def __call__(self, layout: SimulatedLayout, costs: Costs, arrivals: Sequence[Arrival]) -> Simulated: ...
 
 
 CostsOf = Callable[[LayoutCandidate], Costs | Unfit]
@@ -57,7 +55,6 @@ class Trials:
     goals: PlanGoals
     costs_of: CostsOf
     simulate: Simulate
-    seed: int = 0
     _found: dict[tuple[LayoutCandidate, int, float], Trial] = field(default_factory=dict)
     _costs: dict[LayoutCandidate, Costs | Unfit] = field(default_factory=dict)
 
@@ -76,7 +73,7 @@ class Trials:
         """Simulates anew, and returns the whole of it."""
         costs = self.costs(candidate)
         assert not isinstance(costs, Unfit)
-        return self.simulate(candidate.layout, costs, at_rate(self.arrivals[:num_requests], factor), self.seed)
+        return self.simulate(candidate.layout, costs, at_rate(self.arrivals[:num_requests], factor))
 
     def _trial(self, candidate: LayoutCandidate, num_requests: int, factor: float) -> Trial:
         simulated = self.simulated(candidate, num_requests, factor)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -34,17 +35,27 @@ def simulate(
     layout: SimulatedLayout,
     costs: Costs,
     arrivals: Sequence[Arrival],
-    seed: int = 0,
     script: Sequence[ScriptLine] = (),
     progressed: Progressed = lambda: None,
 ) -> Simulated:
-    """Returns what each request saw, and what instances did. Nothing of it is random: `seed` only numbers the run.
+    """Returns what each request saw, and what instances did.
 
     `progressed` is called when a request has ended. Raises ConfigError for a layout or a script that cannot be.
     """
     layout.check()
     with _rare_collections(), asyncio.Runner(loop_factory=JumpingLoop) as runner:
         return runner.run(Simulation(layout, costs, arrivals, progressed).run(script))
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Keeps back what processes would log that do not exist; a simulation's events tell of them."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,12 @@ OF_ONE_REQUEST = (
 )
 
 
+def arrived(num_answers: int, max_tokens: int) -> dict[str, int]:
+    """The counts of one request with PROMPT."""
+    counts = {"requests": 1, "prompt_tokens": 20, "prompt_pairs": 190, "answers": num_answers, "max_tokens": max_tokens}
+    return {f"arrived_{name}_total": count for name, count in counts.items()}
+
+
 @contextmanager
 def difference(cluster: LiveCluster, **expected: int) -> Iterator[None]:
     """Asserts that the block changes the metrics of requests by exactly this difference, and soon."""
@@ -70,6 +76,7 @@ def test_an_answer_of_known_length(cluster: LiveCluster) -> None:
         request_generation_tokens=1,
         inter_token_latency_seconds=7,
         time_per_output_token_seconds=7,
+        **arrived(1, 8),
         **dict.fromkeys(OF_ONE_REQUEST.split(), 1),
     ):
         sums = told(cluster)
@@ -122,6 +129,7 @@ def test_sequences_count_by_their_own_ends(cluster: LiveCluster) -> None:
         request_generation_tokens=3,
         inter_token_latency_seconds=9,
         time_per_output_token_seconds=9,
+        **arrived(3, 12),
         **dict.fromkeys(OF_ONE_REQUEST.split(), 1),
     ):
         assert len(cluster.complete_choices(PROMPT, 4, n=3, temperature=1.0, seed=3, ignore_eos=True)) == 3

@@ -223,7 +223,8 @@ def test_nothing_is_read_once_the_exporter_is_dead(gpu: FakeModule) -> None:
 
 
 def test_a_server_forgets_who_has_hung_up(gpu: FakeModule) -> None:
-    server = ExportServer(put_on(random_pool(1)), MemfdMemory())
+    pool = put_on(random_pool(1))
+    server = ExportServer(pool, MemfdMemory())
     for _ in range(5):
         receiver = make_receiver(server)
         receiver.open()
@@ -236,6 +237,7 @@ def test_a_server_forgets_who_has_hung_up(gpu: FakeModule) -> None:
     assert len(kept) <= 2
     last.close()
     server.close()
+    pool.close()
 
 
 def test_pools_on_two_devices_are_not_local(gpu: FakeModule) -> None:

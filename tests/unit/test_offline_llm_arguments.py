@@ -74,7 +74,7 @@ def test_instances_that_share_experts_are_worker_processes(make: MakeLLM, caplog
     (warning,) = warnings_of(caplog)
     assert warning.startswith("data_parallel_size=2: 2 prefill and 2 decode instances")
     launch = launch_of(offline.config)
-    assert launch.unit_sizes == {"prefill": 2, "decode": 2}
+    assert (launch.unit_sizes["prefill"], launch.unit_sizes["decode"]) == (2, 2)
     assert [each for each in launch.arguments if "parallel" in each] == ["--enable-expert-parallel"]
     _, offline = make(data_parallel_size=2, prefill=2, decode=3)
     with pytest.raises(ConfigError, match=r"decode.* 3: expected a multiple of 2"):

@@ -140,7 +140,9 @@ class Instance:
 
         A decode instance's outstanding tokens belong mostly to sequences that already decode.
         """
-        return self.tokens_ahead if self.role == "prefill" else self.load.num_queued_tokens
+        if self.role == "prefill":
+            return self.outstanding_tokens + self.others_tokens
+        return self.load.num_queued_tokens
 
     @property
     def num_sent_since(self) -> int:

@@ -101,10 +101,12 @@ def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     """
     sides = Sides.of(instances, ask.avoid)
     to_go = {each.name: ask.num_to_go(each) for each in itertools.chain(sides.prefills, sides.decodes)}
-    rate, num_tokens = best_rate(instances), ask.prompt.num_tokens
+    rate = functools.cache(lambda: best_rate(instances))  # few need it, and it asks all
+    num_tokens = ask.prompt.num_tokens
 
     def ttft_s(instance: Instance) -> float:
-        return predict_ttft_s(instance, to_go[instance.name], rate, num_tokens)
+        own = 0.0 if instance.load.prompt_work.num_prompt_tokens else rate()
+        return predict_ttft_s(instance, to_go[instance.name], own, num_tokens)
 
     def tokens_to_go(instance: Instance) -> int:
         return instance.tokens_ahead + to_go[instance.name]

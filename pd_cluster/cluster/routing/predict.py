@@ -46,10 +46,13 @@ def predict_ttft_s(instance: Instance, num_uncached: int, rate: float = 0.0, num
     work, cost, num_tokens = load.prompt_work, load.step_cost, num_ahead + num_uncached
     if not work.num_prompt_tokens:
         return num_tokens / (rate or UNKNOWN_TOKENS_PER_S)
-    num_steps = math.ceil(num_tokens / work.num_prompt_tokens)
-    num_pairs = num_pairs_of(num_uncached, max(0, num_prompt_tokens - num_uncached))
-    num_pairs += num_ahead * work.num_prompt_pairs // work.num_prompt_tokens
-    return num_steps * load.beside_prompts_s + num_tokens * cost.prompt_token_s + num_pairs * cost.prompt_pair_s
+    num_steps = -(-num_tokens // work.num_prompt_tokens)
+    found_s = num_steps * load.beside_prompts_s + num_tokens * cost.prompt_token_s
+    if cost.prompt_pair_s:
+        num_pairs = num_pairs_of(num_uncached, max(0, num_prompt_tokens - num_uncached))
+        num_pairs += num_ahead * work.num_prompt_pairs // work.num_prompt_tokens
+        found_s += num_pairs * cost.prompt_pair_s
+    return found_s
 
 
 def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> float:

@@ -1,7 +1,7 @@
 """`python -m benchmarks simulator`: real small clusters beside simulated ones, with the costs that this machine has.
 
 Each configuration is served by a real cluster and by a simulated one: the same arrivals, at a share of what the
-simulated one can do at most. The ratios are measured to simulated. `pd-cluster profile --out FILE` makes the costs.
+simulated one can do at most. A ratio is of the larger to the smaller. `pd-cluster profile --out FILE` makes the costs.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ async def run(bench: SimulatorBench, json: str) -> None:
         if each.layout in layouts:
             results += await _compare(bench, costs, each)
     asked = f"--costs {bench.costs} --layouts {','.join(layouts)} --num-requests {bench.num_requests}"
-    finish(Report(f"python -m benchmarks simulator {asked}", results), "measured to simulated", json)
+    finish(Report(f"python -m benchmarks simulator {asked}", results), "measured and simulated", json)
 
 
 async def _compare(bench: SimulatorBench, costs: Costs, configuration: Configuration) -> list[Result]:
@@ -111,16 +111,18 @@ async def _compare(bench: SimulatorBench, costs: Costs, configuration: Configura
     )
     one, other = _figures(measured, goals), _figures(simulated.outcomes, goals)
     one["hit share"], other["hit share"] = hit_share, simulated_hits
+    print(", ".join(f"{name} {one[name]:.3g} for {other[name]:.3g}" for name in one), flush=True)
     return [
         Result(
             name=f"{configuration.name}: {name}",
-            value=one[name] / other[name] if other[name] else None,
+            value=max(one[name], other[name]) / min(one[name], other[name]),
             unit="ratio",
             better="lower",
             samples=len(measured),
             goal=1 + GOAL,
         )
         for name in one
+        if one[name] and other[name]
     ]
 
 

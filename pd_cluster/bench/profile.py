@@ -109,7 +109,7 @@ def _show(profile: Profile, costs: Costs) -> None:
         rows.append(["handover", "setup", _time(handover.setup_s), _percent(costs.error["handover"])])
         rows.append(["handover", "MiB", _time((1 << 20) * handover.byte_s), ""])
         rows += [["host", name.removesuffix("_s"), _time(getattr(host, name)), ""] for name in host.__struct_fields__]
-    for name in costs.neighbour.__struct_fields__:
+    for name in ("decode_beside_prefill", "prefill_beside_decode"):
         if name in costs.error:
             factor = getattr(costs.neighbour, name)
             rows.append(["neighbour", name.replace("_", " "), f"{factor:.2f} times", _percent(costs.error[name])])

@@ -13,6 +13,7 @@ from pd_cluster.bench.profile_spec import EngineReady, Steps, TimedStep
 from pd_cluster.bench.profiled_engine import ProfiledEngine
 from pd_cluster.costs.costs import NeighbourCost, StepWork
 from pd_cluster.costs.fit import Sample
+from pd_cluster.host import num_cores
 from pd_cluster.tables import progress
 
 CONTEXTS = (32, 256, 1024, 4096)
@@ -144,7 +145,7 @@ async def measure_beside(
         for name, values in factors.items()
         if values
     }
-    return NeighbourCost(**means), spreads
+    return NeighbourCost(**means, num_cores=num_cores()), spreads
 
 
 def _prompt_within(alone: Alone, most_s: float) -> Steps:

@@ -75,10 +75,24 @@ Factor = Annotated[float, msgspec.Meta(ge=0.1, le=100.0)]
 
 
 class NeighbourCost(msgspec.Struct, frozen=True, array_like=True):
-    """By how much a step slows while an instance of the other role computes on the same host; 1: not at all."""
+    """By how much a step slows while an instance of the other role computes on the same host; 1: not at all.
+
+    `num_cores`: of that host, 0 where it is not known. More instances than cores share them.
+    """
 
     decode_beside_prefill: Factor = 1.0
     prefill_beside_decode: Factor = 1.0
+    num_cores: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    def factor(self, is_prefill: bool, num_computing: int) -> float:
+        """Returns by how much a step of this role slows where so many instances compute, itself included.
+
+        A neighbour of the same role counts as one of the other: it takes its cores back, too.
+        """
+        if num_computing < 2:
+            return 1.0
+        crowd = max(1.0, num_computing / max(2, self.num_cores)) if self.num_cores else 1.0
+        return crowd * (self.prefill_beside_decode if is_prefill else self.decode_beside_prefill)
 
 
 class Costs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

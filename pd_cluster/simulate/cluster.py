@@ -59,9 +59,7 @@ class SimulatedCluster:
         self.agenda = Agenda(loop)
         self.mail, self.notes = SimulatedMail(self.agenda, costs.host), Notes()
         self.cables = Cables(self.agenda, costs.handover, costs.kv_token_nbytes)
-        neighbour = costs.neighbour
-        slows = {True: neighbour.prefill_beside_decode, False: neighbour.decode_beside_prefill}
-        host = SharedHost(slows.__getitem__) if layout.are_neighbours else None
+        host = SharedHost(costs.neighbour) if layout.are_neighbours else None
         self.around = Surroundings(self.agenda, self.mail, self.notes, host)
         self.lives: dict[str, SimulatedInstance] = {}  # by name, the present ones
         self.events: list[tuple[float, str]] = []

@@ -184,7 +184,7 @@ class SimulatedInstance:
     @property
     def _factor(self) -> float:
         """By how much steps are slowed now."""
-        return self.slowdown * (self.around.host.factor(self.is_prefill) if self.around.host is not None else 1.0)
+        return self.slowdown * (self.around.host.factor(self) if self.around.host is not None else 1.0)
 
     def set_speed(self, slowdown: float) -> None:
         """Slows every step from now on, the one under way included."""

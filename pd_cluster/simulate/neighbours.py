@@ -1,9 +1,10 @@
-"""Instances that share the cores of one host: those of one role slow those of the other while both compute."""
+"""Instances that share the cores of one host slow each other while they compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
+
+from pd_cluster.costs.costs import NeighbourCost
 
 
 class Neighbour(Protocol):
@@ -14,22 +15,23 @@ class Neighbour(Protocol):
 
 
 class SharedHost:
-    """`slows(is_prefill)`: by how much an instance of this role is slowed beside one of the other."""
+    """Knows which of its instances compute."""
 
-    def __init__(self, slows: Callable[[bool], float]) -> None:
-        self._slows = slows
-        self._computing: dict[Neighbour, bool] = {}  # in the order of their steps' beginning
+    def __init__(self, cost: NeighbourCost) -> None:
+        self._cost = cost
+        self._computing: dict[Neighbour, None] = {}  # in the order of their steps' beginning
 
-    def factor(self, is_prefill: bool) -> float:
-        """Returns by how much an instance of this role is slowed now."""
-        return self._slows(is_prefill) if (not is_prefill) in self._computing.values() else 1.0
+    def factor(self, instance: Neighbour) -> float:
+        """Returns by how much this instance is slowed now, if it computes."""
+        num_computing = len(self._computing) + (instance not in self._computing)
+        return self._cost.factor(instance.is_prefill, num_computing)
 
     def changed(self, instance: Neighbour, computes: bool) -> None:
         """Notes that an instance begins or ends to compute; those that it slows are told."""
         if computes:
-            self._computing[instance] = instance.is_prefill
+            self._computing[instance] = None
         else:
             self._computing.pop(instance, None)
-        for other, is_prefill in list(self._computing.items()):
-            if other is not instance and is_prefill != instance.is_prefill:
+        for other in list(self._computing):
+            if other is not instance:
                 other.change_pace()

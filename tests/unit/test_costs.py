@@ -142,3 +142,10 @@ def test_no_file_no_json_and_a_missing_field(tmp_path: Path) -> None:
         read_costs(tmp_path)
     with pytest.raises(ConfigError, match=r"--out .*cannot be written"):
         write_costs(tmp_path / "nowhere" / "f", COSTS)
+
+
+def test_more_instances_than_cores_share_them() -> None:
+    cost = NeighbourCost(1.1, 2.0, num_cores=2)
+    assert [cost.factor(True, number) for number in (1, 2, 3, 4)] == pytest.approx([1.0, 2.0, 3.0, 4.0])
+    assert [cost.factor(False, number) for number in (1, 2, 4)] == pytest.approx([1.0, 1.1, 2.2])
+    assert NeighbourCost(1.1, 2.0).factor(True, 4) == 2.0, "cores that nobody counted crowd nobody"

@@ -69,7 +69,8 @@ class Background:
 
 
 def running(cluster: LiveCluster) -> int:
-    return int(sum(instance["num_running"] for instance in cluster.instances()))
+    """Counts sequences that decode. Loads are of different moments: a prefill instance may still count what decodes."""
+    return sum(int(each["num_running"]) for each in cluster.instances() if each["role"] == "decode")
 
 
 def test_an_empty_cache_is_computed_again(steered: Steered) -> None:

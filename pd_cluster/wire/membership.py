@@ -131,8 +131,8 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
             step_cost=StepCost(
                 row_s=decode_step_s, prompt_token_s=1 / prefill_tokens_per_s if prefill_tokens_per_s else 0.0
             ),
-            prompt_work=StepWork(num_prompt_tokens=prefill_tokens_per_s > 0),
-            decode_work=StepWork(num_rows=decode_step_s > 0),
+            prompt_work=StepWork(num_prompt_tokens=int(prefill_tokens_per_s > 0)),
+            decode_work=StepWork(num_rows=int(decode_step_s > 0)),
         )
 
     @functools.cached_property

@@ -179,6 +179,12 @@ def test_rates_are_those_of_the_mean_work() -> None:
     assert (made_up.prefill_tokens_per_s, made_up.decode_step_s) == (1_000.0, 0.2)
 
 
+def test_a_load_at_given_rates_can_be_sent() -> None:
+    load = wire.Load().at_rates(prefill_tokens_per_s=2000.0, decode_step_s=0.02)
+    found = msgspec.msgpack.decode(msgspec.msgpack.encode(load), type=wire.Load)
+    assert (found.prefill_tokens_per_s, found.decode_step_s) == (pytest.approx(2000.0), pytest.approx(0.02))
+
+
 def test_a_first_token_is_predicted_with_steps_and_context() -> None:
     alone = predict_ttft_s(worker(TRUE), 512, 0.0, 512)
     assert alone == pytest.approx(TRUE.seconds(PROMPT))

@@ -55,20 +55,19 @@ async def run_comparison(spec: ComparisonSpec, file: str, run_load: RunLoad) -> 
         raise ConfigError(f"{file}: {error.text}") from None
     folder = Path(tempfile.mkdtemp(prefix="pd-cluster-compare-"))  # mode 0700
     runs: list[ComparedRun] = []
+    is_whole = False
     try:
         with sigterm_ends_it():
             comparing = _Comparing(spec, run_load, folder, _client_cores(spec))
             slo = await comparing.goals()
             for round_ in range(spec.rounds):
                 runs += await comparing.round(round_, slo)
-    except BaseException:
-        if any(folder.iterdir()):
-            print(f"the servers' logs: {folder}", flush=True)
-        raise
-    if any(outcome.error for run in runs for outcome in run.load.outcomes):
-        print(f"some requests failed; the servers' logs: {folder}", flush=True)
-    else:
-        shutil.rmtree(folder, ignore_errors=True)
+        is_whole = not any(outcome.error for run in runs for outcome in run.load.outcomes)
+    finally:
+        if is_whole or not any(folder.iterdir()):
+            shutil.rmtree(folder, ignore_errors=True)
+        else:
+            print(f"it did not go well; the servers' logs: {folder}", flush=True)
     return runs, slo
 
 

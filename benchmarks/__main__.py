@@ -205,13 +205,16 @@ def faults(
     load: LoadShare = 0.7,
     seed: Seed = 0,
     kv_transport: KVTransport = "",
+    units: Annotated[
+        bool, typer.Option("--units", help="The instances of each role are a unit of a model's experts.")
+    ] = False,
     quick: Quick = False,
     json: Json = "",
 ) -> None:
     """Two prefill and two decode instances that die, stand still and are restarted under load: what requests notice."""
     from benchmarks.faults.bench import FaultsBench, run
 
-    _run(run(FaultsBench(faults, num_requests, load, seed, quick, kv_transport), json))
+    _run(run(FaultsBench(faults, num_requests, load, seed, quick, kv_transport, units), json))
 
 
 @app.command("soak")

@@ -2,7 +2,7 @@
 
 Starts two prefill and two decode instances, measures how many requests they serve, and sends seeded requests at 70 %
 of that as a Poisson process: first without a fault, then during each one. The first run gives the expected output,
-token by token. Only processes started here receive signals.
+token by token. Only processes started here receive signals. With --units, the instances of each role are a unit.
 """
 
 from __future__ import annotations
@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.clients import CLIENT_FAULTS
@@ -22,6 +24,7 @@ from benchmarks.faults.report import Run, Tokens, is_right, show
 from benchmarks.faults.scripts import FAULTS
 from benchmarks.faults.stage import Stage
 from benchmarks.faults.terms import Fault, Means, Seen
+from benchmarks.faults.units import LAUNCH, UNIT_FAULTS, make_unit_model
 from benchmarks.figures import begin, names_of
 from benchmarks.load import Load, LoadRequest, Send, make_asks, poisson
 from pd_cluster.bench.serve import running, sigterm_ends_it
@@ -39,7 +42,7 @@ CLOSE_S = 10.0  # longer than idle connections are kept
 COUNT_S = 3.0  # between two reads of the last requests
 MOST_AT_ONCE = 4000
 MOST_FOR_CAPACITY = 400
-QUICK_FAULTS = ("kill-both", "kill-scheduler")
+QUICK_FAULTS, QUICK_UNIT_FAULTS = ("kill-both", "kill-scheduler"), ("unit-follower",)
 STALL_S = 20.0
 QUICK_NUM_REQUESTS, QUICK_STALL_S, QUICK_SCALE = 60, 6.0, 0.02
 ALL_FAULTS: dict[str, Fault] = {**FAULTS, **MEANS_FAULTS, **CLIENT_FAULTS}
@@ -57,18 +60,31 @@ class FaultsBench:
     seed: int
     quick: bool
     kv_transport: str
+    units: bool = False
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""
-        names_of("--faults", self.faults, ALL_FAULTS)
+        names_of("--faults", self.faults, self.known)
         check(self.load, self.kv_transport)
+
+    @property
+    def known(self) -> Mapping[str, Fault]:
+        return UNIT_FAULTS if self.units else ALL_FAULTS
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the faults to put in, in order."""
+        if self.quick and not self.faults:
+            return QUICK_UNIT_FAULTS if self.units else QUICK_FAULTS
+        return names_of("--faults", self.faults, self.known)
 
     @property
     def command(self) -> str:
         only = f" --faults {self.faults}" if self.faults else ""
         size = "--quick" if self.quick else f"--num-requests {self.num_requests}"
         over = f" --kv-transport {self.kv_transport}" if self.kv_transport else ""
-        return f"python -m benchmarks faults{only}{over} {size} --load {self.load:g} --seed {self.seed}"
+        units = " --units" if self.units else ""
+        return f"python -m benchmarks faults{units}{only}{over} {size} --load {self.load:g} --seed {self.seed}"
 
 
 def check(load: float, kv_transport: str) -> None:
@@ -83,17 +99,18 @@ async def run(bench: FaultsBench, json_path: str = "") -> None:
     """Measures, prints, writes. Raises PdClusterError: no cluster, or any request that was lost or wrong."""
     begin(json_path)
     started_s = time.monotonic()
-    names = QUICK_FAULTS if bench.quick and not bench.faults else names_of("--faults", bench.faults, ALL_FAULTS)
-    with sigterm_ends_it():
-        async with started("", bench.kv_transport) as stage:
+    with sigterm_ends_it(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
+        model = make_unit_model(Path(folder)) if bench.units else ""
+        async with started(model, bench.kv_transport, **(LAUNCH if bench.units else {})) as stage:
             if bench.quick:
                 scene = Scene(stage, QUICK_NUM_REQUESTS, bench.load, bench.seed, QUICK_STALL_S, QUICK_SCALE)
             else:
                 scene = Scene(stage, bench.num_requests, bench.load, bench.seed, STALL_S)
             quiet, capacity = await scene.quiet()
-            runs = [quiet, *[await scene.play(key, capacity, expected_of(quiet)) for key in names]]
+            runs = [quiet, *[await scene.play(key, capacity, expected_of(quiet)) for key in bench.names]]
     load = f"{bench.load:.0%} of {capacity:.1f} requests/s"
-    show(f"two prefill and two decode instances at {load}; {time.monotonic() - started_s:.0f} s in all", runs)
+    layout = "a unit of two on each side" if bench.units else "two prefill and two decode instances"
+    show(f"{layout} at {load}; {time.monotonic() - started_s:.0f} s in all", runs)
     if json_path:
         results = [Result(name="capacity", value=capacity, unit="requests/s", better="higher")]
         Report(bench.command, results + [result for run in runs for result in run.results()]).write(json_path)
@@ -102,8 +119,8 @@ async def run(bench: FaultsBench, json_path: str = "") -> None:
 
 
 @contextlib.asynccontextmanager
-async def started(model: str, kv_transport: str) -> AsyncIterator[Stage]:
-    """Starts a fresh cluster, and stops it afterwards."""
+async def started(model: str, kv_transport: str, **launch_settings: Any) -> AsyncIterator[Stage]:
+    """Starts a fresh cluster, and stops it afterwards. `launch_settings`: further fields of its Launch."""
     launch = Launch(
         model=model,
         num_prefill=NUM_PREFILL,
@@ -112,6 +129,7 @@ async def started(model: str, kv_transport: str) -> AsyncIterator[Stage]:
         served_model_names=[NAME],
         restart="on-failure",
         arguments=[f"--kv-transport={kv_transport}"] if kv_transport else [],
+        **launch_settings,
     )
     async with make_client(MOST_AT_ONCE) as client, running(launch) as cluster:
         yield Stage(cluster, client)
@@ -129,7 +147,7 @@ class Scene:
 
     async def play(self, key: str, capacity: float, expected: Sequence[Tokens]) -> Run:
         """Runs one fault."""
-        fault = ALL_FAULTS[key]
+        fault = {**ALL_FAULTS, **UNIT_FAULTS}[key]
         await self.stage.whole()
         return await self._run(key, fault.title, (fault.load or self._load) * capacity, expected, fault)
 

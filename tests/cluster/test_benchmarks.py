@@ -18,6 +18,7 @@ SLOW = (
     "engine --shape=mla-1B --quick --threads=1 --rounds=1",
     "engine --shape=moe-1B --quick --threads=1 --rounds=1",
     "faults --quick",
+    "faults --quick --units",
     "faults --quick --faults=resets,aborts,slow-readers",
     "hog --seconds=2 --attacks=guides",
     "lora --quick --rounds=1 --threads=1",

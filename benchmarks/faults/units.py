@@ -1,0 +1,97 @@
+"""Faults of `benchmarks faults --units`: a cluster of a prefill and a decode unit, two members each, of two ranks.
+
+The loss of any process of a member ends its whole unit, which forms anew. Its model has experts and random weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.experts import SHARED, SMALL, SPARSE
+from benchmarks.faults.terms import Fault, Means, Seen
+from benchmarks.peers.make_model import write
+from benchmarks.shapes import model_of
+from pd_cluster.settings.timeouts import Timeouts
+
+SIZE, TP_SIZE = 2, 2
+LAUNCH: dict[str, Any] = {
+    "unit_sizes": {"prefill": SIZE, "decode": SIZE},
+    "tp_sizes": {"prefill": TP_SIZE, "decode": TP_SIZE},
+}
+FEW_EXPERTS: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+KILLED_GOAL_S = 4.0
+STOPPED_GOAL_S = Timeouts().dead_after_s + 2.0
+
+
+def make_unit_model(folder: Path) -> str:
+    """Writes a model of two layers with eight experts each. Returns its folder."""
+    torch.manual_seed(0)
+    write(model_of("glm4_moe", {**SHARED, **SMALL, **SPARSE, **FEW_EXPERTS}), folder)
+    return str(folder)
+
+
+def unit_of(name: str) -> list[str]:
+    role = name.partition("-")[0]
+    return [f"{role}-{rank}" for rank in range(SIZE)]
+
+
+async def lose_unit(means: Means, name: str, at_s: float) -> Seen:
+    """Waits until all members of its unit are lost, and until they are back."""
+    detected_s = await means.stage.lost(*unit_of(name)) - at_s
+    await means.stage.whole()
+    return Seen([detected_s])
+
+
+async def kill_member(means: Means, name: str) -> Seen:
+    """Kills all ranks of a member."""
+    await means.stage.busy(name)
+    return await lose_unit(means, name, means.stage.kill_ranks(name))
+
+
+async def kill_follower(means: Means, name: str) -> Seen:
+    """Kills the second rank of a member."""
+    await means.stage.busy(name)
+    return await lose_unit(means, name, means.stage.kill_rank(name, 1))
+
+
+async def kill_parent(means: Means, name: str) -> Seen:
+    await means.stage.busy(name)
+    return await lose_unit(means, name, means.stage.kill(name))
+
+
+async def stop_member(means: Means, name: str) -> Seen:
+    """Stops all processes of a member, and continues them after its mates have ended."""
+    await means.stage.busy(name)
+    at_s = means.stage.stop(name)
+    try:
+        detected_s = await means.stage.lost(*unit_of(name)) - at_s
+        await asyncio.sleep(max(0.0, means.stall_s - detected_s))
+    finally:
+        means.stage.go_on(name)
+    await means.stage.whole()
+    return Seen([detected_s])
+
+
+async def rolling_restart_of_units(means: Means) -> Seen:
+    """Ends a member of each unit by SIGTERM: the whole unit drains, and starts again."""
+    for name in ("prefill-0", "decode-0"):
+        old_pids = {mate: means.stage.pid_of(mate) for mate in unit_of(name)}
+        means.stage.kill(name, signal.SIGTERM)
+        for mate, pid in old_pids.items():
+            await means.stage.new_pid(mate, pid)
+        await means.stage.whole()
+    return Seen()
+
+
+UNIT_FAULTS: dict[str, Fault] = {
+    "unit-member": Fault("kill -9 of a member's ranks", lambda m: kill_member(m, "decode-1"), KILLED_GOAL_S),
+    "unit-follower": Fault("kill -9 of a follower", lambda m: kill_follower(m, "decode-0"), KILLED_GOAL_S),
+    "unit-parent": Fault("kill -9 of a member's parent", lambda m: kill_parent(m, "prefill-1"), KILLED_GOAL_S),
+    "unit-stall": Fault("SIGSTOP of a member", lambda m: stop_member(m, "decode-1"), STOPPED_GOAL_S),
+    "unit-rolling": Fault("SIGTERM of a member of each unit", rolling_restart_of_units),
+}

@@ -28,7 +28,7 @@ from ranktable_tools.schema import load_global
 from ranktable_tools.show import render
 from ranktable_tools.tables import RankTable
 from ranktable_tools.units import OPTIONS as UNIT_OPTIONS
-from ranktable_tools.units import unit_names
+from ranktable_tools.units import open_units, unit_names
 
 _GEN_EXAMPLE: Final = "--prefill-server-list 4,5 --decode-server-list 6,7 --api-server --save-dir ./save_dir"
 _MERGE_EXAMPLE: Final = (
@@ -40,7 +40,7 @@ ENCODERS: Final = (
     "where PORT is the scheduler's --join-port."
 )
 _COMMAND: Final = "_command"
-_MERGE_ONLY: Final = ("global_ranktable_list", "prefill_data_parallel_size", "decode_data_parallel_size")
+_MERGE_ONLY: Final = ("global_ranktable_list",)
 _GEN_ONLY: Final = ("prefill_server_list", "decode_server_list", "api_server", "device_ip", "server_ip")
 
 
@@ -146,6 +146,7 @@ def _merge_parser() -> _Parser:
         example=_MERGE_EXAMPLE,
     )
     _add_merge_options(parser, required=True)
+    _add_unit_options(parser)
     _add_save_dir(parser)
     parser.set_defaults(**{_COMMAND: _merge})
     return parser
@@ -218,6 +219,7 @@ def _add_gen_options(parser: _Parser) -> None:
         metavar="ID=ADDRESS",
         help="a device's address, where hccn_tool can't be asked; may be repeated",
     )
+    _add_unit_options(parser)
 
 
 def _add_merge_options(parser: _Parser, required: bool = False) -> None:
@@ -230,7 +232,6 @@ def _add_merge_options(parser: _Parser, required: bool = False) -> None:
         metavar="FILE",
         help="the global rank tables to put together",
     )
-    _add_unit_options(parser)
 
 
 def _add_unit_options(parser: _Parser) -> None:
@@ -337,6 +338,8 @@ def _gen(args: argparse.Namespace) -> int:
     written = write(generated, args.save_dir, access)
     for path in written:
         print(path)
+    for line in open_units(generated.global_table, _unit_sizes(args)):
+        print(f"note: {line}", file=sys.stderr)
     _add_keys(generated.global_table, written[0], access)
     return 0
 

@@ -60,6 +60,16 @@ def unit_faults(table: RankTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
                 yield Fault(table.file, f"{entry.field}.device", f"{len(entry.server.device)} devices", expected)
 
 
+def open_units(table: RankTable, sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yields a line for each role whose entries in one machine's table do not fill its units."""
+    for role, found in _by_role(entries(table), sizes).items():
+        if rest := len(found) % sizes[role]:
+            yield (
+                f"this machine's {len(found)} {role} instances do not fill units of {OPTIONS[role]} {sizes[role]}: in "
+                f"merge, the next {sizes[role] - rest} {role} instances of the files that follow complete the last one"
+            )
+
+
 def torn_units(all_entries: Sequence[Entry], sizes: Mapping[str, int]) -> Iterator[str]:
     """Yields a line for each host whose entries are in more units than they would fill one after the other.
 

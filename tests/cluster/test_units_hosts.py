@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -107,13 +108,18 @@ def test_faults_under_load(network: Network, folder: Path, tmp_path: Path) -> No
             faults.kill("prefill-1", cluster.processes["prefill-1"].pid)
             faults.stop("decode-1")
             faults.part("decode-0", "decode-1")
+            killed_s = time.monotonic()
             cluster.kill("scheduler")
             cluster.await_exit("scheduler")
             cluster.start_member("scheduler")
             trouble.await_whole()
+            back_s = time.monotonic()
             traffic.finish()
         cluster.assert_home()
-        cut_off = [each for each in traffic.outcomes if each.broken]  # by the scheduler's own death
+        cut_off = [each for each in traffic.outcomes if each.broken]
+        for each in cut_off:  # those alone that the scheduler had, or that found none
+            assert each.sent_s < back_s, each
+            assert each.sent_s + each.took_s > killed_s, each
         counts = judge.check([each for each in traffic.outcomes if not each.broken])
         print(f"{dict(counts)}, cut off: {len(cut_off)}")
         assert len(cut_off) <= 2 * CONCURRENCY

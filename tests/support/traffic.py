@@ -53,6 +53,7 @@ class Outcome:
     finished: dict[int, str] = field(default_factory=dict)
     error: str = ""
     broken: str = ""  # the answer is malformed: cut off, no JSON, out of order
+    sent_s: float = 0.0  # on the monotonic clock
     took_s: float = 0.0
 
     @property
@@ -84,8 +85,7 @@ def make_asks(rng: random.Random, number: int, num_prompts: int, longest: int, m
 
 def ask_once(client: httpx.Client, url: str, ask: Ask) -> Outcome:
     """Sends a request. Never raises: any failure is part of the outcome."""
-    outcome = Outcome(ask)
-    started_s = time.monotonic()
+    outcome = Outcome(ask, sent_s=time.monotonic())
     try:
         with client.stream("POST", f"{url}/v1/completions", json=ask.body()) as answer:
             outcome.status, outcome.headers = answer.status_code, dict(answer.headers)
@@ -95,7 +95,7 @@ def ask_once(client: httpx.Client, url: str, ask: Ask) -> Outcome:
                 _read_whole(outcome, answer.read())
     except (httpx.HTTPError, ValueError, KeyError) as error:
         outcome.broken = f"{type(error).__name__}: {error}"
-    outcome.took_s = time.monotonic() - started_s
+    outcome.took_s = time.monotonic() - outcome.sent_s
     return outcome
 
 

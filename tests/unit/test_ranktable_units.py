@@ -61,6 +61,14 @@ def test_members_have_equal_devices(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert merge(tmp_path, files, SIZES) == 1, "with the sizes given, merge says so at once"
 
 
+def test_gen_says_which_units_another_machine_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    instances = ["--prefill-server-list", "0", "1", "--decode-server-list", "2", "3", "4", "--device=cpu"]
+    assert cli.main(["gen", *instances, "--server-ip=a", *SIZES, f"--save-dir={tmp_path}"]) == 0
+    (note,) = [line for line in capsys.readouterr().err.splitlines() if "units" in line]
+    assert "3 decode instances do not fill units of --decode-data-parallel-size 2" in note
+    assert "the next 1 decode instances" in note
+
+
 @pytest.mark.parametrize(
     ("decode", "torn"),
     [

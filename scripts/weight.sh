@@ -1,6 +1,7 @@
 #!/bin/sh
 # Lines of the package, the benchmarks and the tests; in the tests, private accesses (outside a test's own helpers)
-# and the sites that build an engine, an LLM or a cluster.
+# and the sites that build an engine, an LLM or a cluster. Words of the pages, and the largest of them; file names that
+# the package has more than once; its folders with the most entries.
 #
 #   sh scripts/weight.sh [--by-file]
 #
@@ -76,6 +77,18 @@ for folder in sorted(each for each in (root / "tests").iterdir() if each.is_dir(
 print(f"private accesses in tests {private.total():>6}")
 for name in SITES:
     print(f"sites of {name + '(':<17}{sites[name]:>6}")
+pages = [*root.glob("*.md"), *(root / "docs").rglob("*.md")]
+words = {page.relative_to(root): len(page.read_text("utf-8").split()) for page in pages}
+print(f"pages{sum(words.values()):>15} words {len(words):>5} files")
+for page, count in sorted(words.items(), key=lambda each: -each[1])[:10]:
+    print(f"{count:>20} words {page}")
+names = Counter(path.name for path in package if path.name != "__init__.py")
+repeated = {name: count for name, count in names.items() if count > 1}
+print("repeated file names:", ", ".join(f"{name} {count}" for name, count in sorted(repeated.items())) or "none")
+entries = Counter(path.parent for path in package if path.name != "__init__.py")
+entries += Counter(folder.parent for folder in {path.parent for path in package if path.name == "__init__.py"})
+for folder, count in entries.most_common(10):
+    print(f"{count:>20} entries {folder.relative_to(root)}")
 if "--by-file" in sys.argv:
     for path, count in private.most_common():
         if count:

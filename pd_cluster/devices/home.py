@@ -1,7 +1,7 @@
 """Keeps the threads of a rank's steps on its own share of the host's cores. Never imports torch.
 
 A bound thread cannot leave a core that another program takes, so a home is left for a while when its thread has waited
-for long. docs/protocol.md has the states and events.
+for long. docs/protocol/membership.md has the rules.
 """
 
 from __future__ import annotations

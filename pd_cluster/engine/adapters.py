@@ -1,4 +1,5 @@
-"""The adapters of one worker: those that its scheduler wants, loaded beside the steps. The table is in protocol.md.
+"""The adapters of one worker: those that its scheduler wants, loaded beside the steps. The rules are in
+docs/protocol/requests.md.
 
 All but the loading itself is on the engine's thread.
 """

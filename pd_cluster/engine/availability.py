@@ -1,4 +1,5 @@
-"""Whether a worker takes requests: it may drain, or sleep. The rules are in docs/protocol.md, "Connections".
+"""Whether a worker takes requests: it may drain, or sleep. The rules are in
+docs/protocol/membership.md, "The end of a process".
 
 Knows nothing of what requests ask for.
 """

@@ -1,5 +1,5 @@
 """A worker's drain: whether it has begun, and whether others have had time to hear of it. The rules are in
-docs/protocol.md, "Connections".
+docs/protocol/membership.md, "The end of a process".
 
 Knows nothing of connections or of what is left to do.
 """

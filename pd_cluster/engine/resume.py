@@ -1,7 +1,7 @@
 """Records of streams that resume: their order and output, for a while after their reader is lost.
 
-docs/protocol.md, "Streams that resume", has the states. Knows nothing of text, of what clients hold, or of how legs are
-computed.
+docs/protocol/requests.md, "Streams that resume", has the states. Knows nothing of text, of what clients hold, or of how
+legs are computed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A worker's sleep: the level that its scheduler wishes, and the one that is reached. The table is in docs/protocol.md.
+"""A worker's sleep: the level that its scheduler wishes, and the one that is reached. The table is in
+docs/protocol/membership.md.
 
 Knows nothing of what the memory held.
 """

@@ -1,7 +1,7 @@
 """Stages: what can hold a leg on its way into the engine, or follows what the engine does.
 
 The worker walks its stages in order and names none. Adapters, tiers below host memory and encoders hold legs; news of
-the prefix cache goes out by stages that only follow. docs/protocol.md has the tables of those that hold legs.
+the prefix cache goes out by stages that only follow. docs/protocol/requests.md says when a leg is held.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tiers below host memory, beside a worker's legs: a leg is held until blocks that it can use are in host memory.
 
-Holding has an end: a leg whose blocks take longer than computing them begins without. The table is in docs/protocol.md.
-Knows nothing of files or of stores.
+Holding has an end: a leg whose blocks take longer than computing them begins without. The table is in
+docs/protocol/handover.md. Knows nothing of files or of stores.
 """
 
 from __future__ import annotations

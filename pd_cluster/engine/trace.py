@@ -1,7 +1,7 @@
 """Events of each transfer on a worker, noted where they occur and sent to schedulers now and then.
 
 `Tracer` may be used from any thread; `LegNotes` belongs to the engine's thread. Knows nothing of the readers of the
-events or of other processes' clocks; the names of the events are in docs/protocol.md.
+events or of other processes' clocks; the names of the events are in docs/protocol/requests.md.
 """
 
 from __future__ import annotations

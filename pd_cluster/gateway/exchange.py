@@ -1,4 +1,5 @@
-"""One request's exchange with the gateway: what the picker answers to each message. The table is in docs/protocol.md.
+"""One request's exchange with the gateway: what the picker answers to each message. The rules are in
+docs/protocol/membership.md.
 
 Pure: the caller has the stream. The picker changes no body and no header but its own.
 """

@@ -1,7 +1,7 @@
 """A tier below host memory, as rank 0 keeps it: what is there, what is on its way, and what each rank is to do.
 
-The table is in docs/protocol.md. Integers, hashes and an injected clock: it moves no bytes and opens no files. A
-content is there once every rank has its share of it; one rank that lacks its share makes it a miss for all.
+The table is in docs/protocol/handover.md. Integers, hashes and an injected clock: it moves no bytes and opens no files.
+A content is there once every rank has its share of it; one rank that lacks its share makes it a miss for all.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Authentication of peers: which key may connect, under which name, and how the listening end proves itself.
 
-The tables are in docs/protocol.md, "Who may connect to whom". Knows nothing of sockets.
+The tables are in docs/protocol/pairs.md, "Opening a connection". Knows nothing of sockets.
 """
 
 from __future__ import annotations

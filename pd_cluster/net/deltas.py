@@ -1,8 +1,8 @@
 """Maps of which a connection carries a snapshot first, and then only what has changed. Pure.
 
-A worker's links and the list of live workers are told so: docs/protocol.md, "Snapshots and deltas". The state of both
-ends belongs to a connection, which keeps the order of messages and ends where one is lost, so a number that does not
-follow the last one is a fault of the sender.
+A worker's links and the list of live workers are told so: docs/protocol/membership.md, "Snapshots and deltas". The
+state of both ends belongs to a connection, which keeps the order of messages and ends where one is lost, so a number
+that does not follow the last one is a fault of the sender.
 """
 
 from __future__ import annotations

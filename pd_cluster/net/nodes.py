@@ -1,8 +1,8 @@
 """Proofs of nodes' keys: what a process shows of its own node, and what it believes of others'.
 
-The tables are in docs/protocol.md, "Keys of nodes". A proof is a MAC under the secret that a node's key and the other
-process's key share (X25519), so only the owner of the node's private key can make it, for this connection alone. Reads
-the files again when they change. Knows nothing of sockets.
+The tables are in docs/protocol/pairs.md, "Keys of nodes". A proof is a MAC under the secret that a node's key and the
+other process's key share (X25519), so only the owner of the node's private key can make it, for this connection alone.
+Reads the files again when they change. Knows nothing of sockets.
 """
 
 from __future__ import annotations

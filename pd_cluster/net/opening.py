@@ -1,6 +1,6 @@
 """Opens connections: greets a peer as the end that connects, and admits one as the end that listens.
 
-The tables are in docs/protocol.md, "Who may connect to whom"; admission.py decides. Knows nothing of messages that
+The tables are in docs/protocol/pairs.md, "Opening a connection"; admission.py decides. Knows nothing of messages that
 follow the greetings.
 """
 

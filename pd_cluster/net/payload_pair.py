@@ -1,8 +1,8 @@
 """One direction of payloads between two processes over ZeroMQ: encrypted, and authenticated at both ends by CURVE.
 
 Each end has a key pair for this pair alone, and learns the other's public key over a connection that is authenticated
-already; nobody else is admitted. Knows nothing of tensors or of what payloads mean. The table is in docs/protocol.md,
-"The encrypted pair".
+already; nobody else is admitted. Knows nothing of tensors or of what payloads mean. The table is in
+docs/protocol/pairs.md, "The encrypted pair".
 """
 
 from __future__ import annotations

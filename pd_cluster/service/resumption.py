@@ -1,6 +1,6 @@
 """Streams that clients can resume: their tokens, and what a scheduler needs to write the same chunks again.
 
-docs/protocol.md, "Streams that resume". Knows nothing of HTTP or of events' format.
+docs/protocol/requests.md, "Streams that resume". Knows nothing of HTTP or of events' format.
 """
 
 from __future__ import annotations

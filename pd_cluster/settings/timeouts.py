@@ -1,4 +1,4 @@
-"""Every deadline of docs/protocol.md."""
+"""Every deadline of the pages in docs/protocol."""
 
 from __future__ import annotations
 

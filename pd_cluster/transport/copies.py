@@ -1,7 +1,7 @@
 """Copies of one end of a link on its device, alongside computation: a separate stream, in order.
 
 On CPU a copy has ended when its call returns, and nothing here does anything. Knows nothing of what is copied.
-docs/protocol.md, "Pools on devices", lists which wait guards which block.
+docs/protocol/handover.md, "Blocks on devices", lists which wait guards which block.
 """
 
 from __future__ import annotations

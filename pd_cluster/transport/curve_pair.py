@@ -1,6 +1,7 @@
 """A pair whose payloads are encrypted and authenticated on their way: net/payload_pair.py with a process group's calls.
 
-The ends exchange their keys, and the receiver's address, through a meeting. docs/protocol.md, "The encrypted pair".
+The ends exchange their keys, and the receiver's address, through a meeting. docs/protocol/pairs.md, "The encrypted
+pair".
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A pool in host memory or on a CUDA device is registered whole, and equal pools are read from block to block. Everything
 else (other heads, block sizes or dtypes, pools on NPUs) is packed into a registered buffer, and read from there.
-docs/protocol.md, "Reads over NIXL", has the state × event tables.
+docs/protocol/handover.md, "Reads over NIXL", has the state × event tables.
 """
 
 from __future__ import annotations

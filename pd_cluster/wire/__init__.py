@@ -1,6 +1,6 @@
 """Every message between processes: msgspec structs, msgpack on the wire, nothing else.
 
-docs/protocol.md describes each message: its meaning, its sender and its effects. Decoding checks types and sizes; a
+The pages of docs/protocol describe when each is sent and what follows. Decoding checks types and sizes; a
 frame that is not one of these raises `msgspec.DecodeError` and is dropped by the mailbox.
 """
 

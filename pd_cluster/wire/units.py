@@ -1,4 +1,6 @@
-"""Messages between the instances of a unit, whose expert layers compute in step; docs/protocol.md has the tables."""
+"""Messages between the instances of a unit, whose expert layers compute in step; docs/protocol/membership.md has
+the tables.
+"""
 
 from __future__ import annotations
 

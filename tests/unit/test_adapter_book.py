@@ -1,4 +1,6 @@
-"""Adapters at run time, by the tables of docs/protocol.md: what workers are told, and when a name stands for which."""
+"""Adapters at run time, by the tables of docs/protocol/membership.md: what workers are told, and when a name stands for
+which.
+"""
 
 from __future__ import annotations
 

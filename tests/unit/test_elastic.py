@@ -1,4 +1,6 @@
-"""Instances join, leave, drain and change roles: every row of the table in docs/protocol.md, without sockets."""
+"""Instances join, leave, drain and change roles: every row of the table in docs/protocol/membership.md, without
+sockets.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Workers in no rank table, at the scheduler: every row of its table in docs/protocol.md. Clocks stand still."""
+"""Workers in no rank table, at the scheduler: every row of its table in docs/protocol/membership.md. Clocks stand
+still.
+"""
 
 from __future__ import annotations
 

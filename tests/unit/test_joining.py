@@ -1,4 +1,4 @@
-"""Workers in no rank table, at the worker: every row of its table in docs/protocol.md.
+"""Workers in no rank table, at the worker: every row of its table in docs/protocol/membership.md.
 
 Clocks stand still unless a test moves them. Two tests at the end use real mailboxes over loopback.
 """

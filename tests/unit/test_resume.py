@@ -1,4 +1,4 @@
-"""Records of streams at a worker, by the table of docs/protocol.md."""
+"""Records of streams at a worker, by the table of docs/protocol/requests.md."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ REQUEST_COUNTERS = (
     OfRequests(
         "pd_cluster:roles_kept",
         "Looks of --auto-role=cost, one a second, that left the roles as they were, by the reason "
-        "(docs/protocol.md, Automatic roles).",
+        "(docs/protocol/membership.md, Automatic roles).",
         {why: f"roles_kept_{why}" for why in get_args(Held)},
         "reason",
     ),

@@ -1,6 +1,6 @@
 """Which adapters the workers have, and under which names: loads and unloads while requests run.
 
-The states are in docs/protocol.md. Everything is on the event loop but the reading of folders.
+The states are in docs/protocol/membership.md. Everything is on the event loop but the reading of folders.
 """
 
 from __future__ import annotations

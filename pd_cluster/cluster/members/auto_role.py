@@ -1,6 +1,6 @@
 """Decides whether an instance should change its role, from how busy each role was. Pure: integers, an injected clock.
 
-Knows nothing of draining or of how a change is carried out. The numbers are in docs/protocol.md.
+Knows nothing of draining or of how a change is carried out. The numbers are in docs/protocol/membership.md.
 """
 
 from __future__ import annotations

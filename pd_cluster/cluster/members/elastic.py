@@ -1,4 +1,4 @@
-"""Adds, removes and changes instances while requests run. The state × event table is in docs/protocol.md.
+"""Adds, removes and changes instances while requests run. The state × event table is in docs/protocol/membership.md.
 
 Makes decisions and keeps deadlines; `Membership` knows the workers, `Router` the requests. Knows nothing of HTTP.
 A command for an instance of a unit is for all members of the unit: they compute together.

@@ -1,4 +1,5 @@
-"""A worker in no rank table registers with a scheduler, and stays registered. The states are in docs/protocol.md.
+"""A worker in no rank table registers with a scheduler, and stays registered. The states are in
+docs/protocol/membership.md.
 
 Runs in the worker's parent. Knows nothing of ranks: the scheduler asks the worker's `/instance` for everything else.
 """

@@ -1,7 +1,8 @@
 """Which of several schedulers owns membership: a lease in a store that all of them share, and its fencing number.
 
-The states are in docs/protocol.md, "Several schedulers". Pure: the caller reads and writes the store, and says when.
-Knows nothing of workers; where the record is kept is a `LeaseStore`'s business (lease_folder.py on one host).
+The states are in docs/protocol/membership.md, "Several schedulers". Pure: the caller reads and writes the store, and
+says when. Knows nothing of workers; where the record is kept is a `LeaseStore`'s business (lease_folder.py on one
+host).
 """
 
 from __future__ import annotations

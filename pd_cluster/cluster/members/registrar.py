@@ -1,4 +1,5 @@
-"""Workers in no rank table: what the scheduler knows of their registrations. The states are in docs/protocol.md.
+"""Workers in no rank table: what the scheduler knows of their registrations. The states are in
+docs/protocol/membership.md.
 
 A registration gives `Membership` an address to ask, and takes it back; it proves nothing about the worker. Among
 several schedulers only the owner of membership admits workers. The `Registrar` is on the event loop and has no clock,

@@ -1,7 +1,7 @@
 """Which split of instances between prefill and decode serves what arrives. Pure arithmetic over counts and costs.
 
 Work is in instances: a need of 2.5 keeps two and a half instances busy. Knows nothing of where the counts come from or
-of how a role changes. The rules are in docs/protocol.md.
+of how a role changes. The rules are in docs/protocol/membership.md.
 """
 
 from __future__ import annotations

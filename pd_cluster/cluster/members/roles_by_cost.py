@@ -1,7 +1,7 @@
 """Decides by cost whether an instance changes its role: what came in the last minute, on this split or on another.
 
 Pure but for the counts that it is given to read; an injected clock. Knows nothing of draining or of how a change is
-carried out. The rules are in docs/protocol.md.
+carried out. The rules are in docs/protocol/membership.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 lease.py decides who owns; this module reads and writes the shared record, lets `Membership` and `Elastic` act under the
 owner's fencing number, and applies the owner's list of instances where another scheduler owns. The states are in
-docs/protocol.md, "Several schedulers". Knows nothing of requests.
+docs/protocol/membership.md, "Several schedulers". Knows nothing of requests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The level of sleep that every instance shall have. Sends it to each that has another one, whenever that one comes.
 
-The state × event table is in docs/protocol.md. Knows nothing of requests: members/control.py keeps them away.
+The state × event table is in docs/protocol/membership.md. Knows nothing of requests: members/control.py keeps them
+away.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each serves the public port on a socket of its own (SO_REUSEPORT), routes on its own and has its own connections to the
 workers. This process asks the workers, decides which are in service, and adds up the outstanding work of the API
-processes. The messages are in reports.py, their order in docs/protocol.md. Knows nothing of HTTP.
+processes. The messages are in reports.py, their order in docs/protocol/membership.md. Knows nothing of HTTP.
 """
 
 from __future__ import annotations

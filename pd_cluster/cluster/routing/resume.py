@@ -1,6 +1,6 @@
 """Streams that resume: what an instance is asked to keep of one, and the search for what was kept.
 
-docs/protocol.md, "Streams that resume". Knows nothing of text, of HTTP, or of how a stream is followed.
+docs/protocol/requests.md, "Streams that resume". Knows nothing of text, of HTTP, or of how a stream is followed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""The links of a prefill instance to encoders. State × event table in docs/protocol.md. On the engine's thread."""
+"""The links of a prefill instance to encoders. State × event table in docs/protocol/handover.md. On the engine's
+thread.
+"""
 
 from __future__ import annotations
 

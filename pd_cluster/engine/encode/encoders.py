@@ -1,4 +1,4 @@
-"""Images of a prefill instance's legs that encoders compute. State × event tables in docs/protocol.md.
+"""Images of a prefill instance's legs that encoders compute. State × event tables in docs/protocol/handover.md.
 
 A leg is held until each of its images is here, or has failed; then it begins, and the step computes what has failed.
 Runs on the engine's thread. Knows nothing of how features travel.

@@ -1,4 +1,4 @@
-"""An encoder: images in, features out, one image at a time. State × event table in docs/protocol.md.
+"""An encoder: images in, features out, one image at a time. State × event table in docs/protocol/handover.md.
 
 Only the loop's thread computes and owns the queue and the store; the mailbox's thread only passes keys to pairs, and
 the socket's thread only gives files away. Knows nothing of prompts, tokens or KV cache.

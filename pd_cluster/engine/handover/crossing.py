@@ -1,6 +1,6 @@
 """Keeps KV cache over gloo within a host, unless an operator trusts the network between hosts.
 
-The table is in docs/protocol.md, "gloo between hosts".
+The table is in docs/protocol/pairs.md, "gloo between hosts".
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A request's KV cache arrives: the decode side of every transfer.
 
-The state × event table is in docs/protocol.md; every method here is one event. No torch, no sockets, no clock of its
-own: sends, copies and reports go through the ports that the constructor receives, so that tests can drive the same code
-through any order of events.
+The state × event table is in docs/protocol/handover.md; every method here is one event. No torch, no sockets, no clock
+of its own: sends, copies and reports go through the ports that the constructor receives, so that tests can drive the
+same code through any order of events.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The links of a worker from prefill instances. State × event table in docs/protocol.md.
+"""The links of a worker from prefill instances. State × event table in docs/protocol/pairs.md.
 
 Runs on the engine's thread, except for `route` and `meet`, which pass on what the mailbox receives, and for the lanes'
 reports: a landed transfer is confirmed without waiting for a step.

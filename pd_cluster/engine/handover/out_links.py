@@ -1,4 +1,4 @@
-"""The links of a worker to decode instances. State × event table in docs/protocol.md.
+"""The links of a worker to decode instances. State × event table in docs/protocol/pairs.md.
 
 Runs on the engine's thread, except for `meet`, which passes on what the mailbox receives.
 """

@@ -1,4 +1,4 @@
-"""Which links over pairs may be open at the two ends. Tables in docs/protocol.md, "Links at rest".
+"""Which links over pairs may be open at the two ends. Tables in docs/protocol/pairs.md, "Links at rest".
 
 Chooses only: the links themselves open, rest and close in out_links.py and in_links.py.
 """

@@ -2,7 +2,7 @@
 
 A preloader is a process that has imported what rank processes need (`preload_process.py`) and forks them: a rank
 starts within milliseconds, and ranks share the memory of the imports. The process that starts a preloader passes its
-socket on to its workers; any of them may request forks. docs/protocol.md says which process ends when.
+socket on to its workers; any of them may request forks. docs/protocol/membership.md says which process ends when.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A computed beam is parked with its candidates; when all are, the best (beam, candidate) pairs become the beams of the
 next step. Nothing is copied for that: a child holds its parent's blocks, and the scheduler copies a shared one before
-it is written. beams.py chooses the best candidates. The states are in docs/protocol.md. No torch.
+it is written. beams.py chooses the best candidates. The states are in docs/protocol/requests.md. No torch.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def candidates_of(first_tokens: Sequence[TokenOutput]) -> list[Candidate]:
 
 
 def are_first_tokens(request: Request, tokens: Sequence[TokenOutput], vocab_size: int) -> bool:
-    """Whether these are candidates for this request's token one as docs/protocol.md defines them."""
+    """Whether these are candidates for this request's token one by docs/protocol/handover.md."""
     if not 1 <= len(tokens) <= 2 * request.sampling.beam_width:
         return False
     if any(t.score is None or not math.isfinite(t.score) or t.finish_reason not in (None, "stop") for t in tokens):

@@ -1,7 +1,7 @@
 """Keeps the members of a unit in step: which round each is in, when all fall asleep, and when one may end.
 
-The table is in docs/protocol.md, "Units". Knows nothing of requests, of experts, or of how counts are exchanged; no
-clock, because whatever can fail to come is lost with its sender, and the caller sees that.
+The table is in docs/protocol/membership.md, "Units". Knows nothing of requests, of experts, or of how counts are
+exchanged; no clock, because whatever can fail to come is lost with its sender, and the caller sees that.
 """
 
 from __future__ import annotations

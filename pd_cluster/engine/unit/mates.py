@@ -1,4 +1,5 @@
-"""The connections between the members of a unit, from the first `Peers` to their end. docs/protocol.md, "Units".
+"""The connections between the members of a unit, from the first `Peers` to their end. docs/protocol/pairs.md,
+"Forming a unit".
 
 The mailbox's thread calls `hear`, `opened`, `read` and `closed`; the thread that loads waits in `await_all`.
 """

@@ -32,8 +32,8 @@ from pd_cluster.types import Image
 class Tower:
     """Computes pictures, and keeps the features of up to `num_kept_tokens` tokens, least recently used out first.
 
-    Ranks that share a model compute the same steps, so they keep the same features: docs/protocol.md, "Pictures over
-    ranks".
+    Ranks that share a model compute the same steps, so they keep the same features: docs/protocol/handover.md,
+    "Images".
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The steps of docs/upgrade.md, one after the other, with streams under way: no answer is lost, changed or cut.
+"""The upgrade of docs/operations.md, step by step, with streams under way: no answer is lost, changed or cut.
 
 `PD_CLUSTER_PREVIOUS=FOLDER` names a checkout of an earlier version, set up, with the same protocol; without it the
 version stays the same, and the steps are still taken.

@@ -78,7 +78,7 @@ class SpeculationFlags(msgspec.Struct, frozen=True, kw_only=True):
     lookahead_cache_config_dir: Annotated[
         str,
         DRAFTING(
-            f"TACO-LLM's: draft by ngram, then suffix. A file {FILE} in the folder may say more.",
+            f"TACO-LLM's: draft by ngram, then suffix, as {FILE} in the folder says.",
             metavar="FOLDER",
             after=DISABLE,
         ),

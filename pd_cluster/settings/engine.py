@@ -120,7 +120,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: Annotated[
         int,
         ENGINE(
-            "Instances of one role that share a model's experts: consecutive entries of the global rank table.",
+            "Instances of one role that share a model's experts.",
             checks=(*ONE, at_most(MAX_UNIT_SIZE)),
         ),
     ] = 1
@@ -137,7 +137,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "linear"
     revision: Annotated[str, ENGINE("Branch, tag or commit of a model from a hub.")] = ""
     download_dir: Annotated[str, ENGINE("Folder for models from a hub; default: the hub's own cache.")] = ""
-    tokenizer: Annotated[str, ENGINE("Folder or hub id of a tokenizer to use instead of the model's own.")] = ""
+    tokenizer: Annotated[str, ENGINE("Folder or hub id of another tokenizer.")] = ""
     tokenizer_revision: Annotated[str, ENGINE("Branch, tag or commit of the tokenizer.")] = ""
     skip_tokenizer_init: Annotated[
         bool, ENGINE("Serve a model folder without a tokenizer; prompts must be token ids.")
@@ -194,9 +194,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             checks=(one_of(tuple(KV_CACHE_DTYPES)),),
         ),
     ] = "auto"
-    device: Annotated[
-        str, ENGINE("auto, cpu, cuda or npu. auto: the machine's accelerator if it has one, otherwise cpu.")
-    ] = "auto"
+    device: Annotated[str, ENGINE("auto, cpu, cuda or npu. auto: the accelerator, if there is one.")] = "auto"
     enforce_eager: Annotated[bool, ENGINE("Never capture graphs, even if the device can.", has_off=True)] = False
     max_seq_len_to_capture: Annotated[
         int | None,
@@ -255,7 +253,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     try_unlisted: Annotated[
         tuple[str, ...],
         ENGINE(
-            "Serve this unlisted model_type if it passes a check at load; may be given more than once.",
+            "Serve this unlisted model_type if it passes a check at load.",
             metavar="TYPE",
             form=TEXTS,
         ),
@@ -290,7 +288,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     enable_prefix_caching: Annotated[
-        bool, ENGINE("Keep the KV blocks of finished requests for later requests with the same prefix.", has_off=True)
+        bool, ENGINE("Keep KV blocks of finished requests for later prompts with the same prefix.", has_off=True)
     ] = True
     preemption_mode: Annotated[
         str,

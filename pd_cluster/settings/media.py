@@ -125,7 +125,7 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     processor: Annotated[
         dict[str, Any],
         MEDIA(
-            "How images and videos are read by default: JSON with min_pixels, max_pixels, fps and num_frames.",
+            "Defaults for reading images and videos: JSON with min_pixels, max_pixels, fps, num_frames.",
             name="mm_processor_kwargs",
             default="",
             form=PROCESSOR,

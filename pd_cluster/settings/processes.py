@@ -94,7 +94,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[
         LogFormat,
         BASIC(
-            "text, or json: one object a line, with the request's id where a line is about one.",
+            "text, or json: one object a line, with the request's id.",
             scope=Scope.WORKERS,
             after="log_level",
         ),
@@ -102,7 +102,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     spawn: Annotated[
         bool,
         Setting(
-            "Start each rank process from the command line instead of forking it from a preloader.",
+            "Start rank processes from the command line instead of forking them.",
             Panel.ENGINE,
             Scope.WORKERS,
             after="graph_sizes",
@@ -178,7 +178,7 @@ class KeyFiles(msgspec.Struct, frozen=True):
     node_key: Annotated[
         str,
         BASIC(
-            "NODE.key of this host (mode 0600), which proves its workers' node; `pd-cluster keys node` makes it.",
+            "NODE.key of this host (mode 0600), by `pd-cluster keys node`.",
             name="node_key_file",
             metavar="FILE",
             after="derive_secret",
@@ -187,7 +187,7 @@ class KeyFiles(msgspec.Struct, frozen=True):
     trusted_nodes: Annotated[
         str,
         BASIC(
-            "List of nodes whose workers are admitted; read again when it changes. Default: all with the secret.",
+            "List of nodes whose workers are admitted; default: all with the secret.",
             metavar="FILE",
             after="node_key_file",
         ),
@@ -349,7 +349,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_key_file: Annotated[
         str,
         KV(
-            "Secret of both caches; default: the cluster's. The first line encrypts, further ones still decrypt.",
+            "Secret of the disk and shared cache; default: the cluster's. The first line encrypts, others decrypt.",
             metavar="FILE",
             after="kv_shared_cache",
         ),

@@ -54,12 +54,12 @@ class RequestLogSettings(msgspec.Struct, frozen=True, kw_only=True):
     quiet_paths: Annotated[
         tuple[str, ...],
         HTTP(
-            "Paths, separated by commas, that --access-log leaves out; implies it for the others.",
+            "Paths, separated by commas, that the access log leaves out; switches it on for others.",
             name="disable_access_log_for_endpoints",
             form=PATHS,
         ),
     ] = ()
-    has_no_access_log: Annotated[bool, HTTP("Log no such line in any case.", name="disable_uvicorn_access_log")] = False
+    has_no_access_log: Annotated[bool, HTTP("Never write an access log.", name="disable_uvicorn_access_log")] = False
 
     @property
     def logs_access(self) -> bool:

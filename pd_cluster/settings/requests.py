@@ -97,7 +97,7 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: Annotated[
         int,
         TEXT(
-            "Most logprobs that a request may ask for beside each token; -1: those of the whole vocabulary.",
+            "Most logprobs beside each token; -1: the whole vocabulary.",
             checks=(at_least(-1),),
         ),
     ] = 20
@@ -120,14 +120,14 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     returns_tokens_as_token_ids: Annotated[
         bool,
         SERVER(
-            'Logprobs show tokens as "token_id:5" where a request does not say.',
+            "Logprobs show tokens as token_id:5 by default.",
             name="return_tokens_as_token_ids",
         ),
     ] = False
     forces_usage: Annotated[
         bool,
         SERVER(
-            "Give usage in every chunk of a stream, asked for or not.",
+            "Give usage in every chunk of a stream.",
             name="enable_force_include_usage",
         ),
     ] = False
@@ -178,7 +178,7 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     template_kwargs: Annotated[
         dict[str, Any],
         TEXT(
-            "JSON object of variables for the chat template, such as enable_thinking, unless a request has its own.",
+            "JSON object of default variables for the chat template, such as enable_thinking.",
             name="default_chat_template_kwargs",
             form=TEMPLATE_KWARGS,
         ),
@@ -221,7 +221,7 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     tool_parser_plugin: Annotated[
         str,
-        TEXT("A Python file whose FORMATS adds names to --tool-call-parser. It runs in the server's processes."),
+        TEXT("Python file whose FORMATS adds names to --tool-call-parser; it runs in the server."),
     ] = ""
     reasoning_parser: Annotated[str, TEXT(f"How the model marks its reasoning: {', '.join(sorted(THINKING))}.")] = ""
 
@@ -232,7 +232,7 @@ class Assurances(msgspec.Struct, frozen=True, kw_only=True):
     guided_decoding_backend: Annotated[
         str,
         TEXT(
-            "auto, or one of vLLM's backend names; llguidance is used in every case.",
+            "auto, or one of vLLM's names; always llguidance.",
             checks=(one_of(GUIDED_BACKENDS),),
         ),
     ] = "auto"

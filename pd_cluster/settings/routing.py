@@ -78,21 +78,17 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     slo_ttft_s: Annotated[
         float,
-        SCHEDULER(
-            "Seconds to the first token; a request that would miss it gets a 429. 0: no objective.", checks=PROMISE
-        ),
+        SCHEDULER("Seconds to the first token; requests that would miss it get a 429. 0: any.", checks=PROMISE),
     ] = 0.0
     slo_tpot_s: Annotated[
         float,
-        SCHEDULER(
-            "Seconds for each further token; a request that would miss it gets a 429. 0: no objective.", checks=PROMISE
-        ),
+        SCHEDULER("Seconds for each further token; requests that would miss it get a 429. 0: any.", checks=PROMISE),
     ] = 0.0
     # None: a request waits at an instance
     max_queue_s: Annotated[
         float | None,
         SCHEDULER(
-            "Seconds that a request may wait for room in the cluster before it gets a 429; 0: no limit.",
+            "Seconds that a request may wait for capacity before it gets a 429; 0: any.",
             name="max_queue_time",
             checks=(finite("must be a number of seconds, 0 for no limit"),),
         ),
@@ -137,9 +133,7 @@ class EntranceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1
     uds: Annotated[
         str,
-        SCHEDULER(
-            "Path of a Unix socket to serve in place of the public port. The admin port stays.", after="api_workers"
-        ),
+        SCHEDULER("Unix socket to serve in place of the public port.", after="api_workers"),
     ] = ""
     scheduler_lease: Annotated[
         str,
@@ -160,7 +154,7 @@ class EntranceSettings(msgspec.Struct, frozen=True, kw_only=True):
     auto_role: Annotated[
         str,
         SCHEDULER(
-            "Let roles follow the load: cost (also without a value) by measured costs, rules by fixed thresholds.",
+            "Let roles follow the load: cost (also without a value) or rules, by fixed thresholds.",
             form=AUTO_ROLE,
             after="scheduling_policy",
         ),

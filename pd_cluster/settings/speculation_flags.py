@@ -53,7 +53,7 @@ class SpeculationFlags(msgspec.Struct, frozen=True, kw_only=True):
     spec_model: Annotated[
         str | None,
         DRAFTING(
-            "A draft model or EAGLE-3 head: model in --speculative-config. Or [ngram], as vLLM wrote that method.",
+            "model in --speculative-config: a draft model, an EAGLE-3 head, or [ngram].",
             also=("speculative_model",),
             after="spec_method",
         ),

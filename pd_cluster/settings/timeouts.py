@@ -84,7 +84,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: Annotated[
         float,
         WORKERS(
-            "Seconds after which an engine that hangs in a step is ended; 0: never.",
+            "Seconds until an engine that hangs in a step is ended; 0: never.",
             checks=(finite("must not be negative or infinite"),),
             detail="an engine that does not come back from a step is ended; 0: never",
         ),

@@ -21,7 +21,7 @@ UNSEEN_NBYTES = 1 << 30  # of the driver and its libraries, as pools leave it
 SUMS_PER_LAYER = 2
 LOGIT_NBYTES = 4
 STREAMS_WIDE = 4  # copies of the residual stream beside a layer's widest product
-ROUTER = HostCost(request_s=0.74e-3, message_s=42e-6)  # the scheduler's, docs/benchmarks/router.md
+ROUTER = HostCost(request_s=0.74e-3, message_s=42e-6)  # the scheduler's, docs/benchmarks.md
 COMPUTED = "computed"
 
 

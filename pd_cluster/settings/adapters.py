@@ -90,8 +90,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     lora_modules: Annotated[
         tuple[LoraModule, ...],
         LORA(
-            "Adapters to load at the start, NAME=PATH or JSON with name and path; requests name one as their model. "
-            "Folders in PEFT's format, with safetensors.",
+            "PEFT folders to load at the start, NAME=PATH or JSON; requests name one as their model.",
             form=Form(list[str], _read, _write),
             is_several=True,
             after="enable_lora",
@@ -122,8 +121,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     prompt_adapters: Annotated[
         tuple[LoraModule, ...],
         LORA(
-            "Prompt adapters to load at the start, NAME=PATH or JSON with name and path; requests name one as their "
-            "model. Folders in PEFT's format, with safetensors.",
+            "PEFT folders of prompt adapters to load at the start, NAME=PATH or JSON.",
             form=Form(list[str], _read, _write),
             is_several=True,
             after="enable_prompt_adapter",
@@ -136,8 +134,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_cpu_loras: Annotated[
         int | None,
         LORA(
-            "Most LoRA adapters in memory, at least --max-loras; others are read again when they are asked for. "
-            "Default: any number.",
+            "Most LoRA adapters in memory, at least --max-loras. Default: any number.",
             checks=(at_least(1),),
             after="max_lora_rank",
         ),

@@ -120,27 +120,24 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: Annotated[
         int,
         ENGINE(
-            "Instances of one role that share the experts of a model: consecutive entries of the global rank table. "
-            "Without experts, instances are independent of each other.",
+            "Instances of one role that share a model's experts.",
             checks=(*ONE, at_most(MAX_UNIT_SIZE)),
         ),
     ] = 1
     enable_expert_parallel: Annotated[
         bool,
-        ENGINE(
-            "Give each rank whole experts instead of a part of every one; always so with --data-parallel-size above 1."
-        ),
+        ENGINE("Give each rank whole experts instead of parts of all; implied by --data-parallel-size above 1."),
     ] = False
     expert_placement_strategy: Annotated[
         ExpertPlacement,
         ENGINE(
-            "linear: consecutive experts are on one rank; round_robin: they are dealt out in turn.",
+            "linear: a rank has consecutive experts; round_robin: experts are dealt out in turn.",
             checks=(one_of(EXPERT_PLACEMENTS),),
         ),
     ] = "linear"
     revision: Annotated[str, ENGINE("Branch, tag or commit of a model from a hub.")] = ""
     download_dir: Annotated[str, ENGINE("Folder for models from a hub; default: the hub's own cache.")] = ""
-    tokenizer: Annotated[str, ENGINE("Folder or hub id of a tokenizer to use instead of the model's own.")] = ""
+    tokenizer: Annotated[str, ENGINE("Folder or hub id of another tokenizer.")] = ""
     tokenizer_revision: Annotated[str, ENGINE("Branch, tag or commit of the tokenizer.")] = ""
     skip_tokenizer_init: Annotated[
         bool, ENGINE("Serve a model folder without a tokenizer; prompts must be token ids.")
@@ -154,33 +151,30 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[
         int,
         ENGINE(
-            "Maximum number of sequences in a step. A model that keeps states serves fewer than the default if memory "
-            "is short of that many states beside one request of --max-model-len.",
+            "Maximum number of sequences in a step; fewer if a model's states do not fit the memory.",
             checks=ONE,
         ),
     ] = DEFAULT_NUM_SEQS
     max_num_batched_tokens: Annotated[
         int | None,
         ENGINE(
-            "Maximum number of tokens in a step; longer prompts are prefilled in chunks. Default: 8192 on a GPU with "
-            "70 GB or more, otherwise 2048.",
+            "Maximum number of tokens in a step; longer prompts are chunked. Default: 2048; 8192 on a GPU with 70 GB.",
             checks=ONE,
         ),
     ] = None
     dtype: Annotated[
         str,
         ENGINE(
-            "auto, float32, float16 or bfloat16. auto: the model's own; on a CPU float32, or the model's bfloat16 if "
-            "the processor multiplies it.",
+            "auto, float32, float16 or bfloat16. auto: the model's own; on a CPU float32, or bfloat16 where "
+            "it is fast.",
             checks=(one_of(DTYPES),),
         ),
     ] = "auto"
     quantization: Annotated[
         str | None,
         ENGINE(
-            f"The method of a quantized model folder, which is found without it: {', '.join(FORMATS)}. With plain "
-            "weights, quantizes them at load: fp8, int8 (with int8 activations), int8_wo or wint8, int4_wo or wint4, "
-            "w4a8 (4 bits with int8 activations, on a CPU).",
+            f"Quantizes plain weights at load: fp8, int8 (activations too), int8_wo or wint8, int4_wo or wint4, w4a8 "
+            f"(CPU). Quantized folders are recognized without it: {', '.join(FORMATS)}.",
             checks=(one_of(QUANTIZATIONS),),
             form=NAME,
         ),
@@ -188,8 +182,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     quantize_head: Annotated[
         str | None,
         ENGINE(
-            "Quantizes the output layer, too, when it is loaded: fp8, int8 (with int8 activations), int8_wo or wint8, "
-            "int4_wo or wint4, w4a8 (on a CPU). Its weights must be plain.",
+            "Quantize the output layer at load: fp8, int8, int8_wo or wint8, int4_wo or wint4, w4a8 (CPU).",
             checks=(one_of((*AT_LOAD, *ALSO_AT_LOAD)),),
             form=NAME,
         ),
@@ -197,14 +190,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: Annotated[
         str,
         ENGINE(
-            "auto (the model's), bfloat16, int8, fp8_e4m3 (or fp8) or int4: how the KV cache holds numbers. The last "
-            "three are codes with a scale for each token and head; checkpoints' scales are not needed.",
+            "How the KV cache holds numbers: auto (the model's), bfloat16, int8, fp8_e4m3 (or fp8) or int4.",
             checks=(one_of(tuple(KV_CACHE_DTYPES)),),
         ),
     ] = "auto"
-    device: Annotated[
-        str, ENGINE("auto, cpu, cuda or npu. auto: the machine's accelerator if it has one, otherwise cpu.")
-    ] = "auto"
+    device: Annotated[str, ENGINE("auto, cpu, cuda or npu. auto: the accelerator, if there is one.")] = "auto"
     enforce_eager: Annotated[bool, ENGINE("Never capture graphs, even if the device can.", has_off=True)] = False
     max_seq_len_to_capture: Annotated[
         int | None,
@@ -217,8 +207,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     graph_sizes: Annotated[
         tuple[int, ...],
         ENGINE(
-            "Numbers of sequences that graphs are for; a step takes the next larger one, and runs eagerly beyond the "
-            "largest. One number: 1, 2, 4 and multiples of 8 up to it. Default: up to --max-num-seqs.",
+            "Numbers of sequences to capture graphs for. One number: 1, 2, 4 and multiples of 8 up to it.",
             also=("cuda_graph_sizes", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
             checks=(Check(lambda sizes: all(size >= 1 for size in sizes), "must be at least 1 each"),),
             form=NUMBERS,
@@ -228,33 +217,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_backend: Annotated[
         str,
         ENGINE(
-            "auto, triton, flashinfer or sdpa; auto is triton on a GPU. flashinfer must be installed and is taken "
-            "only when asked for: it has not been timed here yet. On CPU: auto or sdpa.",
+            "auto, triton (a GPU's auto), flashinfer (must be installed) or sdpa. On CPU: auto or sdpa.",
             checks=(one_of(ATTENTION_BACKENDS),),
         ),
     ] = "auto"
     npu_head_dims: Annotated[
         str,
         ENGINE(
-            "strict or wide. On NPUs, strict: packed attention only for head sizes of the operator's description; "
-            "wide: for others, too, if a trial at load gives the right numbers on the device.",
+            "On NPUs, strict: packed attention for the operator's head sizes; wide: also for others that pass a check.",
             checks=(one_of(NPU_HEAD_DIMS),),
         ),
     ] = "strict"
     npu_tp_graphs: Annotated[
         bool,
         ENGINE(
-            "On NPUs with --tensor-parallel-size above 1, decode with graphs that hold HCCL's sums, and launch steps "
-            "ahead of the host. Off because it has not run on hardware; without effect elsewhere, where ranks do so.",
+            "On NPUs with several ranks, decode with graphs and launch steps ahead. Not yet run on hardware.",
         ),
     ] = False
     cuda_speedups: Annotated[
         tuple[str, ...],
         ENGINE(
-            "Speed-ups on NVIDIA GPUs that no GPU has measured yet, hence off by default. pdl: kernels start while the "
-            "previous one ends (from Hopper on). skinny-gate: an MLP's first half in one kernel, for steps of up to 64 "
-            "tokens. symmetric-sums: sums over ranks in memory that all of them see. prompt-graphs: graphs for steps "
-            "with short prompts.",
+            "Unmeasured speed-ups for NVIDIA GPUs: pdl, skinny-gate, symmetric-sums, prompt-graphs. Off by default.",
             metavar="NAME",
             checks=(SOME_SPEEDUPS,),
             form=TEXTS,
@@ -264,27 +247,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: Annotated[
         bool,
         ENGINE(
-            "Make a request's numbers independent of its batch, to the bit: slower on a GPU, without effect on a CPU, "
-            "refused on NPUs. vLLM has it as VLLM_BATCH_INVARIANT=1.",
+            "Make a request's numbers independent of its batch, to the bit. Slower on a GPU; refused on NPUs.",
         ),
     ] = False
     try_unlisted: Annotated[
         tuple[str, ...],
         ENGINE(
-            "Serve this unlisted model_type if it passes a check at load; may be given more than once.",
+            "Serve this unlisted model_type if it passes a check at load.",
             metavar="TYPE",
             form=TEXTS,
         ),
     ] = ()
     language_model_only: Annotated[bool, ENGINE("Serve only the text model of a multimodal model.")] = False
-    enable_mm: Annotated[
-        bool, ENGINE("Refuse to start with a model that takes no images; those that can take them do so without it.")
-    ] = False
+    enable_mm: Annotated[bool, ENGINE("Refuse to start with a model that takes no images.")] = False
     mm_encoder_cache_tokens: Annotated[
         int,
         ENGINE(
-            "Tokens of images whose features each rank keeps, so that later chunks and requests need not compute them; "
-            "the image used last is kept however large it is. 0: none.",
+            "Image tokens whose features each rank keeps for later chunks and requests. 0: none.",
             checks=(at_least(0),),
         ),
     ] = 8192
@@ -302,19 +281,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     gpu_memory_utilization: Annotated[
         float | None,
         ENGINE(
-            "Share of memory to use; without effect beside the two above. On a CPU: of the free memory, for the KV "
-            "pool. On a GPU: of its memory, for this instance; default: 0.9.",
+            "Share of memory for this instance, unless a flag above says how much. CPU: of free memory. GPU "
+            "default: 0.9.",
             also=("device_memory_utilization",),
             checks=(within(0, 1),),
         ),
     ] = None
     enable_prefix_caching: Annotated[
-        bool, ENGINE("Keep the KV blocks of finished requests for later requests with the same prefix.", has_off=True)
+        bool, ENGINE("Keep KV blocks of finished requests for later prompts with the same prefix.", has_off=True)
     ] = True
     preemption_mode: Annotated[
         str,
         ENGINE(
-            "recompute or swap: how a preempted sequence continues after the KV pool was full.",
+            "How a preempted sequence continues: recompute or swap.",
             checks=(one_of(PREEMPTION_MODES),),
         ),
     ] = "recompute"
@@ -322,8 +301,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_host_cache_gib: Annotated[
         float,
         ENGINE(
-            "GiB of host memory for KV blocks that the prefix cache has evicted; later requests load them from there "
-            "where that is quicker than to compute them.",
+            "GiB of host memory for evicted KV blocks, which are loaded where that is quicker than computing.",
             also=("kv_offloading_size",),
             after="enable_prefix_caching",
             checks=GIB,
@@ -332,36 +310,32 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_cache_gib: Annotated[
         float | None,
         ENGINE(
-            "GiB of a model's states that are kept for later requests with the same prefix, part of the memory for KV "
-            "caches. Default: a quarter of that.",
+            "GiB of KV memory for states kept for later requests. Default: a quarter.",
             checks=GIB,
         ),
     ] = None
     mamba_cache_mode: Annotated[
         StateCacheMode,
         ENGINE(
-            "Where states are kept for later requests with the same prefix: none; align: at the last block end of "
-            "prompts and sequences, every --mamba-block-size tokens of a prompt, and where prompts part; all: at each "
-            "block end.",
+            "Which states are kept for later requests: none; align: at ends of prompts and every "
+            "--mamba-block-size tokens; all.",
             checks=(one_of(STATE_CACHE_MODES),),
         ),
     ] = "align"
     mamba_block_size: Annotated[
         int | None,
         ENGINE(
-            "Tokens of a long prompt from one kept state to the next; a multiple of --block-size. Default: 1,024, "
-            "or the next such number.",
+            "Tokens between kept states of a long prompt; a multiple of --block-size. Default: about 1,024.",
             checks=ONE,
         ),
     ] = None
     mamba_ssm_cache_dtype: Annotated[
-        str, ENGINE("auto or float32, which are the same: how states are kept.", checks=(one_of(("auto", "float32")),))
+        str, ENGINE("auto or float32, which are the same.", checks=(one_of(("auto", "float32")),))
     ] = "auto"
     cpu_offload_gb: Annotated[
         float,
         ENGINE(
-            "GiB of weights in host memory. On a CPU all of them are there, and it changes nothing; on accelerators "
-            "only 0: weights stay on the device.",
+            "GiB of weights in host memory: without effect on a CPU; only 0 on accelerators.",
             checks=GIB,
         ),
     ] = 0.0
@@ -373,8 +347,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: Annotated[
         str,
         Setting(
-            "Sampling defaults: auto, the model folder's generation_config.json; vllm, none; or another folder "
-            "with that file.",
+            "Sampling defaults: auto (the model's generation_config.json), vllm (none), or a folder with that file.",
             Panel.REQUESTS,
             Scope.ENGINE,
             after="max_logprobs",
@@ -384,10 +357,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Annotated[
         Speculation,
         ENGINE(
-            "JSON object with vLLM's keys: method (ngram, suffix, draft_model, eagle3 or mtp, or a list of them), "
-            "model, num_speculative_tokens, prompt_lookup_min, prompt_lookup_max, suffix_decoding_max_tree_depth and "
-            "others. Decoding drafts tokens and computes several in a step, which changes no answer. Default: only "
-            "what a request's prediction says and its guide forces is drafted.",
+            "JSON object with vLLM's keys (method: ngram, suffix, draft_model, eagle3, mtp or a list): how "
+            "tokens are drafted. Default: only from predictions and guides.",
             name="speculative_config",
             form=SPECULATION,
         ),

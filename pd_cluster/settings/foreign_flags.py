@@ -15,7 +15,7 @@ ON_THE_HOST = f"images are read on the host, and kept there; see {called('mm_pro
 FAMILIES = (
     # ---- processes and devices
     Family(
-        "instances that share experts meet through the scheduler, which sends each request to one of them",
+        "instances that share experts meet through the scheduler",
         accepted="--data-parallel-address --data-parallel-rpc-port --data-parallel-backend "
         "--[no-]data-parallel-external-lb --data-parallel-supervisor-port --dp-supervisor-* --dp-sync-interval "
         "--elastic-ep-max-dp-size --[no-]disable-nccl-for-dp-synchronization",
@@ -48,7 +48,7 @@ FAMILIES = (
         refused="--decode-context-parallel-size=1 --prefill-context-parallel-size=1",
     ),
     Family(
-        "rows are gathered from all instances that share experts, and their parts of the result are scattered",
+        "rows are gathered, and results are scattered",
         refused="--all2all-backend=allgather_reducescatter",
     ),
     Family(
@@ -56,7 +56,7 @@ FAMILIES = (
         accepted="--eplb-config",
         refused="--[no-]enable-eplb",
     ),
-    Family("each rank reads its own experts alone, always", accepted="--[no-]enable-ep-weight-filter"),
+    Family("each rank reads its own experts only", accepted="--[no-]enable-ep-weight-filter"),
     Family(
         "a step is computed as one batch",
         accepted="--dbo-decode-token-threshold --dbo-prefill-token-threshold",
@@ -66,15 +66,15 @@ FAMILIES = (
         "how ranks share their work follows from the model",
         accepted="--[no-]enable-hc-sp --[no-]enable-batch-sharded-sampling --[no-]enable-shm-tensor-arena",
     ),
-    Family("each rank has the whole encoder, and computes its share of the images", accepted="--mm-encoder-tp-mode"),
+    Family("each rank computes its share of the images", accepted="--mm-encoder-tp-mode"),
     Family("there is no custom all-reduce", accepted="--[no-]disable-custom-all-reduce"),
     Family(
-        "a request goes on elsewhere when its instance is lost, always",
+        "requests always continue elsewhere after a loss",
         accepted="--[no-]enable-fault-tolerance --fault-tolerance-config",
     ),
-    Family("the API always runs in a process of its own", accepted="--[no-]disable-frontend-multiprocessing"),
+    Family("the API has a process of its own", accepted="--[no-]disable-frontend-multiprocessing"),
     Family(
-        f"the scheduler has as many processes for it as {called('api_workers')} says",
+        f"see {called('api_workers')}",
         accepted="--renderer-num-workers",
     ),
     Family(
@@ -103,7 +103,7 @@ FAMILIES = (
         refused="--quantization-config",
     ),
     Family(
-        "anybody on a host can read its command lines; set the variable HF_TOKEN, or log in with `hf auth login`",
+        "command lines are public on a host; set HF_TOKEN, or use `hf auth login`",
         refused="--hf-token=True",
     ),
     Family("code from a model folder is never run", accepted="--[no-]trust-remote-code", refused="--code-revision"),
@@ -115,7 +115,7 @@ FAMILIES = (
         refused="--load-format=auto|safetensors --model-loader-extra-config",
     ),
     Family(
-        "weights are mapped, and each rank reads its own part",
+        "each rank maps its own part",
         accepted="--safetensors-load-strategy --safetensors-prefetch-num-threads --safetensors-prefetch-block-size "
         "--[no-]use-tqdm-on-load --max-parallel-loading-workers",
     ),
@@ -125,10 +125,10 @@ FAMILIES = (
         refused="--offload-group-size=0 --offload-backend=auto",
     ),
     Family("weights are those of the model's folder", refused="--model-weights"),
-    Family("weights do not change while they are served", refused="--weight-transfer-config"),
+    Family("weights do not change", refused="--weight-transfer-config"),
     Family("sliding windows follow the model", accepted="--[no-]disable-sliding-window"),
     Family(
-        "recurrent states are float32, and their kernels follow the device",
+        "states are float32; kernels follow the device",
         accepted="--mamba-backend --mamba-config --mamba-cache-dtype --mamba-cache-philox-rounds --mamba-ssu-algorithm "
         "--[no-]enable-mamba-cache-stochastic-rounding --[no-]enable-mamba-shared-prefix-checkpoint "
         "--replayssm-buffer-len --[no-]use-replayssm --gdn-prefill-backend --kda-prefill-backend --kda-decode-backend",
@@ -148,11 +148,11 @@ FAMILIES = (
     ),
     Family("there is no cascade attention", accepted="--[no-]disable-cascade-attn"),
     Family("there is one mode", refused="--performance-mode=balanced"),
-    Family("steps are always prepared ahead where the device allows it", accepted="--[no-]async-scheduling"),
+    Family("steps are prepared ahead where the device allows it", accepted="--[no-]async-scheduling"),
     Family("steps are always single", accepted="--num-scheduler-steps"),
     Family("there is no such switch", accepted="--[no-]disable-async-output-proc"),
     Family(
-        "prefill is always chunked, which changes no answer",
+        "prefill is always chunked",
         accepted="--[no-]enable-chunked-prefill --[no-]disable-chunked-mm-input",
     ),
     Family(
@@ -166,7 +166,7 @@ FAMILIES = (
         accepted="--[no-]scheduler-reserve-full-isl --watermark",
     ),
     Family(
-        f"give {called('max_num_batched_tokens')}, which bounds what a step computes",
+        f"give {called('max_num_batched_tokens')}",
         refused="--max-num-scheduled-tokens",
     ),
     Family(
@@ -189,18 +189,18 @@ FAMILIES = (
         "--speculative-adaptive*",
     ),
     Family(
-        "a draft is accepted only if it is the token that would have been drawn",
+        "only the token that would have been drawn is accepted",
         refused="--spec-decoding-acceptance-method=rejection_sampler --typical-acceptance-sampler-*",
     ),
     Family(
-        "drafts are computed as rows of a step, in blocks that are free",
+        "drafts are rows of a step, in free blocks",
         accepted="--num-lookahead-slots --[no-]speculative-disable-mqa-scorer",
     ),
     Family("requests choose logprobs", accepted="--[no-]disable-logprobs-during-spec-decoding"),
     # ---- KV cache
     Family("blocks are known by SHA-256", refused="--prefix-caching-hash-algo=sha256|sha256_cbor"),
     Family(
-        "there is one block manager, which keeps cached blocks until their room is needed",
+        "there is one block manager; cached blocks stay until they are needed",
         accepted="--[no-]use-v2-block-manager --[no-]disable-hybrid-kv-cache-manager --[no-]swa-bounded-replay "
         "--[no-]kv-sharing-fast-prefill --prefix-cache-retention-interval --prefix-match-unit",
     ),
@@ -210,10 +210,10 @@ FAMILIES = (
     ),
     Family(f"all layers have one {called('kv_cache_dtype')}", refused="--kv-cache-dtype-skip-layers+"),
     Family(
-        f"each vector of the KV cache has a scale of its own; see {called('kv_cache_dtype')}",
+        f"scales are computed; see {called('kv_cache_dtype')}",
         refused="--quantization-param-path",
     ),
-    Family(f"the handover is part of this project; see {called('kv_transport')}", refused="--kv-transfer-config"),
+    Family(f"the handover is built in; see {called('kv_transport')}", refused="--kv-transfer-config"),
     Family(
         f"encoders hand features over: {called('role')} encode, or --encode of `pd-cluster up`",
         accepted="--ec-manager-config",
@@ -229,29 +229,29 @@ FAMILIES = (
     ),
     Family("a model's tokens are always its own samples", refused="--[no-]enable-trace-replay --watermark-config"),
     Family(
-        "prompts are texts, token ids, images and videos, never embeddings",
+        "prompts are never embeddings",
         refused="--[no-]enable-prompt-embeds --[no-]enable-mm-embeds",
     ),
-    Family("the model's folder says how it embeds, in 1_Pooling/config.json", refused="--pooler-config"),
+    Family("1_Pooling/config.json decides", refused="--pooler-config"),
     Family("scores are computed in the engine", accepted="--[no-]enable-flash-late-interaction"),
     Family("each tool's own strict and a request's tool_choice decide", refused="--tool-strict-level=auto"),
     Family("thinking that a request disables is off", refused="--anthropic-disabled-thinking-effort=auto|none"),
     Family(
-        "a stream begins with its first token: errors before it have an HTTP status; let a proxy wait that long",
+        "a stream begins with its first token; let proxies wait that long",
         refused="--sse-keep-alive-interval=0",
     ),
     Family("there is no API of Cohere's", accepted="--cohere-format --[no-]cohere-is-reasoning-model"),
-    Family("calls are answered by clients; the server runs no tools", refused="--tool-server"),
-    Family(f"see {called('reasoning_parser')} for the formats that there are", refused="--reasoning-parser-plugin"),
+    Family("the server runs no tools", refused="--tool-server"),
+    Family(f"see {called('reasoning_parser')}", refused="--reasoning-parser-plugin"),
     Family("usage always has them", accepted="--[no-]enable-prompt-tokens-details"),
     Family("requests choose them with include_metrics", accepted="--[no-]enable-per-request-metrics"),
     # ---- images and videos
     Family(
-        "a request may always say how its own images and videos are read, within the model's limits",
+        "requests may always say how their images are read",
         refused="--[no-]trust-request-mm-kwargs=True",
     ),
     Family(
-        "the memory for images is measured at the start only where that is needed, on accelerators",
+        "memory is measured on accelerators only",
         accepted="--[no-]skip-mm-profiling",
     ),
     Family(
@@ -266,21 +266,19 @@ FAMILIES = (
     ),
     Family("the chat template says where images stand", refused="--[no-]interleave-mm-strings"),
     Family(
-        f"every frame that is read is computed; see {called('media_io_kwargs')}",
+        f"all frames are computed; see {called('media_io_kwargs')}",
         accepted="--video-pruning-method",
         refused="--video-pruning-rate=0|0.0",
     ),
     # ---- adapters
+    Family("adapters compute in float32 on a CPU, otherwise in the model's dtype", refused="--lora-dtype=auto"),
     Family(
-        "adapters are computed in float32 on a CPU, and in the model's dtype elsewhere", refused="--lora-dtype=auto"
-    ),
-    Family(
-        "each rank has the whole of one of an adapter's two matrices, which needs no further sums",
+        "each rank has one of an adapter's two matrices whole",
         refused="--[no-]fully-sharded-loras",
     ),
-    Family("adapters of one context length are supported, others are not", refused="--long-lora-scaling-factors"),
-    Family("adapters with tokens of their own are not supported", refused="--lora-extra-vocab-size"),
-    Family("an adapter applies to the modules that its own folder names", refused="--lora-target-modules+"),
+    Family("adapters have one context length", refused="--long-lora-scaling-factors"),
+    Family("adapters add no tokens", refused="--lora-extra-vocab-size"),
+    Family("an adapter's folder names its modules", refused="--lora-target-modules+"),
     Family(f"requests name their adapter as their model; see {called('lora_modules')}", refused="--default-mm-loras"),
     Family(
         f"see {called('lora_modules')}, which any quantization takes",
@@ -289,7 +287,7 @@ FAMILIES = (
     Family("images are encoded without adapters", refused="--[no-]enable-tower-connector-lora"),
     Family("adapters of classifiers are not supported", refused="--max-lora-cls-labels"),
     Family(
-        "adapters of experts are taken in both forms, each by itself",
+        "adapters of experts are accepted in both forms",
         accepted="--[no-]enable-mixed-moe-lora-format --[no-]specialize-active-lora --[no-]enable-moe-shared-loras",
     ),
     Family("any number of prompt adapters takes part in a step", accepted="--max-prompt-adapters"),
@@ -299,9 +297,9 @@ FAMILIES = (
     Family("certificates are read again when they change", accepted="--[no-]enable-ssl-refresh"),
     Family("a request's line and headers are limited to 64 KiB", accepted="--h11-max-incomplete-event-size"),
     Family("/docs needs nothing from other hosts", accepted="--[no-]enable-offline-docs"),
-    Family("/load is always there", accepted="--[no-]enable-server-load-tracking"),
+    Family("/load is always available", accepted="--[no-]enable-server-load-tracking"),
     Family(
-        "/inference/v1/generate is always there; /render and /derender are not",
+        "/inference/v1/generate is always available; /render and /derender are not",
         accepted="--[no-]enable-scale-out --[no-]tokens-only",
     ),
     Family(f"see {called('log_level')}", accepted="--uvicorn-log-level"),

@@ -124,16 +124,13 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     key_file: Annotated[
         str,
         HTTP(
-            "File of further keys with tenants, models and limits, as `pd-cluster keys` makes it; read again at "
-            "SIGHUP.",
+            "Further keys with tenants, models and limits, by `pd-cluster keys`; read again at SIGHUP.",
             name="api_key_file",
         ),
     ] = ""
     metrics_key: Annotated[
         str,
-        HTTP(
-            "A key for /metrics and /load only. Without it, /metrics needs an API key if there are any.", is_secret=True
-        ),
+        HTTP("A key for /metrics and /load only.", is_secret=True),
     ] = ""
     allowed_origins: Annotated[
         tuple[str, ...],
@@ -146,8 +143,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     tenants: Annotated[
         tuple[str, ...],
         HTTP(
-            "Names of the keys' tenants, in the keys' order; keys of one name share cached prompts, as a new key "
-            "should with the one that it replaces. Default: each key is a tenant of its own.",
+            "Tenants of the keys, in their order; default: one each. Keys of a tenant share cached prompts.",
             name="api_key_tenant",
             form=TEXTS,
             is_several=True,
@@ -156,7 +152,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     shares_prefix_cache: Annotated[
         bool,
         HTTP(
-            "Share cached prompts between keys. Response times then reveal which prompts are cached.",
+            "Share cached prompts between keys; response times then reveal them.",
             name="shared_prefix_cache",
         ),
     ] = False
@@ -176,8 +172,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     traces_endpoint: Annotated[
         str,
         HTTP(
-            "The URL to send OpenTelemetry traces to, by OTLP over HTTP, such as http://collector:4318/v1/traces; "
-            "needs pd-cluster[otel]. OpenTelemetry's OTEL_ variables work, too.",
+            "URL for OpenTelemetry traces, such as http://collector:4318/v1/traces. Extra otel.",
             name="otlp_traces_endpoint",
             form=Form(str, _endpoint, str),
         ),
@@ -193,8 +188,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_public_dashboard: Annotated[
         bool,
         HTTP(
-            "Show the cluster's figures at /dashboard of the public port, to holders of an API key or a link; needs "
-            "TLS or a loopback --host.",
+            "Show figures at /dashboard of the public port, for key holders; needs TLS or a loopback --host.",
             name="public_dashboard",
         ),
     ] = False

@@ -18,14 +18,14 @@ class KeptResponses(msgspec.Struct, frozen=True):
     folder: Annotated[
         str,
         HTTP(
-            "Keep the answers of /v1/responses in this folder, for GET and previous_response_id; default: keep none.",
+            "Folder to keep answers of /v1/responses in; default: none.",
             name="response_store",
         ),
     ] = ""
     tenant_mib: Annotated[
         int,
         HTTP(
-            "MiB that each tenant's kept responses may take; its oldest ones make room.",
+            "Most MiB of a tenant's kept responses; the oldest make room.",
             name="response_store_tenant_mib",
             checks=(at_least(1),),
         ),

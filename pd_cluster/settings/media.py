@@ -85,8 +85,8 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     limits: Annotated[
         dict[str, int],
         MEDIA(
-            f"Most images and videos of a prompt, as image=N,video=N or a JSON object; default: {DEFAULTS[IMAGES]} and "
-            f"{DEFAULTS[VIDEOS]}. Audio: 0.",
+            f"Most images and videos of a prompt: image=N,video=N or JSON; default: {DEFAULTS[IMAGES]} and "
+            f"{DEFAULTS[VIDEOS]}.",
             name="limit_mm_per_prompt",
             default="",
             form=LIMITS,
@@ -96,16 +96,14 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     local_root: Annotated[
         str,
         MEDIA(
-            "Folder of which file:// URLs of images and videos may name files; by default none. Anybody who sends "
-            "requests can learn what they show.",
+            "Folder for file:// URLs of images and videos, readable by all clients; default: none.",
             name="allowed_local_media_path",
         ),
     ] = ""
     domains: Annotated[
         tuple[str, ...],
         MEDIA(
-            "Hosts from which http(s) URLs of images and videos are fetched, or * for all with public addresses; by "
-            "default none. Other addresses (10.0.0.5) only where they are listed themselves.",
+            "Hosts for http(s) URLs of images and videos, or * for all public ones; default: none.",
             name="allowed_media_domains",
             metavar="HOST",
             form=TEXTS,
@@ -116,8 +114,8 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     video_io: Annotated[
         dict[str, float],
         MEDIA(
-            f'How many frames of a video are read, as {{"video": {{"num_frames": N, "fps": F}}}}: at most N, evenly '
-            f"spread (default: {DEFAULT_FRAMES}), and at most F of each second (default: no limit).",
+            f'Most frames of a video, and of its seconds: {{"video": {{"num_frames": N, "fps": F}}}}; default: '
+            f"{DEFAULT_FRAMES}, any.",
             name="media_io_kwargs",
             default="",
             form=VIDEO_IO,
@@ -127,8 +125,7 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     processor: Annotated[
         dict[str, Any],
         MEDIA(
-            "How images and videos are read where a request's mm_processor_kwargs do not say, as a JSON object with "
-            "min_pixels, max_pixels, fps and num_frames; default: as the model's folder says.",
+            "Defaults for reading images and videos: JSON with min_pixels, max_pixels, fps, num_frames.",
             name="mm_processor_kwargs",
             default="",
             form=PROCESSOR,
@@ -138,8 +135,7 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_gb: Annotated[
         float,
         MEDIA(
-            "GiB of images and videos, as the model reads them, that each process which serves requests keeps, so that "
-            "the same data: URL is not decoded again. 0: none.",
+            "GiB of decoded images and videos that each API process keeps. 0: none.",
             name="mm_processor_cache_gb",
             checks=(at_least(0),),
         ),
@@ -148,8 +144,8 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_gb: Annotated[
         float,
         MEDIA(
-            "GiB of images and videos of unanswered requests that each process which serves requests holds in memory, "
-            "to send them again when an instance is lost; beyond it they go to --media-spill-path, or get a 503.",
+            "GiB of unanswered requests' images that each API process holds for replays; more go to "
+            "--media-spill-path, or get a 503.",
             name="media_memory_gb",
             checks=(at_least(0),),
         ),
@@ -157,8 +153,7 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     spill_path: Annotated[
         str,
         MEDIA(
-            "Folder for files of images and videos beyond --media-memory-gb, which have mode 0600 and no name; by "
-            "default none.",
+            "Folder for files (mode 0600, unnamed) beyond --media-memory-gb; default: none.",
             name="media_spill_path",
         ),
     ] = ""

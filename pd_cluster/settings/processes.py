@@ -75,7 +75,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[
         int,
         BASIC(
-            "HTTP port: the scheduler's is public; a worker's is in NODE_PORTS, or --join announces it.",
+            "HTTP port: the scheduler's is public; a worker's is in NODE_PORTS or announced by --join.",
             checks=(within(1, 65535),),
         ),
     ] = 8000
@@ -94,7 +94,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[
         LogFormat,
         BASIC(
-            "text, or json: one object a line, with the request's id where a line is about one.",
+            "text, or json: one object a line, with the request's id.",
             scope=Scope.WORKERS,
             after="log_level",
         ),
@@ -102,7 +102,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     spawn: Annotated[
         bool,
         Setting(
-            "Start each rank process from the command line instead of forking it from a preloader.",
+            "Start rank processes from the command line instead of forking them.",
             Panel.ENGINE,
             Scope.WORKERS,
             after="graph_sizes",
@@ -111,8 +111,8 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     lend_cores: Annotated[
         CoreSharing,
         Setting(
-            "On a CPU, let steps use the cores of the host's other instances while these compute nothing: always on, "
-            "off (each rank keeps its share, as with OMP_NUM_THREADS), or auto: on for models of 64 MB or more.",
+            "On a CPU, let steps use idle cores of the host's other instances: on, off, or auto (models of "
+            "64 MB or more).",
             Panel.ENGINE,
             Scope.WORKERS,
             after="spawn",
@@ -121,8 +121,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     bind_cores: Annotated[
         CoreSharing,
         Setting(
-            "On a CPU whose cores several ranks share, run each rank's steps on its own share of them while it borrows "
-            "none, and read its weights into their memory: always on, off, or auto: on for models of 64 MB or more.",
+            "On a CPU, run each rank on its own share of the cores: on, off, or auto (models of 64 MB or more).",
             Panel.ENGINE,
             Scope.WORKERS,
             after="lend_cores",
@@ -131,8 +130,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     fast_collectives: Annotated[
         bool,
         Setting(
-            "On NPUs, let HCCL add in the order that is fastest, so that equal requests may have unequal answers: "
-            "leaves HCCL_DETERMINISTIC, otherwise true, to HCCL's default.",
+            "On NPUs, let HCCL add in any order: faster, but equal requests may have unequal answers.",
             Panel.ENGINE,
             Scope.WORKERS,
             after="npu_head_dims",
@@ -173,14 +171,14 @@ class KeyFiles(msgspec.Struct, frozen=True):
     derives: Annotated[
         bool,
         BASIC(
-            "Derive the secrets from the rank table; only for one host on which all users are trusted.",
+            "Derive the secrets from the rank table: only on one host whose users are all trusted.",
             name="derive_secret",
         ),
     ] = False
     node_key: Annotated[
         str,
         BASIC(
-            "NODE.key of this host (mode 0600), by which workers prove their node; `pd-cluster keys node` makes it.",
+            "NODE.key of this host (mode 0600), by `pd-cluster keys node`.",
             name="node_key_file",
             metavar="FILE",
             after="derive_secret",
@@ -189,7 +187,7 @@ class KeyFiles(msgspec.Struct, frozen=True):
     trusted_nodes: Annotated[
         str,
         BASIC(
-            "The nodes whose workers are admitted; read again when it changes. Default: all that have the secret.",
+            "List of nodes whose workers are admitted; default: all with the secret.",
             metavar="FILE",
             after="node_key_file",
         ),
@@ -268,13 +266,12 @@ class JoinSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     advertise_host: Annotated[
         str | None,
-        BASIC("With --join: this worker's own address; default: the one that it reaches the scheduler from."),
+        BASIC("With --join: this worker's address; default: the one from which it reaches the scheduler."),
     ] = None
     data_parallel_rank: Annotated[
         int | None,
         BASIC(
-            "With --join and --data-parallel-size: this worker's place among the instances that share experts, from 0. "
-            "Rank tables give it otherwise, and it must be theirs.",
+            "With --join and --data-parallel-size: this worker's place in its unit, from 0.",
             checks=(at_least(0),),
         ),
     ] = None
@@ -298,8 +295,8 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     trusts_network: Annotated[
         bool,
         KV(
-            "Let KV cache, and what instances that share experts exchange, go over gloo to other hosts, faster than "
-            "encrypted, but checked only and not secret: only over a network that nobody else can reach.",
+            "Let KV cache and experts' rows go to other hosts over gloo: faster, but not encrypted. For "
+            "private networks only.",
             name="trust_network",
             after="kv_transport",
         ),
@@ -310,8 +307,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_open_links: Annotated[
         int,
         KV(
-            "The most links over pairs of NCCL, HCCL, gloo or curve that an instance keeps open; further ones are "
-            "opened when a transfer needs them. 0: all stay open.",
+            "Most open links over pairs (NCCL, HCCL, gloo, curve); others open when a transfer needs them. 0: all.",
             after="kv_port_range",
             checks=(at_least(0),),
         ),
@@ -319,8 +315,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_max_quarantine: Annotated[
         float,
         KV(
-            "The share of KV blocks that may wait, longer than --transfer-timeout, because a transfer that was given "
-            "up may still write them; beyond it the process ends.",
+            "Share of KV blocks that may stay in quarantine beyond --transfer-timeout; above it the process ends.",
             after="kv_open_links",
             checks=(within(0, 1),),
         ),
@@ -328,8 +323,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk_cache: Annotated[
         str,
         KV(
-            "Folder for KV blocks that --kv-host-cache keeps: they survive a restart, encrypted, and later requests "
-            "load them. Needs the extra disk-cache.",
+            "Folder for encrypted KV blocks of --kv-host-cache, which survive a restart. Extra disk-cache.",
             metavar="FOLDER",
             after="kv_max_quarantine",
         ),
@@ -337,7 +331,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk_cache_size_gib: Annotated[
         float,
         KV(
-            "GiB in that folder, for all instances of this host; one that joins takes the whole size for itself.",
+            "GiB in that folder, shared by the host's instances.",
             after="kv_disk_cache",
             checks=(POSITIVE,),
         ),
@@ -345,8 +339,8 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_shared_cache: Annotated[
         str,
         KV(
-            "redis://HOST:PORT, rediss:// or unix://: a Valkey or Redis store in which instances share encrypted KV "
-            "blocks that --kv-host-cache keeps. Needs the extra shared-cache.",
+            "redis://HOST:PORT, rediss:// or unix://: a store that shares encrypted blocks of "
+            "--kv-host-cache. Extra shared-cache.",
             metavar="URL",
             is_secret=True,
             after="kv_disk_cache_size",
@@ -355,8 +349,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_key_file: Annotated[
         str,
         KV(
-            "File with the secret of --kv-disk-cache and --kv-shared-cache; default: the cluster's secret. The first "
-            "line encrypts, further ones still decrypt, so that a secret can be replaced.",
+            "Secret of the disk and shared cache; default: the cluster's. The first line encrypts, others decrypt.",
             metavar="FILE",
             after="kv_shared_cache",
         ),
@@ -364,9 +357,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: Annotated[
         KVEventsConfig | None,
         KV(
-            "JSON object with vLLM's fields (enable_kv_cache_events, endpoint, replay_endpoint, ...): publishes what "
-            "the prefix cache stores and drops, for routers outside of the cluster. Instances of a host take "
-            "following ports. Default: nothing.",
+            "JSON object with vLLM's fields: publishes what the prefix cache stores and drops. Default: nothing.",
             name="kv_events_config",
             form=EVENTS,
             default="",
@@ -396,8 +387,8 @@ class KVSettings(msgspec.Struct, frozen=True, kw_only=True):
     mixed: Annotated[
         bool,
         KV(
-            "Let prefill and decode instances differ in --kv-cache-dtype. Their tokens may then differ from those of "
-            "one instance, and a request that goes on elsewhere may continue in another way.",
+            "Let prefill and decode instances differ in --kv-cache-dtype; their tokens may then differ from "
+            "one instance's.",
             name="kv_mixed",
             also=("allow_mixed_kv",),
         ),

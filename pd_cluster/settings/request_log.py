@@ -32,7 +32,7 @@ class RequestLogSettings(msgspec.Struct, frozen=True, kw_only=True):
     has_requests: Annotated[
         bool,
         HTTP(
-            "Log each request: its id, the number of its prompt's tokens and its sampling parameters; never a prompt.",
+            "Log each request: id, number of prompt tokens and sampling parameters; never a prompt.",
             name="enable_log_requests",
             has_off=True,
         ),
@@ -40,7 +40,7 @@ class RequestLogSettings(msgspec.Struct, frozen=True, kw_only=True):
     has_outputs: Annotated[
         bool,
         HTTP(
-            "With --enable-log-requests: log each answer's text, too, when it has ended.",
+            "With --enable-log-requests: log each answer's text, too.",
             name="enable_log_outputs",
             has_off=True,
         ),
@@ -54,15 +54,12 @@ class RequestLogSettings(msgspec.Struct, frozen=True, kw_only=True):
     quiet_paths: Annotated[
         tuple[str, ...],
         HTTP(
-            "Paths, separated by commas, that --access-log leaves out, such as /health,/metrics. Switches the log on "
-            "for the others.",
+            "Paths, separated by commas, that the access log leaves out; switches it on for others.",
             name="disable_access_log_for_endpoints",
             form=PATHS,
         ),
     ] = ()
-    has_no_access_log: Annotated[
-        bool, HTTP("Log no such line, whatever the flags above say.", name="disable_uvicorn_access_log")
-    ] = False
+    has_no_access_log: Annotated[bool, HTTP("Never write an access log.", name="disable_uvicorn_access_log")] = False
 
     @property
     def logs_access(self) -> bool:

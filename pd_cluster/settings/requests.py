@@ -85,7 +85,7 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     served_model_names: Annotated[
         list[str],
         Setting(
-            "What clients call the model; default: its path's last part. The path is always a name of it.",
+            "Names of the model for clients; default: the last part of its path. The path itself always works.",
             Panel.BASIC,
             Scope.SERVER,
             name="served_model_name",
@@ -97,15 +97,14 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: Annotated[
         int,
         TEXT(
-            "Most logprobs that a request may ask for beside each token; -1: those of the whole vocabulary.",
+            "Most logprobs beside each token; -1: the whole vocabulary.",
             checks=(at_least(-1),),
         ),
     ] = 20
     sampling_override: Annotated[
         dict[str, int | float | None],
         TEXT(
-            "JSON object that overrides these defaults: temperature, top_p, top_k, min_p, "
-            "repetition_penalty, max_new_tokens.",
+            "JSON object over these defaults: temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens.",
             name="override_generation_config",
             form=OVERRIDE,
         ),
@@ -121,14 +120,14 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     returns_tokens_as_token_ids: Annotated[
         bool,
         SERVER(
-            'Logprobs show tokens as "token_id:5" where a request does not say.',
+            "Logprobs show tokens as token_id:5 by default.",
             name="return_tokens_as_token_ids",
         ),
     ] = False
     forces_usage: Annotated[
         bool,
         SERVER(
-            "Give usage in every chunk of a stream, asked for or not.",
+            "Give usage in every chunk of a stream.",
             name="enable_force_include_usage",
         ),
     ] = False
@@ -142,8 +141,7 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     structured_outputs: Annotated[
         StructuredOutputs,
         TEXT(
-            "JSON object with backend, disable_any_whitespace (guided JSON without blanks between its parts), "
-            "disable_fallback and reasoning_parser.",
+            "JSON object with backend, disable_any_whitespace, disable_fallback and reasoning_parser.",
             name="structured_outputs_config",
             form=_object_of(StructuredOutputs),
         ),
@@ -151,15 +149,14 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: Annotated[
         int,
         SERVER(
-            "Tokens of a choice in each chunk of a stream, after a first chunk with what there is.",
+            "Tokens of a choice in each chunk of a stream after the first.",
             checks=(at_least(1),),
         ),
     ] = 1
     spec_decode_metrics: Annotated[
         DraftMetrics,
         SERVER(
-            "Answers tell in metrics.speculative_decoding how many drafts they had, and how many were right; detailed: "
-            "also step by step.",
+            "Counts of drafts in answers: none, summary or detailed.",
             name="per_request_spec_decode_metrics",
         ),
     ] = "none"
@@ -181,7 +178,7 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     template_kwargs: Annotated[
         dict[str, Any],
         TEXT(
-            "JSON object of variables for the chat template, such as enable_thinking, unless a request has its own.",
+            "JSON object of default variables for the chat template, such as enable_thinking.",
             name="default_chat_template_kwargs",
             form=TEMPLATE_KWARGS,
         ),
@@ -189,8 +186,7 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     content_format: Annotated[
         ContentFormat,
         TEXT(
-            "A message's content as chat templates get it: string; or openai, a list of parts of type text; auto is "
-            "string.",
+            "A message's content for templates: string (auto), or openai, a list of text parts.",
             name="chat_template_content_format",
         ),
     ] = "auto"
@@ -200,8 +196,7 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     allows_control_tokens: Annotated[
         bool,
         TEXT(
-            "The text of a control token, such as <|im_start|>, becomes that token in chat messages, too; by "
-            "default it is plain text there.",
+            "Let the text of a control token, such as <|im_start|>, become that token in chat messages.",
             name="allow_control_tokens",
         ),
     ] = False
@@ -219,14 +214,14 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     excludes_barred_tools: Annotated[
         bool,
         TEXT(
-            'Leave tools out of the prompt where tool_choice is "none"; by default the model sees them.',
+            "Leave tools out of the prompt where tool_choice is none.",
             name="exclude_tools_when_tool_choice_none",
             has_off=True,
         ),
     ] = False
     tool_parser_plugin: Annotated[
         str,
-        TEXT("A Python file whose FORMATS adds names to --tool-call-parser. It runs in the server's processes."),
+        TEXT("Python file whose FORMATS adds names to --tool-call-parser; it runs in the server."),
     ] = ""
     reasoning_parser: Annotated[str, TEXT(f"How the model marks its reasoning: {', '.join(sorted(THINKING))}.")] = ""
 
@@ -237,7 +232,7 @@ class Assurances(msgspec.Struct, frozen=True, kw_only=True):
     guided_decoding_backend: Annotated[
         str,
         TEXT(
-            "auto, or one of vLLM's backend names; llguidance is used in every case.",
+            "auto, or one of vLLM's names; always llguidance.",
             checks=(one_of(GUIDED_BACKENDS),),
         ),
     ] = "auto"

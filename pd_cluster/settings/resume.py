@@ -22,8 +22,7 @@ class ResumeSettings(msgspec.Struct, frozen=True, kw_only=True):
     window_s: Annotated[
         float,
         REQUESTS(
-            "Seconds that a stream whose client or scheduler is lost can be resumed, at any scheduler of these workers "
-            "(GET /v1/streams); 0: not at all.",
+            "Seconds in which a lost stream can be resumed at any scheduler (GET /v1/streams); 0: not at all.",
             name="resume_window",
             checks=(finite("must be a number of seconds, 0 for no such streams"),),
         ),
@@ -31,7 +30,7 @@ class ResumeSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_mib: Annotated[
         int,
         REQUESTS(
-            "MiB at each instance for prompts and outputs of such streams; beyond that, streams cannot be resumed.",
+            "MiB at each instance for such streams.",
             name="resume_memory",
             checks=(within(1, MOST_MEMORY_MIB),),
             after="resume_window",
@@ -40,8 +39,7 @@ class ResumeSettings(msgspec.Struct, frozen=True, kw_only=True):
     is_for_schedulers: Annotated[
         bool,
         REQUESTS(
-            "Streams outlive their scheduler only: a client that leaves ends its stream at once, as without "
-            "--resume-window.",
+            "Resume only after a scheduler's loss: a client that leaves ends its stream.",
             name="resume_scheduler_only",
             after="resume_memory",
         ),

@@ -78,21 +78,17 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = False
     slo_ttft_s: Annotated[
         float,
-        SCHEDULER(
-            "Seconds to the first token; a request that would miss it gets a 429. 0: no objective.", checks=PROMISE
-        ),
+        SCHEDULER("Seconds to the first token; requests that would miss it get a 429. 0: any.", checks=PROMISE),
     ] = 0.0
     slo_tpot_s: Annotated[
         float,
-        SCHEDULER(
-            "Seconds for each further token; a request that would miss it gets a 429. 0: no objective.", checks=PROMISE
-        ),
+        SCHEDULER("Seconds for each further token; requests that would miss it get a 429. 0: any.", checks=PROMISE),
     ] = 0.0
     # None: a request waits at an instance
     max_queue_s: Annotated[
         float | None,
         SCHEDULER(
-            "Seconds that a request may wait for room in the cluster before it gets a 429; 0: no limit.",
+            "Seconds that a request may wait for capacity before it gets a 429; 0: any.",
             name="max_queue_time",
             checks=(finite("must be a number of seconds, 0 for no limit"),),
         ),
@@ -100,23 +96,22 @@ class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
     first_token: Annotated[
         str,
         SCHEDULER(
-            "with-decode: where an instance decodes for others, a new stream's first token waits until it joins them, "
-            "for a step of theirs and 0.1 s at most: the second token follows as evenly as all others. at-once: never.",
+            "with-decode: a first token waits at most 0.1 s for the decode instance's step, for an even "
+            "stream. at-once: never.",
             checks=(one_of(FIRST_TOKENS),),
         ),
     ] = "with-decode"
     max_attempts: Annotated[
         int,
         SCHEDULER(
-            "How often a request may continue elsewhere after the loss of its instance or link.",
+            "How often a request may continue on other instances after a loss.",
             checks=(at_least(0, "must not be negative"),),
         ),
     ] = 6
     trace_requests: Annotated[
         int,
         SCHEDULER(
-            "Served requests, of the last 24 hours, whose lengths and block hashes are kept for `pd-cluster trace "
-            "--export`; never their text. 0: none.",
+            "Requests of the last 24 hours whose lengths and block hashes `pd-cluster trace --export` has. 0: none.",
             checks=(within(0, MAX_TRACE_REQUESTS),),
         ),
     ] = 0
@@ -138,22 +133,20 @@ class EntranceSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = 1
     uds: Annotated[
         str,
-        SCHEDULER(
-            "Path of a Unix socket to serve in place of the public port. The admin port stays.", after="api_workers"
-        ),
+        SCHEDULER("Unix socket to serve in place of the public port.", after="api_workers"),
     ] = ""
     scheduler_lease: Annotated[
         str,
         SCHEDULER(
-            "What several schedulers over the same workers share, of which one owns membership while all serve: a "
-            "folder (0700, on one host), or kubernetes:NAMESPACE/NAME, a Lease object. Default: there are no others.",
+            "Shared by several schedulers, of which one owns membership: a folder (0700), or "
+            "kubernetes:NAMESPACE/NAME.",
             after="uds",
         ),
     ] = ""
     scheduler_index: Annotated[
         int,
         SCHEDULER(
-            "With --scheduler-lease: this scheduler is scheduler-N; each has its own number.",
+            "With --scheduler-lease: this scheduler's number.",
             checks=(within(0, MAX_SCHEDULERS - 1),),
             after="scheduler_lease",
         ),
@@ -161,8 +154,7 @@ class EntranceSettings(msgspec.Struct, frozen=True, kw_only=True):
     auto_role: Annotated[
         str,
         SCHEDULER(
-            "Let instances change between prefill and decode as the load requires: cost (also without a value) asks "
-            "which split serves what came in the last minute; rules goes by fixed thresholds.",
+            "Let roles follow the load: cost (also without a value) or rules, by fixed thresholds.",
             form=AUTO_ROLE,
             after="scheduling_policy",
         ),
@@ -215,7 +207,7 @@ class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
     admin_hosts: Annotated[
         frozenset[str],
         SCHEDULER(
-            "Host names besides localhost under which the admin port and dashboards answer, separated by commas.",
+            "Further host names of the admin port and dashboards, separated by commas.",
             name="admin_allowed_hosts",
             form=HOST_NAMES,
         ),

@@ -53,7 +53,7 @@ class SpeculationFlags(msgspec.Struct, frozen=True, kw_only=True):
     spec_model: Annotated[
         str | None,
         DRAFTING(
-            "A draft model or EAGLE-3 head: model in --speculative-config. Or [ngram], as vLLM wrote that method.",
+            "model in --speculative-config: a draft model, an EAGLE-3 head, or [ngram].",
             also=("speculative_model",),
             after="spec_method",
         ),
@@ -78,7 +78,7 @@ class SpeculationFlags(msgspec.Struct, frozen=True, kw_only=True):
     lookahead_cache_config_dir: Annotated[
         str,
         DRAFTING(
-            f"TACO-LLM's: draft by ngram, then suffix. A file {FILE} in the folder may say more.",
+            f"TACO-LLM's: draft by ngram, then suffix, as {FILE} in the folder says.",
             metavar="FOLDER",
             after=DISABLE,
         ),

@@ -39,7 +39,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     join_timeout_s: Annotated[
         float,
         SERVER(
-            "Seconds for a worker with --join to be registered, at its start and after a loss.",
+            "Seconds in which a worker with --join must be registered, also after a loss.",
             checks=(POSITIVE,),
             detail="a worker with --join finds a scheduler that admits it",
         ),
@@ -47,8 +47,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     lease_duration_s: Annotated[
         float,
         SERVER(
-            "With --scheduler-lease: seconds after which another scheduler may own membership; 0: 1.5, or 15 in "
-            "Kubernetes.",
+            "With --scheduler-lease: seconds until another scheduler may take over; 0: 1.5, or 15 in Kubernetes.",
             checks=(finite("must not be negative or infinite"),),
             after="scheduler_index",
             panel=Panel.SCHEDULER,
@@ -70,7 +69,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     encode_timeout_s: Annotated[
         float,
         WORKERS(
-            "Seconds that an encoder may compute nothing before a prefill instance computes an image itself.",
+            "Seconds without progress of an encoder until a prefill instance computes the image.",
             detail="an encoder that computes nothing loses its images to prefill; a busy one, after six times this",
         ),
     ] = 10.0
@@ -85,7 +84,7 @@ class Timeouts(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout_s: Annotated[
         float,
         WORKERS(
-            "Seconds after which an engine that hangs in a step is ended; 0: never.",
+            "Seconds until an engine that hangs in a step is ended; 0: never.",
             checks=(finite("must not be negative or infinite"),),
             detail="an engine that does not come back from a step is ended; 0: never",
         ),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"  # the --kv-transport that allows all
 MEMORY_NBYTES_PER_S = 4e9
-GLOO_NBYTES_PER_S = 1e9  # docs/benchmarks/kv.md, rounded down
+GLOO_NBYTES_PER_S = 1e9  # docs/benchmarks.md, rounded down
 CURVE_NBYTES_PER_S = 2.5e8  # one core encrypts as much
 
 

@@ -1,4 +1,4 @@
-"""The reference document's guided request and the README's, with the model that the project ships."""
+"""The reference document's guided request and those of docs/clients.md, with the model that the project ships."""
 
 from __future__ import annotations
 
@@ -79,9 +79,9 @@ def test_the_reference_documents_guided_json(cluster: LiveCluster, prompt: str, 
     jsonschema.validate(json.loads(choice["text"]), CHARACTER)
 
 
-def test_the_readmes_client_with_a_tool(cluster: LiveCluster) -> None:
+def test_the_pages_client_with_a_tool(cluster: LiveCluster) -> None:
     """The shipped model calls the tool, without a parser's name in the command line, and answers with its result."""
-    text = (ROOT / "README.md").read_text("utf-8")
+    text = (ROOT / "docs" / "clients.md").read_text("utf-8")
     block = next(each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "tools=tools" in each)
     went: dict[str, Any] = {}
     exec(block.replace("http://127.0.0.1:9000", cluster.url).replace("tiny-chat", "tiny"), went)
@@ -97,8 +97,8 @@ def test_the_readmes_client_with_a_tool(cluster: LiveCluster) -> None:
     assert (second.message.content, second.finish_reason) == ("The weather in Paris: sunny, 21 degrees.", "stop")
 
 
-def test_the_readmes_example(cluster: LiveCluster) -> None:
-    text = (ROOT / "README.md").read_text("utf-8")
+def test_the_pages_example(cluster: LiveCluster) -> None:
+    text = (ROOT / "docs" / "clients.md").read_text("utf-8")
     body = next(each for each in re.findall(r"-d '([^']*)'", text) if "response_format" in each)
     choice = curl(cluster, "/v1/chat/completions", body)
     assert (json.loads(choice["message"]["content"]), choice["finish_reason"]) == ({"result": 7}, "stop")

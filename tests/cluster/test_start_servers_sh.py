@@ -288,7 +288,7 @@ MISTAKES = {
     ),
     "no ports": Mistake("NODE_PORTS is not set", "host", changes={"NODE_PORTS": None}),
     "one port": Mistake("NODE_PORTS", "host", changes={"NODE_PORTS": "8088"}),
-    "a wrong flag": Mistake("--tool-server x: calls are answered by clients; ", flags=["--tool-server=x"]),
+    "a wrong flag": Mistake("--tool-server x: the server runs no tools", flags=["--tool-server=x"]),
 }
 
 

@@ -242,13 +242,10 @@ def test_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytes
     assert all(answer.outputs[0].token_ids for answer in answers)
 
 
-SERVED = "base_url="  # in a client's block, which tests/cluster/test_guided.py runs
-
-
 BLOCKS = [
     block
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text("utf-8"), re.DOTALL)
-    if SERVED not in block
+    for page in ("README.md", "docs/features.md")
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
 ]
 
 

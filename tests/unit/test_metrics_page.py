@@ -32,10 +32,10 @@ OF_EACH: list[Any] = [
     *(*tables.INSTANCE_POSITIONS, *tables.INSTANCE_HISTOGRAMS),
 ]
 SECTIONS: dict[str, list[Any]] = {
-    "Of each instance": OF_EACH,
-    "Of requests": [*tables.REQUEST_COUNTERS, *tables.HISTOGRAMS],
-    "Of each tenant": [*tables.TENANT_COUNTERS],
-    "Of the cluster": [*tables.CLUSTER_GAUGES, tables.ADAPTERS],
+    "Instances": OF_EACH,
+    "Requests": [*tables.REQUEST_COUNTERS, *tables.HISTOGRAMS],
+    "Tenants": [*tables.TENANT_COUNTERS],
+    "Cluster": [*tables.CLUSTER_GAUGES, tables.ADAPTERS],
 }
 
 

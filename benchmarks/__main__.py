@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pd_cluster.commands.signature import given_model
+from pd_cluster.commands.settings_flags import given_model
 from pd_cluster.errors import PdClusterError
 
 Json = Annotated[str, typer.Option(help="Write the result to this file too.")]
@@ -92,7 +92,7 @@ def speculative(
 ) -> None:
     """Tokens a second with drafts, in times of those without: right, wrong and found ones; and equal answers."""
     from benchmarks import beside_vllm
-    from benchmarks import rows as row_costs
+    from benchmarks import draft_row_costs as row_costs
     from benchmarks.figures import names_of
     from benchmarks.speculative import ALONE, KINDS, SPLIT, WEIGHTS, Bench, run
 
@@ -129,7 +129,7 @@ def kv(
     json: Json = "",
 ) -> None:
     """KV cache between two processes: GB/s and latency, against what the machine can do."""
-    from benchmarks.kv.bench import make_bench, run
+    from benchmarks.kv.kv_bench import make_bench, run
 
     run(make_bench(transports, sizes, quick), rounds, json)
 
@@ -145,7 +145,7 @@ def router(
     json: Json = "",
 ) -> None:
     """The scheduler's CPU time a token and a request, added TTFT and memory a stream."""
-    from benchmarks.router.bench import run
+    from benchmarks.router.router_bench import run
 
     run(rounds, streams, against, quick, json)
 
@@ -163,7 +163,7 @@ def routing(
 ) -> None:
     """Conversations of many users, with one routing policy after another: cache hits, TTFT, TPOT."""
     if instances:
-        from benchmarks.router.choices import run as run_choices
+        from benchmarks.router.routing_cost import run as run_choices
 
         _run(run_choices(instances, policies, rounds, json))
         return
@@ -212,7 +212,7 @@ def faults(
     json: Json = "",
 ) -> None:
     """Two prefill and two decode instances that die, stand still and are restarted under load: what requests notice."""
-    from benchmarks.faults.bench import FaultsBench, run
+    from benchmarks.faults.faults_bench import FaultsBench, run
 
     _run(run(FaultsBench(faults, num_requests, load, seed, quick, kv_transport, units), json))
 
@@ -280,8 +280,8 @@ def gpu(
     table: Annotated[str, typer.Option(help="Only print this report as Markdown.")] = "",
 ) -> None:
     """The CUDA path: decode, prefill, handover and a split cluster against what the GPU can do."""
-    from benchmarks.gpu.bench import GpuBench, parts_of, run
-    from benchmarks.gpu.report import table as table_of
+    from benchmarks.gpu.gpu_bench import GpuBench, parts_of, run
+    from benchmarks.gpu.gpu_report import table as table_of
 
     if table:
         print(table_of(Path(table)), end="")

@@ -14,18 +14,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.child import run_child
+from benchmarks.child_process import run_child
 from benchmarks.copy_tasks import Task
 from benchmarks.figures import begin, finish, result
 from benchmarks.speculative import KINDS, Asked, Bench, engine
-from pd_cluster.tables import Report, Result, counted
+from pd_cluster.result_tables import Report, Result, counted
 
 NGRAM = {"num_speculative_tokens": 16, "prompt_lookup_max": 5, "prompt_lookup_min": 2}
 DEADLINE_S = 900.0
 GOAL = 1.2
 
 
-class Side(NamedTuple):
+class DraftSpeeds(NamedTuple):
     """Tokens a second of each round, and how many answers differ with drafts."""
 
     plain: list[float]
@@ -47,16 +47,16 @@ def run(bench: Bench, python: str, json_file: str) -> None:
     finish(Report(command, results), f"{bench.rounds} rounds, {bench.threads} threads", json_file, bench.quick)
 
 
-async def own(bench: Bench, folder: Path, rounds: Sequence[Sequence[Task]]) -> Side:
+async def own(bench: Bench, folder: Path, rounds: Sequence[Sequence[Task]]) -> DraftSpeeds:
     kind, pairs = KINDS["ngram"], list[tuple[Asked, Asked]]()
     async with engine(bench, bench.models(folder, kind.methods)) as asks:
         for tasks in rounds:
             pairs.append((await asks.ask(kind, tasks, None), await asks.ask(kind, tasks, [])))
     differing = (a != b for one, other in pairs for a, b in zip(one.answers, other.answers, strict=True))
-    return Side([one.rate for one, _ in pairs[1:]], [other.rate for _, other in pairs[1:]], sum(differing))
+    return DraftSpeeds([one.rate for one, _ in pairs[1:]], [other.rate for _, other in pairs[1:]], sum(differing))
 
 
-def vllms(python: str, model: Path, rounds: Sequence[Sequence[Task]], threads: int, folder: Path) -> Side:
+def vllms(python: str, model: Path, rounds: Sequence[Sequence[Task]], threads: int, folder: Path) -> DraftSpeeds:
     """Runs peers/vllm_drafts.py in a Python that has vLLM. Raises ChildFailed."""
     length = len(rounds[-1][0].answer)
     asked = [[task.prompt for task in tasks] for tasks in rounds]
@@ -74,10 +74,10 @@ def vllms(python: str, model: Path, rounds: Sequence[Sequence[Task]], threads: i
     num_tokens = (length - 1) * len(rounds[-1])
     rates, drafting_rates = ([num_tokens / took_s for took_s in each["seconds"]] for each in (plain, drafting))
     answers = (itertools.chain(*each["answers"]) for each in (plain, drafting))
-    return Side(rates, drafting_rates, sum(one != other for one, other in zip(*answers, strict=True)))
+    return DraftSpeeds(rates, drafting_rates, sum(one != other for one, other in zip(*answers, strict=True)))
 
 
-def compared(name: str, ours: Side, theirs: Side) -> Iterator[Result]:
+def compared(name: str, ours: DraftSpeeds, theirs: DraftSpeeds) -> Iterator[Result]:
     for who, side in (("ours", ours), ("vLLM", theirs)):
         yield result(f"{name}, {who}: without drafts", side.plain, "tokens/s", "higher")
         yield result(f"{name}, {who}: with n-gram drafts", side.drafting, "tokens/s", "higher")

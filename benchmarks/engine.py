@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import workloads
-from benchmarks.child import ChildFailed, make_model, run_peer, sigterm_raises
+from benchmarks.child_process import ChildFailed, make_model, run_peer, sigterm_raises
+from benchmarks.engine_messages import PeerResult, Spec
 from benchmarks.figures import begin, finish, names_of, result
-from benchmarks.spec import PeerResult, Spec
-from benchmarks.tiny_model import QUICK_SHAPE, ModelShape
-from pd_cluster.tables import Report, Result
+from benchmarks.model_shapes import QUICK_SHAPE, ModelShape
+from pd_cluster.result_tables import Report, Result
 
 REQUESTS = {"uniform": 2.0, "mixed": 3.0}  # workload -> goal, times generate()
 STEPS = "steps"

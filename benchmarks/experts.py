@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from benchmarks.peers.floors import read_bandwidth
-from benchmarks.shapes import Goal, fused, model_of, results, step_ms
-from pd_cluster.model.cpu.ops import CpuOps
-from pd_cluster.model.declared import caches_of
-from pd_cluster.model.fused_lm import Served
-from pd_cluster.model.layers.expert_weight import experts_of
-from pd_cluster.model.layers.gated import ExpertRouter
-from pd_cluster.tables import Result
+from benchmarks.random_models import Goal, fused, model_of, results, step_ms
+from pd_cluster.model.kernels.cpu.ops import CpuOps
+from pd_cluster.model.language_model.cache_declaration import caches_of
+from pd_cluster.model.language_model.fused_lm import Served
+from pd_cluster.model.layers.expert_weights import experts_of
+from pd_cluster.model.layers.gated_mlp import ExpertRouter
+from pd_cluster.result_tables import Result
 
 NAME = "moe-1B"
 NUM_EXPERTS, TOP_K, NUM_TRIES = 64, 8, 16

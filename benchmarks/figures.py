@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.tables import Better, Report, Result, check_writable, percentile, spread
+from pd_cluster.result_tables import Better, Report, Result, check_writable, percentile, spread
 
 BUSY_LOAD = 0.7  # by other processes: spinning threads suffer more than their share
 

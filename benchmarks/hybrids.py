@@ -18,16 +18,16 @@ import torch
 from benchmarks.peers.floors import read_bandwidth
 from benchmarks.peers.make_model import write
 from benchmarks.peers.ours import Driver, greedy
-from benchmarks.shapes import Goal, model_of, results
-from pd_cluster.engine.build import build_core
-from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.model.state_rows import Segment, StateRows
-from pd_cluster.model.states.recurrent import GatedState
-from pd_cluster.native.copy import streaming_copy
-from pd_cluster.native.recurrences import StateInputs
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.tables import Result
-from pd_cluster.types import Order, Request, Sampling
+from benchmarks.random_models import Goal, model_of, results
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.model.inputs.state_rows import Segment, StateRows
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.layers.states.recurrent_layers import GatedState
+from pd_cluster.native.recurrence_values import StateInputs
+from pd_cluster.native.streaming_copy import streaming_copy
+from pd_cluster.result_tables import Result
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 NAME = "hybrid-1B"
 SHAPE: dict[str, Any] = {
@@ -94,7 +94,7 @@ class Bench(Driver):
 
         They attend to the same tokens.
         """
-        order, blocks, known = Order([5] * length, Sampling()), [*range(length // 16)], length - 1
+        order, blocks, known = RequestSpec([5] * length, Sampling()), [*range(length // 16)], length - 1
         requests = [Request("r", order, num_computed_tokens=known, tables=[blocks, [at]]) for at in range(num_seqs)]
         chunks = [(request, 1) for request in requests]
         return min(took_ms(lambda: self.runner.forward(chunks).logits.argmax(-1)) for _ in range(NUM_TRIES))

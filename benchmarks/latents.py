@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks.peers.floors import read_bandwidth
-from benchmarks.shapes import Goal, fused, model_of, results, step_ms
-from pd_cluster.model.causal_lm import PlainCausalLM
-from pd_cluster.model.declared import caches_of
-from pd_cluster.model.fused_lm import Served
-from pd_cluster.tables import Result
+from benchmarks.random_models import Goal, fused, model_of, results, step_ms
+from pd_cluster.model.language_model.cache_declaration import caches_of
+from pd_cluster.model.language_model.causal_lm import PlainCausalLM
+from pd_cluster.model.language_model.fused_lm import Served
+from pd_cluster.result_tables import Result
 
 NAME = "mla-1B"
 SHARED: dict[str, Any] = {"hidden_size": 2048, "num_attention_heads": 16, "num_hidden_layers": 16, "vocab_size": 32000}

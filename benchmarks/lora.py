@@ -5,11 +5,11 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from benchmarks import child
+from benchmarks import child_process
+from benchmarks.engine_messages import Spec
 from benchmarks.figures import begin, finish, result
-from benchmarks.spec import Spec
-from benchmarks.tiny_model import QUICK_SHAPE, ModelShape
-from pd_cluster.tables import Report, Result
+from benchmarks.model_shapes import QUICK_SHAPE, ModelShape
+from pd_cluster.result_tables import Report, Result
 
 DEADLINE_S = 1800.0
 GOALS = {0: 0.99, 8: 0.85, 32: 0.6}  # times the speed without --enable-lora, by adapters in a batch of 32
@@ -18,11 +18,11 @@ GOALS = {0: 0.99, 8: 0.85, 32: 0.6}  # times the speed without --enable-lora, by
 def run(rounds: int, threads: int, quick: bool, json: str) -> None:
     """Raises PdClusterError."""
     begin(json)
-    with child.sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-lora-") as folder:
+    with child_process.sigterm_raises(), tempfile.TemporaryDirectory(prefix="pd-cluster-lora-") as folder:
         shape = QUICK_SHAPE if quick else ModelShape()
-        model, size = str(child.make_model(Path(folder), shape, threads)), 4 if quick else 32
+        model, size = str(child_process.make_model(Path(folder), shape, threads)), 4 if quick else 32
         spec = Spec(model=model, shape=shape, num_threads=threads, batch_size=size, rounds=rounds, quick=quick)
-        times_ms = child.run_peer("lora", spec, Path(folder), DEADLINE_S).figures
+        times_ms = child_process.run_peer("lora", spec, Path(folder), DEADLINE_S).figures
     asked = f"--rounds {rounds} --threads {threads}{' --quick' * quick}"
     report = Report(f"python -m benchmarks lora {asked}", results(times_ms))
     finish(report, f"decode steps of {spec.batch_size} sequences, adapters of rank 16 on all layers", json, quick)

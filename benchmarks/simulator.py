@@ -17,21 +17,21 @@ import httpx
 import msgspec
 
 from benchmarks.figures import begin, finish, names_of
-from pd_cluster.bench.arrivals import Arrival, prompt_of
 from pd_cluster.bench.outcomes import Outcome, Slo, goodput_per_s
-from pd_cluster.bench.serve import NUM_TOKEN_IDS, ServeBench, ask_model, make_bodies, running, send_all
+from pd_cluster.bench.request_arrivals import Arrival, prompt_of
+from pd_cluster.bench.serve_bench import NUM_TOKEN_IDS, ServeBench, ask_model, make_bodies, running, send_all
 from pd_cluster.bench.workloads import Workload, WorkloadName, arrivals_of
-from pd_cluster.client.instances import fetch_settled
-from pd_cluster.client.streaming import make_client, measure
-from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.client.instance_list import fetch_settled
+from pd_cluster.client.streaming_client import make_client, measure
+from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
-from pd_cluster.cluster.processes.ports import free_port_pair
-from pd_cluster.costs.costs import Costs
-from pd_cluster.costs.files import read_costs
-from pd_cluster.simulate.scenario import SimulatedLayout, layout_of
-from pd_cluster.simulate.script import ScriptLine
-from pd_cluster.simulate.simulate import simulate
-from pd_cluster.tables import Report, Result, percentile, progress
+from pd_cluster.cluster.processes.port_reservations import free_port_pair
+from pd_cluster.costs.cost_files import read_costs
+from pd_cluster.costs.linear_costs import Costs
+from pd_cluster.result_tables import Report, Result, percentile, progress
+from pd_cluster.simulate.event_script import ScriptLine
+from pd_cluster.simulate.simulated_layout import SimulatedLayout, layout_of
+from pd_cluster.simulate.simulation import simulate
 
 GOAL = 0.15  # by which a simulated figure may miss the measured one
 WARM_UP, NUM_WARM_UP = ServeBench(input_len=32, output_len=8), 8

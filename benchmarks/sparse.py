@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.figures import begin, finish, result
-from pd_cluster.kv.layout import INDEX, KVLayout, latents
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.attention.sparse import IndexRows
-from pd_cluster.model.batch import ForwardBatch, build_batch
-from pd_cluster.model.cpu.ops import CpuOps
+from pd_cluster.kv.kv_layout import INDEX, KVLayout, latents
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, build_batch
+from pd_cluster.model.kernels.cpu.ops import CpuOps
+from pd_cluster.model.layers.attention.sparse_selection import IndexRows
 from pd_cluster.model.layers.ops import Latents, Norm, Rope
-from pd_cluster.tables import Report, Result
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.result_tables import Report, Result
+from pd_cluster.types import Request, RequestSpec, Sampling
 from pd_cluster.wire import Plane
 
 NAME, BLOCK_SIZE = "sparse", 16
@@ -54,7 +54,7 @@ class _Step:
     """The last tokens of one sequence in a layer. `dense`, `choose`, `chosen` are the calls that are timed."""
 
     def __init__(self, ops: CpuOps, pool: KVPool, context: int, num_tokens: int) -> None:
-        order = Order([5] * context, Sampling())
+        order = RequestSpec([5] * context, Sampling())
         request = Request("r", order, num_computed_tokens=context - num_tokens, tables=[[*range(pool.num_blocks)]])
         self._ops, self._batch = ops, build_batch([(request, num_tokens)], pool)
         self._layer = Latents(

@@ -27,18 +27,18 @@ import torch
 
 from benchmarks.copy_tasks import FIRST_CHARACTER, WORDS, Task, called, chatted, copied, corrected
 from benchmarks.figures import begin, finish, result
-from benchmarks.load import answered
-from benchmarks.tiny_model import ModelShape
-from benchmarks.widened import widened
-from pd_cluster.bench.serve import ServeBench, ask_model, sigterm_ends_it, started_cluster
-from pd_cluster.client.streaming import make_client
-from pd_cluster.engine.build import build_core
-from pd_cluster.engine.step.core import EngineCore
+from benchmarks.mixed_load import answered
+from benchmarks.model_shapes import ModelShape
+from benchmarks.widened_llama import widened
+from pd_cluster.bench.serve_bench import ServeBench, ask_model, sigterm_ends_it, started_cluster
+from pd_cluster.client.streaming_client import make_client
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import GenerationError
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.result_tables import Report, Result, counted
+from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.settings.speculation import Method, Speculation
-from pd_cluster.tables import Report, Result, counted
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 SMALL = Path(__file__).parent / "models" / "copy"
 SMALL_SHAPE = ModelShape(
@@ -207,7 +207,7 @@ class Engine:
             sampling = Sampling(temperature=kind.temperature, seed=at, max_tokens=len(task.answer), ignore_eos=True)
             prediction = tuple(predicted[at]) if predicted else ()
             drafts = predicted is not None
-            order = Order(task.prompt, sampling, SALTS[drafts], prediction=prediction, may_draft=drafts)
+            order = RequestSpec(task.prompt, sampling, SALTS[drafts], prediction=prediction, may_draft=drafts)
             number = next(self._numbers)
             requests.append(Request(f"r{number}", order, arrival_s=float(number)))
             self._core.scheduler.add(requests[-1])

@@ -19,13 +19,13 @@ from typing import Any
 
 import httpx
 
-from benchmarks.faults.stage import is_whole
+from benchmarks.faults.faulted_cluster import is_whole
 from benchmarks.figures import begin, finish, result
-from benchmarks.processes import mapped_kib
+from benchmarks.process_use import mapped_kib
 from pd_cluster.bench.process_times import family
-from pd_cluster.cluster.processes.ports import free_port_pair
+from pd_cluster.cluster.processes.port_reservations import free_port_pair
 from pd_cluster.errors import GenerationError
-from pd_cluster.tables import Report, Result
+from pd_cluster.result_tables import Report, Result
 
 READY_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 30.0

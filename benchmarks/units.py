@@ -24,23 +24,23 @@ from typing import Any
 import msgspec
 
 from benchmarks import experts
-from benchmarks.child import ChildFailed, last_lines, running_child, sigterm_raises
+from benchmarks.child_process import ChildFailed, last_lines, running_child, sigterm_raises
 from benchmarks.figures import begin, finish, result
 from benchmarks.peers.make_model import write
-from benchmarks.processes import mapped_kib
-from benchmarks.shapes import model_of
+from benchmarks.process_use import mapped_kib
+from benchmarks.random_models import model_of
 from benchmarks.workloads import random_prompt
 from pd_cluster import wire
 from pd_cluster.bench.process_times import cpu_s
-from pd_cluster.net.admission import Life
 from pd_cluster.net.mailbox import Mailbox
-from pd_cluster.reports import RankReport
-from pd_cluster.settings.config import Credentials, UnitPlace, WorkerConfig
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.processes import PortRange
+from pd_cluster.net.peer_admission import Life
+from pd_cluster.process_messages import RankReport
+from pd_cluster.result_tables import Better, Report, Result
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.process_configs import Credentials, UnitPlace, WorkerConfig
+from pd_cluster.settings.process_settings import PortRange
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.tables import Better, Report, Result
-from pd_cluster.types import Order, Sampling
+from pd_cluster.types import RequestSpec, Sampling
 from ranktable_tools.public_keys import public_key
 
 NAME = "unit"
@@ -90,7 +90,7 @@ class Member:
         )
 
 
-class Desk:
+class UnitScheduler:
     """The scheduler of two members; satisfies the mailbox's Handler."""
 
     def __init__(self, model: Path, vocab_size: int, is_unit: bool, held: contextlib.ExitStack) -> None:
@@ -117,7 +117,7 @@ class Desk:
             for _ in range(num):
                 prompt = random_prompt(self._rng, self._vocab_size, PROMPT_LEN)
                 name = secrets.token_hex(8)
-                order = Order(prompt, Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True))
+                order = RequestSpec(prompt, Sampling(temperature=0.0, max_tokens=num_tokens, ignore_eos=True))
                 self._mailbox.send(member.conn, wire.Submit(name, 0, name, "hybrid", "", order, 0.0))
         with self._changed:
             ended = lambda: [each.num_ended for each in self.members] == list(nums_sequences)  # noqa: E731
@@ -215,7 +215,7 @@ def _measure(model: Path, vocab_size: int) -> Figures:
     figures = Figures()
     for name in (UNIT, APART):
         with contextlib.ExitStack() as held:
-            desk = Desk(model, vocab_size, name == UNIT, held)
+            desk = UnitScheduler(model, vocab_size, name == UNIT, held)
             desk.decode(BUSY["all"], 4)  # the first steps compile
             for busy, nums_sequences in BUSY.items():
                 figures[f"{name}, {busy}"], share = desk.decode(nums_sequences)

@@ -11,16 +11,16 @@ from collections.abc import Iterator, Sequence
 
 from benchmarks.figures import begin, finish, result
 from pd_cluster.devices.device import CPU
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.model.declared import LayerCache, layouts_of
-from pd_cluster.model.group_sizes import GroupNeeds, group_sizes
-from pd_cluster.model.sizing import num_pool_blocks
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.tables import Report, Result
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.model.language_model.cache_declaration import LayerCache, layouts_of
+from pd_cluster.model.planning.group_pool_sizing import GroupNeeds, group_sizes
+from pd_cluster.model.planning.pool_sizing import num_pool_blocks
+from pd_cluster.result_tables import Report, Result
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 NAME = "windows"
 NUM_HEADS, HEAD_DIM, WINDOW, BLOCK_SIZE = 8, 64, 128, 16
@@ -52,7 +52,7 @@ def num_at_once(config: EngineConfig, caches: Sequence[LayerCache], length: int,
     layouts = layouts_of(caches, config.block_size or BLOCK_SIZE, "float32", split_windows=splits)
     scheduler = _scheduler(config, layouts, length, step_tokens)
     for at in range(config.max_num_seqs):
-        scheduler.add(Request(f"r{at}", Order([0] * length, Sampling()), arrival_s=float(at)))
+        scheduler.add(Request(f"r{at}", RequestSpec([0] * length, Sampling()), arrival_s=float(at)))
     while (plan := scheduler.plan()).chunks:
         assert not plan.preempted
         scheduler.computed(plan)

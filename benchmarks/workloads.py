@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 
-from benchmarks.spec import Workload
+from benchmarks.engine_messages import Workload
 
 SEED = 0
 FIRST_WORD_ID = 259  # smaller ids are bytes and special tokens

@@ -5,23 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .offline.async_llm import AsyncEngineArgs, AsyncLLMEngine, EngineArgs
-    from .offline.llm import LLM
-    from .offline.lmdeploy.async_engine import AsyncEngine
-    from .offline.lmdeploy.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
-    from .offline.lmdeploy.messages import GenerationConfig, GenOut, Response
-    from .offline.lmdeploy.pipeline import pipeline
-    from .offline.lmdeploy.templates import ChatTemplateConfig
-    from .offline.lmdeploy.vision_config import VisionConfig
-    from .offline.lora import LoRARequest, PromptAdapterRequest
-    from .offline.outputs import CompletionOutput, RequestMetrics, RequestOutput
-    from .offline.pooling import (
+    from .offline.llm_adapters import LoRARequest, PromptAdapterRequest
+    from .offline.llm_outputs import CompletionOutput, RequestMetrics, RequestOutput
+    from .offline.llm_pooling import (
         EmbeddingOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
         PoolingParams,
         PoolingRequestOutput,
     )
-    from .offline.sampling import (
+    from .offline.llm_sampling import (
         GuidedDecodingParams,
         GuidedDecodingRequest,
         LLMGuidedOptions,
@@ -29,6 +22,13 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
+    from .offline.lmdeploy.async_engine import AsyncEngine
+    from .offline.lmdeploy.engine_configs import PytorchEngineConfig, TurbomindEngineConfig
+    from .offline.lmdeploy.generation_config import GenerationConfig, GenOut, Response
+    from .offline.lmdeploy.pipeline import pipeline
+    from .offline.lmdeploy.pipeline_vision_config import VisionConfig
+    from .offline.lmdeploy.prompt_templates import ChatTemplateConfig
+    from .offline.offline_llm import LLM
 
 __version__ = "0.1.0"
 
@@ -36,31 +36,31 @@ _MODULES = {  # name -> its module, imported on first use: processes that do not
     "AsyncEngineArgs": "offline.async_llm",
     "AsyncLLMEngine": "offline.async_llm",
     "EngineArgs": "offline.async_llm",
-    "LLM": "offline.llm",
-    "LoRARequest": "offline.lora",
-    "PromptAdapterRequest": "offline.lora",
-    "CompletionOutput": "offline.outputs",
-    "RequestMetrics": "offline.outputs",
-    "RequestOutput": "offline.outputs",
-    "EmbeddingOutput": "offline.pooling",
-    "EmbeddingRequestOutput": "offline.pooling",
-    "PoolingOutput": "offline.pooling",
-    "PoolingParams": "offline.pooling",
-    "PoolingRequestOutput": "offline.pooling",
-    "GuidedDecodingParams": "offline.sampling",
-    "GuidedDecodingRequest": "offline.sampling",
-    "LLMGuidedOptions": "offline.sampling",
-    "RequestOutputKind": "offline.sampling",
-    "SamplingParams": "offline.sampling",
-    "StructuredOutputsParams": "offline.sampling",
+    "LLM": "offline.offline_llm",
+    "LoRARequest": "offline.llm_adapters",
+    "PromptAdapterRequest": "offline.llm_adapters",
+    "CompletionOutput": "offline.llm_outputs",
+    "RequestMetrics": "offline.llm_outputs",
+    "RequestOutput": "offline.llm_outputs",
+    "EmbeddingOutput": "offline.llm_pooling",
+    "EmbeddingRequestOutput": "offline.llm_pooling",
+    "PoolingOutput": "offline.llm_pooling",
+    "PoolingParams": "offline.llm_pooling",
+    "PoolingRequestOutput": "offline.llm_pooling",
+    "GuidedDecodingParams": "offline.llm_sampling",
+    "GuidedDecodingRequest": "offline.llm_sampling",
+    "LLMGuidedOptions": "offline.llm_sampling",
+    "RequestOutputKind": "offline.llm_sampling",
+    "SamplingParams": "offline.llm_sampling",
+    "StructuredOutputsParams": "offline.llm_sampling",
     "AsyncEngine": "offline.lmdeploy.async_engine",
-    "ChatTemplateConfig": "offline.lmdeploy.templates",
-    "GenOut": "offline.lmdeploy.messages",
-    "GenerationConfig": "offline.lmdeploy.messages",
+    "ChatTemplateConfig": "offline.lmdeploy.prompt_templates",
+    "GenOut": "offline.lmdeploy.generation_config",
+    "GenerationConfig": "offline.lmdeploy.generation_config",
     "PytorchEngineConfig": "offline.lmdeploy.engine_configs",
-    "Response": "offline.lmdeploy.messages",
+    "Response": "offline.lmdeploy.generation_config",
     "TurbomindEngineConfig": "offline.lmdeploy.engine_configs",
-    "VisionConfig": "offline.lmdeploy.vision_config",
+    "VisionConfig": "offline.lmdeploy.pipeline_vision_config",
     "pipeline": "offline.lmdeploy.pipeline",
 }
 __all__ = [

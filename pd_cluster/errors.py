@@ -12,7 +12,7 @@ PdClusterError
 │   ├── Unauthorized       401: without an API key, or the admin port's token
 │   └── Forbidden          403: under a name that the admin port does not answer to
 ├── Unavailable            no instance can serve it right now: HTTP 503 with Retry-After
-│   └── NoRoom             room of this process, which others leave soon
+│   └── NoCapacity         this process has no capacity left; some is freed soon
 ├── Overloaded             too much to serve in time right now: HTTP 429 with Retry-After
 │   └── RateLimited        a key has used up its limit for this minute
 ├── GenerationError        a request that had begun and cannot be finished
@@ -132,7 +132,7 @@ class Unavailable(PdClusterError):
         self.retry_after_s = retry_after_s
 
 
-class NoRoom(Unavailable):
+class NoCapacity(Unavailable):
     """This process has no room to prepare the request now; nothing has been computed of it."""
 
 

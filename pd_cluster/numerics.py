@@ -1,6 +1,6 @@
 """Settings that affect a model's numbers: both ends of a link must agree on them, and prefix roots hash them.
 
-Imports no torch. model/layers/rope.py defines how a model uses positions.
+Imports no torch. model/layers/rope/rope_scaling.py defines how a model uses positions.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
         return num_tokens if self.kind == DYNAMIC else self.reach + 1
 
 
-class Stretch(msgspec.Struct, frozen=True, kw_only=True):
+class RopeStretch(msgspec.Struct, frozen=True, kw_only=True):
     """Positions that are rotated more slowly, alike in every request: by YaRN, or linearly.
 
     `reach`: how many the model then has. As in vLLM, it is the factor times YaRN's original positions, or the config's.
@@ -97,7 +97,7 @@ class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     reach: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any]) -> Stretch | None:
+    def of(cls, config: Mapping[str, Any]) -> RopeStretch | None:
         """Reads a config.json; None: positions are not stretched. Raises ModelError for a factor that is no number."""
         rope = config.get("rope_parameters") or config.get("rope_scaling")
         if not isinstance(rope, dict) or not isinstance(positions := config.get("max_position_embeddings"), int):

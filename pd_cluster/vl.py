@@ -1,5 +1,5 @@
 """LMDeploy's module `vl` under its own name: its function for pictures, which is defined in media/."""
 
-from pd_cluster.media.load import load_image
+from pd_cluster.media.load_image import load_image
 
 __all__ = ["load_image"]

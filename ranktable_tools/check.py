@@ -11,12 +11,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ranktable_tools.errors import Fault, RankTableError
-from ranktable_tools.files import actual_path, is_private, read_json
 from ranktable_tools.ports import Given, port_faults
-from ranktable_tools.rules import device_conflicts, entries, gaps
 from ranktable_tools.schema import load_local, locate, parse_global
-from ranktable_tools.tables import RankTable
-from ranktable_tools.units import unit_faults
+from ranktable_tools.table_files import actual_path, is_private, read_json
+from ranktable_tools.table_rules import device_conflicts, entries, gaps
+from ranktable_tools.table_types import RankTable
+from ranktable_tools.unit_entries import unit_faults
 
 _NO_PORTS = Given()
 

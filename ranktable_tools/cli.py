@@ -12,23 +12,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final, NoReturn
 
-from ranktable_tools import probe
+from ranktable_tools import machine_probe
 from ranktable_tools.check import check, permission_warnings
+from ranktable_tools.cluster_keys import where_to_copy, write_keys
 from ranktable_tools.errors import RankTableError
-from ranktable_tools.files import PRIVATE, Access, write_file
-from ranktable_tools.foreign import foreign_fields
+from ranktable_tools.file_owners import group_id_of
+from ranktable_tools.foreign_fields import foreign_fields
 from ranktable_tools.gen import generate, write
-from ranktable_tools.hosts import HOST_EXPECTED, is_shared_host
-from ranktable_tools.keys import where_to_copy, write_keys
+from ranktable_tools.host_addresses import HOST_EXPECTED, is_shared_host
 from ranktable_tools.merge import MERGED_NAME, merge
 from ranktable_tools.ports import NODE_PORTS, Given, outgoing_warnings, parse_node_ports, scheduler_ports
 from ranktable_tools.public_keys import NoImplementation
-from ranktable_tools.readers import group_id_of
 from ranktable_tools.schema import load_global
 from ranktable_tools.show import render
-from ranktable_tools.tables import RankTable
-from ranktable_tools.units import OPTIONS as UNIT_OPTIONS
-from ranktable_tools.units import open_units, unit_names
+from ranktable_tools.table_files import PRIVATE, Access, write_file
+from ranktable_tools.table_types import RankTable
+from ranktable_tools.unit_entries import OPTIONS as UNIT_OPTIONS
+from ranktable_tools.unit_entries import open_units, unit_names
 
 _GEN_EXAMPLE: Final = "--prefill-server-list 4,5 --decode-server-list 6,7 --api-server --save-dir ./save_dir"
 _MERGE_EXAMPLE: Final = (
@@ -366,8 +366,8 @@ def _add_keys(table: RankTable, path: Path, access: Access) -> None:
         print(line)
 
 
-def _detected_kind() -> probe.DeviceKind:
-    kind = probe.detect_kind()
+def _detected_kind() -> machine_probe.DeviceKind:
+    kind = machine_probe.detect_kind()
     if kind == "cpu":
         print(
             "note: no NPU and no GPU is visible here: the table is for CPUs; --device says otherwise", file=sys.stderr
@@ -377,10 +377,10 @@ def _detected_kind() -> probe.DeviceKind:
 
 def _default_server_ip() -> str:
     """Raises RankTableError where several addresses may be meant."""
-    address = probe.default_server_ip()
+    address = machine_probe.default_server_ip()
     if address is not None:
         return address
-    found = probe.global_addresses()
+    found = machine_probe.global_addresses()
     if len(found) > 1:
         expected = "one of them: there is no default route to choose by"
         raise RankTableError("gen", "--server-ip", " ".join(found), expected, f"give --server-ip {found[0]}, say")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from ranktable_tools.errors import RankTableError
-from ranktable_tools.reader import JsonObject
+from ranktable_tools.json_object import JsonObject
 
 GLOBAL: Final = "a global rank table: three groups, scheduler, prefill, decode"
 LOCAL: Final = "a local rank table: one instance"

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ranktable_tools import probe, vnpu
+from ranktable_tools import machine_probe, vnpu
 from ranktable_tools.errors import RankTableError
-from ranktable_tools.files import PRIVATE, Access, write_file
-from ranktable_tools.hosts import HOST_EXPECTED, in_file_name, is_shared_host
+from ranktable_tools.host_addresses import HOST_EXPECTED, in_file_name, is_shared_host
+from ranktable_tools.machine_probe import DeviceKind
 from ranktable_tools.npu import Npu
-from ranktable_tools.probe import DeviceKind
-from ranktable_tools.rules import device_conflicts, entries
-from ranktable_tools.tables import Device, LocalRankTable, RankTable, Server, local_table, server_group
+from ranktable_tools.table_files import PRIVATE, Access, write_file
+from ranktable_tools.table_rules import device_conflicts, entries
+from ranktable_tools.table_types import Device, LocalRankTable, RankTable, Server, local_table, server_group
 
 _ARGUMENTS = "gen"
 
@@ -121,7 +121,7 @@ def _devices(
             raise RankTableError(_ARGUMENTS, "--device-ip", device_id, "a device of an instance")
         if not is_shared_host(address):
             raise RankTableError(_ARGUMENTS, f"--device-ip {device_id}", address, HOST_EXPECTED)
-    return probe.find_devices(kind, used, server_ip, given) if used else {}
+    return machine_probe.find_devices(kind, used, server_ip, given) if used else {}
 
 
 def _server(server_ip: str, device_ids: Sequence[int], devices: Mapping[int, Npu]) -> Server:

@@ -9,8 +9,9 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ranktable_tools.errors import RankTableError
-from ranktable_tools.foreign import together
-from ranktable_tools.rules import (
+from ranktable_tools.foreign_fields import together
+from ranktable_tools.schema import load_global
+from ranktable_tools.table_rules import (
     Entry,
     device_conflicts,
     entries,
@@ -18,9 +19,8 @@ from ranktable_tools.rules import (
     super_pod_faults,
     unreachable_hosts,
 )
-from ranktable_tools.schema import load_global
-from ranktable_tools.tables import ROLES, RankTable, server_group
-from ranktable_tools.units import torn_units, unit_faults
+from ranktable_tools.table_types import ROLES, RankTable, server_group
+from ranktable_tools.unit_entries import torn_units, unit_faults
 
 MERGED_NAME = "global_ranktable_merge.json"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol
 
 from ranktable_tools.errors import MISSING, RankTableError
-from ranktable_tools.hosts import is_ip
+from ranktable_tools.host_addresses import is_ip
 
 HCCN_CONF: Final = Path("/etc/hccn.conf")
 _HCCN_TOOL: Final = "/usr/local/Ascend/driver/tools/hccn_tool"  # where the driver puts it, often not on PATH

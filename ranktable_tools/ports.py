@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from ranktable_tools.errors import Fault, RankTableError
-from ranktable_tools.hosts import host_key
-from ranktable_tools.tables import RankTable
+from ranktable_tools.host_addresses import host_key
+from ranktable_tools.table_types import RankTable
 
 NODE_PORTS: Final = "NODE_PORTS"
 _LAST: Final = 65535

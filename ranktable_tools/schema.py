@@ -15,18 +15,18 @@ from ranktable_tools import dialects
 from ranktable_tools.errors import MISSING
 from ranktable_tools.errors import Fault as Fault
 from ranktable_tools.errors import RankTableError as RankTableError
-from ranktable_tools.files import actual_path, read_json
-from ranktable_tools.files import read_bytes as read_bytes
-from ranktable_tools.hosts import HOST_EXPECTED, host_key, is_shared_host
-from ranktable_tools.reader import JsonObject
-from ranktable_tools.rules import Entry, device_conflicts, entries
-from ranktable_tools.tables import ROLES as ROLES
-from ranktable_tools.tables import Device as Device
-from ranktable_tools.tables import LocalRankTable as LocalRankTable
-from ranktable_tools.tables import RankTable as RankTable
-from ranktable_tools.tables import Role as Role
-from ranktable_tools.tables import Server as Server
-from ranktable_tools.tables import ServerGroup as ServerGroup
+from ranktable_tools.host_addresses import HOST_EXPECTED, host_key, is_shared_host
+from ranktable_tools.json_object import JsonObject
+from ranktable_tools.table_files import actual_path, read_json
+from ranktable_tools.table_files import read_bytes as read_bytes
+from ranktable_tools.table_rules import Entry, device_conflicts, entries
+from ranktable_tools.table_types import ROLES as ROLES
+from ranktable_tools.table_types import Device as Device
+from ranktable_tools.table_types import LocalRankTable as LocalRankTable
+from ranktable_tools.table_types import RankTable as RankTable
+from ranktable_tools.table_types import Role as Role
+from ranktable_tools.table_types import Server as Server
+from ranktable_tools.table_types import ServerGroup as ServerGroup
 
 _NUMBER: Final = re.compile(r"0|[1-9][0-9]{0,18}", re.ASCII)
 _NAME: Final = re.compile(r"[^\s\x00-\x1f\x7f]{1,253}")

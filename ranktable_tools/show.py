@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from ranktable_tools.foreign import foreign_fields
-from ranktable_tools.tables import RankTable, Server
-from ranktable_tools.units import unit_faults, unit_names
+from ranktable_tools.foreign_fields import foreign_fields
+from ranktable_tools.table_types import RankTable, Server
+from ranktable_tools.unit_entries import unit_faults, unit_names
 
 _TITLES = ("#", "role", "host", "devices", "unit", "device ips", "super device ids")
 

@@ -41,7 +41,7 @@ run_correct() {
     fi
     chosen="greedy_tokens or test_graphs"
     [ -z "$quick" ] || chosen="sizes_and_buckets"
-    tests graphs 80 -n "$num_workers" tests/model/test_graphs.py tests/model/test_cuda_model.py -k "$chosen"
+    tests graphs 80 -n "$num_workers" tests/model/test_decode_graphs.py tests/model/test_cuda_model.py -k "$chosen"
     wait "$writer" || note "models: failed; see models.txt"
     writer=""
     PD_CLUSTER_TEST_MODEL=$models/model-8B tests logits 90 -n 0 tests/model/test_cuda_logits.py

@@ -179,7 +179,7 @@ install() {
 # Compiles the few thousand files in use, out of twenty thousand, so that no first start has to.
 first_import() {
     env -u PYTHONDONTWRITEBYTECODE TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
-        .venv/bin/python -c 'import pd_cluster.engine.build_worker, pd_cluster.api.scheduler_app, pd_cluster.api.worker_app' ||
+        .venv/bin/python -c 'import pd_cluster.engine.assembly.build_worker, pd_cluster.api.scheduler_app, pd_cluster.api.worker_app' ||
         fail "pd-cluster cannot be imported; Python's own words are above"
 }
 

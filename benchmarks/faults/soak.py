@@ -19,19 +19,19 @@ from typing import Any
 
 import httpx
 
-from benchmarks.faults.bench import ALL_FAULTS, MOST_AT_ONCE, Scene, check, expected_of, started
-from benchmarks.faults.left import Left
+from benchmarks.faults.fault_types import FaultContext
+from benchmarks.faults.faults_bench import ALL_FAULTS, MOST_AT_ONCE, Scene, check, expected_of, started
+from benchmarks.faults.resource_use import ResourceUse
 from benchmarks.faults.soak_report import LEFT, Soak, Tally, Use, Watch
-from benchmarks.faults.terms import Means
 from benchmarks.figures import begin, finish, names_of
-from benchmarks.load import LONGEST_OUTPUT, LONGEST_PROMPT, Load
-from benchmarks.processes import mapped_kib, num_descriptors
-from pd_cluster.bench.serve import sigterm_ends_it
+from benchmarks.mixed_load import LONGEST_OUTPUT, LONGEST_PROMPT, Load
+from benchmarks.process_use import mapped_kib, num_descriptors
+from pd_cluster.bench.serve_bench import sigterm_ends_it
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.client.streaming import Sample, make_client, measure
+from pd_cluster.client.streaming_client import Sample, make_client, measure
 from pd_cluster.errors import ConfigError, GenerationError
-from pd_cluster.settings.engine import SHIPPED_MODEL
-from pd_cluster.tables import Report
+from pd_cluster.result_tables import Report
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 
 # Faults that end neither the scheduler nor prefill-0 nor decode-0.
 SOAK_FAULTS = (
@@ -143,12 +143,12 @@ class _Soaking:
         self._tally = Tally(expected_of(quiet))
         self._stage.take_replays()
         await asyncio.sleep(SETTLE_S)
-        before = Left.now(self._stage.pids())
+        before = ResourceUse.now(self._stage.pids())
         self._started_s = time.monotonic()
         until_s = self._started_s + 60 * (QUICK_MINUTES if self._bench.quick else self._bench.minutes)
         rate = self._bench.load * capacity
         load = self._scene.load("soak", rate, self._send)
-        drawing = asyncio.ensure_future(self._draw(until_s, self._scene.means("soak", rate)))
+        drawing = asyncio.ensure_future(self._draw(until_s, self._scene.context("soak", rate)))
         watching = [asyncio.ensure_future(each) for each in (self._scene.count(), self._sample(), self._tell(load))]
         try:
             await load.run(lambda number: drawing.done() and time.monotonic() >= until_s)
@@ -163,7 +163,7 @@ class _Soaking:
         await self._stage.count_replays()
         num_replayed, _ = self._stage.take_replays()
         self._take(load)
-        left = Left.now(self._stage.pids()).since(before)
+        left = ResourceUse.now(self._stage.pids()).since(before)
         return Soak(took_s, self._tally, self._watch, self._faults, num_replayed, num_held, left)
 
     async def _send(self, body: Mapping[str, Any]) -> Sample:
@@ -176,7 +176,7 @@ class _Soaking:
                 await measure(client, url, body)
         return Sample(error=LEFT)
 
-    async def _draw(self, until_s: float, means: Means) -> None:
+    async def _draw(self, until_s: float, context: FaultContext) -> None:
         """Runs one fault after another, each once the cluster is whole again."""
         rng = random.Random(self._bench.seed)
         rest_s = QUICK_REST_S if self._bench.quick else REST_S
@@ -187,7 +187,7 @@ class _Soaking:
                 return
             order = order or rng.sample(self._bench.names, len(self._bench.names))  # each once before any repeats
             self._last = order.pop()
-            await ALL_FAULTS[self._last].script(means)
+            await ALL_FAULTS[self._last].script(context)
             self._faults[self._last] += 1
 
     async def _sample(self) -> None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from statistics import linear_regression
 from typing import NamedTuple
 
-from benchmarks.faults.left import NOTHING, Left
-from benchmarks.faults.report import COMPLETE_GOAL, Tokens, first_difference, share
-from benchmarks.load import Answer
-from pd_cluster.tables import Result, counted
+from benchmarks.faults.faults_report import COMPLETE_GOAL, Tokens, first_difference, share
+from benchmarks.faults.resource_use import NOTHING, ResourceUse
+from benchmarks.mixed_load import Answer
+from pd_cluster.result_tables import Result, counted
 
 WARM_SHARE = 1 / 3  # of a process's samples: caches and heaps fill first
 FEWEST_SAMPLES = 6  # for a slope
@@ -132,7 +132,7 @@ class Soak:
     faults: Counter[str] = field(default_factory=Counter)
     num_replayed: int = 0
     num_held: int = 0
-    left: Left = NOTHING
+    left: ResourceUse = NOTHING
 
     def results(self) -> list[Result]:
         return [

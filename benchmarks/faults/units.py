@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from benchmarks.experts import SHARED, SMALL, SPARSE
-from benchmarks.faults.terms import Fault, Means, Seen
+from benchmarks.faults.fault_types import Fault, FaultContext, FaultObservations
 from benchmarks.peers.make_model import write
-from benchmarks.shapes import model_of
+from benchmarks.random_models import model_of
 from pd_cluster.settings.timeouts import Timeouts
 
 SIZE, TP_SIZE = 2, 2
@@ -40,52 +40,52 @@ def unit_of(name: str) -> list[str]:
     return [f"{role}-{rank}" for rank in range(SIZE)]
 
 
-async def lose_unit(means: Means, name: str, at_s: float) -> Seen:
+async def lose_unit(context: FaultContext, name: str, at_s: float) -> FaultObservations:
     """Waits until all members of its unit are lost, and until they are back."""
-    detected_s = await means.stage.lost(*unit_of(name)) - at_s
-    await means.stage.whole()
-    return Seen([detected_s])
+    detected_s = await context.stage.lost(*unit_of(name)) - at_s
+    await context.stage.whole()
+    return FaultObservations([detected_s])
 
 
-async def kill_member(means: Means, name: str) -> Seen:
+async def kill_member(context: FaultContext, name: str) -> FaultObservations:
     """Kills all ranks of a member."""
-    await means.stage.busy(name)
-    return await lose_unit(means, name, means.stage.kill_ranks(name))
+    await context.stage.busy(name)
+    return await lose_unit(context, name, context.stage.kill_ranks(name))
 
 
-async def kill_follower(means: Means, name: str) -> Seen:
+async def kill_follower(context: FaultContext, name: str) -> FaultObservations:
     """Kills the second rank of a member."""
-    await means.stage.busy(name)
-    return await lose_unit(means, name, means.stage.kill_rank(name, 1))
+    await context.stage.busy(name)
+    return await lose_unit(context, name, context.stage.kill_rank(name, 1))
 
 
-async def kill_parent(means: Means, name: str) -> Seen:
-    await means.stage.busy(name)
-    return await lose_unit(means, name, means.stage.kill(name))
+async def kill_parent(context: FaultContext, name: str) -> FaultObservations:
+    await context.stage.busy(name)
+    return await lose_unit(context, name, context.stage.kill(name))
 
 
-async def stop_member(means: Means, name: str) -> Seen:
+async def stop_member(context: FaultContext, name: str) -> FaultObservations:
     """Stops all processes of a member, and continues them after its mates have ended."""
-    await means.stage.busy(name)
-    at_s = means.stage.stop(name)
+    await context.stage.busy(name)
+    at_s = context.stage.stop(name)
     try:
-        detected_s = await means.stage.lost(*unit_of(name)) - at_s
-        await asyncio.sleep(max(0.0, means.stall_s - detected_s))
+        detected_s = await context.stage.lost(*unit_of(name)) - at_s
+        await asyncio.sleep(max(0.0, context.stall_s - detected_s))
     finally:
-        means.stage.go_on(name)
-    await means.stage.whole()
-    return Seen([detected_s])
+        context.stage.go_on(name)
+    await context.stage.whole()
+    return FaultObservations([detected_s])
 
 
-async def rolling_restart_of_units(means: Means) -> Seen:
+async def rolling_restart_of_units(context: FaultContext) -> FaultObservations:
     """Ends a member of each unit by SIGTERM: the whole unit drains, and starts again."""
     for name in ("prefill-0", "decode-0"):
-        old_pids = {mate: means.stage.pid_of(mate) for mate in unit_of(name)}
-        means.stage.kill(name, signal.SIGTERM)
+        old_pids = {mate: context.stage.pid_of(mate) for mate in unit_of(name)}
+        context.stage.kill(name, signal.SIGTERM)
         for mate, pid in old_pids.items():
-            await means.stage.new_pid(mate, pid)
-        await means.stage.whole()
-    return Seen()
+            await context.stage.new_pid(mate, pid)
+        await context.stage.whole()
+    return FaultObservations()
 
 
 UNIT_FAULTS: dict[str, Fault] = {

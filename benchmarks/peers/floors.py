@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.spec import PeerResult, Spec, child_main
+from benchmarks.engine_messages import PeerResult, Spec, child_main
 
 READ_NBYTES = 1 << 30
 Linear = Callable[[torch.Tensor], torch.Tensor]

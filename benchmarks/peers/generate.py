@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.spec import PeerResult, Run, Spec, Workload, child_main
-from benchmarks.tiny_model import EOS_ID
+from benchmarks.engine_messages import PeerResult, Run, Spec, Workload, child_main
+from benchmarks.model_shapes import EOS_ID
 
 PAD_ID = EOS_ID - 2
 

@@ -10,7 +10,7 @@ from statistics import median
 
 import torch
 
-from benchmarks.gpu.spec import DeviceName, GpuSpec, Writer, child_main
+from benchmarks.gpu.gpu_messages import DeviceName, GpuSpec, Writer, child_main
 from benchmarks.peers.gpu_profile import launches_s
 from pd_cluster.devices.device import Device, memory, product, resolve, use
 

@@ -16,17 +16,17 @@ from typing import Any
 
 import httpx
 
-from benchmarks.gpu.spec import GpuSpec, Writer, child_main
-from benchmarks.load import answered
+from benchmarks.gpu.gpu_messages import GpuSpec, Writer, child_main
+from benchmarks.mixed_load import answered
 from benchmarks.workloads import random_prompt
-from pd_cluster.bench.serve import ServeBench, ask_model, own_cluster
-from pd_cluster.client.admin import Admin
-from pd_cluster.client.instances import Traffic, fetch_instances, fetch_settled
-from pd_cluster.client.operate import is_drained
-from pd_cluster.client.streaming import Sample, make_client
+from pd_cluster.bench.serve_bench import ServeBench, ask_model, own_cluster
+from pd_cluster.client.admin_client import Admin
+from pd_cluster.client.instance_commands import is_drained
+from pd_cluster.client.instance_list import Traffic, fetch_instances, fetch_settled
+from pd_cluster.client.streaming_client import Sample, make_client
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.errors import GenerationError
-from pd_cluster.tables import percentile
+from pd_cluster.result_tables import percentile
 
 DRAIN_TIMEOUT_S = 15.0
 POLL_S = 0.1

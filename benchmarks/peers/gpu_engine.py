@@ -13,15 +13,15 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import workloads
-from benchmarks.gpu.spec import CONTEXT_LEN, NUM_PREFILL, PREFILL_LEN, GpuSpec, Writer, child_main
+from benchmarks.gpu.gpu_messages import CONTEXT_LEN, NUM_PREFILL, PREFILL_LEN, GpuSpec, Writer, child_main
 from benchmarks.peers import gpu_profile
 from benchmarks.peers.gpu_profile import process_age_s
 from benchmarks.peers.ours import Driver, greedy, run
 from pd_cluster.devices.device import Device, reset_peak, synchronize
-from pd_cluster.engine.build import build_core
-from pd_cluster.settings.engine import PDL, PROMPT_GRAPHS, SKINNY_GATE, EngineConfig
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.settings.engine_config import PDL, PROMPT_GRAPHS, SKINNY_GATE, EngineConfig
 from pd_cluster.settings.speculation import Speculation
-from pd_cluster.types import Order, Request
+from pd_cluster.types import Request, RequestSpec
 
 MAX_MODEL_LEN = 36_864
 STEP_TOKENS = 8192  # per prefill step
@@ -159,10 +159,10 @@ class Bench(Driver):
         for batch in (1, 2) if self.spec.quick else (1, 16, 64):
             prompts = [self.prompt(self.spec.sizes(256, 16)) for _ in range(batch)]
             length = self.spec.sizes(128, 8)
-            self._answers([Order(prompt, greedy(length)) for prompt in prompts])  # captures graphs
-            answers, plain = self._answers([Order(prompt, greedy(length), may_draft=False) for prompt in prompts])
+            self._answers([RequestSpec(prompt, greedy(length)) for prompt in prompts])  # captures graphs
+            answers, plain = self._answers([RequestSpec(prompt, greedy(length), may_draft=False) for prompt in prompts])
             orders = [
-                Order(prompt, greedy(length), prediction=tuple(answer))
+                RequestSpec(prompt, greedy(length), prediction=tuple(answer))
                 for prompt, answer in zip(prompts, answers, strict=True)
             ]
             self._answers(orders)
@@ -173,7 +173,7 @@ class Bench(Driver):
             self.put(f"drafts {batch}: with {NUM_DRAFTS} right ones", [drafting], "tokens/s")
             self.put(f"drafts {batch}: tokens that differ", [float(num_other)], "tokens")
 
-    def _answers(self, orders: list[Order]) -> tuple[list[list[int]], float]:
+    def _answers(self, orders: list[RequestSpec]) -> tuple[list[list[int]], float]:
         """Returns the answers, and tokens a second from when all have their first one."""
         requests = [self.ask(order) for order in orders]
         self.until(lambda: all(request.output_token_ids for request in requests))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.spec import GpuSpec, Writer, child_main
+from benchmarks.gpu.gpu_messages import GpuSpec, Writer, child_main
 from benchmarks.peers.make_model import make_model
 from pd_cluster.devices.device import resolve, use
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from benchmarks.kv.spec import HOST, RUN_BLOCKS, Answer, Gloo, Move, OpenGloo
+from benchmarks.kv.kv_messages import HOST, RUN_BLOCKS, Answer, Gloo, Move, OpenGloo
 from pd_cluster.devices.device import CPU, Device
-from pd_cluster.engine.trip.links import LAYOUT
+from pd_cluster.engine.link_probe.probe_links import LAYOUT
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.memory import paired_runs
-from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.kv.pool_memory import paired_runs
 
 DEADLINE_S = 30.0
 NUM_UNDER_WAY = 2

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.kv.spec import Answer, Gloo, Lane, LastTransfer, MakePool, Memcpy, OpenGloo, OpenLane
+from benchmarks.kv.kv_messages import Answer, Gloo, Lane, LastTransfer, MakePool, Memcpy, OpenGloo, OpenLane
 from benchmarks.peers.kv_floors import FreeBlocks, GlooPeer, make_pool, memcpy
 from pd_cluster import wire
 from pd_cluster.devices.device import resolve, use
-from pd_cluster.devices.streams import poll
-from pd_cluster.engine.handover.events import Event, Mail
-from pd_cluster.engine.trip.links import ReceivingEnd
-from pd_cluster.engine.trip.spec import Listen
+from pd_cluster.devices.device_streams import poll
+from pd_cluster.engine.handover.engine_events import Event, Mail
+from pd_cluster.engine.link_probe.probe_links import ReceivingEnd
+from pd_cluster.engine.link_probe.probe_messages import Listen
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.kv_pool import KVPool
 
 SETTLE_S = 5.0
 

@@ -6,19 +6,19 @@ import time
 
 import torch
 
-from benchmarks.kv.spec import NAMES, Answer, Gloo, Handover, Lane, MakePool, Move, OpenGloo, OpenLane
+from benchmarks.kv.kv_messages import NAMES, Answer, Gloo, Handover, Lane, MakePool, Move, OpenGloo, OpenLane
 from benchmarks.peers.kv_floors import FreeBlocks, GlooPeer, make_pool
 from pd_cluster import wire
 from pd_cluster.devices.device import resolve, use
-from pd_cluster.engine.handover.events import Event, HandedOver, Mail
+from pd_cluster.engine.handover.engine_events import Event, HandedOver, Mail
 from pd_cluster.engine.handover.exports import Exports
 from pd_cluster.engine.handover.shipping import ShipSizes
-from pd_cluster.engine.handover.terms import TransferTerms
-from pd_cluster.engine.trip.links import LAYOUT, TIMEOUTS, SendingEnd
-from pd_cluster.engine.trip.spec import Send
+from pd_cluster.engine.handover.transfer_terms import TransferTerms
+from pd_cluster.engine.link_probe.probe_links import LAYOUT, TIMEOUTS, SendingEnd
+from pd_cluster.engine.link_probe.probe_messages import Send
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.types import Order, Request, Sampling, TokenOutput, note_nothing
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput, note_nothing
 
 
 class SendLane(SendingEnd):
@@ -59,7 +59,7 @@ class SendLane(SendingEnd):
 
     def _offer(self, move: Move) -> None:
         transfer_id = f"t{time.monotonic_ns():x}"
-        request = Request(transfer_id, Order([0] * (move.num_blocks * LAYOUT.block_size), Sampling(max_tokens=2)))
+        request = Request(transfer_id, RequestSpec([0] * (move.num_blocks * LAYOUT.block_size), Sampling(max_tokens=2)))
         request.leg, request.transfer_id, request.peer = "prefill", transfer_id, self._peer
         request.tables[0] = self._free.take(move.num_blocks)
         self._requests[transfer_id] = request

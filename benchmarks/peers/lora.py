@@ -17,20 +17,20 @@ import torch
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from benchmarks.spec import PeerResult, Spec, child_main
+from benchmarks.engine_messages import PeerResult, Spec, child_main
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.lora_folder import CONFIG_FILE, WEIGHTS_FILE, LoraFolder
 from pd_cluster.devices.device import CPU
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.attention_choice import DEFAULT_BLOCK_SIZE
-from pd_cluster.model.batch import ForwardBatch, build_batch
-from pd_cluster.model.causal_lm import CausalLM
-from pd_cluster.model.declared import layout_of
-from pd_cluster.model.loader import load_model
-from pd_cluster.native.memory import keep_what_is_freed
-from pd_cluster.settings.adapters import AdapterSettings
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, build_batch
+from pd_cluster.model.kernels.attention_backend import DEFAULT_BLOCK_SIZE
+from pd_cluster.model.language_model.cache_declaration import layout_of
+from pd_cluster.model.language_model.causal_lm import CausalLM
+from pd_cluster.model.loading.model_loader import load_model
+from pd_cluster.native.malloc_settings import keep_what_is_freed
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.lora_settings import AdapterSettings
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 CONTEXT_LEN, RANK, DEVIATION = 64, 16, 0.02
 DISTINCT, QUICK_DISTINCT = (0, 1, 8, 32), (0, 1, 2)
@@ -86,7 +86,7 @@ def batch_of(pool: KVPool, num_seqs: int, num_adapters: int | None) -> ForwardBa
     chunks = []
     for at in range(num_seqs):
         table = blocks[at * per_seq : (at + 1) * per_seq]
-        request = Request(str(at), Order([1] * (CONTEXT_LEN + 1), Sampling()), tables=[table])
+        request = Request(str(at), RequestSpec([1] * (CONTEXT_LEN + 1), Sampling()), tables=[table])
         request.num_computed_tokens = CONTEXT_LEN
         chunks.append((request, 1))
     batch = build_batch(chunks, pool)

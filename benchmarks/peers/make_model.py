@@ -12,7 +12,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from benchmarks.tiny_model import EOS_ID, ModelShape
+from benchmarks.model_shapes import EOS_ID, ModelShape
 
 SEED = 0
 

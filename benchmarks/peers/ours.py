@@ -12,13 +12,13 @@ from collections.abc import Callable
 import torch
 from msgspec import structs
 
-from benchmarks.spec import PeerResult, Run, Spec, Workload, child_main
+from benchmarks.engine_messages import PeerResult, Run, Spec, Workload, child_main
 from benchmarks.workloads import random_prompt
-from pd_cluster.engine.build import build_core
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model.runner import ModelRunner
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 
 class Driver:
@@ -33,9 +33,9 @@ class Driver:
         return random_prompt(self._rng, self.runner.vocab_size, length)
 
     def add(self, prompt: list[int], sampling: Sampling) -> Request:
-        return self.ask(Order(prompt, structs.replace(sampling, seed=self._num_requests + 1)))
+        return self.ask(RequestSpec(prompt, structs.replace(sampling, seed=self._num_requests + 1)))
 
-    def ask(self, order: Order) -> Request:
+    def ask(self, order: RequestSpec) -> Request:
         self._num_requests += 1
         request = Request(f"r{self._num_requests}", order, arrival_s=float(self._num_requests))
         self.core.scheduler.add(request)
@@ -58,7 +58,7 @@ def measure(spec: Spec) -> PeerResult:
 def run(core: EngineCore, workload: Workload) -> Run:
     start_s = time.perf_counter()
     requests = [
-        Request(f"{workload.name}-{i}", Order(prompt, greedy(num)), arrival_s=float(i))
+        Request(f"{workload.name}-{i}", RequestSpec(prompt, greedy(num)), arrival_s=float(i))
         for i, (prompt, num) in enumerate(zip(workload.prompts, workload.output_lens, strict=True))
     ]
     for request in requests:

@@ -18,9 +18,9 @@ from typing import cast
 import msgspec
 import uvloop
 
-from benchmarks.processes import raise_open_files, rss_nbytes, waited_s
-from benchmarks.router.spec import TEXT, LoadResult, LoadSpec
-from benchmarks.spec import given_spec
+from benchmarks.engine_messages import given_spec
+from benchmarks.process_use import raise_open_files, rss_nbytes, waited_s
+from benchmarks.router.router_messages import TEXT, LoadResult, LoadSpec
 from pd_cluster.bench.process_times import cpu_s
 
 END_OF_BODY = b"0\r\n\r\n"

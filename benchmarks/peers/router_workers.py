@@ -23,12 +23,12 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from benchmarks.router.spec import MadeUpWorker, WorkersSpec
+from benchmarks.router.router_messages import MadeUpWorker, WorkersSpec
 from pd_cluster import wire
-from pd_cluster.net.admission import Life, peer_key
 from pd_cluster.net.mailbox import Mailbox
-from pd_cluster.reports import InstanceInfo
-from pd_cluster.settings.processes import PortRange
+from pd_cluster.net.peer_admission import Life, peer_key
+from pd_cluster.process_messages import InstanceInfo
+from pd_cluster.settings.process_settings import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import LegEnd, LinkState, PromptOutput, TokenOutput
 

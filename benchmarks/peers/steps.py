@@ -12,12 +12,12 @@ from statistics import median
 import torch
 from msgspec import structs
 
+from benchmarks.engine_messages import PeerResult, Spec, child_main
 from benchmarks.peers.ours import Driver, greedy
-from benchmarks.spec import PeerResult, Spec, child_main
 from pd_cluster import wire
-from pd_cluster.engine.build import build_core
+from pd_cluster.engine.assembly.build_engine import build_core
 from pd_cluster.engine.step.commit import StepResult
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine_config import EngineConfig
 
 SEED = 1000
 PROMPT_LEN = 128

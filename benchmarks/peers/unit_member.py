@@ -7,17 +7,17 @@ import sys
 from pathlib import Path
 
 from pd_cluster import wire
-from pd_cluster.engine.start import process
-from pd_cluster.engine.unit.mates import Mates
+from pd_cluster.engine.start import rank_main
+from pd_cluster.engine.unit.member_connections import MemberConnections
 
-plain, numbers = Mates.send, itertools.count(1)
+plain, numbers = MemberConnections.send, itertools.count(1)
 
 
-def send(mates: Mates, body: wire.Body) -> None:
+def send(mates: MemberConnections, body: wire.Body) -> None:
     Path(sys.argv[2]).write_text(str(next(numbers)))
     plain(mates, body)
 
 
 if __name__ == "__main__":
-    setattr(Mates, "send", send)  # noqa: B010
-    process.end(process.main(int(sys.argv[1])))
+    setattr(MemberConnections, "send", send)  # noqa: B010
+    rank_main.end(rank_main.main(int(sys.argv[1])))

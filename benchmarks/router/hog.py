@@ -25,13 +25,13 @@ from typing import Any
 import httpx
 
 from benchmarks.figures import begin, finish, names_of, ratio, result
-from benchmarks.pictures import url_of
-from pd_cluster.bench.serve import running, sigterm_ends_it
-from pd_cluster.cluster.processes.launch import Launch
-from pd_cluster.cluster.processes.ports import free_port_pair
+from benchmarks.png_pictures import url_of
+from pd_cluster.bench.serve_bench import running, sigterm_ends_it
+from pd_cluster.cluster.processes.launch_settings import Launch
+from pd_cluster.cluster.processes.port_reservations import free_port_pair
 from pd_cluster.errors import ConfigError, PdClusterError
-from pd_cluster.settings.engine import SHIPPED_MODEL
-from pd_cluster.tables import Report, Result, counted, percentile
+from pd_cluster.result_tables import Report, Result, counted, percentile
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 
 HOG, QUIET = "sk-tenant-a", ("sk-tenant-b", "sk-tenant-c", "sk-tenant-d")
 MODEL = SHIPPED_MODEL.with_name("tiny-vision")
@@ -48,7 +48,7 @@ _large_picture = functools.cache(lambda number: url_of(number, 1024))
 
 
 @dataclass(slots=True)
-class Seen:
+class TenantAnswers:
     """A quiet tenant's answers in one phase, in seconds, and its requests without an answer."""
 
     took_s: list[float] = field(default_factory=list)
@@ -155,9 +155,11 @@ async def run(seconds: float, attacks: str, json: str) -> None:
     finish(report, f"one prefill and one decode instance, {seconds:g} s for each attack", json)
 
 
-async def _phase(client: httpx.AsyncClient, seconds: float, attack: str | None, dripping: str) -> dict[str, Seen]:
+async def _phase(
+    client: httpx.AsyncClient, seconds: float, attack: str | None, dripping: str
+) -> dict[str, TenantAnswers]:
     """Returns the answers of each quiet tenant while A attacked for so long, or did not."""
-    seen = {key: Seen() for key in QUIET}
+    seen = {key: TenantAnswers() for key in QUIET}
     with _attacking(str(client.base_url), attack, dripping) if attack else contextlib.nullcontext():
         until_s = time.monotonic() + seconds
         await asyncio.gather(*(_quiet(client, key, seen[key], until_s) for key in QUIET))
@@ -202,7 +204,7 @@ async def _hog(client: httpx.AsyncClient, attack: str, dripping: str) -> None:
         await asyncio.sleep(0.02)
 
 
-async def _quiet(client: httpx.AsyncClient, key: str, seen: Seen, until_s: float) -> None:
+async def _quiet(client: httpx.AsyncClient, key: str, seen: TenantAnswers, until_s: float) -> None:
     for path, body in quiet_requests(key):
         if (began_s := time.monotonic()) >= until_s:
             return
@@ -218,7 +220,7 @@ async def _quiet(client: httpx.AsyncClient, key: str, seen: Seen, until_s: float
         await asyncio.sleep(PAUSE_S)
 
 
-def _tell(name: str, seen: Mapping[str, Seen], alone: Mapping[str, Seen]) -> None:
+def _tell(name: str, seen: Mapping[str, TenantAnswers], alone: Mapping[str, TenantAnswers]) -> None:
     parts = []
     for key, each in seen.items():
         found = ratio(each.took_s, alone[key].took_s, 99)
@@ -230,7 +232,7 @@ def _tell(name: str, seen: Mapping[str, Seen], alone: Mapping[str, Seen]) -> Non
             print(f"  {line}", flush=True)
 
 
-def _results(name: str, seen: Mapping[str, Seen], alone: Mapping[str, Seen]) -> Iterator[Result]:
+def _results(name: str, seen: Mapping[str, TenantAnswers], alone: Mapping[str, TenantAnswers]) -> Iterator[Result]:
     for key, each in seen.items():
         tenant, number = key[-1].upper(), len(each.took_s)
         found = result(f"{name}: {tenant}, p99", ratio(each.took_s, alone[key].took_s, 99), "x", goal=GOAL)

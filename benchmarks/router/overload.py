@@ -21,13 +21,21 @@ from typing import Any
 import httpx
 
 from benchmarks.figures import begin, finish, names_of, ratio, result
-from benchmarks.load import NUM_TOKEN_IDS, Load, poisson
-from benchmarks.router.targets import MODEL_NAME, NUM_DECODE, NUM_PREFILL, Pace, Target, made_up_launch, own_scheduler
+from benchmarks.mixed_load import NUM_TOKEN_IDS, Load, poisson
+from benchmarks.router.scheduler_target import (
+    MODEL_NAME,
+    NUM_DECODE,
+    NUM_PREFILL,
+    Target,
+    WorkerSpeed,
+    made_up_launch,
+    own_scheduler,
+)
 from pd_cluster.bench.process_times import cpu_s
-from pd_cluster.bench.serve import sigterm_ends_it
-from pd_cluster.client.streaming import Sample, measure
+from pd_cluster.bench.serve_bench import sigterm_ends_it
+from pd_cluster.client.streaming_client import Sample, measure
 from pd_cluster.errors import ConfigError, GenerationError
-from pd_cluster.tables import Report, Result
+from pd_cluster.result_tables import Report, Result
 
 STEP_S = 0.04
 SHORTEST, LONGEST = 100, 500  # prompt tokens
@@ -48,7 +56,7 @@ class Shape:
     """
 
     name: str
-    pace: Pace
+    pace: WorkerSpeed
     num_output_tokens: int
     hog_n: int
     max_queue_s: float
@@ -66,8 +74,8 @@ class Shape:
 
 
 SHAPES = {
-    "prefill": Shape("prefill", Pace(prefill_tokens_per_s=2000.0, max_num_seqs=64), 9, 1, 0.8),
-    "decode": Shape("decode", Pace(prefill_tokens_per_s=20_000.0, max_num_seqs=16), 65, 8, 0.08),
+    "prefill": Shape("prefill", WorkerSpeed(prefill_tokens_per_s=2000.0, max_num_seqs=64), 9, 1, 0.8),
+    "decode": Shape("decode", WorkerSpeed(prefill_tokens_per_s=20_000.0, max_num_seqs=16), 65, 8, 0.08),
 }
 
 

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import httpx
 
-from benchmarks.child import make_model
+from benchmarks.child_process import make_model
 from benchmarks.figures import begin, finish, names_of, result
-from benchmarks.load import answered
-from benchmarks.tiny_model import SMALL_SHAPE
-from pd_cluster.bench.serve import ServeBench, ask_model, sigterm_ends_it, started_cluster
-from pd_cluster.client.instances import fetch_settled
-from pd_cluster.client.streaming import make_client
-from pd_cluster.cluster.routing.policy import POLICIES
+from benchmarks.mixed_load import answered
+from benchmarks.model_shapes import SMALL_SHAPE
+from pd_cluster.bench.serve_bench import ServeBench, ask_model, sigterm_ends_it, started_cluster
+from pd_cluster.client.instance_list import fetch_settled
+from pd_cluster.client.streaming_client import make_client
+from pd_cluster.cluster.placement.routing_policy import POLICIES
 from pd_cluster.errors import ConfigError
-from pd_cluster.tables import Report, Result, percentile, progress
+from pd_cluster.result_tables import Report, Result, percentile, progress
 
 SEED = 0
 START_S = 0.2  # between the first turns of two users, on average

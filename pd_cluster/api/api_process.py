@@ -1,7 +1,7 @@
 """One of several API processes: `python -m pd_cluster.api.api_process FD`.
 
 FD is one end of a socket pair whose other end the scheduler holds. The process reads its configuration and the
-instances, and reports its outstanding work (reports.py). It ends with the scheduler, or on its request.
+instances, and reports its outstanding work (process_messages.py). It ends with the scheduler, or on its request.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import Any
 import msgspec
 import uvloop
 
-from pd_cluster.api.admin.metrics import busy_of
-from pd_cluster.api.admin.timelines import timeline_app
-from pd_cluster.api.front.server import make_server, serve_until_signal
-from pd_cluster.api.gate.drain import Drain
-from pd_cluster.api.gate.file_keys import FileKeys
+from pd_cluster.api.admin.metrics_routes import busy_of
+from pd_cluster.api.admin.timeline_routes import timeline_app
+from pd_cluster.api.connections.http_server import make_server, serve_until_signal
+from pd_cluster.api.middleware.drain_middleware import Drain
+from pd_cluster.api.middleware.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.cluster.members.mirror import Mirror
-from pd_cluster.cluster.tenancy.rate_memory import RateMemory
-from pd_cluster.engine.start.process import die_with_parent, leave_signals_to_parent
+from pd_cluster.cluster.members.membership_mirror import Mirror
+from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits
+from pd_cluster.engine.start.rank_main import die_with_parent, leave_signals_to_parent
 from pd_cluster.errors import PdClusterError
 from pd_cluster.net.mailbox import Mailbox
-from pd_cluster.reports import ApiReport, Keys, Steer, Stop, ToApi
-from pd_cluster.service.edge import Edge
-from pd_cluster.service.helpers.interpreter import tune
-from pd_cluster.settings.config import ApiProcessConfig
-from pd_cluster.settings.routing import ADMIN_CONNECTIONS
+from pd_cluster.process_messages import ApiReport, Keys, PauseUpdate, Stop, ToApi
+from pd_cluster.service.concurrency.interpreter_tuning import tune
+from pd_cluster.service.serving_context import ServingContext
+from pd_cluster.settings.process_configs import ApiProcessConfig
+from pd_cluster.settings.routing_settings import ADMIN_CONNECTIONS
 
 MAX_LINE_NBYTES = 16 << 20
 
@@ -47,15 +47,15 @@ async def serve(channel: socket.socket) -> None:
     def roster_of(mailbox: Mailbox, checkpoint: Checkpoint) -> Mirror:
         return Mirror(mailbox, names, config.adapters.version)
 
-    edge = Edge(config.api, config.credentials, roster_of, config.index, names)
-    mirror, service = edge.roster, edge.service()
-    edge.start()
+    context = ServingContext(config.api, config.credentials, roster_of, config.index, names)
+    mirror, service = context.roster, context.service()
+    context.start()
     try:
-        drain = Drain(config.api.timeouts.drain_timeout_s, edge.router.end_all, stays=True)
-        http, timelines = config.api.http, timeline_app(edge.router.timelines, edge.router.served)
+        drain = Drain(config.api.timeouts.drain_timeout_s, context.router.end_all, stays=True)
+        http, timelines = config.api.http, timeline_app(context.router.timelines, context.router.served)
         file_keys = None
         if config.keys is not None:
-            file_keys = FileKeys(config.keys, RateMemory(config.rates_fd), edge.router.stats.tenants)
+            file_keys = FileKeys(config.keys, SharedRateLimits(config.rates_fd), context.router.stats.tenants)
         app = public_app(service, mirror.instances, drain, lambda: mirror.totals, file_keys)
         servers = [
             (
@@ -70,25 +70,25 @@ async def serve(channel: socket.socket) -> None:
             return ApiReport(
                 {},
                 drain.is_idle,
-                busy_of(edge.router, drain),
-                edge.router.stats.snapshot(),
-                edge.router.adapters.use(),
+                busy_of(context.router, drain),
+                context.router.stats.snapshot(),
+                context.router.adapters.use(),
                 mirror.adapters_version,
-                mirror.steer_version,
+                mirror.pause_version,
             )
 
-        async def steer(news: Steer) -> None:
-            await edge.router.steer(news.gate, news.aborts, news.keeps)
-            mirror.steer_version = news.version
+        async def steer(news: PauseUpdate) -> None:
+            await context.router.steer(news.gate, news.aborts, news.keeps)
+            mirror.pause_version = news.version
 
         await steer(config.steer)
         listening = _listen(mirror, reader, stops, file_keys, steer)
-        reporting = partial(mirror.run, own=own, busy=lambda: busy_of(edge.router, drain))
-        until = _until(reporting, listening, writer, edge.handler.fatal)
+        reporting = partial(mirror.run, own=own, busy=lambda: busy_of(context.router, drain))
+        until = _until(reporting, listening, writer, context.handler.fatal)
         await serve_until_signal(servers, until, drain.begin, drain, stops.append)
     finally:
         await service.close()
-        edge.mailbox.close()
+        context.mailbox.close()
 
 
 async def _until(
@@ -118,7 +118,7 @@ async def _listen(
     reader: asyncio.StreamReader,
     stops: Sequence[Callable[[], None]],
     file_keys: FileKeys | None,
-    steer: Callable[[Steer], Awaitable[None]],
+    steer: Callable[[PauseUpdate], Awaitable[None]],
 ) -> None:
     """Follows the scheduler's messages until it is gone. Its Stop calls `stops`."""
     with contextlib.suppress(ConnectionError):
@@ -130,7 +130,7 @@ async def _listen(
             elif isinstance(news, Keys):
                 assert file_keys is not None, "keys where there is no file of them"
                 file_keys.replace(news)
-            elif isinstance(news, Steer):
+            elif isinstance(news, PauseUpdate):
                 await steer(news)
             else:
                 mirror.hear(news)

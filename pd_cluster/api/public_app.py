@@ -14,29 +14,29 @@ from msgspec import Meta, Struct
 from starlette.routing import Route
 
 from pd_cluster import __version__
-from pd_cluster.api.admin.metrics import ONLY_ONE, AdapterNaming, Owner, Totals, metrics_routes
-from pd_cluster.api.dashboard.public import PublicDashboard, PublicView, public_pages
-from pd_cluster.api.document.operations import Operation
-from pd_cluster.api.gate.access_log import AccessLog
-from pd_cluster.api.gate.arrivals import Arrivals
-from pd_cluster.api.gate.auth import ApiKeys
-from pd_cluster.api.gate.cors import EXPOSED_HEADERS, Cors
-from pd_cluster.api.gate.direct import Direct, PlainRoute, add_routes
-from pd_cluster.api.gate.drain import Drain, DrainGate
-from pd_cluster.api.gate.error_answers import install_error_handlers
-from pd_cluster.api.gate.file_keys import FileKeys
-from pd_cluster.api.gate.http import LOOKING, json_of
-from pd_cluster.api.gate.request_id import RequestIds
-from pd_cluster.api.gate.root_path import RootPath
-from pd_cluster.api.gate.tracing import Traces
-from pd_cluster.api.openai.legacy import legacy_routes
-from pd_cluster.api.openai.routes import api_routes
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.routing.admission import ASLEEP, RequestAdmission
-from pd_cluster.cluster.routing.policy import is_served, refused_links, why_unavailable
-from pd_cluster.cluster.tenancy.tenants import with_names
-from pd_cluster.service.response_store import ResponseStore
-from pd_cluster.service.service import TextService
+from pd_cluster.api.admin.metrics_routes import ONLY_ONE, AdapterNaming, Owner, Totals, metrics_routes
+from pd_cluster.api.dashboard.public_dashboard import PublicDashboard, PublicView, public_pages
+from pd_cluster.api.middleware.access_log import AccessLog
+from pd_cluster.api.middleware.api_key_auth import ApiKeys
+from pd_cluster.api.middleware.cors import EXPOSED_HEADERS, Cors
+from pd_cluster.api.middleware.direct_routes import Direct, PlainRoute, add_routes
+from pd_cluster.api.middleware.drain_middleware import Drain, DrainMiddleware
+from pd_cluster.api.middleware.error_responses import install_error_handlers
+from pd_cluster.api.middleware.file_keys import FileKeys
+from pd_cluster.api.middleware.http_bodies import LOOKING, json_of
+from pd_cluster.api.middleware.request_id import RequestIds
+from pd_cluster.api.middleware.request_reservation import ReservationMiddleware
+from pd_cluster.api.middleware.root_path import RootPath
+from pd_cluster.api.middleware.trace_middleware import Traces
+from pd_cluster.api.openapi.operations import Operation
+from pd_cluster.api.routes.api_routes import api_routes
+from pd_cluster.api.routes.generate_routes import legacy_routes
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.placement.routing_policy import is_served, refused_links, why_unavailable
+from pd_cluster.cluster.routing.request_admission import ASLEEP, RequestAdmission
+from pd_cluster.cluster.tenancy.tenant_counts import with_names
+from pd_cluster.service.answers.response_store import ResponseStore
+from pd_cluster.service.text_service import TextService
 
 TITLE = "pd-cluster"
 
@@ -126,7 +126,7 @@ def _app(service: TextService) -> FastAPI:
     model = service.names.own[0] if service.settings.is_openai else ""
 
     def described() -> dict[str, Any]:
-        from pd_cluster.api.document.document import document  # needed only by those who ask for it
+        from pd_cluster.api.openapi.openapi_document import document  # needed only by those who ask for it
 
         return document(TITLE, app.routes, model, http.has_keys)
 
@@ -148,8 +148,8 @@ def _put_in_front(
     """Adds the layers from the inside out: the last one sees a request first."""
     http = service.settings.http
     app.add_middleware(Direct, routes=app.router.routes, root_path=http.root_path)
-    app.add_middleware(Arrivals, admission=service.router.admission)
-    app.add_middleware(DrainGate, drain=drain, root_path=http.root_path)
+    app.add_middleware(ReservationMiddleware, admission=service.router.admission)
+    app.add_middleware(DrainMiddleware, drain=drain, root_path=http.root_path)
     if service.tracing is not None:  # inside of the keys: strangers cause no traces
         app.add_middleware(Traces, tracing=service.tracing, root_path=http.root_path)
     if http.has_keys or http.metrics_key:

@@ -23,39 +23,39 @@ from msgspec.structs import replace
 
 from pd_cluster.api.admin.admin_app import ShownCluster, admin_app, describe
 from pd_cluster.api.admin.control_routes import control_routes
-from pd_cluster.api.admin.metrics import ONLY_ONE, Owner
+from pd_cluster.api.admin.metrics_routes import ONLY_ONE, Owner
 from pd_cluster.api.admin.server_info import info_of
-from pd_cluster.api.admin.timelines import LocalTimelines, RemoteTimelines, TimelineSource
-from pd_cluster.api.dashboard.playground import PublicPort
-from pd_cluster.api.dashboard.public import PublicView
-from pd_cluster.api.dashboard.routes import PublicLinks
-from pd_cluster.api.dashboard.sessions import Sessions
-from pd_cluster.api.front.server import bind_unix, make_server, serve_until_signal
-from pd_cluster.api.gate.access import AdminAccess, HostNames
-from pd_cluster.api.gate.drain import Drain
-from pd_cluster.api.gate.file_keys import FileKeys
+from pd_cluster.api.admin.timeline_routes import LocalTimelines, RemoteTimelines, TimelineSource
+from pd_cluster.api.connections.http_server import bind_unix, make_server, serve_until_signal
+from pd_cluster.api.dashboard.dashboard_routes import PublicLinks
+from pd_cluster.api.dashboard.dashboard_sessions import Sessions
+from pd_cluster.api.dashboard.playground_routes import PublicPort
+from pd_cluster.api.dashboard.public_dashboard import PublicView
+from pd_cluster.api.middleware.admin_access import AdminAccess, HostNames
+from pd_cluster.api.middleware.drain_middleware import Drain
+from pd_cluster.api.middleware.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
-from pd_cluster.cluster.members.adapters import AdapterBook, AdapterRules
-from pd_cluster.cluster.members.auto_role import RoleChooser
-from pd_cluster.cluster.members.control import Control
-from pd_cluster.cluster.members.elastic import Elastic
-from pd_cluster.cluster.members.membership import membership_of
-from pd_cluster.cluster.members.place import Place
-from pd_cluster.cluster.members.registrar import JoinPort
-from pd_cluster.cluster.members.role_costs import RoleGoals
-from pd_cluster.cluster.members.roles_by_cost import role_chooser
-from pd_cluster.cluster.members.shared import Lease, SharedMembership
-from pd_cluster.cluster.members.table_reader import Tables
-from pd_cluster.cluster.overview.watch import Overview
+from pd_cluster.cluster.members.adapter_registry import AdapterBook, AdapterRules
+from pd_cluster.cluster.members.cluster_control import Control
+from pd_cluster.cluster.members.elastic_membership import Elastic
+from pd_cluster.cluster.members.join_registrar import JoinPort
+from pd_cluster.cluster.members.rank_table_place import Place
+from pd_cluster.cluster.members.rank_table_reader import Tables
+from pd_cluster.cluster.members.shared_membership import Lease, SharedMembership
+from pd_cluster.cluster.members.worker_membership import membership_of
+from pd_cluster.cluster.overview.cluster_overview import Overview
 from pd_cluster.cluster.processes.api_processes import ApiProcesses
+from pd_cluster.cluster.roles.auto_role import RoleChooser
+from pd_cluster.cluster.roles.role_costs import RoleGoals
+from pd_cluster.cluster.roles.roles_by_cost import role_chooser
 from pd_cluster.cluster.tenancy.key_store import KeyStore
 from pd_cluster.errors import ConfigError, Refused, Unavailable
-from pd_cluster.reports import AdapterNames, Busy, Stats
-from pd_cluster.service.edge import Edge
-from pd_cluster.settings.config import ApiConfig, ApiProcessConfig, Credentials
-from pd_cluster.settings.logs import Logs
-from pd_cluster.settings.routing import ADMIN_CONNECTIONS
-from ranktable_tools.hosts import is_loopback
+from pd_cluster.process_messages import AdapterNames, Busy, Stats
+from pd_cluster.service.serving_context import ServingContext
+from pd_cluster.settings.log_setup import Logs
+from pd_cluster.settings.process_configs import ApiConfig, ApiProcessConfig, Credentials
+from pd_cluster.settings.routing_settings import ADMIN_CONNECTIONS
+from ranktable_tools.host_addresses import is_loopback
 
 log = logging.getLogger(__name__)
 
@@ -105,9 +105,9 @@ class SchedulerServer:
         self._file_keys: FileKeys | None = None  # set where this process itself serves
         roster_of = partial(membership_of, known.place, known.ports, timeouts)
         self._edge = (
-            Edge(config, credentials, roster_of)
+            ServingContext(config, credentials, roster_of)
             if lease is None
-            else Edge(config, credentials, roster_of, lease.index, is_scheduler=True)
+            else ServingContext(config, credentials, roster_of, lease.index, is_scheduler=True)
         )
         self.membership = self._edge.roster
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -275,7 +275,7 @@ class SchedulerServer:
             loop.add_signal_handler(signal.SIGHUP, hang_up)
             group.create_task(self.membership.run())
             group.create_task(self.elastic.run())
-            group.create_task(control.sleep_of_all.run())
+            group.create_task(control.cluster_sleep.run())
             group.create_task(self._overview.run())
             if self._shared is not None:
                 group.create_task(self._shared.run())

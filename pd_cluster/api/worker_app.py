@@ -14,13 +14,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from pd_cluster.api.front.server import make_server, serve_until_signal
-from pd_cluster.api.gate.error_answers import install_error_handlers
-from pd_cluster.cluster.processes.ranks import Ranks
+from pd_cluster.api.connections.http_server import make_server, serve_until_signal
+from pd_cluster.api.middleware.error_responses import install_error_handlers
+from pd_cluster.cluster.processes.worker_ranks import Ranks
 from pd_cluster.engine.start.preloader import Preloader
 from pd_cluster.errors import RequestError
-from pd_cluster.settings.config import WorkerConfig
-from pd_cluster.settings.routing import ConnectionLimits
+from pd_cluster.settings.process_configs import WorkerConfig
+from pd_cluster.settings.routing_settings import ConnectionLimits
 
 MOST_WAIT_S = 0.5
 

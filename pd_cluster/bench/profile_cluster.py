@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import httpx
 from msgspec.structs import replace
 
-from pd_cluster.bench.profile_spec import EngineReady
-from pd_cluster.bench.serve import NUM_TOKEN_IDS, SEED, running
-from pd_cluster.client.admin import Admin
-from pd_cluster.client.streaming import Sample, make_client, measure
-from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.bench.profile_messages import EngineReady
+from pd_cluster.bench.serve_bench import NUM_TOKEN_IDS, SEED, running
+from pd_cluster.client.admin_client import Admin
+from pd_cluster.client.streaming_client import Sample, make_client, measure
+from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
-from pd_cluster.costs.costs import Costs, HandoverCost, HostCost, StepCost, StepWork
-from pd_cluster.costs.fit import fit_step
+from pd_cluster.costs.cost_fit import fit_step
+from pd_cluster.costs.linear_costs import Costs, HandoverCost, HostCost, StepCost, StepWork
 from pd_cluster.errors import GenerationError
-from pd_cluster.tables import progress
+from pd_cluster.result_tables import progress
 
 LENGTHS = (16, 128, 512, 1024)
 LONG_ANSWER = 64

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import zip_longest
 from statistics import median
 
-from pd_cluster.bench.profile_spec import EngineReady, Steps, TimedStep
-from pd_cluster.bench.profiled_engine import ProfiledEngine
-from pd_cluster.costs.costs import NeighbourCost, StepWork
-from pd_cluster.costs.fit import Sample
+from pd_cluster.bench.profile_messages import EngineReady, Steps, TimedStep
+from pd_cluster.bench.profiled_engine_process import ProfiledEngine
+from pd_cluster.costs.cost_fit import Sample
+from pd_cluster.costs.linear_costs import NeighbourCost, StepWork
 from pd_cluster.host import num_cores
-from pd_cluster.tables import progress
+from pd_cluster.result_tables import progress
 
 CONTEXTS = (32, 256, 1024, 4096)
 PROMPTS = (16, 32, 64, 128, 256, 512, 1024)
@@ -31,7 +31,7 @@ BESIDE_ROWS = (1, 4, 16)
 MOST_BESIDE = 0.2  # of the time beside some rows, for one step of a prompt: several must end in it
 
 Key = tuple[Steps, int, int, int]
-Alone = dict[Key, Sample]  # by what was asked and what the step computed: its work and its median time
+StepSamples = dict[Key, Sample]  # by what was asked and what the step computed: its work and its median time
 
 
 def steps_of(ready: EngineReady) -> list[Steps]:
@@ -64,7 +64,7 @@ async def warm_up(engines: Sequence[ProfiledEngine]) -> None:
         await engine.run(Steps(num_prompt_tokens=longest, num_steps=NUM_WARM))
 
 
-async def measure_alone(engine: ProfiledEngine, seconds: float) -> Alone:
+async def measure_alone(engine: ProfiledEngine, seconds: float) -> StepSamples:
     """Measures all kinds of steps, and again while there is time. Those that take too long for it are left out."""
     asked = steps_of(engine.ready)
     found: defaultdict[Key, list[TimedStep]] = defaultdict(list)
@@ -110,7 +110,7 @@ def _sample(steps: Sequence[TimedStep]) -> Sample:
 
 
 async def measure_beside(
-    prefill: ProfiledEngine, decode: ProfiledEngine, alone: Alone, seconds: float
+    prefill: ProfiledEngine, decode: ProfiledEngine, alone: StepSamples, seconds: float
 ) -> tuple[NeighbourCost, dict[str, float]]:
     """Runs prompts at one engine and decode steps at the other at once; returns by how much both slow down.
 
@@ -148,7 +148,7 @@ async def measure_beside(
     return NeighbourCost(**means, num_cores=num_cores()), spreads
 
 
-def _prompt_within(alone: Alone, most_s: float) -> Steps:
+def _prompt_within(alone: StepSamples, most_s: float) -> Steps:
     """Returns the prompt whose step is nearest to 512 tokens of those that take no longer; the quickest if all do."""
     took_s = {key[0]: sample[1] for key, sample in alone.items() if key[0].num_prompt_tokens and not key[0].num_rows}
     quick = [asked for asked in took_s if took_s[asked] <= most_s]
@@ -162,8 +162,8 @@ def _middle(wanted: int, name: str = "num_prompt_tokens") -> Callable[[Steps], i
 
 def _fitting(ready: EngineReady, asked: Steps) -> int:
     """Returns how many steps these sequences can take."""
-    room = MOST_HELD * ready.num_blocks * ready.block_size / asked.num_rows - asked.num_context
-    return max(1, min(ready.max_model_len - asked.num_context - 2, int(room)))
+    capacity = MOST_HELD * ready.num_blocks * ready.block_size / asked.num_rows - asked.num_context
+    return max(1, min(ready.max_model_len - asked.num_context - 2, int(capacity)))
 
 
 def _during(steps: Sequence[TimedStep], others: Sequence[TimedStep]) -> Iterator[TimedStep]:
@@ -173,6 +173,6 @@ def _during(steps: Sequence[TimedStep], others: Sequence[TimedStep]) -> Iterator
         yield from (each for each in steps if each.began_s >= began_s and each.began_s + each.took_s <= ended_s)
 
 
-def _ratios(alone: Alone, asked: Steps, steps: Iterator[TimedStep]) -> list[float]:
+def _ratios(alone: StepSamples, asked: Steps, steps: Iterator[TimedStep]) -> list[float]:
     keyed = ((alone.get(key_of(asked, step.work)), step.took_s) for step in steps)
     return [took_s / sample[1] for sample, took_s in keyed if sample is not None]

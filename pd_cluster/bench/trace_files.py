@@ -17,7 +17,7 @@ from typing import Annotated
 
 import msgspec
 
-from pd_cluster.bench.arrivals import HASH_BLOCK_TOKENS, Arrival
+from pd_cluster.bench.request_arrivals import HASH_BLOCK_TOKENS, Arrival
 from pd_cluster.errors import ConfigError
 from pd_cluster.output_files import write_output
 

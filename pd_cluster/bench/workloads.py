@@ -21,7 +21,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from pd_cluster.bench.arrivals import Arrival
+from pd_cluster.bench.request_arrivals import Arrival
 from pd_cluster.errors import ConfigError
 
 WorkloadName = Literal["fixed", "log-normal", "shared-prefix", "conversation", "tool-agent"]

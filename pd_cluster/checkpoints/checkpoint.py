@@ -19,21 +19,21 @@ from pd_cluster.checkpoints.architectures import (
     text_part,
     why_not,
 )
+from pd_cluster.checkpoints.folder_identity import identity_of
 from pd_cluster.checkpoints.hub import resolve_model
-from pd_cluster.checkpoints.identity import identity_of
 from pd_cluster.checkpoints.json_files import read_json
-from pd_cluster.checkpoints.layouts import Layout, WeightFolder, translated
-from pd_cluster.checkpoints.quantized import Quantization, asked, at_load, quantization_of
+from pd_cluster.checkpoints.quantization_config import Quantization, asked, at_load, quantization_of
 from pd_cluster.checkpoints.sentencepiece import is_made
-from pd_cluster.checkpoints.vision import IMAGE_TYPES, VisionPart
+from pd_cluster.checkpoints.tensor_layouts import Layout, WeightFolder, translated
+from pd_cluster.checkpoints.vision_config import IMAGE_TYPES, VisionPart
 from pd_cluster.checkpoints.weight_files import (
     QUANTIZERS_FIELDS,
     quantized,
     text_name,
 )
 from pd_cluster.errors import ModelError, called
-from pd_cluster.numerics import RopeScaling, Stretch, canonical, overridden
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.numerics import RopeScaling, RopeStretch, canonical, overridden
+from pd_cluster.settings.engine_config import EngineConfig
 
 log = logging.getLogger(__name__)
 
@@ -185,8 +185,8 @@ class Checkpoint:
         return (self.generation_folder or self.path) / GENERATION_FILE
 
     @property
-    def stretch(self) -> Stretch | None:
-        return Stretch.of(self.config)
+    def stretch(self) -> RopeStretch | None:
+        return RopeStretch.of(self.config)
 
     @property
     def trained_positions(self) -> int:
@@ -265,7 +265,7 @@ def _check_numbers(file: Path, config: dict[str, Any]) -> None:
             place = f"{file} (or {called('hf_overrides')})"
             raise ModelError(f"{place}: {name} {value!r}: must be a whole number of at least 1")
     RopeScaling.of(config)
-    Stretch.of(config)
+    RopeStretch.of(config)
 
 
 def _tokenizer_path(engine: EngineConfig, path: Path) -> Path | None:
@@ -342,7 +342,7 @@ def _position_limit(config: dict[str, Any]) -> tuple[str, int]:
     """
     name = next((name for name in POSITION_FIELDS if config.get(name)), "no length:")
     limit = int(config.get(name) or DEFAULT_POSITIONS.get(config["model_type"], 2048))
-    if (stretch := Stretch.of(config)) is not None:
+    if (stretch := RopeStretch.of(config)) is not None:
         return name, stretch.reach
     reach = RopeScaling.of(config).reach
     return name, min(limit, reach) if reach else limit

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from pd_cluster.checkpoints.lora_config import LoraSettings, modules_to_save, read_settings
-from pd_cluster.checkpoints.lora_tensors import LoraTensors, Stored, shown, sorted_tensors
+from pd_cluster.checkpoints.lora_tensors import LoraTensor, LoraTensors, shown, sorted_tensors
 from pd_cluster.checkpoints.plain_files import digest_file, open_plain, read_digested
 from pd_cluster.checkpoints.safetensors_header import read_header
 from pd_cluster.errors import ModelError, called
@@ -114,7 +114,7 @@ def opened(folder: Path, name: str, most_nbytes: int) -> Any:
         raise ModelError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
-def stored_tensors(file: Path, stream: Any) -> tuple[dict[str, Stored], int]:
+def stored_tensors(file: Path, stream: Any) -> tuple[dict[str, LoraTensor], int]:
     """Reads the header: the file's tensors by name, and its size. Raises ModelError."""
     header = read_header(file, stream, MAX_HEADER_NBYTES, MAX_TENSORS)
     if not 0 < len(header.entries) <= MAX_TENSORS:
@@ -126,14 +126,14 @@ def stored_tensors(file: Path, stream: Any) -> tuple[dict[str, Stored], int]:
     return found, header.file_nbytes
 
 
-def _entry(place: str, dtype: Any, shape: Any, offsets: Any, first: int) -> Stored:
+def _entry(place: str, dtype: Any, shape: Any, offsets: Any, first: int) -> LoraTensor:
     if dtype not in NBYTES:
         raise ModelError(f"{place}: dtype {reprlib.repr(dtype)}; expected one of {', '.join(NBYTES)}")
     if not (_are_counts(shape, 1) or _are_counts(shape, 2)) or min(shape) < 1:
         raise ModelError(f"{place}: shape {reprlib.repr(shape)}; expected a matrix")
     if not _are_counts(offsets, 2) or offsets[1] - offsets[0] != math.prod(shape) * NBYTES[dtype]:
         raise ModelError(f"{place}: its place {reprlib.repr(offsets)} does not have the size of its shape {shape}")
-    return Stored(dtype, tuple(shape), first + offsets[0], first + offsets[1])
+    return LoraTensor(dtype, tuple(shape), first + offsets[0], first + offsets[1])
 
 
 def _are_counts(value: Any, length: int) -> bool:

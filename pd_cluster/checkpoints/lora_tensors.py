@@ -31,7 +31,7 @@ WHY_NOT = {
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class LoraTensor:
     """One tensor in the file; bytes [start, stop) of it.
 
     A matrix of an adapter is [rank, in_features] for A and [out_features, rank] for B.
@@ -47,8 +47,8 @@ class Stored:
 class Pair:
     """A and B of one module."""
 
-    a: Stored
-    b: Stored
+    a: LoraTensor
+    b: LoraTensor
 
     @property
     def rank(self) -> int:
@@ -67,16 +67,16 @@ class LoraTensors:
     modules: dict[str, Pair]
     embeddings: dict[str, Pair]
     experts: dict[str, tuple[Pair, ...]]
-    wholes: dict[str, Stored]
-    copies: dict[str, Stored]
+    wholes: dict[str, LoraTensor]
+    copies: dict[str, LoraTensor]
 
 
-def sorted_tensors(file: Path, stored: Mapping[str, Stored], saved: Collection[str]) -> LoraTensors:
+def sorted_tensors(file: Path, stored: Mapping[str, LoraTensor], saved: Collection[str]) -> LoraTensors:
     """`saved`: ends of the names of modules that the file has whole. Raises ModelError that names a tensor."""
-    sides: dict[str, dict[str, Stored]] = {}
-    embeddings: dict[str, dict[str, Stored]] = {}
-    wholes: dict[str, Stored] = {}
-    copies: dict[str, Stored] = {}
+    sides: dict[str, dict[str, LoraTensor]] = {}
+    embeddings: dict[str, dict[str, LoraTensor]] = {}
+    wholes: dict[str, LoraTensor] = {}
+    copies: dict[str, LoraTensor] = {}
     for name, tensor in stored.items():
         place = f"{file}: {shown(name)}"
         if why := next((why for part, why in WHY_NOT.items() if part in name), ""):
@@ -110,13 +110,13 @@ def shown(name: str) -> str:
     return name if re.fullmatch(r"[\w.]{1,300}", name) else reprlib.repr(name)
 
 
-def _add(place: str, found: dict[str, Stored], key: str, tensor: Stored) -> None:
+def _add(place: str, found: dict[str, LoraTensor], key: str, tensor: LoraTensor) -> None:
     if key in found:
         raise ModelError(f"{place}: the file has this tensor twice")
     found[key] = tensor
 
 
-def _pairs(file: Path, sides: Mapping[str, Mapping[str, Stored]], form: str) -> dict[str, Pair]:
+def _pairs(file: Path, sides: Mapping[str, Mapping[str, LoraTensor]], form: str) -> dict[str, Pair]:
     """Raises ModelError for a matrix that lacks the other, or that does not have its rank."""
     pairs = {}
     for name, module in sorted(sides.items()):

@@ -18,17 +18,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pd_cluster import __version__
-from pd_cluster.cluster.routing.policy import POLICIES
-from pd_cluster.commands.batch import run_batch
-from pd_cluster.commands.bench import app as bench_app
-from pd_cluster.commands.endpoint_picker import endpoint_picker
-from pd_cluster.commands.instances import ADMIN, NO_SECRET_FILE, TOKEN_FILE
-from pd_cluster.commands.instances import app as instances_app
-from pd_cluster.commands.keys import app as keys_app
-from pd_cluster.commands.looking import JSON, LOOKING
-from pd_cluster.commands.plan import plan
-from pd_cluster.commands.quantize import quantize
-from pd_cluster.commands.signature import (
+from pd_cluster.cluster.placement.routing_policy import POLICIES
+from pd_cluster.commands.bench_command import app as bench_app
+from pd_cluster.commands.endpoint_picker_command import endpoint_picker
+from pd_cluster.commands.instances_command import ADMIN, NO_SECRET_FILE, TOKEN_FILE
+from pd_cluster.commands.instances_command import app as instances_app
+from pd_cluster.commands.keys_command import app as keys_app
+from pd_cluster.commands.plan_command import plan
+from pd_cluster.commands.quantize_command import quantize
+from pd_cluster.commands.run_batch_command import run_batch
+from pd_cluster.commands.settings_flags import (
     EMPTY_MODEL,
     HELP_ALL,
     BriefHelp,
@@ -37,21 +36,22 @@ from pd_cluster.commands.signature import (
     shorten_help,
     takes,
 )
-from pd_cluster.commands.simulate import simulate
+from pd_cluster.commands.simulate_command import simulate
+from pd_cluster.commands.view_commands import JSON, LOOKING
 from pd_cluster.errors import KEEPS_MARKS, ConfigError, PdClusterError, flag_of
-from pd_cluster.settings.adapters import SHIPPED_ADAPTER_FLAGS
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from pd_cluster.settings.flag_file import expanded
-from pd_cluster.settings.flags import ALIASES, choice_of_model, judge, normalize, split_keys, split_values
-from pd_cluster.settings.foreign_flags import FOREIGN, foreign
-from pd_cluster.settings.options import USUAL, ServeOptions, settings
-from pd_cluster.settings.routing import MAX_SCHEDULERS
-from pd_cluster.settings.spellings import IN_OTHER_UNITS
+from pd_cluster.settings.lora_settings import SHIPPED_ADAPTER_FLAGS
+from pd_cluster.settings.routing_settings import MAX_SCHEDULERS
+from pd_cluster.settings.serve_options import USUAL, ServeOptions, settings
+from pd_cluster.settings.value_spellings import IN_OTHER_UNITS
+from pd_cluster.settings.vllm_flags import ALIASES, choice_of_model, judge, normalize, split_keys, split_values
+from pd_cluster.settings.vllm_flags_without_setting import FOREIGN, foreign
 from pd_cluster.settings.vllm_variables import warnings_of
-from pd_cluster.transport import table as transports
+from pd_cluster.transport import transport_table as transports
 
 if TYPE_CHECKING:
-    from pd_cluster.cluster.processes.launch import Launch
+    from pd_cluster.cluster.processes.launch_settings import Launch
 
 app = typer.Typer(
     name="pd-cluster",
@@ -102,7 +102,7 @@ def serve(context: typer.Context, help_all: Annotated[bool, HELP_ALL] = False, *
     --help-all shows all flags; docs/flags.md has vLLM's others, too.
     """
     gc.disable()  # until all is imported: modules stay, and scanning them takes a tenth of the time
-    from pd_cluster.commands.serve import run
+    from pd_cluster.commands.serve_command import run
 
     options = ServeOptions(**given)
     run(options, [*_warn_extras(context), *warnings_of(os.environ), *options.remarks()], dict(os.environ))
@@ -140,8 +140,8 @@ def up(
     USE_OPENAI=0 in the environment serves vLLM's plain /generate instead of the OpenAI API.
     """
     gc.disable()  # until the cluster is ready
-    from pd_cluster.cluster.members.place import use_openai
-    from pd_cluster.cluster.processes.launch import SPAWN, Launch, by_role
+    from pd_cluster.cluster.members.rank_table_place import use_openai
+    from pd_cluster.cluster.processes.launch_settings import SPAWN, Launch, by_role
 
     port = port or _free_port(schedulers)
     model, arguments = _model_and_flags(model, arguments or [], adapter)
@@ -186,8 +186,8 @@ def profile(
     """
     import uvloop
 
-    from pd_cluster.bench.profile import Profile, run
-    from pd_cluster.cluster.processes.launch import Launch
+    from pd_cluster.bench.cost_profile import Profile, run
+    from pd_cluster.cluster.processes.launch_settings import Launch
 
     model, arguments = _model_and_flags(model, arguments or [], adapter=False)
     arguments = normalize([*arguments, f"--device={device}"])
@@ -213,8 +213,8 @@ def trace(
     export_block: Annotated[int, typer.Option(help="Tokens of its blocks; Mooncake's have 512.")] = 512,
 ) -> None:
     """Show what became of a request: when it was queued, computed, handed over and decoded."""
-    from pd_cluster.client.admin import Admin
-    from pd_cluster.commands.trace.command import export_trace, run
+    from pd_cluster.client.admin_client import Admin
+    from pd_cluster.commands.trace.trace_command import export_trace, run
 
     found = Admin.find(admin, admin_token_file, os.environ)
     if export:
@@ -241,7 +241,7 @@ def check(
     With --network, before the start: exit code 1 if something is wrong. Takes --device and --kv-transport from
     PD_CLUSTER_SERVE_DEVICE and PD_CLUSTER_SERVE_KV_TRANSPORT.
     """
-    from pd_cluster.commands.check import run
+    from pd_cluster.commands.check_command import run
 
     if not run(os.environ, network, wait, json):
         raise typer.Exit(1)
@@ -269,7 +269,7 @@ def _run(launch: Launch) -> int:
     if launch.remark:
         typer.echo(launch.remark.strip())
     if sys.stdout.isatty():
-        from pd_cluster.commands.live import run_live
+        from pd_cluster.commands.live_view import run_live
 
         return run_live(launch)
     from pd_cluster.cluster.processes.launcher import run_until_signal
@@ -292,7 +292,7 @@ def _apart_from_keys(arguments: list[str]) -> tuple[list[str], list[str], str]:
 
 
 def _free_port(num_schedulers: int) -> int:
-    from pd_cluster.cluster.processes.ports import free_port_row
+    from pd_cluster.cluster.processes.port_reservations import free_port_row
 
     return free_port_row(2 * num_schedulers)
 

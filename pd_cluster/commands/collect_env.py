@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from pd_cluster import __version__, host
+from pd_cluster.result_tables import commit, machine
 from pd_cluster.settings.redaction import shown_value
-from pd_cluster.tables import commit, machine
 
 PACKAGES = (
     *("torch", "torch-npu", "transformers", "safetensors", "tokenizers", "triton", "numpy", "msgspec", "pyzmq"),

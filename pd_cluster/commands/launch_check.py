@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.cluster.routing.policy import POLICIES
+from pd_cluster.cluster.placement.routing_policy import POLICIES
 from pd_cluster.devices.device import check_name
-from pd_cluster.settings.options import ServeOptions
-from pd_cluster.text.given_template import with_source
-from pd_cluster.transport.table import CHOICES
+from pd_cluster.settings.serve_options import ServeOptions
+from pd_cluster.text.template_source import with_source
+from pd_cluster.transport.transport_table import CHOICES
 
 
 def check_launch(options: ServeOptions, env: Mapping[str, str]) -> None:

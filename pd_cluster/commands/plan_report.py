@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pd_cluster.output_files import write_output
+from pd_cluster.plan.breaking_load import MOST
 from pd_cluster.plan.cost_sources import CostSource
-from pd_cluster.plan.goals import PlanGoals
-from pd_cluster.plan.limits import MOST
-from pd_cluster.plan.search import Plan, Ranked
-from pd_cluster.plan.start_lines import StartLines
-from pd_cluster.tables import print_table
+from pd_cluster.plan.layout_search import Plan, Ranked
+from pd_cluster.plan.plan_goals import PlanGoals
+from pd_cluster.plan.start_commands import StartCommands
+from pd_cluster.result_tables import print_table
 
 HEADERS = ("layout", "devices", "chunk", "seats", "policy", "in time", "breaks at", "goodput/device", "binds")
 RIGHT = ("devices", "chunk", "seats", "in time", "breaks at", "goodput/device")
@@ -27,11 +27,11 @@ class PlanReport:
     source: CostSource
 
     @property
-    def start(self) -> StartLines:
+    def start(self) -> StartCommands:
         source = self.source
         first = self.plan.first.candidate
         per_host = source.devices_per_host
-        return StartLines(model=self.model, candidate=first, kind=source.kind, devices_per_host=per_host)
+        return StartCommands(model=self.model, candidate=first, kind=source.kind, devices_per_host=per_host)
 
     def show(self) -> None:
         headers = [*HEADERS, *(["costs"] if self.source.remark else [])]

@@ -25,17 +25,17 @@ import httpx
 import typer
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.client.instances import Entries, Traffic, fetch_settled, links_of
-from pd_cluster.client.streaming import Sample, make_client, measure
-from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.client.instance_list import Entries, Traffic, fetch_settled, links_of
+from pd_cluster.client.streaming_client import Sample, make_client, measure
+from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
-from pd_cluster.commands.chat import print_text
-from pd_cluster.commands.signature import given_model
+from pd_cluster.commands.chat_command import print_text
+from pd_cluster.commands.settings_flags import given_model
 from pd_cluster.errors import ConfigError, GenerationError, PdClusterError
-from pd_cluster.settings.adapters import SHIPPED_ADAPTER, SHIPPED_ADAPTER_FLAGS
-from pd_cluster.settings.engine import SHIPPED_VISION_MODEL
-from pd_cluster.tables import human_nbytes, print_table
-from pd_cluster.transport.table import BY_NAME
+from pd_cluster.result_tables import human_nbytes, print_table
+from pd_cluster.settings.engine_config import SHIPPED_VISION_MODEL
+from pd_cluster.settings.lora_settings import SHIPPED_ADAPTER, SHIPPED_ADAPTER_FLAGS
+from pd_cluster.transport.transport_table import BY_NAME
 
 QUESTION = "What is 3 + 4?"
 IMAGE_QUESTION, VIDEO_QUESTION = "What is in the picture?", "Which colors come in which order?"
@@ -236,7 +236,7 @@ async def _ask(
 ) -> Sample:
     """Asks as a chat; a text as a plain completion, for a model without a chat template."""
     async with make_client() as client:
-        body: dict[str, Any] = {"temperature": 0, "max_tokens": min(max_tokens, await _room(client, url))}
+        body: dict[str, Any] = {"temperature": 0, "max_tokens": min(max_tokens, await _num_output_tokens(client, url))}
         if adapter:
             body["model"] = adapter
         messages = [{"role": "user", "content": content}]
@@ -246,7 +246,7 @@ async def _ask(
     return sample
 
 
-async def _room(client: httpx.AsyncClient, url: str) -> int:
+async def _num_output_tokens(client: httpx.AsyncClient, url: str) -> int:
     """Returns the number of output tokens that leaves half of the context to the question."""
     try:
         models = (await client.get(f"{url}/v1/models", timeout=5)).json()

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pd_cluster.cluster.members.credentials import admin_token_of, credentials_of
-from pd_cluster.cluster.members.place import (
+from pd_cluster.cluster.members.cluster_credentials import admin_token_of, credentials_of
+from pd_cluster.cluster.members.rank_table_place import (
     Place,
     check_ports,
     find_place,
@@ -20,20 +20,20 @@ from pd_cluster.cluster.members.place import (
 )
 from pd_cluster.commands.serve_start import Start
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.settings.config import ApiConfig, Credentials
-from pd_cluster.settings.http import HttpConfig
+from pd_cluster.settings.http_settings import HttpConfig
 from pd_cluster.settings.log_files import folder_of
-from pd_cluster.settings.media import MediaSettings
-from pd_cluster.settings.resume import ResumeSettings
-from pd_cluster.settings.routing import AdminSettings, EntranceSettings
+from pd_cluster.settings.media_settings import MediaSettings
+from pd_cluster.settings.process_configs import ApiConfig, Credentials
+from pd_cluster.settings.resume_settings import ResumeSettings
+from pd_cluster.settings.routing_settings import AdminSettings, AdmissionSettings
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.text.given_template import with_source
-from ranktable_tools.hosts import bracketed, is_loopback
+from pd_cluster.text.template_source import with_source
+from ranktable_tools.host_addresses import bracketed, is_loopback
 from ranktable_tools.ports import Given, outgoing_warnings, scheduler_ports
 
 if TYPE_CHECKING:
     from pd_cluster.api.scheduler_app import Extras
-    from pd_cluster.cluster.members.shared import Lease
+    from pd_cluster.cluster.members.shared_membership import Lease
     from pd_cluster.cluster.tenancy.key_store import KeyStore
 
 log = logging.getLogger(__name__)
@@ -44,38 +44,38 @@ FOLDER_LEASE_S, KUBERNETES_LEASE_S = 1.5, 15.0
 def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]) -> None:
     """Serves until a signal. Raises ConfigError, and OSError for a port that cannot be bound."""
     options, place, files = start.options, start.place, start.files
-    entrance, admin = options.read(EntranceSettings), options.read(AdminSettings)
-    given = _own_ports(start, entrance, admin)
+    frontend, admin = options.read(AdmissionSettings), options.read(AdminSettings)
+    given = _own_ports(start, frontend, admin)
     ports = node_ports(env, place, given) if place.table.file else []
     if start.join.join_port is not None and files.derives:
         raise ConfigError("--join-port: workers in no table cannot derive a secret; drop --derive-secret")
     token = admin_token_of(place, files)
     config = _api_config(start, env)
-    check_public_dashboard(config.http, start.process.host, entrance)
-    if entrance.scheduler_lease:
-        check_shared(start, entrance, admin)
+    check_public_dashboard(config.http, start.process.host, frontend)
+    if frontend.scheduler_lease:
+        check_shared(start, frontend, admin)
     else:
-        check_alone(entrance, start.timeouts)
+        check_alone(frontend, start.timeouts)
     import uvloop
 
-    from pd_cluster.api.dashboard.playground import PublicPort
-    from pd_cluster.api.front.server import bind, bind_path, bind_several, raise_descriptor_limit
-    from pd_cluster.api.gate.access import AdminAccess
+    from pd_cluster.api.connections.http_server import bind, bind_path, bind_several, raise_descriptor_limit
+    from pd_cluster.api.dashboard.playground_routes import PublicPort
+    from pd_cluster.api.middleware.admin_access import AdminAccess
     from pd_cluster.api.scheduler_app import KnownCluster, SchedulerServer
-    from pd_cluster.cluster.members.table_reader import Tables
+    from pd_cluster.cluster.members.rank_table_reader import Tables
     from pd_cluster.cluster.tenancy.key_store import KeyStore
-    from pd_cluster.service.helpers.interpreter import tune
+    from pd_cluster.service.concurrency.interpreter_tuning import tune
 
     http = config.http
     raise_descriptor_limit(http.connections)
     served = [*config.model_names, start.engine.model, *start.engine.adapters.paths]
-    may_grow, may_limit = bool(admin.lora_root), not entrance.scheduler_lease
+    may_grow, may_limit = bool(admin.lora_root), not frontend.scheduler_lease
     keys = KeyStore(http, served, may_grow=may_grow, may_limit=may_limit) if http.key_file else None
-    host, port, num = start.process.host, start.process.port, entrance.api_workers
-    listeners = bind_path(entrance.uds, num) if entrance.uds else bind_several(host, port, num)
+    host, port, num = start.process.host, start.process.port, frontend.api_workers
+    listeners = bind_path(frontend.uds, num) if frontend.uds else bind_several(host, port, num)
     admin_port = given.scheduler["--admin-port"]
     admin_listener = bind(admin.admin_host, admin_port, "--admin-port")
-    public = entrance.uds or f"{host}:{port}"
+    public = frontend.uds or f"{host}:{port}"
     log.info("serving at %s, admin at %s:%d", public, admin.admin_host, admin_port)
     tables = Tables(
         lambda: find_place(env) if place.table.file else place,
@@ -83,19 +83,19 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
         lambda place: credentials_of(place, files),
     )
     tls = http.tls is not None
-    extras = _extras(start, entrance, admin, f"http{'s' * tls}://{bracketed(admin.admin_host)}:{admin_port}", keys)
+    extras = _extras(start, frontend, admin, f"http{'s' * tls}://{bracketed(admin.admin_host)}:{admin_port}", keys)
     access = AdminAccess(token, is_loopback(admin.admin_host), admin.admin_hosts)
 
     async def serve() -> None:
         known = KnownCluster(place, ports, credentials, tables)
         scheduler = SchedulerServer(known, config, listeners, start.process.logs, extras)
-        public_port = PublicPort(host, port, entrance.uds, tls)
-        await scheduler.run(admin_listener, access, entrance.auto_role, folder_of(place.folder), public_port)
+        public_port = PublicPort(host, port, frontend.uds, tls)
+        await scheduler.run(admin_listener, access, frontend.auto_role, folder_of(place.folder), public_port)
 
     tune()
     with contextlib.ExitStack() as ending, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        if entrance.uds:
-            ending.callback(Path(entrance.uds).unlink, missing_ok=True)
+        if frontend.uds:
+            ending.callback(Path(frontend.uds).unlink, missing_ok=True)
         runner.run(serve())
 
 
@@ -109,7 +109,7 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
         if not openai:
             named = f"{called('response_store')} {http.responses.folder}"
             raise ConfigError(f"{named}: there is no /v1/responses with USE_OPENAI=0; leave it out")
-        from pd_cluster.service.response_store import ResponseStore
+        from pd_cluster.service.answers.response_store import ResponseStore
 
         ResponseStore(http.responses).close()  # raises for a folder that cannot be used, before anything listens
     resume = options.read(ResumeSettings)
@@ -117,7 +117,7 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
         named = f"{called('resume_window')} {resume.window_s:g}"
         raise ConfigError(f"{named}: streams of /generate cannot be resumed (USE_OPENAI=0); leave it out")
     if http.traces_endpoint:
-        from pd_cluster.service.traces import check_packages
+        from pd_cluster.service.request_traces import check_packages
 
         check_packages(http.traces_endpoint)
     return options.read(
@@ -133,76 +133,76 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
     )
 
 
-def check_public_dashboard(http: HttpConfig, host: str, entrance: EntranceSettings) -> None:
+def check_public_dashboard(http: HttpConfig, host: str, frontend: AdmissionSettings) -> None:
     """Raises ConfigError where a session's cookie would cross a network in plain text, or find another process."""
     flag = called("public_dashboard")
     if not http.has_public_dashboard:
         return
-    if entrance.api_workers > 1:
-        count = f"{called('api_workers')} {entrance.api_workers}"
+    if frontend.api_workers > 1:
+        count = f"{called('api_workers')} {frontend.api_workers}"
         raise ConfigError(f"{flag}: not with {count}, whose processes know no sessions; leave one of the two out")
-    if http.tls is None and not entrance.uds and not is_loopback(host):
+    if http.tls is None and not frontend.uds and not is_loopback(host):
         ways = f"{called('ssl_certfile')} FILE, or {called('host')} 127.0.0.1 behind a proxy with TLS"
         raise ConfigError(f"{flag}: {called('host')} {host} is reached without TLS; give {ways}")
 
 
 def _extras(
-    start: Start, entrance: EntranceSettings, admin: AdminSettings, admin_url: str, keys: KeyStore | None
+    start: Start, frontend: AdmissionSettings, admin: AdminSettings, admin_url: str, keys: KeyStore | None
 ) -> Extras:
     """Raises ConfigError for a folder that cannot be shared."""
     from pd_cluster.api.scheduler_app import Extras
 
     join = (start.process.host, start.join.join_port) if start.join.join_port is not None else None
-    lease = _lease(start, entrance, admin, admin_url) if entrance.scheduler_lease else None
+    lease = _lease(start, frontend, admin, admin_url) if frontend.scheduler_lease else None
     return Extras(join, admin.lora_root, lease, keys)
 
 
-def _lease(start: Start, entrance: EntranceSettings, admin: AdminSettings, admin_url: str) -> Lease:
+def _lease(start: Start, frontend: AdmissionSettings, admin: AdminSettings, admin_url: str) -> Lease:
     """Raises ConfigError for a folder that cannot be shared, and outside of a pod for one of Kubernetes."""
-    from pd_cluster.cluster.members.lease_folder import LeaseFolder
-    from pd_cluster.cluster.members.lease_kubernetes import KubernetesLease, place_of_lease
-    from pd_cluster.cluster.members.shared import Lease
+    from pd_cluster.cluster.leases.lease_folder import LeaseFolder
+    from pd_cluster.cluster.leases.lease_kubernetes import KubernetesLease, place_of_lease
+    from pd_cluster.cluster.members.shared_membership import Lease
 
-    index, given_s, patience_s = (
-        entrance.scheduler_index,
+    index, given_s, takeover_timeout_s = (
+        frontend.scheduler_index,
         start.timeouts.lease_duration_s,
         start.timeouts.connect_timeout_s,
     )
-    place = place_of_lease(entrance.scheduler_lease)
+    place = place_of_lease(frontend.scheduler_lease)
     if place is None:
-        folder = LeaseFolder(Path(entrance.scheduler_lease))
+        folder = LeaseFolder(Path(frontend.scheduler_lease))
         folder.take(index)
-        return Lease(index, folder, admin_url, given_s or FOLDER_LEASE_S, patience_s)
+        return Lease(index, folder, admin_url, given_s or FOLDER_LEASE_S, takeover_timeout_s)
     duration_s = given_s or KUBERNETES_LEASE_S
     where = f"{admin_url} in {socket.gethostname()}" if is_loopback(admin.admin_host) else admin_url
-    return Lease(index, KubernetesLease.in_pod(*place, duration_s), where, duration_s, patience_s)
+    return Lease(index, KubernetesLease.in_pod(*place, duration_s), where, duration_s, takeover_timeout_s)
 
 
-def check_shared(start: Start, entrance: EntranceSettings, admin: AdminSettings) -> None:
+def check_shared(start: Start, frontend: AdmissionSettings, admin: AdminSettings) -> None:
     """Raises ConfigError for what only a scheduler without others can do."""
-    lease = f"{called('scheduler_lease')} {entrance.scheduler_lease}"
-    if entrance.api_workers > 1:
-        count = f"{called('api_workers')} {entrance.api_workers}"
+    lease = f"{called('scheduler_lease')} {frontend.scheduler_lease}"
+    if frontend.api_workers > 1:
+        count = f"{called('api_workers')} {frontend.api_workers}"
         raise ConfigError(f"{lease}: not with {count}; start more schedulers, each of which is one process")
     if admin.lora_root:
         raise ConfigError(f"{lease}: not with {called('allow_runtime_lora')}: the others would not hear of an adapter")
 
 
-def check_alone(entrance: EntranceSettings, timeouts: Timeouts) -> None:
+def check_alone(frontend: AdmissionSettings, timeouts: Timeouts) -> None:
     """Raises ConfigError for what only one of several schedulers can have."""
     for name, given, usual in (
-        ("scheduler_index", entrance.scheduler_index, EntranceSettings().scheduler_index),
+        ("scheduler_index", frontend.scheduler_index, AdmissionSettings().scheduler_index),
         ("lease_duration", timeouts.lease_duration_s, Timeouts().lease_duration_s),
     ):
         if given != usual:
             raise ConfigError(f"{called(name)} {given:g}: only with {called('scheduler_lease')}")
 
 
-def _own_ports(start: Start, entrance: EntranceSettings, admin: AdminSettings) -> Given:
+def _own_ports(start: Start, frontend: AdmissionSettings, admin: AdminSettings) -> Given:
     """Raises ConfigError for ports that cannot all be listened at."""
     port, join_port = start.process.port, start.join.join_port
     ports = scheduler_ports(port, admin.admin_port, join_port)
-    if entrance.uds:
+    if frontend.uds:
         del ports["--port"]
     given = Given(ports)
     check_ports(start.place, given)

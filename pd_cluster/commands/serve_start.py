@@ -6,7 +6,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pd_cluster.cluster.members.place import (
+from pd_cluster.cluster.members.rank_table_place import (
     TABLE_VARIABLES,
     Place,
     address_towards,
@@ -14,11 +14,10 @@ from pd_cluster.cluster.members.place import (
     place_alone,
     resolve_host,
 )
-from pd_cluster.cluster.routing.policy import POLICIES
+from pd_cluster.cluster.placement.routing_policy import POLICIES
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.options import ServeOptions
-from pd_cluster.settings.processes import (
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.process_settings import (
     HandoverSettings,
     JoinSettings,
     KeyFiles,
@@ -26,9 +25,10 @@ from pd_cluster.settings.processes import (
     ProcessSettings,
     default_name,
 )
-from pd_cluster.settings.routing import RoutingConfig
+from pd_cluster.settings.routing_settings import RoutingConfig
+from pd_cluster.settings.serve_options import ServeOptions
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.table import CHOICES
+from pd_cluster.transport.transport_table import CHOICES
 from pd_cluster.wire import KVOptions
 
 

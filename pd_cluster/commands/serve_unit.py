@@ -8,14 +8,14 @@ from __future__ import annotations
 import logging
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.experts import num_experts_of
+from pd_cluster.checkpoints.expert_counts import num_experts_of
 from pd_cluster.commands.serve_start import Start
-from pd_cluster.engine.handover.crossing import why_no_unit
+from pd_cluster.engine.handover.links.network_policy import why_no_unit
 from pd_cluster.engine.start.preloader import has_no_driver
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.settings.config import UnitPlace
-from ranktable_tools.hosts import is_one_host
-from ranktable_tools.units import Unit, unit_at
+from pd_cluster.settings.process_configs import UnitPlace
+from ranktable_tools.host_addresses import is_one_host
+from ranktable_tools.unit_entries import Unit, unit_at
 
 log = logging.getLogger(__name__)
 

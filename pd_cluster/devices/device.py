@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pd_cluster import host
-from pd_cluster.devices.kinds import BY_KIND, DeviceKind, Kind
+from pd_cluster.devices.device_kinds import BY_KIND, DeviceKind, Kind
 from pd_cluster.errors import ConfigError, called, first_line
 
 NPU_FILES = "/dev/davinci[0-9]*"

@@ -37,7 +37,7 @@ _UPGRADE: Final = "upgrade driver and firmware of the host to one newer HDK rele
 
 
 @dataclass(frozen=True)
-class Need:
+class SoftwareNeed:
     """`feature` needs `least` <= version < `below`, each a major.minor; an empty `below` is no limit.
 
     A release candidate has what its release has: 25.3.rc1 is 25.3. `source` says where the bound was published.
@@ -61,18 +61,20 @@ class Need:
 
 
 NEEDS: Final = (
-    Need("Python", "a worker", "3.11", f"{_OWN}; torch-npu 2.13.0 has wheels for 3.10 to 3.14", "take another image"),
-    Need("torch", "a worker", "2.11", _OWN, "pip install torch==2.13.0", below="2.15"),
-    Need("torch-npu", "a worker", "2.11", _OWN, "pip install torch-npu==2.13.0", below="2.15"),
-    Need("CANN", "torch-npu 2.11 and later", "9.1", _RELEASES, _SET_ENV),
-    Need("CANN", "KV handover by IPC", "8.3", _IPC_GUIDE, _SET_ENV),
-    Need("HDK driver", "CANN 9.1", "25.2", "release notes of CANN 9.1.0 and 9.1.1", _UPGRADE),
-    Need("HDK driver", "several processes on one NPU", "25.0", _PROCESSES, _UPGRADE),
-    Need("HDK driver", "KV handover by IPC", "25.3", "tests of torch-npu, which skip older drivers", _UPGRADE),
+    SoftwareNeed(
+        "Python", "a worker", "3.11", f"{_OWN}; torch-npu 2.13.0 has wheels for 3.10 to 3.14", "take another image"
+    ),
+    SoftwareNeed("torch", "a worker", "2.11", _OWN, "pip install torch==2.13.0", below="2.15"),
+    SoftwareNeed("torch-npu", "a worker", "2.11", _OWN, "pip install torch-npu==2.13.0", below="2.15"),
+    SoftwareNeed("CANN", "torch-npu 2.11 and later", "9.1", _RELEASES, _SET_ENV),
+    SoftwareNeed("CANN", "KV handover by IPC", "8.3", _IPC_GUIDE, _SET_ENV),
+    SoftwareNeed("HDK driver", "CANN 9.1", "25.2", "release notes of CANN 9.1.0 and 9.1.1", _UPGRADE),
+    SoftwareNeed("HDK driver", "several processes on one NPU", "25.0", _PROCESSES, _UPGRADE),
+    SoftwareNeed("HDK driver", "KV handover by IPC", "25.3", "tests of torch-npu, which skip older drivers", _UPGRADE),
 )
 
 
-class Installed(NamedTuple):
+class InstalledVersion(NamedTuple):
     """One version. It is empty if none was found; `at` is its file, or the places that were searched."""
 
     version: str
@@ -95,18 +97,18 @@ def has_npu(root: Path = Path("/")) -> bool:
 
 def installed(
     env: Mapping[str, str], root: Path = Path("/"), package: Callable[[str], str] = importlib.metadata.version
-) -> dict[Software, Installed]:
+) -> dict[Software, InstalledVersion]:
     """Reads every version. `root` holds usr/local/Ascend; `package` raises PackageNotFoundError as importlib does."""
     return {
-        "Python": Installed(platform.python_version(), "this interpreter"),
+        "Python": InstalledVersion(platform.python_version(), "this interpreter"),
         "torch": _package("torch", package),
         "torch-npu": _package("torch-npu", package),
         "CANN": _cann(env, root),
-        "HDK driver": Installed(_version_in(root / _DRIVER), str(root / _DRIVER)),
+        "HDK driver": InstalledVersion(_version_in(root / _DRIVER), str(root / _DRIVER)),
     }
 
 
-def faults(found: Mapping[Software, Installed]) -> list[str]:
+def faults(found: Mapping[Software, InstalledVersion]) -> list[str]:
     """Returns one line for everything that is missing, unreadable, too old, too new or does not go together."""
     lines: list[str] = []
     for software in dict.fromkeys(need.software for need in NEEDS):
@@ -117,7 +119,7 @@ def faults(found: Mapping[Software, Installed]) -> list[str]:
     return lines
 
 
-def _faults_of(software: Software, found: Installed) -> Iterator[str]:
+def _faults_of(software: Software, found: InstalledVersion) -> Iterator[str]:
     needs = [need for need in NEEDS if need.software == software]
     if not found.version:
         needed = "; ".join(f"{need.feature} needs {need.wanted}" for need in needs)
@@ -133,22 +135,22 @@ def _faults_of(software: Software, found: Installed) -> Iterator[str]:
             yield f"{software} {found.version} ({found.at}): {need.feature} needs {need.wanted}; {need.way_out}"
 
 
-def _package(name: str, version: Callable[[str], str]) -> Installed:
+def _package(name: str, version: Callable[[str], str]) -> InstalledVersion:
     try:
-        return Installed(version(name), "Python package")
+        return InstalledVersion(version(name), "Python package")
     except importlib.metadata.PackageNotFoundError:
-        return Installed("", "not installed")
+        return InstalledVersion("", "not installed")
 
 
-def _cann(env: Mapping[str, str], root: Path) -> Installed:
+def _cann(env: Mapping[str, str], root: Path) -> InstalledVersion:
     named = [Path(env[name]) for name in _CANN_HOMES if env.get(name)]
     folder = Path(env.get("ASCEND_ROOT") or root / "usr/local/Ascend")
     homes = named or [folder / name for name in _CANN_FOLDERS]
     for home in homes:
         for file in (each for pattern in _CANN_FILES for each in sorted(home.glob(pattern))):
             if version := _version_in(file):
-                return Installed(version, str(file))
-    return Installed("", f"searched {', '.join(map(str, dict.fromkeys(homes)))}")
+                return InstalledVersion(version, str(file))
+    return InstalledVersion("", f"searched {', '.join(map(str, dict.fromkeys(homes)))}")
 
 
 def _version_in(file: Path) -> str:

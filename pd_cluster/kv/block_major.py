@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from pd_cluster.kv.device_copy import copy_blocks, warm
-from pd_cluster.kv.layout import DTYPE_NBYTES, AlikeLayers, KVLayout
-from pd_cluster.kv.memory import Memory, Move, Seen, ids_on, paired_runs, runs, slots_of
-from pd_cluster.native.copy import streaming_copy
+from pd_cluster.kv.kv_layout import DTYPE_NBYTES, AlikeLayers, KVLayout
+from pd_cluster.kv.pool_memory import Memory, Move, Seen, ids_on, paired_runs, runs, slots_of
+from pd_cluster.native.streaming_copy import streaming_copy
 from pd_cluster.wire import KVPiece
 
 HOT_NBYTES = 1 << 20  # copied and checked in one go, while it is in the core's own cache

@@ -1,6 +1,6 @@
 """Copies verbatim blocks from pool to pool on one device: in one launch where Triton is installed, else in few.
 
-Launches only: the caller orders the copy and determines its end (transport/copies.py).
+Launches only: the caller orders the copy and determines its end (transport/link_copies.py).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from pd_cluster.devices.device import has_triton
-from pd_cluster.kv.memory import ids_on
+from pd_cluster.kv.pool_memory import ids_on
 
 WORD_NBYTES = 8
 MAX_COPIES = 4  # up to this many stretches contiguous on both sides are copied one by one, by the driver

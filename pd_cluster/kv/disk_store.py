@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.kv.seal import NAME_LENGTH, Seal
+from pd_cluster.kv.block_seal import NAME_LENGTH, Seal
 from pd_cluster.private_files import FOLDER, READ, open_folder, remove, write_whole
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from pd_cluster.kv.tier_orders import LowerKind
+from pd_cluster.kv.tier_commands import LowerKind
 from pd_cluster.types import Tier
 
 WEIGHT = 0.2  # of the newest measurement
@@ -155,7 +155,7 @@ class HostTier:
             self._slot_of.move_to_end(content)
             return
         assert self._emit is not None, "a block was evicted where it cannot be moved"
-        if (slot := self._room()) is None:
+        if (slot := self._free_slot()) is None:
             return
         self._slot_of[content] = slot
         self._pinned.add(slot)
@@ -216,7 +216,7 @@ class HostTier:
     def begin_read(self, content: bytes) -> int:
         """Returns the slot of a content, which keeps it until `end_read`."""
         slot = self._slot_of[content]
-        self._slot_of.move_to_end(content)  # `_room` looks from the other end for one that it can take
+        self._slot_of.move_to_end(content)  # `_free_slot` looks from the other end for one that it can take
         self._read[slot] += 1
         return slot
 
@@ -232,7 +232,7 @@ class HostTier:
         """Takes slots for a lower tier to write; fewer, or none, where half of all are filled or being filled."""
         room = self.num_slots // 2 - len(self._filling) - len(self._kept)
         taken: list[int] = []
-        while len(taken) < min(num_slots, room) and (slot := self._room()) is not None:
+        while len(taken) < min(num_slots, room) and (slot := self._free_slot()) is not None:
             self._filling.add(slot)
             taken.append(slot)
         return taken
@@ -274,7 +274,7 @@ class HostTier:
         if len(used) != self.num_slots or len(set(used)) != self.num_slots:
             raise AssertionError("a slot of the host's cache is lost, or has two contents")
 
-    def _room(self) -> int | None:
+    def _free_slot(self) -> int | None:
         if self._free:
             return self._free.pop()
         for content, slot in self._slot_of.items():

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pd_cluster.kv.layout import KVLayout
-from pd_cluster.kv.memory import Memory, Move, Seen, ids_on, slots_of
+from pd_cluster.kv.kv_layout import KVLayout
+from pd_cluster.kv.pool_memory import Memory, Move, Seen, ids_on, slots_of
 from pd_cluster.wire import KVPiece
 
 ALL = slice(None)

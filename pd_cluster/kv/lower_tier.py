@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pd_cluster.kv.host_tier import HostTier, LoadCost, TierCounts
-from pd_cluster.kv.tier_orders import AnyOrder, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
+from pd_cluster.kv.tier_commands import AnyTierCommand, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
 from pd_cluster.types import Tier
 
 FETCH_BLOCKS = 16  # in one job: the first are of use before the last are here
@@ -51,7 +51,7 @@ class LowerTier:
         self._fetching: dict[bytes, int] = {}
         self._jobs: dict[int, _TierJob] = {}
         self._kept: dict[bytes, float] = {}  # fetched -> when host memory need not keep it any more
-        self._orders: list[AnyOrder] = []
+        self._orders: list[AnyTierCommand] = []
         self._changed: set[bytes] = set()
         self._waits_for: set[int] | None = set(range(num_ranks)) if capacity else None  # ranks' contents at the start
         self._next_job = self._generation = 0
@@ -85,7 +85,7 @@ class LowerTier:
         changed, self._changed = self._changed, set()
         return changed if self.kind == "disk" else set()
 
-    def take_orders(self) -> list[AnyOrder]:
+    def take_orders(self) -> list[AnyTierCommand]:
         """Returns what the ranks are to do, after all moves so far."""
         orders, self._orders = self._orders, []
         return orders
@@ -108,7 +108,7 @@ class LowerTier:
         if not self._waits_for:
             self._waits_for = None
             self._changed.update(self._index)
-            self._make_room(0)
+            self._evict_for(0)
 
     @property
     def is_open(self) -> bool:
@@ -136,14 +136,14 @@ class LowerTier:
             if content not in self._host:
                 self.counts.num_dropped += 1
                 continue
-            self._make_room(1)
+            self._evict_for(1)
             order = Write(self._next_job, content, self._host.begin_read(content))
             self._writing[content] = self._begin(order)
         while len(self._backlog) > self._host.num_slots:
             self._backlog.popitem(last=False)
             self.counts.num_dropped += 1
 
-    def _make_room(self, num_blocks: int) -> None:
+    def _evict_for(self, num_blocks: int) -> None:
         if not self._capacity:
             while len(self._index) > 1 << 20:  # what this instance has written there
                 self._index.popitem(last=False)
@@ -210,7 +210,7 @@ class LowerTier:
             self._index[order.content] = None
             self._changed.add(order.content)
             self.counts.num_written += 1
-            self._make_room(0)
+            self._evict_for(0)
         else:
             self.counts.num_failed += job.num != 1
             is_newer = order.content in self._index or order.content in self._writing  # a later job has, or gets it

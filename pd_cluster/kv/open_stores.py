@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.kv.layout import KVLayout
-from pd_cluster.kv.prefix import KV_VERSION
-from pd_cluster.settings.processes import HandoverSettings
+from pd_cluster.kv.kv_layout import KVLayout
+from pd_cluster.kv.prefix_index import KV_VERSION
+from pd_cluster.settings.process_settings import HandoverSettings
 
 if TYPE_CHECKING:
+    from pd_cluster.kv.block_seal import Seal
     from pd_cluster.kv.disk_store import DiskStore
-    from pd_cluster.kv.seal import Seal
     from pd_cluster.kv.shared_store import SharedStore
 
 LEAST_SECRET_LENGTH = 32
@@ -70,7 +70,7 @@ def read_secrets(file: str) -> list[bytes]:
 
 def seal_of(secrets: Sequence[bytes], layout: KVLayout, origin: Sequence[str]) -> Seal:
     """`origin`: whatever the bits of blocks follow from, beside what their hashes cover."""
-    from pd_cluster.kv.seal import Seal
+    from pd_cluster.kv.block_seal import Seal
 
     parts = layout.to_info(), KV_VERSION, list(origin)
     scope = hashlib.sha256(msgspec.json.encode(parts, order="deterministic")).digest()

@@ -10,14 +10,14 @@ from collections.abc import Iterator
 
 import torch
 
-from pd_cluster.kv.layout import KVLayout, stored_width
-from pd_cluster.kv.memory import TORCH_DTYPES, Memory
-from pd_cluster.kv.route import Route
-from pd_cluster.kv.vectors import convert
+from pd_cluster.kv.kv_layout import KVLayout, stored_width
+from pd_cluster.kv.kv_vectors import convert
+from pd_cluster.kv.pool_memory import TORCH_DTYPES, Memory
+from pd_cluster.kv.pool_route import PoolRoute
 from pd_cluster.wire import KVPiece, Plane
 
 
-def pack(memory: Memory, piece: KVPiece, route: Route) -> torch.Tensor:
+def pack(memory: Memory, piece: KVPiece, route: PoolRoute) -> torch.Tensor:
     """Returns the payload as bytes, [payload_nbytes] uint8; a view of the pool where possible.
 
     A converted payload goes layer by layer, plane by plane, [num_tokens, num_heads of the plane, stored width].
@@ -35,7 +35,7 @@ def pack(memory: Memory, piece: KVPiece, route: Route) -> torch.Tensor:
     return found[0] if len(found) == 1 else torch.cat(found)
 
 
-def unpack(payload: torch.Tensor, piece: KVPiece, route: Route, memory: Memory, into: list[int]) -> None:
+def unpack(payload: torch.Tensor, piece: KVPiece, route: PoolRoute, memory: Memory, into: list[int]) -> None:
     """Writes a payload of `pack` to a pool: `into` are the blocks that hold the piece's tokens there."""
     if route.is_verbatim:
         memory.scatter(payload, piece, into)
@@ -69,7 +69,7 @@ def _joined(planes: list[torch.Tensor], piece: KVPiece, layout: KVLayout, dtype:
 
 
 def _planes_of(
-    numbers: torch.Tensor, piece: KVPiece, route: Route, planes: tuple[Plane, ...]
+    numbers: torch.Tensor, piece: KVPiece, route: PoolRoute, planes: tuple[Plane, ...]
 ) -> Iterator[torch.Tensor]:
     """Inverts `_joined`: yields [num_layers, num_tokens, num_heads, width] of each plane."""
     layers, at = numbers.view(piece.num_layers, -1), 0

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import redis
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.kv.seal import Seal
+from pd_cluster.kv.block_seal import Seal
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from pd_cluster.devices.streams import Marker
+from pd_cluster.devices.device_streams import Marker
 from pd_cluster.errors import PdClusterError
-from pd_cluster.kv.tier_orders import UNKNOWN, AnyOrder, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
+from pd_cluster.kv.tier_commands import UNKNOWN, AnyTierCommand, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
 
 log = logging.getLogger(__name__)
 
@@ -56,14 +56,14 @@ class TierThread:
         report: Callable[[TierDone], None],
     ) -> None:
         self._kind, self._rank, self._store, self._slot, self._report = kind, rank, store, slot, report
-        self._reads: deque[tuple[AnyOrder, Marker]] = deque()
-        self._writes: deque[tuple[AnyOrder, Marker]] = deque()
+        self._reads: deque[tuple[AnyTierCommand, Marker]] = deque()
+        self._writes: deque[tuple[AnyTierCommand, Marker]] = deque()
         self._changed = threading.Condition()
         self._uses_slots = self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=f"kv {kind}", daemon=True)
         self._thread.start()
 
-    def submit(self, orders: Sequence[AnyOrder], after: Marker) -> None:
+    def submit(self, orders: Sequence[AnyTierCommand], after: Marker) -> None:
         """Queues orders, which may use their slots once the device has reached `after`."""
         with self._changed:
             for order in orders:
@@ -111,7 +111,7 @@ class TierThread:
                 log.exception("an order for the %s tier failed", self._kind)
             self._tell(order, num)
 
-    def _tell(self, order: AnyOrder, num: int) -> None:
+    def _tell(self, order: AnyTierCommand, num: int) -> None:
         if not isinstance(order, (Write, Fetch, Look)):
             return
         try:
@@ -119,7 +119,7 @@ class TierThread:
         except Exception:  # the thread goes on, so that no slot counts as in use for ever
             log.exception("a report of the %s tier was lost", self._kind)
 
-    def _do(self, order: AnyOrder) -> int:
+    def _do(self, order: AnyTierCommand) -> int:
         match order:
             case Write(content=content, slot=slot):
                 return int(self._store.put(content, self._slot(slot)))

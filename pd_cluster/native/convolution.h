@@ -1,7 +1,7 @@
 // A short causal convolution over each channel, from the last inputs that a state holds. A number's sum begins with its
 // bias and adds the oldest input first, wherever a step begins.
 #pragma once
-#include "segments.h"
+#include "state_segments.h"
 
 #define MOST_KERNEL 8
 #define CHANNELS_AT_ONCE 1024 // their inputs and weights stay in the nearest cache

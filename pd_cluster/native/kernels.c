@@ -1,21 +1,21 @@
-#define _GNU_SOURCE // for the masks of place.h
+#define _GNU_SOURCE // for the masks of thread_binding.h
 // Builds all kernels as one unit, which exports pd_init, pd_norm, pd_gate, pd_attend (float32 throughout), pd_copy,
 // pd_product, pd_layers, pd_experts, pd_floats (with AVX-512), pd_lora, pd_place, pd_states. For a pool of another dtype
 // only pd_attend and its parts are built, and with LATENTS only pd_latents and pd_choose, for whichever pool.
 #if defined(LATENTS)
-#include "index.h"
-#include "latent.h"
+#include "sparse_index.h"
+#include "latent_attention.h"
 #else
-#include "attention.h"
+#include "paged_attention.h"
 #if POOL == POOL_FLOAT32
-#include "copy.h"
-#include "experts.h"
-#include "floats.h"
-#include "layers.h"
-#include "lora.h"
-#include "place.h"
-#include "product.h"
-#include "rows.h"
-#include "states.h"
+#include "streaming_copy.h"
+#include "expert_products.h"
+#include "float_products.h"
+#include "decoder_layers.h"
+#include "lora_products.h"
+#include "thread_binding.h"
+#include "packed_products.h"
+#include "row_kernels.h"
+#include "recurrent_layers.h"
 #endif
 #endif

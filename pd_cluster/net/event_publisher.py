@@ -22,11 +22,11 @@ from zmq.utils import z85
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.net.event_replays import SEQUENCE_NBYTES, Replays, frames_of
-from pd_cluster.net.node_files import read_node_keys
-from pd_cluster.net.nodes import READ_AGAIN_S, Nodes
-from pd_cluster.net.sockets import HANDSHAKE_TIMEOUT_S, KeyPair, decode_key
-from pd_cluster.settings.config import Credentials
-from pd_cluster.settings.kv_events import KVEventsConfig, check_private, is_private
+from pd_cluster.net.node_key_files import read_node_keys
+from pd_cluster.net.node_proofs import READ_AGAIN_S, Nodes
+from pd_cluster.net.zmq_sockets import HANDSHAKE_TIMEOUT_S, KeyPair, decode_key
+from pd_cluster.settings.kv_events_config import KVEventsConfig, check_private, is_private
+from pd_cluster.settings.process_configs import Credentials
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """One process's ZeroMQ sockets, owned by one thread: a bound ROUTER, and a DEALER for each peer it connects to.
 
-Delivers messages, notices peers that fall silent, sends heartbeats, drops mail for another epoch. opening.py opens
-connections, connections.py has those that there are. Knows nothing of requests or KV cache. Every frame is an
+Delivers messages, notices silent peers, sends heartbeats, drops mail for another epoch. connection_handshake.py opens
+connections, mailbox_connections.py has those that there are. Knows nothing of requests or KV cache. Every frame is an
 authenticated CURVE frame.
 """
 
@@ -24,16 +24,16 @@ from zmq.auth.thread import ThreadAuthenticator
 from pd_cluster import wire
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.host import raise_open_files
-from pd_cluster.net.admission import Admission, Life, peer_key
-from pd_cluster.net.connections import Connections, Handler
-from pd_cluster.net.deltas import DeltaLost
-from pd_cluster.net.nodes import NODE_REFUSED, READ_AGAIN_S, Nodes, plain
-from pd_cluster.net.opening import Opening, OwnSide
-from pd_cluster.net.sockets import Connection, KeyPair, decode_key, new_context, open_router, receive
-from pd_cluster.settings.config import Credentials
-from pd_cluster.settings.processes import PortRange
+from pd_cluster.net.connection_handshake import Handshake, LocalIdentity
+from pd_cluster.net.mailbox_connections import Connections, Handler
+from pd_cluster.net.map_deltas import DeltaLost
+from pd_cluster.net.node_proofs import NODE_REFUSED, READ_AGAIN_S, Nodes, plain
+from pd_cluster.net.peer_admission import Admission, Life, peer_key
+from pd_cluster.net.zmq_sockets import Connection, KeyPair, decode_key, new_context, open_router, receive
+from pd_cluster.settings.process_configs import Credentials
+from pd_cluster.settings.process_settings import PortRange
 from pd_cluster.settings.timeouts import Timeouts
-from ranktable_tools.hosts import bracketed
+from ranktable_tools.host_addresses import bracketed
 
 log = logging.getLogger(__name__)
 
@@ -66,9 +66,9 @@ class Mailbox:
         self._context = new_context()
         self._router: Any = None
         self._connections = Connections(*life)
-        self._opening = Opening(
+        self._opening = Handshake(
             self._connections,
-            OwnSide(kind, self._keys, self._admission, self._nodes),
+            LocalIdentity(kind, self._keys, self._admission, self._nodes),
             lambda: self.table,
             timeouts.connect_timeout_s,
             clock,
@@ -310,7 +310,7 @@ class Mailbox:
     def _refuse(self, connection: Connection, term: int) -> None:
         now = self._admission.fence.term
         log.warning("an order of %s is refused: its term is %d, the owner's %d", connection.peer, term, now)
-        self._connections.send(connection, wire.encode_body(wire.StaleOrder(now)))
+        self._connections.send(connection, wire.encode_body(wire.StaleTerm(now)))
 
     def _send(self, conn: str, encoded: msgspec.Raw) -> None:
         connection = self._connections.get(conn)

@@ -12,12 +12,12 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 from pd_cluster.errors import Closed, PdClusterError, RequestError
-from pd_cluster.offline.bridge import Stopped, bridged
-from pd_cluster.offline.growing import aborted
-from pd_cluster.offline.llm import LLM
-from pd_cluster.offline.lora import LoRARequest, PromptAdapterRequest
-from pd_cluster.offline.outputs import CompletionOutputs, RequestOutput
-from pd_cluster.offline.sampling import RequestOutputKind, SamplingParams
+from pd_cluster.offline.iterator_bridge import Stopped, bridged
+from pd_cluster.offline.llm_adapters import LoRARequest, PromptAdapterRequest
+from pd_cluster.offline.llm_outputs import CompletionOutputs, RequestOutput
+from pd_cluster.offline.llm_sampling import RequestOutputKind, SamplingParams
+from pd_cluster.offline.llm_streaming import aborted
+from pd_cluster.offline.offline_llm import LLM
 
 log = logging.getLogger(__name__)
 

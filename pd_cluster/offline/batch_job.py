@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from pd_cluster.errors import ConfigError, InstanceLost, PdClusterError, Unavailable
-from pd_cluster.offline.batch import Batch
 from pd_cluster.offline.batch_lines import (
     Answered,
     BatchEntry,
@@ -30,7 +29,8 @@ from pd_cluster.offline.batch_lines import (
     plan,
 )
 from pd_cluster.offline.batch_progress import shown
-from pd_cluster.offline.session import Offline, OfflineConfig
+from pd_cluster.offline.batch_runner import BatchRunner
+from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
 from pd_cluster.output_files import open_output
 
 STANDARD = "-"
@@ -71,11 +71,11 @@ class BatchJob:
     def _answer(
         self, left: Iterator[BatchEntry], found: BatchPlan, output: Output, started_s: float, resumes: bool
     ) -> int:
-        batch: Batch | None = None
+        batch: BatchRunner | None = None
         try:
             if found.num_left:
-                with Offline(self.config) as offline:
-                    batch = Batch(offline.service, output.write, self.concurrency)
+                with OfflineService(self.config) as offline:
+                    batch = BatchRunner(offline.service, output.write, self.concurrency)
                     offline.run(_shown(batch, left, found.num_left, output))
         except KeyboardInterrupt:
             _say(f"stopped; {self._so_far(batch, found, resumes)}")
@@ -85,12 +85,12 @@ class BatchJob:
         _say(self._summary(batch, found, time.monotonic() - started_s))
         return 0
 
-    def _so_far(self, batch: Batch | None, found: BatchPlan, resumes: bool) -> str:
+    def _so_far(self, batch: BatchRunner | None, found: BatchPlan, resumes: bool) -> str:
         num_done = found.num_lines - found.num_left + (batch.counts.num_done if batch is not None else 0)
         way_on = "the same command goes on there" if resumes else "an output file would let another run go on there"
         return f"{num_done:,} of {found.num_lines:,} requests have their answers in {self.target}; {way_on}"
 
-    def _summary(self, batch: Batch | None, found: BatchPlan, took_s: float) -> str:
+    def _summary(self, batch: BatchRunner | None, found: BatchPlan, took_s: float) -> str:
         if batch is None:
             return f"nothing to do; {found.num_lines:,} requests, all answered in {self.target}"
         counts = batch.counts
@@ -103,7 +103,7 @@ class BatchJob:
         )
 
 
-async def _shown(batch: Batch, left: Iterator[BatchEntry], total: int, output: Output) -> None:
+async def _shown(batch: BatchRunner, left: Iterator[BatchEntry], total: int, output: Output) -> None:
     async with shown(batch.counts, total), _synced(output):
         await batch.run(left)
 

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import msgspec
 
 from pd_cluster.errors import ConfigError, PdClusterError, RequestError
-from pd_cluster.service.status import MAX_BODY_NBYTES, BodyTooLarge, error_body_at, status_of
+from pd_cluster.service.schema.error_bodies import MAX_BODY_NBYTES, BodyTooLarge, error_body_at, status_of
 
 MAX_LINE_NBYTES = MAX_BODY_NBYTES + (64 << 10)  # a body and its envelope
 MAX_ID_NUM_CHARS = 1024

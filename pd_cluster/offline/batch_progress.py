@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from pd_cluster.offline.batch import Counts
+from pd_cluster.offline.batch_runner import Counts
 
 LINE_EVERY_S, BAR_EVERY_S = 5.0, 0.2
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from pd_cluster.parsers.calls import Gathered
+from pd_cluster.parsers.collected_reply import CollectedReply
+from pd_cluster.parsers.guide_nodes import FREE, Node, Tool, object_of
 from pd_cluster.parsers.json_scan import scan_value
-from pd_cluster.parsers.nodes import FREE, Node, Tool, object_of
 from pd_cluster.parsers.reasoning import Start, Thinking, Trimmed
-from pd_cluster.parsers.stream import Emit, Steps, TextStream, ignore
+from pd_cluster.parsers.text_stream import Emit, Steps, TextStream, ignore
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"
@@ -60,7 +60,7 @@ class ChannelCalls:
 
     markers = MARKS
 
-    def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
+    def read(self, stream: TextStream, out: CollectedReply) -> Steps[None]:
         return read_channels(stream, out, "perhaps", reads_calls=True)
 
     def calls(self, given: Sequence[Tool], most: int) -> Node:
@@ -96,7 +96,7 @@ def _rest(*channels: str) -> list[Node]:
 _THOUGHT: Node = ["seq", *_head("analysis"), *_rest("analysis")]
 
 
-def read_channels(stream: TextStream, out: Gathered, start: Start, reads_calls: bool) -> Steps[None]:
+def read_channels(stream: TextStream, out: CollectedReply, start: Start, reads_calls: bool) -> Steps[None]:
     """Reads a whole reply. `start`: the message that the prompt's end has begun, if any."""
     reasoning, content = _Joined(out.reasoning), _Joined(out.content)
     if start != "perhaps":
@@ -163,7 +163,7 @@ def _body(stream: TextStream, emit: Emit) -> Steps[str]:
     return marker
 
 
-def _call(stream: TextStream, out: Gathered, name: str, content: _Joined) -> Steps[None]:
+def _call(stream: TextStream, out: CollectedReply, name: str, content: _Joined) -> Steps[None]:
     yield from stream.blanks()
     out.begin(name)
     is_whole = False

@@ -11,11 +11,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pd_cluster.parsers.calls import Gathered
+from pd_cluster.parsers.collected_reply import CollectedReply
+from pd_cluster.parsers.guide_nodes import BLANK, FREE, MAX_CALLS, Node, Tool, array_schema, call_schema, object_of
+from pd_cluster.parsers.irregular_readers import close_calls, read_objects, read_torn
 from pd_cluster.parsers.json_scan import scan_value
-from pd_cluster.parsers.nodes import BLANK, FREE, MAX_CALLS, Node, Tool, array_schema, call_schema, object_of
-from pd_cluster.parsers.stream import Steps, TextStream
-from pd_cluster.parsers.tools import close_calls, read_objects, read_torn
+from pd_cluster.parsers.text_stream import Steps, TextStream
 
 MAX_NAME_NUM_CHARS = 256  # with what stands around it
 _CLEAN_NAME = re.compile(r"[^\s{}\"<>|]+")
@@ -42,7 +42,7 @@ class JsonCalls:
     def markers(self) -> tuple[str, ...]:
         return tuple(text for text in (self.begin, *self.begins, *self.pieces, self.end) if text)
 
-    def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
+    def read(self, stream: TextStream, out: CollectedReply) -> Steps[None]:
         starts = (self.begin, *self.begins)
         ends = tuple(text for text in (self.end, *(() if self.is_word else starts)) if text)
         while begin := (yield from stream.until(starts, out.content)):
@@ -59,7 +59,7 @@ class JsonCalls:
             elif self.end:
                 yield from close_calls(stream, out, self.end, starts)
 
-    def _objects(self, stream: TextStream, out: Gathered, ends: Sequence[str]) -> Steps[bool]:
+    def _objects(self, stream: TextStream, out: CollectedReply, ends: Sequence[str]) -> Steps[bool]:
         if self.is_word and (yield from stream.peek()) != "[":
             stream.put_back()
             return False
@@ -118,7 +118,7 @@ class NamedCalls:
             text for text in (self.opening, self.begin, self.separator, self.end, self.closing, *inner) if text
         )
 
-    def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
+    def read(self, stream: TextStream, out: CollectedReply) -> Steps[None]:
         starts = tuple(text for text in (self.opening, self.begin) if text)
         closings = (self.closing,) if self.closing else ()
         while marker := (yield from stream.until(starts + closings, out.content)):
@@ -140,7 +140,7 @@ class NamedCalls:
         stream.take(len(end) if is_empty else 0)
         return is_empty
 
-    def _read_one(self, stream: TextStream, out: Gathered, marker: str, others: Sequence[str]) -> Steps[bool]:
+    def _read_one(self, stream: TextStream, out: CollectedReply, marker: str, others: Sequence[str]) -> Steps[bool]:
         """Reads the first call of a section, or one that stands alone. Returns whether it is one."""
         if marker != self.begin:
             if marker == self.closing or not (yield from stream.begins(self.begin)):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from pd_cluster.parsers.stream import BLANK_RUN, Emit, Steps, TextStream
+from pd_cluster.parsers.text_stream import BLANK_RUN, Emit, Steps, TextStream
 
 MAX_DEPTH = 256  # nested arrays and objects; anything deeper is not accepted as a value
 

@@ -13,12 +13,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pd_cluster.parsers.calls import Gathered
+from pd_cluster.parsers.collected_reply import CollectedReply
+from pd_cluster.parsers.guide_nodes import MAX_CALLS, Node, Tool
+from pd_cluster.parsers.irregular_readers import read_torn
 from pd_cluster.parsers.json_scan import take_sign
-from pd_cluster.parsers.nodes import MAX_CALLS, Node, Tool
-from pd_cluster.parsers.stream import Steps, TextStream
+from pd_cluster.parsers.text_stream import Steps, TextStream
 from pd_cluster.parsers.tool_schema import must_be_plain, schema_of
-from pd_cluster.parsers.tools import read_torn
 
 MAX_DEPTH = 64  # of brackets in one value
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
@@ -44,7 +44,7 @@ class PythonicCalls:
 
     # ---- reading
 
-    def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
+    def read(self, stream: TextStream, out: CollectedReply) -> Steps[None]:
         stream.keep()
         yield from stream.blanks()
         is_marked = self.begin != "" and (yield from stream.begins(self.begin))
@@ -59,7 +59,7 @@ class PythonicCalls:
             stream.take(len(self.end))
         yield from stream.until((), out.content)
 
-    def _read_list(self, stream: TextStream, out: Gathered, is_open: bool) -> Steps[None]:
+    def _read_list(self, stream: TextStream, out: CollectedReply, is_open: bool) -> Steps[None]:
         """Reads the calls after the bracket that opens their list, if there is one."""
         while is_open:
             num_seen = out.num_seen
@@ -118,7 +118,7 @@ def _listed(needed: Sequence[Node], others: Sequence[Node]) -> list[Node]:
 # ---- one call
 
 
-def _read_call(stream: TextStream, out: Gathered) -> Steps[bool]:
+def _read_call(stream: TextStream, out: CollectedReply) -> Steps[bool]:
     """Reads `name(key=value, …)`. Returns whether it is whole; it has begun if the stream no longer keeps its text."""
     yield from stream.blanks()
     name: list[str] = []

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from pd_cluster.parsers.nodes import BLANK, Node
-from pd_cluster.parsers.stream import BLANKS, Emit, Steps, TextStream, ignore
+from pd_cluster.parsers.guide_nodes import BLANK, Node
+from pd_cluster.parsers.text_stream import BLANKS, Emit, Steps, TextStream, ignore
 
 OPEN, CLOSE = "<think>", "</think>"
 MOST_BLANKS = 64  # before a text that closes the content, and belong to it

@@ -1,6 +1,6 @@
 """Guides for whole replies: reasoning first, then calls in the markup that the tool parser reads, or an answer.
 
-nodes.py says what a guide consists of.
+guide_nodes.py says what a guide consists of.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Literal
 import msgspec
 
 from pd_cluster.errors import RequestError
-from pd_cluster.parsers.formats import Format
+from pd_cluster.parsers.call_format import Format
+from pd_cluster.parsers.format_table import UNMARKED
+from pd_cluster.parsers.guide_nodes import MAX_CALLS, Node, Tool
 from pd_cluster.parsers.harmony import Channels
-from pd_cluster.parsers.nodes import MAX_CALLS, Node, Tool
 from pd_cluster.parsers.reasoning import NONE, Start, Thinking
-from pd_cluster.parsers.table import UNMARKED
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
 
 ToolChoice = Literal["none", "auto", "required", "named"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from pd_cluster.errors import RequestError
-from pd_cluster.parsers.nodes import Tool
+from pd_cluster.parsers.guide_nodes import Tool
 from pd_cluster.parsers.schema_types import as_object
 
 FOLLOWED = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}

@@ -1,7 +1,7 @@
 """Calls whose arguments are parameters between tags, as Qwen3-Coder, GLM, Seed-OSS and MiniMax write them.
 
 A parameter's text is a string if its schema says so, and is then passed on as it comes, as JSON; any other is read
-whole, and is JSON if it is a value of one of its schema's types, otherwise a string (values.py). A value without its
+whole, and is JSON if its schema allows that, otherwise a string (parameter_values.py). A value without its
 end marker ends where the next parameter begins or the call ends. Text between parameters is content. A
 call that never ends has no closing brace, so clients see that it is incomplete.
 """
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pd_cluster.parsers.calls import Gathered
-from pd_cluster.parsers.nodes import BLANK, FREE, Node, Tool
+from pd_cluster.parsers.collected_reply import CollectedReply
+from pd_cluster.parsers.guide_nodes import BLANK, FREE, Node, Tool
+from pd_cluster.parsers.irregular_readers import close_calls
+from pd_cluster.parsers.parameter_values import TextValue, value_of
 from pd_cluster.parsers.schema_types import Types, plain_texts, resolved, types_of
-from pd_cluster.parsers.stream import Emit, Steps, TextStream, ignore, without_cut
+from pd_cluster.parsers.text_stream import Emit, Steps, TextStream, ignore, without_cut
 from pd_cluster.parsers.tool_schema import REMARKS, must_be_plain, refused, schema_of
-from pd_cluster.parsers.tools import close_calls
-from pd_cluster.parsers.values import TextValue, value_of
 
 MAX_NAME_NUM_CHARS = 256
 FOLLOWED_IN_TEXT = {"type", "enum", "const", "minLength", "maxLength", "pattern", "format", "default", "examples"}
@@ -51,7 +51,7 @@ class XmlCalls:
 
     # ---- reading
 
-    def read(self, stream: TextStream, out: Gathered) -> Steps[None]:
+    def read(self, stream: TextStream, out: CollectedReply) -> Steps[None]:
         starts = (self.begin, self.name[0]) if self.lone else (self.begin,)
         while marker := (yield from stream.until(starts, out.content)):
             stream.keep()
@@ -69,7 +69,7 @@ class XmlCalls:
             else:
                 yield from stream.take_after_blanks(self.end)
 
-    def _read_more(self, stream: TextStream, out: Gathered) -> Steps[None]:
+    def _read_more(self, stream: TextStream, out: CollectedReply) -> Steps[None]:
         """Reads up to the end of what `begin` has opened: perhaps more calls."""
         starts = tuple(text for text in (self.begin, self.name[0]) if text)
         while (marker := (yield from close_calls(stream, out, self.end, starts))) and marker != self.begin:
@@ -77,7 +77,7 @@ class XmlCalls:
             if not (yield from self._read_one(stream, out)):
                 out.content(stream.take(len(marker)))
 
-    def _read_one(self, stream: TextStream, out: Gathered) -> Steps[bool]:
+    def _read_one(self, stream: TextStream, out: CollectedReply) -> Steps[bool]:
         """Reads one call. Returns False if there is none; then what the stream keeps is put back."""
         name = yield from self._name(stream)
         if not name or (out.is_damaged and not out.has_tool(name)):
@@ -99,7 +99,7 @@ class XmlCalls:
         out.in_call = False
         return True
 
-    def _between(self, stream: TextStream, out: Gathered) -> Steps[str]:
+    def _between(self, stream: TextStream, out: CollectedReply) -> Steps[str]:
         """Takes text up to a tag of a call: content, but for blanks before it and a tag that the end cuts short."""
         yield from stream.blanks()
         return (yield from stream.until(self._tags, out.content, drops_cut=True))
@@ -284,7 +284,7 @@ class XmlCalls:
 class _TagCall:
     """The call that is being read."""
 
-    def __init__(self, name: str, out: Gathered) -> None:
+    def __init__(self, name: str, out: CollectedReply) -> None:
         self.out = out
         self._schema = out.schema_of(name)
         self._keys: set[str] = set()

@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from pd_cluster.costs.costs import Costs, HandoverCost, HostCost, StepCost
-from pd_cluster.kv.layout import DTYPE_NBYTES, KVLayout
-from pd_cluster.model.needs import ModelNeeds
+from pd_cluster.costs.linear_costs import Costs, HandoverCost, HostCost, StepCost
+from pd_cluster.kv.kv_layout import DTYPE_NBYTES, KVLayout
+from pd_cluster.model.planning.model_needs import ModelNeeds
 from pd_cluster.plan.device_models import DeviceModel
 
 MEMORY_SHARE = 0.9  # of a device: the default of --gpu-memory-utilization
@@ -26,7 +26,7 @@ COMPUTED = "computed"
 
 
 @dataclass(frozen=True, slots=True)
-class Unfit:
+class Infeasible:
     """A layout that cannot be, and why."""
 
     reason: str
@@ -42,23 +42,27 @@ class InstanceShape:
     is_one_host: bool = True
 
 
-def computed_costs(needs: ModelNeeds, device: DeviceModel, shape: InstanceShape, num_tokens: int = 1) -> Costs | Unfit:
+def computed_costs(
+    needs: ModelNeeds, device: DeviceModel, shape: InstanceShape, num_tokens: int = 1
+) -> Costs | Infeasible:
     """`num_tokens`: of the longest request, which the pool must hold."""
     if shape.tp_size > device.devices_per_host:
-        return Unfit(f"{shape.tp_size} ranks: a host has {device.devices_per_host} {device.name}")
+        return Infeasible(f"{shape.tp_size} ranks: a host has {device.devices_per_host} {device.name}")
     if reason := needs.why_not_split(shape.tp_size):
-        return Unfit(reason)
+        return Infeasible(reason)
     layout = pool_layout(needs, device, shape.tp_size)
     num_blocks = _num_blocks(needs, device, shape, layout)
     place = f"{shape.tp_size} x {device.name}"
     if num_blocks <= 0:
-        return Unfit(
+        return Infeasible(
             f"{place}: weights of {needs.weights_nbytes / shape.tp_size / 1e9:.1f} GB a device and a step's numbers "
             f"leave no memory for a KV pool in {device.memory_nbytes / 1e9:.0f} GB"
         )
     if num_blocks * layout.block_size < num_tokens:
-        room = num_blocks * layout.block_size
-        return Unfit(f"{place}: the KV pool has room for {room} tokens, and the longest request has {num_tokens}")
+        capacity = num_blocks * layout.block_size
+        return Infeasible(
+            f"{place}: the KV pool has room for {capacity} tokens, and the longest request has {num_tokens}"
+        )
     return Costs(
         model=needs.name,
         device=device.name,

@@ -9,14 +9,14 @@ from typing import Protocol
 
 import msgspec
 
-from pd_cluster.bench.arrivals import Arrival
-from pd_cluster.costs.costs import Costs
-from pd_cluster.devices.kinds import BY_KIND, CPU_KIND, DeviceKind
+from pd_cluster.bench.request_arrivals import Arrival
+from pd_cluster.costs.linear_costs import Costs
+from pd_cluster.devices.device_kinds import BY_KIND, CPU_KIND, DeviceKind
 from pd_cluster.errors import ConfigError
-from pd_cluster.model.needs import ModelNeeds
-from pd_cluster.plan.candidates import LayoutCandidate, SearchSpace
-from pd_cluster.plan.computed_costs import InstanceShape, Unfit, computed_costs
+from pd_cluster.model.planning.model_needs import ModelNeeds
+from pd_cluster.plan.computed_costs import Infeasible, InstanceShape, computed_costs
 from pd_cluster.plan.device_models import DeviceModel
+from pd_cluster.plan.layout_candidates import LayoutCandidate, SearchSpace
 
 POLICIES = ("prefix-aware", "predicted-ttft", "least-loaded")
 OF_SESSIONS = "session"
@@ -43,7 +43,7 @@ class CostSource(Protocol):
 
     def space(self, tp_sizes: Sequence[int], are_neighbours: bool) -> SearchSpace: ...
 
-    def costs(self, candidate: LayoutCandidate) -> Costs | Unfit: ...
+    def costs(self, candidate: LayoutCandidate) -> Costs | Infeasible: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class ComputedSource:
         policies = policies_for(self.arrivals)
         return SearchSpace(tp_sizes=tuple(tp_sizes) or tuple(usual), chunks=chunks, seats=SEATS, policies=policies)
 
-    def costs(self, candidate: LayoutCandidate) -> Costs | Unfit:
+    def costs(self, candidate: LayoutCandidate) -> Costs | Infeasible:
         layout = candidate.layout
         shape = InstanceShape(
             tp_size=candidate.tp_size,
@@ -86,7 +86,7 @@ class ComputedSource:
             is_one_host=candidate.num_devices <= self.device.devices_per_host,
         )
         found = computed_costs(self.needs, self.device, shape, longest(self.arrivals))
-        return found if isinstance(found, Unfit) else coarser(found, self.arrivals)
+        return found if isinstance(found, Infeasible) else coarser(found, self.arrivals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +132,11 @@ class MeasuredSource:
             are_neighbours=are_neighbours,
         )
 
-    def costs(self, candidate: LayoutCandidate) -> Costs | Unfit:
-        room, num_tokens = self.measured.num_blocks * self.measured.block_size, longest(self.arrivals)
-        if room < num_tokens:
-            return Unfit(
-                f"{self.file}: num_blocks have room for {room} tokens, and the longest request has {num_tokens}"
+    def costs(self, candidate: LayoutCandidate) -> Costs | Infeasible:
+        capacity, num_tokens = self.measured.num_blocks * self.measured.block_size, longest(self.arrivals)
+        if capacity < num_tokens:
+            return Infeasible(
+                f"{self.file}: num_blocks have room for {capacity} tokens, and the longest request has {num_tokens}"
             )
         return coarser(self.measured, self.arrivals)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from pd_cluster.devices.kinds import BY_KIND, DeviceKind, Kind
+from pd_cluster.devices.device_kinds import BY_KIND, DeviceKind, Kind
 from pd_cluster.errors import ConfigError
 
 GB = 1_000_000_000

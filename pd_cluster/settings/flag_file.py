@@ -16,11 +16,11 @@ from typing import Any
 import msgspec
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.settings.flags import ALIASES, BARE, SWITCHES, normalize, unknown
-from pd_cluster.settings.foreign import Takes
-from pd_cluster.settings.foreign_flags import FOREIGN, OFF, foreign
-from pd_cluster.settings.options import settings
-from pd_cluster.settings.spellings import IN_OTHER_UNITS, in_own_flags
+from pd_cluster.settings.flags_without_setting import Takes
+from pd_cluster.settings.serve_options import settings
+from pd_cluster.settings.value_spellings import IN_OTHER_UNITS, in_own_flags
+from pd_cluster.settings.vllm_flags import ALIASES, BARE, SWITCHES, normalize, unknown
+from pd_cluster.settings.vllm_flags_without_setting import FOREIGN, OFF, foreign
 
 FLAG = "--config"
 ALL_SWITCHES = frozenset(each.flag for each in settings().values() if each.kind is bool)

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from pd_cluster.settings.options import SECRET_VARIABLES
+from pd_cluster.settings.serve_options import SECRET_VARIABLES
 
 HIDDEN = "[hidden]"
 LEAST_SECRET_NUM_CHARS = 6  # of a variable's value; a shorter one would hide ordinary words

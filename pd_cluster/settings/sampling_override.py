@@ -34,7 +34,7 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# Names as in requests (service/schema/protocol.py); vLLM takes no others from a generation config.
+# Names as in requests (service/schema/completion_protocol.py); vLLM takes no others from a generation config.
 KNOWN: dict[str, _Range] = {
     "temperature": _Range("a number from 0 up", lambda value: _is_number(value) and value >= 0),
     "top_p": _Range("a number above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),

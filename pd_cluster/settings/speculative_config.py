@@ -17,7 +17,7 @@ from typing import Any, get_args, get_type_hints
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.settings.foreign import NOTHING
+from pd_cluster.settings.flags_without_setting import NOTHING
 from pd_cluster.settings.setting import Check, Form, one_of
 from pd_cluster.settings.speculation import (
     METHODS,

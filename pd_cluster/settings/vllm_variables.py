@@ -1,6 +1,6 @@
 """vLLM's environment variables whose users would expect an effect here: what to give instead. None of them is read.
 
-VLLM_API_KEY is the one that is (http.py). A variable of another program must not change this one silently, and one that
+Only VLLM_API_KEY is (http_settings.py). A variable of another program must not change this one silently, and one that
 a script sets for it must not be ignored silently.
 """
 

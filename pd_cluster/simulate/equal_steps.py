@@ -5,8 +5,8 @@ A test holds them against as many single steps. Knows nothing of time.
 
 from __future__ import annotations
 
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
+from pd_cluster.engine.scheduling.step_plan import StepPlan
 
 MADE_UP_TOKEN = (1 << 31) - 1  # of answers: in no prompt
 
@@ -49,8 +49,8 @@ def take_equal_steps(scheduler: StepScheduler, num_steps: int) -> None:
     """Records so many steps as computed, of at most `num_equal_steps`."""
     plan = StepPlan()
     for request in scheduler.running:
-        has_room = scheduler.room.grow_ahead(request, num_steps)
-        assert has_room, f"{request.key} has no blocks for {num_steps} equal steps"
+        has_capacity = scheduler.allocator.grow_ahead(request, num_steps)
+        assert has_capacity, f"{request.key} has no blocks for {num_steps} equal steps"
         request.output_token_ids += [MADE_UP_TOKEN] * num_steps
         request.num_untold += num_steps
         plan.add(request, num_steps)

@@ -31,7 +31,7 @@ class PromptText(NamedTuple):
     own: tuple[tuple[int, int], ...] | None = None
 
 
-class CharMarks(NamedTuple):
+class MarkedChars(NamedTuple):
     """Characters that stand for others while a template is rendered."""
 
     of: Mapping[str, str]  # character -> its mark
@@ -92,7 +92,7 @@ class ControlTokens:
     def names_in(self, text: str) -> list[str]:
         return self.pattern.findall(text) if self.texts else []
 
-    def draw_marks(self, texts: Collection[str]) -> CharMarks | None:
+    def draw_marks(self, texts: Collection[str]) -> MarkedChars | None:
         """Draws marks that occur in none of the texts; None if there are none."""
         for _ in range(MAX_DRAWS):
             plane = secrets.choice(_PRIVATE)
@@ -102,10 +102,10 @@ class ControlTokens:
             escaped = {json.dumps(mark)[1:-1]: json.dumps(char)[1:-1] for mark, char in back.items()}
             back |= escaped
             if not any(mark in text for text in texts for mark in back):
-                return CharMarks(marks, back)
+                return MarkedChars(marks, back)
         return None
 
-    def hidden(self, text: str, marks: CharMarks, kept: re.Pattern[str] | None = None) -> str:
+    def hidden(self, text: str, marks: MarkedChars, kept: re.Pattern[str] | None = None) -> str:
         """Returns the text with marks inside each whole control token, except those that `kept` matches fully."""
         while True:
             new = self.pattern.sub(lambda found: self._marked(found[0], marks, kept), text)
@@ -113,7 +113,7 @@ class ControlTokens:
                 return text
             text = new  # two may have overlapped
 
-    def blurred(self, text: str, marks: CharMarks, kept: re.Pattern[str] | None = None) -> str:
+    def blurred(self, text: str, marks: MarkedChars, kept: re.Pattern[str] | None = None) -> str:
         """Returns the text without any character that a control token needs, except in tokens that `kept` matches."""
         text = self.hidden(text, marks, kept)
         if kept is None:
@@ -124,7 +124,7 @@ class ControlTokens:
             at = match.end()
         return "".join([*found, self._without_signs(text[at:], marks)])
 
-    def prompt_of(self, rendered: str, marks: CharMarks | None) -> PromptText:
+    def prompt_of(self, rendered: str, marks: MarkedChars | None) -> PromptText:
         """Restores the rendered text's characters; control tokens without marks are the template's own."""
         parts: list[str] = []
         own: list[tuple[int, int]] = []
@@ -137,12 +137,12 @@ class ControlTokens:
             length += len(part)
         return PromptText("".join(parts), tuple(own))
 
-    def _marked(self, text: str, marks: CharMarks, kept: re.Pattern[str] | None) -> str:
+    def _marked(self, text: str, marks: MarkedChars, kept: re.Pattern[str] | None) -> str:
         if kept is not None and kept.fullmatch(text):
             return text
         return self._without_signs(text, marks) if self._signs[text] else marks.of[text[0]] + text[1:]
 
-    def _without_signs(self, text: str, marks: CharMarks) -> str:
+    def _without_signs(self, text: str, marks: MarkedChars) -> str:
         for sign in self.signs:
             text = text.replace(sign, marks.of[sign])
         return text

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pd_cluster.checkpoints.sentencepiece import tokenizer_text
 from pd_cluster.errors import GuideError
-from pd_cluster.text.thinking_budget import BudgetTree, Marks, ThinkingBudget
+from pd_cluster.text.thinking_budget import BudgetTree, ThinkingBudget, ThinkingMarkers
 from pd_cluster.types import Guide
 
 ANYTHING = np.uint32(0xFFFFFFFF)
@@ -107,7 +107,7 @@ class Compiler:
         except msgspec.DecodeError as error:
             raise GuideError(f"not a guide of kind budget: {one_line(str(error))}") from None
         close = tree.closes[0]
-        marks = Marks(
+        marks = ThinkingMarkers(
             tree.num_tokens,
             tuple(mark.encode() for mark in tree.opens),
             tuple(mark.encode() for mark in tree.closes),
@@ -332,7 +332,7 @@ def _special_tokens(file: dict[str, Any], tokenizer: llguidance.LLTokenizer) -> 
 
 
 class _ReplySource:
-    """Turns a reply's tree (defined in parsers/nodes.py) into one grammar, with rules for the guides inside it.
+    """Turns a reply's tree (defined in parsers/guide_nodes.py) into one grammar, with rules for the guides inside it.
 
     A rule that ends at a marker is lazy: the marker's last character ends it, whatever else could have continued it.
     A marker may be one of the tokens that are not text, or have several of them.

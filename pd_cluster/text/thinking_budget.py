@@ -36,7 +36,7 @@ class BudgetTree(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class ThinkingMarkers:
     """`close_ids`: the tokens of the mark that is written. `text_of` returns a token's bytes.
 
     `continuing`: the tokens, with their bytes, that begin within a character.
@@ -53,7 +53,7 @@ class Marks:
 class ThinkingBudget:
     """One sequence's reasoning so far."""
 
-    def __init__(self, marks: Marks, is_inside: bool) -> None:
+    def __init__(self, marks: ThinkingMarkers, is_inside: bool) -> None:
         self._marks = marks
         self._is_inside = is_inside
         self._is_over = False

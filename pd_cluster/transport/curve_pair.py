@@ -1,4 +1,4 @@
-"""A pair whose payloads are encrypted and authenticated on their way: net/payload_pair.py with a process group's calls.
+"""A pair whose payloads are encrypted and authenticated: net/payload_channel.py with a process group's calls.
 
 The ends exchange their keys, and the receiver's address, through a meeting. docs/protocol/pairs.md, "The encrypted
 pair".
@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch._C._distributed_c10d import PrefixStore
 
-from pd_cluster.devices.streams import poll
-from pd_cluster.net.payload_pair import PayloadReceiver, PayloadSender, PayloadUnderWay
-from pd_cluster.net.sockets import KeyPair
-from pd_cluster.transport.base import buffer_of
+from pd_cluster.devices.device_streams import poll
+from pd_cluster.net.payload_channel import PayloadReceiver, PayloadSender, PayloadUnderWay
+from pd_cluster.net.zmq_sockets import KeyPair
+from pd_cluster.transport.transport_interface import buffer_of
 from pd_cluster.wire import KEY_NBYTES
-from ranktable_tools.hosts import is_ip
+from ranktable_tools.host_addresses import is_ip
 
 SENDERS_KEY, RECEIVERS_KEY = "sender", "receiver"  # of a meeting
 

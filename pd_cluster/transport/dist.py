@@ -1,4 +1,4 @@
-"""Transports over pairs: a group of two ranks per link, P is rank 0 and sends, D is rank 1 and receives (pair.py).
+"""Transports over pairs: a group of two ranks per link, P (rank 0) sends and D (rank 1) receives (device_pair.py).
 
 The two meet by keys that travel over the link's own connection (meeting.py): no outsider takes part. Payloads land in
 staging buffers and are copied to their blocks from there; a timeout ends the link, so that late bytes never reach a
@@ -17,15 +17,12 @@ import msgspec
 import torch
 
 from pd_cluster.devices import device as devices
-from pd_cluster.devices import group as device_group
+from pd_cluster.devices import process_groups as device_group
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import LinkError, TransferFailed, first_line
-from pd_cluster.kv.layout import KVLayout
-from pd_cluster.kv.route import Route
-from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey, Prepared, decode_offer
-from pd_cluster.transport.copies import Copies
-from pd_cluster.transport.meeting import Meeting
-from pd_cluster.transport.pair import (
+from pd_cluster.kv.kv_layout import KVLayout
+from pd_cluster.kv.pool_route import PoolRoute
+from pd_cluster.transport.device_pair import (
     BACKENDS,
     IN_HOST_MEMORY,
     RECEIVER,
@@ -35,7 +32,19 @@ from pd_cluster.transport.pair import (
     close_group,
     make_group,
 )
+from pd_cluster.transport.link_copies import Copies
+from pd_cluster.transport.meeting import Meeting
 from pd_cluster.transport.staging import Staging
+from pd_cluster.transport.transport_interface import (
+    Checksum,
+    KVReceiver,
+    KVSender,
+    LinkContext,
+    Peer,
+    PostKey,
+    Prepared,
+    decode_offer,
+)
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 MAX_PAYLOAD_NBYTES = 8 << 20
@@ -75,7 +84,7 @@ class DistSender:
         return GroupOffer(self._group_name, self._backend, uuid).offer(self.name)
 
     def open(self, peer: KVLayout) -> None:
-        route = Route(self._pool.layout, peer, self._place.wants_int8)
+        route = PoolRoute(self._pool.layout, peer, self._place.wants_int8)
         self._staging = Staging(self._pool, route, self._copies, in_host_memory=self._backend in IN_HOST_MEMORY)
         self._staging.warm()
         self._group = make_group(self._backend, self.meeting, self._group_name, SENDER, _pair_place(self._place))
@@ -112,7 +121,7 @@ class DistReceiver:
         self._backend = _backend_of(self.name)
         self._place, self._pool = place, place.pool
         self._checksum = checksum
-        self.route = Route(peer.layout, place.pool.layout, place.wants_int8)
+        self.route = PoolRoute(peer.layout, place.pool.layout, place.wants_int8)
         self.copies = Copies(place.pool.device, place.transfer_s)
         self._staging = Staging(place.pool, self.route, self.copies, in_host_memory=self._backend in IN_HOST_MEMORY)
         self._free = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_UNDER_WAY)]

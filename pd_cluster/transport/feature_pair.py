@@ -18,10 +18,10 @@ import torch
 
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import LinkError, first_line
-from pd_cluster.transport.base import buffer_of
-from pd_cluster.transport.features import PAIRS, FeaturePlace, Sealed
+from pd_cluster.transport.device_pair import RECEIVER, SENDER, PairPlace, close_group, make_group
+from pd_cluster.transport.feature_files import PAIRS, FeaturePlace, Sealed
 from pd_cluster.transport.meeting import Meeting
-from pd_cluster.transport.pair import RECEIVER, SENDER, PairPlace, close_group, make_group
+from pd_cluster.transport.transport_interface import buffer_of
 from pd_cluster.wire import TransportName
 
 PIECE_NBYTES = 8 << 20

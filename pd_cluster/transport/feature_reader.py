@@ -13,9 +13,9 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.errors import LinkError
-from pd_cluster.transport.events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
+from pd_cluster.transport.feature_files import SHM, FeaturePlace, fetch, reach
 from pd_cluster.transport.feature_pair import PairReceiver
-from pd_cluster.transport.features import SHM, FeaturePlace, fetch, reach
+from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
 from pd_cluster.transport.meeting import Meeting
 
 log = logging.getLogger(__name__)

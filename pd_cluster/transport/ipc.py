@@ -1,6 +1,6 @@
 """Pools on accelerators of one host, in different processes: D maps P's memory and copies from it (see one_sided.py).
 
-The driver's handle of P's pool is fetched over an abstract Unix socket (unix.py), whose name travels over the
+The driver's handle of P's pool is fetched over an abstract Unix socket (unix_server.py), whose name travels over the
 authenticated link, as a typed message of bounded size. Nothing in it is executed or looked up by name: D maps exactly
 as many bytes as P's layout and number of blocks require, or refuses. A layer-major pool, as on NPUs, has a handle for
 each layer.
@@ -21,13 +21,13 @@ import msgspec
 from pd_cluster.devices import device as devices
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import LinkError, first_line
-from pd_cluster.kv.layout import DTYPE_NBYTES
-from pd_cluster.kv.memory import TORCH_DTYPES, Memory
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.transport import unix
-from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey
+from pd_cluster.kv.kv_layout import DTYPE_NBYTES
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.kv.pool_memory import TORCH_DTYPES, Memory
+from pd_cluster.transport import unix_server
 from pd_cluster.transport.device_memory import DeviceMemory, MemoryPart
 from pd_cluster.transport.one_sided import OneSidedReceiver, OneSidedSender
+from pd_cluster.transport.transport_interface import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey
 from pd_cluster.wire import KVChunk, TransportName, TransportOffer
 
 MAX_EXPORT_NBYTES = 1024  # of a PoolExport, for each of its parts
@@ -55,7 +55,7 @@ def decode_export(data: bytes) -> PoolExport:
     return _export_decoder.decode(data)
 
 
-class ExportServer(unix.UnixServer):
+class ExportServer(unix_server.UnixServer):
     """Sends the handles that map the pool. Raises LinkError when this memory cannot be shared."""
 
     def __init__(self, pool: KVPool, memory: DeviceMemory) -> None:
@@ -82,7 +82,7 @@ class IpcReceiver(OneSidedReceiver):
         self._peer: socket.socket | None = None
 
     def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
-        if self._peer is None or unix.has_hung_up(self._peer):
+        if self._peer is None or unix_server.has_hung_up(self._peer):
             raise LinkError("the prefill instance's process has ended, and its device memory with it", retry=True)
         super().receive(sequence, chunk, into)
 
@@ -97,7 +97,7 @@ class IpcReceiver(OneSidedReceiver):
         layout = self.route.source
         way = type(self._pool.memory)  # the same as P's pool, which is on a device of the same kind
         shapes = way.shapes(layout, self._num_blocks)
-        self._peer = unix.connect(self._offer.address, "device memory", self._place.connect_s)
+        self._peer = unix_server.connect(self._offer.address, "device memory", self._place.connect_s)
         export = self._checked(_read(self._peer, MAX_EXPORT_NBYTES * len(shapes)), shapes)
         dtype = TORCH_DTYPES[layout.dtype]
         try:

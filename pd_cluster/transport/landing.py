@@ -8,11 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pd_cluster import wire
-from pd_cluster.devices.streams import REACHED, Marker
+from pd_cluster.devices.device_streams import REACHED, Marker
 from pd_cluster.errors import TransferFailed
-from pd_cluster.kv.layout import KVLayout, num_common_layers
-from pd_cluster.transport.base import KVReceiver
-from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, numbers_of
+from pd_cluster.kv.kv_layout import KVLayout, num_common_layers
+from pd_cluster.transport.link_events import Arrived, Drained, Landed, LandFault, numbers_of
+from pd_cluster.transport.transport_interface import KVReceiver
 from pd_cluster.types import Note, note_nothing
 
 

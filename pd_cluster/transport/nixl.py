@@ -14,13 +14,12 @@ import msgspec
 import torch
 
 from pd_cluster.devices.device import Device
-from pd_cluster.devices.streams import poll
+from pd_cluster.devices.device_streams import poll
 from pd_cluster.errors import LinkError, TransferFailed, first_line
-from pd_cluster.kv.layout import KVLayout
-from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, is_block
-from pd_cluster.kv.route import Route
-from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey, Prepared, decode_offer
-from pd_cluster.transport.copies import Copies
+from pd_cluster.kv.kv_layout import KVLayout
+from pd_cluster.kv.kv_pool import NUM_EXTRA_BLOCKS, is_block
+from pd_cluster.kv.pool_route import PoolRoute
+from pd_cluster.transport.link_copies import Copies
 from pd_cluster.transport.meeting import Meeting
 from pd_cluster.transport.nixl_agent import Agent, ReadBuffers
 from pd_cluster.transport.nixl_offer import (
@@ -37,7 +36,17 @@ from pd_cluster.transport.nixl_offer import (
 )
 from pd_cluster.transport.nixl_reads import ReadLanding, Reads, ReadSource
 from pd_cluster.transport.staging import Staging
-from pd_cluster.transport.table import BY_NAME
+from pd_cluster.transport.transport_interface import (
+    Checksum,
+    KVReceiver,
+    KVSender,
+    LinkContext,
+    Peer,
+    PostKey,
+    Prepared,
+    decode_offer,
+)
+from pd_cluster.transport.transport_table import BY_NAME
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 MAX_PAYLOAD_NBYTES = 8 << 20
@@ -58,7 +67,7 @@ class NixlSender:
         self._kind = kind_of(place.pool.device)
         self._slots: list[int] = []
         self._turn = 0  # payloads so far
-        self._route: Route | None = None
+        self._route: PoolRoute | None = None
         self._staging: Staging | None = None
 
     def offer(self) -> TransportOffer:
@@ -77,7 +86,7 @@ class NixlSender:
         return TransportOffer(transport=self.name, data=msgspec.msgpack.encode(offer))
 
     def open(self, peer: KVLayout) -> None:
-        self._route = Route(self._pool.layout, peer, self._place.wants_int8)
+        self._route = PoolRoute(self._pool.layout, peer, self._place.wants_int8)
         if self._route.is_verbatim and self._kind:
             return
         self._staging = Staging(self._pool, self._route, self._copies, in_host_memory=True)
@@ -129,7 +138,7 @@ class NixlReceiver:
         self._agent, self._place = agent, place
         self._offer = decode_offer(peer.offer, AgentOffer)
         self._num_peer_blocks = peer.num_blocks + NUM_EXTRA_BLOCKS
-        self.route = Route(peer.layout, place.pool.layout, place.wants_int8)
+        self.route = PoolRoute(peer.layout, place.pool.layout, place.wants_int8)
         self.meeting = Meeting(place.connect_s, post)
         self._reads_pool = self.route.is_verbatim and bool(self._offer.kind)
         kind = kind_of(place.pool.device) if self.route.is_verbatim else PACKED

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pd_cluster.devices.streams import poll
+from pd_cluster.devices.device_streams import poll
 from pd_cluster.errors import LinkError, first_line
 from pd_cluster.transport.nixl_network import bind_ucx
 from pd_cluster.transport.nixl_offer import DEVICE, HOST, Places

@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from pd_cluster.devices.device import Device
-from pd_cluster.kv.layout import KVLayout
+from pd_cluster.kv.kv_layout import KVLayout
 from pd_cluster.wire import KVPiece
 
 HOST, DEVICE = "DRAM", "VRAM"  # NIXL's names of kinds of memory

@@ -11,15 +11,15 @@ from functools import partial
 
 import msgspec
 
-from pd_cluster.devices.streams import REACHED, Marker, poll
+from pd_cluster.devices.device_streams import REACHED, Marker, poll
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.kv.route import Route
-from pd_cluster.transport.base import Checksum
-from pd_cluster.transport.copies import Copies
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.kv.pool_route import PoolRoute
+from pd_cluster.transport.link_copies import Copies
 from pd_cluster.transport.nixl_agent import Agent, Ranges, Read, ReadState, RemoteAgent, ranges_at
 from pd_cluster.transport.nixl_offer import DEVICE, Places, cut, places_of
 from pd_cluster.transport.staging import Staging
+from pd_cluster.transport.transport_interface import Checksum
 from pd_cluster.wire import KVChunk
 
 NUM_UNDER_WAY = 4  # reads into the pool; of those from P's buffers, one
@@ -50,7 +50,7 @@ class Reads(Copies):
     """Copies of a lane, and the reads before them: settled and drained together."""
 
     def __init__(
-        self, agent: Agent, pool: KVPool, route: Route, checksum: Checksum, kind: str, settle_s: float
+        self, agent: Agent, pool: KVPool, route: PoolRoute, checksum: Checksum, kind: str, settle_s: float
     ) -> None:
         """`kind`: NIXL's kind of the pool where reads write it; "": they write buffers, and copies the pool."""
         super().__init__(pool.device, settle_s)

@@ -11,13 +11,13 @@ import abc
 import msgspec
 
 from pd_cluster.errors import TransferFailed
-from pd_cluster.kv.layout import KVLayout
-from pd_cluster.kv.memory import Memory, Seen
+from pd_cluster.kv.kv_layout import KVLayout
+from pd_cluster.kv.kv_pool import NUM_EXTRA_BLOCKS, KVPool, is_block
 from pd_cluster.kv.pack import pack, unpack
-from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool, is_block
-from pd_cluster.kv.route import Route
-from pd_cluster.transport.base import Checksum, LinkContext, Peer, Prepared, buffer_of, decode_offer
-from pd_cluster.transport.copies import Copies
+from pd_cluster.kv.pool_memory import Memory, Seen
+from pd_cluster.kv.pool_route import PoolRoute
+from pd_cluster.transport.link_copies import Copies
+from pd_cluster.transport.transport_interface import Checksum, LinkContext, Peer, Prepared, buffer_of, decode_offer
 from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 MAX_PAYLOAD_NBYTES = 16 << 20
@@ -48,13 +48,13 @@ class OneSidedSender:
         self._address = PoolAddress(address, device_uuid)
         self._pool = pool
         self._checksum = Checksum(is_on=False) if on_device else checksum
-        self._route: Route | None = None
+        self._route: PoolRoute | None = None
 
     def offer(self) -> TransportOffer:
         return self._address.offer(self.name)
 
     def open(self, peer: KVLayout) -> None:
-        self._route = Route(self._pool.layout, peer, one_sided=True)
+        self._route = PoolRoute(self._pool.layout, peer, one_sided=True)
 
     def prepare(self, piece: KVPiece) -> Prepared:
         route = self._route
@@ -65,7 +65,7 @@ class OneSidedSender:
 
     def close(self) -> None: ...
 
-    def _digest(self, piece: KVPiece, route: Route) -> int:
+    def _digest(self, piece: KVPiece, route: PoolRoute) -> int:
         if not self._checksum.is_on:
             return 0
         if not route.is_verbatim:
@@ -76,7 +76,7 @@ class OneSidedSender:
 class OneSidedReader:
     """D's end, once it can read P's pool: `source` [num_blocks + NUM_EXTRA_BLOCKS, …]."""
 
-    def __init__(self, source: Memory, route: Route, pool: KVPool, checksum: Checksum, copies: Copies) -> None:
+    def __init__(self, source: Memory, route: PoolRoute, pool: KVPool, checksum: Checksum, copies: Copies) -> None:
         self._source, self._route = source, route
         self._pool = pool
         self._checksum = checksum
@@ -124,7 +124,7 @@ class OneSidedReceiver(abc.ABC):
         self._num_blocks = peer.num_blocks + NUM_EXTRA_BLOCKS
         self._checksum = checksum
         self.copies = Copies(place.pool.device, place.transfer_s)
-        self.route = Route(peer.layout, place.pool.layout, one_sided=True)
+        self.route = PoolRoute(peer.layout, place.pool.layout, one_sided=True)
         self._reader: OneSidedReader | None = None
 
     def open(self) -> None:

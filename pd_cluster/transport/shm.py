@@ -1,6 +1,6 @@
 """Same-host transport: D maps P's pool, read-only, and copies the blocks that the headers name (see one_sided.py).
 
-The pool's memfd is passed over an abstract Unix socket (unix.py), whose name travels over the authenticated link.
+The pool's memfd is passed over an abstract Unix socket (unix_server.py); its name travels over the authenticated link.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import warnings
 
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.memory import Memory
-from pd_cluster.kv.pool import KVPool, view_blocks
-from pd_cluster.transport import unix
-from pd_cluster.transport.base import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey
+from pd_cluster.kv.kv_pool import KVPool, view_blocks
+from pd_cluster.kv.pool_memory import Memory
+from pd_cluster.transport import unix_server
 from pd_cluster.transport.one_sided import OneSidedReceiver, OneSidedSender
+from pd_cluster.transport.transport_interface import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey
 from pd_cluster.wire import TransportName, TransportOffer
 
 
-class PoolServer(unix.UnixServer):
+class PoolServer(unix_server.UnixServer):
     """Passes on the pool's descriptor, read-only."""
 
     def __init__(self, pool: KVPool) -> None:
@@ -43,7 +43,7 @@ class ShmReceiver(OneSidedReceiver):
     name: TransportName = "shm"
 
     def _source(self) -> Memory:
-        with unix.connect(self._offer.address, "shared memory", self._place.connect_s) as peer:
+        with unix_server.connect(self._offer.address, "shared memory", self._place.connect_s) as peer:
             try:
                 _, fds, _, _ = socket.recv_fds(peer, 2, 1)
             except OSError as error:

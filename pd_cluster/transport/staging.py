@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import torch
 
+from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.pack import pack, unpack
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.kv.route import Route
-from pd_cluster.transport.copies import Copies
+from pd_cluster.kv.pool_route import PoolRoute
+from pd_cluster.transport.link_copies import Copies
 from pd_cluster.wire import KVPiece
 
 
 class Staging:
     """Buffers are in host memory with `in_host_memory`, otherwise on the pool's device."""
 
-    def __init__(self, pool: KVPool, route: Route, copies: Copies, in_host_memory: bool) -> None:
+    def __init__(self, pool: KVPool, route: PoolRoute, copies: Copies, in_host_memory: bool) -> None:
         self._pool = pool
         self._route = route
         self._copies = copies

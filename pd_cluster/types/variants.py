@@ -1,4 +1,4 @@
-"""Names of adapted forms of a model, as in `Order.variant`: they say what a request's tokens mean.
+"""Names of adapted forms of a model, as in `RequestSpec.variant`: they say what a request's tokens mean.
 
 "" is the model itself, and the digest of a LoRA adapter (64 hex digits) the model with that beside its layers. A prompt
 adapter is KIND-N-DIGEST: N virtual tokens come before the prompt's own, as embeddings (`prompt`) or as finished keys

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pd_cluster.wire.encoding import (
+from pd_cluster.wire.encoder_messages import (
     Encode,
     EncodeAbort,
     EncodeDone,
@@ -13,7 +13,7 @@ from pd_cluster.wire.encoding import (
     EncoderMeet,
     EncoderOpen,
 )
-from pd_cluster.wire.links import (
+from pd_cluster.wire.link_messages import (
     LinkAnswer,
     LinkOpen,
     LinkQueued,
@@ -23,7 +23,7 @@ from pd_cluster.wire.links import (
     LinkValue,
     LinkYield,
 )
-from pd_cluster.wire.membership import (
+from pd_cluster.wire.membership_messages import (
     AdapterStates,
     Gone,
     Heartbeat,
@@ -34,14 +34,14 @@ from pd_cluster.wire.membership import (
     Peers,
     ResetCache,
     Sleep,
-    StaleOrder,
+    StaleTerm,
     WantedAdapters,
     Welcome,
 )
-from pd_cluster.wire.requests import Abort, CacheKeys, Outputs, Submit
-from pd_cluster.wire.resume import Attach, Find, Found, Release
-from pd_cluster.wire.transfers import Cancel, Confirm, Confirmed, Credit, KVFrame, KVHeader, Offer, Revoke
-from pd_cluster.wire.units import UnitDone, UnitDrain, UnitKey, UnitTerms, UnitWake
+from pd_cluster.wire.request_messages import Abort, CacheKeys, Outputs, Submit
+from pd_cluster.wire.resume_messages import Attach, Find, Found, Release
+from pd_cluster.wire.transfer_messages import Cancel, Confirm, Confirmed, Credit, KVFrame, KVHeader, Offer, Revoke
+from pd_cluster.wire.unit_messages import UnitDone, UnitDrain, UnitKey, UnitTerms, UnitWake
 
 Body = (
     Heartbeat
@@ -52,7 +52,7 @@ Body = (
     | JoinAnswer
     | Leave
     | Peers
-    | StaleOrder
+    | StaleTerm
     | WantedAdapters
     | AdapterStates
     | ResetCache

@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.service.schema.protocol import NOT_YET
+from pd_cluster.service.schema.completion_protocol import NOT_YET
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.api_cases import nothing_left
 from tests.support.canary import Canary

@@ -15,9 +15,9 @@ import openai
 import pydantic
 import pytest
 
-from pd_cluster.service.helpers.children import MAX_CHILDREN
+from pd_cluster.service.concurrency.child_pool import MAX_CHILDREN
 from pd_cluster.text.tokenizer import Tokenizer
-from pd_cluster.types import Guide, Order, Request, Sampling
+from pd_cluster.types import Guide, Request, RequestSpec, Sampling
 from tests.support.api_cases import nothing_left
 from tests.support.canary import Canary
 from tests.support.checkpoints import EOS_ID
@@ -128,7 +128,7 @@ def test_tokens_are_those_of_one_process(cluster: LiveCluster, model: Path) -> N
     schema = json.dumps(SCHEMA, separators=(",", ":"))
     for temperature, seed in ((0, 0), (1, 0), (1, 1)):
         sampling = Sampling(temperature=temperature, seed=seed, max_tokens=120, guide=Guide("json", schema))
-        request = Request("r", Order(prompt, sampling))
+        request = Request("r", RequestSpec(prompt, sampling))
         run(core, [request])
         answer = post(cluster, guided_json=SCHEMA, temperature=temperature, seed=seed, return_token_ids=True)
         (choice,) = answer.json()["choices"]

@@ -19,20 +19,20 @@ from fastapi import FastAPI
 
 from pd_cluster.api.admin.admin_app import AdminAccess, ShownCluster, admin_app
 from pd_cluster.api.admin.control_routes import control_routes
-from pd_cluster.api.admin.timelines import LocalTimelines
-from pd_cluster.api.dashboard.playground import PublicPort
-from pd_cluster.api.dashboard.public import PublicView, public_pages
-from pd_cluster.api.dashboard.sessions import Sessions
-from pd_cluster.api.gate.access import HostNames
-from pd_cluster.cluster.members.adapters import AdapterBook
-from pd_cluster.cluster.members.control import Control
-from pd_cluster.cluster.members.credentials import ADMIN_TOKEN_FILE
-from pd_cluster.cluster.overview.watch import Overview
-from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.reports import Busy
-from pd_cluster.settings.http import HttpConfig
-from pd_cluster.settings.kept_responses import KeptResponses
-from pd_cluster.settings.routing import RoutingConfig
+from pd_cluster.api.admin.timeline_routes import LocalTimelines
+from pd_cluster.api.dashboard.dashboard_sessions import Sessions
+from pd_cluster.api.dashboard.playground_routes import PublicPort
+from pd_cluster.api.dashboard.public_dashboard import PublicView, public_pages
+from pd_cluster.api.middleware.admin_access import HostNames
+from pd_cluster.cluster.members.adapter_registry import AdapterBook
+from pd_cluster.cluster.members.cluster_control import Control
+from pd_cluster.cluster.members.cluster_credentials import ADMIN_TOKEN_FILE
+from pd_cluster.cluster.overview.cluster_overview import Overview
+from pd_cluster.cluster.records.request_stats import RequestStats
+from pd_cluster.process_messages import Busy
+from pd_cluster.settings.http_settings import HttpConfig
+from pd_cluster.settings.response_settings import KeptResponses
+from pd_cluster.settings.routing_settings import RoutingConfig
 from tests.api.conftest import FLAGS
 from tests.support.api_cases import nothing_left
 from tests.support.canary import Canary

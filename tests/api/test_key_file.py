@@ -18,7 +18,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, write_key_file
-from pd_cluster.reports import ApiKey
+from pd_cluster.process_messages import ApiKey
 from tests.api.conftest import FLAGS
 from tests.support.adapters import make_adapter
 from tests.support.cluster import LiveCluster, children_of

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.api.document.examples import GENERATE
+from pd_cluster.api.openapi.request_examples import GENERATE
 from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import reference_greedy

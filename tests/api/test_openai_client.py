@@ -15,7 +15,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
 from pd_cluster.text.tokenizer import Tokenizer
-from ranktable_tools.keys import SECRET_FILE, read_secret
+from ranktable_tools.cluster_keys import SECRET_FILE, read_secret
 from tests.api.conftest import MAX_MODEL_LEN
 from tests.support.cluster import LiveCluster
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.client.streaming import Sample, make_client, measure
+from pd_cluster.client.streaming_client import Sample, make_client, measure
 from tests.api.test_tools import ASKED, WEATHER
 from tests.support.cluster import LiveCluster
 from tests.support.resuming import TOKEN_HEADER, EventReader, cutting, data_of, id_of, resuming

@@ -21,9 +21,9 @@ from schemathesis import Case, GenerationMode
 
 from pd_cluster.api.admin.admin_app import Add, AdminAccess, ChangeRole, DrainOptions, Nothing, admin_app
 from pd_cluster.api.admin.control_routes import AbortIds, control_routes
-from pd_cluster.api.admin.timelines import LocalTimelines
-from pd_cluster.cluster.members.control import Control
-from pd_cluster.cluster.members.credentials import ADMIN_TOKEN_FILE
+from pd_cluster.api.admin.timeline_routes import LocalTimelines
+from pd_cluster.cluster.members.cluster_control import Control
+from pd_cluster.cluster.members.cluster_credentials import ADMIN_TOKEN_FILE
 from tests.support.api_cases import each_case
 from tests.support.cluster import LiveCluster
 from tests.support.elastic_world import ElasticWorld

@@ -10,18 +10,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pd_cluster.api.front import doorman
-from pd_cluster.client.admin import Admin
-from pd_cluster.cluster.processes.launch import Launch
-from pd_cluster.commands.chat import run as chat
+from pd_cluster.api.connections import connection_limiter
+from pd_cluster.client.admin_client import Admin
+from pd_cluster.cluster.processes.launch_settings import Launch
+from pd_cluster.commands.chat_command import run as chat
 from pd_cluster.errors import ConfigError, PdClusterError
-from pd_cluster.net.tls import TlsFiles, load
-from pd_cluster.settings.http import Tls
-from pd_cluster.settings.routing import ConnectionLimits
+from pd_cluster.net.tls_files import TlsFiles, load
+from pd_cluster.settings.http_settings import Tls
+from pd_cluster.settings.routing_settings import ConnectionLimits
 from tests.api.conftest import FLAGS
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.cluster import LiveCluster
-from tests.support.front_door import GET, PROBE, Client, Serving, serving, status
+from tests.support.http_protocol import GET, PROBE, Client, Serving, serving, status
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ async def test_clients_that_trust_the_certificate_are_served(certificates: dict[
         old.maximum_version = ssl.TLSVersion.TLSv1_2
         assert await ask(at, old) == 200
         assert await ask(at, first.trusted(), b"NONSENSE\r\n\r\n") == 400
-        await at.until("nobody is connected", lambda: not at.doorman.num_open)
+        await at.until("nobody is connected", lambda: not at.limiter.num_open)
 
 
 @pytest.mark.parametrize("cert_reqs", [0, 1, 2])
@@ -97,16 +97,16 @@ async def test_clients_that_never_shake_hands(
             await client.send(sent)
         return clients
 
-    assert doorman.HEAD_TIMEOUT_S == 10
+    assert connection_limiter.HEAD_TIMEOUT_S == 10
     limits = ConnectionLimits(total=5, per_host=0, spare=5)
     async with serving(limits, certificates["first"].tls()) as at:
         clients = await crowd(at, 40, b"") + await crowd(at, 40, b"\x16\x03\x01")
         assert await ask(at, certificates["first"].trusted(), GET + b"\r\n") == 200
-        assert at.doorman.num_open <= 10
+        assert at.limiter.num_open <= 10
         for client in clients:
             client.close()
-        await at.until("nobody is connected", lambda: not at.doorman.num_open)
-        monkeypatch.setattr(at.doorman.heads, "_timeout_s", 0.2)
+        await at.until("nobody is connected", lambda: not at.limiter.num_open)
+        monkeypatch.setattr(at.limiter.heads, "_timeout_s", 0.2)
         silent = await at.connect()
         assert await silent.is_closed()
         silent.close()

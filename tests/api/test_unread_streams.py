@@ -11,9 +11,9 @@ import pytest
 from fastapi import FastAPI
 from fastapi.responses import Response
 
-from pd_cluster.api.front import server
-from pd_cluster.api.gate.error_answers import install_error_handlers
-from pd_cluster.api.gate.http import EventStream
+from pd_cluster.api.connections import http_server
+from pd_cluster.api.middleware.error_responses import install_error_handlers
+from pd_cluster.api.middleware.http_bodies import EventStream
 from pd_cluster.errors import RequestError
 from pd_cluster.service.answers.sse import event
 
@@ -58,8 +58,8 @@ async def serving(source: Source) -> AsyncIterator[int]:
     async def stream(kind: str) -> Response:
         return EventStream(kinds[kind](), lambda: {"x-late": kind})
 
-    listener = server.bind("127.0.0.1", 0)
-    uvicorn = server.make_server(app)
+    listener = http_server.bind("127.0.0.1", 0)
+    uvicorn = http_server.make_server(app)
     running = asyncio.ensure_future(uvicorn.serve(sockets=[listener]))
     try:
         yield listener.getsockname()[1]
@@ -95,7 +95,7 @@ async def standstill(source: Source) -> int:
 
 
 async def test_a_client_that_does_not_read_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "UNREAD_TIMEOUT_S", 1)
+    monkeypatch.setattr(http_server, "UNREAD_TIMEOUT_S", 1)
     source = Source()
     async with serving(source) as port:
         client = silent_client(port)

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pd_cluster.client.instances import links_of
+from pd_cluster.client.instance_list import links_of
 from tests.support import aarch64_python
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import LiveCluster, together

@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.bench.arrivals import prompt_of
 from pd_cluster.bench.load.guidellm_process import INSTALL, Guidellm
 from pd_cluster.bench.load.load_bench import LoadPlan, addresses_of, run_against
 from pd_cluster.bench.load.scenario_file import NUM_TOKEN_IDS, rows_of
+from pd_cluster.bench.load_report import results_of
 from pd_cluster.bench.outcomes import Slo
-from pd_cluster.bench.report import results_of
+from pd_cluster.bench.request_arrivals import prompt_of
 from pd_cluster.bench.workloads import Workload, arrivals_of
-from pd_cluster.tables import percentile
+from pd_cluster.result_tables import percentile
 from tests.support.scripted_streams import NUM_CACHED, ScriptedServer, SentStream
 
 VARIABLE = "PD_CLUSTER_TEST_GUIDELLM"

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.media.clips import frames_of
-from pd_cluster.media.given_video import Frames
-from pd_cluster.media.sampling import FrameSampling
+from pd_cluster.media.frame_sampling import FrameSampling
+from pd_cluster.media.video_files import frames_of
+from pd_cluster.media.video_inputs import VideoFrames
 from tests.cluster.test_pictures import Stream, post, tokens
 from tests.support.clip_kinds import CLIP_KINDS, Filmed, make_filming, reference_answer
 from tests.support.clips import clip, data_url, encoded, file_of
@@ -38,7 +38,7 @@ def test_both_legs(tmp_path: Path, name: str, transport: str) -> None:
     """Also with `mm_processor_kwargs`, from the prefix caches, and after decode was killed."""
     model = make_filming(tmp_path / "model", name)
 
-    def expected(video: Frames) -> list[int]:
+    def expected(video: VideoFrames) -> list[int]:
         texts = [encoded("<|user|>ab"), encoded("c<|assistant|>")]
         return reference_answer(model, name, Filmed(texts, [video]), NUM_TOKENS)
 

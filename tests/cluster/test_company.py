@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.offline.session import Offline, OfflineConfig
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
+from pd_cluster.settings.engine_config import EngineConfig
 from tests.support.checkpoints import make_checkpoint
 from tests.support.cluster import LiveCluster, together
 from tests.support.engines import random_prompt
@@ -84,10 +84,10 @@ def test_swapped_out_and_in_again_on_the_decode_instance(model: Path, tmp_path: 
 
 def in_one_process(model: Path, prompts: list[list[int]]) -> list[Any]:
     """The same answers from an engine in this process, all together."""
-    from pd_cluster.service.schema.protocol import CompletionRequest
+    from pd_cluster.service.schema.completion_protocol import CompletionRequest
 
     engine = EngineConfig(model=str(model), num_blocks=128, max_model_len=200, enable_prefix_caching=False)
-    with Offline(OfflineConfig(engine=engine)) as offline:
+    with OfflineService(OfflineConfig(engine=engine)) as offline:
 
         async def work() -> list[Any]:
             request = CompletionRequest(prompt="", max_tokens=NUM_TOKENS, temperature=0, logprobs=4, ignore_eos=True)

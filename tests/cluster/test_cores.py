@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.devices.home import Home, as_list
+from pd_cluster.devices.core_affinity import CoreAffinity, as_list
 from tests.cluster.test_death import PROMPT, Streaming
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, random_prompt
@@ -114,7 +114,7 @@ def test_steps_run_on_the_cores_of_their_rank(model: Path, tmp_path: Path, monke
         asking.start()
         try:
             for index, name in enumerate(("prefill-0", "decode-0")):
-                (pid,), home = cluster.rank_pids(name), Home.of(index, 2, {}).cores
+                (pid,), home = cluster.rank_pids(name), CoreAffinity.of(index, 2, {}).cores
                 cluster.wait_until(
                     f"{name} computes at home", lambda pid=pid, home=home: os.sched_getaffinity(pid) == home
                 )

@@ -22,8 +22,8 @@ import httpx
 import pytest
 import uvicorn
 
-from pd_cluster.settings.adapters import SHIPPED_ADAPTER
-from pd_cluster.settings.http import HttpConfig
+from pd_cluster.settings.http_settings import HttpConfig
+from pd_cluster.settings.lora_settings import SHIPPED_ADAPTER
 from tests.cluster.test_up import Up
 from tests.support.cluster import free_port_pair
 from tests.unit.test_public_dashboard import KEY, World

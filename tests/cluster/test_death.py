@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pd_cluster.cluster.routing.spans import Names
+from pd_cluster.cluster.records.request_spans import Names
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import assert_greedy
 from tests.support.cluster import LiveCluster

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from pd_cluster.cluster.processes.launcher import Member
-from pd_cluster.cluster.processes.ports import free_ports
+from pd_cluster.cluster.processes.port_reservations import free_ports
 from ranktable_tools import generate, write
-from ranktable_tools.keys import ADMIN_TOKEN_FILE
+from ranktable_tools.cluster_keys import ADMIN_TOKEN_FILE
 from tests.support.cluster import LiveCluster
 from tests.support.steady_stream import SteadyStream
 

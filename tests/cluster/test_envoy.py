@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pd_cluster.cluster.processes.ports import free_ports
+from pd_cluster.cluster.processes.port_reservations import free_ports
 from tests.support import envoy
 from tests.support.certificates import make_certificate
 from tests.support.cluster import LiveCluster

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.cluster.routing.policy import POLICIES
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.cluster.placement.routing_policy import POLICIES
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import CONFIGS
 from tests.support.cluster import SAME_HOST, SETTLE_TIMEOUT_S, LiveCluster, together
 from tests.support.engines import assert_all_same, assert_same, make_core, random_prompt, run
@@ -113,7 +113,7 @@ def test_the_split_gives_what_one_process_gives(cluster: LiveCluster, model: Pat
         n=3, max_tokens=MAX_TOKENS, temperature=1.0, seed=5, presence_penalty=0.5, repetition_penalty=1.2, top_k=50
     )
     core = make_core(model, block_size=BLOCK_SIZE, num_blocks=64)
-    found = run(core, [Request("one process", Order(prompt, sampling))])["one process"]
+    found = run(core, [Request("one process", RequestSpec(prompt, sampling))])["one process"]
     expected = [[token.token_id for token in found[index]] for index in range(sampling.n)]
     names = ("n", "temperature", "seed", "presence_penalty", "repetition_penalty", "top_k")
     fields = {name: getattr(sampling, name) for name in names}

@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from tests.support.cluster import LiveCluster
 
 ROOT = Path(__file__).parents[2]

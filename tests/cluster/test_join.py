@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from pd_cluster.cluster.processes.launcher import Member
-from pd_cluster.cluster.processes.ports import free_ports
-from ranktable_tools.files import Access
-from ranktable_tools.keys import SECRET_FILE, read_secret, secret_text, write_keys
+from pd_cluster.cluster.processes.port_reservations import free_ports
+from ranktable_tools.cluster_keys import SECRET_FILE, read_secret, secret_text, write_keys
+from ranktable_tools.table_files import Access
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, assert_same, random_prompt
 from tests.support.otlp_collector import collector

@@ -18,9 +18,9 @@ import httpx
 import pytest
 
 from pd_cluster.cluster.processes.launcher import Member
-from pd_cluster.cluster.processes.ports import free_ports
-from ranktable_tools.files import Access
-from ranktable_tools.keys import write_keys
+from pd_cluster.cluster.processes.port_reservations import free_ports
+from ranktable_tools.cluster_keys import write_keys
+from ranktable_tools.table_files import Access
 from tests.cluster.test_join import NUM_TOKENS, Checkpoints, Joined
 from tests.support.certificates import make_certificate
 from tests.support.engines import assert_same, random_prompt
@@ -35,7 +35,7 @@ PATIENCE_S = 30.0
 IN_A_POD = """
 import sys
 from pathlib import Path
-from pd_cluster.cluster.members import lease_kubernetes
+from pd_cluster.cluster.leases import lease_kubernetes
 lease_kubernetes.SERVICE_ACCOUNT = Path(sys.argv.pop(1))
 from pd_cluster.commands.cli import main
 main()

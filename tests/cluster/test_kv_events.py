@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from pd_cluster.cluster.processes.ports import free_port_row
+from pd_cluster.cluster.processes.port_reservations import free_port_row
 from tests.support.cluster import LiveCluster
 from tests.support.kv_event_readers import Mirror, Reader
 

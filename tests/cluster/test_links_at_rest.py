@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.client.instances import links_of
+from pd_cluster.client.instance_list import links_of
 from tests.support.cluster import LiveCluster
 
 pytestmark = pytest.mark.slow  # four rank processes and a dozen drains: about half a minute

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.cluster.test_death import NUM_TOKENS, PROMPT, caught
 from tests.cluster.test_lora_runtime import Served
 from tests.support.adapted_asks import AtOnce, assert_own_tokens, completing, naming
@@ -122,7 +122,7 @@ def test_chats_several_answers_and_beams(cluster: LiveCluster, models: dict[str,
             {"n": 2, "best_of": 2, "use_beam_search": True},
         ),
     ]:
-        alone = run(core, [Request("r", Order(prompt, sampling, variant=variant))])["r"]
+        alone = run(core, [Request("r", RequestSpec(prompt, sampling, variant=variant))])["r"]
         expected = [[token.token_id for token in alone[index]] for index in sorted(alone)]
         assert cluster.complete_choices(prompt, 8, **fields, **naming("formal")) == expected
 

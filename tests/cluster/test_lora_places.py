@@ -15,7 +15,7 @@ import transformers
 
 from pd_cluster.types import Sampling
 from tests.cluster.test_death import PROMPT, caught
-from tests.model.test_lora_places import EXPERTS, written
+from tests.model.test_lora_targets import EXPERTS, written
 from tests.support.adapted_asks import assert_own_tokens, completing
 from tests.support.adapters import linear_modules
 from tests.support.cluster import LiveCluster

@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from tests.cluster.test_up import WAIT_S, Up
 from tests.support.cluster import free_port_pair
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.transport.events import Drained, LinkFailed
+from pd_cluster.transport.link_events import Drained, LinkFailed
 from tests.cluster.test_death import PROMPT, Streaming
 from tests.model.test_cuda_transport import Lane, same
 from tests.support.cluster import LiveCluster, in_parallel

@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pd_cluster.client.instances import links_of
+from pd_cluster.client.instance_list import links_of
 from tests.support import npu_wheel
 from tests.support.adapters import make_adapter, merged
 from tests.support.checkpoints import make_checkpoint

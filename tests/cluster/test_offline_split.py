@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 
 from pd_cluster import LLM, PoolingParams, SamplingParams, pipeline, turbomind
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.routing.stream import RequestStream
-from pd_cluster.engine.load import LOAD_S
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.streams.request_stream import RequestStream
+from pd_cluster.engine.worker.worker_load import LOAD_S
 from pd_cluster.errors import ConfigError, GenerationError
 from pd_cluster.messages import GenerationConfig, PytorchEngineConfig, Response
-from pd_cluster.offline.session import Offline, OfflineConfig
-from pd_cluster.offline.split import SplitCluster
-from pd_cluster.service.caller import Caller
-from pd_cluster.service.schema.protocol import CompletionRequest
-from pd_cluster.service.sequence import Piece
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Pooling, RopePositions, Sampling
+from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
+from pd_cluster.offline.split_cluster import SplitCluster
+from pd_cluster.service.callers.caller import Caller
+from pd_cluster.service.generation.text_sequence import Piece
+from pd_cluster.service.schema.completion_protocol import CompletionRequest
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import Pooling, RequestSpec, RopePositions, Sampling
 from tests.support.checkpoints import make_tokenizer, reference_greedy, reference_model
 from tests.support.cluster import children_of
 from tests.support.engines import random_prompt
@@ -52,34 +52,34 @@ def llm(model: Path) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def split(llm: LLM) -> Offline:
+def split(llm: LLM) -> OfflineService:
     return llm._offline
 
 
 @pytest.fixture(scope="module")
-def one(model: Path) -> Iterator[Offline]:
+def one(model: Path) -> Iterator[OfflineService]:
     """The same in one process."""
-    with Offline(OfflineConfig(engine=EngineConfig(model=str(model), **ENGINE))) as made:
+    with OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), **ENGINE))) as made:
         yield made
 
 
-async def pieces_of(offline: Offline, prompts: list[list[int]], **fields: object) -> list[Piece]:
+async def pieces_of(offline: OfflineService, prompts: list[list[int]], **fields: object) -> list[Piece]:
     request = CompletionRequest.model_validate({"prompt": prompts, "temperature": 0, "max_tokens": 8, **fields})
     return await offline.service.complete(await offline.service.completions(request))
 
 
-def test_greedy_and_seeded_are_those_of_one_process(split: Offline, one: Offline, model: Path) -> None:
+def test_greedy_and_seeded_are_those_of_one_process(split: OfflineService, one: OfflineService, model: Path) -> None:
     found = split.run(pieces_of(split, PROMPTS))
     assert [piece.token_ids for piece in found] == [reference_greedy(model, prompt, 8) for prompt in PROMPTS]
     fields = {"temperature": 1.0, "seed": 3, "n": 2, "presence_penalty": 0.5}
     assert split.run(pieces_of(split, PROMPTS, **fields)) == one.run(pieces_of(one, PROMPTS, **fields))
 
 
-def test_answers_of_a_batch_are_those_of_one_process(split: Offline, one: Offline) -> None:
+def test_answers_of_a_batch_are_those_of_one_process(split: OfflineService, one: OfflineService) -> None:
     """Decode may wait with its steps; the batch is larger than the pool, so not for ever."""
     prompts = [[5 + at % 40] * (1 + at * 7 % 60) for at in range(60)]
 
-    async def batch_of(offline: Offline) -> list[Piece]:
+    async def batch_of(offline: OfflineService) -> list[Piece]:
         fields = {"prompt": prompts, "max_tokens": 9, "seed": 4, "ignore_eos": True}
         request = CompletionRequest.model_validate(fields)
         generations = await offline.service.completions(request, caller=Caller(batch="b"))
@@ -113,23 +113,23 @@ def test_a_prefill_instance_embeds_and_no_decode_leg_is_taken(llm: LLM, model: P
     assert (prefill.load.num_held_blocks, decode.load.num_held_blocks) == (0, 0)
 
 
-async def tokens_of(offline: Offline, orders: list[Order]) -> list[list[int]]:
+async def tokens_of(offline: OfflineService, orders: list[RequestSpec]) -> list[list[int]]:
     """Serves all at once, by the router of this process; each by two instances."""
 
     def routed(stream: RequestStream) -> None:
         assert stream.prefill.name != stream.decode.name
 
-    async def tokens(order: Order) -> list[int]:
+    async def tokens(order: RequestSpec) -> list[int]:
         return [output.token_id async for output in offline.service.router.serve(order, routed)]
 
     return await asyncio.gather(*map(tokens, orders))
 
 
-def test_rotary_positions_are_the_same_on_both_legs(split: Offline, model: Path) -> None:
+def test_rotary_positions_are_the_same_on_both_legs(split: OfflineService, model: Path) -> None:
     """In chunks, and then from a prefix cache."""
     rng, sampling = random.Random(8), Sampling(max_tokens=12, temperature=0.0, ignore_eos=True)
     orders = [
-        Order(random_prompt(rng, length), sampling, rope_positions=kind(rng, length) if kind else None)
+        RequestSpec(random_prompt(rng, length), sampling, rope_positions=kind(rng, length) if kind else None)
         for length in (9, 50)
         for kind in (*KINDS.values(), None)
     ]
@@ -137,7 +137,7 @@ def test_rotary_positions_are_the_same_on_both_legs(split: Offline, model: Path)
         for order, tokens in zip(orders, split.run(tokens_of(split, orders)), strict=True):
             assert len(tokens) == sampling.max_tokens
             assert_same(reference_model(model), order.prompt_token_ids, order.rope_positions, tokens)
-    three = Order([1, 2], sampling, rope_positions=RopePositions(((0, 1),) * 3))
+    three = RequestSpec([1, 2], sampling, rope_positions=RopePositions(((0, 1),) * 3))
     with pytest.raises(GenerationError, match="rope_positions: 3 rows; this model takes 1"):
         split.run(tokens_of(split, [three]))
 
@@ -173,7 +173,7 @@ def test_tp_is_two_ranks_each(model: Path, arguments: dict[str, Any]) -> None:
         assert [len(info.rank_pids) for info in infos if info is not None] == [2, 2]
 
 
-def test_a_lost_worker_is_an_error_or_nothing_at_all(split: Offline, model: Path) -> None:
+def test_a_lost_worker_is_an_error_or_nothing_at_all(split: OfflineService, model: Path) -> None:
     """Last of this cluster's tests: its prefill process is gone after it, and decode does both."""
     assert isinstance(split._parts.backend, SplitCluster)
     prefill = split._parts.backend._processes["prefill-0"].pid
@@ -187,7 +187,7 @@ def test_a_lost_worker_is_an_error_or_nothing_at_all(split: Offline, model: Path
 def test_a_process_that_cannot_start_is_told(model: Path) -> None:
     engine = EngineConfig(model=str(model), num_blocks=64)
     with pytest.raises(ConfigError, match=r"could not start.*--no-such-flag"):
-        Offline(OfflineConfig(engine=engine, prefill=1, decode=1, arguments=("--no-such-flag",)))
+        OfflineService(OfflineConfig(engine=engine, prefill=1, decode=1, arguments=("--no-such-flag",)))
 
 
 @pytest.mark.slow
@@ -236,7 +236,7 @@ def test_a_close_that_is_cut_short_leaves_nothing_either(model: Path, monkeypatc
         signal.setitimer(signal.ITIMER_REAL, 0.2)
 
     monkeypatch.setattr(subprocess.Popen, "terminate", take_time)
-    made = Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64), prefill=1, decode=1))
+    made = OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64), prefill=1, decode=1))
     assert isinstance(made._parts.backend, SplitCluster)
     folder, processes = made._parts.backend._folder, list(made._parts.backend._processes.values())
     assert made._parts.backend._preloader is not None

@@ -18,7 +18,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from tests.cluster.test_up import Up
 from tests.support.cluster import free_port_pair
 from tests.support.page_commands import ROOT, commands_of

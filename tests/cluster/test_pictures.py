@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from pd_cluster import LLM, SamplingParams
-from pd_cluster.media.clips import frames_of
-from pd_cluster.media.sampling import FrameSampling
+from pd_cluster.media.frame_sampling import FrameSampling
+from pd_cluster.media.video_files import frames_of
 from tests.support import clips
 from tests.support.canary import Canary
 from tests.support.clips import avi_of_frames, make_seer

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.members.place import Place, find_place
-from pd_cluster.cluster.preflight import trips
-from pd_cluster.cluster.preflight.findings import Finding, in_order, is_wrong
-from pd_cluster.engine.trip.spec import Compare, Listen, TripAnswer
+from pd_cluster.cluster.members.rank_table_place import Place, find_place
+from pd_cluster.cluster.preflight import pair_probes
+from pd_cluster.cluster.preflight.preflight_findings import Finding, in_order, is_wrong
+from pd_cluster.engine.link_probe.probe_messages import Compare, Listen, ProbeAnswer
 from ranktable_tools import cli
 
 HERE = "127.0.0.1"
@@ -36,7 +36,7 @@ def run_command(variables: Variables) -> subprocess.CompletedProcess[str]:
 
 
 def check(place: Place) -> list[Finding]:
-    return in_order(trips.check_pairs(place, "cpu", "auto", lambda text: None))
+    return in_order(pair_probes.check_pairs(place, "cpu", "auto", lambda text: None))
 
 
 @pytest.fixture
@@ -70,31 +70,31 @@ def test_a_table_of_npus_on_a_machine_without(tmp_path: Path, monkeypatch: pytes
 
 def test_wrong_content_is_found(one_pair: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """The receiver compares with the content of another seed, as if the sender had sent other bytes."""
-    begin = trips._begin
+    begin = pair_probes._begin
 
-    def begin_and_forget(ends: dict[tuple[str, int], trips.RankEnd], device: str) -> dict[str, str]:
+    def begin_and_forget(ends: dict[tuple[str, int], pair_probes.RankEndpoint], device: str) -> dict[str, str]:
         broken = begin(ends, device)
         ends["prefill-0", 0].seed += 1
         return broken
 
-    monkeypatch.setattr(trips, "_begin", begin_and_forget)
+    monkeypatch.setattr(pair_probes, "_begin", begin_and_forget)
     (finding,) = check(one_pair)
     assert finding.text == "no KV blocks came through: block 0 of 64 arrived with another content"
     assert is_wrong([finding])
 
 
 def test_a_rank_that_dies_is_named_and_none_remains(one_pair: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[trips.RankEnd] = []
-    ask = trips.RankEnd.ask
+    started: list[pair_probes.RankEndpoint] = []
+    ask = pair_probes.RankEndpoint.ask
 
-    def dies(end: trips.RankEnd, command: Listen, timeout_s: float) -> TripAnswer:
+    def dies(end: pair_probes.RankEndpoint, command: Listen, timeout_s: float) -> ProbeAnswer:
         started.append(end)
         if not isinstance(command, Listen | Compare):
             end._process.kill()
             end._process.wait()
         return ask(end, command, timeout_s)
 
-    monkeypatch.setattr(trips.RankEnd, "ask", dies)
+    monkeypatch.setattr(pair_probes.RankEndpoint, "ask", dies)
     (finding,) = check(one_pair)
     assert finding.level == "error"
     assert "its process has ended" in finding.text
@@ -136,14 +136,14 @@ def test_other_hosts_are_named_and_not_checked(tmp_path: Path) -> None:
     [((1, 1), [(0, 0)]), ((1, 2), [(0, 0), (0, 1)]), ((4, 2), [(0, 0), (1, 0), (2, 1), (3, 1)])],
 )
 def test_lanes(sizes: tuple[int, int], lanes: list[tuple[int, int]]) -> None:
-    assert trips.lanes_of(*sizes) == lanes
+    assert pair_probes.lanes_of(*sizes) == lanes
 
 
 def test_two_instances_on_one_npu_prove_nothing() -> None:
     """As in a container with two of four cards. GPUs may be shared, and a CPU always is."""
     names = [("prefill-0", 0), ("prefill-0", 1), ("decode-0", 0), ("decode-0", 1)]
-    found = trips.shared_npus(dict(zip(names, ["npu:0", "npu:1", "npu:0", "npu:1"], strict=True)))
+    found = pair_probes.shared_npus(dict(zip(names, ["npu:0", "npu:1", "npu:0", "npu:1"], strict=True)))
     assert list(found) == ["decode-0"]
     assert "rank 0 of decode-0 has npu:0 here, as rank 0 of prefill-0 has" in found["decode-0"]
     for devices in (["npu:0", "npu:1", "npu:2", "npu:3"], ["cpu"] * 4, ["cuda:0"] * 4):
-        assert trips.shared_npus(dict(zip(names, devices, strict=True))) == {}
+        assert pair_probes.shared_npus(dict(zip(names, devices, strict=True))) == {}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.preflight.findings import Finding, in_order
+from pd_cluster.cluster.preflight.preflight_findings import Finding, in_order
 from ranktable_tools import cli, generate, write
 from tests.support.netns import HUB, CannotMakeNamespaces, Network
 

@@ -9,11 +9,11 @@ from statistics import median
 
 import pytest
 
-from pd_cluster.bench.profile_spec import Steps
+from pd_cluster.bench.profile_messages import Steps
 from pd_cluster.bench.profile_steps import counted, warm_up
-from pd_cluster.bench.profiled_engine import started
-from pd_cluster.costs.files import read_costs
-from pd_cluster.settings.engine import SHIPPED_MODEL, EngineConfig
+from pd_cluster.bench.profiled_engine_process import started
+from pd_cluster.costs.cost_files import read_costs
+from pd_cluster.settings.engine_config import SHIPPED_MODEL, EngineConfig
 
 pytestmark = pytest.mark.slow
 HELD_OUT = (Steps(num_rows=6, num_context=100, num_steps=12), Steps(num_prompt_tokens=180, num_steps=4))

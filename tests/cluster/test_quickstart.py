@@ -19,7 +19,7 @@ import pytest
 from PIL import Image as Pictures
 
 from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT
-from pd_cluster.cluster.processes.ports import free_port_pair
+from pd_cluster.cluster.processes.port_reservations import free_port_pair
 from pd_cluster.commands.cli import main as cli_main
 from pd_cluster.commands.quickstart import main as quickstart_main
 from tests.support.pictures import file_of

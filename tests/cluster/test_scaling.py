@@ -20,10 +20,10 @@ import httpx
 import pytest
 
 from pd_cluster.cluster.processes.launcher import Member
-from pd_cluster.cluster.processes.ports import free_ports
+from pd_cluster.cluster.processes.port_reservations import free_ports
 from pd_cluster.types import Sampling
-from ranktable_tools.files import Access
-from ranktable_tools.keys import write_keys
+from ranktable_tools.cluster_keys import write_keys
+from ranktable_tools.table_files import Access
 from tests.support.cluster import LiveCluster
 from tests.support.engines import generate, make_core, random_prompt
 from tests.support.manifests import documents

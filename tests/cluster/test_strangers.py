@@ -24,9 +24,9 @@ from zmq.utils import z85
 from zmq.utils.monitor import recv_monitor_message
 
 from pd_cluster import wire
-from pd_cluster.types import Order, Sampling
+from pd_cluster.types import RequestSpec, Sampling
 from ranktable_tools import generate, write
-from ranktable_tools.keys import read_scheduler_key, read_secret
+from ranktable_tools.cluster_keys import read_scheduler_key, read_secret
 from tests.support.another_user import answer_of_another_user
 from tests.support.cluster import LiveCluster
 
@@ -106,7 +106,7 @@ def tell(
 
 FORGED = (
     wire.Hello("scheduler"),
-    wire.Submit("stolen", 0, "t", "hybrid", "", Order([5, 6, 7], Sampling(max_tokens=4)), 30.0),
+    wire.Submit("stolen", 0, "t", "hybrid", "", RequestSpec([5, 6, 7], Sampling(max_tokens=4)), 30.0),
     wire.Peers([]),
 )
 

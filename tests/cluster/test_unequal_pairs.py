@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ranktable_tools.files import PRIVATE, write_private
-from ranktable_tools.keys import SECRET_FILE, read_secret, secret_text, write_keys
+from ranktable_tools.cluster_keys import SECRET_FILE, read_secret, secret_text, write_keys
+from ranktable_tools.table_files import PRIVATE, write_private
 from tests.support.cluster import LiveCluster, together
 from tests.support.engines import assert_same, random_prompt
 

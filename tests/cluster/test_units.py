@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from pd_cluster import LLM, SamplingParams
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.cluster import together
 from tests.support.engines import assert_all_same, make_core, run
 from tests.support.reference_beams import assert_same_beams
@@ -50,7 +50,7 @@ def test_unlike_units_on_either_side(checkpoint: Checkpoints, tmp_path: Path) ->
 
 
 def in_one_process(folder: Path, prompt: list[int], sampling: Sampling) -> list[list[int]]:
-    found = run(make_core(folder, num_blocks=64), [Request("r", Order(prompt, sampling))])["r"]
+    found = run(make_core(folder, num_blocks=64), [Request("r", RequestSpec(prompt, sampling))])["r"]
     return [[token.token_id for token in found[index]] for index in range(sampling.n)]
 
 

@@ -18,8 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from pd_cluster.cluster.processes.ports import free_port_pair, free_ports
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.cluster.processes.port_reservations import free_port_pair, free_ports
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 OWN = Path(__file__).parents[2]

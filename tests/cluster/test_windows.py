@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.kv.groups import first_token_of
+from pd_cluster.kv.layer_groups import first_token_of
 from tests.support.cluster import LiveCluster
 from tests.support.engines import assert_all_same, make_core, random_prompt
 

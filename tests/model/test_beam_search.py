@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.engine.step.plan import Move
-from pd_cluster.types import Order, Request, Sampling, TokenOutput
+from pd_cluster.engine.scheduling.step_plan import Move
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
 from tests.support.checkpoints import EOS_ID, reference_model
 from tests.support.engines import make_core, random_prompt, run
 from tests.support.reference_beams import assert_all_same_beams, assert_same_beams, generate_beams, one_thread
@@ -41,7 +41,7 @@ def ids_of(tokens: dict[int, list[TokenOutput]], sampling: Sampling) -> list[lis
 
 
 def check(core: EngineCore, folder: Path, prompt: list[int], sampling: Sampling) -> list[list[int]]:
-    found = ids_of(run(core, [Request("r", Order(prompt, sampling))])["r"], sampling)
+    found = ids_of(run(core, [Request("r", RequestSpec(prompt, sampling))])["r"], sampling)
     assert_same_beams(folder, prompt, found, sampling)
     return found
 
@@ -54,10 +54,10 @@ def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> 
     rng = random.Random(architecture)
     prompts = [random_prompt(rng, length) for length in (1, 16, 17, 41, 100)]
     sampling = beams(rng.randrange(2, 6), stop_token_ids=MANY_ENDS)
-    tokens = run(core, [Request(f"r{at}", Order(prompt, sampling)) for at, prompt in enumerate(prompts)])
+    tokens = run(core, [Request(f"r{at}", RequestSpec(prompt, sampling)) for at, prompt in enumerate(prompts)])
     assert_all_same_beams(folder, prompts, [ids_of(each, sampling) for each in tokens.values()], sampling)
     sampling = beams(rng.randrange(2, 6), n=1)
-    alone = [ids_of(run(core, [Request("r", Order(prompt, sampling))])["r"], sampling) for prompt in prompts]
+    alone = [ids_of(run(core, [Request("r", RequestSpec(prompt, sampling))])["r"], sampling) for prompt in prompts]
     assert_all_same_beams(folder, prompts, alone, sampling)
 
 
@@ -91,12 +91,12 @@ def test_the_models_own_end(checkpoint: Checkpoints) -> None:
     core = make_core(folder, block_size=8, num_blocks=64, max_model_len=128)
     found = check(core, folder, prompt, beams(3))
     assert found != usual
-    tokens = run(core, [Request("r", Order(prompt, beams(3)))])["r"]
+    tokens = run(core, [Request("r", RequestSpec(prompt, beams(3)))])["r"]
     reasons = {len(each): each[-1].finish_reason for each in tokens.values()}
     assert all((reason == "stop") == (length < 16) for length, reason in reasons.items())
     assert "stop" in reasons.values()
     assert check(core, folder, prompt, beams(3, ignore_eos=True)) == usual
-    longer = ids_of(run(core, [Request("r", Order(prompt, beams(3, min_tokens=12)))])["r"], beams(3))
+    longer = ids_of(run(core, [Request("r", RequestSpec(prompt, beams(3, min_tokens=12)))])["r"], beams(3))
     assert all(len(each) > 12 for each in longer)
 
 
@@ -129,7 +129,7 @@ def test_constant_preemption(checkpoint: Checkpoints, settings: dict[str, object
         if at % 3 == 2:
             sampling = Sampling(max_tokens=24, temperature=0.0)
         requests.append(
-            Request(f"r{at}", Order(random_prompt(rng, rng.randrange(1, 50)), sampling), arrival_s=float(at))
+            Request(f"r{at}", RequestSpec(random_prompt(rng, rng.randrange(1, 50)), sampling), arrival_s=float(at))
         )
     found = run(core, requests)
     for request in [r for r in requests if r.sampling.beam_width]:
@@ -146,10 +146,10 @@ def test_a_cached_prefix_and_company_change_nothing(checkpoint: Checkpoints) -> 
     rng = random.Random(8)
     prompt, sampling = random_prompt(rng, 33), beams(4, stop_token_ids=MANY_ENDS)
     alone = check(core, folder, prompt, sampling)
-    requests = [Request("again", Order(prompt, sampling))]
+    requests = [Request("again", RequestSpec(prompt, sampling))]
     for at in range(6):
         others = beams(3) if at % 2 else Sampling(n=2, max_tokens=12, temperature=1.0, seed=at)
-        requests.append(Request(f"o{at}", Order(random_prompt(rng, rng.randrange(1, 40)), others)))
+        requests.append(Request(f"o{at}", RequestSpec(random_prompt(rng, rng.randrange(1, 40)), others)))
     assert ids_of(run(core, requests)["again"], sampling) == alone
     assert requests[0].num_cached_tokens == 32
 
@@ -159,9 +159,11 @@ def test_logprobs_of_every_token(checkpoint: Checkpoints) -> None:
     folder = checkpoint("llama")
     core = make_core(folder, block_size=8, num_blocks=64, max_model_len=96)
     prompt, sampling = random_prompt(random.Random(9), 12), beams(3, n=2, logprobs=2, presence_penalty=0.5)
-    tokens = run(core, [Request("r", Order(prompt, sampling))])["r"]
+    tokens = run(core, [Request("r", RequestSpec(prompt, sampling))])["r"]
     for output, told in zip(ids_of(tokens, sampling), tokens.values(), strict=True):
-        again = Request("p", Order([*prompt, *output], Sampling(max_tokens=1, prompt_logprobs=2, temperature=0.0)))
+        again = Request(
+            "p", RequestSpec([*prompt, *output], Sampling(max_tokens=1, prompt_logprobs=2, temperature=0.0))
+        )
         run(core, [again])
         for token, known in zip(told, again.prompt_logprobs[len(prompt) :], strict=True):
             assert token.logprobs is not None

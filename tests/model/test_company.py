@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from pd_cluster.model.layers import activations
-from pd_cluster.types import Order, Request, Sampling, TokenOutput
+from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
 from tests.support.checkpoints import CONFIGS, make_checkpoint
 from tests.support.engines import make_core, random_prompt, run
 from tests.support.more_checkpoints import MORE
@@ -64,7 +64,7 @@ def wide(folder: Path, architecture: str) -> Path:
 
 
 def requests_of(prompts: list[list[int]], chosen: Iterable[int]) -> list[Request]:
-    return [Request(str(i), Order(prompts[i], SAMPLING), arrival_s=float(i)) for i in chosen]
+    return [Request(str(i), RequestSpec(prompts[i], SAMPLING), arrival_s=float(i)) for i in chosen]
 
 
 def tell(found: dict[str, dict[int, list[TokenOutput]]]) -> Numbers:

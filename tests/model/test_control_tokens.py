@@ -15,8 +15,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.service import TextService
-from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.service.text_service import TextService
+from pd_cluster.settings.request_settings import ChatConfig
 from tests.support.checkpoints import make_tokenizer
 from tests.support.playback import Playback
 from tests.support.service_configs import service_config

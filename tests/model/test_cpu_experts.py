@@ -9,16 +9,16 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from pd_cluster.model.cpu.decoder import ACTIVATIONS
-from pd_cluster.model.cpu.ops import CpuOps
-from pd_cluster.model.layers import expert_weight
-from pd_cluster.model.layers.expert_weight import through_experts
-from pd_cluster.model.layers.gated import Activation
-from pd_cluster.model.layers.linear import Linear
+from pd_cluster.model.kernels.cpu.decoder_layers import ACTIVATIONS
+from pd_cluster.model.kernels.cpu.ops import CpuOps
+from pd_cluster.model.layers import expert_weights
+from pd_cluster.model.layers.expert_weights import through_experts
+from pd_cluster.model.layers.gated_mlp import Activation
 from pd_cluster.model.layers.ops import TorchOps
+from pd_cluster.model.layers.packed_linear import Linear
 from pd_cluster.native import build
-from pd_cluster.native.experts import ExpertsAtOnce, experts_at_once
-from pd_cluster.native.products import bf16_linear, bf16_way, float32_linear, int8_linear, quantize_rows
+from pd_cluster.native.expert_products import ExpertProducts, experts_at_once
+from pd_cluster.native.packed_products import bf16_linear, bf16_way, float32_linear, int8_linear, quantize_rows
 from tests.model.test_company import SAMPLING, numbers, prompts_of
 from tests.support.engines import assert_all_same
 
@@ -35,7 +35,7 @@ class Block(NamedTuple):
     gate_ups: list[Linear]
     downs: list[Linear]
     weights: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # gate and up, their bias, down
-    at_once: ExpertsAtOnce
+    at_once: ExpertProducts
 
     def one_by_one(self, ops: CpuOps, activation: Activation, *given: torch.Tensor) -> torch.Tensor:
         layers = self.gate_ups.__getitem__, self.downs.__getitem__
@@ -150,7 +150,7 @@ def test_a_model_computes_them_so(checkpoint: Callable[[str], Path], monkeypatch
     if bf16_way() is None:
         pytest.skip("the kernels cannot be compiled here")
     folder, prompts = checkpoint("granitemoe"), prompts_of(1)
-    monkeypatch.setattr(expert_weight, "through_experts", lambda *_: pytest.fail("experts are computed one by one"))
+    monkeypatch.setattr(expert_weights, "through_experts", lambda *_: pytest.fail("experts are computed one by one"))
     together = numbers(folder, prompts)
     assert numbers(folder, prompts, alone=True) == together
     chunked = numbers(folder, prompts, max_num_batched_tokens=24)

@@ -16,17 +16,17 @@ import torch
 from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.kv.vectors import decode, encode
-from pd_cluster.model.batch import ForwardBatch, build_batch
-from pd_cluster.model.cpu.ops import CpuOps
-from pd_cluster.model.image_rows import ImagePart, key_limits
-from pd_cluster.model.layers.gated import Activation
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.kv.kv_vectors import decode, encode
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, build_batch
+from pd_cluster.model.inputs.image_rows import ImagePart, key_limits
+from pd_cluster.model.kernels.cpu.ops import CpuOps
+from pd_cluster.model.layers.gated_mlp import Activation
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, TorchOps
 from pd_cluster.native import build
-from pd_cluster.native.copy import streaming_copy
-from pd_cluster.types import Image, Order, Request, Sampling
+from pd_cluster.native.streaming_copy import streaming_copy
+from pd_cluster.types import Image, Request, RequestSpec, Sampling
 from tests.support.spread import spread
 
 ANY = Sampling(max_tokens=1, temperature=0.0)
@@ -63,7 +63,7 @@ def make_batch(
         table, blocks = blocks[:count], blocks[count:]
         request = Request(
             str(i),
-            Order([0] * (query_len + prefix), ANY),
+            RequestSpec([0] * (query_len + prefix), ANY),
             num_computed_tokens=prefix,
             tables=[table],
             arrival_s=float(i),
@@ -209,12 +209,12 @@ def test_keys_and_values_reach_their_slots_and_no_others(ops: CpuOps, head_dim: 
 
 def test_the_padding_block_can_be_written(ops: CpuOps) -> None:
     pool = KVPool(KVLayout(NUM_LAYERS, 1, keys_and_values(16), 4, "float32"), num_blocks=2)
-    batch = build_batch([(Request("probe", Order([0, 0], ANY), tables=[[2]]), 2)], pool)
+    batch = build_batch([(Request("probe", RequestSpec([0, 0], ANY), tables=[[2]]), 2)], pool)
     ops.attend(Heads(0, 2, 1, 16, 0.25), torch.randn(2, 4 * 16), make_rope(batch, 16), batch)
     assert pool.data[2, 0].any()
     assert not pool.data[:2].any()
     with pytest.raises(ValueError, match="from 3 to 3, wanted 1 from 0 to 2"):
-        build_batch([(Request("probe", Order([0, 0], ANY), tables=[[3]]), 2)], pool)
+        build_batch([(Request("probe", RequestSpec([0, 0], ANY), tables=[[3]]), 2)], pool)
 
 
 def check_rows_apart(ops: CpuOps, dtype: str) -> None:
@@ -233,7 +233,7 @@ def check_rows_apart(ops: CpuOps, dtype: str) -> None:
     for i, (query_len, prefix) in enumerate(SEQUENCES):
         rows = slice(starts[i], starts[i + 1])
         table = batch.block_table[tables[i] : tables[i + 1]].tolist()
-        request = Request("x", Order([0] * (query_len + prefix), ANY), num_computed_tokens=prefix, tables=[table])
+        request = Request("x", RequestSpec([0] * (query_len + prefix), ANY), num_computed_tokens=prefix, tables=[table])
         alone = build_batch([(request, query_len)], batch.pool)
         assert torch.equal(together[rows], ops.attend(heads, qkv[rows].clone(), make_rope(alone, 64), alone))
 

@@ -9,8 +9,8 @@ from typing import get_args
 import pytest
 import torch
 
-from pd_cluster.model.layers.gated import Activation
-from pd_cluster.native import products as quantized
+from pd_cluster.model.layers.gated_mlp import Activation
+from pd_cluster.native import packed_products as quantized
 from tests.model import test_cpu_kernels as cases
 from tests.model import test_cpu_kv_dtypes as kv_dtypes
 from tests.model import test_cpu_quantized as products

@@ -9,10 +9,10 @@ import random
 import pytest
 import torch
 
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.vectors import decode, encode
-from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.cpu.ops import POOLS, CpuOps, supports
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_vectors import decode, encode
+from pd_cluster.model.inputs.forward_batch import ForwardBatch
+from pd_cluster.model.kernels.cpu.ops import POOLS, CpuOps, supports
 from pd_cluster.model.layers.ops import Heads, TorchOps
 from pd_cluster.native import build
 from tests.model.test_cpu_kernels import (

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from pd_cluster.kv.layout import KVLayout, latents
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.kv.vectors import decode, encode
-from pd_cluster.model.batch import ForwardBatch, build_batch
-from pd_cluster.model.cpu.ops import CpuOps, supports
+from pd_cluster.kv.kv_layout import KVLayout, latents
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.kv.kv_vectors import decode, encode
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, build_batch
+from pd_cluster.model.kernels.cpu.ops import CpuOps, supports
 from pd_cluster.model.layers.ops import Latents, Norm, Rope, TorchOps
 from pd_cluster.native import build
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.model.test_cpu_kernels import LAYER, NUM_LAYERS, SEQUENCES, assert_close, make_rope
 
 DTYPES = ["float32", "bfloat16", "int8", "fp8_e4m3"]
@@ -91,7 +91,7 @@ def a_step(w: Widths, sequences: list[tuple[int, int]], block_size: int, dtype: 
 
 
 def a_chunk(query_len: int, prefix: int, table: list[int]) -> Request:
-    order = Order([0] * (query_len + prefix), Sampling())
+    order = RequestSpec([0] * (query_len + prefix), Sampling())
     return Request(f"r{table[0]}", order, num_computed_tokens=prefix, tables=[table])
 
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from pd_cluster.errors import ModelError
-from pd_cluster.model.layers.linear import Linear
+from pd_cluster.model.layers.packed_linear import Linear
 from pd_cluster.native import build
-from pd_cluster.native import products as quantized
-from pd_cluster.native.products import (
+from pd_cluster.native import packed_products as quantized
+from pd_cluster.native.packed_products import (
     bf16_linear,
     bf16_way,
     fp8_weight_only_linear,

@@ -9,11 +9,11 @@ import random
 import pytest
 import torch
 
-from pd_cluster.kv.layout import INDEX, KVLayout, latents
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.attention.sparse import IndexRows
-from pd_cluster.model.batch import ForwardBatch, build_batch
-from pd_cluster.model.cpu.ops import CpuOps
+from pd_cluster.kv.kv_layout import INDEX, KVLayout, latents
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, build_batch
+from pd_cluster.model.kernels.cpu.ops import CpuOps
+from pd_cluster.model.layers.attention.sparse_selection import IndexRows
 from pd_cluster.model.layers.ops import TorchOps
 from pd_cluster.native import build
 from pd_cluster.wire import Plane

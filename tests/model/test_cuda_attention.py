@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_cluster.model.cuda.attention_configs import AttentionConfigs, TileConfig, configs_for
-from pd_cluster.model.cuda.plan import (
+from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs, TileConfig, configs_for
+from pd_cluster.model.kernels.cuda.attention.attention_plan import (
     MAX_SPLITS,
     PROGRAMS_PER_SM,
     SPLIT_KEYS,

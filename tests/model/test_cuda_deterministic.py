@@ -12,15 +12,15 @@ import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ConfigError
-from pd_cluster.model.attention_choice import check_deterministic
-from pd_cluster.model.fuse import why_not_deterministic
-from pd_cluster.model.loader import check_rows, logn_of
-from pd_cluster.model.modules import load_plain
-from pd_cluster.model.parallel.group import Alone
-from pd_cluster.model.parallel.layers import SpanningNorm
-from pd_cluster.types import Order, Request, Sampling, TokenOutput
+from pd_cluster.model.kernels.attention_backend import check_deterministic
+from pd_cluster.model.language_model.fuse_model import why_not_deterministic
+from pd_cluster.model.loading.model_loader import check_rows, logn_of
+from pd_cluster.model.loading.transformers_modules import load_plain
+from pd_cluster.model.parallel.parallel_layers import SpanningNorm
+from pd_cluster.model.parallel.rank_group import SingleRank
+from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
 from tests.support.engines import make_core, random_prompt, run
 from tests.support.interpreted import run_cases
 
@@ -88,7 +88,7 @@ def test_norms_over_several_ranks_are_refused(checkpoint: Callable[[str], Path])
     model: Any = load_plain(folder, "float32", CPU)
     assert why_not_deterministic(model) == ""
     attention = model.model.layers[0].self_attn
-    attention.q_norm = SpanningNorm(attention.q_norm, 32, 1, Alone())
+    attention.q_norm = SpanningNorm(attention.q_norm, 32, 1, SingleRank())
     with pytest.raises(ConfigError, match=r"--deterministic: Olmo2ForCausalLM's norms .* span several ranks"):
         check_rows(model, folder, logn_of(folder))
 
@@ -97,7 +97,7 @@ def test_norms_over_several_ranks_are_refused(checkpoint: Callable[[str], Path])
 
 
 def answers(core: EngineCore, prompts: list[list[int]], sampling: Sampling) -> list[list[object]]:
-    requests = [Request(f"r{i}", Order(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+    requests = [Request(f"r{i}", RequestSpec(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
     found = run(core, requests)
     return [[_told(token) for token in found[request.request_id][0]] for request in requests]
 

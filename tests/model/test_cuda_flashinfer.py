@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from pd_cluster.devices.device import Device
-from pd_cluster.devices.streams import capture
-from pd_cluster.engine.build import build_core
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import TORCH_DTYPES, KVPool
-from pd_cluster.model.attention import sdpa
-from pd_cluster.model.attention.sdpa import Scoring
-from pd_cluster.model.batch import batch_of, build_batch
-from pd_cluster.model.graphs import DecodeGraphs, GraphRules
-from pd_cluster.model.step_input import step_input
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.devices.device_streams import capture
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import TORCH_DTYPES, KVPool
+from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules
+from pd_cluster.model.inputs.forward_batch import batch_of, build_batch
+from pd_cluster.model.inputs.step_input import step_input
+from pd_cluster.model.layers.attention import sdpa
+from pd_cluster.model.layers.attention.sdpa import Scoring
+from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Sampling
 from tests.support import fake_flashinfer as fake
 from tests.support.checkpoints import make_checkpoint
@@ -75,7 +75,7 @@ def test_the_fake_has_its_signatures() -> None:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 8, 64), (32, 8, 128), (7, 1, 128), (16, 2, 256)])
 def test_attends_as_sdpa_does(heads: int, kv_heads: int, head_dim: int, dtype: str) -> None:
-    from pd_cluster.model.cuda.flashinfer import FlashInfer
+    from pd_cluster.model.kernels.cuda.attention.flashinfer import FlashInfer
 
     kernels = FlashInfer(CUDA)
     for block_size, (step, sequences), (name, scoring) in itertools.product((16, 24), STEPS.items(), SCORINGS.items()):
@@ -94,7 +94,7 @@ def test_attends_as_sdpa_does(heads: int, kv_heads: int, head_dim: int, dtype: s
 @pytest.mark.timeout(600)
 def test_replayed_steps_are_the_steps() -> None:
     """Contexts from one block to many, with one plan after the other in the same graph."""
-    from pd_cluster.model.cuda.flashinfer import FlashInfer
+    from pd_cluster.model.kernels.cuda.attention.flashinfer import FlashInfer
 
     pool, other = (a_pool(2, 128, 16, "bfloat16") for _ in range(2))
     mine, reference = (

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.engine.build import build_core
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import reference_model
 from tests.support.engines import generate, random_prompt

@@ -21,10 +21,10 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.devices.device import synchronize
-from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.numerics import Numerics
-from pd_cluster.transport.events import Arrived, Drained, Landed, LinkFailed
-from pd_cluster.transport.factory import Transports
+from pd_cluster.transport.link_events import Arrived, Drained, Landed, LinkFailed
+from pd_cluster.transport.link_factory import Transports
 from tests.support.kv_exporter import (
     KEY,
     LAYOUT,

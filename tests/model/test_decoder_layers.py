@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.model.batch import batch_of
-from pd_cluster.model.cpu.decoder import LAYERS_AT_ONCE, MOST_ROWS, DecoderLayers
-from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.model.load_runner import load_runner
-from pd_cluster.model.runner import ModelRunner, RunnerOutput
-from pd_cluster.native import floats
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.model.inputs.forward_batch import batch_of
+from pd_cluster.model.kernels.cpu.decoder_layers import LAYERS_AT_ONCE, MOST_ROWS, DecoderLayers
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.runner.load_runner import load_runner
+from pd_cluster.model.runner.model_runner import ModelRunner, RunnerOutput
+from pd_cluster.native import float_products
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.model.test_company import wide
 from tests.support.checkpoints import make_checkpoint
 
@@ -55,7 +55,7 @@ def sequences(runner: ModelRunner, num_seqs: int) -> Chunks:
     found = []
     for at in range(num_seqs):
         num_tokens = 1 + at * 7 % 40
-        order = Order([rng.randrange(1, 200) for _ in range(num_tokens)], Sampling())
+        order = RequestSpec([rng.randrange(1, 200) for _ in range(num_tokens)], Sampling())
         needed = runner.pool.layout.num_blocks_for(num_tokens)
         table = blocks[3 * at : 3 * at + needed]
         found.append((Request(str(at), order, num_computed_tokens=num_tokens - 1, tables=[table]), 1))
@@ -138,7 +138,7 @@ def test_threads_that_change_between_layers(tmp_path: Path) -> None:
 def test_what_it_does_not_take(tmp_path: Path) -> None:
     """Norms after each half, experts, oneDNN's float32; and steps of which rows are not read."""
     cases: dict[str, dict[str, Any]] = {"gemma2": {"quantization": "int8"}, "mixtral": {"quantization": "int8"}}
-    if floats.can_run():  # otherwise float32 is multiplied by the kernels
+    if float_products.can_run():  # otherwise float32 is multiplied by the kernels
         cases["llama"] = {}
     for architecture, settings in cases.items():
         folder = make_checkpoint(tmp_path / architecture, architecture)

@@ -30,7 +30,7 @@ from pd_cluster import (
 )
 from pd_cluster import SamplingParams as TacoParams
 from pd_cluster.errors import ConfigError, RequestError
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from tests.support.watched import watching
 
 MODEL = str(SHIPPED_MODEL)

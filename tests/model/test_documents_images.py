@@ -17,8 +17,8 @@ from pd_cluster.errors import ConfigError, RequestError
 from pd_cluster.fastdeploy.engine.sampling_params import SamplingParams
 from pd_cluster.fastdeploy.entrypoints.llm import LLM
 from pd_cluster.fastdeploy.input.ernie_tokenizer import ErnieBotTokenizer
-from pd_cluster.media.clips import frames_of
-from pd_cluster.media.sampling import FrameSampling
+from pd_cluster.media.frame_sampling import FrameSampling
+from pd_cluster.media.video_files import frames_of
 from pd_cluster.vl import load_image
 from tests.support import clips
 from tests.support.clips import make_seer

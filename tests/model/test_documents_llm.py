@@ -19,9 +19,9 @@ import pytest
 
 from pd_cluster import LLM, LoRARequest, RequestOutput, SamplingParams
 from pd_cluster.devices.device import Device
-from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.devices.device_kinds import DeviceKind
 from pd_cluster.errors import ConfigError, RequestError
-from pd_cluster.model.sizing import check_offload
+from pd_cluster.model.planning.pool_sizing import check_offload
 from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.checkpoints import make_tokenizer, reference_greedy
 from tests.support.copies import copy_of
@@ -254,7 +254,7 @@ def test_the_logged_number_of_blocks_is_the_caches(path: Path, caplog: pytest.Lo
     cases += [{"gpu_memory_utilization": share, "block_size": 64} for share in (0.0005, 0.002)]
     for case in cases:
         with (
-            caplog.at_level(logging.INFO, "pd_cluster.offline.llm"),
+            caplog.at_level(logging.INFO, "pd_cluster.offline.offline_llm"),
             watching() as made,
             LLM(str(path), max_model_len=MAX_MODEL_LEN, **case) as llm,
         ):

@@ -17,7 +17,7 @@ import pytest
 from pd_cluster import AsyncEngine, ChatTemplateConfig, pipeline, pytorch, turbomind
 from pd_cluster.errors import Closed, ConfigError, RequestError
 from pd_cluster.messages import GenerationConfig, GenOut, PytorchEngineConfig, Response, TurbomindEngineConfig
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from tests.support.checkpoints import make_tokenizer, reference_greedy
 from tests.support.watched import watching
 

@@ -13,17 +13,17 @@ import torch
 from msgspec import structs
 from tokenizers import Tokenizer
 
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ModelError
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.batch import Taps, batch_of
-from pd_cluster.model.draft_head import DraftHead
-from pd_cluster.model.head_pairs import HeadPairs, PairChunk, draft_pairs, write_pairs
-from pd_cluster.model.runner import ModelRunner
-from pd_cluster.model.step_input import step_input
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.draft.draft_head import DraftHead
+from pd_cluster.model.draft.draft_pairs import HeadPairs, PairChunk, draft_pairs, write_pairs
+from pd_cluster.model.inputs.forward_batch import AuxiliaryStates, batch_of
+from pd_cluster.model.inputs.step_input import step_input
+from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from pd_cluster.settings.speculation import Speculation
-from pd_cluster.types import Order, Request, Sampling, Status
+from pd_cluster.types import Request, RequestSpec, Sampling, Status
 from tests.model.test_draft_model import DRAWN, FORKS, GREEDY, ROOM, AnySize, plain, token_ids, traffic
 from tests.support.checkpoints import make_checkpoint
 from tests.support.eagle3_heads import make_eagle3_head
@@ -76,16 +76,16 @@ def assert_own(runner: ModelRunner, known: list[int], drafts: list[int]) -> None
 
 def pairs_of(runner: ModelRunner, head: DraftHead, known: list[int], pool: KVPool) -> PairChunk:
     """Lets the model compute all tokens but the last in a pool that is otherwise empty."""
-    request = Request("alone", Order(known, Sampling()), tables=[list(range(pool.num_blocks))])
+    request = Request("alone", RequestSpec(known, Sampling()), tables=[list(range(pool.num_blocks))])
     batch = batch_of(step_input([(request, len(known) - 1)], pool.layout.block_size), pool)
-    batch.taps = Taps(head.taps)
+    batch.taps = AuxiliaryStates(head.taps)
     runner.model(batch)
     return PairChunk(request, 1, known[1:], torch.cat(batch.taps.states, dim=1))
 
 
 def assert_whole(core: EngineCore, known: list[int]) -> None:
     """Cached blocks of these tokens have in the head's layer what all pairs have that are computed at once."""
-    runner, probe = core.runner, Request("probe", Order(known, Sampling()))
+    runner, probe = core.runner, Request("probe", RequestSpec(known, Sampling()))
     assert isinstance(runner, ModelRunner)
     assert runner.head is not None
     layout, head = runner.pool.layout, runner.head
@@ -172,7 +172,7 @@ def test_blocks_that_became_full_without_drafts(headed: Headed) -> None:
         request.order = structs.replace(request.order, may_draft=False)
     run(core, first)
     prompts = [[*each.prompt_token_ids, *each.output_token_ids, 3, 5] for each in first]
-    requests = [Request(f"s{at}", Order(prompt, GREEDY)) for at, prompt in enumerate(prompts)]
+    requests = [Request(f"s{at}", RequestSpec(prompt, GREEDY)) for at, prompt in enumerate(prompts)]
     assert run_and_compare(core, requests) > 100
     assert all(
         each.num_cached_tokens > len(before.prompt_token_ids) for each, before in zip(requests, first, strict=True)
@@ -187,7 +187,7 @@ def test_blocks_of_tokens_without_pairs(headed: Headed) -> None:
     for layer in range(pool.layout.num_layers):
         for plane in pool.memory.planes(layer):
             plane.fill_(9.0)
-    without = Request("without", Order([3] * (2 * size + 1), Sampling(max_tokens=size + 2, ignore_eos=True)))
+    without = Request("without", RequestSpec([3] * (2 * size + 1), Sampling(max_tokens=size + 2, ignore_eos=True)))
     without.num_virtual_tokens = 1
     core.scheduler.add(without)
     while len(without.output_token_ids) < size + 1:
@@ -209,7 +209,7 @@ def test_the_shipped_head_is_often_right(sampling: Sampling) -> None:
     for drafts in (False, True):
         core = make_core(SHIPPED_MODEL, speculation=speculation, max_model_len=512)
         core.drafting.size = AnySize(5, least=1)
-        orders = [Order(prompt, sampling, may_draft=drafts) for prompt in prompts]
+        orders = [RequestSpec(prompt, sampling, may_draft=drafts) for prompt in prompts]
         requests = [Request(f"r{at}", order) for at, order in enumerate(orders)]
         answers.append(token_ids(run(core, requests)))
     assert answers[0] == answers[1]
@@ -223,7 +223,7 @@ def test_blocks_that_sequences_share(headed: Headed) -> None:
     beams = Sampling(max_tokens=20, temperature=0.0, beam_width=3, n=3)
     core, rng = headed.core(max_num_batched_tokens=18, max_num_seqs=8), random.Random(3)
     kinds = ((19, FORKS), (37, FORKS), (5, beams), (23, beams))
-    orders = {f"r{at}": Order(random_prompt(rng, length), own) for at, (length, own) in enumerate(kinds)}
+    orders = {f"r{at}": RequestSpec(random_prompt(rng, length), own) for at, (length, own) in enumerate(kinds)}
     for request_id, outputs in token_ids(run(core, [Request(*each) for each in orders.items()])).items():
         for output in outputs.values():
             assert_whole(core, orders[request_id].prompt_token_ids + output[:-1])
@@ -242,14 +242,14 @@ def test_text_before_a_picture_is_shared_with_texts(tmp_path: Path) -> None:
     core = Headed(target, Speculation(methods=("eagle3",), model=str(folder), draft_sample_method="greedy")).core()
     order = shown(1, [20, 7], [picture(1)]).order(target, GREEDY)
     run(core, [Request("picture", order)])
-    text = Request("text", Order([*order.prompt_token_ids[: order.spans[0].start], 5], GREEDY))
+    text = Request("text", RequestSpec([*order.prompt_token_ids[: order.spans[0].start], 5], GREEDY))
     assert run_and_compare(core, [text]) > 20
     assert text.num_cached_tokens >= 16
 
 
 def test_states_that_wait_do_not_keep_those_of_their_step() -> None:
     pairs, states = HeadPairs(16), np.zeros((95, 8), dtype=np.float32)
-    one, prompt = Request("one", Order([1] * 4, GREEDY)), Request("prompt", Order([2] * 94, GREEDY))
+    one, prompt = Request("one", RequestSpec([1] * 4, GREEDY)), Request("prompt", RequestSpec([2] * 94, GREEDY))
     pairs.take([(one, 4)], {}, [], torch.zeros(4, 8))
     one.num_computed_tokens, one.output_token_ids = 4, [3, 4]
     pairs.take([(one, 1), (prompt, 94)], {}, [], torch.from_numpy(states))

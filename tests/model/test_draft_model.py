@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from pd_cluster import LLM, SamplingParams
-from pd_cluster.engine.draft.size import DraftSize, Guess
+from pd_cluster.engine.draft.draft_size import DraftSize, Guess
 from pd_cluster.engine.draft.step_costs import StepCosts
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ConfigError, ModelError
-from pd_cluster.model import load_runner
-from pd_cluster.model.runner import ModelRunner
+from pd_cluster.model.runner.model_runner import ModelRunner, load_runner
 from pd_cluster.settings.speculation import SampleMethod, Speculation
-from pd_cluster.types import Order, Request, Sampling, TokenOutput
+from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
 from pd_cluster.wire import SleepLevel
 from tests.support.checkpoints import reference_greedy, reference_model
 from tests.support.engines import MAX_STEPS, make_core, random_prompt, run
@@ -63,7 +62,7 @@ def traffic(seed: int, sampling: Iterable[Sampling] = (GREEDY, DRAWN)) -> list[R
     shared = random_prompt(rng, 67)
     prompts = [random_prompt(rng, length) for length in (1, 8, 33, 90)] + [shared, [*shared, 5], shared[:40] + [9] * 30]
     choices = list(sampling)
-    orders = [Order(prompt, choices[at % len(choices)]) for at, prompt in enumerate(prompts)]
+    orders = [RequestSpec(prompt, choices[at % len(choices)]) for at, prompt in enumerate(prompts)]
     return [Request(f"r{at}", order, arrival_s=float(at)) for at, order in enumerate(orders)]
 
 
@@ -159,7 +158,7 @@ def test_it_drafts_no_further_than_its_length(
     folder = checkpoint(architecture)
     core = make_core(folder, speculation=Speculation(methods=("draft_model",), model=str(folder), **keys), **ROOM)
     core.drafting.size = AnySize(5, least=1)
-    request = Request("r", Order(random_prompt(random.Random(4), 10), DRAWN), arrival_s=0.0)
+    request = Request("r", RequestSpec(random_prompt(random.Random(4), 10), DRAWN), arrival_s=0.0)
     core.scheduler.add(request)
     lengths = []
     while core.scheduler.requests:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.model.load_runner import load_runner
-from pd_cluster.model.runner import ModelRunner
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Sampling
+from pd_cluster.model.runner.load_runner import load_runner
+from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import RequestSpec, Sampling
 from tests.model.test_company import wide
 from tests.support.adapters import digest_of, loaded, make_adapter
 from tests.support.checkpoints import CONFIGS, make_checkpoint
@@ -118,7 +118,7 @@ def test_rows_with_adapters(checkpoint: Callable[..., Path], tmp_path: Path) -> 
     runner = runner_of(folder, adapters=loaded(*adapters))
     first, second = map(digest_of, adapters)
     for variants in ((first, ""), (second, first)):
-        orders = [Order([1], Sampling(), variant=variant) for variant in variants]
+        orders = [RequestSpec([1], Sampling(), variant=variant) for variant in variants]
         Steps(runner, orders, (30, 16)).compare(*cases_of(1, 2, 5, 12))
 
 
@@ -126,7 +126,7 @@ def test_rows_behind_positions_of_their_own() -> None:
     """M-RoPE, beside sequences whose positions are their indices."""
     runner, rng = runner_of(shared_folder(make_vision, "qwen2_vl")), random.Random(2)
     prompt = [rng.randrange(1, 250) for _ in range(20)]
-    orders = [Order(prompt, Sampling(), rope_positions=spread(rng, 20)), Order([1], Sampling())]
+    orders = [RequestSpec(prompt, Sampling(), rope_positions=spread(rng, 20)), RequestSpec([1], Sampling())]
     Steps(runner, orders, (30, 16)).compare(*cases_of(1, 2, 5, 12))
 
 

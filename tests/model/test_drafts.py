@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.settings.speculation import Speculation
-from pd_cluster.types import Guide, Order, Request, Sampling, TokenOutput
+from pd_cluster.types import Guide, Request, RequestSpec, Sampling, TokenOutput
 from tests.support.adapters import digest_of, loaded, make_adapter
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.support.drafts import AllDrafts, liars
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def requests_of(seed: int, num: int = 10, variants: Sequence[str] = ("",)) -> list[Request]:
     rng = random.Random(seed)
     orders = [
-        Order(
+        RequestSpec(
             random_prompt(rng, rng.randrange(1, 34)),
             SAMPLINGS[at % len(SAMPLINGS)],
             variant=variants[at % len(variants)],
@@ -154,7 +154,7 @@ def test_own_drafters(checkpoint: Checkpoints) -> None:
         Sampling(temperature=0.5, seed=1, **copying),
         Sampling(temperature=0.0, max_tokens=24, guide=Guide("regex", "abcdefgh[0-9]ijklmnop"), logprobs=0),
     ]
-    orders = [Order((random_prompt(rng, 8) * 4)[: 20 + at], samplings[at % 3]) for at in range(6)]
+    orders = [RequestSpec((random_prompt(rng, 8) * 4)[: 20 + at], samplings[at % 3]) for at in range(6)]
 
     def asked(answers: Answers | None = None) -> list[Request]:
         """With answers, each of the first half expects its own, apart from one token."""
@@ -187,6 +187,8 @@ def test_no_drafts_where_company_matters(checkpoint: Checkpoints, dtype: str, dr
     """In transformers' modules with 16 bits, on a CPU: near ties are frequent, and rows depend on each other."""
     core = make_core(checkpoint("gpt2"), dtype=dtype, device="cpu", num_blocks=16, max_model_len=64)
     core.drafting.size = AllDrafts()
-    order = Order([1, 2, 3], Sampling(temperature=0.0, max_tokens=9, ignore_eos=True), prediction=tuple(range(9)) * 3)
+    order = RequestSpec(
+        [1, 2, 3], Sampling(temperature=0.0, max_tokens=9, ignore_eos=True), prediction=tuple(range(9)) * 3
+    )
     run(core, [Request("r", order)])
     assert (core.drafting.totals.num_draft_tokens > 0) == drafts

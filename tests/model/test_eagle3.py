@@ -16,18 +16,18 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ConfigError
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.batch import PairRows, Taps, batch_of
-from pd_cluster.model.declared import layout_of
-from pd_cluster.model.draft_head import DraftHead
-from pd_cluster.model.eagle3 import check_eagle3, load_eagle3
-from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.model.load_plan import LoadPlan
-from pd_cluster.model.parallel.group import Alone
-from pd_cluster.model.parts import load_parts
-from pd_cluster.model.step_input import StepInput
-from pd_cluster.native.products import multiplies_bf16
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.draft.draft_head import DraftHead
+from pd_cluster.model.draft.eagle3_head import check_eagle3, load_eagle3
+from pd_cluster.model.inputs.forward_batch import AuxiliaryStates, PairRows, batch_of
+from pd_cluster.model.inputs.step_input import StepInput
+from pd_cluster.model.language_model.cache_declaration import layout_of
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.parallel.rank_group import SingleRank
+from pd_cluster.model.planning.load_plan import LoadPlan
+from pd_cluster.model.runner.loaded_parts import load_parts
+from pd_cluster.native.packed_products import multiplies_bf16
+from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.settings.speculation import Speculation
 from tests.support.checkpoints import reference_model
 from tests.support.eagle3_eager import EagerEagle3
@@ -83,7 +83,7 @@ HEADS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # name -> mode
 def plan_of(target: Path, head: Path, **settings: Any) -> LoadPlan:
     speculation = Speculation(methods=("eagle3",), model=str(head))
     given = {"device": "cpu", "dtype": "float32", "block_size": BLOCK_SIZE, **settings}
-    return LoadPlan.of(EngineConfig(model=str(target), speculation=speculation, **given), Alone(), CPU)
+    return LoadPlan.of(EngineConfig(model=str(target), speculation=speculation, **given), SingleRank(), CPU)
 
 
 def load(target: Path, head: Path, **settings: Any) -> tuple[FusedCausalLM, DraftHead]:
@@ -140,7 +140,7 @@ class World:
     def compute(self, chunks: Sequence[tuple[Sequence3, int, list[int]]]) -> None:
         """Lets the model compute tokens, and keeps their states."""
         batch = batch_of(self.step(chunks), self.pool)
-        batch.taps = Taps(self.head.taps)
+        batch.taps = AuxiliaryStates(self.head.taps)
         self.model(batch)
         states = self.head.project(torch.cat(batch.taps.states, dim=-1))
         for (sequence, _, token_ids), own in zip(chunks, states.split([len(each[2]) for each in chunks]), strict=True):
@@ -306,7 +306,7 @@ def test_taps_are_the_inputs_of_layers(
     expected = [inputs_of_layers(target, each.token_ids) for each in sequences]
 
     @torch.inference_mode()
-    def compute(world: World, step: StepInput, taps: Taps | None) -> torch.Tensor:
+    def compute(world: World, step: StepInput, taps: AuxiliaryStates | None) -> torch.Tensor:
         batch = batch_of(step, world.pool)
         batch.taps = taps
         return model(batch)
@@ -321,7 +321,7 @@ def test_taps_are_the_inputs_of_layers(
         ]
         step = worlds[0].step([chunk for chunk in given if chunk[2]])
         step.rows[:, 3] = step.rows[:, 0] if wants_all else 1
-        taps, apart = Taps(layers), Taps(layers)
+        taps, apart = AuxiliaryStates(layers), AuxiliaryStates(layers)
         logits = [compute(worlds[0], step, taps), compute(worlds[1], step, None)]
         model.decoder = None
         logits.append(compute(worlds[2], step, apart))

@@ -15,21 +15,21 @@ import torch
 from msgspec import structs
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.experts import num_experts_of
+from pd_cluster.checkpoints.expert_counts import num_experts_of
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ConfigError
-from pd_cluster.model import loader, modules
 from pd_cluster.model.layers.expert_share import ExpertShare
-from pd_cluster.model.load_plan import LoadPlan
-from pd_cluster.model.load_runner import load_runner
-from pd_cluster.model.parallel import shard
+from pd_cluster.model.loading import model_loader, transformers_modules
+from pd_cluster.model.parallel import weight_slices
 from pd_cluster.model.parallel.expert_modules import ExpertModules
-from pd_cluster.model.parallel.group import Alone
-from pd_cluster.model.parallel.rank_part import OwnFiles
-from pd_cluster.settings.adapters import AdapterSettings
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.model.parallel.rank_group import SingleRank
+from pd_cluster.model.parallel.rank_tensors import OwnFiles
+from pd_cluster.model.planning.load_plan import LoadPlan
+from pd_cluster.model.runner.load_runner import load_runner
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.lora_settings import AdapterSettings
 from pd_cluster.settings.speculation import Speculation
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import CONFIGS, make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
 from tests.support.hybrids import HYBRIDS
@@ -70,7 +70,7 @@ def prompts_of(*lengths: int) -> list[list[int]]:
 
 
 def requests_of(prompts: Sequence[list[int]], sampling: Sampling = GREEDY) -> list[Request]:
-    return [Request(f"r{i}", Order(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+    return [Request(f"r{i}", RequestSpec(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
 
 
 # ---- in an instance
@@ -111,7 +111,7 @@ def test_other_forms_have_the_tokens_of_one_rank(checkpoint: Checkpoints, tmp_pa
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in SPLIT if name not in FUSED_ALONE])
 def test_transformers_modules_on_ranks(checkpoint: Checkpoints, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "can_fuse", lambda _: False)
+    monkeypatch.setattr(model_loader, "can_fuse", lambda _: False)
     test_ranks_generate_the_same_tokens(checkpoint, f"{name} 2 round_robin")
 
 
@@ -121,7 +121,7 @@ def test_transformers_modules_on_ranks(checkpoint: Checkpoints, name: str, monke
 @contextmanager
 def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Yields the sizes of what is read of experts, in bytes."""
-    found, opened = list[int](), shard.opened
+    found, opened = list[int](), weight_slices.opened
 
     class Slice:
         def __init__(self, inner: Any, key: str) -> None:
@@ -149,7 +149,7 @@ def reading(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
             yield Stream(inner)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard, "opened", recorded)
+        patch.setattr(weight_slices, "opened", recorded)
         yield found
 
 
@@ -164,12 +164,12 @@ def test_each_rank_reads_and_holds_its_own_experts(
     checkpoint: Checkpoints, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened = Checkpoint.open(str(checkpoint(name)))
-    whole = experts_in(modules.load_plain(opened, "float32", CPU))
+    whole = experts_in(transformers_modules.load_plain(opened, "float32", CPU))
     num_experts, size = num_experts_of(opened.config), 2
     for share in (ExpertShare(0, size), ExpertShare(1, size), ExpertShare(1, size, "round_robin")):
-        own = ExpertModules(share, num_experts, modules.config_of(opened))
+        own = ExpertModules(share, num_experts, transformers_modules.config_of(opened))
         with reading(monkeypatch) as num_read:
-            held = experts_in(modules.load_plain(opened, "float32", CPU, None, own))
+            held = experts_in(transformers_modules.load_plain(opened, "float32", CPU, None, own))
         assert held.keys() == whole.keys()
         for each, all_of_them in zip(held.values(), whole.values(), strict=True):
             assert torch.equal(each, all_of_them[share.own(num_experts)])
@@ -226,7 +226,7 @@ def test_a_unit_of_instances_of_two_ranks(checkpoint: Checkpoints) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in TYPES if name not in FUSED_ALONE])
 def test_transformers_modules_in_a_unit(checkpoint: Checkpoints, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "can_fuse", lambda _: False)
+    monkeypatch.setattr(model_loader, "can_fuse", lambda _: False)
     test_a_unit_generates_the_same_tokens(checkpoint, f"{name} 2")
 
 
@@ -318,6 +318,6 @@ def test_what_cannot_be_spread_is_refused_by_name(checkpoint: Checkpoints) -> No
 
 def test_a_unit_of_a_model_without_experts_shares_nothing(checkpoint: Checkpoints) -> None:
     config = EngineConfig(model=str(checkpoint("llama")), data_parallel_size=2)
-    assert LoadPlan.of(config, Alone(), CPU).experts is None
+    assert LoadPlan.of(config, SingleRank(), CPU).experts is None
     alone = EngineConfig(model=str(checkpoint("qwen3_moe")), enable_expert_parallel=True)
-    assert LoadPlan.of(alone, Alone(), CPU).experts is None
+    assert LoadPlan.of(alone, SingleRank(), CPU).experts is None

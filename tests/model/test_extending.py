@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from pd_cluster import LLM
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from tests.support.checkpoints import reference_greedy
 from tests.support.clips import clip, file_of
 from tests.support.prompt_adapters import make_prompt_adapter
@@ -34,9 +34,9 @@ MOST_FILES = {
     "A kind of attention": 2,
 }
 POLICY = """
-from pd_cluster.cluster.routing.policy import POLICIES
-from pd_cluster.settings.options import ServeOptions
-from tests.unit.test_policy import ASK, instance, link
+from pd_cluster.cluster.placement.routing_policy import POLICIES
+from pd_cluster.settings.serve_options import ServeOptions
+from tests.unit.test_routing_policy import ASK, instance, link
 instances = [instance(name) for name in ("prefill-0", "prefill-1", "decode-0", "decode-1")]
 for prefill in instances[:2]:
     link(prefill, *instances[2:])
@@ -46,14 +46,14 @@ print(*(each.name for each in POLICIES["fewest-requests"](instances, ASK)))
 print(ServeOptions(routing_policy="fewest-requests").routing(POLICIES).policy)
 """
 STAGE = """
-import pd_cluster.engine.build_worker
-from pd_cluster.engine.background import Background
-from pd_cluster.types import Order
+import pd_cluster.engine.assembly.build_worker
+from pd_cluster.engine.stages.background import Background
+from pd_cluster.types import RequestSpec
 from tests.support.worker_world import PROMPT, World, sampling
 world = World(stages_of=lambda scheduler, legs, clock: [Background(legs.table)])
 world.submit("chat", PROMPT, sampling(1))
-world.order("batch", Order(PROMPT, sampling(1), batch="b"))
-world.order("aborted", Order(PROMPT, sampling(1), batch="b"))
+world.order("batch", RequestSpec(PROMPT, sampling(1), batch="b"))
+world.order("aborted", RequestSpec(PROMPT, sampling(1), batch="b"))
 for at in range(40):
     if at == 1:
         world.mail(pd_cluster.wire.Abort("aborted", 0))
@@ -85,7 +85,7 @@ if __name__ == "__main__":
                 print(error)
 """
 SETTING = """
-from pd_cluster.settings.options import ServeOptions
+from pd_cluster.settings.serve_options import ServeOptions
 print(ServeOptions(model="x", max_prefill_seqs=3).engine().max_prefill_seqs)
 """
 TRANSPORT = """

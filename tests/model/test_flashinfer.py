@@ -14,19 +14,19 @@ import pytest
 import torch
 
 from pd_cluster.devices.device import CPU
-from pd_cluster.engine.build import build_core
+from pd_cluster.engine.assembly.build_engine import build_core
 from pd_cluster.errors import ModelError, told
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model import loader
-from pd_cluster.model.attention import sdpa
-from pd_cluster.model.attention.sdpa import Scoring
-from pd_cluster.model.attention_choice import Attention
-from pd_cluster.model.batch import batch_of, build_batch
-from pd_cluster.model.causal_lm import PlainCausalLM
-from pd_cluster.model.graphs import DecodeGraphs, GraphRules
-from pd_cluster.model.step_input import step_input
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules
+from pd_cluster.model.inputs.forward_batch import batch_of, build_batch
+from pd_cluster.model.inputs.step_input import step_input
+from pd_cluster.model.kernels.attention_backend import Attention
+from pd_cluster.model.language_model.causal_lm import PlainCausalLM
+from pd_cluster.model.layers.attention import sdpa
+from pd_cluster.model.layers.attention.sdpa import Scoring
+from pd_cluster.model.loading import model_loader
+from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Request, Sampling
 from tests.support import fake_flashinfer as fake
 from tests.support.engines import assert_all_same, generate, random_prompt
@@ -47,12 +47,12 @@ STEPS = {
 
 @pytest.fixture(name="module")
 def with_fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """pd_cluster.model.cuda.flashinfer, over the fake."""
+    """pd_cluster.model.kernels.cuda.attention.flashinfer, over the fake."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake.as_module())
-    module = importlib.import_module("pd_cluster.model.cuda.flashinfer")
+    module = importlib.import_module("pd_cluster.model.kernels.cuda.attention.flashinfer")
     monkeypatch.setattr(module, "LEAST_WORKSPACE_NBYTES", 0)
     yield module
-    sys.modules.pop("pd_cluster.model.cuda.flashinfer")
+    sys.modules.pop("pd_cluster.model.kernels.cuda.attention.flashinfer")
 
 
 def a_pool(generator: torch.Generator, num_layers: int = 2) -> KVPool:
@@ -232,8 +232,8 @@ def test_transformers_modules_attend_through_it(
     """The load's proofs, prompts in chunks and decoding, against transformers' generate()."""
     kernels = module.FlashInfer(CPU)
     attention = Attention("FlashInfer", kernels.write_and_attend, kernels.attend_batch)
-    monkeypatch.setattr(loader, "choose_attention", lambda *given: attention)
-    monkeypatch.setattr(loader, "can_fuse", lambda model: False)
+    monkeypatch.setattr(model_loader, "choose_attention", lambda *given: attention)
+    monkeypatch.setattr(model_loader, "can_fuse", lambda model: False)
     folder = checkpoint("gemma2")
     config = EngineConfig(
         model=str(folder), num_blocks=40, max_model_len=64, max_num_batched_tokens=16, device="cpu", dtype="float32"

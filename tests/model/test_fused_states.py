@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.native import states
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.native import state_kernels
 from tests.model.test_states import KEPT, STEPS, ids_of
 from tests.support.checkpoints import reference_model
 from tests.support.hybrids import HYBRIDS
 from tests.support.state_world import StateWorld, load_fused, row_errors
 from tests.support.usual import slow_but
 
-pytestmark = pytest.mark.skipif(not states.can_run(), reason="no C kernels here")
+pytestmark = pytest.mark.skipif(not state_kernels.can_run(), reason="no C kernels here")
 
 Checkpoints = Callable[..., Path]
 NOT_FUSED = ("olmo_hybrid", "bailing_hybrid")

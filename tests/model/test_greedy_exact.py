@@ -12,11 +12,11 @@ from transformers import AutoConfig
 
 from pd_cluster.checkpoints.checkpoint import SUPPORTED_MODEL_TYPES
 from pd_cluster.errors import ModelError
-from pd_cluster.model.causal_lm import PlainCausalLM
-from pd_cluster.model.load_runner import load_runner
-from pd_cluster.model.parallel.plan import REFUSED, ParallelPlan
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.model.language_model.causal_lm import PlainCausalLM
+from pd_cluster.model.parallel.parallel_plan import REFUSED, ParallelPlan
+from pd_cluster.model.runner.load_runner import load_runner
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import CONFIGS, make_checkpoint
 from tests.support.engines import DEVICE, assert_all_same, assert_same, generate, make_core, random_prompt
 from tests.support.hybrids import HYBRIDS
@@ -87,10 +87,10 @@ def test_layers_that_are_done_do_not_change(
 ) -> None:
     """Layers reported as done during a step are final: KV cache sent early equals that at the end."""
     if not fused:
-        monkeypatch.setattr("pd_cluster.model.loader.can_fuse", lambda *_: False)
+        monkeypatch.setattr("pd_cluster.model.loading.model_loader.can_fuse", lambda *_: False)
     runner = load_runner(EngineConfig(model=str(checkpoint(architecture)), block_size=4, num_blocks=128))
     assert fused or isinstance(runner.model, PlainCausalLM)
-    request = Request("r", Order(random_prompt(random.Random(1), 21), Sampling(max_tokens=2)))
+    request = Request("r", RequestSpec(random_prompt(random.Random(1), 21), Sampling(max_tokens=2)))
     request.tables = [random.Random(2).sample(range(128), 6) for _ in runner.pools]
     seen: list[list[torch.Tensor]] = []
 

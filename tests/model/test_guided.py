@@ -16,11 +16,11 @@ import httpx
 import jsonschema
 import pytest
 
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import GuideError
 from pd_cluster.text.grammar import Compiler
 from pd_cluster.text.tokenizer import Tokenizer
-from pd_cluster.types import Guide, Order, Request, Sampling
+from pd_cluster.types import Guide, Request, RequestSpec, Sampling
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE
 from tests.support.engines import make_core, run
 from tests.support.schemas import random_schema
@@ -76,7 +76,7 @@ def requests_of(guides: list[Guide | None], **fields: Any) -> list[Request]:
     found = []
     for at, guide in enumerate(guides):
         sampling = Sampling(guide=guide, seed=at, **{"max_tokens": 60, **fields})
-        found.append(Request(f"r{at}", Order(list(b"prompt %d" % at), sampling), arrival_s=at))
+        found.append(Request(f"r{at}", RequestSpec(list(b"prompt %d" % at), sampling), arrival_s=at))
     return found
 
 

@@ -12,13 +12,13 @@ import pytest
 from msgspec import structs
 from tokenizers import Tokenizer
 
-from pd_cluster.engine.build import keep_rule_of
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.assembly.build_engine import keep_rule_of
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ConfigError
-from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.settings.adapters import AdapterSettings
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Guide, Order, Request, Sampling, TokenOutput
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.lora_settings import AdapterSettings
+from pd_cluster.types import Guide, Request, RequestSpec, Sampling, TokenOutput
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run, together
 from tests.support.hybrids import HYBRIDS
@@ -65,7 +65,7 @@ def hits(core: EngineCore, prompts: list[list[int]], sampling: Sampling = GREEDY
 
 @pytest.mark.parametrize("architecture", slow_but(("qwen3_next", "kimi_linear", "bamba", "olmo_hybrid"), HYBRIDS))
 def test_prompts_of_every_length(checkpoint: Checkpoints, architecture: str) -> None:
-    """Alone, all at once, and again with what was kept of them."""
+    """SingleRank, all at once, and again with what was kept of them."""
     folder, rng = checkpoint(architecture), random.Random(1)
     core = core_of(folder)
     prompts = [random_prompt(rng, n) for n in (1, 2, 16, 17, 63, 64, 65, 130, 300)]
@@ -102,7 +102,7 @@ def test_a_swap_changes_no_bit(checkpoint: Checkpoints) -> None:
 
 
 def scored(core: EngineCore, prompts: list[list[int]], sampling: Sampling = SCORED) -> list[list[tuple[int, Any]]]:
-    requests = [Request(f"r{i}", Order(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+    requests = [Request(f"r{i}", RequestSpec(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
     found = run(core, requests)
     return [numbers(found[request.request_id][0]) for request in requests]
 
@@ -179,13 +179,13 @@ def test_sequences_and_beams_have_states_of_their_own(checkpoint: Checkpoints, a
     beams = Sampling(beam_width=3, n=2, max_tokens=10, temperature=0.0, ignore_eos=True)
     prompt = random_prompt(rng, 50)
     for sampling in (drawn, beams):
-        orders = [Order(prompt, sampling), *(Order(each, GREEDY) for each in company)]
+        orders = [RequestSpec(prompt, sampling), *(RequestSpec(each, GREEDY) for each in company)]
         together = run(core, [Request(f"r{i}", order, arrival_s=float(i)) for i, order in enumerate(orders)])["r0"]
-        alone = run(core_of(folder, num_blocks=64), [Request("r", Order(prompt, sampling))])["r"]
+        alone = run(core_of(folder, num_blocks=64), [Request("r", RequestSpec(prompt, sampling))])["r"]
         assert {at: ids_of(each) for at, each in together.items()} == {at: ids_of(each) for at, each in alone.items()}
         assert len({tuple(ids_of(each)) for each in together.values()}) == len(together)
     for index in range(3):  # each is the sequence that goes on from its own tokens
-        tokens = ids_of(run(core, [Request("again", Order(prompt, drawn))])["again"][index])
+        tokens = ids_of(run(core, [Request("again", RequestSpec(prompt, drawn))])["again"][index])
         again = Sampling(max_tokens=8, temperature=0.0)
         whole = [*prompt, *tokens]
         assert_all_same(folder, [whole], generate(core, [whole], again), 8)
@@ -200,10 +200,10 @@ def test_guides_and_predictions(checkpoint: Checkpoints) -> None:
     schema = '{"type": "object", "properties": {"a": {"enum": ["forced"]}}, "required": ["a"]}'
     guided = structs.replace(GREEDY, guide=Guide("json", schema), max_tokens=40)
     core = core_of(folder)
-    predicted = Order(prompt, GREEDY, prediction=tuple(wrong))
-    found = together(core, [predicted, Order(company, guided), Order(prompt, guided)])
+    predicted = RequestSpec(prompt, GREEDY, prediction=tuple(wrong))
+    found = together(core, [predicted, RequestSpec(company, guided), RequestSpec(prompt, guided)])
     assert found[0] == free
-    assert found[1:] == [together(core_of(folder), [Order(each, guided)])[0] for each in (company, prompt)]
+    assert found[1:] == [together(core_of(folder), [RequestSpec(each, guided)])[0] for each in (company, prompt)]
     text = Tokenizer.from_file(str(folder / "tokenizer.json")).decode(found[2])
     assert json.loads(text) == {"a": "forced"}
 

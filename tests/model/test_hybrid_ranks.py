@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model import loader
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.model.loading import model_loader
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support import ranks as rank_threads
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
 from tests.support.hybrids import HYBRIDS
@@ -84,13 +84,13 @@ def test_fields_that_change_what_is_cut(
 ) -> None:
     architecture, size, changes = FIELDS[name]
     if not is_fused:
-        monkeypatch.setattr(loader, "can_fuse", lambda _: False)
+        monkeypatch.setattr(model_loader, "can_fuse", lambda _: False)
     assert ("fused layers" in check_tokens(checkpoint(architecture, **changes), size)) == is_fused
 
 
 @pytest.mark.parametrize("case", slow_but(("granitemoehybrid 2",), CASES))
 def test_transformers_modules_on_ranks(checkpoint: Checkpoints, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "can_fuse", lambda _: False)
+    monkeypatch.setattr(model_loader, "can_fuse", lambda _: False)
     name, size = case.split()
     assert "transformers' modules" in check_tokens(checkpoint(name), int(size))
 
@@ -98,7 +98,7 @@ def test_transformers_modules_on_ranks(checkpoint: Checkpoints, case: str, monke
 def block_of_a_state(core: EngineCore) -> int:
     """Computes a prompt in one step and three tokens; returns the block that has the state behind them."""
     sampling = Sampling(max_tokens=9, temperature=0.0, ignore_eos=True)
-    core.scheduler.add(Request("r", Order(random_prompt(random.Random(2), 37), sampling)))
+    core.scheduler.add(Request("r", RequestSpec(random_prompt(random.Random(2), 37), sampling)))
     for _ in range(4):
         core.step()
     (block,) = core.scheduler.requests["r#0"].tables[-1]
@@ -141,7 +141,7 @@ def test_preempted_states_on_every_rank(checkpoint: Checkpoints, mode: str) -> N
     sampling = Sampling(n=3, max_tokens=14, temperature=0.8, seed=7)
 
     def requests() -> list[Request]:
-        return [Request(f"r{i}", Order(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+        return [Request(f"r{i}", RequestSpec(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
 
     expected = run(make_core(folder, **{**sizes, "num_blocks": 512}), requests())
     with ranks(folder, 2, **{**sizes, "num_blocks": 30, "preemption_mode": mode, "swap_space_gib": 0.05}) as core:

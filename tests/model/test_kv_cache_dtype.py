@@ -18,12 +18,12 @@ from pd_cluster import LLM, SamplingParams
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import ConfigError, ModelError
-from pd_cluster.kv.layout import CODE_BITS
-from pd_cluster.model import loader
-from pd_cluster.model.layers import linear
-from pd_cluster.model.loader import load_model, resolve_dtype
-from pd_cluster.native import products as quantized
-from pd_cluster.settings.engine import KV_CACHE_DTYPES, EngineConfig
+from pd_cluster.kv.kv_layout import CODE_BITS
+from pd_cluster.model.layers import packed_linear
+from pd_cluster.model.loading import model_loader
+from pd_cluster.model.loading.model_loader import load_model, resolve_dtype
+from pd_cluster.native import packed_products as quantized
+from pd_cluster.settings.engine_config import KV_CACHE_DTYPES, EngineConfig
 from tests.model.test_company import numbers, prompts_of, wide
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.coded_cache import CacheOf, generated
@@ -201,7 +201,7 @@ def test_rows_of_wide_products_do_not_depend_on_company_or_threads(threads: int,
     torch.manual_seed(1)
     before = torch.get_num_threads()
     for outputs, inputs in ((64, 8192), (150_000, 128)):
-        layer = linear.make_linear(torch.randn(outputs, inputs).bfloat16())
+        layer = packed_linear.make_linear(torch.randn(outputs, inputs).bfloat16())
         x = torch.randn(37, inputs)
         torch.set_num_threads(1)
         expected = layer(x)
@@ -233,7 +233,7 @@ def test_auto(
 ) -> None:
     folder = make_checkpoint(tmp_path / "model", architecture)
     AutoModelForCausalLM.from_pretrained(folder, dtype=stored).save_pretrained(folder)
-    monkeypatch.setattr(loader, "multiplies_bf16", lambda: multiplies)
+    monkeypatch.setattr(model_loader, "multiplies_bf16", lambda: multiplies)
     assert resolve_dtype("auto", Checkpoint.of(EngineConfig(model=str(folder))), device) == wanted
     if architecture == "llama" and device == CPU:
         quantizing = Checkpoint.of(EngineConfig(model=str(folder), quantization="int8"))
@@ -256,10 +256,10 @@ def test_the_pool_and_the_numerics_are_of_16_bits(tmp_path: Path) -> None:
 
 
 def test_wrong_products_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def shifted(weight: torch.Tensor, bias: torch.Tensor | None) -> linear.Linear | None:
+    def shifted(weight: torch.Tensor, bias: torch.Tensor | None) -> packed_linear.Linear | None:
         return quantized.bf16_linear(weight.roll(1, 0), bias)
 
-    monkeypatch.setattr(linear, "bf16_linear", shifted)
+    monkeypatch.setattr(packed_linear, "bf16_linear", shifted)
     with pytest.raises(ModelError, match="fusing the layers changed the logits"):
         load_model(Checkpoint.of(EngineConfig(model=str(narrow(tmp_path / "model")))), "bfloat16", CPU)
 

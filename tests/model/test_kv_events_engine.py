@@ -13,10 +13,10 @@ import msgspec
 import pytest
 import zmq
 
-from pd_cluster.engine.kv_events import KVEvents
+from pd_cluster.engine.stages.kv_event_publisher import KVEvents
 from pd_cluster.net.event_publisher import EventPublisher
-from pd_cluster.settings.config import Credentials
-from pd_cluster.settings.kv_events import KVEventsConfig
+from pd_cluster.settings.kv_events_config import KVEventsConfig
+from pd_cluster.settings.process_configs import Credentials
 from pd_cluster.types import Sampling
 from tests.support.engines import generate, make_core
 from tests.support.kv_event_readers import DECODER, Mirror, Reader, await_subscriber

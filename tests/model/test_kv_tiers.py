@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from pd_cluster.checkpoints.weight_files import SAMPLE_NBYTES
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ConfigError
+from pd_cluster.kv.block_seal import Seal
 from pd_cluster.kv.disk_store import DiskStore
 from pd_cluster.kv.host_tier import HostTier, LoadCost
-from pd_cluster.kv.prefix import chain_hashes
-from pd_cluster.kv.seal import Seal
-from pd_cluster.kv.tier_orders import LowerKind
+from pd_cluster.kv.prefix_index import chain_hashes
+from pd_cluster.kv.tier_commands import LowerKind
 from pd_cluster.kv.tier_thread import Store
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.engines import assert_same, generate, make_core, random_prompt, run
 from tests.support.tiers import SECRET, TieredEngine
 
@@ -306,7 +306,7 @@ def test_evicted_prompts_are_loaded_and_exact(checkpoint: Checkpoints) -> None:
     greedy = Sampling(max_tokens=6, temperature=0.0)
     first = [generate(core, [prompt], greedy)[0] for prompt in prompts]
     assert core.scheduler.num_tier_hit_tokens == 0
-    run(core, [Request("r", Order(prompts[0], greedy, cache_salt="another tenant"))])
+    run(core, [Request("r", RequestSpec(prompts[0], greedy, cache_salt="another tenant"))])
     assert core.scheduler.num_tier_hit_tokens == 0
     second = [generate(core, [prompt], greedy)[0] for prompt in prompts]
     assert second == first
@@ -330,7 +330,7 @@ def test_a_loaded_block_has_the_bits_of_the_evicted_one(checkpoint: Checkpoints)
     prompts = [random_prompt(rng, LENGTH) for _ in range(4)]
 
     def contents(prompt: list[int]) -> torch.Tensor:
-        request = Request("r", Order(prompt, Sampling(max_tokens=1)))
+        request = Request("r", RequestSpec(prompt, Sampling(max_tokens=1)))
         run(core, [request])
         hashes = request.block_hashes[: LENGTH // 8 - 1]  # the last one's tokens are computed again
         return torch.cat([core.runner.pool.block(block) for block in blocks.find(hashes)])  # type: ignore[attr-defined]

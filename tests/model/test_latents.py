@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ConfigError, LinkError, ModelError
-from pd_cluster.kv.layout import KVLayout, keys_and_values, latents
-from pd_cluster.kv.pair_check import check_pair
-from pd_cluster.model.attention_choice import choose_attention
-from pd_cluster.model.declared import LayerCache, caches_of, layout_of
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values, latents
+from pd_cluster.kv.pool_compatibility import check_pair
+from pd_cluster.model.kernels.attention_backend import choose_attention
+from pd_cluster.model.language_model.cache_declaration import LayerCache, caches_of, layout_of
 from pd_cluster.types import Sampling
 from tests.model.test_lora import check
 from tests.support.adapters import digest_of, loaded, make_adapter, merged

@@ -18,28 +18,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model import loader, modules
-from pd_cluster.model.adapter_devices import to_tables
-from pd_cluster.model.attention.sdpa import Scoring
-from pd_cluster.model.attention_choice import triton_attention
-from pd_cluster.model.batch import batch_of
-from pd_cluster.model.cuda.plan import SPLIT_KEYS
-from pd_cluster.model.declared import caches_of, layout_of
-from pd_cluster.model.fused_lm import FusedCausalLM, Served
-from pd_cluster.model.sampling.draw import Knobs
-from pd_cluster.model.sampling.on_device import draw_shaped
-from pd_cluster.model.speedups import sped_up
-from pd_cluster.model.step_input import step_input
-from pd_cluster.settings.adapters import AdapterSettings
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.forward_batch import batch_of
+from pd_cluster.model.inputs.step_input import step_input
+from pd_cluster.model.kernels.attention_backend import triton_attention
+from pd_cluster.model.kernels.cuda.attention.attention_plan import SPLIT_KEYS
+from pd_cluster.model.kernels.cuda_speedups import sped_up
+from pd_cluster.model.language_model.adapter_devices import to_tables
+from pd_cluster.model.language_model.cache_declaration import caches_of, layout_of
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM, Served
+from pd_cluster.model.layers.attention.sdpa import Scoring
+from pd_cluster.model.loading import model_loader, transformers_modules
+from pd_cluster.model.sampling.device_sampling import draw_shaped
+from pd_cluster.model.sampling.token_draw import DrawParameters
+from pd_cluster.settings.lora_settings import AdapterSettings
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.quantized import FORMATS, W8A8, rewritten
 
 pytest.importorskip("triton")
 
 ALLOCATIONS = {"aten::empty", "aten::new_empty", "aten::empty_strided", "aten::detach"}
 MAX_BEFORE = 7  # the embedding, and cos and sin by transformers' own module
-KNOBS = Knobs.of([Sampling(top_p=0.9)] * 2, np.array([0.3, 0.6]), 1000)
+KNOBS = DrawParameters.of([Sampling(top_p=0.9)] * 2, np.array([0.3, 0.6]), 1000)
 LORA = ["lora_shrink", "lora_expand"]
 END = ["rms_norm", "linear"]
 LAYER = ["rms_norm", "linear", "prepare_heads", "decode_kernel", "linear", "rms_norm", "linear", "gated", "linear"]
@@ -81,14 +81,14 @@ def model(plain: Any) -> FusedCausalLM:
 
 def load_as_on_cuda(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("PD_CLUSTER_CPU_KERNELS", "0")
-    monkeypatch.setattr(loader, "choose_attention", lambda *given: triton_attention())
-    return modules.load_plain(Checkpoint.open(str(folder)), "bfloat16", CPU)
+    monkeypatch.setattr(model_loader, "choose_attention", lambda *given: triton_attention())
+    return transformers_modules.load_plain(Checkpoint.open(str(folder)), "bfloat16", CPU)
 
 
 def fused_by(plain: Any, speedups: Sequence[str]) -> FusedCausalLM:
     caches = caches_of(plain)
-    ops = loader.choose_ops(layout_of(caches, 16, "bfloat16"), CPU, sped_up(triton_attention(), speedups))
-    fused = loader.fuse(plain, ops, Served(caches))
+    ops = model_loader.choose_ops(layout_of(caches, 16, "bfloat16"), CPU, sped_up(triton_attention(), speedups))
+    fused = model_loader.fuse(plain, ops, Served(caches))
     assert fused.ops.name == "Triton"
     return fused
 
@@ -100,7 +100,9 @@ def launched_by(
     num_blocks = -(-context_len // 16)
     pool = KVPool(layout_of(model.caches, 16, "bfloat16"), 3 * num_blocks)
     tables = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(3)]
-    requests = [Request(str(i), Order([1] * context_len, Sampling()), tables=[table]) for i, table in enumerate(tables)]
+    requests = [
+        Request(str(i), RequestSpec([1] * context_len, Sampling()), tables=[table]) for i, table in enumerate(tables)
+    ]
     for request in requests:
         request.num_computed_tokens = context_len - 1
     step = dataclasses.replace(step_input([(request, 1) for request in requests], 16), adapters=adapters)
@@ -158,10 +160,10 @@ def test_codes_add_no_launch_but_the_rounding_of_activations(
 def test_adapters_add_two_launches_to_a_linear_layer_and_none_to_a_step_without(
     checkpoint: Callable[[str], Path], plain: Any, launches: list[str]
 ) -> None:
-    adapters = loader.adapters_of(Checkpoint.open(str(checkpoint("llama"))), None)
+    adapters = model_loader.adapters_of(Checkpoint.open(str(checkpoint("llama"))), None)
     caches = caches_of(plain)
-    ops = loader.choose_ops(layout_of(caches, 16, "bfloat16"), CPU, triton_attention())
-    fused = loader.fuse(plain, ops, Served(caches, adapters=adapters))
+    ops = model_loader.choose_ops(layout_of(caches, 16, "bfloat16"), CPU, triton_attention())
+    fused = model_loader.fuse(plain, ops, Served(caches, adapters=adapters))
     to_tables(adapters.places, AdapterSettings(enable_lora=True), CPU, "bfloat16")
     adapters.places.rows.places[1] = 0
     found = launched_by(fused, 2, launches, adapters=np.array([1, 0, 1]))
@@ -189,11 +191,11 @@ def test_no_kernel_is_compiled_again_for_another_number_of_rows_or_place_in_a_bu
     """That takes seconds, in a client's step: a step's numbers are 1, multiples of 16, and others."""
     from triton.runtime.jit import JITFunction
 
-    from pd_cluster.model.cuda.attention import BatchMetadata, attend
-    from pd_cluster.model.cuda.attention_configs import configs_for
-    from pd_cluster.model.cuda.lora import CudaTable
-    from pd_cluster.model.cuda.plan import plan_decode
-    from pd_cluster.model.lora.device_rows import AdaptedBlocks
+    from pd_cluster.model.kernels.cuda.attention.attention_configs import configs_for
+    from pd_cluster.model.kernels.cuda.attention.attention_plan import plan_decode
+    from pd_cluster.model.kernels.cuda.attention.paged_attention import BatchMetadata, attend
+    from pd_cluster.model.kernels.cuda.linear.lora_tables import CudaTable
+    from pd_cluster.model.lora.adapter_row_blocks import AdaptedBlocks
 
     found: set[str] = set()
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, **options: found.add(variant_of(self, args, options)))
@@ -216,7 +218,7 @@ def test_no_kernel_is_compiled_again_for_another_number_of_rows_or_place_in_a_bu
 
 def test_a_shaped_draw_takes_three_launches(launches: list[str]) -> None:
     """By torch's operators it takes more than forty."""
-    from pd_cluster.model.cuda.draw import draw_rows
+    from pd_cluster.model.kernels.cuda.sampling.triton_draw import draw_rows
 
     there = {field.name: torch.from_numpy(getattr(KNOBS, field.name)) for field in dataclasses.fields(KNOBS)}
     logits = torch.randn(2, 1000)

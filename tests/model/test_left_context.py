@@ -13,15 +13,15 @@ import pytest
 from fastapi import FastAPI
 
 from pd_cluster import LLM, SamplingParams
-from pd_cluster.api.gate.error_answers import install_error_handlers
-from pd_cluster.api.openai.legacy import legacy_routes
-from pd_cluster.api.openai.openai import openai_routes
+from pd_cluster.api.middleware.error_responses import install_error_handlers
+from pd_cluster.api.routes.generate_routes import legacy_routes
+from pd_cluster.api.routes.openai_routes import openai_routes
 from pd_cluster.messages import GenerationConfig
-from pd_cluster.offline.batch import Batch
 from pd_cluster.offline.batch_lines import entry_of
+from pd_cluster.offline.batch_runner import BatchRunner
 from pd_cluster.offline.lmdeploy.pipeline import pipeline
-from pd_cluster.offline.session import Offline, OfflineConfig
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
+from pd_cluster.settings.engine_config import EngineConfig
 from tests.support.tokenizer_kinds import FIRST_BYTE, llama2
 
 RUST = llama2()
@@ -57,14 +57,14 @@ def folder(checkpoint: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def offline(folder: Path) -> Iterator[Offline]:
+def offline(folder: Path) -> Iterator[OfflineService]:
     engine = EngineConfig(model=str(folder), device="cpu", num_blocks=256)
-    with Offline(OfflineConfig(engine=engine, served_model_names=("tiny",))) as made:
+    with OfflineService(OfflineConfig(engine=engine, served_model_names=("tiny",))) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def post(offline: Offline) -> Post:
+def post(offline: OfflineService) -> Post:
     """`post(path, **fields)` returns a JSON answer, or the text of a stream."""
     app = FastAPI()
     install_error_handlers(app)
@@ -153,7 +153,7 @@ def test_chats(post: Post) -> None:
         assert "".join(delta.get("content", "") for delta in deltas) == expected
 
 
-def test_offline(offline: Offline, folder: Path) -> None:
+def test_offline(offline: OfflineService, folder: Path) -> None:
     with LLM(model=str(folder), num_blocks=64) as llm:
         params = SamplingParams(allowed_token_ids=WORLD["allowed_token_ids"], max_tokens=2, temperature=0)
         (output,) = llm.generate("Hello", params, use_tqdm=False)
@@ -170,7 +170,7 @@ def test_offline(offline: Offline, folder: Path) -> None:
     body = {"model": "tiny", "prompt": "Hello", **WORLD}
     line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": body}
     written: list[bytes] = []
-    offline.run(Batch(offline.service, written.append, 1).run(iter([entry_of(1, json.dumps(line).encode())])))
+    offline.run(BatchRunner(offline.service, written.append, 1).run(iter([entry_of(1, json.dumps(line).encode())])))
     assert json.loads(written[0])["response"]["body"]["choices"][0]["text"] == " world world"
 
 

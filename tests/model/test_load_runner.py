@@ -12,14 +12,14 @@ from msgspec import structs
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
-from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.devices.device_kinds import DeviceKind
 from pd_cluster.errors import Closed, ConfigError, ModelError
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model import load_runner
-from pd_cluster.model.expert_plan import share_of
-from pd_cluster.model.load_plan import LoadPlan
-from pd_cluster.model.parallel.group import Alone
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.parallel.rank_group import SingleRank
+from pd_cluster.model.planning.expert_plan import share_of
+from pd_cluster.model.planning.load_plan import LoadPlan
+from pd_cluster.model.runner.model_runner import load_runner
+from pd_cluster.settings.engine_config import EngineConfig
 
 Checkpoints = Callable[..., Path]
 
@@ -70,8 +70,8 @@ def test_instances_exchange_rows_wherever_torch_has_groups(
     with pytest.raises(ConfigError, match=f"--data-parallel-size 2: torch has no {backend} for {kind}:0 here, over"):
         share_of(config, found, alone, Device(kind), unit)
     monkeypatch.setattr("pd_cluster.devices.device.process_group", lambda device: object)
-    assert not LoadPlan.of(config, Alone(), Device(kind), unit).goes_ahead
-    assert LoadPlan.of(structs.replace(config, data_parallel_size=1), Alone(), Device(kind)).goes_ahead
+    assert not LoadPlan.of(config, SingleRank(), Device(kind), unit).goes_ahead
+    assert LoadPlan.of(structs.replace(config, data_parallel_size=1), SingleRank(), Device(kind)).goes_ahead
     on_host = share_of(config, found, alone, CPU, unit)
     assert on_host is not None
     assert on_host.exchange is unit

@@ -11,13 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.engine.step.limits import EngineLimits
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.engine.step.engine_limits import EngineLimits
 from pd_cluster.errors import ConfigError, ModelError
-from pd_cluster.model.step_input import AdapterSlots, step_input
+from pd_cluster.model.inputs.step_input import AdapterSlots, step_input
 from pd_cluster.native import build
-from pd_cluster.native import lora as native
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.native import lora_products as native
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.adapters import digest_of, loaded, logits_of, make_adapter, merged
 from tests.support.checkpoints import CONFIGS, reference_greedy_together
 from tests.support.engines import assert_all_same, make_core, random_prompt, run
@@ -35,7 +35,7 @@ OTHERS = [name for name in CONFIGS if name not in (*WITHOUT_PLAN, *QUICK_OF_RANK
 
 def of_adapters(prompts: list[list[int]], variants: list[str], sampling: Sampling = GREEDY) -> list[Request]:
     """One request for each prompt; the adapters take turns."""
-    orders = [Order(prompt, sampling, variant=variants[i % len(variants)]) for i, prompt in enumerate(prompts)]
+    orders = [RequestSpec(prompt, sampling, variant=variants[i % len(variants)]) for i, prompt in enumerate(prompts)]
     return [Request(f"r{i}", order, arrival_s=float(i)) for i, order in enumerate(orders)]
 
 
@@ -96,7 +96,7 @@ def test_ranks(checkpoint: Checkpoints, architecture: str, size: int, tmp_path: 
 
 @pytest.mark.parametrize("rank", [1, 64])
 def test_a_row_has_the_same_bits_in_any_company(checkpoint: Checkpoints, tmp_path: Path, rank: int) -> None:
-    """Alone, among rows of its own adapter, of others and of none; decoding rows, at widths above 1,024, too."""
+    """SingleRank, among rows of its own adapter, of others and of none; decoding rows, at widths above 1,024, too."""
     wide = {"hidden_size": 1280, "num_attention_heads": 10, "num_key_value_heads": 2, "head_dim": 128}
     folder = checkpoint("llama", **wide, intermediate_size=2560, num_hidden_layers=2, initializer_range=0.03)
     adapters = [make_adapter(tmp_path / f"a{i}", folder, i, rank=rank, strength=0.03) for i in range(3)]

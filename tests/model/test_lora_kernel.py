@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pd_cluster.model.lora.adapted import LowRank, Site, StepRows
-from pd_cluster.native import lora as native
+from pd_cluster.model.lora.adapted_linear import LowRank, Site, StepRows
+from pd_cluster.native import lora_products as native
 
 pytestmark = pytest.mark.skipif(not native.LoraTable.is_possible(), reason="without the C kernels")
 

@@ -14,7 +14,7 @@ import transformers
 from safetensors.torch import load_file
 
 from pd_cluster import LLM, LoRARequest, SamplingParams
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.types import Sampling
 from tests.model.test_quantize_at_load import with_numbers_of
 from tests.support.adapters import digest_of, loaded, make_adapter, merged, outputs_of

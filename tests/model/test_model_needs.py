@@ -12,10 +12,10 @@ from transformers import LlamaConfig, MixtralConfig, Qwen3NextConfig
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ModelError
-from pd_cluster.model.declared import least_layouts
-from pd_cluster.model.loader import load_model
-from pd_cluster.model.needs import model_needs
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.model.language_model.cache_declaration import least_layouts
+from pd_cluster.model.loading.model_loader import load_model
+from pd_cluster.model.planning.model_needs import model_needs
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 
 LLAMA_70B = {
     "hidden_size": 8192,

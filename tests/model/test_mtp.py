@@ -14,20 +14,20 @@ from transformers.cache_utils import MtpCache
 
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ConfigError, ModelError
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.batch import HiddenRows, PairRows, build_batch
-from pd_cluster.model.declared import layout_of
-from pd_cluster.model.draft_head import DraftHead
-from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.model.load_plan import LoadPlan
-from pd_cluster.model.mtp import check_mtp, load_mtp
-from pd_cluster.model.parallel.group import Alone
-from pd_cluster.model.parts import load_parts
-from pd_cluster.native.products import bf16_way
-from pd_cluster.settings.adapters import AdapterSettings
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.draft.draft_head import DraftHead
+from pd_cluster.model.draft.mtp_head import check_mtp, load_mtp
+from pd_cluster.model.inputs.forward_batch import HiddenRows, PairRows, build_batch
+from pd_cluster.model.language_model.cache_declaration import layout_of
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.parallel.rank_group import SingleRank
+from pd_cluster.model.planning.load_plan import LoadPlan
+from pd_cluster.model.runner.loaded_parts import load_parts
+from pd_cluster.native.packed_products import bf16_way
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.lora_settings import AdapterSettings
 from pd_cluster.settings.speculation import Speculation
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.mtp import FILE, add_mtp_layer, reference_mtp
 from tests.support.quantized import FORMATS, change_config, rewritten
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def plan_of(folder: Path, mtp_type: str = "", **settings: Any) -> LoadPlan:
     speculation = Speculation(methods=("mtp",), mtp_type=mtp_type)
     config = EngineConfig(model=str(folder), speculation=speculation, block_size=8, **settings)
-    return LoadPlan.of(config, Alone(), CPU)
+    return LoadPlan.of(config, SingleRank(), CPU)
 
 
 def loaded(folder: Path, **settings: Any) -> tuple[LoadPlan, FusedCausalLM, DraftHead]:
@@ -72,7 +72,7 @@ class Pairs:
                 found = _layer(mtp, cache, [draft], found[-1:], len(prompt))
                 prompt, self.expected = [*prompt, draft], [*self.expected, *found]
             self.expected_logits = mtp._project_to_logits(torch.stack(self.expected))
-        self.request = Request("r", Order(prompt, Sampling()), num_computed_tokens=1)
+        self.request = Request("r", RequestSpec(prompt, Sampling()), num_computed_tokens=1)
         self.found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # states and logits of those that were read
 
     @property

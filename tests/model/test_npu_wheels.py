@@ -14,7 +14,7 @@ import pytest
 from tests.support import npu_wheel
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = sorted((ROOT / "pd_cluster" / "model" / "npu").glob("*.py"))
+SOURCES = sorted((ROOT / "pd_cluster" / "model" / "kernels" / "npu").glob("*.py"))
 RUN_IN_TESTS = "2.13.0"
 OTHERS = ("2.11.0.post3", "2.12.0.post3", "2.14.0")
 

@@ -23,15 +23,15 @@ import pytest
 import torch
 
 from pd_cluster import LLM, GenerationConfig, GuidedDecodingParams, LoRARequest, SamplingParams, pipeline
-from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
-from pd_cluster.cluster.processes.ports import free_port_pair
+from pd_cluster.cluster.processes.port_reservations import free_port_pair
 from pd_cluster.errors import Closed, ConfigError, GenerationError, ModelError, PdClusterError, RequestError
 from pd_cluster.fastdeploy import LLM as FastDeployLLM
-from pd_cluster.offline.session import Offline, OfflineConfig
-from pd_cluster.service.schema.protocol import CompletionRequest
-from pd_cluster.service.sequence import Piece
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
+from pd_cluster.service.generation.text_sequence import Piece
+from pd_cluster.service.schema.completion_protocol import CompletionRequest
+from pd_cluster.settings.engine_config import EngineConfig
 from tests.support.adapters import make_adapter
 from tests.support.checkpoints import reference_greedy
 from tests.support.held import held, more_than, processes_of
@@ -46,23 +46,23 @@ def model(checkpoint: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def offline(model: Path) -> Iterator[Offline]:
-    with Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64, max_model_len=256))) as made:
+def offline(model: Path) -> Iterator[OfflineService]:
+    with OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64, max_model_len=256))) as made:
         yield made
 
 
-async def pieces_of(offline: Offline, prompt: Any, **fields: Any) -> list[Piece]:
+async def pieces_of(offline: OfflineService, prompt: Any, **fields: Any) -> list[Piece]:
     request = CompletionRequest(prompt=prompt, **{"temperature": 0, "max_tokens": 8, **fields})
     return await offline.service.complete(await offline.service.completions(request))
 
 
-async def stream_of(offline: Offline, prompt: Any, **fields: Any) -> AsyncGenerator[Piece, None]:
+async def stream_of(offline: OfflineService, prompt: Any, **fields: Any) -> AsyncGenerator[Piece, None]:
     request = CompletionRequest(prompt=prompt, return_token_ids=True, **{"temperature": 0, "max_tokens": 8, **fields})
     async for piece in offline.service.pieces(await offline.service.completions(request)):
         yield piece
 
 
-def test_greedy_is_the_references(offline: Offline, model: Path) -> None:
+def test_greedy_is_the_references(offline: OfflineService, model: Path) -> None:
     """In a call, as a stream, and from an event loop of one's own; its own loop cannot wait for itself."""
     expected = [reference_greedy(model, prompt, 8) for prompt in PROMPTS]
     assert [piece.token_ids for piece in offline.run(pieces_of(offline, PROMPTS))] == expected
@@ -82,13 +82,13 @@ def test_greedy_is_the_references(offline: Offline, model: Path) -> None:
         offline.run(wait())
 
 
-def test_a_stream_that_is_left_holds_nothing(offline: Offline) -> None:
+def test_a_stream_that_is_left_holds_nothing(offline: OfflineService) -> None:
     for _ in offline.iterate(stream_of(offline, PROMPTS[1], max_tokens=200, ignore_eos=True)):
         break
     offline.run(until_home(offline))
 
 
-async def until_home(offline: Offline) -> None:
+async def until_home(offline: OfflineService) -> None:
     async with asyncio.timeout(20):
         while offline.service.router.num_streams:
             await asyncio.sleep(0.01)
@@ -96,7 +96,7 @@ async def until_home(offline: Offline) -> None:
     assert piece.finish_reason in ("length", "stop")
 
 
-def test_from_many_threads_at_once(offline: Offline, model: Path) -> None:
+def test_from_many_threads_at_once(offline: OfflineService, model: Path) -> None:
     found: dict[int, list[int]] = {}
 
     def ask(at: int) -> None:
@@ -112,14 +112,14 @@ def test_from_many_threads_at_once(offline: Offline, model: Path) -> None:
     assert offline.service.router.admission.waiting is None, "prompts wait for as long as they take"
 
 
-def test_a_wrong_request_is_refused_and_others_go_on(offline: Offline) -> None:
+def test_a_wrong_request_is_refused_and_others_go_on(offline: OfflineService) -> None:
     with pytest.raises(RequestError, match="too long"):
         offline.run(pieces_of(offline, [[1] * 300]))
     assert offline.run(pieces_of(offline, PROMPTS))
 
 
 def test_after_its_end(model: Path) -> None:
-    made = Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64)))
+    made = OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64)))
     made.run(pieces_of(made, PROMPTS))
     running = made.start(pieces_of(made, PROMPTS, max_tokens=200, ignore_eos=True))
     made.close()
@@ -134,7 +134,7 @@ def test_after_its_end(model: Path) -> None:
 def test_forgotten_it_ends(model: Path) -> None:
     """`del llm` and a new one is how programs go from model to model."""
     before = set(threading.enumerate())
-    made = Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64)))
+    made = OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64)))
     made.run(pieces_of(made, PROMPTS))
     running = made.start(pieces_of(made, PROMPTS, max_tokens=30, ignore_eos=True))
     own = set(threading.enumerate()) - before
@@ -177,7 +177,7 @@ def test_closed_it_frees_weights_at_once(checkpoint: Callable[..., Path], archit
         assert not thread.is_alive(), thread.name
 
 
-def test_a_fork_does_not_have_it(offline: Offline) -> None:
+def test_a_fork_does_not_have_it(offline: OfflineService) -> None:
     """Its end does not affect the parent's resources, either."""
     pid = os.fork()
     if not pid:  # in the child: nothing may get out of here
@@ -203,10 +203,10 @@ def test_a_script_that_does_not_close_it_ends_without_a_word(model: Path) -> Non
 
 
 def test_an_engine_that_fails_ends_what_it_had(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from pd_cluster.engine.step.core import EngineCore
-    from pd_cluster.engine.step.plan import StepPlan
+    from pd_cluster.engine.scheduling.step_plan import StepPlan
+    from pd_cluster.engine.step.engine_core import EngineCore
 
-    with Offline(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64))) as made:
+    with OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), num_blocks=64))) as made:
         made.run(pieces_of(made, PROMPTS))
 
         run = EngineCore.run
@@ -226,13 +226,13 @@ def test_an_engine_that_fails_ends_what_it_had(model: Path, monkeypatch: pytest.
 def test_what_cannot_be_made(model: Path, tmp_path: Path) -> None:
     engine = EngineConfig(model=str(model))
     with pytest.raises(ConfigError, match="prefill 1, decode 0"):
-        Offline(OfflineConfig(engine=engine, prefill=1))
+        OfflineService(OfflineConfig(engine=engine, prefill=1))
     with pytest.raises(ModelError):
-        Offline(OfflineConfig(engine=EngineConfig(model=str(tmp_path))))
+        OfflineService(OfflineConfig(engine=EngineConfig(model=str(tmp_path))))
     with pytest.raises(ConfigError, match="tensor_parallel_size 2"):
-        Offline(OfflineConfig(engine=EngineConfig(model=str(model), tensor_parallel_size=2)))
+        OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), tensor_parallel_size=2)))
     with pytest.raises(ConfigError):
-        Offline(OfflineConfig(engine=EngineConfig(model=str(model), max_model_len=10**6)))
+        OfflineService(OfflineConfig(engine=EngineConfig(model=str(model), max_model_len=10**6)))
 
 
 # ---- everything that it holds of the system is released by its end

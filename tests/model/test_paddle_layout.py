@@ -19,13 +19,13 @@ from pd_cluster import LLM, LoRARequest, SamplingParams
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.checkpoints.tensor_place import TensorPlace
 from pd_cluster.errors import ModelError
-from pd_cluster.model.modules import config_of
-from pd_cluster.model.parallel.plan import ParallelPlan
-from pd_cluster.model.parallel.rank_part import RankPart
-from pd_cluster.model.parallel.shard import read_shard
-from pd_cluster.model.quantize.job import QuantizeJob
-from pd_cluster.model.quantize.schemes import SCHEMES
-from pd_cluster.model.stored import StoredTensor
+from pd_cluster.model.loading.transformers_modules import config_of
+from pd_cluster.model.parallel.parallel_plan import ParallelPlan
+from pd_cluster.model.parallel.rank_tensors import RankTensors
+from pd_cluster.model.parallel.weight_slices import read_shard
+from pd_cluster.model.quantize.quantize_job import QuantizeJob
+from pd_cluster.model.quantize.quantize_schemes import SCHEMES
+from pd_cluster.model.weights.stored_tensors import StoredTensor
 from pd_cluster.types import Sampling
 from tests.model.test_picture_kinds import SETTINGS, answer_all, expected_of, prompts
 from tests.support.adapters import make_adapter, merged
@@ -116,7 +116,7 @@ def test_each_rank_reads_the_tensors_of_its_twin(twins: Twins, name: str, size: 
     is_part = name == "pictures"
     for rank in range(size):
         own, paddle = (
-            read_shard(each.weights, RankPart(ParallelPlan(config_of(each), size), rank), is_part)
+            read_shard(each.weights, RankTensors(ParallelPlan(config_of(each), size), rank), is_part)
             for each in checkpoints
         )
         assert own.keys() == paddle.keys()

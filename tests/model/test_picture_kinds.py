@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pd_cluster import LLM, SamplingParams
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ConfigError
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_tokenizer

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.engine.ranks.follower import Follower
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import InstanceLost, ModelError, RequestError
-from pd_cluster.model import loader
-from pd_cluster.model.runner import ModelRunner
-from pd_cluster.model.vision.tower import Tower
+from pd_cluster.model.loading import model_loader
+from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.model.vision.vision_tower import Tower
 from pd_cluster.types import Image, Request, Sampling
 from tests.support.ahead_graphs import go_ahead_with_graphs, num_captured
 from tests.support.checkpoints import ROPE
@@ -146,7 +146,7 @@ def test_heads_of_128(tmp_path: Path) -> None:
 
 def test_layers_of_transformers_take_deep_features(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where layers are not fused."""
-    monkeypatch.setattr(loader, "can_fuse", lambda model: False)
+    monkeypatch.setattr(model_loader, "can_fuse", lambda model: False)
     folder = shared_folder(make_vision, "qwen3_vl")
     core = make_core(folder, **{**SETTINGS, "max_num_batched_tokens": 7})
     assert answer_all(folder, core, PROMPTS) == expected_of(folder, PROMPTS)

@@ -15,7 +15,7 @@ import torch
 from pd_cluster import LLM, EmbeddingRequestOutput, PoolingParams, PoolingRequestOutput, SamplingParams
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import RequestError
-from pd_cluster.types import Order, Pooling, Request, Sampling
+from pd_cluster.types import Pooling, Request, RequestSpec, Sampling
 from tests.model.test_company import wide
 from tests.support.checkpoints import CONFIGS, make_checkpoint, make_tokenizer, reference_model
 from tests.support.engines import generate, make_core, random_prompt
@@ -106,7 +106,7 @@ def test_beside_requests_that_generate(checkpoint: Checkpoints) -> None:
 
     def generating() -> list[Request]:
         pairs = enumerate(zip(prompts, samplings, strict=True))
-        return [Request(f"g{at}", Order(prompt, each), arrival_s=at + 0.5) for at, (prompt, each) in pairs]
+        return [Request(f"g{at}", RequestSpec(prompt, each), arrival_s=at + 0.5) for at, (prompt, each) in pairs]
 
     def pooling() -> list[Request]:
         kinds = [LAST, MEAN, MEAN, LAST]
@@ -152,7 +152,7 @@ def test_preempted_in_the_middle_of_a_mean(checkpoint: Checkpoints, swap_space_g
     expected = run_pooling(core, [pooling_request("p", prompt, MEAN)])["p"].vector
     greedy = Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
     before = core.scheduler.num_preemptions
-    found = run_pooling(core, [Request("g", Order(other, greedy)), pooling_request("p", prompt, MEAN, 1.0)])
+    found = run_pooling(core, [Request("g", RequestSpec(other, greedy)), pooling_request("p", prompt, MEAN, 1.0)])
     assert core.scheduler.num_preemptions > before
     assert found["p"].vector == expected
 

@@ -12,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from pd_cluster import LLM, LoRARequest, PromptAdapterRequest, SamplingParams
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ConfigError, RequestError
-from pd_cluster.settings.adapters import AdapterSettings, LoraModule
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.settings.lora_settings import AdapterSettings, LoraModule
+from pd_cluster.types import Request, RequestSpec, Sampling
 from pd_cluster.types.variants import num_virtual_tokens
 from tests.support.adapters import make_adapter, merged
 from tests.support.checkpoints import CONFIGS
@@ -39,7 +39,7 @@ def taking(*folders: Path, **settings: Any) -> AdapterSettings:
 
 
 def request_of(name: str, prompt: list[int], variant: str, sampling: Sampling = GREEDY) -> Request:
-    order = Order([0] * num_virtual_tokens(variant) + prompt, sampling, variant=variant)
+    order = RequestSpec([0] * num_virtual_tokens(variant) + prompt, sampling, variant=variant)
     return Request(name, order, arrival_s=0.0)
 
 

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.batch import ForwardBatch, batch_of
-from pd_cluster.model.causal_lm import CausalLM
-from pd_cluster.model.cuda.plan import Ids
-from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.model.graph_kinds import check_prompt_graphs
-from pd_cluster.model.graphs import GraphRules, Run
-from pd_cluster.model.prompt_graphs import PromptGraphs, Size, sizes_up_to
-from pd_cluster.model.step_input import StepInput, step_input
-from pd_cluster.types import Order, Request, RopePositions, Sampling
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.graphs.decode_graphs import GraphRules, Run
+from pd_cluster.model.graphs.prompt_graphs import GraphSize, PromptGraphs, sizes_up_to
+from pd_cluster.model.graphs.step_graphs import check_prompt_graphs
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, batch_of
+from pd_cluster.model.inputs.step_input import StepInput, step_input
+from pd_cluster.model.kernels.cuda.attention.attention_plan import Ids
+from pd_cluster.model.language_model.causal_lm import CausalLM
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.types import Request, RequestSpec, RopePositions, Sampling
 
 BLOCK_SIZE, NUM_BLOCKS, LONGEST, VOCAB_SIZE = 4, 200, 300, 11
 LAYOUT = KVLayout(2, 1, keys_and_values(8), BLOCK_SIZE, "float32")
@@ -33,13 +33,13 @@ FULL = "further steps with prompts run eagerly: no graph after the first 1: CUDA
 class OneTile:
     """A plan of no attention."""
 
-    def num_tiles(self, size: Size) -> int:
+    def num_tiles(self, size: GraphSize) -> int:
         return 1
 
-    def items(self, query_lens: Any, context_lens: Any, size: Size) -> tuple[Ids, Ids]:
+    def items(self, query_lens: Any, context_lens: Any, size: GraphSize) -> tuple[Ids, Ids]:
         return np.full(size.num_seqs, 7, dtype=np.int32), np.array([[8, 9]], dtype=np.int32)
 
-    def install(self, batch: ForwardBatch, size: Size, longest: int, decode_seqs: Any, tiles: Any) -> None:
+    def install(self, batch: ForwardBatch, size: GraphSize, longest: int, decode_seqs: Any, tiles: Any) -> None:
         batch.kernel_state = size, decode_seqs, tiles
 
 
@@ -67,7 +67,9 @@ def graphs_of(model: Model, max_num_seqs: int = 16, capture: Any = lambda run: r
 def chunk(num_computed: int, num_tokens: int, is_last: bool = True, first_block: int = 0) -> tuple[Request, int]:
     length = num_computed + num_tokens + (not is_last)
     table = list(range(first_block, first_block + -(-length // BLOCK_SIZE)))
-    request = Request("r", Order(list(range(length)), Sampling()), num_computed_tokens=num_computed, tables=[table])
+    request = Request(
+        "r", RequestSpec(list(range(length)), Sampling()), num_computed_tokens=num_computed, tables=[table]
+    )
     return request, num_tokens
 
 
@@ -110,7 +112,7 @@ def test_device_tokens_take_the_place_of_the_step_s(model: Model) -> None:
 def test_steps_of_another_kind_are_left_to_others(model: Model) -> None:
     graphs = graphs_of(model)
     together = [chunk(0, 2, first_block=i) for i in range(17)]
-    turned = Request("m", Order([1, 2], Sampling(), rope_positions=RopePositions(((1, 2), (1, 3), (1, 2)), 2)))
+    turned = Request("m", RequestSpec([1, 2], Sampling(), rope_positions=RopePositions(((1, 2), (1, 3), (1, 2)), 2)))
     turned.tables[0] = [0]
     images: Any = (SimpleNamespace(),)
     others: list[StepInput] = [

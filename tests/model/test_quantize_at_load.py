@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ConfigError, ModelError, called
-from pd_cluster.model.loader import load_model
-from pd_cluster.model.quantized import weight as quantized_weight
-from pd_cluster.model.quantized.encode import encoded
-from pd_cluster.model.quantized.weight import CODED, INT8, W4A8
-from pd_cluster.model.quantized_head import quantize_head
-from pd_cluster.native.products import PackedProduct, int8_linear, quantize_rows
+from pd_cluster.model.loading.model_loader import load_model
+from pd_cluster.model.weights import quantized_weight as quantized_weight
+from pd_cluster.model.weights.load_time_quantization import encoded
+from pd_cluster.model.weights.quantized_lm_head import quantize_head
+from pd_cluster.model.weights.quantized_weight import CODED, INT8, W4A8
+from pd_cluster.native.packed_products import PackedProduct, int8_linear, quantize_rows
 from pd_cluster.numerics import LONG_SPANS, WHOLE_ROWS
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt

@@ -19,19 +19,19 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.quantized import Quantization
+from pd_cluster.checkpoints.quantization_config import Quantization
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ModelError
-from pd_cluster.model.declared import layout_of
-from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.model.layers.weight import HeldLinear
-from pd_cluster.model.loader import load_model, probe_logits
-from pd_cluster.model.modules import load_plain
-from pd_cluster.model.quantize.job import QuantizeJob
-from pd_cluster.model.quantize.schemes import SCHEMES
-from pd_cluster.model.quantized.decode import decoded
-from pd_cluster.model.quantized.int8 import Int8Linear
-from pd_cluster.model.quantized.weight import INT8_STATIC
+from pd_cluster.model.language_model.cache_declaration import layout_of
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.layers.linear_weight import HeldLinear
+from pd_cluster.model.loading.model_loader import load_model, probe_logits
+from pd_cluster.model.loading.transformers_modules import load_plain
+from pd_cluster.model.quantize.quantize_job import QuantizeJob
+from pd_cluster.model.quantize.quantize_schemes import SCHEMES
+from pd_cluster.model.weights.int8_linear import Int8Linear
+from pd_cluster.model.weights.quantized_formats import decoded
+from pd_cluster.model.weights.quantized_weight import INT8_STATIC
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt

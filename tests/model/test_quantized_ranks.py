@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.model.layers.whole_rows import WholeRows
-from pd_cluster.model.parallel.group import Group, Rendezvous, join
-from pd_cluster.model.quantized.weight import Int8Weight, W4A8Weight
-from pd_cluster.types import Order, Request, Sampling, TokenOutput
-from tests.model.test_lora_places import EXPERTS, written
+from pd_cluster.model.parallel.rank_group import Group, Rendezvous, join
+from pd_cluster.model.weights.quantized_weight import Int8Weight, W4A8Weight
+from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
+from tests.model.test_lora_targets import EXPERTS, written
 from tests.support.adapters import loaded
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import make_core, random_prompt, run
@@ -46,7 +46,7 @@ slow = pytest.mark.slow
 
 def outputs_of(core: EngineCore) -> list[list[TokenOutput]]:
     """Tokens with their logprobs, whose bits follow from those of the logits."""
-    requests = [Request(f"r{i}", Order(prompt, GREEDY), arrival_s=float(i)) for i, prompt in enumerate(PROMPTS)]
+    requests = [Request(f"r{i}", RequestSpec(prompt, GREEDY), arrival_s=float(i)) for i, prompt in enumerate(PROMPTS)]
     found = run(core, requests)
     return [found[f"r{i}"][0] for i in range(len(PROMPTS))]
 
@@ -200,7 +200,7 @@ def test_adapters_beside_them(tmp_path: Path, architecture: str) -> None:
     settings = SETTINGS | {"adapters": loaded(tmp_path / "a"), "quantization": "int8"}
 
     def outputs(core: EngineCore) -> list[list[TokenOutput]]:
-        orders = [Order(prompt, GREEDY, variant=variant) for prompt in PROMPTS for variant in (digest, "")]
+        orders = [RequestSpec(prompt, GREEDY, variant=variant) for prompt in PROMPTS for variant in (digest, "")]
         found = run(core, [Request(str(at), order) for at, order in enumerate(orders)])
         return [found[str(at)][0] for at in range(len(orders))]
 

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.engine.step.ahead import Begins
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model.runner import ModelRunner
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.engine.step.look_ahead import Begins
+from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.ahead_graphs import go_ahead_with_graphs, num_captured
 from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run
 from tests.support.ranks import ranks
@@ -51,7 +51,7 @@ def test_what_is_asked_of_the_logits_is_what_one_rank_gives(checkpoint: Checkpoi
     prompts = [random_prompt(rng, length) for length in LENS]
 
     def requests() -> list[Request]:
-        return [Request(f"r{i}", Order(prompt, ASKING), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+        return [Request(f"r{i}", RequestSpec(prompt, ASKING), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
 
     expected = run(make_core(folder, **SETTINGS), requests())
     with ranks(folder, 2, **SETTINGS) as core:
@@ -76,7 +76,7 @@ def test_a_step_that_is_followed_by_layers_is_no_graph_on_any_rank(
     told: list[int] = []
     with ranks(folder, 2, **SETTINGS) as core:
         for i, prompt in enumerate(prompts):
-            core.scheduler.add(Request(f"r{i}", Order(prompt, GREEDY), arrival_s=float(i)))
+            core.scheduler.add(Request(f"r{i}", RequestSpec(prompt, GREEDY), arrival_s=float(i)))
         steps = itertools.count()
         found = drive(core, lambda plan: told.append if next(steps) % 3 == 1 else None)
         assert core.ahead.num_ahead > 0
@@ -106,13 +106,15 @@ def test_an_abort_while_a_step_is_under_way(checkpoint: Checkpoints) -> None:
     prompts = [random_prompt(rng, length) for length in (6, 11, 3)]
     sampling = Sampling(max_tokens=20, temperature=0.0, ignore_eos=True)
     with ranks(folder, 2, **SETTINGS) as core:
-        requests = [Request(f"r{i}", Order(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+        requests = [
+            Request(f"r{i}", RequestSpec(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)
+        ]
         for request in requests:
             core.scheduler.add(request)
         while not core.ahead.num_ahead:
             core.step()
         core.scheduler.finish(requests[1])
-        late = Request("late", Order(prompts[1], GREEDY), arrival_s=9.0)  # takes the blocks that came home
+        late = Request("late", RequestSpec(prompts[1], GREEDY), arrival_s=9.0)  # takes the blocks that came home
         core.scheduler.add(late)
         for _ in range(100):
             if not core.scheduler.requests:

@@ -15,9 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ModelError
-from pd_cluster.model.loader import load_model
+from pd_cluster.model.loading.model_loader import load_model
 from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint, reference_greedy

@@ -8,12 +8,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 
 from pd_cluster.errors import ModelError
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.attention import sdpa
-from pd_cluster.model.causal_lm import PlainCausalLM
-from pd_cluster.model.declared import layouts_of
-from pd_cluster.model.proof import own_logits, probe_batch, prove
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.language_model.cache_declaration import layouts_of
+from pd_cluster.model.language_model.causal_lm import PlainCausalLM
+from pd_cluster.model.layers.attention import sdpa
+from pd_cluster.model.loading.load_proof import own_logits, probe_batch, prove
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import COMMON, VOCAB_SIZE, shake
 from tests.support.more_checkpoints import MORE
 from tests.support.state_world import row_errors
@@ -43,7 +43,7 @@ def test_two_sequences_beyond_a_window(model: PlainCausalLM) -> None:
     ids = torch.randint(VOCAB_SIZE, (2, 61))
     pools, rows = pools_of(model, 32), list[list[torch.Tensor]]([[], []])
     requests = [
-        Request(f"{seq}", Order(own, Sampling()), tables=[[2 * at + seq for at in range(16)] for _ in pools])
+        Request(f"{seq}", RequestSpec(own, Sampling()), tables=[[2 * at + seq for at in range(16)] for _ in pools])
         for seq, own in enumerate(ids.tolist())
     ]
     with torch.inference_mode():

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ModelError
-from pd_cluster.offline.lmdeploy.messages import GenerationConfig
+from pd_cluster.offline.lmdeploy.generation_config import GenerationConfig
 from pd_cluster.offline.lmdeploy.pipeline import pipeline
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run
 
@@ -83,7 +83,7 @@ def assert_by_length(folder: Path, prompt: list[int], output: list[int], max_tok
 def requests_of(shapes: list[tuple[int, int]]) -> list[Request]:
     rng = random.Random(5)
     return [
-        Request(f"r{at}", Order(random_prompt(rng, length), greedy(max_tokens)), arrival_s=float(at))
+        Request(f"r{at}", RequestSpec(random_prompt(rng, length), greedy(max_tokens)), arrival_s=float(at))
         for at, (length, max_tokens) in enumerate(shapes)
     ]
 
@@ -107,7 +107,7 @@ def test_prefixes_are_shared_by_requests_of_one_length_alone(folder: Path) -> No
     prompt = random_prompt(random.Random(2), 40)
     cached = []
     for at, max_tokens in enumerate((8, 8, 40, 40, 100)):
-        request = Request(f"r{at}", Order(prompt, greedy(max_tokens)))
+        request = Request(f"r{at}", RequestSpec(prompt, greedy(max_tokens)))
         run(core, [request])
         cached.append(request.num_cached_tokens)
         assert_by_length(folder, prompt, request.output_token_ids, max_tokens)

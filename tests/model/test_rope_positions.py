@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model.layers.rope import rope_limit_of
-from pd_cluster.model.rope_limit import RopeLimit
-from pd_cluster.types import Order, Request, RopePositions, Sampling
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.model.layers.rope.rope_limit import RopeLimit
+from pd_cluster.model.layers.rope.rope_scaling import rope_limit_of
+from pd_cluster.types import Request, RequestSpec, RopePositions, Sampling
 from tests.support.checkpoints import ROPE, make_checkpoint, reference_model
 from tests.support.engines import make_core, random_prompt, run
 from tests.support.positions import KINDS, assert_same, gapped
@@ -31,17 +31,19 @@ ARCHITECTURES = (
 )
 
 
-def orders_of(seed: int, kinds: list[Any], lens: tuple[int, ...] = LENS, sampling: Sampling = SAMPLING) -> list[Order]:
+def orders_of(
+    seed: int, kinds: list[Any], lens: tuple[int, ...] = LENS, sampling: Sampling = SAMPLING
+) -> list[RequestSpec]:
     """One of each kind and length; None: the tokens' indices."""
     rng = random.Random(seed)
     return [
-        Order(random_prompt(rng, length), sampling, rope_positions=kind(rng, length) if kind else None)
+        RequestSpec(random_prompt(rng, length), sampling, rope_positions=kind(rng, length) if kind else None)
         for length in lens
         for kind in kinds
     ]
 
 
-def assert_are_references(model: Any, orders: list[Order], core: EngineCore) -> None:
+def assert_are_references(model: Any, orders: list[RequestSpec], core: EngineCore) -> None:
     requests = [Request(f"r{i}", order, arrival_s=float(i)) for i, order in enumerate(orders)]
     assert all(core_problem(core, request) is None for request in requests)
     found = run(core, requests)
@@ -64,7 +66,7 @@ def test_one_engine_in_chunks(checkpoint: Checkpoints, architecture: str) -> Non
     core = make_core(folder, max_num_batched_tokens=24, num_blocks=128, block_size=8)
     orders = orders_of(1, [*KINDS.values(), None])
     assert_are_references(reference_model(folder), orders, core)
-    long = Order(orders[-1].prompt_token_ids, SAMPLING, rope_positions=gapped(random.Random(2), LENS[-1]))
+    long = RequestSpec(orders[-1].prompt_token_ids, SAMPLING, rope_positions=gapped(random.Random(2), LENS[-1]))
     (answer, plain) = (run(core, [Request("r", each)])["r"][0] for each in (long, orders[-1]))
     assert [token.token_id for token in answer] != [token.token_id for token in plain]
 
@@ -77,12 +79,12 @@ def test_a_cached_prefix_has_the_same_positions(checkpoint: Checkpoints) -> None
     own = RopePositions(((*range(20), *range(30, 50)),), 12)
     other = RopePositions(((*range(20), *range(31, 51)),), 12)
     for positions, num_cached in ((own, 0), (own, 32), (other, 16), (None, 16), (own, 32)):
-        request = Request("r", Order(prompt, SAMPLING, rope_positions=positions))
+        request = Request("r", RequestSpec(prompt, SAMPLING, rope_positions=positions))
         tokens = [token.token_id for token in run(core, [request])["r"][0]]
         assert request.num_cached_tokens == num_cached
         assert_same(model, prompt, positions, tokens)
         if positions is own:
-            longer = Request("r", Order([*prompt, *tokens, 5], SAMPLING, rope_positions=extended(own, 11)))
+            longer = Request("r", RequestSpec([*prompt, *tokens, 5], SAMPLING, rope_positions=extended(own, 11)))
             run(core, [longer])
             assert longer.num_cached_tokens == 48
 
@@ -94,7 +96,7 @@ def extended(own: RopePositions, num_tokens: int) -> RopePositions:
 
 def test_which_models_take_positions(checkpoint: Checkpoints, tmp_path: Path) -> None:
     def problem(folder: Path, own: RopePositions) -> str | None:
-        request = Request("r", Order([1, 2], SAMPLING, rope_positions=own))
+        request = Request("r", RequestSpec([1, 2], SAMPLING, rope_positions=own))
         return core_problem(make_core(folder, num_blocks=32), request)
 
     own, far = RopePositions(((0, 4),), 3), RopePositions(((0, 503),), 502)

@@ -9,8 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from pd_cluster.model.layers.gated import ExpertRouter
-from pd_cluster.model.quirks import ARCHITECTURES
+from pd_cluster.model.language_model.architecture_quirks import ARCHITECTURES
+from pd_cluster.model.layers.gated_mlp import ExpertRouter
 from tests.support.checkpoints import COMMON, CONFIGS, FUSED, shake
 from tests.support.more_checkpoints import MORE
 

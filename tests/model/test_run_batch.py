@@ -23,21 +23,21 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from pd_cluster.api.gate.direct import add_routes
-from pd_cluster.api.gate.error_answers import install_error_handlers
-from pd_cluster.api.openai.calls import Calls
-from pd_cluster.api.openai.routes import api_routes
+from pd_cluster.api.middleware.direct_routes import add_routes
+from pd_cluster.api.middleware.error_responses import install_error_handlers
+from pd_cluster.api.routes.api_routes import api_routes
+from pd_cluster.api.routes.in_process_api import InProcessApi
 from pd_cluster.commands.cli import main
-from pd_cluster.errors import InstanceLost, NoRoom, Unavailable
-from pd_cluster.offline import batch as batch_module
-from pd_cluster.offline.batch import Batch
+from pd_cluster.errors import InstanceLost, NoCapacity, Unavailable
+from pd_cluster.offline import batch_runner as batch_module
 from pd_cluster.offline.batch_job import BatchJob
 from pd_cluster.offline.batch_lines import BatchEntry, Output, OutputFailed, entry_of
-from pd_cluster.offline.session import Offline, OfflineConfig
-from pd_cluster.service.caller import NOBODY
-from pd_cluster.service.generation import Generation
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order
+from pd_cluster.offline.batch_runner import BatchRunner
+from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
+from pd_cluster.service.callers.caller import NOBODY
+from pd_cluster.service.generation.prompt_generation import Generation
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import RequestSpec
 
 DEADLINE_S = 60.0
 NAME = "tiny"
@@ -49,9 +49,9 @@ TEXT = {"prompt": "once upon", "max_tokens": 5, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
-def offline(checkpoint: Callable[..., Path]) -> Iterator[Offline]:
+def offline(checkpoint: Callable[..., Path]) -> Iterator[OfflineService]:
     engine = EngineConfig(model=str(checkpoint()), device="cpu", num_blocks=256)
-    with Offline(OfflineConfig(engine=engine, served_model_names=(NAME,))) as made:
+    with OfflineService(OfflineConfig(engine=engine, served_model_names=(NAME,))) as made:
         yield made
 
 
@@ -67,17 +67,17 @@ def request(custom_id: str, url: str, body: Any, **changes: Any) -> bytes:
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body} | changes).encode() + b"\n"
 
 
-def answers(offline: Offline, entries: list[BatchEntry], concurrency: int = 8) -> dict[str | None, Any]:
+def answers(offline: OfflineService, entries: list[BatchEntry], concurrency: int = 8) -> dict[str | None, Any]:
     """custom_id -> its line."""
     written: list[bytes] = []
-    offline.run(Batch(offline.service, written.append, concurrency).run(iter(entries)))
+    offline.run(BatchRunner(offline.service, written.append, concurrency).run(iter(entries)))
     lines = [json.loads(each) for each in written]
     found = {each["custom_id"]: each for each in lines}
     assert len(found) == len(lines) == len(entries)
     return found
 
 
-async def over_http(offline: Offline, url: str, body: Any) -> httpx.Response:
+async def over_http(offline: OfflineService, url: str, body: Any) -> httpx.Response:
     app = FastAPI()
     for routes in api_routes(offline.service, None):
         add_routes(app, routes)
@@ -111,7 +111,7 @@ async def over_http(offline: Offline, url: str, body: Any) -> httpx.Response:
         ("/v1/chat/completions/batch", {"messages": [CHAT["messages"]] * 2, "max_tokens": 3, "temperature": 0}),
     ],
 )
-def test_an_answer_is_the_http_apis(offline: Offline, url: str, body: Any) -> None:
+def test_an_answer_is_the_http_apis(offline: OfflineService, url: str, body: Any) -> None:
     (line,) = answers(offline, [entry_of(1, request("x", url, body))]).values()
     there = offline.run(over_http(offline, url, body))
     assert line["response"]["status_code"] == there.status_code
@@ -132,7 +132,7 @@ def without_what_differs(answer: dict[str, Any]) -> None:
         (answer.get("usage") or {}).pop(name, None)
 
 
-def test_a_wrong_line_does_not_stop_the_rest(offline: Offline) -> None:
+def test_a_wrong_line_does_not_stop_the_rest(offline: OfflineService) -> None:
     """None streams, whatever its url; and a wrong url is answered with those there are."""
     nowhere = ["/v1/models", "http://host/v1/embeddings", "x" * 9000]
     streams = {"stream": (CHAT_URL, CHAT), "message": (MESSAGES_URL, MESSAGES)}
@@ -149,16 +149,16 @@ def test_a_wrong_line_does_not_stop_the_rest(offline: Offline) -> None:
     for url in nowhere:
         each = found[f"nowhere {url[:99]}"]
         assert (each["response"]["status_code"], each["error"]["param"]) == (404, "url")
-        assert each["error"]["message"].endswith(", ".join(Calls(offline.service, NOBODY).paths))
+        assert each["error"]["message"].endswith(", ".join(InProcessApi(offline.service, NOBODY).paths))
         assert len(each["error"]["message"]) < 600
 
 
-def test_every_line_is_of_the_batch(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_line_is_of_the_batch(offline: OfflineService, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that decode steps wait for one another: nobody needs one of its answers early."""
-    asked: list[Order] = []
+    asked: list[RequestSpec] = []
     make = Generation.__init__
 
-    def noted(self: Generation, order: Order, *more: Any, **fields: Any) -> None:
+    def noted(self: Generation, order: RequestSpec, *more: Any, **fields: Any) -> None:
         asked.append(order)
         make(self, order, *more, **fields)
 
@@ -170,10 +170,10 @@ def test_every_line_is_of_the_batch(offline: Offline, monkeypatch: pytest.Monkey
     assert name
 
 
-def test_answers_are_counted_and_the_first_error_is_told(offline: Offline) -> None:
+def test_answers_are_counted_and_the_first_error_is_told(offline: OfflineService) -> None:
     """Output tokens by either name. A batch whose every line has the same fault need not be opened to see it."""
     written: list[bytes] = []
-    batch = Batch(offline.service, written.append, 1)
+    batch = BatchRunner(offline.service, written.append, 1)
     ignoring: dict[str, Any] = {"ignore_eos": True, "temperature": 0}
     bodies: list[tuple[str, dict[str, Any]]] = [
         (CHAT_URL, CHAT | ignoring),
@@ -187,7 +187,7 @@ def test_answers_are_counted_and_the_first_error_is_told(offline: Offline) -> No
     assert batch.counts.first_failure.startswith("line 4, custom_id '4': the model 'another'")
 
 
-def test_no_more_requests_are_read_than_are_worked_at(offline: Offline) -> None:
+def test_no_more_requests_are_read_than_are_worked_at(offline: OfflineService) -> None:
     """For an input of any length: of 40 lines, at most 3 have no answer yet whenever another one is read."""
     written: list[bytes] = []
     most = 0
@@ -198,12 +198,12 @@ def test_no_more_requests_are_read_than_are_worked_at(offline: Offline) -> None:
             most = max(most, at - len(written))
             yield entry_of(at + 1, request(str(at), COMPLETIONS_URL, TEXT | {"max_tokens": 1 + at % 5}))
 
-    offline.run(Batch(offline.service, written.append, 3).run(lines()))
+    offline.run(BatchRunner(offline.service, written.append, 3).run(lines()))
     assert len({json.loads(each)["custom_id"] for each in written}) == 40
     assert most == 3
 
 
-def test_huge_requests_come_one_after_the_other(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_huge_requests_come_one_after_the_other(offline: OfflineService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_module, "MAX_NBYTES", 10)  # less than any
     written: list[bytes] = []
     begun: list[int] = []
@@ -213,13 +213,13 @@ def test_huge_requests_come_one_after_the_other(offline: Offline, monkeypatch: p
             begun.append(len(written))
             yield entry_of(at + 1, request(str(at), COMPLETIONS_URL, TEXT))
 
-    offline.run(Batch(offline.service, written.append, 100).run(lines()))
+    offline.run(BatchRunner(offline.service, written.append, 100).run(lines()))
     assert begun == [0, 0, 1, 2, 3]  # the one that is read ahead waits for the one that runs
 
 
 @pytest.mark.parametrize("error", [InstanceLost("the engine has failed"), Unavailable("the engine was closed")])
 def test_an_engines_end_is_no_requests_answer(
-    offline: Offline, monkeypatch: pytest.MonkeyPatch, error: Exception
+    offline: OfflineService, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """They can still be answered by another run, so that nothing is written of them."""
 
@@ -230,11 +230,11 @@ def test_an_engines_end_is_no_requests_answer(
     written: list[bytes] = []
     entries = [entry_of(at, request(str(at), COMPLETIONS_URL, TEXT)) for at in range(1, 6)]
     with pytest.raises(type(error), match=str(error)):
-        offline.run(Batch(offline.service, written.append, 2).run(iter(entries)))
+        offline.run(BatchRunner(offline.service, written.append, 2).run(iter(entries)))
     assert written == []
 
 
-def test_an_unexpected_error_is_one_requests_alone(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unexpected_error_is_one_requests_alone(offline: OfflineService, monkeypatch: pytest.MonkeyPatch) -> None:
     complete = offline.service.complete
 
     async def fail_once(generations: Any) -> Any:
@@ -249,13 +249,15 @@ def test_an_unexpected_error_is_one_requests_alone(offline: Offline, monkeypatch
     assert found["bad"]["error"]["type"] == "internal_error"
 
 
-def test_a_guide_that_cannot_be_checked_yet_is_tried_again(offline: Offline, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guide_that_cannot_be_checked_yet_is_tried_again(
+    offline: OfflineService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     completions, tries = offline.service.completions, []
 
     async def full_at_first(request: Any, *more: Any) -> Any:
         tries.append(request)
         if len(tries) < 3:
-            raise NoRoom("too many guides are being checked", retry_after_s=0)
+            raise NoCapacity("too many guides are being checked", retry_after_s=0)
         return await completions(request, *more)
 
     monkeypatch.setattr(offline.service, "completions", full_at_first)
@@ -263,7 +265,7 @@ def test_a_guide_that_cannot_be_checked_yet_is_tried_again(offline: Offline, mon
     assert (found["a"]["response"]["status_code"], len(tries)) == (200, 3)
 
 
-def test_a_full_disk_ends_the_batch_and_what_runs(offline: Offline) -> None:
+def test_a_full_disk_ends_the_batch_and_what_runs(offline: OfflineService) -> None:
     """The first answer cannot be written; the others are cancelled, not waited for."""
     tried: list[bytes] = []
 
@@ -275,12 +277,12 @@ def test_a_full_disk_ends_the_batch_and_what_runs(offline: Offline) -> None:
     long = TEXT | {"max_tokens": 300, "ignore_eos": True}
     entries += [entry_of(at, request(str(at), COMPLETIONS_URL, long)) for at in range(2, 6)]
     with pytest.raises(OutputFailed, match="No space"):
-        offline.run(Batch(offline.service, write, 9).run(iter(entries)))
+        offline.run(BatchRunner(offline.service, write, 9).run(iter(entries)))
     assert [json.loads(line)["custom_id"] for line in tried] == ["1"]
 
 
 def test_what_a_run_counts_at_its_end_is_on_the_disk(
-    offline: Offline, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    offline: OfflineService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """This holds whether it ends or is stopped: after it reports the number of answers, a power cut loses none."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
@@ -292,7 +294,7 @@ def test_what_a_run_counts_at_its_end_is_on_the_disk(
         on_disk.append(target.read_bytes())
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr("pd_cluster.offline.batch_job.Offline", lambda config: contextlib.nullcontext(offline))
+    monkeypatch.setattr("pd_cluster.offline.batch_job.OfflineService", lambda config: contextlib.nullcontext(offline))
     job = BatchJob(str(source), str(target), OfflineConfig(engine=EngineConfig(model="")), concurrency=2)
     write, num_written = Output.write, itertools.count(1)
 

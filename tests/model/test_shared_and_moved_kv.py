@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.engine.step.plan import Move
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.engine.scheduling.step_plan import Move
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import reference_model
 from tests.support.engines import assert_all_same, assert_same, generate, make_core, random_prompt, run
 
@@ -34,7 +34,7 @@ def test_a_cached_prefix_gives_the_same_tokens(checkpoint: Checkpoints, architec
         ([*prompt, *answer, 5, 6], 80),  # generated tokens are cached, too, as far as blocks are full
         ([*prompt[:30], 1, 2, 3, *prompt[30:]], 24),
     ):
-        request = Request("again", Order(again, GREEDY))
+        request = Request("again", RequestSpec(again, GREEDY))
         tokens = run(core, [request])["again"][0]
         assert request.num_cached_tokens == num_cached
         prompts.append(again)
@@ -47,12 +47,12 @@ def test_salts_and_a_cache_that_is_off_share_nothing(checkpoint: Checkpoints) ->
     prompt = random_prompt(random.Random(8), 40)
     core = make_core(folder, block_size=BLOCK_SIZE, num_blocks=64, max_model_len=128)
     for salt, num_cached in (("", 0), ("a", 0), ("b", 0), ("a", 32), ("", 32)):
-        request = Request("r", Order(prompt, GREEDY, cache_salt=salt))
+        request = Request("r", RequestSpec(prompt, GREEDY, cache_salt=salt))
         run(core, [request])
         assert request.num_cached_tokens == num_cached, salt
     off = make_core(folder, block_size=BLOCK_SIZE, num_blocks=64, max_model_len=128, enable_prefix_caching=False)
     for _ in range(2):
-        request = Request("r", Order(prompt, GREEDY))
+        request = Request("r", RequestSpec(prompt, GREEDY))
         run(off, [request])
         assert request.num_cached_tokens == 0
     assert off.scheduler.blocks.num_cached == 0
@@ -100,8 +100,11 @@ def test_n_sequences_are_the_same_alone_in_a_batch_and_after_preemption(checkpoi
     sampling = Sampling(n=3, max_tokens=20, temperature=1.0, seed=11, frequency_penalty=0.5)
 
     def outputs(core: EngineCore, others: int) -> list[list[int]]:
-        request = Request("n", Order(prompt, sampling), arrival_s=2.0)
-        more = [Order(random_prompt(rng, rng.randrange(1, 60)), Sampling(max_tokens=16, seed=i)) for i in range(others)]
+        request = Request("n", RequestSpec(prompt, sampling), arrival_s=2.0)
+        more = [
+            RequestSpec(random_prompt(rng, rng.randrange(1, 60)), Sampling(max_tokens=16, seed=i))
+            for i in range(others)
+        ]
         beside = [Request(f"o{i}", order, arrival_s=i) for i, order in enumerate(more)]
         found = run(core, [request, *beside])["n"]
         return [[token.token_id for token in found[index]] for index in range(3)]
@@ -118,7 +121,7 @@ def test_n_sequences_are_the_same_alone_in_a_batch_and_after_preemption(checkpoi
 def test_n_sequences_share_the_blocks_of_the_prompt(checkpoint: Checkpoints) -> None:
     core = make_core(checkpoint("llama"), block_size=4, num_blocks=60, max_model_len=96)
     sampling = Sampling(n=4, max_tokens=8, temperature=1.0, ignore_eos=True)
-    core.scheduler.add(Request("n", Order(random_prompt(random.Random(1), 42), sampling)))
+    core.scheduler.add(Request("n", RequestSpec(random_prompt(random.Random(1), 42), sampling)))
     core.step()
     core.step()
     # 10 full blocks of the prompt once, and for each sequence its own block with the rest of it
@@ -134,7 +137,7 @@ def test_logprobs_are_those_of_the_model(checkpoint: Checkpoints, architecture: 
     prompt = random_prompt(random.Random(5), 33)
     sampling = Sampling(max_tokens=6, temperature=0.0, logprobs=3, prompt_logprobs=2, ignore_eos=True)
     for _ in range(2):
-        request = Request("r", Order(prompt, sampling))
+        request = Request("r", RequestSpec(prompt, sampling))
         tokens = run(core, [request])["r"][0]
         ids = [*prompt, *(token.token_id for token in tokens)]
         with torch.inference_mode():
@@ -161,7 +164,7 @@ def test_a_window_bounds_what_a_request_holds(checkpoint: Checkpoints, architect
     assert core.runner.window == 24  # type: ignore[attr-defined]
     prompt = random_prompt(random.Random(12), 90)
     long = Sampling(max_tokens=60, temperature=0.0, ignore_eos=True)
-    request = Request("r", Order(prompt, long))
+    request = Request("r", RequestSpec(prompt, long))
     core.scheduler.add(request)
     while core.scheduler.requests:
         core.step()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pd_cluster.kv.block_seal import Seal
 from pd_cluster.kv.disk_store import DiskStore
-from pd_cluster.kv.seal import Seal
 from pd_cluster.kv.shared_store import FAILURES, Breaker, SharedStore
-from pd_cluster.kv.tier_orders import LowerKind
+from pd_cluster.kv.tier_commands import LowerKind
 from pd_cluster.kv.tier_thread import Store
 from tests.model.test_kv_tiers import BLOCK, NUM_FULL, ask_all, prompts_of
 from tests.support.engines import assert_same

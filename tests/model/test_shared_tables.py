@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.kv.vectors import encode
-from pd_cluster.model.batch import ForwardBatch, batch_of
-from pd_cluster.model.cpu.ops import POOLS, CpuOps
-from pd_cluster.model.fused_lm import FusedCausalLM
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.kv.kv_vectors import encode
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, batch_of
+from pd_cluster.model.inputs.step_input import StepInput
+from pd_cluster.model.kernels.cpu.ops import POOLS, CpuOps
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
 from pd_cluster.model.layers.ops import Heads
-from pd_cluster.model.step_input import StepInput
 from pd_cluster.native import build
 from tests.model.test_company import wide
 from tests.model.test_cpu_kernels import LAYER, NUM_LAYERS, make_rope, ops

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ModelError
-from pd_cluster.model.runner import ModelRunner
-from pd_cluster.settings.adapters import AdapterSettings, LoraModule
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.settings.lora_settings import AdapterSettings, LoraModule
+from pd_cluster.types import Request, RequestSpec, Sampling
 from pd_cluster.types.variants import num_virtual_tokens
 from pd_cluster.wire import SleepLevel
 from tests.support.adapters import make_adapter
@@ -41,7 +41,7 @@ def slept(core: EngineCore, *levels: SleepLevel) -> None:
 
 def tokens_of(core: EngineCore, variants: tuple[str, ...] = ("",)) -> list[list[int]]:
     orders = [
-        Order([0] * num_virtual_tokens(variant) + prompt, GREEDY, variant=variant)
+        RequestSpec([0] * num_virtual_tokens(variant) + prompt, GREEDY, variant=variant)
         for prompt in PROMPTS
         for variant in variants
     ]

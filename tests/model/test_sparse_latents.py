@@ -18,17 +18,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ConfigError, LinkError, ModelError
-from pd_cluster.kv.pair_check import check_pair
-from pd_cluster.model import loader
-from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.declared import LayerCache, caches_of, layout_of
-from pd_cluster.model.fused_lm import FusedCausalLM
+from pd_cluster.kv.pool_compatibility import check_pair
+from pd_cluster.model.inputs.forward_batch import ForwardBatch
+from pd_cluster.model.language_model.cache_declaration import LayerCache, caches_of, layout_of
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.layers.attention.sparse_indexer import Indexer
 from pd_cluster.model.layers.fused_layer import LatentAttention
-from pd_cluster.model.layers.indexer import Indexer
 from pd_cluster.model.layers.ops import Rope
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.model.loading import model_loader
+from pd_cluster.types import Request, RequestSpec, Sampling
 from pd_cluster.wire import Plane
 from tests.model.test_latents import V3, prompts_of
 from tests.model.test_lora import check
@@ -104,7 +104,7 @@ def test_in_torch_where_there_are_no_kernels(
 
 def numbers(core: EngineCore, prompts: list[list[int]], chosen: list[int]) -> dict[str, list[Any]]:
     sampling = Sampling(max_tokens=6, temperature=0.0, logprobs=4, ignore_eos=True)
-    requests = [Request(str(i), Order(prompts[i], sampling), arrival_s=float(i)) for i in chosen]
+    requests = [Request(str(i), RequestSpec(prompts[i], sampling), arrival_s=float(i)) for i in chosen]
     found = run(core, requests)
     return {name: [(token.token_id, token.logprobs) for token in tokens[0]] for name, tokens in found.items()}
 
@@ -112,7 +112,7 @@ def numbers(core: EngineCore, prompts: list[list[int]], chosen: list[int]) -> di
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("architecture", [pytest.param("deepseek_v32", marks=pytest.mark.slow), "glm_moe_dsa"])
 def test_logprobs_are_equal_to_the_bit(checkpoint: Checkpoints, architecture: str) -> None:
-    """Alone, among others, and in chunks of every kind."""
+    """SingleRank, among others, and in chunks of every kind."""
     folder, prompts = checkpoint(architecture), prompts_of(3)
     settings: dict[str, Any] = {"num_blocks": 96, "max_model_len": 128, "enable_prefix_caching": False}
     core = make_core(folder, block_size=4, **settings)
@@ -141,15 +141,15 @@ def test_cached_prefixes_forks_and_beams(checkpoint: Checkpoints) -> None:
     core = make_core(folder, block_size=8, max_num_batched_tokens=40, num_blocks=96, max_model_len=128)
     (answer,) = generate(core, [prompt], GREEDY)
     for again, num_cached in ((prompt, 64), ([*prompt, *answer, 5, 6], 80)):
-        request = Request("again", Order(again, GREEDY))
+        request = Request("again", RequestSpec(again, GREEDY))
         run(core, [request])
         assert request.num_cached_tokens == num_cached
         assert_preferred(folder, [again], [request.output_token_ids], GREEDY)
-    forked = run(core, [Request("n", Order(prompt[:45], Sampling(max_tokens=12, temperature=0.0, n=3)))])["n"]
+    forked = run(core, [Request("n", RequestSpec(prompt[:45], Sampling(max_tokens=12, temperature=0.0, n=3)))])["n"]
     outputs = [[token.token_id for token in forked[index]] for index in range(3)]
     assert prefers(folder, [prompt[:45]] * 3, outputs, [12] * 3)
     beams = Sampling(n=4, beam_width=4, temperature=0.0, max_tokens=12)
-    found = run(core, [Request("b", Order(prompt[:33], beams))])["b"]
+    found = run(core, [Request("b", RequestSpec(prompt[:33], beams))])["b"]
     outputs = [[token.token_id for token in found[index]] for index in range(4)]
     assert_all_same_beams(folder, [prompt[:33]], [outputs], beams)
 
@@ -189,9 +189,9 @@ def test_devices_and_dtypes_without_fused_layers_are_refused(checkpoint: Checkpo
     folder = Checkpoint.open(str(checkpoint("glm_moe_dsa")))
     for kind in ("cuda", "npu"):
         with pytest.raises(ConfigError, match=f"--device {kind}: glm_moe_dsa attends to keys .* only CPUs .*; use cpu"):
-            loader.load_model(folder, "float32", Device(kind, 0))
+            model_loader.load_model(folder, "float32", Device(kind, 0))
     with pytest.raises(ConfigError, match=r"--dtype float16: glm_moe_dsa chooses keys in fused layers .* use auto"):
-        loader.load_model(folder, "float16", CPU)
+        model_loader.load_model(folder, "float16", CPU)
 
 
 def changed(folder: Path, to: Path, change: Callable[[str, torch.Tensor], torch.Tensor]) -> Path:

@@ -15,8 +15,8 @@ from transformers.models.bamba import modeling_bamba as bamba
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen
 
-from pd_cluster.native import states
-from pd_cluster.native.recurrences import GatedDelta, GatedNorm, Mamba2
+from pd_cluster.native import state_kernels
+from pd_cluster.native.recurrence_values import GatedDelta, GatedNorm, Mamba2
 from tests.support.recurrences import (
     BlocksOfStates,
     RecurrentCase,
@@ -28,7 +28,7 @@ from tests.support.recurrences import (
     table_of,
 )
 
-pytestmark = pytest.mark.skipif(not states.can_run(), reason="no C kernels here")
+pytestmark = pytest.mark.skipif(not state_kernels.can_run(), reason="no C kernels here")
 
 CLAMPED = (0.5, 1.5)
 CASES: dict[str, Callable[[int], RecurrentCase]] = {

@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ModelError
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.declared import LayerCache, caches_of, layouts_of
-from pd_cluster.model.loader import plan_of
-from pd_cluster.model.proof import prove
-from pd_cluster.model.state_rows import Segment, segments_of
-from pd_cluster.model.states import driven
-from pd_cluster.model.states.driven import ModulesState
-from pd_cluster.model.states.parts import StateParts
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.state_rows import Segment, segments_of
+from pd_cluster.model.language_model.cache_declaration import LayerCache, caches_of, layouts_of
+from pd_cluster.model.layers.states import module_states
+from pd_cluster.model.layers.states.module_states import ModulesState
+from pd_cluster.model.layers.states.state_planes import StateParts
+from pd_cluster.model.loading.load_proof import prove
+from pd_cluster.model.loading.model_loader import plan_of
 from tests.support.checkpoints import VOCAB_SIZE, make_checkpoint, reference_model
 from tests.support.hybrids import HYBRIDS
 from tests.support.state_world import BLOCK_SIZE, StateWorld, load_modules, row_errors
@@ -142,12 +142,12 @@ def never_kept(cut: Callable[..., Iterator[Segment]]) -> Callable[..., Iterator[
 
 DIFFER = "with paged attention the logits differ"
 MUTATIONS: dict[str, tuple[str, str, Callable[..., Any], str]] = {
-    "of another": ("qwen3_next", "model.states.driven.load", of_another, DIFFER),
-    "a column short": ("lfm2", "model.states.driven.load", one_column_too_few, DIFFER),
-    "one part": ("granitemoehybrid", "model.states.driven.load", one_part, DIFFER),
-    "not written": ("kimi_linear", "model.states.driven.store", never_written, DIFFER),
-    "not bounded": ("nemotron_h", "model.states.driven._no_shorter_steps", never_bounded, DIFFER),
-    "not kept": ("bamba", "model.proof.segments_of", never_kept, "from a kept state the logits differ"),
+    "of another": ("qwen3_next", "model.layers.states.module_states.load", of_another, DIFFER),
+    "a column short": ("lfm2", "model.layers.states.module_states.load", one_column_too_few, DIFFER),
+    "one part": ("granitemoehybrid", "model.layers.states.module_states.load", one_part, DIFFER),
+    "not written": ("kimi_linear", "model.layers.states.module_states.store", never_written, DIFFER),
+    "not bounded": ("nemotron_h", "model.layers.states.module_states._no_shorter_steps", never_bounded, DIFFER),
+    "not kept": ("bamba", "model.loading.load_proof.segments_of", never_kept, "from a kept state the logits differ"),
 }
 
 
@@ -157,7 +157,7 @@ def test_a_wrong_state_is_noticed(checkpoint: Checkpoints, name: str, monkeypatc
     model = load_modules(checkpoint(architecture))
     pools = [KVPool(layout, 2) for layout in layouts_of(model.caches, BLOCK_SIZE, "float32")]
     prove(model, pools, "float32")
-    right = {"load": driven.load, "store": driven.store, "segments_of": segments_of}
+    right = {"load": module_states.load, "store": module_states.store, "segments_of": segments_of}
     monkeypatch.setattr(f"pd_cluster.{place}", wrong(right.get(place.rpartition(".")[2])))
     with pytest.raises(ModelError, match=reason):
         prove(model, pools, "float32")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from pd_cluster.errors import ModelError
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import CONFIGS
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
 from tests.support.ranks import ranks
@@ -69,7 +69,7 @@ def test_preemption_and_forks_move_blocks_on_every_rank(checkpoint: Checkpoints,
 
     def requests() -> list[Request]:
         sampling = Sampling(n=3, max_tokens=20, temperature=0.8, seed=7)
-        return [Request(f"r{i}", Order(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+        return [Request(f"r{i}", RequestSpec(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
 
     expected = run(make_core(folder, num_blocks=512, **sizes), requests())
     with ranks(folder, 2, num_blocks=26, **settings) as core:
@@ -94,7 +94,7 @@ def test_no_step_ends_before_all_ranks_have_written(
             return summed
 
         monkeypatch.setattr(group, "sum", counted)
-        core.scheduler.add(Request("r", Order(random_prompt(random.Random(5), 40), GREEDY)))
+        core.scheduler.add(Request("r", RequestSpec(random_prompt(random.Random(5), 40), GREEDY)))
         core.step(lambda plan: lambda num_layers: events.append(f"layer {num_layers}"))
         assert events.index("layer 3") < len(events) - 1
         assert events[-1] == "sum"

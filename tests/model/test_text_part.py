@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ConfigError, ModelError, RequestError
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Sampling
 from tests.support.engines import generate, make_core, random_prompt
 from tests.support.multimodal import NAMES, change_config, make_multimodal, reference_greedy, rewrite_weights

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from tests.support.eagle3_eager import EagerEagle3
 
 FOLDER = SHIPPED_MODEL.with_name("tiny-chat-eagle3")

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from pd_cluster import LLM, SamplingParams
-from pd_cluster.settings.engine import SHIPPED_VISION_MODEL
+from pd_cluster.settings.engine_config import SHIPPED_VISION_MODEL
 from tests.support import clips
 
 FOLDER = Path(__file__).parents[2] / "pd_cluster" / "models" / "tiny-chat"

@@ -13,18 +13,18 @@ import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
-from pd_cluster.devices.kinds import DeviceKind
-from pd_cluster.model import graph_kinds, loader
-from pd_cluster.model.capturable import OperatorWatch, obstacle
-from pd_cluster.model.causal_lm import PlainCausalLM
-from pd_cluster.model.declared import layout_of
-from pd_cluster.model.graphs import DecodeGraphs, GraphRules
+from pd_cluster.devices.device_kinds import DeviceKind
+from pd_cluster.model.graphs.capture_check import OperatorWatch, obstacle
+from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules, step_graphs
+from pd_cluster.model.language_model.cache_declaration import layout_of
+from pd_cluster.model.language_model.causal_lm import PlainCausalLM
 from pd_cluster.model.layers.expert_share import ExpertShare
-from pd_cluster.model.load_plan import LoadPlan
-from pd_cluster.model.parallel.group import Alone
-from pd_cluster.model.parts import load_parts
-from pd_cluster.native import floats
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.model.loading import model_loader
+from pd_cluster.model.parallel.rank_group import SingleRank
+from pd_cluster.model.planning.load_plan import LoadPlan
+from pd_cluster.model.runner.loaded_parts import load_parts
+from pd_cluster.native import float_products
+from pd_cluster.settings.engine_config import EngineConfig
 from tests.support.checkpoints import NOT_FUSED
 from tests.support.graph_world import BLOCK_SIZE, MAX_LEN, MOST, World, one_token_each
 from tests.support.recorded import attend_without_lengths, recorded
@@ -34,9 +34,9 @@ Checkpoints = Callable[..., Path]
 
 def plain(folder: Path) -> PlainCausalLM:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(floats, "few_rows", lambda *_: None)  # recordings have torch's operators alone
-        patch.setattr(floats, "can_run", lambda: True)
-        model = loader.load_model(Checkpoint.open(str(folder)), "float32", CPU)
+        patch.setattr(float_products, "few_rows", lambda *_: None)  # recordings have torch's operators alone
+        patch.setattr(float_products, "can_run", lambda: True)
+        model = model_loader.load_model(Checkpoint.open(str(folder)), "float32", CPU)
     assert isinstance(model, PlainCausalLM)
     model._attend = attend_without_lengths
     return model
@@ -85,13 +85,13 @@ def test_steps_whose_launches_differ_are_found(checkpoint: Checkpoints) -> None:
 
 
 def test_a_reason_is_given_why_steps_run_eagerly(checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = LoadPlan.of(EngineConfig(model=str(checkpoint("opt")), max_model_len=64), Alone(), CPU)
+    plan = LoadPlan.of(EngineConfig(model=str(checkpoint("opt")), max_model_len=64), SingleRank(), CPU)
     model, found = load_parts(plan).model, ["", "aten::nonzero waits for the device"]
-    monkeypatch.setattr(graph_kinds, "obstacle", lambda *_: found.pop(0))
+    monkeypatch.setattr(step_graphs, "obstacle", lambda *_: found.pop(0))
 
     def why(kind: DeviceKind) -> str:
         layout = layout_of(model.caches, plan.block_size, plan.kv_dtype)
-        return graph_kinds.why_eager(replace(plan, device=Device(kind)), model, layout)
+        return step_graphs.why_eager(replace(plan, device=Device(kind)), model, layout)
 
     assert why("cuda") == "SDPA asks the device for lengths"
     model.attention = "Triton"

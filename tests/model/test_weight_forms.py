@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ModelError
-from pd_cluster.model.declared import layout_of
-from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.model.known_forms import FORMS
-from pd_cluster.model.layers.expert_weight import ExpertStack
-from pd_cluster.model.layers.linear import Linear, PlainLinear, make_linear
-from pd_cluster.model.layers.weight import LinearWeight, Part, Tensors, WeightForm
-from pd_cluster.model.loader import load_model, probe_logits
+from pd_cluster.model.language_model.cache_declaration import layout_of
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.layers.expert_weights import ExpertStack
+from pd_cluster.model.layers.linear_weight import LinearWeight, Tensors, WeightForm, WeightPart
+from pd_cluster.model.layers.packed_linear import Linear, PlainLinear, make_linear
+from pd_cluster.model.loading.model_loader import load_model, probe_logits
+from pd_cluster.model.weights.weight_forms import FORMS
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt
@@ -74,9 +74,9 @@ class GroupedInt8:
 
 FORM = WeightForm(
     {
-        "codes": Part(outputs=0, inputs=1),
-        "steps": Part(outputs=0, inputs=1),
-        "bias": Part(outputs=0, inputs=None, is_added=True),
+        "codes": WeightPart(outputs=0, inputs=1),
+        "steps": WeightPart(outputs=0, inputs=1),
+        "bias": WeightPart(outputs=0, inputs=None, is_added=True),
     },
     GroupedInt8,
 )

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.copy_tasks import VOCAB_SIZE, Task, called, copied, corrected
-from benchmarks.tiny_model import ModelShape
-from benchmarks.widened import noise_for, widened
+from benchmarks.model_shapes import ModelShape
+from benchmarks.widened_llama import noise_for, widened
 from pd_cluster.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "models" / "copy"

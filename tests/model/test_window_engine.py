@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.rule import Rule
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.group_rule import Rule
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt, run
 
 GREEDY = Sampling(max_tokens=40, temperature=0.0)
@@ -66,7 +66,7 @@ def test_a_hit_needs_the_last_tokens_of_a_window(checkpoint: Checkpoints, archit
     folder, rng = checkpoint(architecture), random.Random(2)
     core = core_of(folder, max_num_seqs=1)
     long = random_prompt(rng, 300)
-    known = Request("long", Order(long, GREEDY))
+    known = Request("long", RequestSpec(long, GREEDY))
     run(core, [known])
     hashes, near = list(known.block_hashes), near_blocks(core)
     generate(core, [random_prompt(rng, 200)], FIRST)
@@ -104,9 +104,9 @@ def test_sequences_and_beams_share_what_the_window_has_not_passed(checkpoint: Ch
     beams = Sampling(beam_width=3, n=2, max_tokens=20, temperature=0.0, ignore_eos=True)
     prompt = random_prompt(rng, 115)
     for sampling in (drawn, beams):
-        orders = [Order(prompt, sampling), *(Order(each, GREEDY) for each in company)]
+        orders = [RequestSpec(prompt, sampling), *(RequestSpec(each, GREEDY) for each in company)]
         together = run(core, [Request(f"r{i}", order, arrival_s=float(i)) for i, order in enumerate(orders)])["r0"]
-        alone = run(core_of(folder, max_num_seqs=3), [Request("r", Order(prompt, sampling))])["r"]
+        alone = run(core_of(folder, max_num_seqs=3), [Request("r", RequestSpec(prompt, sampling))])["r"]
         found = {at: [token.token_id for token in tokens] for at, tokens in together.items()}
         assert found == {at: [token.token_id for token in tokens] for at, tokens in alone.items()}
         assert len({tuple(tokens) for tokens in found.values()}) == len(found)

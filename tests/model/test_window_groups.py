@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.kv.memory import TORCH_DTYPES
-from pd_cluster.model import load_runner as loading
-from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.model.runner import ModelRunner
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.kv.pool_memory import TORCH_DTYPES
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.model.runner.model_runner import load_runner as loading
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import make_checkpoint
 
 NUM_BLOCKS, BLOCK_SIZE, LONGEST = 128, 4, 110
@@ -43,7 +43,7 @@ def requests_of(num_groups: int) -> list[Request]:
     found = []
     free = [rng.sample(range(NUM_BLOCKS), NUM_BLOCKS) for _ in range(2)][:num_groups]
     for at, num_tokens in enumerate((LONGEST, 90, 61, 7)):
-        order = Order([rng.randrange(1, 200) for _ in range(num_tokens)], Sampling())
+        order = RequestSpec([rng.randrange(1, 200) for _ in range(num_tokens)], Sampling())
         count = -(-num_tokens // BLOCK_SIZE)
         tables = [[blocks.pop() for _ in range(count)] for blocks in free]
         found.append(Request(str(at), order, tables=tables))

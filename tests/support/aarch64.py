@@ -21,10 +21,10 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.model.cpu import ops
+from pd_cluster.model.inputs.forward_batch import ForwardBatch
+from pd_cluster.model.kernels.cpu import ops
 from pd_cluster.model.layers.ops import Heads, Rope
-from pd_cluster.native import build, products
+from pd_cluster.native import build, packed_products
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 PACKAGES = "Debian has them as gcc-aarch64-linux-gnu, libc6-dev-arm64-cross and qemu-user"
@@ -35,7 +35,7 @@ COMPILE_DEADLINE_S = 100.0
 CALL_DEADLINE_S = 100.0
 ARENA_NBYTES = 64 << 20
 ALIGNMENT = 64
-INPUTS_OF_WORD = {1: 2, 2: 4, 3: 8, 4: 4}  # by the form of a product's weights, in words.h
+INPUTS_OF_WORD = {1: 2, 2: 4, 3: 8, 4: 4}  # by the form of a product's weights, in packed_weights.h
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,15 +118,15 @@ class Emulator:
         self._call("pd_attend", ranges, keep_arena=True)
 
     def pd_way(self, address: int) -> int:
-        return self._call("pd_way", (_Range(address, ctypes.sizeof(products.ProductCall)),))
+        return self._call("pd_way", (_Range(address, ctypes.sizeof(packed_products.ProductCall)),))
 
     def pd_scratch_nbytes(self, address: int) -> int:
-        return self._call("pd_scratch_nbytes", (_Range(address, ctypes.sizeof(products.ProductCall)),))
+        return self._call("pd_scratch_nbytes", (_Range(address, ctypes.sizeof(packed_products.ProductCall)),))
 
     def pd_product(self, address: int) -> None:
-        nbytes = ctypes.sizeof(products.ProductCall)
-        product = products.ProductCall.from_buffer_copy(ctypes.string_at(address, nbytes))
-        outputs = -(-product.outputs // products.PANEL) * products.PANEL
+        nbytes = ctypes.sizeof(packed_products.ProductCall)
+        product = packed_products.ProductCall.from_buffer_copy(ctypes.string_at(address, nbytes))
+        outputs = -(-product.outputs // packed_products.PANEL) * packed_products.PANEL
         num_spans = product.num_groups * product.spans_of_group
         out = _Range(product.out, product.num_rows * product.outputs * 4, True)
         sizes = {

@@ -7,7 +7,7 @@ import platform
 import pytest
 import torch
 
-from pd_cluster.model.layers.linear import PackedLinear, PlainLinear, make_linear
+from pd_cluster.model.layers.packed_linear import PackedLinear, PlainLinear, make_linear
 
 WIDTHS = (1024, 2048, 4096, 8192)
 OUTPUTS = (1, 3, 64, 200, 1024)

@@ -10,8 +10,8 @@
 #include <stdlib.h>
 #include <sys/mman.h>
 
-#include "paged.h"
-#include "words.h"
+#include "attention_step.h"
+#include "packed_weights.h"
 
 void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
 void GOMP_barrier(void);

@@ -18,9 +18,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.settings.adapters import AdapterSettings, LoraModule
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.settings.lora_settings import AdapterSettings, LoraModule
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.engines import run
 
 LAST = re.compile(r"\.(\d+)\.")
@@ -120,7 +120,7 @@ def outputs_of(
 ) -> dict[str, list[list[int]]]:
     """Returns the answers of each variant to all prompts, computed in one batch."""
     requests = [
-        Request(f"{variant}-{at}", Order(prompt, sampling, variant=variant))
+        Request(f"{variant}-{at}", RequestSpec(prompt, sampling, variant=variant))
         for at, prompt in enumerate(prompts)
         for variant in variants
     ]

@@ -7,13 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model import load_runner
-from pd_cluster.model.causal_lm import CausalLM
-from pd_cluster.model.graph_kinds import StepGraphs
-from pd_cluster.model.graphs import DecodeGraphs, GraphRules
-from pd_cluster.model.load_plan import LoadPlan
-from pd_cluster.model.runner import ModelRunner
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules
+from pd_cluster.model.graphs.step_graphs import StepGraphs
+from pd_cluster.model.language_model.causal_lm import CausalLM
+from pd_cluster.model.planning.load_plan import LoadPlan
+from pd_cluster.model.runner.model_runner import ModelRunner, load_runner
 
 
 def captured(launches: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from pd_cluster.kv.pool import TORCH_DTYPES
-from pd_cluster.model.attention.sdpa import Scoring
+from pd_cluster.kv.kv_pool import TORCH_DTYPES
+from pd_cluster.model.layers.attention.sdpa import Scoring
 
 NUM_NEEDLES = 8
 EDGE = 256  # positions around its multiples are needles: kernels divide contexts there

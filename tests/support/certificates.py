@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.settings.http import Tls
+from pd_cluster.settings.http_settings import Tls
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,12 +12,12 @@ from PIL import Image as Pictures
 from PIL import ImageFont
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.media.clips import fitted
-from pd_cluster.media.given_video import Frames
+from pd_cluster.media.image_rules import PromptWithImages, place
 from pd_cluster.media.kinds.qwen import GridRules
-from pd_cluster.media.rules import Placed, place
-from pd_cluster.media.video import Video
-from pd_cluster.types import Order, Sampling
+from pd_cluster.media.video_files import fitted
+from pd_cluster.media.video_inputs import VideoFrames
+from pd_cluster.media.video_rules import Video
+from pd_cluster.types import RequestSpec, Sampling
 from tests.support.checkpoints import EOS_ID, until_end
 from tests.support.clips import MEAN, STD, _greedy, _processing, add_videos, encoded
 from tests.support.picture_kinds import BEGIN, END, FIRST, LAST, NAMES, PICTURE, VIDEO, make_kind, reference_of
@@ -48,7 +48,7 @@ class Filmed(NamedTuple):
     """A prompt of texts in tokens, with the videos between them."""
 
     texts: Sequence[list[int]]
-    videos: list[Frames]
+    videos: list[VideoFrames]
 
     @property
     def token_ids(self) -> list[int]:
@@ -61,16 +61,16 @@ class Filmed(NamedTuple):
         assert isinstance(vision.rules, GridRules)
         return [fitted(each, vision.rules) for each in self.videos]
 
-    def placed(self, folder: Path) -> Placed:
+    def placed(self, folder: Path) -> PromptWithImages:
         vision = Checkpoint.open(str(folder)).vision
         assert vision is not None
         return place(self.token_ids, [], vision.rules, "prompt", self.prepared(folder), encoded)
 
-    def order(self, folder: Path, sampling: Sampling) -> Order:
+    def order(self, folder: Path, sampling: Sampling) -> RequestSpec:
         return order_of(self.placed(folder), sampling)
 
 
-def reference_pixels(folder: Path, name: str, video: Frames) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def reference_pixels(folder: Path, name: str, video: VideoFrames) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Returns [num_frames, height, width, 3] as transformers' processor draws and resizes frames, an even number."""
     module = processing[name]
     pictures, count = list(video.pictures), len(video.pictures)

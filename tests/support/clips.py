@@ -17,11 +17,11 @@ import torch
 from PIL import Image as Pictures
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.media.clips import fitted
-from pd_cluster.media.given_video import Frames
+from pd_cluster.media.image_rules import PromptWithImages, place
 from pd_cluster.media.kinds.qwen import GridRules
-from pd_cluster.media.rules import Placed, place
-from pd_cluster.types import Order, Sampling
+from pd_cluster.media.video_files import fitted
+from pd_cluster.media.video_inputs import VideoFrames
+from pd_cluster.types import RequestSpec, Sampling
 from tests.support.checkpoints import EOS_ID, make_tokenizer, until_end
 from tests.support.pictures import PATCH, make_vision, order_of, reference_of
 
@@ -102,24 +102,24 @@ def data_url(data: bytes, kind: str = "mp4") -> str:
     return f"data:video/{kind};base64,{base64.b64encode(data).decode()}"
 
 
-def frames_in(frames: list[Frame], fps: float = 4.0) -> Frames:
-    return Frames([Pictures.fromarray(each) for each in frames], [*range(len(frames))], len(frames), fps)
+def frames_in(frames: list[Frame], fps: float = 4.0) -> VideoFrames:
+    return VideoFrames([Pictures.fromarray(each) for each in frames], [*range(len(frames))], len(frames), fps)
 
 
 class Filmed(NamedTuple):
     """A prompt with a placeholder, START, VIDEO and END, for each of its videos."""
 
     token_ids: list[int]
-    videos: list[Frames]
+    videos: list[VideoFrames]
 
-    def placed(self, folder: Path) -> Placed:
+    def placed(self, folder: Path) -> PromptWithImages:
         vision = Checkpoint.open(str(folder)).vision
         assert vision is not None
         assert isinstance(vision.rules, GridRules)
         videos = [fitted(each, vision.rules) for each in self.videos]
         return place(self.token_ids, [], vision.rules, "prompt", videos, encoded)
 
-    def order(self, folder: Path, sampling: Sampling) -> Order:
+    def order(self, folder: Path, sampling: Sampling) -> RequestSpec:
         return order_of(self.placed(folder), sampling)
 
 
@@ -128,7 +128,7 @@ def encoded(text: str) -> list[int]:
     return found
 
 
-def filmed(seed: int, num_texts: list[int], videos: list[Frames]) -> Filmed:
+def filmed(seed: int, num_texts: list[int], videos: list[VideoFrames]) -> Filmed:
     """A prompt of random texts of these lengths, with the videos between them."""
     rng = np.random.default_rng(seed)
     texts = [rng.integers(0, 256, length).tolist() for length in num_texts]
@@ -200,7 +200,7 @@ def _greedy(model: Any, inputs: dict[str, Any], positions: torch.Tensor, max_tok
     return until_end(output[0, positions.shape[-1] :].tolist(), {EOS_ID})
 
 
-def _prepared(video: Frames, is_third: bool) -> tuple[torch.Tensor, tuple[int, int, int]]:
+def _prepared(video: VideoFrames, is_third: bool) -> tuple[torch.Tensor, tuple[int, int, int]]:
     """Returns the tower's patches and the grid in merged patches."""
     first, count = video.pictures[0], len(video.pictures)
     bounds = {"factor": SIDE, "min_pixels": SIZES["shortest_edge"], "max_pixels": SIZES["longest_edge"]}

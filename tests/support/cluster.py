@@ -20,15 +20,15 @@ from typing import Any, Self, TypeVar
 
 import httpx
 
-from pd_cluster.client.instances import links_of
-from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.client.instance_list import links_of
 from pd_cluster.cluster.processes.launch_preloader import LaunchPreloader
+from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import Member, plan_cluster
-from pd_cluster.cluster.processes.ports import free_port_pair, free_port_row
+from pd_cluster.cluster.processes.port_reservations import free_port_pair, free_port_row
 from pd_cluster.cluster.processes.rank_process import environment
 from pd_cluster.engine.start.preloader import Preloader, essential, surroundings
-from pd_cluster.transport.table import same_host_choice
-from ranktable_tools.keys import ADMIN_TOKEN_FILE
+from pd_cluster.transport.transport_table import same_host_choice
+from ranktable_tools.cluster_keys import ADMIN_TOKEN_FILE
 
 START_TIMEOUT_S = float(os.environ.get("PD_CLUSTER_TEST_START_S", "150"))
 SETTLE_TIMEOUT_S = 80.0

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import DynamicCache
 
-from pd_cluster.kv.vectors import decode, encode
+from pd_cluster.kv.kv_vectors import decode, encode
 from tests.support.checkpoints import reference_model
 
 

@@ -6,12 +6,21 @@ from collections.abc import Callable
 
 import torch
 
-from pd_cluster.model.cuda.coded import E2M1, E4M3, INT4, INT8, ROUNDED, CodedLinear, Codes, decoded
-from pd_cluster.model.cuda.expert_matrices import BlockMatrices, ExpertMatrices
-from pd_cluster.model.cuda.experts import TritonGroupedExperts
-from pd_cluster.model.cuda.lora import CudaTable
-from pd_cluster.model.layers.gated import ExpertRouter, Routing
-from pd_cluster.model.lora.device_rows import AdaptedBlocks
+from pd_cluster.model.kernels.cuda.experts.expert_matrices import BlockMatrices, ExpertMatrices
+from pd_cluster.model.kernels.cuda.experts.grouped_experts import TritonGroupedExperts
+from pd_cluster.model.kernels.cuda.linear.lora_tables import CudaTable
+from pd_cluster.model.kernels.cuda.linear.quantized_linear import (
+    E2M1,
+    E4M3,
+    INT4,
+    INT8,
+    ROUNDED,
+    QuantizedLinear,
+    WeightCodes,
+    decoded,
+)
+from pd_cluster.model.layers.gated_mlp import ExpertRouter, Routing
+from pd_cluster.model.lora.adapter_row_blocks import AdaptedBlocks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STORED: dict[int, torch.dtype] = {
@@ -27,7 +36,7 @@ def empty(*sizes: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(sizes, dtype=dtype, device="meta")
 
 
-def codes(*outputs: int, num_inputs: int, kind: int, group: int = 0, has_zeros: bool = False) -> Codes:
+def codes(*outputs: int, num_inputs: int, kind: int, group: int = 0, has_zeros: bool = False) -> WeightCodes:
     """`outputs`: of one layer, or experts and those of each."""
     num_groups = num_inputs // (group or num_inputs)
     filled = -(-num_inputs // 128) * 128
@@ -35,13 +44,15 @@ def codes(*outputs: int, num_inputs: int, kind: int, group: int = 0, has_zeros: 
     shape = outputs if kind == ROUNDED else (*outputs, num_groups)
     zeros = empty(*shape, dtype=torch.int32 if kind == ROUNDED else FP32) if has_zeros else None
     inputs = (0.1, 3.0) if has_zeros and kind == ROUNDED else None
-    return Codes(
+    return WeightCodes(
         empty(*outputs, width, dtype=STORED[kind]), empty(*shape, dtype=FP32), zeros, 8.0, kind, num_inputs, inputs
     )
 
 
 def coded(num_rows: int, num_inputs: int, num_outputs: int, kind: int, dtype: torch.dtype = BF16, **given: int) -> None:
-    layer = CodedLinear(codes(num_outputs, num_inputs=num_inputs, kind=kind, **given), empty(num_outputs, dtype=dtype))
+    layer = QuantizedLinear(
+        codes(num_outputs, num_inputs=num_inputs, kind=kind, **given), empty(num_outputs, dtype=dtype)
+    )
     layer(empty(num_rows, num_inputs, dtype=dtype))
 
 

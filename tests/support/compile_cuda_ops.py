@@ -21,16 +21,16 @@ from triton.compiler import ASTSource, make_backend
 from triton.compiler import compile as compile_kernel
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from pd_cluster.kv.layout import CODE_BITS, stored_width
-from pd_cluster.model.cuda.argmax import argmax_rows
-from pd_cluster.model.cuda.draw import draw_rows
-from pd_cluster.model.cuda.expert_matrices import BlockMatrices, ExpertMatrices
-from pd_cluster.model.cuda.experts import TritonGroupedExperts
-from pd_cluster.model.cuda.linear import TritonLinear
-from pd_cluster.model.cuda.ops import CudaOps, prepare
-from pd_cluster.model.cuda.skinny import SkinnyGate
+from pd_cluster.kv.kv_layout import CODE_BITS, stored_width
+from pd_cluster.model.kernels.cuda.experts.expert_matrices import BlockMatrices, ExpertMatrices
+from pd_cluster.model.kernels.cuda.experts.grouped_experts import TritonGroupedExperts
+from pd_cluster.model.kernels.cuda.linear.skinny_gate import SkinnyGate
+from pd_cluster.model.kernels.cuda.linear.triton_linear import TritonLinear
+from pd_cluster.model.kernels.cuda.ops import CudaOps, prepare
+from pd_cluster.model.kernels.cuda.sampling.argmax import argmax_rows
+from pd_cluster.model.kernels.cuda.sampling.triton_draw import draw_rows
 from pd_cluster.model.layers.expert_share import ExpertShare
-from pd_cluster.model.layers.gated import ExpertRouter, Routing
+from pd_cluster.model.layers.gated_mlp import ExpertRouter, Routing
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
 from tests.support import compile_coded, compile_states
 from tests.support.ptx import order_of

@@ -10,10 +10,10 @@ from typing import cast
 import torch
 
 from pd_cluster.devices.device import CPU
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.cuda.states import TritonStates
-from pd_cluster.model.state_rows import Segment, StateRows
-from pd_cluster.native.recurrences import GatedNorm
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.state_rows import Segment, StateRows
+from pd_cluster.model.kernels.cuda.states.triton_states import TritonStates
+from pd_cluster.native.recurrence_values import GatedNorm
 from tests.support.recurrences import RecurrentCase, conv_case, delta_case, mamba_case
 
 NUM_ROWS = 8

@@ -13,21 +13,31 @@ import torch
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from pd_cluster.model.cuda import coded
-from pd_cluster.model.cuda.coded import E2M1, E4M3, INT4, INT8, ROUNDED, CodedLinear, codes_of, decoded, linear_of
-from pd_cluster.model.cuda.expert_matrices import BlockMatrices, ExpertMatrices
-from pd_cluster.model.cuda.experts import TritonGroupedExperts
-from pd_cluster.model.cuda.ops import CudaOps
-from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertStack, ExpertWeights
-from pd_cluster.model.layers.gated import ExpertRouter, Experts, Routing
-from pd_cluster.model.layers.linear import PlainLinear
+from pd_cluster.model.kernels.cuda.experts.expert_matrices import BlockMatrices, ExpertMatrices
+from pd_cluster.model.kernels.cuda.experts.grouped_experts import TritonGroupedExperts
+from pd_cluster.model.kernels.cuda.linear import quantized_linear
+from pd_cluster.model.kernels.cuda.linear.quantized_linear import (
+    E2M1,
+    E4M3,
+    INT4,
+    INT8,
+    ROUNDED,
+    QuantizedLinear,
+    codes_of,
+    decoded,
+    linear_of,
+)
+from pd_cluster.model.kernels.cuda.ops import CudaOps
+from pd_cluster.model.layers.expert_weights import ExpertLayers, ExpertStack, ExpertWeights
+from pd_cluster.model.layers.gated_mlp import ExpertRouter, Experts, Routing
+from pd_cluster.model.layers.linear_weight import PLAIN
 from pd_cluster.model.layers.ops import TorchOps
-from pd_cluster.model.layers.weight import PLAIN
+from pd_cluster.model.layers.packed_linear import PlainLinear
 from pd_cluster.model.layers.whole_rows import WholeRows
-from pd_cluster.model.quantized.int8 import Int8Linear
-from pd_cluster.model.quantized.unpack import E2M1_DOUBLED
-from pd_cluster.model.quantized.weight import CODED, CodedWeight, Int8Weight
-from pd_cluster.model.quantized.weight import INT8 as INT8_FORM
+from pd_cluster.model.weights.bit_unpacking import E2M1_DOUBLED
+from pd_cluster.model.weights.int8_linear import Int8Linear
+from pd_cluster.model.weights.quantized_weight import CODED, CodedWeight, Int8Weight
+from pd_cluster.model.weights.quantized_weight import INT8 as INT8_FORM
 from tests.support.interpreted import choose_device
 
 choose_device()
@@ -89,7 +99,7 @@ def test_codes_become_the_numbers_that_they_stand_for(
     assert codes is not None
     assert codes.kind == kind
     assert torch.equal(decoded(codes, dtype).view(BITS[dtype]), weight.matrix().view(BITS[dtype]))
-    layer = CodedLinear(codes, weight.bias)
+    layer = QuantizedLinear(codes, weight.bias)
     for num_rows in (1, 19) if num_inputs < 1000 else (3,):
         x = torch.randn(num_rows, num_inputs).to(dtype)
         assert weight.bias is not None
@@ -101,7 +111,7 @@ def test_codes_become_the_numbers_that_they_stand_for(
 
 @pytest.mark.parametrize("rows", [70, 5])
 def test_many_rows_are_multiplied_by_numbers_written_out(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coded, "MANY_ROWS", 4 if rows == 5 else 1024)
+    monkeypatch.setattr(quantized_linear, "MANY_ROWS", 4 if rows == 5 else 1024)
     weight = weight_of(unsigned(24, 1024), 8, True, torch.bfloat16)
     layer, x = linear_of(weight), torch.randn(1, rows, 1024).bfloat16()
     assert layer is not None

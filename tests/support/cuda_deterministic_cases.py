@@ -19,29 +19,31 @@ import torch
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-from pd_cluster.engine.build import build_core
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.memory import TORCH_DTYPES
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model import loader
-from pd_cluster.model.attention.sdpa import Scoring
-from pd_cluster.model.attention_choice import triton_attention
-from pd_cluster.model.batch import build_batch
-from pd_cluster.model.cuda import deterministic, experts_kernels, linear_kernels
-from pd_cluster.model.cuda.attention_configs import AttentionConfigs, TileConfig, padded
-from pd_cluster.model.cuda.deterministic import DeterministicOps, attend_rows
-from pd_cluster.model.cuda.expert_matrices import BlockMatrices, ExpertMatrices
-from pd_cluster.model.cuda.experts import TritonGroupedExperts
-from pd_cluster.model.cuda.linear import TritonLinear
-from pd_cluster.model.cuda.plan import tiles_of
-from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.model.graph_kinds import StepGraphs
-from pd_cluster.model.graphs import DecodeGraphs, GraphRules
-from pd_cluster.model.layers.expert_weight import experts_of
-from pd_cluster.model.layers.gated import ExpertRouter, Routing
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Request, Sampling, TokenOutput
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.kv.pool_memory import TORCH_DTYPES
+from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules
+from pd_cluster.model.graphs.step_graphs import StepGraphs
+from pd_cluster.model.inputs.forward_batch import build_batch
+from pd_cluster.model.kernels.attention_backend import triton_attention
+from pd_cluster.model.kernels.cuda import deterministic
+from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs, TileConfig, padded
+from pd_cluster.model.kernels.cuda.attention.attention_plan import tiles_of
+from pd_cluster.model.kernels.cuda.deterministic import DeterministicOps, attend_rows
+from pd_cluster.model.kernels.cuda.experts import experts_kernels
+from pd_cluster.model.kernels.cuda.experts.expert_matrices import BlockMatrices, ExpertMatrices
+from pd_cluster.model.kernels.cuda.experts.grouped_experts import TritonGroupedExperts
+from pd_cluster.model.kernels.cuda.linear import linear_kernels
+from pd_cluster.model.kernels.cuda.linear.triton_linear import TritonLinear
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.layers.attention.sdpa import Scoring
+from pd_cluster.model.layers.expert_weights import experts_of
+from pd_cluster.model.layers.gated_mlp import ExpertRouter, Routing
+from pd_cluster.model.loading import model_loader
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
 from tests.support.checkpoints import make_checkpoint
 from tests.support.draft_steps import Steps, random_orders
 from tests.support.engines import assert_all_same, generate, random_prompt, run
@@ -147,7 +149,7 @@ def test_launches_have_the_same_constants_for_all_numbers_of_rows(
 
 def test_the_gate_has_one_launch_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other kernels of `CudaOps` never look at the number of rows."""
-    monkeypatch.setattr("pd_cluster.model.cuda.ops.FEW_GATED", 1)
+    monkeypatch.setattr("pd_cluster.model.kernels.cuda.ops.FEW_GATED", 1)
     rows = torch.randn(9, 64)
     ops = DeterministicOps(attend_rows)
     assert torch.equal(ops.gate(rows, "silu")[4:5], ops.gate(rows[4:5], "silu"))
@@ -182,7 +184,7 @@ def test_a_token_attends_the_same_however_its_prompt_is_cut(
         """Chunks are (sequence, first token, last token + 1)."""
         requests = []
         for i, (seq, start, stop) in enumerate(chunks):
-            order = Order([0] * num_tokens, Sampling())
+            order = RequestSpec([0] * num_tokens, Sampling())
             request = Request(f"{i}", order, num_computed_tokens=start, tables=[tables[seq]])
             requests.append((request, stop - start))
         batch = build_batch(requests, pool)
@@ -215,8 +217,8 @@ def test_tiles_cover_each_query_once() -> None:
 
 
 def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, step: int, num_blocks: int = 64) -> EngineCore:
-    monkeypatch.setattr(loader, "choose_attention", lambda *given: triton_attention(is_deterministic=True))
-    monkeypatch.setattr(loader, "can_fuse", lambda model: True)  # on CPU otherwise in float32 only
+    monkeypatch.setattr(model_loader, "choose_attention", lambda *given: triton_attention(is_deterministic=True))
+    monkeypatch.setattr(model_loader, "can_fuse", lambda model: True)  # on CPU otherwise in float32 only
     config = EngineConfig(
         model=str(folder),
         dtype=dtype,
@@ -238,7 +240,7 @@ def engine(folder: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, step: int,
 
 def answers(core: EngineCore, prompts: list[list[int]]) -> list[Answer]:
     """Returns each token with its logprob and those of the two most likely ones."""
-    requests = [Request(f"r{i}", Order(prompt, ASKING), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+    requests = [Request(f"r{i}", RequestSpec(prompt, ASKING), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
     found = run(core, requests)
     return [[_told(token) for token in tokens[0]] for tokens in found.values()]
 

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from pd_cluster.model.cuda.argmax import argmax_rows
-from pd_cluster.model.cuda.draw import Drawn, draw_rows
-from pd_cluster.model.sampling.draw import Knobs, draw, kept_of
-from pd_cluster.model.sampling.on_device import draw_shaped
-from pd_cluster.model.sampling.passes import mended
+from pd_cluster.model.kernels.cuda.sampling.argmax import argmax_rows
+from pd_cluster.model.kernels.cuda.sampling.triton_draw import DrawnTokens, draw_rows
+from pd_cluster.model.sampling.device_sampling import draw_shaped
+from pd_cluster.model.sampling.row_passes import mended
+from pd_cluster.model.sampling.token_draw import DrawParameters, draw, kept_of
 from pd_cluster.types import Sampling
 from tests.support.interpreted import DTYPES, SLOW_IF_INTERPRETED, choose_device, strided
 
@@ -59,20 +59,20 @@ def random_logits(rng: random.Random, vocab_size: int, dtype: torch.dtype) -> to
     return line.to(dtype)
 
 
-def drawn_there(logits: torch.Tensor, knobs: Knobs, rows: list[int]) -> Drawn:
+def drawn_there(logits: torch.Tensor, knobs: DrawParameters, rows: list[int]) -> DrawnTokens:
     found = argmax_rows(logits)
     there = {name: torch.from_numpy(array).to(logits.device) for name, array in fields(knobs).items()}
     return draw_rows(logits, torch.tensor(rows), found.logits, found.token_ids, there)
 
 
-def fields(knobs: Knobs) -> dict[str, Any]:
+def fields(knobs: DrawParameters) -> dict[str, Any]:
     return {field.name: getattr(knobs, field.name) for field in dataclasses.fields(knobs)}
 
 
 def check(logits: torch.Tensor, params: list[Sampling], uniforms: list[float]) -> None:
     """Compares each row with the host's code, and with the torch code for devices without Triton."""
     vocab_size = logits.shape[1]
-    knobs = Knobs.of(params, np.array(uniforms), vocab_size)
+    knobs = DrawParameters.of(params, np.array(uniforms), vocab_size)
     actual = drawn_there(logits, knobs, list(range(len(logits))))
     host = mended(logits).cpu()
     best = host.amax(1).numpy()
@@ -122,7 +122,7 @@ def test_a_wide_vocabulary(asked: dict[str, Any]) -> None:
 def test_a_wide_vocabulary_of_equals(vocab_size: int) -> None:
     """The lowest ids are kept, exactly as many as the share says, and the last of them can be drawn."""
     logits = torch.full((1, vocab_size), 2.0)
-    knobs = Knobs.of([Sampling(top_p=0.25)], np.full(1, LARGEST_UNIFORM), vocab_size)
+    knobs = DrawParameters.of([Sampling(top_p=0.25)], np.full(1, LARGEST_UNIFORM), vocab_size)
     actual = drawn_there(logits, knobs, [0])
     assert actual.nums_kept.tolist() == [vocab_size // 4]
     assert actual.token_ids.tolist() == [vocab_size // 4 - 1]
@@ -157,7 +157,7 @@ def test_rows_without_candidates_get_the_best_id_and_others_are_left_alone() -> 
     torch.manual_seed(9)
     logits = torch.randn(4, 500)
     logits[1], logits[2] = -math.inf, math.nan
-    knobs = Knobs.of([Sampling(top_p=0.9)] * 3, np.full(3, 0.5), 500)
+    knobs = DrawParameters.of([Sampling(top_p=0.9)] * 3, np.full(3, 0.5), 500)
     alone = drawn_there(logits[3:], knobs.rows(np.array([0])), [0])
     actual = drawn_there(logits, knobs, [1, 3, 2])
     assert actual.token_ids.tolist() == [0, alone.token_ids.item(), 0]
@@ -168,7 +168,9 @@ def test_rows_of_masked_tokens_get_the_best_id_whatever_limits_them() -> None:
     """The best id of such a row is the caller's: the likeliest of its allowed tokens."""
     logits = torch.full((4, 500), -math.inf)
     params = [Sampling(top_k=5), Sampling(top_k=5, top_p=0.5), Sampling(top_p=0.5), Sampling(top_k=5, min_p=0.1)]
-    knobs = {name: torch.tensor(array) for name, array in fields(Knobs.of(params, np.full(4, 0.5), 500)).items()}
+    knobs = {
+        name: torch.tensor(array) for name, array in fields(DrawParameters.of(params, np.full(4, 0.5), 500)).items()
+    }
     best_ids, best = torch.tensor([7, 400, 0, 499]), torch.zeros(4)
     assert draw_rows(logits, torch.arange(4), best, best_ids, knobs).token_ids.tolist() == best_ids.tolist()
     assert draw_shaped(logits, best, best_ids, knobs).tolist() == best_ids.tolist()

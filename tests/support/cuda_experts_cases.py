@@ -17,15 +17,21 @@ from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.olmoe.modeling_olmoe import OlmoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from pd_cluster.model.cuda import experts as module
-from pd_cluster.model.cuda.experts import TritonGroupedExperts, num_row_tiles, route, sort_pairs, tiling
-from pd_cluster.model.fuse_mlp import _experts
+from pd_cluster.model.kernels.cuda.experts import grouped_experts as module
+from pd_cluster.model.kernels.cuda.experts.grouped_experts import (
+    TritonGroupedExperts,
+    num_row_tiles,
+    route,
+    sort_pairs,
+    tiling,
+)
+from pd_cluster.model.language_model.architecture_quirks import ARCHITECTURES
+from pd_cluster.model.language_model.fuse_mlp import _experts
 from pd_cluster.model.layers.expert_share import ExpertShare
-from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertWeights, experts_of
-from pd_cluster.model.layers.gated import Activation, ExpertRouter, Experts, Routing
+from pd_cluster.model.layers.expert_weights import ExpertLayers, ExpertWeights, experts_of
+from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, Experts, Routing
 from pd_cluster.model.layers.ops import TorchOps
-from pd_cluster.model.quirks import ARCHITECTURES
-from pd_cluster.settings.engine import ExpertPlacement
+from pd_cluster.settings.engine_config import ExpertPlacement
 from tests.support.expert_shares import Members, rows_without, weights_of
 from tests.support.interpreted import DTYPES, choose_device
 

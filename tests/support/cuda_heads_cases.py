@@ -9,12 +9,12 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from pd_cluster.kv.block_major import DeviceBlocks
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.batch import build_batch
-from pd_cluster.model.cuda.ops import CudaOps, prepare
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.forward_batch import build_batch
+from pd_cluster.model.kernels.cuda.ops import CudaOps, prepare
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, TorchOps
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.interpreted import DTYPES, choose_device, strided, whole_numbers
 from tests.support.spread import spread
 
@@ -122,7 +122,7 @@ def test_a_layer_is_reported_as_written_before_attention_runs() -> None:
     heads = Heads(layer_idx=1, num_heads=6, num_kv_heads=2, head_dim=16, scaling=0.3, sliding_window=5)
     pool = make_pool(heads, 3, 16, torch.float32)
     pool.data[: pool.num_blocks].normal_()
-    order, before = Order([0] * 20, Sampling()), pool.data.clone()
+    order, before = RequestSpec([0] * 20, Sampling()), pool.data.clone()
     chunks = [(Request("prompt", order, tables=[[4, 2, 9, 0, 1, 3, 5]]), 9)]
     chunks.append((Request("decoded", order, num_computed_tokens=8, tables=[[12, 7, 8, 6, 10, 11, 13]]), 1))
     with torch.device("cpu"):

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from pd_cluster.devices.device import CPU, Device
-from pd_cluster.engine.build import build_core
+from pd_cluster.engine.assembly.build_engine import build_core
 from pd_cluster.errors import ConfigError
-from pd_cluster.model import loader
-from pd_cluster.model.attention_choice import triton_attention
-from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.model.graph_kinds import check_prompt_graphs, why_eager
-from pd_cluster.model.load_plan import LoadPlan
-from pd_cluster.model.parallel.group import Alone
-from pd_cluster.model.proof import Course
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.model.graphs.step_graphs import check_prompt_graphs, why_eager
+from pd_cluster.model.kernels.attention_backend import triton_attention
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.loading import model_loader
+from pd_cluster.model.loading.load_proof import ProofSchedule
+from pd_cluster.model.parallel.rank_group import SingleRank
+from pd_cluster.model.planning.load_plan import LoadPlan
+from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint, reference_model
 from tests.support.engines import assert_all_same, generate, random_prompt
@@ -32,14 +32,14 @@ choose_device()
 
 SHALLOW = {**CONVOLUTIONS, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "granitemoehybrid", "bamba", "falcon_h1", "nemotron_h", "lfm2_moe")
-SHORT = Course(((3, 1), (4, 6), (1, 1)), kept=4)  # the one of the proof takes minutes here
+SHORT = ProofSchedule(((3, 1), (4, 6), (1, 1)), kept=4)  # the one of the proof takes minutes here
 GREEDY = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
 @pytest.fixture(autouse=True)
 def _as_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "choose_attention", lambda *given: triton_attention())
-    monkeypatch.setattr(loader, "STATES", SHORT)
+    monkeypatch.setattr(model_loader, "choose_attention", lambda *given: triton_attention())
+    monkeypatch.setattr(model_loader, "STATES", SHORT)
 
 
 def test_steps_have_the_logits_of_the_whole(tmp_path: Path) -> None:
@@ -53,7 +53,9 @@ def test_steps_have_the_logits_of_the_whole(tmp_path: Path) -> None:
         steps = [world.step(requests, nums) for nums in ((3, 5), (1, 1), (5, 3))]
     for own, wanted in zip(zip(*steps, strict=True), expected, strict=True):
         assert row_errors(torch.cat(own), wanted).max() < 2e-5
-    plan = replace(LoadPlan.of(EngineConfig(model=str(folder), max_model_len=64), Alone(), CPU), device=Device("cuda"))
+    plan = replace(
+        LoadPlan.of(EngineConfig(model=str(folder), max_model_len=64), SingleRank(), CPU), device=Device("cuda")
+    )
     why: Any = "no graph holds the states of its layers"
     assert why_eager(plan, model, world.keys.layout) == why
     with pytest.raises(ConfigError, match=f"^--cuda-speedups prompt-graphs: {why}"):

@@ -11,19 +11,19 @@ import torch
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.devices.device import CPU
-from pd_cluster.engine.build import build_core
-from pd_cluster.model import loader
-from pd_cluster.model.adapter_devices import to_tables
-from pd_cluster.model.attention_choice import triton_attention
-from pd_cluster.model.cuda.lora import CudaTable
-from pd_cluster.model.graph_kinds import StepGraphs
-from pd_cluster.model.graphs import DecodeGraphs, GraphRules
-from pd_cluster.model.held_adapters import HeldAdapters
-from pd_cluster.model.lora.adapted import LowRank
-from pd_cluster.model.lora.device_rows import AdaptedBlocks, blocks_of
-from pd_cluster.settings.adapters import AdapterSettings
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules
+from pd_cluster.model.graphs.step_graphs import StepGraphs
+from pd_cluster.model.kernels.attention_backend import triton_attention
+from pd_cluster.model.kernels.cuda.linear.lora_tables import CudaTable
+from pd_cluster.model.language_model.adapter_devices import to_tables
+from pd_cluster.model.loading import model_loader
+from pd_cluster.model.lora.adapted_linear import LowRank
+from pd_cluster.model.lora.adapter_row_blocks import AdaptedBlocks, blocks_of
+from pd_cluster.model.runner.model_adapters import ModelAdapters
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.lora_settings import AdapterSettings
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.adapters import loaded, make_adapter, merged
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, random_prompt, run
@@ -106,14 +106,14 @@ def test_tokens_are_those_of_merged_models(architecture: str, tmp_path: Path, mo
     """Two adapters and none together, in chunks and in graphs; one is loaded after these were captured."""
     if torch.get_default_device().type != "cpu":
         pytest.skip("on a GPU engines choose by themselves")
-    monkeypatch.setattr(loader, "choose_attention", lambda *given: triton_attention())
-    original = HeldAdapters.load_named
+    monkeypatch.setattr(model_loader, "choose_attention", lambda *given: triton_attention())
+    original = ModelAdapters.load_named
 
     def load_named(self: object, settings: AdapterSettings) -> None:
         to_tables(self._lora_needed.places, settings, CPU, "float32")  # type: ignore[attr-defined]
         original(self, settings)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(HeldAdapters, "load_named", load_named)
+    monkeypatch.setattr(ModelAdapters, "load_named", load_named)
     folder = make_checkpoint(tmp_path / "base", architecture)
     first = make_adapter(tmp_path / "a", folder, 1, rank=5)
     second = make_adapter(tmp_path / "b", folder, 2, rank=3, only=r"\.[02]\.")
@@ -129,7 +129,7 @@ def test_tokens_are_those_of_merged_models(architecture: str, tmp_path: Path, mo
 
     def check(folders: dict[str, Path]) -> None:
         prompts = [random_prompt(rng, length) for length in (1, 5, 18)]
-        orders = [Order(p, GREEDY, variant=v) for p, v in zip(prompts, [*folders] * 3, strict=False)]
+        orders = [RequestSpec(p, GREEDY, variant=v) for p, v in zip(prompts, [*folders] * 3, strict=False)]
         requests = [Request(f"r{i}", order, arrival_s=float(i)) for i, order in enumerate(orders)]
         run(core, requests)
         for request in requests:

@@ -17,22 +17,22 @@ import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
-from pd_cluster.engine.build import build_core
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model import loader, modules, prompt_graphs
-from pd_cluster.model.attention_choice import Attention, cuda_ops, triton_attention
-from pd_cluster.model.causal_lm import PlainCausalLM
-from pd_cluster.model.cuda import coded
-from pd_cluster.model.cuda.coded import E2M1, INT4, ROUNDED
-from pd_cluster.model.cuda.paged import PaddedPlanner
-from pd_cluster.model.declared import caches_of, layout_of
-from pd_cluster.model.fused_lm import FusedCausalLM, Served
-from pd_cluster.model.graph_kinds import StepGraphs
-from pd_cluster.model.graphs import DecodeGraphs, GraphRules
-from pd_cluster.model.prompt_graphs import PromptGraphs
-from pd_cluster.model.runner import ModelRunner
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules, prompt_graphs
+from pd_cluster.model.graphs.prompt_graphs import PromptGraphs
+from pd_cluster.model.graphs.step_graphs import StepGraphs
+from pd_cluster.model.kernels.attention_backend import Attention, cuda_ops, triton_attention
+from pd_cluster.model.kernels.cuda.attention.triton_planner import PaddedPlanner
+from pd_cluster.model.kernels.cuda.linear import quantized_linear
+from pd_cluster.model.kernels.cuda.linear.quantized_linear import E2M1, INT4, ROUNDED
+from pd_cluster.model.language_model.cache_declaration import caches_of, layout_of
+from pd_cluster.model.language_model.causal_lm import PlainCausalLM
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM, Served
+from pd_cluster.model.loading import model_loader, transformers_modules
+from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support import fake_flashinfer
 from tests.support.checkpoints import make_checkpoint
 from tests.support.coded_cache import generated
@@ -61,7 +61,7 @@ SOMETIMES = ("mixtral", "qwen3", "gemma2", "gpt_oss", "phi3", "qwen2_moe", "olmo
 
 def as_cuda(monkeypatch: pytest.MonkeyPatch, attention: Attention | None = None) -> None:
     """Makes the loader choose on CPU as it would on CUDA."""
-    monkeypatch.setattr(loader, "choose_attention", lambda *given: attention or triton_attention())
+    monkeypatch.setattr(model_loader, "choose_attention", lambda *given: attention or triton_attention())
 
 
 def with_graphs(folder: Path, **settings: Any) -> tuple[EngineCore, ModelRunner, DecodeGraphs]:
@@ -89,7 +89,7 @@ def test_fused_layers_graphs_and_steps_ahead(
 def test_fused_layers_around_flashinfer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A fake FlashInfer computes the calls it receives."""
     monkeypatch.setitem(sys.modules, "flashinfer", fake_flashinfer.as_module())
-    kernels = importlib.import_module("pd_cluster.model.cuda.flashinfer").FlashInfer(CPU)
+    kernels = importlib.import_module("pd_cluster.model.kernels.cuda.attention.flashinfer").FlashInfer(CPU)
     as_cuda(monkeypatch, Attention("FlashInfer", kernels.write_and_attend, kernels.attend_batch, cuda_ops))
     assert check_fused_layers("gemma2", tmp_path) == "fused layers, Triton kernels, attention by FlashInfer"
     assert any(wrapper.is_graph for wrapper in fake_flashinfer.calls.planned)
@@ -158,12 +158,12 @@ def test_int8_products_are_those_of_the_reference(tmp_path: Path, monkeypatch: p
     """Sums of integers have no order, so logits differ from a CPU's by what lies between the layers alone."""
     folder, _ = rewritten(make_checkpoint(tmp_path / "made", "llama", **SHALLOW), tmp_path, W8A8)
     checkpoint = Checkpoint.open(str(folder))
-    model = loader.load_model(checkpoint, "float32", CPU)
+    model = model_loader.load_model(checkpoint, "float32", CPU)
     layout = layout_of(model.caches, 16, "float32")
-    expected = loader.probe_logits(model, layout, CPU)
+    expected = model_loader.probe_logits(model, layout, CPU)
     as_cuda(monkeypatch)
     kinds = noted_kinds(monkeypatch)
-    found = loader.probe_logits(loader.load_model(checkpoint, "float32", CPU), layout, CPU)
+    found = model_loader.probe_logits(model_loader.load_model(checkpoint, "float32", CPU), layout, CPU)
     assert set(kinds) == {ROUNDED}
     assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
 
@@ -171,8 +171,8 @@ def test_int8_products_are_those_of_the_reference(tmp_path: Path, monkeypatch: p
 def noted_kinds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Returns the list that receives the kind of codes of each product."""
     kinds: list[int] = []
-    noted = Noted(coded.kernels.coded_linear_product, lambda options: kinds.append(options["KIND"]))
-    monkeypatch.setattr(coded.kernels, "coded_linear_product", noted)
+    noted = Noted(quantized_linear.kernels.coded_linear_product, lambda options: kinds.append(options["KIND"]))
+    monkeypatch.setattr(quantized_linear.kernels, "coded_linear_product", noted)
     return kinds
 
 
@@ -196,7 +196,7 @@ def test_steps_with_prompts_through_graphs(tmp_path: Path, monkeypatch: pytest.M
     assert core.ahead.num_ahead > 0
     assert {True, False} <= set(used)
     layers: list[int] = []
-    runner.forward([(Request("layers", Order(prompts[3], GREEDY), tables=[[0]]), 9)], layers.append)
+    runner.forward([(Request("layers", RequestSpec(prompts[3], GREEDY), tables=[[0]]), 9)], layers.append)
     assert used[-1]
     assert layers == list(range(1, runner.pool.layout.num_layers + 1))
 
@@ -216,7 +216,7 @@ def counted(graphs: PromptGraphs) -> list[bool]:
 
 def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[tuple[int, int, list[int]]]]:
     """Returns each token with its rank and the most likely ones, if the request asks for logprobs."""
-    requests = [Request(f"r{i}", Order(prompt, ASKING), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+    requests = [Request(f"r{i}", RequestSpec(prompt, ASKING), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
     found = []
     for tokens in run(core, requests).values():
         told = [(token.token_id, token.logprobs) for token in tokens[0]]
@@ -227,7 +227,7 @@ def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[tuple[int, 
 
 def test_modules_of_transformers_attend_through_the_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_cuda(monkeypatch)
-    monkeypatch.setattr(loader, "can_fuse", lambda model: False)
+    monkeypatch.setattr(model_loader, "can_fuse", lambda model: False)
     folder = make_checkpoint(
         tmp_path, "gpt_oss", num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"]
     )
@@ -242,13 +242,13 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     """bfloat16 weights and pool; transformers' modules in bfloat16 are as far from float32."""
     folder = make_checkpoint(tmp_path, "llama")
     checkpoint = Checkpoint.open(str(folder))
-    rounded = modules.load_plain(checkpoint, "bfloat16", CPU)
+    rounded = transformers_modules.load_plain(checkpoint, "bfloat16", CPU)
     caches = caches_of(rounded)
     whole, half = (layout_of(caches, 16, dtype) for dtype in ("float32", "bfloat16"))
-    exact = loader.probe_logits(loader.load_model(checkpoint, "float32", CPU), whole, CPU)
-    by_modules = loader.probe_logits(PlainCausalLM(rounded), half, CPU)
-    by_kernels = loader.probe_logits(
-        loader.fuse(rounded, loader.choose_ops(half, CPU, triton_attention()), Served(caches)), half, CPU
+    exact = model_loader.probe_logits(model_loader.load_model(checkpoint, "float32", CPU), whole, CPU)
+    by_modules = model_loader.probe_logits(PlainCausalLM(rounded), half, CPU)
+    by_kernels = model_loader.probe_logits(
+        model_loader.fuse(rounded, model_loader.choose_ops(half, CPU, triton_attention()), Served(caches)), half, CPU
     )
     error_of_modules = (by_modules - exact).norm() / exact.norm()
     error_of_kernels = (by_kernels - exact).norm() / exact.norm()

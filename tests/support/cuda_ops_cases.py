@@ -17,12 +17,12 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from pd_cluster.model.cuda.argmax import argmax_rows
-from pd_cluster.model.cuda.ops import CudaOps, prepare
-from pd_cluster.model.layers.gated import Activation
-from pd_cluster.model.layers.linear import PlainLinear
+from pd_cluster.model.kernels.cuda.ops import CudaOps, prepare
+from pd_cluster.model.kernels.cuda.sampling.argmax import argmax_rows
+from pd_cluster.model.layers.gated_mlp import Activation
 from pd_cluster.model.layers.ops import Heads, Norm, Rope, TorchOps
-from pd_cluster.model.sampling.passes import peaks
+from pd_cluster.model.layers.packed_linear import PlainLinear
+from pd_cluster.model.sampling.row_passes import peaks
 from tests.support.interpreted import DTYPES, assert_like, choose_device, strided, whole_numbers
 from tests.support.spread import spread
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from pd_cluster.model.attention.sdpa import Scoring
-from pd_cluster.model.cuda import attention
-from pd_cluster.model.cuda.attention_configs import configs_for
-from pd_cluster.model.cuda.plan import SPLIT_KEYS, AttentionPlan, plan_attention
+from pd_cluster.model.kernels.cuda.attention import paged_attention
+from pd_cluster.model.kernels.cuda.attention.attention_configs import configs_for
+from pd_cluster.model.kernels.cuda.attention.attention_plan import SPLIT_KEYS, AttentionPlan, plan_attention
+from pd_cluster.model.layers.attention.sdpa import Scoring
 from tests.support.attention_parity import EDGE, AttentionCase, Tensors, content_of, worst_share
 from tests.support.interpreted import mend
 
@@ -62,7 +62,7 @@ def repeated(sequences: list[list[int]], num_launches: int) -> int:
     expected = by_kernels(case, contents, key_pool, value_pool, scoring)
     batch, plan = planned(case, contents)
     query = torch.cat([content.query for content in contents])
-    found = (attention.attend(query, key_pool, value_pool, batch, plan, scoring) for _ in range(num_launches))
+    found = (paged_attention.attend(query, key_pool, value_pool, batch, plan, scoring) for _ in range(num_launches))
     return sum(not torch.equal(each, expected) for each in found)
 
 
@@ -97,15 +97,15 @@ def by_kernels(
         slots.append((blocks * case.block_size + offsets)[prefix:])
         new.append(torch.stack((content.keys[prefix:], content.values[prefix:])))
     keys, values = torch.cat(new, dim=1)
-    attention.write_kv(keys, values, key_pool, value_pool, torch.cat(slots))
+    paged_attention.write_kv(keys, values, key_pool, value_pool, torch.cat(slots))
     batch, plan = planned(case, contents)
     query = torch.cat([content.query for content in contents])
     numel = plan.workspace_numel(case.num_heads, case.head_dim)
     workspace = torch.full((numel,), math.nan, device=case.device)
-    return attention.attend(query, key_pool, value_pool, batch, plan, scoring, workspace=workspace)
+    return paged_attention.attend(query, key_pool, value_pool, batch, plan, scoring, workspace=workspace)
 
 
-def planned(case: AttentionCase, contents: list[Tensors]) -> tuple[attention.BatchMetadata, AttentionPlan]:
+def planned(case: AttentionCase, contents: list[Tensors]) -> tuple[paged_attention.BatchMetadata, AttentionPlan]:
     """Plans with the configs that this device has when it serves; the interpreter stands for Hopper."""
     query_lens, context_lens = np.array(case.sequences).T
     group, bits = case.num_heads // case.num_kv_heads, case.torch_dtype.itemsize * 8
@@ -119,7 +119,7 @@ def planned(case: AttentionCase, contents: list[Tensors]) -> tuple[attention.Bat
     def there(numbers: Any) -> torch.Tensor:
         return torch.as_tensor(np.asarray(numbers), dtype=torch.int32, device=case.device)
 
-    batch = attention.BatchMetadata(
+    batch = paged_attention.BatchMetadata(
         there([0, *np.cumsum(query_lens)]),
         there(context_lens),
         torch.cat([content.table for content in contents]).int(),

@@ -1,4 +1,4 @@
-"""KV pools of codes on CUDA: the bytes of kv/vectors.py, and attention over them, interpreted or on a GPU."""
+"""KV pools of codes on CUDA: the bytes of kv/kv_vectors.py, and attention over them, interpreted or on a GPU."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import pytest
 import torch
 
 from pd_cluster.devices.device import CPU, resolve
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.kv.vectors import encode
-from pd_cluster.model.attention import sdpa
-from pd_cluster.model.batch import ForwardBatch, build_batch
-from pd_cluster.model.cuda.attention import write_kv
-from pd_cluster.model.cuda.deterministic import attend_rows
-from pd_cluster.model.cuda.ops import prepare
-from pd_cluster.model.cuda.paged import attend_batch
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.kv.kv_vectors import encode
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, build_batch
+from pd_cluster.model.kernels.cuda.attention.paged_attention import write_kv
+from pd_cluster.model.kernels.cuda.attention.triton_planner import attend_batch
+from pd_cluster.model.kernels.cuda.deterministic import attend_rows
+from pd_cluster.model.kernels.cuda.ops import prepare
+from pd_cluster.model.layers.attention import sdpa
 from pd_cluster.model.layers.ops import Heads, Rope
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.interpreted import choose_device
 
 choose_device()
@@ -113,6 +113,6 @@ def filled(heads: Heads, pool_dtype: str, sequences: list[tuple[int, int]]) -> t
     chunks = []
     for (query_len, context), count in zip(sequences, counts, strict=True):
         table, blocks = blocks[:count], blocks[count:]
-        order = Order([0] * context, Sampling())
+        order = RequestSpec([0] * context, Sampling())
         chunks.append((Request("x", order, num_computed_tokens=context - query_len, tables=[table]), query_len))
     return pool, build_batch(chunks, pool)

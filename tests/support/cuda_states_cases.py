@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from pd_cluster.devices.device import CPU, resolve
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.cuda.states import TritonStates
-from pd_cluster.model.state_rows import NO_BLOCK, Segment, StateRows
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.state_rows import NO_BLOCK, Segment, StateRows
+from pd_cluster.model.kernels.cuda.states.triton_states import TritonStates
 from tests.support.interpreted import SLOW_IF_INTERPRETED, choose_device
 from tests.support.recurrences import (
     BlocksOfStates,

@@ -10,7 +10,7 @@ from typing import Any
 
 import jsonschema
 
-from pd_cluster.settings.http import HttpConfig
+from pd_cluster.settings.http_settings import HttpConfig
 from tests.support.public_port import make_app
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from pd_cluster.kv.block_major import BlockMajor
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.runner import ModelRunner
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 MOST_ROWS = 12
 NUM_BESIDE = 33  # tokens of a prompt that is computed in the same step
@@ -32,9 +32,9 @@ class Known:
         self.request.output_token_ids = self.token_ids[len(self.request.prompt_token_ids) : num_known]
 
 
-def random_orders(starts: Sequence[int]) -> list[Order]:
+def random_orders(starts: Sequence[int]) -> list[RequestSpec]:
     """Prompts of one token."""
-    return [Order([1 + at], Sampling()) for at in range(len(starts))]
+    return [RequestSpec([1 + at], Sampling()) for at in range(len(starts))]
 
 
 class Steps:
@@ -46,7 +46,7 @@ class Steps:
     def __init__(
         self,
         runner: ModelRunner,
-        orders: Sequence[Order],
+        orders: Sequence[RequestSpec],
         starts: Sequence[int],
         seed: int = 0,
         num_steps: int = MOST_ROWS,
@@ -56,7 +56,7 @@ class Steps:
         self._bytes = [memory_of(pool).bytes for pool in runner.pools]  # each [num_blocks, block_nbytes]
         free = [rng.sample(range(pool.num_blocks), pool.num_blocks) for pool in runner.pools]
 
-        def request_of(name: str, order: Order, num_tokens: int) -> Request:
+        def request_of(name: str, order: RequestSpec, num_tokens: int) -> Request:
             num_blocks = runner.pool.layout.num_blocks_for(num_tokens)
             return Request(name, order, tables=[[own.pop() for _ in range(num_blocks)] for own in free])
 
@@ -66,7 +66,7 @@ class Steps:
             token_ids = order.prompt_token_ids + [rng.randrange(1, HIGHEST_ID) for _ in range(num_behind)]
             self.sequences.append(Known(request_of(f"s{at}", order, start + num_steps), token_ids, start))
         beside = [rng.randrange(1, HIGHEST_ID) for _ in range(NUM_BESIDE)]
-        self._beside = request_of("beside", Order(beside, Sampling()), NUM_BESIDE)
+        self._beside = request_of("beside", RequestSpec(beside, Sampling()), NUM_BESIDE)
         for each in self.sequences:
             each.go_to(0, each.start)
             runner.forward([(each.request, each.start)])

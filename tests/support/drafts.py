@@ -6,10 +6,10 @@ import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from pd_cluster.engine.draft.draft_size import DraftSize, Guess
 from pd_cluster.engine.draft.drafter import Drafter
-from pd_cluster.engine.draft.size import DraftSize, Guess
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
 from pd_cluster.engine.step.drafting import Drafting
-from pd_cluster.engine.step.scheduler import StepScheduler
 from pd_cluster.types import Request, Status
 
 KINDS = ("right", "right", "right", "half right", "wrong", "random", "outside", "end", "nothing")

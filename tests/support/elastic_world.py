@@ -7,15 +7,15 @@ from collections.abc import Callable
 import msgspec
 
 from pd_cluster import wire
-from pd_cluster.cluster.members.elastic import Elastic
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.members.membership import Membership, instances_of
-from pd_cluster.cluster.members.place import Place
-from pd_cluster.cluster.members.table_reader import Tables
-from pd_cluster.cluster.routing.policy import least_loaded
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.members.elastic_membership import Elastic
+from pd_cluster.cluster.members.rank_table_place import Place
+from pd_cluster.cluster.members.rank_table_reader import Tables
+from pd_cluster.cluster.members.worker_membership import Membership, instances_of
+from pd_cluster.cluster.placement.routing_policy import least_loaded
+from pd_cluster.cluster.placement.routing_rules import RoutingRules
 from pd_cluster.cluster.routing.router import Router
-from pd_cluster.cluster.routing.rules import RoutingRules
-from pd_cluster.settings.config import Credentials
+from pd_cluster.settings.process_configs import Credentials
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import LinkState
 from ranktable_tools import generate

@@ -7,9 +7,9 @@ import torch
 from pd_cluster import wire
 from pd_cluster.engine.encode.encoder_links import EncoderTerms
 from pd_cluster.numerics import Numerics
-from pd_cluster.transport.base import Checksum
-from pd_cluster.transport.features import FeaturePlace
-from pd_cluster.types import Image, LinkState, Order, Sampling, Span
+from pd_cluster.transport.feature_files import FeaturePlace
+from pd_cluster.transport.transport_interface import Checksum
+from pd_cluster.types import Image, LinkState, RequestSpec, Sampling, Span
 
 PLACE = FeaturePlace("127.0.0.1", 5.0, 30.0, Checksum())
 TERMS = EncoderTerms("model", Numerics(), PLACE)
@@ -19,10 +19,10 @@ SHAPE = (2, 3, 8)
 FEATURES = torch.arange(48, dtype=torch.float32).reshape(SHAPE)
 
 
-def order_of(*digests: bytes, num_tokens: int = 4, salt: str = "") -> Order:
+def order_of(*digests: bytes, num_tokens: int = 4, salt: str = "") -> RequestSpec:
     spans = tuple(Span(at * num_tokens, (at + 1) * num_tokens, each) for at, each in enumerate(digests))
     images = tuple(Image(2, 2, b"p") for _ in digests)
-    return Order([1] * (len(digests) * num_tokens + 1), Sampling(), cache_salt=salt, spans=spans, images=images)
+    return RequestSpec([1] * (len(digests) * num_tokens + 1), Sampling(), cache_salt=salt, spans=spans, images=images)
 
 
 A, B, C = (letter * 32 for letter in (b"a", b"b", b"c"))

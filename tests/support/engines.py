@@ -9,10 +9,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pd_cluster.engine.build import build_core
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Request, Sampling, TokenOutput
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
 from tests.support.checkpoints import margin, prefers, reference_greedy, reference_greedy_together
 
 MAX_STEPS = 5000
@@ -43,7 +43,7 @@ def random_prompt(rng: random.Random, length: int) -> list[int]:
 
 def generate(core: EngineCore, prompts: list[list[int]], sampling: Sampling) -> list[list[int]]:
     """Generates for all prompts at once; outputs in order. Asserts that every block is released."""
-    requests = [Request(f"r{i}", Order(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
+    requests = [Request(f"r{i}", RequestSpec(prompt, sampling), arrival_s=float(i)) for i, prompt in enumerate(prompts)]
     for request in requests:
         core.scheduler.add(request)
     for _ in range(MAX_STEPS):
@@ -56,7 +56,7 @@ def generate(core: EngineCore, prompts: list[list[int]], sampling: Sampling) -> 
     return [request.output_token_ids for request in requests]
 
 
-def together(core: EngineCore, orders: Iterable[Order]) -> list[list[int]]:
+def together(core: EngineCore, orders: Iterable[RequestSpec]) -> list[list[int]]:
     """Runs all at once; returns the tokens of each one's first sequence, in order."""
     requests = [Request(f"r{i}", order, arrival_s=float(i)) for i, order in enumerate(orders)]
     run(core, requests)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.routing.pair_search import Pair
-from pd_cluster.cluster.routing.policy import MAX_LOCAL_TOKENS, WAKE_SLACK_TOKENS, RoutingRequest
-from pd_cluster.cluster.routing.predict import best_rate, predict_transfer_s, predict_ttft_s
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.placement.pair_search import Pair
+from pd_cluster.cluster.placement.routing_policy import MAX_LOCAL_TOKENS, WAKE_SLACK_TOKENS, RoutingRequest
+from pd_cluster.cluster.placement.wait_prediction import best_rate, predict_transfer_s, predict_ttft_s
 
 
 def linked(instances: Sequence[Instance]) -> list[Pair]:

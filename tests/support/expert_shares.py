@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from pd_cluster.model.layers.expert_share import ExpertShare
-from pd_cluster.model.layers.expert_weight import ExpertStack, ExpertWeights
-from pd_cluster.model.layers.gated import ExpertRouter
+from pd_cluster.model.layers.expert_weights import ExpertStack, ExpertWeights
+from pd_cluster.model.layers.gated_mlp import ExpertRouter
 
 
 def weights_of(weights: ExpertWeights, share: ExpertShare) -> ExpertWeights:

@@ -23,13 +23,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from pd_cluster.devices import device as devices
-from pd_cluster.devices import streams
+from pd_cluster.devices import device_streams
 from pd_cluster.devices.device import Device
-from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.devices.device_kinds import DeviceKind
 from pd_cluster.kv.block_major import DeviceBlocks
+from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.transport import pair
+from pd_cluster.transport import device_pair
 from pd_cluster.transport.device_memory import MemoryPart
 
 ANSWERS_HOST = {"aten::equal", "aten::_local_scalar_dense", "aten::item"}
@@ -173,11 +173,11 @@ def install(patch: Any) -> FakeModule:
     patch.setattr(FakeGroup, "wires", {})
     patch.setattr(FakeGroup, "meetings", {})
     patch.setattr(devices, "process_group", lambda device: FakeHccl if device.kind == "npu" else FakeGroup)
-    patch.setattr(pair, "_number_on", lambda device: torch.zeros(1))
+    patch.setattr(device_pair, "_number_on", lambda device: torch.zeros(1))
     patch.setattr(devices, "_module", lambda device: fake)
     patch.setattr(devices, "num_cuda_devices", lambda: fake.num_devices)
     patch.setattr(devices, "num_npu_devices", lambda: fake.num_devices)
-    patch.setattr(streams, "_current", threading.local())
+    patch.setattr(device_streams, "_current", threading.local())
     with fake.stream(fake.Stream(0)):  # torch needs a second for its first dispatch mode
         torch.zeros(1).clone()
     fake.finish()

@@ -178,5 +178,5 @@ def as_module() -> ModuleType:
     vars(fake)["__version__"] = "0.6.18"
     for wrapper in (BatchDecodeWithPagedKVCacheWrapper, BatchPrefillWithPagedKVCacheWrapper):
         setattr(fake, wrapper.__name__, wrapper)
-    sys.modules.pop("pd_cluster.model.cuda.flashinfer", None)
+    sys.modules.pop("pd_cluster.model.kernels.cuda.attention.flashinfer", None)
     return fake

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from pd_cluster.model.attention.sdpa import Scoring
-from pd_cluster.model.batch import ForwardBatch
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.model.inputs.forward_batch import ForwardBatch
+from pd_cluster.model.layers.attention.sdpa import Scoring
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 
 def chunks_of(
@@ -21,7 +21,7 @@ def chunks_of(
     chunks = []
     for i, (query_len, context_len) in enumerate(sequences):
         table = [free.pop() for _ in range(-(-context_len // block_size))]
-        order, prefix = Order([0] * context_len, Sampling()), context_len - query_len
+        order, prefix = RequestSpec([0] * context_len, Sampling()), context_len - query_len
         chunks.append((Request(str(i), order, num_computed_tokens=prefix, tables=[table]), query_len))
     return chunks
 

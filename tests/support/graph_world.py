@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.batch import batch_of
-from pd_cluster.model.causal_lm import CausalLM
-from pd_cluster.model.declared import layout_of
-from pd_cluster.model.graphs import DecodeGraphs, GraphRules, Run
-from pd_cluster.model.step_input import StepInput, step_input
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules, Run
+from pd_cluster.model.inputs.forward_batch import batch_of
+from pd_cluster.model.inputs.step_input import StepInput, step_input
+from pd_cluster.model.language_model.cache_declaration import layout_of
+from pd_cluster.model.language_model.causal_lm import CausalLM
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import VOCAB_SIZE
 
 BLOCK_SIZE, NUM_BLOCKS, MOST, MAX_LEN = 4, 60, 12, 24
@@ -61,7 +61,7 @@ class World:
         for i in range(num_requests):
             prompt = [self.rng.randrange(VOCAB_SIZE) for _ in range(self.rng.randrange(1, 9))]
             self.requests.append(
-                Request(str(i), Order(prompt, Sampling()), tables=[[free.pop() for _ in range(MAX_LEN // 4)][:4]])
+                Request(str(i), RequestSpec(prompt, Sampling()), tables=[[free.pop() for _ in range(MAX_LEN // 4)][:4]])
             )
         step = step_input([(r, len(r.prompt_token_ids)) for r in self.requests], BLOCK_SIZE)
         assert self.graphs.compute(step) is None or all(len(r.prompt_token_ids) == 1 for r in self.requests)
@@ -97,6 +97,6 @@ def one_token_each(num_seqs: int, context_len: int = 1, first: int = 0) -> StepI
     num_blocks = -(-context_len // BLOCK_SIZE)
     for i in range(num_seqs):
         table = [(first + i) * num_blocks + at for at in range(num_blocks)]
-        order = Order([1] * context_len, Sampling())
+        order = RequestSpec([1] * context_len, Sampling())
         requests.append(Request(str(i), order, num_computed_tokens=context_len - 1, tables=[table]))
     return step_input([(request, 1) for request in requests], BLOCK_SIZE)

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 from pd_cluster import wire
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.members.roster import LegHolder
-from pd_cluster.cluster.routing.admission_queue import AdmissionPace, AdmissionQueue
-from pd_cluster.cluster.routing.fair_queue import QueueEntry
-from pd_cluster.cluster.routing.room import BACKLOG_S
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.instances.roster import LegHolder
+from pd_cluster.cluster.placement.spare_capacity import BACKLOG_S
+from pd_cluster.cluster.queueing.fair_queue import QueueEntry
+from pd_cluster.cluster.routing.admission_queue import AdmissionQueue, AdmissionRate
 from pd_cluster.types import LinkState
 from tests.support.router_world import info_of, ready
 
@@ -70,10 +70,10 @@ class Hall:
 
     def measured(self, tokens_per_s: float) -> None:
         """Sets the rate at which requests seem to have begun lately."""
-        self.room._pace = Steady(tokens_per_s)
+        self.room._rate = Steady(tokens_per_s)
 
 
-class Steady(AdmissionPace):
+class Steady(AdmissionRate):
     def __init__(self, tokens_per_s: float) -> None:
         super().__init__(0.0)
         self._steady = tokens_per_s

@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pd_cluster import wire
-from pd_cluster.engine.step.ahead import LookAhead
-from pd_cluster.model.batch import OnLayer
+from pd_cluster.engine.step.look_ahead import LookAhead
+from pd_cluster.model.inputs.forward_batch import OnLayer
+from pd_cluster.model.sampling.device_tokens import After, Tokens
 from pd_cluster.model.sampling.sampler import Sampled
-from pd_cluster.model.sampling.tokens import After, Tokens
 from pd_cluster.types import Request
 from tests.support.handoff_engine import Memory
 from tests.support.handoff_world import World

@@ -12,16 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from pd_cluster import wire
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.scheduling.step_plan import StepPlan
 from pd_cluster.engine.step import beam_groups
-from pd_cluster.engine.step.beams import BeamSearch, candidates_of, first_tokens_of
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.layout import COLD, KVLayout, keys_and_values
-from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.engine.step.beam_search import BeamSearch, candidates_of, first_tokens_of
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.kv_layout import COLD, KVLayout, keys_and_values
+from pd_cluster.kv.prefix_index import PrefixScope
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Candidate, Order, Request, Sampling, Status, TokenOutput
+from pd_cluster.types import Candidate, Request, RequestSpec, Sampling, Status, TokenOutput
 from pd_cluster.wire import RuleName
 
 NUM_LAYERS = 3  # the model's own, if it has one group of layers; otherwise each group has two
@@ -213,7 +213,7 @@ def first_tokens(request: Request) -> list[TokenOutput]:
     """Returns P's samples, one per sequence; of several sequences one ends with it, and all do if max_tokens is 1."""
     sampling = request.sampling
     if sampling.beam_width:
-        return first_tokens_of(request, candidates(Request("", Order(request.prompt_token_ids, sampling))))
+        return first_tokens_of(request, candidates(Request("", RequestSpec(request.prompt_token_ids, sampling))))
     tokens = []
     for index in range(sampling.n):
         ends = sampling.max_tokens == 1 or (sampling.n > 1 and index == len(request.prompt_token_ids) % sampling.n)

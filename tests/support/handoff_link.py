@@ -1,6 +1,6 @@
 """One link's life between two engines of handoff_engine.py: P's sending threads, frames in transit, D's threads.
 
-A lane carries the memory of one group of layers. Sealer, Opener, Lander and Gather are real.
+A lane carries the memory of one group of layers. Sealer, Opener, Lander and LaneBarrier are real.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from functools import partial
 
 from pd_cluster import wire
 from pd_cluster.devices.device import CPU
-from pd_cluster.engine.handover.gather import Gather
+from pd_cluster.engine.handover.links.lane_barrier import LaneBarrier
 from pd_cluster.engine.handover.shipping import ShipLimits
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.route import Route
-from pd_cluster.transport.copies import Copies
-from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, LinkEvent
-from pd_cluster.transport.guard import LinkKey, Opener, Sealer
+from pd_cluster.kv.pool_route import PoolRoute
 from pd_cluster.transport.landing import Geometry, Lander
+from pd_cluster.transport.link_copies import Copies
+from pd_cluster.transport.link_events import Arrived, Drained, Landed, LandFault, LinkEvent
+from pd_cluster.transport.link_frames import LinkKey, Opener, Sealer
 from tests.support.handoff_engine import Memory
 
 
@@ -55,7 +55,7 @@ class LinkLane:
         self.num_sent: dict[str, int] = {}  # numbers of a layer's tokens, by transfer
         self.copies = LateCopies()
         self._is_late = is_late  # whether the pools are on devices
-        self.route = Route(source.layout, target.layout)
+        self.route = PoolRoute(source.layout, target.layout)
         self.geometry = Geometry.of(source.layout, target.layout)
         self.lander = Lander(self, self.geometry, clear=self._clear if self.route.precision else None)
 
@@ -130,7 +130,7 @@ class Link:
         self.live: set[str] = set()
         self.seen: list[wire.KVFrame] = []
         self.works = True
-        self._gather = Gather(len(self.lanes))
+        self._gather = LaneBarrier(len(self.lanes))
 
     @property
     def precision(self) -> str:

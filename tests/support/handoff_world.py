@@ -17,15 +17,15 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.exports import Exports
 from pd_cluster.engine.handover.imports import Imports
 from pd_cluster.engine.handover.shipping import ShipLimits, ShipSizes
-from pd_cluster.engine.handover.terms import TransferTerms
-from pd_cluster.engine.step.patience import LandingWait, Patience
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.kv.groups import first_token_of
-from pd_cluster.kv.layout import COLD
-from pd_cluster.model.batch import OnLayer
+from pd_cluster.engine.handover.transfer_terms import TransferTerms
+from pd_cluster.engine.scheduling.step_delay import LandingWait, StepDelay
+from pd_cluster.engine.scheduling.step_plan import StepPlan
+from pd_cluster.kv.kv_layout import COLD
+from pd_cluster.kv.layer_groups import first_token_of
+from pd_cluster.model.inputs.forward_batch import OnLayer
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault
-from pd_cluster.types import Order, Request, Status, TokenOutput
+from pd_cluster.transport.link_events import Arrived, Drained, Landed, LandFault
+from pd_cluster.types import Request, RequestSpec, Status, TokenOutput
 from tests.support.handoff_engine import (
     Ends,
     Engine,
@@ -69,7 +69,7 @@ class World:
         self.start_p()
         self.start_d()
         self.connect()
-        self.unsubmitted = [(side, f"r{at}") for at in range(num_requests) for side in "pd"]
+        self.unsubmitted = [(endpoint, f"r{at}") for at in range(num_requests) for endpoint in "pd"]
         self.rng.shuffle(self.unsubmitted)
         self.half_submitted: set[str] = set()
         self.trouble = True
@@ -121,21 +121,21 @@ class World:
         self.d_life += 1
         layouts = layouts_of(self.kinds, self.d_size, self._draft_head("d", self.d_life))
         self.d = Engine(*self.d_shape, layouts, NUM_STATES)
-        self.d_side = side = DecodeSide(self)
+        self.d_side = endpoint = DecodeSide(self)
         self.imports = Imports(
-            self.d.scheduler, side, self, TransferTerms(self.clock, TIMES), growth_tokens=4, vocab_size=999
+            self.d.scheduler, endpoint, self, TransferTerms(self.clock, TIMES), growth_tokens=4, vocab_size=999
         )
-        self.patience = Patience(self.d.scheduler, self.imports, self.clock)
+        self.step_delay = StepDelay(self.d.scheduler, self.imports, self.clock)
         self.landing_wait = LandingWait(self.imports, self.clock)
         self.d_conn: str | None = None
         self.to_d: deque[tuple[str, wire.Body]] = deque()
         self.d_inbox: deque[Arrived | Landed | LandFault | Drained | tuple[str, wire.Body]] = deque()
 
-    def _draft_head(self, side: str, life: int) -> str:
+    def _draft_head(self, endpoint: str, life: int) -> str:
         """Each life has a draft head of its own, if any."""
         if len(self.kinds) > 1:
             return ""
-        return random.Random(f"{self.seed} {side} {life}").choice(["", "a", "a", "b"]) if self._have_heads else ""
+        return random.Random(f"{self.seed} {endpoint} {life}").choice(["", "a", "a", "b"]) if self._have_heads else ""
 
     def connect(self) -> None:
         conn = f"link-{len(self.links)}"
@@ -196,12 +196,12 @@ class World:
         """Submits one leg of a request; the other one comes earlier or later."""
         if not self.unsubmitted:
             return
-        side, name = self.unsubmitted.pop()
+        endpoint, name = self.unsubmitted.pop()
         self.half_submitted ^= {name}
         rng = random.Random(f"{self.seed} {name}")  # both legs have the same prompt
         request = Request(
             name,
-            Order(
+            RequestSpec(
                 [1] * rng.choice([0, 4, 9]) + [rng.randrange(50) for _ in range(rng.randrange(1, 13))],
                 make_sampling(
                     rng.choice([1, 2, 6, 14]), rng.choice([1, 1, 1, 2, 3]), rng.choice([0, 0, 0, 0, 0, 2, 4])
@@ -209,11 +209,11 @@ class World:
                 batch="b" if rng.random() < self.batch_share else "",
             ),
             arrival_s=self.now_s,
-            leg="prefill" if side == "p" else "decode",
+            leg="prefill" if endpoint == "p" else "decode",
             transfer_id=f"t{name}",
-            peer="decode" if side == "p" else "prefill",
+            peer="decode" if endpoint == "p" else "prefill",
         )
-        if side == "p":
+        if endpoint == "p":
             self.p.legs[name] = [request]
             self.p.scheduler.add(request)
         else:
@@ -266,7 +266,7 @@ class World:
     def _d_step(self) -> None:
         self.imports.expire()
         self.imports.credit()
-        if self.patience.waits:
+        if self.step_delay.waits:
             self.num_waits += 1
             return
         if (running := self.d.scheduler.running) and self.landing_wait.left_s(1.0, len(running)):
@@ -454,10 +454,10 @@ class World:
             self._end(self.d, self.d.legs[name][0], "died")
         self.start_d()
 
-    def _never_submit(self, side: str, name: str, ends: Ends) -> None:
+    def _never_submit(self, endpoint: str, name: str, ends: Ends) -> None:
         """Drops a Submit addressed to the life that has just ended."""
-        if (side, name) in self.unsubmitted:
-            self.unsubmitted.remove((side, name))
+        if (endpoint, name) in self.unsubmitted:
+            self.unsubmitted.remove((endpoint, name))
             self.half_submitted.discard(name)
             ends.add(name, "died")
 

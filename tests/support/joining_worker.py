@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pd_cluster import wire
-from pd_cluster.cluster.members.joining import (
+from pd_cluster.cluster.members.worker_joining import (
     FIRST_BACKOFF_S,
     Joining,
 )

@@ -8,7 +8,7 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from pd_cluster.service.response_store import FILE
+from pd_cluster.service.answers.response_store import FILE
 
 
 def bodies_in(folder: Path) -> dict[str, Any]:

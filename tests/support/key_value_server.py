@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import redis
 
-from pd_cluster.cluster.processes.ports import free_port_pair
+from pd_cluster.cluster.processes.port_reservations import free_port_pair
 
 SERVERS = ("valkey-server", "redis-server")
 LIBRARIES = ("libjemalloc2", "liblzf1", "liblua5.1-0", "lua-bitop", "lua-cjson", "libatomic1")

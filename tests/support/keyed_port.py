@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from pd_cluster import wire
-from pd_cluster.api.gate.file_keys import FileKeys
+from pd_cluster.api.middleware.file_keys import FileKeys
 from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, write_key_file
 from pd_cluster.cluster.tenancy.key_store import KeyStore
-from pd_cluster.cluster.tenancy.rate_memory import RateMemory, tag_of
-from pd_cluster.cluster.tenancy.tenants import by_tenant
-from pd_cluster.reports import ApiKey
-from pd_cluster.settings.http import HttpConfig
+from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits, tag_of
+from pd_cluster.cluster.tenancy.tenant_counts import by_tenant
+from pd_cluster.process_messages import ApiKey
+from pd_cluster.settings.http_settings import HttpConfig
 from tests.support.public_port import NAMES, Answer, make_app, send
 from tests.support.router_world import World, token
 
@@ -39,7 +39,7 @@ class Port:
         write_key_file(self.file, KeyFile(SALT, keys))
         config = HttpConfig(key_file=str(self.file), **http)
         self.world = World()
-        self.store = KeyStore(config, NAMES, RateMemory.create(lambda: self.now_ns))
+        self.store = KeyStore(config, NAMES, SharedRateLimits.create(lambda: self.now_ns))
         self.counts = self.world.router.stats.tenants
         self.keys = FileKeys(self.store.keys, self.store.memory, self.counts, lambda: self.now_s)
         self.app, self.drain = make_app(folder, config, openai, router=self.world.router, file_keys=self.keys)

@@ -12,10 +12,10 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from pd_cluster.kv.event_log import EventBatch, EventLog
+from pd_cluster.kv.kv_event_log import EventBatch, KVEventLog
 from pd_cluster.net.event_publisher import EventPublisher
-from pd_cluster.settings.config import Credentials
-from pd_cluster.types import Order, Sampling
+from pd_cluster.settings.process_configs import Credentials
+from pd_cluster.types import RequestSpec, Sampling
 
 BLOCK = 4
 WAIT_MS = 60_000
@@ -118,8 +118,8 @@ class Reader:
 
 
 def batch(number: int, num_tokens: int = 0) -> EventBatch:
-    log = EventLog(BLOCK)
-    log.stored(number.to_bytes(32, "big"), None, [70_000] * num_tokens, Order([], Sampling()), 0)
+    log = KVEventLog(BLOCK)
+    log.stored(number.to_bytes(32, "big"), None, [70_000] * num_tokens, RequestSpec([], Sampling()), 0)
     return EventBatch(float(number), log.take())
 
 

@@ -14,14 +14,14 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.devices.device import Device, use
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.settings.config import Credentials, WorkerConfig
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.processes import PortRange
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.process_configs import Credentials, WorkerConfig
+from pd_cluster.settings.process_settings import PortRange
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.factory import Transports
-from pd_cluster.transport.guard import LinkKey
+from pd_cluster.transport.link_factory import Transports
+from pd_cluster.transport.link_frames import LinkKey
 from pd_cluster.types import TokenOutput
 
 LAYOUT = KVLayout(num_layers=4, num_kv_heads=8, planes=keys_and_values(64), block_size=16, dtype="bfloat16")

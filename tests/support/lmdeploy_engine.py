@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pd_cluster.messages import GenOut
-from pd_cluster.offline.lmdeploy import setup
+from pd_cluster.offline.lmdeploy import pipeline_setup
 from pd_cluster.offline.lmdeploy.async_engine import AsyncEngine
 from pd_cluster.offline.lmdeploy.pipeline import pipeline
-from pd_cluster.offline.session import OfflineConfig
+from pd_cluster.offline.offline_service import OfflineConfig
 from tests.support.playback_offline import PlaybackOffline
 
 ANSWER = "Hello there."
@@ -31,7 +31,7 @@ def engines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
             made.append(PlaybackOffline(tmp_path, config, says, has_template))
             return made[-1]
 
-        monkeypatch.setattr(setup, "Offline", offline)
+        monkeypatch.setattr(pipeline_setup, "OfflineService", offline)
         return pipeline("/models/x", **arguments), made[-1]
 
     yield build

@@ -8,12 +8,12 @@ from collections import defaultdict
 from typing import Any, Literal
 
 from pd_cluster import wire
-from pd_cluster.net.admission import Life
-from pd_cluster.net.deltas import PeersReceiver
 from pd_cluster.net.mailbox import Mailbox
-from pd_cluster.net.sockets import KeyPair
-from pd_cluster.settings.config import Credentials
-from pd_cluster.settings.processes import PortRange
+from pd_cluster.net.map_deltas import PeersReceiver
+from pd_cluster.net.peer_admission import Life
+from pd_cluster.net.zmq_sockets import KeyPair
+from pd_cluster.settings.process_configs import Credentials
+from pd_cluster.settings.process_settings import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import LinkState
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from pd_cluster.cluster.processes.launcher import Member
 from ranktable_tools import generate, write
-from ranktable_tools.files import write_private
 from ranktable_tools.merge import merge
+from ranktable_tools.table_files import write_private
 from tests.support.cluster import LiveCluster
 
 NETWORK = "10.213.7"

@@ -5,6 +5,6 @@ from __future__ import annotations
 import pytest
 
 from pd_cluster.devices.device import CPU
-from pd_cluster.transport.table import BY_NAME
+from pd_cluster.transport.transport_table import BY_NAME
 
 needs_nixl = pytest.mark.skipif(bool(BY_NAME["nixl"].why_not(CPU)), reason=BY_NAME["nixl"].why_not(CPU) or "it is here")

@@ -13,20 +13,20 @@ import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device, bind
-from pd_cluster.engine.build import build_core
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ConfigError, told
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.model import loader, modules
-from pd_cluster.model.causal_lm import PlainCausalLM
-from pd_cluster.model.declared import layout_of
-from pd_cluster.model.fused_lm import FusedCausalLM, Served
-from pd_cluster.model.layers.gated import ExpertRouter
-from pd_cluster.model.npu.attention import problem
-from pd_cluster.model.runner import ModelRunner
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.model.kernels.npu.npu_attention import problem
+from pd_cluster.model.language_model.cache_declaration import layout_of
+from pd_cluster.model.language_model.causal_lm import PlainCausalLM
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM, Served
+from pd_cluster.model.layers.gated_mlp import ExpertRouter
+from pd_cluster.model.loading import model_loader, transformers_modules
+from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, random_prompt, run
 
@@ -96,7 +96,7 @@ def test_fused_layers_are_exact(
     calls: dict[str, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pd_cluster.model.graph_kinds.MAX_START_S", 0.0)  # that of other devices
+    monkeypatch.setattr("pd_cluster.model.graphs.step_graphs.MAX_START_S", 0.0)  # that of other devices
     folder = make_checkpoint(tmp_path, architecture, head_dim=head_dim, **SIZES)
     core, runner = core_of(folder, enforce_eager=eager)
     assert runner.model.kernels == f"fused layers, NPU kernels, attention by torch-npu ({layout})"
@@ -163,7 +163,10 @@ def test_the_pool_leaves_memory_to_the_pairs_of_other_hosts(tmp_path: Path, capl
 def test_float32_becomes_bfloat16_unless_it_is_asked_for(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(str(make_checkpoint(tmp_path, "llama", head_dim=128)))
     assert checkpoint.config.get("dtype") == "float32"
-    assert [loader.resolve_dtype(dtype, checkpoint, NPU) for dtype in ("auto", "float32")] == ["bfloat16", "float32"]
+    assert [model_loader.resolve_dtype(dtype, checkpoint, NPU) for dtype in ("auto", "float32")] == [
+        "bfloat16",
+        "float32",
+    ]
 
 
 def test_sdpa_serves_when_it_is_asked_for(tmp_path: Path, calls: dict[str, int]) -> None:
@@ -188,7 +191,7 @@ def test_copied_and_swapped_blocks_hold_what_they_held(tmp_path: Path) -> None:
             move(moves)
 
         runner.move = note  # type: ignore[method-assign]
-        found = run(core, [Request("n", Order(prompt, params))])["n"]
+        found = run(core, [Request("n", RequestSpec(prompt, params))])["n"]
         outputs.append([[token.token_id for token in found[index]] for index in range(3)])
     assert outputs[0] == outputs[1]
     assert kinds == {"copy", "out", "in"}
@@ -199,9 +202,9 @@ def test_in_16_bits_rows_go_to_the_experts_that_transformers_choose() -> None:
     from transformers import MixtralConfig
     from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
-    from pd_cluster.model.layers.expert_weight import experts_of
+    from pd_cluster.model.kernels.npu.grouped_experts import NpuGroupedExperts
+    from pd_cluster.model.layers.expert_weights import experts_of
     from pd_cluster.model.layers.ops import TorchOps
-    from pd_cluster.model.npu.experts import NpuGroupedExperts
 
     torch.manual_seed(2)
     block: Any = MixtralSparseMoeBlock(MixtralConfig(hidden_size=32, intermediate_size=64))
@@ -223,16 +226,16 @@ def test_sixteen_bits_stay_near_float32(tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(str(folder))
 
     def logits(model: Any, dtype: str) -> torch.Tensor:
-        return loader.probe_logits(model, layout_of(caches, 128, dtype), NPU)
+        return model_loader.probe_logits(model, layout_of(caches, 128, dtype), NPU)
 
-    whole = loader.load_model(checkpoint, "float32", NPU, block_size=128)
+    whole = model_loader.load_model(checkpoint, "float32", NPU, block_size=128)
     caches = whole.caches
     exact = logits(whole, "float32")
-    plain = modules.load_plain(checkpoint, "bfloat16", NPU)
+    plain = transformers_modules.load_plain(checkpoint, "bfloat16", NPU)
     layout = layout_of(caches, 128, "bfloat16")
-    attention = loader.choose_attention("auto", plain.config, layout, NPU)
+    attention = model_loader.choose_attention("auto", plain.config, layout, NPU)
     by_modules = logits(PlainCausalLM(plain, attention=attention), "bfloat16")
-    fused = loader.fuse(plain, loader.choose_ops(layout, NPU, attention), Served(caches))
+    fused = model_loader.fuse(plain, model_loader.choose_ops(layout, NPU, attention), Served(caches))
     assert isinstance(fused, FusedCausalLM)
     by_operators = logits(fused, "bfloat16")
     of_modules, of_operators = ((each - exact).norm() / exact.norm() for each in (by_modules, by_operators))
@@ -247,8 +250,8 @@ def test_torch_npu_has_what_links_and_groups_ask_of_it() -> None:
     import torch_npu
 
     from pd_cluster.devices import device as devices
-    from pd_cluster.devices import group as device_group
-    from pd_cluster.devices.hccl import PAIR_BUFFER_MB
+    from pd_cluster.devices import process_groups as device_group
+    from pd_cluster.devices.hccl_environment import PAIR_BUFFER_MB
     from tests.support.npu_devices import replaced
 
     simulated = devices.process_group(NPU)
@@ -289,8 +292,8 @@ def test_torch_npu_writes_the_attention_of_a_graph_down_and_tells_it_new_lengths
     import torch_npu
     from torch_npu.npu import graphs
 
-    from pd_cluster.model.attention.sdpa import Scoring
-    from pd_cluster.model.npu import attention
+    from pd_cluster.model.kernels.npu import npu_attention
+    from pd_cluster.model.layers.attention.sdpa import Scoring
 
     told: list[tuple[list[int], list[int]]] = []
 
@@ -310,14 +313,14 @@ def test_torch_npu_writes_the_attention_of_a_graph_down_and_tells_it_new_lengths
     library.impl(f"_{name}_get_max_workspace", lambda *given, **options: torch.empty(8), "CPU")
     library.impl(f"_{name}_infer_output", lambda q, v, **options: (torch.empty_like(q), torch.empty(1)), "CPU")
     library.impl(f"{name}.out", attend, "CPU")
-    npu = attention.NpuAttention(NPU, "TND")
-    planned = attention._Planned(torch.zeros(3, 2, dtype=torch.int32), [1, 2, 3], [5, 6, 7])
+    npu = npu_attention.NpuAttention(NPU, "TND")
+    planned = npu_attention._Planned(torch.zeros(3, 2, dtype=torch.int32), [1, 2, 3], [5, 6, 7])
     pool: Any = SimpleNamespace(pool=SimpleNamespace(layer=lambda layer_idx: torch.zeros(2, 5, 128, 2, 128)))
     mode = graphs._GraphDispatchMode()
     try:
         with torch.inference_mode(), mode:
             found = npu._attend(torch.zeros(3, 4, 128), 0, pool, planned, Scoring(0.1, 64, None))
-            mode.update_capture_record([dict(attention._host_values(np.array([9, 10, 0])))])
+            mode.update_capture_record([dict(npu_attention._host_values(np.array([9, 10, 0])))])
     finally:
         library._destroy()
     assert found.shape == (3, 4, 128)

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pd_cluster.model.npu.coded import NpuCodedLinear, NpuInt8Linear, linear_of
-from pd_cluster.model.quantized.weight import CodedWeight, Int8Weight
+from pd_cluster.model.kernels.npu.quantized_linear import NpuInt8Linear, NpuQuantizedLinear, linear_of
+from pd_cluster.model.weights.quantized_weight import CodedWeight, Int8Weight
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate
 from tests.support.npu_cases import GREEDY, SIZES, calls, core_of
@@ -106,7 +106,7 @@ def coded(num_outputs: int, num_inputs: int, bits: int, group: int, has_zeros: b
 def test_a_wide_layer_of_codes(dtype: torch.dtype, bits: int, group: int, has_zeros: bool) -> None:
     weight = coded(1024, 2048, bits, group, has_zeros, dtype)
     layer = linear_of(weight)
-    assert isinstance(layer, NpuCodedLinear)
+    assert isinstance(layer, NpuQuantizedLinear)
     x = torch.randn(3, 2048).to(dtype)
     codes = weight.codes.double().view(1024, weight.scales.shape[1], -1) - weight.zeros.double().unsqueeze(-1)
     numbers = (codes * weight.scales.double().unsqueeze(-1)).view(1024, -1)

@@ -11,14 +11,14 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 
 from pd_cluster.devices.device import bind
-from pd_cluster.model.fuse_mlp import _experts
+from pd_cluster.model.kernels.npu.grouped_experts import NpuGroupedExperts
+from pd_cluster.model.language_model.architecture_quirks import ARCHITECTURES
+from pd_cluster.model.language_model.fuse_mlp import _experts
 from pd_cluster.model.layers.expert_share import ExpertShare
-from pd_cluster.model.layers.expert_weight import ExpertLayers
-from pd_cluster.model.layers.gated import ExpertRouter, Experts
+from pd_cluster.model.layers.expert_weights import ExpertLayers
+from pd_cluster.model.layers.gated_mlp import ExpertRouter, Experts
 from pd_cluster.model.layers.ops import TorchOps
-from pd_cluster.model.npu.experts import NpuGroupedExperts
-from pd_cluster.model.quirks import ARCHITECTURES
-from pd_cluster.settings.engine import EXPERT_PLACEMENTS, ExpertPlacement
+from pd_cluster.settings.engine_config import EXPERT_PLACEMENTS, ExpertPlacement
 from tests.support.expert_shares import Members, rows_without, weights_of
 
 

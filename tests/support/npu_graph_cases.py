@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.engine.build import build_core
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model.graph_kinds import StepGraphs
-from pd_cluster.model.runner import ModelRunner
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.model.graphs.step_graphs import StepGraphs
+from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import generate, random_prompt
 from tests.support.npu_parity_cases import IS_SIMULATED, device
@@ -77,7 +77,7 @@ def test_every_step_of_growing_contexts_is_the_eager_one(folder: Path) -> None:
         for i, length in enumerate(lens):
             table = list(range(block, block + (length + NUM_STEPS) // 128 + 1))
             block += len(table)
-            requests.append(Request(str(i), Order(random_prompt(rng, length), Sampling()), tables=[table]))
+            requests.append(Request(str(i), RequestSpec(random_prompt(rng, length), Sampling()), tables=[table]))
         assert block <= runner.pool.num_blocks
         logits = runner.forward([(request, request.num_tokens) for request in requests]).logits
         worst = 0.0

@@ -11,8 +11,8 @@ import torch
 
 from pd_cluster.devices.device import Device, bind
 from pd_cluster.errors import ConfigError
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.model.npu.head_dims import why_not
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.model.kernels.npu.head_dim_probe import why_not
 from tests.support.checkpoints import make_checkpoint
 from tests.support.npu_cases import SIZES, calls, check, core_of
 

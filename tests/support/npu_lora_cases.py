@@ -10,10 +10,10 @@ import torch
 import transformers
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.model.lora.on_device import DeviceAddition, DevicePlace
-from pd_cluster.model.profile import nbytes_of_adapters
-from pd_cluster.settings.adapters import AdapterSettings
-from pd_cluster.types import Order, Request
+from pd_cluster.model.lora.device_addition import DeviceAddition, DevicePlace
+from pd_cluster.model.runner.memory_profile import nbytes_of_adapters
+from pd_cluster.settings.lora_settings import AdapterSettings
+from pd_cluster.types import Request, RequestSpec
 from tests.support.adapters import digest_of, loaded, make_adapter, merged
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, random_prompt, run
@@ -39,7 +39,9 @@ def test_tokens_are_those_of_the_merged_model(architecture: str, tmp_path: Path)
     assert runner.graphs.decode is not None
     rng = random.Random(1)
     names = list(models)
-    orders = [Order(random_prompt(rng, n), GREEDY, variant=names[i % 3]) for i, n in enumerate((1, 16, 41, 70, 5, 133))]
+    orders = [
+        RequestSpec(random_prompt(rng, n), GREEDY, variant=names[i % 3]) for i, n in enumerate((1, 16, 41, 70, 5, 133))
+    ]
     requests = [Request(f"r{i}", order, arrival_s=float(i)) for i, order in enumerate(orders)]
     run(core, requests)
     for variant, model in models.items():
@@ -59,9 +61,9 @@ def test_steps_without_adapters_are_graphs(tmp_path: Path, monkeypatch: pytest.M
     compute = graphs.compute
     monkeypatch.setattr(graphs, "compute", lambda step, ids: steps.append(step.adapters is None) or compute(step, ids))
     digest = digest_of(adapter)
-    run(core, [Request("r", Order([4, 5, 6], GREEDY, variant=digest))])
+    run(core, [Request("r", RequestSpec([4, 5, 6], GREEDY, variant=digest))])
     assert steps == [], "steps with an adapter run eagerly"
-    run(core, [Request("s", Order([4, 5, 6], GREEDY))])
+    run(core, [Request("s", RequestSpec([4, 5, 6], GREEDY))])
     assert len(steps) >= GREEDY.max_tokens - 1
 
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pd_cluster.cluster.preflight.ends import PAIR_S, ListedInstance, RankEnd, running
-from pd_cluster.cluster.preflight.trips import send_blocks
+from pd_cluster.cluster.preflight.pair_probes import send_blocks
+from pd_cluster.cluster.preflight.rank_endpoint import PAIR_S, ListedInstance, RankEndpoint, running
 from pd_cluster.devices.device import bind
-from pd_cluster.engine.trip.spec import BLOCK_NBYTES, NUM_BLOCKS, Compare, Listen, Send
+from pd_cluster.engine.link_probe.probe_messages import BLOCK_NBYTES, NUM_BLOCKS, Compare, Listen, Send
 from pd_cluster.errors import LinkError
 from pd_cluster.types import Role
 from ranktable_tools import Device, Server
@@ -31,7 +31,7 @@ BEGIN_S = 180.0
 ANSWER_S = 60.0  # for the survivor to notice, and to end what its device still does
 UNDER_WAY = 1_000_000  # transfers: more than can be done until the other end is killed
 
-Start = Callable[[Role], RankEnd]
+Start = Callable[[Role], RankEndpoint]
 
 
 @pytest.fixture(params=TRANSPORTS)
@@ -46,10 +46,12 @@ def start(transport: str) -> Iterator[Start]:
     """Returns a function that starts an end with its pool on the card of its role."""
     with contextlib.ExitStack() as stack:
 
-        def begun(role: Role) -> RankEnd:
+        def begun(role: Role) -> RankEndpoint:
             card = CARD_OF[role]
             server = Server(HOST, HOST, (Device(card, HOST, "0"),))
-            end = stack.enter_context(running(RankEnd(ListedInstance(f"{role}-0", role, server), 0, "npu", transport)))
+            end = stack.enter_context(
+                running(RankEndpoint(ListedInstance(f"{role}-0", role, server), 0, "npu", transport))
+            )
             assert end.ask(end.begin, BEGIN_S).device == f"npu:{card}"
             return end
 
@@ -62,8 +64,8 @@ def test_blocks_arrive_again_and_again(start: Start, transport: str) -> None:
         began_s = time.monotonic()
         sent = send_blocks(source, target, 6)
         assert sent.transport == TRANSPORTS[transport]
-        rate = NUM_BLOCKS * BLOCK_NBYTES / min(sent.trips_s) / 1e9
-        set_up_s = time.monotonic() - began_s - sum(sent.trips_s)
+        rate = NUM_BLOCKS * BLOCK_NBYTES / min(sent.transfers_s) / 1e9
+        set_up_s = time.monotonic() - began_s - sum(sent.transfers_s)
         print(f"{sent.transport}: {rate:.1f} GB/s; everything but the transfers took {set_up_s:.1f} s")
 
 

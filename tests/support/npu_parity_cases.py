@@ -16,11 +16,11 @@ import torch
 from torch.nn import functional
 
 from pd_cluster.devices.device import Device, bind, synchronize, use
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.attention.sdpa import Scoring
-from pd_cluster.model.batch import build_batch
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.forward_batch import build_batch
+from pd_cluster.model.layers.attention.sdpa import Scoring
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.attention_parity import AttentionCase, Tensors, content_of, worst_share
 from tests.support.spread import spread
 
@@ -63,7 +63,7 @@ def pool_of(case: AttentionCase, num_blocks: int) -> KVPool:
 
 def attended(case: AttentionCase, contents: list[Tensors], scoring: Scoring, tables: list[list[int]]) -> torch.Tensor:
     """Returns [num_tokens, num_heads, head_dim] on the host; each sequence's prefix is in the pool already."""
-    from pd_cluster.model.npu.attention import NpuAttention
+    from pd_cluster.model.kernels.npu.npu_attention import NpuAttention
 
     there = NPU.torch_name
     pool = pool_of(case, 1 + max(max(table) for table in tables))
@@ -79,7 +79,7 @@ def attended(case: AttentionCase, contents: list[Tensors], scoring: Scoring, tab
                     if num_tokens > 0:
                         start = at * case.block_size
                         plane[block][:num_tokens] = new[start : start + num_tokens].to(there)
-            request = Request(str(i), Order([0] * context_len, Sampling()), tables=[list(table)])
+            request = Request(str(i), RequestSpec([0] * context_len, Sampling()), tables=[list(table)])
             request.num_computed_tokens = prefix
             requests.append((request, query_len))
         batch = build_batch(requests, pool)
@@ -130,7 +130,7 @@ def test_attention_of_another_kind(num_heads: int, head_dim: int, dtype: str) ->
 @pytest.mark.parametrize("head_dim", [64, 192] if IS_SIMULATED else [64, 96, 192, 256])
 def test_heads_of_other_sizes_are_right_or_refused(head_dim: int) -> None:
     """The answer is what `--npu-head-dims wide` will do here; the operator must not end the device."""
-    from pd_cluster.model.npu.head_dims import why_not
+    from pd_cluster.model.kernels.npu.head_dim_probe import why_not
 
     layout = KVLayout(1, 2, keys_and_values(head_dim), BLOCK_SIZE, "bfloat16")
     why = why_not(NPU, layout, 8, has_window=True, has_sinks=True)
@@ -155,11 +155,11 @@ def test_a_window_of_w_shows_exactly_w_keys_as_in_transformers(window: int) -> N
     """Keys are equal and values are one number each, so a row's result lists the keys that it sees."""
     from transformers.masking_utils import sliding_window_causal_mask_function
 
-    from pd_cluster.model.npu.attention import NpuAttention
+    from pd_cluster.model.kernels.npu.npu_attention import NpuAttention
 
     num_tokens = 60  # in chunks, and decoded one by one
     pool = KVPool(KVLayout(1, 1, keys_and_values(128), BLOCK_SIZE, "bfloat16"), num_blocks=1, device=NPU)
-    request = Request("r", Order([0] * num_tokens, Sampling()), tables=[[0]])
+    request = Request("r", RequestSpec([0] * num_tokens, Sampling()), tables=[[0]])
     attention, values = NpuAttention(NPU, "TND"), torch.eye(num_tokens, 128, dtype=torch.bfloat16)[:, None]
     rows = []
     for count in (40, 17, 1, 1, 1):

@@ -16,8 +16,8 @@ import torch
 
 from pd_cluster.devices import device as devices
 from pd_cluster.devices.device import Device
-from pd_cluster.model.npu import attention
-from pd_cluster.native import products
+from pd_cluster.model.kernels.npu import npu_attention
+from pd_cluster.native import packed_products
 from tests.support import npu_quantized
 from tests.support.npu_devices import NUM_DEVICES, FakeNpu, share_memory
 from tests.support.npu_hccl import HcclOverGloo
@@ -39,12 +39,12 @@ def install() -> None:
     c10d.ProcessGroupHCCL = HcclOverGloo
     share_memory()
     Device.torch_name = property(lambda device: "cpu")  # type: ignore[method-assign, assignment]
-    attention.DTYPES = ("float32", *attention.DTYPES)  # type: ignore[assignment]
+    npu_attention.DTYPES = ("float32", *npu_attention.DTYPES)  # type: ignore[assignment]
     torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign, assignment]
     for name in ("empty", "zeros"):
         setattr(torch, name, _unpinned(getattr(torch, name)))
     torch.backends.mkldnn.is_available = lambda: False  # weights are packed for CPUs only,
-    products._library = lambda flags: None  # and multiplied in bfloat16 there
+    packed_products._library = lambda flags: None  # and multiplied in bfloat16 there
     devices.npu_files = lambda: [f"/dev/davinci{i}" for i in range(NUM_DEVICES)]
 
 

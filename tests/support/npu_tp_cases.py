@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pd_cluster.devices.device import Device, bind
-from pd_cluster.model.runner import ModelRunner
+from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.types import Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, generate, make_core, random_prompt

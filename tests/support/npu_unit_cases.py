@@ -14,10 +14,10 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from pd_cluster.devices.device import Device, bind
-from pd_cluster.engine.unit.meet import gloo_group
-from pd_cluster.model.parallel.device_unit import DeviceUnitGroup, UnitEnds, device_end
+from pd_cluster.engine.unit.unit_meeting import gloo_group
+from pd_cluster.model.parallel.device_unit_group import DeviceUnitGroup, UnitEnds, device_end
 from pd_cluster.transport.meeting import Meeting
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import make_checkpoint
 from tests.support.engines import assert_all_same, random_prompt
 from tests.support.unit_threads import Hall, run_in_step, unit
@@ -132,7 +132,7 @@ def test_a_units_tokens_are_those_of_transformers(
 
     def request(at: int) -> Request:
         most = MAX_TOKENS if at < 2 else 2
-        return Request(f"r{at}", Order(prompts[at], Sampling(max_tokens=most, temperature=0.0, ignore_eos=True)))
+        return Request(f"r{at}", RequestSpec(prompts[at], Sampling(max_tokens=most, temperature=0.0, ignore_eos=True)))
 
     with caplog.at_level("INFO"), unit(folder, 2, tp_size, end, device=Device("npu"), **SETTINGS) as cores:
         for each in made:

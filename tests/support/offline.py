@@ -11,9 +11,9 @@ import pytest
 
 from pd_cluster import LLM
 from pd_cluster.cluster.routing.router import Router
-from pd_cluster.offline.lora import RequestedAdapters
-from pd_cluster.offline.session import OfflineConfig
-from pd_cluster.service.service import TextService
+from pd_cluster.offline.llm_adapters import RequestedAdapters
+from pd_cluster.offline.offline_service import OfflineConfig
+from pd_cluster.service.text_service import TextService
 from tests.support.checkpoints import make_tokenizer, text_checkpoint
 from tests.support.playback import Playback
 from tests.support.service_configs import service_config
@@ -23,7 +23,7 @@ LIMIT = 1000
 
 
 class FakeOffline:
-    """Has the attributes of an Offline that `LLM` needs; `service.router` is the Playback."""
+    """Has the attributes of an OfflineService that `LLM` needs; `service.router` is the Playback."""
 
     def __init__(self, config: OfflineConfig, folder: Path, text: str, dtype: str) -> None:
         self.config = config
@@ -73,7 +73,7 @@ def fake_llms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeL
             made.append(FakeOffline(config, tmp_path, text, dtype_on_disk))
             return made[-1]
 
-        monkeypatch.setattr("pd_cluster.offline.llm.Offline", offline)
+        monkeypatch.setattr("pd_cluster.offline.offline_llm.OfflineService", offline)
         llm = LLM(**{"model": str(tmp_path), **arguments})
         return llm, made[-1]
 

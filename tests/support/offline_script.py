@@ -8,13 +8,13 @@ import signal
 import sys
 import time
 
-from pd_cluster.offline.session import Offline, OfflineConfig
-from pd_cluster.service.schema.protocol import CompletionRequest
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
+from pd_cluster.service.schema.completion_protocol import CompletionRequest
+from pd_cluster.settings.engine_config import EngineConfig
 from tests.support.cluster import children_of
 
 model, number, how = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-offline = Offline(OfflineConfig(engine=EngineConfig(model=model, num_blocks=64), prefill=number, decode=number))
+offline = OfflineService(OfflineConfig(engine=EngineConfig(model=model, num_blocks=64), prefill=number, decode=number))
 
 
 async def answer(max_tokens: int) -> str:

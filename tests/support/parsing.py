@@ -9,10 +9,10 @@ import pytest
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.messages_protocol import MessagesRequest
-from pd_cluster.service.schema.parse import parse
-from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest, GenerationRequest
-from pd_cluster.service.schema.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.completion_protocol import CompletionRequest, GenerateRequest, GenerationRequest
+from pd_cluster.service.schema.messages.messages_protocol import MessagesRequest
+from pd_cluster.service.schema.request_parsing import parse
+from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
 
 HELLO = [{"role": "user", "content": "hello"}]
 MINIMAL: dict[type[GenerationRequest], dict[str, Any]] = {

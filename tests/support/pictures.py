@@ -21,9 +21,9 @@ from PIL import Image as Pictures
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.media.pictures import fitted
-from pd_cluster.media.rules import Placed, place
-from pd_cluster.types import Order, Sampling
+from pd_cluster.media.image_files import fitted
+from pd_cluster.media.image_rules import PromptWithImages, place
+from pd_cluster.types import RequestSpec, Sampling
 from tests.support.checkpoints import COMMON, EOS_ID, ROPE, make_checkpoint, make_tokenizer, shake, until_end
 
 PATCH = 4
@@ -109,9 +109,9 @@ def shared_folder(make: Callable[..., Path], name: str) -> Path:
 _folders = tempfile.TemporaryDirectory(prefix="pd-cluster-models-")
 
 
-def order_of(placed: Placed, sampling: Sampling) -> Order:
+def order_of(placed: PromptWithImages, sampling: Sampling) -> RequestSpec:
     more: dict[str, Any] = {"spans": placed.spans, "images": placed.images, "rope_positions": placed.rope_positions}
-    return Order(placed.token_ids, sampling, **more)
+    return RequestSpec(placed.token_ids, sampling, **more)
 
 
 def processor() -> Any:
@@ -159,13 +159,13 @@ class Shown(NamedTuple):
     token_ids: list[int]
     pictures: list[Pictures.Image]
 
-    def placed(self, folder: Path) -> Placed:
+    def placed(self, folder: Path) -> PromptWithImages:
         vision = Checkpoint.open(str(folder)).vision
         assert vision is not None
         images = [fitted(each, vision.rules) for each in self.pictures]
         return place(self.token_ids, images, vision.rules, "prompt")
 
-    def order(self, folder: Path, sampling: Sampling) -> Order:
+    def order(self, folder: Path, sampling: Sampling) -> RequestSpec:
         return order_of(self.placed(folder), sampling)
 
 

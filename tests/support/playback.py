@@ -8,9 +8,9 @@ from typing import Any
 
 import msgspec
 
-from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.cluster.routing.timeline import Timelines
-from pd_cluster.types import FinishReason, Logprobs, Order, PromptOutput, Sampling, TokenOutput
+from pd_cluster.cluster.records.request_stats import RequestStats
+from pd_cluster.cluster.records.request_timeline import Timelines
+from pd_cluster.types import FinishReason, Logprobs, PromptOutput, RequestSpec, Sampling, TokenOutput
 
 
 class Playback:
@@ -30,7 +30,7 @@ class Playback:
         self.failed: list[Exception] = []
         self.last_reason: FinishReason = "length"
         self.requests: list[Sampling] = []
-        self.orders: list[Order] = []
+        self.orders: list[RequestSpec] = []
         self.salts: list[str] = []
         self.gathered: list[bool] = []  # whether each request's reader gathers
         self.changes: dict[tuple[int, int], dict[str, Any]] = {}  # (sequence, position) -> what its token has otherwise
@@ -41,7 +41,7 @@ class Playback:
         self.stopped.add(index)
         self.num_dropped += num_dropped
 
-    async def serve(self, order: Order, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:
+    async def serve(self, order: RequestSpec, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:
         sampling = order.sampling
         self.requests.append(sampling)
         self.orders.append(order)

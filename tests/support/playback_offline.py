@@ -11,17 +11,17 @@ from typing import Any, cast
 
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import InstanceLost
-from pd_cluster.offline.loop import LoopThread
-from pd_cluster.offline.session import OfflineConfig
-from pd_cluster.service.service import TextService
-from pd_cluster.types import Order
+from pd_cluster.offline.loop_thread import LoopThread
+from pd_cluster.offline.offline_service import OfflineConfig
+from pd_cluster.service.text_service import TextService
+from pd_cluster.types import RequestSpec
 from tests.support.checkpoints import EOS_ID, TEMPLATE, make_tokenizer, text_checkpoint
 from tests.support.playback import Playback
 from tests.support.service_configs import service_config
 
 
 class PlaybackOffline:
-    """Like `Offline`, for any model. `prompts` has the ids of each prompt sent."""
+    """Like `OfflineService`, for any model. `prompts` has the ids of each prompt sent."""
 
     def __init__(self, folder: Path, config: OfflineConfig, says: str, has_template: bool) -> None:
         self.config = config
@@ -63,7 +63,7 @@ class HeldPlayback(Playback):
         self.holds = False  # after the first token
         self.sessions: list[str] = []
 
-    async def serve(self, order: Order, *rest: Any) -> AsyncGenerator[Any, None]:  # type: ignore[override]
+    async def serve(self, order: RequestSpec, *rest: Any) -> AsyncGenerator[Any, None]:  # type: ignore[override]
         prompt = order.prompt_token_ids
         self.prompts.append(prompt)
         self.sessions.append(order.session)

@@ -12,7 +12,7 @@ import peft
 import torch
 import transformers
 
-from pd_cluster.checkpoints.prompt_folder import PromptFolder
+from pd_cluster.checkpoints.prompt_adapter_folder import PromptFolder
 
 Kind = Literal["prompt", "p-tuning", "prefix"]
 

@@ -13,17 +13,17 @@ import msgspec
 from fastapi import FastAPI
 from tokenizers import Tokenizer, processors
 
-from pd_cluster.api.dashboard.public import PublicView
-from pd_cluster.api.gate.drain import Drain
-from pd_cluster.api.gate.file_keys import FileKeys
+from pd_cluster.api.dashboard.public_dashboard import PublicView
+from pd_cluster.api.middleware.drain_middleware import Drain
+from pd_cluster.api.middleware.file_keys import FileKeys
 from pd_cluster.api.public_app import public_app
-from pd_cluster.cluster.routing.admission import RequestAdmission
+from pd_cluster.cluster.records.request_stats import RequestStats
+from pd_cluster.cluster.routing.request_admission import RequestAdmission
 from pd_cluster.cluster.routing.router import Router
-from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import Unavailable
-from pd_cluster.service.service import TextService
-from pd_cluster.service.traces import Tracing
-from pd_cluster.settings.http import HttpConfig
+from pd_cluster.service.request_traces import Tracing
+from pd_cluster.service.text_service import TextService
+from pd_cluster.settings.http_settings import HttpConfig
 from tests.support.checkpoints import make_tokenizer, text_checkpoint
 from tests.support.router_world import admission_of
 from tests.support.service_configs import service_config

@@ -8,11 +8,11 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-from pd_cluster.bench.arrivals import Arrival
 from pd_cluster.bench.outcomes import InstanceSample, Outcome
-from pd_cluster.costs.costs import Costs
-from pd_cluster.plan.estimate import prompt_seconds, row_step_seconds
-from pd_cluster.simulate.scenario import Simulated, SimulatedLayout
+from pd_cluster.bench.request_arrivals import Arrival
+from pd_cluster.costs.linear_costs import Costs
+from pd_cluster.plan.load_estimate import prompt_seconds, row_step_seconds
+from pd_cluster.simulate.simulated_layout import Simulated, SimulatedLayout
 
 
 class Decoder:

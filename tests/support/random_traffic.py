@@ -9,18 +9,18 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from pd_cluster.engine.step.checkpoints import KeepRule
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.scheduling.state_checkpoints import KeepRule
+from pd_cluster.engine.scheduling.step_plan import StepPlan
 from pd_cluster.engine.step.commit import StepResult
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
-from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.group_rule import STATE, Rule, within
 from pd_cluster.kv.host_tier import HostTier, LoadCost
-from pd_cluster.kv.prefix import PrefixScope
-from pd_cluster.kv.rule import STATE, Rule, within
+from pd_cluster.kv.prefix_index import PrefixScope
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Logprobs, Order, PromptOutput, Request, Sampling, Status
+from pd_cluster.types import Logprobs, PromptOutput, Request, RequestSpec, Sampling, Status
 from tests.support.drafts import liars
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner, generate_alone, told_alone
 
@@ -154,7 +154,7 @@ class Traffic:
         prompt = random_prompt(self.rng)
         goes_ahead = self.runner.goes_ahead and self.rng.random() < 0.95
         sampling = sampling_ahead(self.rng) if goes_ahead else random_sampling(self.rng, len(prompt))
-        request = Request(name, Order(prompt, sampling), arrival_s=now_s)
+        request = Request(name, RequestSpec(prompt, sampling), arrival_s=now_s)
         self.requests[name] = request
         self.scheduler.add(request)
 

@@ -14,19 +14,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pd_cluster.devices.device import CPU, Device
-from pd_cluster.engine.build import build_core
+from pd_cluster.engine.assembly.build_engine import build_core
 from pd_cluster.engine.ranks import rank_messages as to
-from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.follower import Follower
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.model import modules, parts
+from pd_cluster.engine.ranks.rank_channel import Channel
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.model.layers.expert_share import ExpertUnit
-from pd_cluster.model.load_runner import load_runner
-from pd_cluster.model.parallel.group import Rendezvous, join
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.model.loading import transformers_modules
+from pd_cluster.model.parallel.rank_group import Rendezvous, join
+from pd_cluster.model.runner.load_runner import load_runner
+from pd_cluster.model.runner.model_runner import loaded_parts
+from pd_cluster.settings.engine_config import EngineConfig
 
 WAIT_S = 60.0
-_load_plain, _load_tower = modules.load_plain, parts.load_tower
+_load_plain, _load_tower = transformers_modules.load_plain, loaded_parts.load_tower
 _loading = threading.Lock()
 
 
@@ -78,9 +79,9 @@ def one_at_a_time() -> Iterator[None]:
         with _loading:
             return _load_tower(*arguments)  # type: ignore[arg-type]
 
-    modules.load_plain = load_plain  # type: ignore[assignment]
-    parts.load_tower = load_tower  # type: ignore[assignment]
+    transformers_modules.load_plain = load_plain  # type: ignore[assignment]
+    loaded_parts.load_tower = load_tower  # type: ignore[assignment]
     try:
         yield
     finally:
-        modules.load_plain, parts.load_tower = _load_plain, _load_tower
+        transformers_modules.load_plain, loaded_parts.load_tower = _load_plain, _load_tower

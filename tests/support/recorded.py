@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pd_cluster.kv.vectors import write_kv
-from pd_cluster.model.attention.sdpa import Scoring, write_and_attend
-from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.kv.kv_vectors import write_kv
+from pd_cluster.model.inputs.forward_batch import ForwardBatch
+from pd_cluster.model.layers.attention.sdpa import Scoring, write_and_attend
 
 
 class _Record(TorchDispatchMode):

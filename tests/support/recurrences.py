@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import silu, softplus
 
 from pd_cluster.native import build
-from pd_cluster.native.recurrences import ConvHeads, Convolution, GatedDelta, GatedNorm, Mamba2, StateInputs
-from pd_cluster.native.states import StateKernel
+from pd_cluster.native.recurrence_values import ConvHeads, Convolution, GatedDelta, GatedNorm, Mamba2, StateInputs
+from pd_cluster.native.state_kernels import StateKernel
 
 EPS = 1e-6
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from pd_cluster.cluster.members.auto_role import Flip
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.costs.costs import StepCost, StepWork
-from pd_cluster.reports import Busy, Stats
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.roles.auto_role import Flip
+from pd_cluster.costs.linear_costs import StepCost, StepWork
+from pd_cluster.process_messages import Busy, Stats
 from pd_cluster.wire import Load
 from tests.support.elastic_world import ElasticWorld
 from tests.support.router_world import info_of

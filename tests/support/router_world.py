@@ -7,17 +7,17 @@ from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, cast
 
 from pd_cluster import wire
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.members.roster import LegHolder
-from pd_cluster.cluster.routing.admission import RequestAdmission
-from pd_cluster.cluster.routing.origin import RequestOrigin
-from pd_cluster.cluster.routing.policy import least_loaded
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.instances.roster import LegHolder
+from pd_cluster.cluster.placement.routing_policy import least_loaded
+from pd_cluster.cluster.placement.routing_rules import ReplayLimits, RoutingRules
+from pd_cluster.cluster.records.request_stats import RequestStats
+from pd_cluster.cluster.routing.request_admission import RequestAdmission
 from pd_cluster.cluster.routing.router import Router
-from pd_cluster.cluster.routing.rules import ReplayLimits, RoutingRules
-from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.cluster.routing.stream_table import StreamTable
-from pd_cluster.reports import InstanceInfo
-from pd_cluster.types import FinishReason, LegEnd, LinkState, Order, PromptOutput, Role, Sampling, TokenOutput
+from pd_cluster.cluster.streams.request_origin import RequestOrigin
+from pd_cluster.cluster.streams.stream_table import StreamTable
+from pd_cluster.process_messages import InstanceInfo
+from pd_cluster.types import FinishReason, LegEnd, LinkState, PromptOutput, RequestSpec, Role, Sampling, TokenOutput
 from tests.support.mail import RecordedMail
 
 PROMPT = [1, 2, 3]
@@ -56,9 +56,9 @@ class World:
 
     def serve(self, sampling: Sampling = SAMPLING, **more: Any) -> AsyncGenerator[TokenOutput, None]:
         """`more`: further fields of the order and of the origin, and arguments of `Router.serve`."""
-        asked = {name: more.pop(name) for name in Order.__struct_fields__ if name in more}
+        asked = {name: more.pop(name) for name in RequestSpec.__struct_fields__ if name in more}
         origin = {name: more.pop(name) for name in RequestOrigin._fields if name in more}
-        serving = self.router.serve(Order(PROMPT, sampling, **asked), origin=RequestOrigin(**origin), **more)
+        serving = self.router.serve(RequestSpec(PROMPT, sampling, **asked), origin=RequestOrigin(**origin), **more)
         return cast("AsyncGenerator[TokenOutput, None]", serving)
 
     async def begin(

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from pd_cluster.cluster.members.lease import LeaseRecord, Listed, Ownership
+from pd_cluster.cluster.leases.membership_lease import DesiredInstance, LeaseRecord, Ownership
 from pd_cluster.errors import LeaseUnavailable
-from pd_cluster.net.admission import Fence
+from pd_cluster.net.peer_admission import Fence
 
 DURATION_S = 1.5
 ROLES = ("prefill", "decode")
@@ -97,7 +97,7 @@ class Scheduler:
         self.ownership = Ownership(
             own, DURATION_S, lambda: world.now_s, least_term=lambda: max(1, int(world.now_s / DURATION_S))
         )
-        self.members = [Listed(name="prefill-0", role="prefill", host="h", port=1, device_ids=[])]
+        self.members = [DesiredInstance(name="prefill-0", role="prefill", host="h", port=1, device_ids=[])]
         self.looking: Iterator[None] = iter(())
         self.mail: dict[int, deque[tuple[int, int]]] = {}  # to each worker: (term, number), in order
 
@@ -219,7 +219,7 @@ class World:
         """An operator's command, which must outlive the scheduler once it is in the record."""
         role = self.rng.choice(ROLES)
         port = self.number = self.number + 1
-        scheduler.members = [Listed(name="prefill-0", role=role, host="h", port=port, device_ids=[])]  # type: ignore[arg-type]
+        scheduler.members = [DesiredInstance(name="prefill-0", role=role, host="h", port=port, device_ids=[])]  # type: ignore[arg-type]
         self.num_wishes += 1
 
     def _check(self) -> None:

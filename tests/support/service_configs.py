@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from pd_cluster.service.config import ServiceConfig
-from pd_cluster.settings.config import ApiConfig
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.routing import RoutingConfig
+from pd_cluster.service.service_config import ServiceConfig
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.process_configs import ApiConfig
+from pd_cluster.settings.routing_settings import RoutingConfig
 from pd_cluster.settings.timeouts import Timeouts
 
 OWN = ("seed", "sampling_defaults", "adapters", "handle_secret")

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Self
 
 from pd_cluster import wire
-from pd_cluster.cluster.members.lease_folder import LeaseFolder
-from pd_cluster.cluster.members.shared import Lease, SharedMembership
-from pd_cluster.net.admission import Fence
+from pd_cluster.cluster.leases.lease_folder import LeaseFolder
+from pd_cluster.cluster.members.shared_membership import Lease, SharedMembership
+from pd_cluster.net.peer_admission import Fence
 from tests.support.elastic_world import ElasticWorld
 
 LEASE_S = 1.5

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import httpx
 import pytest
 
-from pd_cluster.cluster.processes.ports import free_ports
+from pd_cluster.cluster.processes.port_reservations import free_ports
 from tests.support.cluster import START_TIMEOUT_S
 
 ROOT = Path(__file__).resolve().parents[2]

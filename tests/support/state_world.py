@@ -12,13 +12,13 @@ import torch
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.causal_lm import CausalLM, PlainCausalLM
-from pd_cluster.model.declared import layouts_of
-from pd_cluster.model.fused_lm import FusedCausalLM
-from pd_cluster.model.loader import load_model
-from pd_cluster.model.proof import probe_batch
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.language_model.cache_declaration import layouts_of
+from pd_cluster.model.language_model.causal_lm import CausalLM, PlainCausalLM
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.loading.load_proof import probe_batch
+from pd_cluster.model.loading.model_loader import load_model
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 BLOCK_SIZE = 16
 NUM_STATES = 8
@@ -26,7 +26,7 @@ NUM_STATES = 8
 
 def load_modules(folder: Path) -> PlainCausalLM:
     """Loads a folder as transformers' modules, even if its layers could be fused."""
-    with patch("pd_cluster.model.loader.can_fuse", return_value=False):
+    with patch("pd_cluster.model.loading.model_loader.can_fuse", return_value=False):
         model = load_model(Checkpoint.open(str(folder)), "float32", CPU)
     assert isinstance(model, PlainCausalLM)
     return model
@@ -57,7 +57,7 @@ class StateWorld:
         blocks += [self._free.pop() for _ in range(-(-len(ids) // BLOCK_SIZE) - shared)]
         if of is None:
             self.states.clear([state])
-        request = Request(f"{state}", Order(ids, Sampling()), tables=[blocks, [state]])
+        request = Request(f"{state}", RequestSpec(ids, Sampling()), tables=[blocks, [state]])
         request.num_computed_tokens = num_computed
         return request
 

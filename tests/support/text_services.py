@@ -12,13 +12,13 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from pd_cluster.checkpoints.sampling_defaults import sampling_defaults
 from pd_cluster.cluster.routing.router import Router
-from pd_cluster.service.generation import Generation
+from pd_cluster.service.generation.prompt_generation import Generation
+from pd_cluster.service.generation.text_sequence import Piece
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.protocol import CompletionRequest
-from pd_cluster.service.sequence import Piece
-from pd_cluster.service.service import TextService
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.service.schema.completion_protocol import CompletionRequest
+from pd_cluster.service.text_service import TextService
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.request_settings import ChatConfig
 from tests.support.checkpoints import make_tokenizer, text_checkpoint
 from tests.support.playback import Playback
 from tests.support.service_configs import service_config

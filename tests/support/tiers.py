@@ -10,17 +10,17 @@ from pathlib import Path
 import msgspec
 
 from pd_cluster import wire
-from pd_cluster.engine.build import build_core
-from pd_cluster.engine.legs import request_of
-from pd_cluster.engine.tier_stores import origin_of
-from pd_cluster.engine.tiers import EngineTiers
+from pd_cluster.engine.assembly.build_engine import build_core
+from pd_cluster.engine.legs.legs import request_of
+from pd_cluster.engine.stages.tier_stage import EngineTiers
+from pd_cluster.engine.stages.tier_stores import origin_of
+from pd_cluster.kv.block_seal import Seal
 from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.kv.open_stores import seal_of
-from pd_cluster.kv.seal import Seal
-from pd_cluster.kv.tier_orders import LowerKind, TierContents, TierDone
+from pd_cluster.kv.tier_commands import LowerKind, TierContents, TierDone
 from pd_cluster.kv.tier_thread import Store, TierThread
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.types import Order, Sampling
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.types import RequestSpec, Sampling
 
 WAIT_S = 60.0
 SECRET = b"a secret of the tests, of 32 bytes or more"
@@ -65,7 +65,7 @@ class TieredEngine:
         """Serves a prompt as a worker does, the wait for its blocks included."""
         self._num_asked += 1
         order = msgspec.structs.replace(
-            Order(prompt, Sampling(max_tokens=max_tokens, temperature=0.0)), cache_salt=salt
+            RequestSpec(prompt, Sampling(max_tokens=max_tokens, temperature=0.0)), cache_salt=salt
         )
         submit = wire.Submit(f"r{self._num_asked}", 0, "", "hybrid", "", order, 0.0)
         if not self.tiers.admits("c", submit):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal
 
-from pd_cluster.kv.rule import Rule
+from pd_cluster.kv.group_rule import Rule
 from pd_cluster.types import Request
 
 Tokens = tuple[int, ...]

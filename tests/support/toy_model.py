@@ -12,15 +12,15 @@ import numpy as np
 import torch
 
 from pd_cluster.devices.device import CPU
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.plan import Move
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.model.batch import Encoded, RunnerOutput
-from pd_cluster.model.sampling.on_device import choose, tell
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.step_plan import Move
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.model.inputs.forward_batch import EncoderTotals, RunnerOutput
+from pd_cluster.model.inputs.step_input import NO_DRAFTS, Drafts
+from pd_cluster.model.sampling.device_sampling import choose, tell
+from pd_cluster.model.sampling.device_tokens import After, DeviceTokens
 from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
-from pd_cluster.model.sampling.tokens import After, DeviceTokens
-from pd_cluster.model.step_input import NO_DRAFTS, Drafts
-from pd_cluster.types import Logprobs, Order, Request, Sampling, StateCopy
+from pd_cluster.types import Logprobs, Request, RequestSpec, Sampling, StateCopy
 from tests.support.reference_beams import search_everything
 from tests.support.reference_sampler import adjusted, reference
 from tests.support.toy_memory import ToyMemory
@@ -46,7 +46,7 @@ class ToyRunner:
 
     eos_token_ids = EOS
     vocab_size = VOCAB_SIZE
-    encoded = Encoded()
+    encoded = EncoderTotals()
 
     def __init__(self, num_blocks: int, block_size: int, num_swap_blocks: int = 0) -> None:
         """Has one group, of layers that see all tokens; see `over`."""
@@ -153,7 +153,7 @@ def generate_alone(prompt: list[int], sampling: Sampling) -> list[list[int]]:
         return search_everything(lambda tokens: logprobs_after(prompt, tokens, sampling), sampling, ends_of(sampling))
     outputs = []
     for index in range(sampling.n):
-        request = Request("alone", Order(prompt, sampling), index=index)
+        request = Request("alone", RequestSpec(prompt, sampling), index=index)
         while True:
             output = request.output_token_ids
             logits = logits_after(request.token_ids(0, request.num_tokens)).numpy()
@@ -174,7 +174,7 @@ def told_alone(prompt: list[int], output: list[int], sampling: Sampling) -> list
 
 def logprobs_after(prompt: list[int], tokens: tuple[int, ...], sampling: Sampling) -> list[float]:
     """Returns logprobs of every token that may follow, after masks and penalties."""
-    request = Request("alone", Order(prompt, sampling), output_token_ids=list(tokens))
+    request = Request("alone", RequestSpec(prompt, sampling), output_token_ids=list(tokens))
     logits = logits_after(request.token_ids(0, request.num_tokens)).numpy()
     left = adjusted(logits, SamplingRow(request, 0, len(tokens)), EOS).astype(np.float64)
     left -= left.max()

@@ -10,21 +10,21 @@ from typing import TypeVar
 import torch
 
 from pd_cluster import wire
-from pd_cluster.devices.kinds import DeviceKind
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
+from pd_cluster.devices.device_kinds import DeviceKind
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.numerics import Numerics
-from pd_cluster.settings.config import Credentials, WorkerConfig
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.processes import PortRange
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.process_configs import Credentials, WorkerConfig
+from pd_cluster.settings.process_settings import PortRange
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.base import Checksum, Ends, KVReceiver, KVSender, LinkContext, Peer, PostKey
 from pd_cluster.transport.device_memory import DeviceMemory
-from pd_cluster.transport.events import Arrived, LinkEvent
-from pd_cluster.transport.factory import Transports
-from pd_cluster.transport.guard import LinkKey
-from pd_cluster.transport.table import BY_NAME
-from pd_cluster.transport.unix import UnixServer
+from pd_cluster.transport.link_events import Arrived, LinkEvent
+from pd_cluster.transport.link_factory import Transports
+from pd_cluster.transport.link_frames import LinkKey
+from pd_cluster.transport.transport_interface import Checksum, Ends, KVReceiver, KVSender, LinkContext, Peer, PostKey
+from pd_cluster.transport.transport_table import BY_NAME
+from pd_cluster.transport.unix_server import UnixServer
 from pd_cluster.types import TokenOutput
 from tests.support.fake_device import MemfdMemory, put_on
 

@@ -7,14 +7,19 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.attention import sdpa
-from pd_cluster.model.batch import ForwardBatch, build_batch
-from pd_cluster.model.cuda import attention
-from pd_cluster.model.cuda.attention_configs import AttentionConfigs, TileConfig, padded
-from pd_cluster.model.cuda.plan import SPLIT_KEYS, AttentionPlan, plan_attention, plan_decode
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, build_batch
+from pd_cluster.model.kernels.cuda.attention import paged_attention
+from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs, TileConfig, padded
+from pd_cluster.model.kernels.cuda.attention.attention_plan import (
+    SPLIT_KEYS,
+    AttentionPlan,
+    plan_attention,
+    plan_decode,
+)
+from pd_cluster.model.layers.attention import sdpa
+from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.interpreted import mend
 
 ANY = Sampling(max_tokens=1, temperature=0.0)
@@ -57,14 +62,14 @@ def make_batch(
         num_passed = max(0, prefix - window + 1) // block_size if window is not None else 0
         table[:num_passed] = [pool.num_blocks] * num_passed
         request = Request(
-            str(i), Order([0] * context, ANY), num_computed_tokens=prefix, tables=[table], arrival_s=float(i)
+            str(i), RequestSpec([0] * context, ANY), num_computed_tokens=prefix, tables=[table], arrival_s=float(i)
         )
         chunks.append((request, query_len))
     return build_batch(chunks, pool)
 
 
-def metadata(batch: ForwardBatch, plan: AttentionPlan) -> attention.BatchMetadata:
-    return attention.BatchMetadata(
+def metadata(batch: ForwardBatch, plan: AttentionPlan) -> paged_attention.BatchMetadata:
+    return paged_attention.BatchMetadata(
         batch.query_starts,
         batch.context_lens,
         batch.block_table,
@@ -109,13 +114,15 @@ def parity(
     scoring = sdpa.Scoring(head_dim**-0.5 * 1.5, window, softcap, sinks)
 
     key_pool, value_pool = batch.pool.layer(LAYER)
-    attention.write_kv(k, v, key_pool, value_pool, batch.slot_mapping)
+    paged_attention.write_kv(k, v, key_pool, value_pool, batch.slot_mapping)
     query_lens = np.diff(batch.query_starts.numpy())
     group = num_heads // num_kv_heads
     chosen = replace(configs(group, rows, keys), is_uniform=is_uniform)
     plan = plan_attention(query_lens, batch.context_lens.numpy(), group, num_kv_heads, chosen, 132, split_keys)
     workspace = torch.full((plan.workspace_numel(num_heads, head_dim),), float("nan"))
-    actual = attention.attend(query, key_pool, value_pool, metadata(batch, plan), plan, scoring, workspace=workspace)
+    actual = paged_attention.attend(
+        query, key_pool, value_pool, metadata(batch, plan), plan, scoring, workspace=workspace
+    )
     expected = sdpa.write_and_attend(LAYER, query.transpose(0, 1), k, v, other, scoring)
     torch.testing.assert_close(batch.pool.data, other.pool.data, rtol=0, atol=0, equal_nan=True)
     return difference(actual, expected)
@@ -135,11 +142,11 @@ def among_others(lens: list[int], window: int | None, num_sms: int, split_keys: 
 
     def attended(part: ForwardBatch, rows: slice) -> torch.Tensor:
         plan = plan_decode(part.num_seqs, max(lens), 1, configs(num_heads), num_sms, split_keys)
-        return attention.attend(query[rows], *batch.pool.layer(LAYER), metadata(part, plan), plan, scoring)
+        return paged_attention.attend(query[rows], *batch.pool.layer(LAYER), metadata(part, plan), plan, scoring)
 
     together, at = attended(batch, slice(None)), lens.index(max(lens))
     table = batch.block_table[batch.table_starts[at] : batch.table_starts[at + 1]].tolist()
-    request = Request("alone", Order([0] * lens[at], ANY), num_computed_tokens=lens[at] - 1, tables=[table])
+    request = Request("alone", RequestSpec([0] * lens[at], ANY), num_computed_tokens=lens[at] - 1, tables=[table])
     alone = attended(build_batch([(request, 1)], batch.pool), slice(at, at + 1))
     return difference(together, expected), torch.equal(alone[0], together[at])
 
@@ -161,7 +168,7 @@ def replays(
     starts, contexts = torch.zeros(num_seqs + 1, dtype=torch.int32), torch.zeros(num_seqs, dtype=torch.int32)
     unread = torch.full((1,), 1 << 30, dtype=torch.int32)
     arrivals = torch.zeros(plan.num_arrivals(num_kv_heads), dtype=torch.int32)
-    static = attention.BatchMetadata(unread, contexts, table, starts, unread, unread, arrivals)
+    static = paged_attention.BatchMetadata(unread, contexts, table, starts, unread, unread, arrivals)
     query, out = torch.empty(num_seqs, num_heads, head_dim), torch.empty(num_seqs, num_heads, head_dim)
     workspace = torch.empty(plan.workspace_numel(num_heads, head_dim))
     told = []
@@ -176,7 +183,7 @@ def replays(
         query.normal_()
         k, v = torch.randn(2, len(real), num_kv_heads, head_dim)
         expected = sdpa.write_and_attend(LAYER, query[: len(real)].transpose(0, 1), k, v, batch, scoring)
-        attention.attend(query, *batch.pool.layer(LAYER), static, plan, scoring, out, workspace)
+        paged_attention.attend(query, *batch.pool.layer(LAYER), static, plan, scoring, out, workspace)
         padding = out[len(real) :].abs().max().item() if len(real) < num_seqs else 0.0
         told.append({"difference": difference(out[: len(real)], expected), "padding": padding})
     return told

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from pd_cluster.kv.layout import stored_width
-from pd_cluster.kv.memory import TORCH_DTYPES
-from pd_cluster.model.attention.sdpa import Scoring
-from pd_cluster.model.cuda import attention
-from pd_cluster.model.cuda.attention_configs import configs_for
-from pd_cluster.model.cuda.plan import plan_attention
+from pd_cluster.kv.kv_layout import stored_width
+from pd_cluster.kv.pool_memory import TORCH_DTYPES
+from pd_cluster.model.kernels.cuda.attention import paged_attention
+from pd_cluster.model.kernels.cuda.attention.attention_configs import configs_for
+from pd_cluster.model.kernels.cuda.attention.attention_plan import plan_attention
+from pd_cluster.model.layers.attention.sdpa import Scoring
 from tests.support.compile_cuda_ops import facts, launches_of
 
 
@@ -59,8 +59,8 @@ def _step(
     limits = empty(502) if has_limits else None
     arrivals = empty(plan.num_arrivals(num_kv_heads))
     tiles = empty(len(plan.tiles), 2)
-    batch = attention.BatchMetadata(empty(4), empty(3), empty(999), empty(4), empty(2), tiles, arrivals, limits)
+    batch = paged_attention.BatchMetadata(empty(4), empty(3), empty(999), empty(4), empty(2), tiles, arrivals, limits)
     sinks = empty(num_heads, dtype=torch_dtype)
     scoring = Scoring(0.1, window, 30.0, sinks) if is_rich else Scoring(0.1)
-    attention.write_kv(keys, values, pool[:, 3, 0], pool[:, 3, 1], empty(502, dtype=torch.int64), pool_dtype)
-    attention.attend(query, pool[:, 3, 0], pool[:, 3, 1], batch, plan, scoring, pool_dtype=pool_dtype, pdl=pdl)
+    paged_attention.write_kv(keys, values, pool[:, 3, 0], pool[:, 3, 1], empty(502, dtype=torch.int64), pool_dtype)
+    paged_attention.attend(query, pool[:, 3, 0], pool[:, 3, 1], batch, plan, scoring, pool_dtype=pool_dtype, pdl=pdl)

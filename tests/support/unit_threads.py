@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.types import Request, TokenOutput
 from tests.support.ranks import ranks
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from pd_cluster import wire
-from pd_cluster.engine.step.unison import Unison
+from pd_cluster.engine.unit.round_sync import RoundSync
 from pd_cluster.errors import InstanceLost
 
 LONGEST_STEP_S = 2.0
@@ -28,9 +28,9 @@ Event = int | tuple[int, wire.Body | None]  # rows that arrive; or a message (No
 class SimulatedMember:
     """One engine's loop: mail in, `enters`, the exchange, `agreed`, computing, the end of the turn."""
 
-    def __init__(self, world: SimulatedUnit, rank: int, kind: type[Unison]) -> None:
+    def __init__(self, world: SimulatedUnit, rank: int, kind: type[RoundSync]) -> None:
         self.world, self.rank = world, rank
-        self.unison = kind(rank, world.size, self._send)
+        self.round_sync = kind(rank, world.size, self._send)
         self.reads_in_exchange = world.random() < 0.5
         self.budget = 1 + int(world.random() * 3)  # rows a step
         self.state: Literal["asleep", "exchange", "computing", "ended"] = "asleep"
@@ -75,7 +75,7 @@ class SimulatedMember:
         self._read()
         if self.state == "ended":
             return
-        if not self.unison.enters(self.has_work):
+        if not self.round_sync.enters(self.has_work):
             self.state = "asleep"
             self._end_turn()
             return
@@ -93,7 +93,7 @@ class SimulatedMember:
                 self._handle(self.inbox.popleft())
         except InstanceLost as error:
             self._end(str(error))
-        if self.unison.is_draining and self.closes_s == math.inf:
+        if self.round_sync.is_draining and self.closes_s == math.inf:
             self.closes_s = self.world.now_s + CLOSES_AFTER_S
             self.world.after(CLOSES_AFTER_S, self.arrive, None)
 
@@ -103,11 +103,11 @@ class SimulatedMember:
                 self.num_arrived += event if self.world.now_s < self.closes_s else 0
             case (rank, None):
                 self.gone.add(rank)
-                self.unison.lost(rank, f"decode-{rank}", "silence")
+                self.round_sync.lost(rank, f"decode-{rank}", "silence")
             case (rank, wire.UnitDrain()) if rank == self.rank:
-                self.unison.drain()
+                self.round_sync.drain()
             case (rank, wire.UnitWake() | wire.UnitDrain() | wire.UnitDone() as message):
-                self.unison.heard(rank, message)
+                self.round_sync.heard(rank, message)
 
     def _fail_exchange(self) -> None:
         """A process that is gone has closed its sockets: an exchange that it has not taken part in fails."""
@@ -120,8 +120,8 @@ class SimulatedMember:
     def exchanged(self, counts: Counts, rows: list[tuple[int, int]]) -> None:
         if self.state == "ended":
             return
-        is_computed = self.unison.agreed(counts)
-        self.world.compare(self.num_exchanges, (self.unison.round, is_computed, counts))
+        is_computed = self.round_sync.agreed(counts)
+        self.world.compare(self.num_exchanges, (self.round_sync.round, is_computed, counts))
         if is_computed:
             first = sum(counts[: self.rank])
             own = rows[first : first + counts[self.rank]]
@@ -138,8 +138,8 @@ class SimulatedMember:
 
     def _end_turn(self) -> None:
         if self.world.now_s >= self.closes_s and not self.has_work and not self.inbox:
-            self.unison.done()
-        if self.unison.may_end:
+            self.round_sync.done()
+        if self.round_sync.may_end:
             self._end("")
         elif self.state != "asleep":
             self._turn()
@@ -161,7 +161,7 @@ class SimulatedUnit:
     `kind`: the policy. `turned`: whether one member gets the counts of the others in another order.
     """
 
-    def __init__(self, seed: int, kind: type[Unison] = Unison, turned: bool = False) -> None:
+    def __init__(self, seed: int, kind: type[RoundSync] = RoundSync, turned: bool = False) -> None:
         self.random = random.Random(seed).random
         self.now_s = 0.0
         self.size = 2 + int(self.random() ** 3 * 7)
@@ -228,9 +228,9 @@ class SimulatedUnit:
             self.after(DEAD_AFTER_S * self.random(), mate.arrive, (member.rank, None))
 
     def exchange(self, member: SimulatedMember) -> None:
-        assert member.unison.round in self._wanted, "it is in a round alone"
+        assert member.round_sync.round in self._wanted, "it is in a round alone"
         calls = self._calls.setdefault(member.num_exchanges, {})
-        calls[member.rank] = member.unison.round, member.rows
+        calls[member.rank] = member.round_sync.round, member.rows
         if len(calls) < self.size:
             return
         ordered = [calls[rank] for rank in range(self.size)]
@@ -265,13 +265,13 @@ class SimulatedUnit:
         if self.killed:
             self._check_loss(self.killed)
             return
-        rounds = {member.unison.round for member in self.members}
+        rounds = {member.round_sync.round for member in self.members}
         assert len(rounds) == 1, "members sleep before several rounds"
         for member in self.members:
             assert member.computed == list(range(member.num_arrived)), "rows are left, or computed twice"
             assert not member.loss, "nobody was lost"
             assert (member.state == "ended") == bool(self.num_drains), "it has ended without the others, or has not"
-            assert member.unison.num_rounds == member.num_exchanges
+            assert member.round_sync.num_rounds == member.num_exchanges
 
     def _check_loss(self, killed: SimulatedMember) -> None:
         ended = {f"decode-{member.rank}" for member in self.members if member.loss}

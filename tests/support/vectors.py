@@ -12,15 +12,15 @@ import numpy.typing as npt
 import torch
 from transformers import AutoModel
 
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.types import NO_SAMPLING, Order, PooledOutput, Pooling, Request
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.types import NO_SAMPLING, PooledOutput, Pooling, Request, RequestSpec
 
 MAX_STEPS = 5000
 Floats = npt.NDArray[np.float32]
 
 
 def pooling_request(name: str, prompt: list[int], pooling: Pooling, arrival_s: float = 0.0) -> Request:
-    return Request(name, Order(prompt, NO_SAMPLING, pooling=pooling), arrival_s=arrival_s)
+    return Request(name, RequestSpec(prompt, NO_SAMPLING, pooling=pooling), arrival_s=arrival_s)
 
 
 def run_pooling(core: EngineCore, requests: Sequence[Request]) -> dict[str, PooledOutput]:

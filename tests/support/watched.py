@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.engine import build
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.engine.step.scheduler import StepScheduler
-from pd_cluster.model.runner import ModelRunner
+from pd_cluster.engine.assembly import build_engine
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.model.runner.model_runner import ModelRunner
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Watched:
 def watching() -> Iterator[list[Watched]]:
     """Yields the list of the engines that this process makes within the block."""
     made: list[Watched] = []
-    build_core = build.build_core
+    build_core = build_engine.build_core
 
     def build_watched(*args: Any, **kwargs: Any) -> tuple[EngineCore, ModelRunner]:
         core, runner = build_core(*args, **kwargs)
@@ -47,5 +47,5 @@ def watching() -> Iterator[list[Watched]]:
         return core, runner
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "build_core", build_watched)
+        patch.setattr(build_engine, "build_core", build_watched)
         yield made

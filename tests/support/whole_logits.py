@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import Device, reserved_nbytes
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model import loader
-from pd_cluster.model.batch import build_batch
-from pd_cluster.model.declared import layout_of
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.forward_batch import build_batch
+from pd_cluster.model.language_model.cache_declaration import layout_of
+from pd_cluster.model.loading import model_loader
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 BLOCK_SIZE = 16
 
@@ -41,12 +41,12 @@ def our_logits(
     folder: Path, device: Device, dtype: str, token_ids: list[int], chunks: list[int], speedups: Sequence[str]
 ) -> torch.Tensor:
     """Returns [num_tokens, vocab_size] float32 on the CPU; `chunks` are the tokens of each step."""
-    model = loader.load_model(
-        Checkpoint.open(str(folder)), dtype, device, choices=loader.KernelChoices(speedups=speedups)
+    model = model_loader.load_model(
+        Checkpoint.open(str(folder)), dtype, device, choices=model_loader.KernelChoices(speedups=speedups)
     )
     layout = layout_of(model.caches, BLOCK_SIZE, dtype)
     pool = KVPool(layout, layout.num_blocks_for(len(token_ids)), device)
-    request = Request("logits", Order(token_ids, Sampling()), tables=[list(range(pool.num_blocks))[::-1]])
+    request = Request("logits", RequestSpec(token_ids, Sampling()), tables=[list(range(pool.num_blocks))[::-1]])
     found = []
     for num_tokens in chunks:
         batch = build_batch([(request, num_tokens)], pool)

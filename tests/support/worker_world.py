@@ -11,33 +11,33 @@ from typing import Any, cast
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.engine.availability import Availability
-from pd_cluster.engine.cache_news import CacheNews
-from pd_cluster.engine.drain import WorkerDrain
-from pd_cluster.engine.handover.context import HandoverContext
-from pd_cluster.engine.handover.events import ConnOpened, Event, Mail
+from pd_cluster.engine.handover.engine_events import ConnOpened, Event, Mail
 from pd_cluster.engine.handover.handover import HandoverTerms
-from pd_cluster.engine.handover.links import ReceiveEnd, SendEnd, Side
+from pd_cluster.engine.handover.handover_context import HandoverContext
+from pd_cluster.engine.handover.links.link_ends import LocalEndpoint, ReceiveEnd, SendEnd
 from pd_cluster.engine.handover.shipping import ShipLimits
-from pd_cluster.engine.legs import Legs
-from pd_cluster.engine.loop import Loop
-from pd_cluster.engine.sleep import EngineSleep
-from pd_cluster.engine.stage import Stage
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.leg_trace import Tracer
+from pd_cluster.engine.legs.legs import Legs
+from pd_cluster.engine.lifecycle.availability import Availability
+from pd_cluster.engine.lifecycle.engine_sleep import EngineSleep
+from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.stages.cache_reports import CacheReports
+from pd_cluster.engine.stages.stage import Stage
 from pd_cluster.engine.step.drafting import Drafting
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.limits import EngineLimits
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
-from pd_cluster.engine.trace import Tracer
-from pd_cluster.engine.worker import Cores, Worker
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.prefix import PrefixScope
-from pd_cluster.model.rope_limit import RopeLimit
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.engine.step.engine_limits import EngineLimits
+from pd_cluster.engine.worker.worker import Cores, Worker
+from pd_cluster.engine.worker.worker_loop import Loop
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.prefix_index import PrefixScope
+from pd_cluster.model.layers.rope.rope_limit import RopeLimit
 from pd_cluster.numerics import Numerics
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.types import LegEnd, Order, Resumed, Role, Sampling
+from pd_cluster.types import LegEnd, RequestSpec, Resumed, Role, Sampling
 from tests.support.mail import RecordedMail
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner
 
@@ -109,10 +109,10 @@ class World:
         prefix = PrefixScope("model", Numerics())
         scheduler = StepScheduler([LayerGroup(BlockPool(NUM_BLOCKS))], StepSizes(BLOCK_SIZE, 4, 16), prefix)
         times = Timeouts(drain_timeout_s=drain_timeout_s)
-        side = Side("decode-0@1", b"", "model", Numerics(), (LAYOUT,), (NUM_BLOCKS,), wire.KVOptions())
+        endpoint = LocalEndpoint("decode-0@1", b"", "model", Numerics(), (LAYOUT,), (NUM_BLOCKS,), wire.KVOptions())
         clock, lanes = (lambda: self.now_s), cast(Any, NoLinks())
         self.tracer = Tracer(clock)
-        context = HandoverContext(side, self.post, lanes, self.inbox.put, times, clock, self.tracer)
+        context = HandoverContext(endpoint, self.post, lanes, self.inbox.put, times, clock, self.tracer)
         drafting = drafting_of(scheduler) if drafting_of is not None else None
         core = EngineCore(ToyRunner(NUM_BLOCKS, BLOCK_SIZE), scheduler, drafting=drafting)
         terms = HandoverTerms(
@@ -121,7 +121,7 @@ class World:
         legs = Legs.of(context, core, EngineLimits(VOCAB_SIZE, 40, RopeLimit()), terms)
         sleep = EngineSleep(go_to_level, scheduler.forget)
         state = Availability(WorkerDrain(drain_timeout_s, clock), sleep)
-        self.stages = [*stages_of(scheduler, legs, clock), CacheNews(self.post, scheduler.known)]
+        self.stages = [*stages_of(scheduler, legs, clock), CacheReports(self.post, scheduler.known)]
         self.worker = Worker(core, legs, self.stages, state, context, Cores(shares_cores))
         self.loop = Loop(self.inbox, self.worker)
         self.inbox.put(ConnOpened(CONN, "scheduler@1", "scheduler"))
@@ -129,15 +129,15 @@ class World:
     def submit(
         self, name: str, prompt: list[int], sampling: Sampling, deadline_s: float = 0.0, gathers: bool = False
     ) -> None:
-        self.order(name, Order(prompt, sampling, gathers=gathers), deadline_s=deadline_s)
+        self.order(name, RequestSpec(prompt, sampling, gathers=gathers), deadline_s=deadline_s)
 
-    def order(self, name: str, order: Order, attempt: int = 0, deadline_s: float = 0.0, **more: Any) -> None:
+    def order(self, name: str, order: RequestSpec, attempt: int = 0, deadline_s: float = 0.0, **more: Any) -> None:
         self.mail(wire.Submit(name, attempt, name, "hybrid", "", order, deadline_s, **more))
 
     def another_scheduler(self) -> None:
         self.inbox.put(ConnOpened("other-conn", "other@1", "scheduler"))
 
-    def resume(self, name: str, order: Order, told: dict[int, list[int]]) -> None:
+    def resume(self, name: str, order: RequestSpec, told: dict[int, list[int]]) -> None:
         """Submits what another worker has begun: the tokens of each sequence that were told."""
         resumed = [Resumed(index, token_ids) for index, token_ids in told.items()]
         self.mail(wire.Submit(name, 1, f"{name}-1", "hybrid", "", order, 0.0, resumed))

@@ -9,8 +9,8 @@ import httpx
 
 from pd_cluster.api.admin.admin_app import AdminAccess, admin_app
 from pd_cluster.api.admin.control_routes import control_routes
-from pd_cluster.api.admin.timelines import LocalTimelines
-from pd_cluster.cluster.members.control import Control
+from pd_cluster.api.admin.timeline_routes import LocalTimelines
+from pd_cluster.cluster.members.cluster_control import Control
 from tests.support.elastic_world import ElasticWorld
 
 TOKEN = "t" * 32

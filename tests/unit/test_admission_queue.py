@@ -8,9 +8,9 @@ import math
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.routing.admission_queue import MAX_WAITING_TOKENS, MEASURED_S, SAFE, AdmissionPace
-from pd_cluster.cluster.routing.origin import PromptGroup
-from pd_cluster.cluster.routing.room import room_of
+from pd_cluster.cluster.placement.spare_capacity import spare_capacity
+from pd_cluster.cluster.routing.admission_queue import MAX_WAITING_TOKENS, MEASURED_S, SAFE, AdmissionRate
+from pd_cluster.cluster.streams.request_origin import PromptGroup
 from pd_cluster.errors import GenerationError, Overloaded
 from tests.support.hall import FULL, Hall, fill, pair
 from tests.support.router_world import ready
@@ -21,26 +21,26 @@ from tests.support.router_world import ready
 def test_prompts_that_take_long_to_begin_wait() -> None:
     """Where no other instance of the role has room; an instance always has a prompt and the next one."""
     instances = pair()
-    assert room_of(instances) == (True, True, True)
+    assert spare_capacity(instances) == (True, True, True)
     fill(instances[0], FULL - 1)
-    assert room_of(instances).for_prompts
+    assert spare_capacity(instances).for_prompts
     fill(instances[0])
-    assert not room_of(instances).for_prompts
+    assert not spare_capacity(instances).for_prompts
     other = ready("prefill-1")
     other.load = instances[0].load
-    assert room_of([*instances, other]).for_prompts
+    assert spare_capacity([*instances, other]).for_prompts
     fill(instances[0], 10 * FULL)
     instances[0].num_outstanding = 1
-    assert room_of(instances).for_prompts
+    assert spare_capacity(instances).for_prompts
 
 
 def test_an_instance_that_has_told_no_rate_gets_some_prompts() -> None:
     instances = pair()
     instances[0].load = instances[0].load.at_rates()
     instances[0].outstanding_tokens, instances[0].num_outstanding = 100_000, 3
-    assert room_of(instances).for_prompts
+    assert spare_capacity(instances).for_prompts
     instances[0].num_outstanding = 100
-    assert not room_of(instances).for_prompts
+    assert not spare_capacity(instances).for_prompts
 
 
 @pytest.mark.parametrize(
@@ -58,28 +58,28 @@ def test_an_instance_that_has_told_no_rate_gets_some_prompts() -> None:
     ],
 )
 def test_sequences_need_places_and_memory(num_places: int, decode: dict[str, int], room: tuple[bool, ...]) -> None:
-    assert room_of(pair(num_places, **decode)) == room
+    assert spare_capacity(pair(num_places, **decode)) == room
 
 
 def test_what_was_sent_and_what_has_ended_since_the_heartbeat_count() -> None:
     instances = pair(8, num_running=5)
     instances[1].num_sequences_then, instances[1].num_sequences = 5, 10
-    assert not room_of(instances).for_sequences
+    assert not spare_capacity(instances).for_sequences
     instances = pair(8, num_running=8, num_waiting=4)
-    assert not room_of(instances).for_sequences
+    assert not spare_capacity(instances).for_sequences
     instances[1].num_sequences_then, instances[1].num_sequences = 12, 7
-    assert room_of(instances).for_sequences
+    assert spare_capacity(instances).for_sequences
 
 
 def test_instances_of_one_kind_or_none() -> None:
     """One that does both needs room for both; where nobody takes requests, waiting does not help."""
     instances = pair(8, num_running=2)
-    assert room_of(instances[1:]) == (True, True, True)
+    assert spare_capacity(instances[1:]) == (True, True, True)
     instances[1].load = wire.Load(num_running=8, num_waiting=4)
-    assert not room_of(instances[1:]).for_sequences
+    assert not spare_capacity(instances[1:]).for_sequences
     for instance in instances:
         instance.state = "unreachable"
-    assert room_of(instances) == (True, True, True)
+    assert spare_capacity(instances) == (True, True, True)
 
 
 # ---- who waits, and how long
@@ -126,7 +126,7 @@ async def test_nobody_waits_longer_than_he_may() -> None:
     with pytest.raises(Overloaded, match=r"it has waited for the 0\.01 s of --max-queue-time"):
         await hall.visit()
     with pytest.raises(Overloaded, match=r"waited for the 0\.005 s of the client's own timeout"):
-        await hall.visit(patience_s=0.005)
+        await hall.visit(client_timeout_s=0.005)
     assert hall.room.num_waiting == 0
     hall = Hall(max_wait_s=100.0)
     hall.close()
@@ -163,7 +163,7 @@ async def test_what_would_wait_too_long_is_refused_at_once_and_told_when_to_come
         await asyncio.sleep(0)
     hall.room.departs(hall.room.arrives("a", 10), 10)
     with pytest.raises(Overloaded, match="s is expected, too much for the 3 s of the client's own"):
-        hall.room.arrives("a", 10, patience_s=3.0)
+        hall.room.arrives("a", 10, client_timeout_s=3.0)
     hall.open()
     await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -182,7 +182,7 @@ async def test_what_arrives_at_the_same_time_is_counted_before_it_is_read() -> N
 
 
 def test_a_pause_does_not_make_what_follows_look_slow() -> None:
-    pace = AdmissionPace(0.0)
+    pace = AdmissionRate(0.0)
     pace.passed(3 * MEASURED_S, waited=True)
     for at in range(10):  # 3,000 tokens/s, after a start that took its time
         pace.passed(3 * MEASURED_S + 0.1 * at, waited=True)

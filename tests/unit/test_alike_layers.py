@@ -9,13 +9,13 @@ import msgspec
 import pytest
 import torch
 
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values, latents
+from pd_cluster.kv.kv_pool import KVPool, probe_content
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.layout import KVLayout, keys_and_values, latents
-from pd_cluster.kv.memory import TORCH_DTYPES
 from pd_cluster.kv.open_stores import seal_of
 from pd_cluster.kv.pack import pack
-from pd_cluster.kv.pool import KVPool, probe_content
-from pd_cluster.kv.route import Route
+from pd_cluster.kv.pool_memory import TORCH_DTYPES
+from pd_cluster.kv.pool_route import PoolRoute
 from pd_cluster.wire import KVPiece
 
 HEADS = KVLayout(3, 4, keys_and_values(16), 4, "bfloat16", tp_size=2, tp_rank=1)
@@ -73,7 +73,11 @@ def digests(layout: KVLayout) -> dict[str, str]:
     layers = LayerMajor(layout, [torch.zeros(shape, dtype=dtype) for shape in LayerMajor.shapes(layout, 6)])
     whole = KVPiece(0, 6 * layout.block_size, 0, layout.num_layers, list(range(6)))
     layers.scatter(pool.memory.gather(whole), whole, whole.block_ids)
-    routes = Route(layout, layout), Route(layout, replace(layout, block_size=8)), Route(layout, layout, wants_int8=True)
+    routes = (
+        PoolRoute(layout, layout),
+        PoolRoute(layout, replace(layout, block_size=8)),
+        PoolRoute(layout, layout, wants_int8=True),
+    )
     found = {
         "pool": [pool.flat()[:6]],
         "planes": [plane[:6].contiguous() for layer in range(3) for plane in pool.memory.planes(layer)],

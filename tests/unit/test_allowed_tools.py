@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from pd_cluster.parsers.parts import CallBegin
-from pd_cluster.parsers.reply import ReplyFormat, Tool
-from pd_cluster.parsers.table import FORMATS, THINKING
+from pd_cluster.parsers.format_table import FORMATS, THINKING
+from pd_cluster.parsers.reply_format import ReplyFormat, Tool
+from pd_cluster.parsers.reply_parts import CallBegin
 from pd_cluster.types import Guide
 from tests.unit.test_tool_guides import World
 

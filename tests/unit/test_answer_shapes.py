@@ -14,13 +14,13 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from pd_cluster.api.gate.error_answers import install_error_handlers
-from pd_cluster.api.openai.legacy import legacy_routes
-from pd_cluster.api.openai.openai import openai_routes
+from pd_cluster.api.middleware.error_responses import install_error_handlers
+from pd_cluster.api.routes.generate_routes import legacy_routes
+from pd_cluster.api.routes.openai_routes import openai_routes
+from pd_cluster.cluster.records.request_stats import RequestStats
 from pd_cluster.cluster.routing.router import Router
-from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.service.service import TextService
-from pd_cluster.types import FinishReason, Logprobs, Order, PromptOutput, TokenOutput
+from pd_cluster.service.text_service import TextService
+from pd_cluster.types import FinishReason, Logprobs, PromptOutput, RequestSpec, TokenOutput
 from tests.support.checkpoints import EOS_ID, make_tokenizer, text_checkpoint
 from tests.support.service_configs import service_config
 
@@ -38,7 +38,7 @@ class Script:
         self.lines: list[tuple[int, int, FinishReason | None, Logprobs | None]] = []
         self.prompt = PromptOutput("r", 0, 4)
 
-    async def serve(self, order: Order, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:
+    async def serve(self, order: RequestSpec, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:
         sampling = order.sampling
         stopped: set[int] = set()
         instances = [SimpleNamespace(name=name) for name in ("p", "d")]

@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from pd_cluster.api.gate.auth import ApiKeys
-from pd_cluster.api.gate.callers import caller_of
-from pd_cluster.api.gate.cors import Cors
-from pd_cluster.cluster.tenancy.tenants import TenantCounts
-from pd_cluster.service.caller import Caller
-from pd_cluster.settings.http import HttpConfig
+from pd_cluster.api.middleware.api_key_auth import ApiKeys
+from pd_cluster.api.middleware.cors import Cors
+from pd_cluster.api.middleware.http_callers import caller_of
+from pd_cluster.cluster.tenancy.tenant_counts import TenantCounts
+from pd_cluster.service.callers.caller import Caller
+from pd_cluster.settings.http_settings import HttpConfig
 from tests.support.public_port import Answer, ask, ask_each, make_app
 
 KEYS = ("sk-first", "sk-second_2")

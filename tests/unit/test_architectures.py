@@ -16,7 +16,7 @@ from pd_cluster.checkpoints import architectures
 from pd_cluster.checkpoints.architectures import defaults_of, text_part, thresholds
 from pd_cluster.checkpoints.checkpoint import SUPPORTED_MODEL_TYPES, Checkpoint
 from pd_cluster.errors import ModelError
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine_config import EngineConfig
 from tests.unit.test_checkpoint import make_folder
 
 # As on the Hub, without what says nothing here.

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pd_cluster.checkpoints.quantized import Quantization
+from pd_cluster.checkpoints.quantization_config import Quantization
 from pd_cluster.errors import ModelError
-from pd_cluster.model.quantized.decode import decoded
+from pd_cluster.model.weights.quantized_formats import decoded
 
 SCALES = torch.tensor([[0.5], [2.0]])
 CODES = torch.tensor([[-8, -1, 0, 7, 1, 2, 3, 4], [7, 6, 5, 4, -4, -3, -2, -1]], dtype=torch.int8)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pd_cluster.cluster.members.auto_role import AutoRole, Flip, RoleSample, Rules, Seen, busy, decide
+from pd_cluster.cluster.roles.auto_role import AutoRole, Flip, RoleSample, Rules, Seen, busy, decide
 from pd_cluster.types import Role
 from pd_cluster.wire import Load
 from tests.support.elastic_world import ElasticWorld

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pd_cluster.model.batch import packed
+from pd_cluster.model.inputs.forward_batch import packed
 
 
 @settings(max_examples=100, deadline=None)

@@ -10,18 +10,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.scheduling.step_plan import StepPlan
 from pd_cluster.engine.step import beam_groups
-from pd_cluster.engine.step.beams import BeamSearch, Growth, are_first_tokens, first_tokens_of
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.limits import EngineLimits
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.prefix import PrefixScope
-from pd_cluster.kv.rule import ALL
-from pd_cluster.model.rope_limit import RopeLimit
+from pd_cluster.engine.step.beam_search import BeamSearch, Growth, are_first_tokens, first_tokens_of
+from pd_cluster.engine.step.engine_limits import EngineLimits
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.group_rule import ALL
+from pd_cluster.kv.prefix_index import PrefixScope
+from pd_cluster.model.layers.rope.rope_limit import RopeLimit
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Candidate, Order, Request, Sampling, Status, TokenOutput
+from pd_cluster.types import Candidate, Request, RequestSpec, Sampling, Status, TokenOutput
 from tests.support.reference_beams import search_everything
 
 INF = math.inf
@@ -113,7 +113,7 @@ ROW = [Candidate(7, -0.5, False), Candidate(3, -1.0, True), Candidate(9, -1.0, F
 
 
 def decode_request(**fields: Any) -> Request:
-    return Request("r", Order([1] * 8, search_params(2, **fields)), leg="decode", transfer_id="t", peer="p")
+    return Request("r", RequestSpec([1] * 8, search_params(2, **fields)), leg="decode", transfer_id="t", peer="p")
 
 
 def changed(at: int, **fields: Any) -> list[TokenOutput]:
@@ -168,8 +168,8 @@ def test_candidates_are_first_tokens_unless_the_search_is_over() -> None:
 )
 def test_an_engine_refuses_what_no_search_is(fields: dict[str, Any], said: str) -> None:
     limits = EngineLimits(100, 10_000, RopeLimit())
-    assert limits.problem(Request("r", Order([1], search_params(2)))) is None
-    problem = limits.problem(Request("r", Order([1], msgspec.structs.replace(search_params(2), **fields))))
+    assert limits.problem(Request("r", RequestSpec([1], search_params(2)))) is None
+    problem = limits.problem(Request("r", RequestSpec([1], msgspec.structs.replace(search_params(2), **fields))))
     assert problem is not None
     assert said in problem
 
@@ -215,7 +215,7 @@ def finish_all(scheduler: StepScheduler) -> dict[str, list[TokenOutput]]:
 
 
 def beam_request(name: str, prompt: int, arrival_s: float = 0.0, width: int = 3, **fields: Any) -> Request:
-    return Request(name, Order([1] * prompt, search_params(width, **fields)), arrival_s=arrival_s)
+    return Request(name, RequestSpec([1] * prompt, search_params(width, **fields)), arrival_s=arrival_s)
 
 
 def test_beams_share_blocks_and_write_to_copies() -> None:
@@ -261,7 +261,7 @@ def test_searches_end_however_scarce_everything_is(max_num_seqs: int, caches: bo
         answers = finish_all(scheduler)
         for request in requests:
             alone = make(200)
-            alone.add(Request(request.request_id, Order(request.prompt_token_ids, request.sampling)))
+            alone.add(Request(request.request_id, RequestSpec(request.prompt_token_ids, request.sampling)))
             assert finish_all(alone)[request.request_id] == answers[request.request_id]
 
 
@@ -271,7 +271,9 @@ def test_a_parked_beam_gives_way_to_its_sibling_and_to_older_requests_only() -> 
     step(scheduler, {})
     parked = scheduler.running[0]
     scheduler.park(parked)
-    young, old = (Request(name, Order([1] * 29, Sampling()), arrival_s=at) for name, at in (("y", 2.0), ("o", 0.0)))
+    young, old = (
+        Request(name, RequestSpec([1] * 29, Sampling()), arrival_s=at) for name, at in (("y", 2.0), ("o", 0.0))
+    )
     scheduler.add(young)
     assert scheduler.plan().admitted == []
     assert parked.tables[0]

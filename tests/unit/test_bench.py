@@ -11,12 +11,12 @@ import httpx
 import numpy
 import pytest
 
-from pd_cluster import tables as report
-from pd_cluster.bench.serve import Measured, ServeBench, _results, check_shape, make_bodies
-from pd_cluster.client.instances import Traffic, fetch_instances
-from pd_cluster.client.streaming import Recorder, Sample, make_client, measure
+from pd_cluster import result_tables as report
+from pd_cluster.bench.serve_bench import Measured, ServeBench, _results, check_shape, make_bodies
+from pd_cluster.client.instance_list import Traffic, fetch_instances
+from pd_cluster.client.streaming_client import Recorder, Sample, make_client, measure
 from pd_cluster.errors import ConfigError
-from pd_cluster.tables import Report, Result, check_writable, percentile, percentiles, spread
+from pd_cluster.result_tables import Report, Result, check_writable, percentile, percentiles, spread
 
 USAGE = {"prompt_tokens": 5, "completion_tokens": 5, "total_tokens": 10}
 

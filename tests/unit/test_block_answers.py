@@ -14,15 +14,15 @@ from fastapi import FastAPI
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from pd_cluster.cluster.records.request_stats import RequestStats
 from pd_cluster.cluster.routing.router import Router
-from pd_cluster.cluster.routing.stats import RequestStats
 from pd_cluster.errors import InstanceLost, PdClusterError, Unavailable
-from pd_cluster.service.answers.logprobs import LogprobsFormat
-from pd_cluster.service.sequence import TokenLogprobs
-from pd_cluster.settings.http import HttpConfig
-from pd_cluster.settings.kept_responses import KeptResponses
-from pd_cluster.settings.requests import ChatConfig
-from pd_cluster.types import FinishReason, Logprobs, Order, PromptOutput, TokenOutput
+from pd_cluster.service.answers.answer_logprobs import LogprobsFormat
+from pd_cluster.service.generation.text_sequence import TokenLogprobs
+from pd_cluster.settings.http_settings import HttpConfig
+from pd_cluster.settings.request_settings import ChatConfig
+from pd_cluster.settings.response_settings import KeptResponses
+from pd_cluster.types import FinishReason, Logprobs, PromptOutput, RequestSpec, TokenOutput
 from tests.support.checkpoints import EOS_ID, TEMPLATE, make_tokenizer
 from tests.support.full_disks import full_disk
 from tests.support.kept import ids_in
@@ -48,7 +48,7 @@ class Script:
         self.admission = admission_of(self.stats)
         self._tokens, self._end, self._logprobs = tokens, end, logprobs
 
-    async def serve(self, order: Order, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:
+    async def serve(self, order: RequestSpec, routed: Any, prompted: Any, *origin: Any) -> AsyncIterator[TokenOutput]:
         if not self._tokens and isinstance(self._end, PdClusterError):
             raise self._end
         names = [SimpleNamespace(name=name) for name in ("p", "d")]

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
-from pd_cluster.types import Candidate, Order, Request, Sampling
+from pd_cluster.types import Candidate, Request, RequestSpec, Sampling
 
 EOS = frozenset({3, 17})
 
 
 def row_for(**fields: Any) -> SamplingRow:
     params = Sampling(**{"n": 2, "beam_width": 3, "temperature": 0.0, "max_tokens": 9, **fields})
-    return SamplingRow(Request("r", Order([5, 6], params), output_token_ids=[9]), 0, 1)
+    return SamplingRow(Request("r", RequestSpec([5, 6], params), output_token_ids=[9]), 0, 1)
 
 
 def ends_of(row: SamplingRow) -> set[int]:

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from pd_cluster.devices.device import Device
-from pd_cluster.devices.kinds import DeviceKind
-from pd_cluster.devices.streams import SideStream, capture
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.model.lora.adapters import Adapters
-from pd_cluster.model.lora.places import AdapterPlaces
-from pd_cluster.model.lora.placing import Placing
-from pd_cluster.model.prompt_adapters import PromptAdapters
+from pd_cluster.devices.device_kinds import DeviceKind
+from pd_cluster.devices.device_streams import CopyStream, capture
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.model.lora.loaded_adapters import Adapters
+from pd_cluster.model.lora.lora_targets import LoraTargets
+from pd_cluster.model.lora.prompt_adapters import PromptAdapters
+from pd_cluster.model.lora.tensor_placement import TensorPlacement
 from tests.support.fake_device import FakeModule, Stream, install
 
 POOL_SIZE = 4  # torch's has 32
@@ -63,7 +63,7 @@ def test_copies_never_get_the_stream_that_is_captured(kind: DeviceKind, monkeypa
     make = capture(Device(kind))
     for _ in range(2):
         make(lambda: None)
-    copying = [SideStream(Device(kind))._stream for _ in range(2 * POOL_SIZE)]
+    copying = [CopyStream(Device(kind))._stream for _ in range(2 * POOL_SIZE)]
     assert len(captured) == 2
     assert not set(captured) & set(copying)
 
@@ -74,12 +74,12 @@ def test_loading_an_adapter_waits_for_launches_but_not_for_the_device(monkeypatc
     monkeypatch.setattr(gpu, "synchronize", lambda index: pytest.fail("the device is synchronized"), raising=False)
     done: list[str] = []
     device = Device("cuda")
-    monkeypatch.setattr(Placing, "puts", lambda self: [lambda slot: gpu.launch(0, lambda: done.append("put"))])
+    monkeypatch.setattr(TensorPlacement, "puts", lambda self: [lambda slot: gpu.launch(0, lambda: done.append("put"))])
     adapters = Adapters()
     adapters.places.rows.device = device
     adapters.put(1, SimpleNamespace(digest="a", path="folder", weights=bytes))  # type: ignore[arg-type]
     assert done == ["put"]
-    monkeypatch.setattr(AdapterPlaces, "drop", lambda self, slot: done.append("dropped"))
+    monkeypatch.setattr(LoraTargets, "drop", lambda self, slot: done.append("dropped"))
     gpu.launch(0, lambda: done.append("step"))
     adapters.take_away(1)
     assert done == ["put", "step", "dropped"]

@@ -26,11 +26,11 @@ def chosen(*changed: str, durations: dict[str, float] | None = None, budget_s: f
 
 
 def test_what_is_near_comes_first_and_what_is_far_is_left_out() -> None:
-    found = chosen("pd_cluster/kv/blocks.py")
-    assert found.index("tests/unit/test_blocks.py") < found.index("tests/unit/test_engine_traffic.py")
-    assert chosen("pd_cluster/kv/blocks.py", budget_s=0.0) == ["tests/unit/test_layering.py"]
-    times_s = {"tests/unit/test_blocks.py": 1.0}
-    assert "tests/unit/test_blocks.py" in chosen("pd_cluster/kv/blocks.py", durations=times_s, budget_s=2.0)
+    found = chosen("pd_cluster/kv/block_pool.py")
+    assert found.index("tests/unit/test_block_pool.py") < found.index("tests/unit/test_engine_traffic.py")
+    assert chosen("pd_cluster/kv/block_pool.py", budget_s=0.0) == ["tests/unit/test_layering.py"]
+    times_s = {"tests/unit/test_block_pool.py": 1.0}
+    assert "tests/unit/test_block_pool.py" in chosen("pd_cluster/kv/block_pool.py", durations=times_s, budget_s=2.0)
     name = "tests/cluster/test_up.py"
     assert name in chosen(name, durations={name: 1e6}, budget_s=0.0)
     assert "tests/unit/test_routing.py" in chosen("tests/support/router_world.py"), "helpers of tests count"

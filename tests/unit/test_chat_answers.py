@@ -14,11 +14,11 @@ import pytest
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import RequestError
-from pd_cluster.service.answers.blocks import BlockReader
 from pd_cluster.service.answers.chat_answer import ChatAnswer
+from pd_cluster.service.answers.reply_blocks import BlockReader
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.service import TextService
-from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.service.text_service import TextService
+from pd_cluster.settings.request_settings import ChatConfig
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, make_tokenizer
 from tests.support.playback import Playback
 from tests.support.service_configs import service_config

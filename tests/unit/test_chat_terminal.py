@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.commands.chat import run
+from pd_cluster.commands.chat_command import run
 from pd_cluster.errors import ConfigError
 
 WAIT_S = 30.0

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from pd_cluster.checkpoints.checkpoint import SUPPORTED_MODEL_TYPES, Checkpoint
-from pd_cluster.checkpoints.quantized import quantization_of
+from pd_cluster.checkpoints.quantization_config import quantization_of
 from pd_cluster.checkpoints.weight_files import SAMPLE_NBYTES
 from pd_cluster.errors import ModelError
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine_config import EngineConfig
 from tests.support.checkpoints import make_tokenizer
 from tests.support.sparse_files import MANY_NBYTES, num_bytes_read, padded
 

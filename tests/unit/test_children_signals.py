@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.devices.streams import poll
+from pd_cluster.devices.device_streams import poll
 
 START_S = 60.0
 LEFT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

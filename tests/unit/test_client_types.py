@@ -28,16 +28,16 @@ from pydantic.fields import FieldInfo
 from pd_cluster.errors import RequestError
 from pd_cluster.service.prompts.conversation import conversation_of
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatMessage
-from pd_cluster.service.schema.kinds import Kinds
-from pd_cluster.service.schema.messages_chat import chat_of as chat_of_messages
-from pd_cluster.service.schema.messages_kinds import BLOCKS
-from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
-from pd_cluster.service.schema.parse import checked
+from pd_cluster.service.schema.completion_protocol import HARMLESS, NOT_YET, CompletionRequest
+from pd_cluster.service.schema.messages.messages_blocks import BLOCKS
+from pd_cluster.service.schema.messages.messages_protocol import MessagesPrompt, MessagesRequest
+from pd_cluster.service.schema.messages.messages_to_chat import chat_of as chat_of_messages
 from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest
-from pd_cluster.service.schema.protocol import HARMLESS, NOT_YET, CompletionRequest
-from pd_cluster.service.schema.responses_chat import chat_of as chat_of_response
-from pd_cluster.service.schema.responses_kinds import ITEMS, PARTS
-from pd_cluster.service.schema.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.request_parsing import checked
+from pd_cluster.service.schema.responses.responses_item_types import ITEMS, PARTS
+from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.responses.responses_to_chat import chat_of as chat_of_response
+from pd_cluster.service.schema.tagged_types import TaggedTypes
 
 REQUESTS: list[tuple[Any, type[BaseModel]]] = [
     (completion_create_params.CompletionCreateParamsBase, CompletionRequest),
@@ -95,7 +95,7 @@ def missed(theirs: Any, ours: type[BaseModel], place: str, seen: frozenset[Any] 
                     yield from missed(inner, model, within, seen | {inner})
 
 
-def missed_kinds(theirs: Any, kinds: Kinds, types: set[str], place: str, seen: frozenset[Any]) -> Iterator[str]:
+def missed_kinds(theirs: Any, kinds: TaggedTypes, types: set[str], place: str, seen: frozenset[Any]) -> Iterator[str]:
     """The same for an object that is read by its type. One that nobody knew when the schema was made is missed, too."""
     for each in sorted(types):
         if each in kinds.served:
@@ -104,10 +104,10 @@ def missed_kinds(theirs: Any, kinds: Kinds, types: set[str], place: str, seen: f
             yield f"{place}: {each}"
 
 
-def kinds_in(field: FieldInfo) -> Kinds | None:
+def kinds_in(field: FieldInfo) -> TaggedTypes | None:
     """Returns what says, beside a field's type or within it, which objects are in the field."""
     found = (*field.metadata, *marks(field.annotation))
-    return next((each for each in found if isinstance(each, Kinds)), None)
+    return next((each for each in found if isinstance(each, TaggedTypes)), None)
 
 
 def marks(hint: Any) -> Iterator[Any]:

@@ -14,18 +14,18 @@ from statistics import median
 import pytest
 
 from pd_cluster import host
-from pd_cluster.bench.arrivals import prompt_of
+from pd_cluster.bench.compare.compared_servers import on_cores, vllm_command, vllm_environment, waits_of
+from pd_cluster.bench.compare.comparison_file import read_spec
+from pd_cluster.bench.compare.comparison_run import run_comparison
+from pd_cluster.bench.compare.comparison_spec import ComparisonSpec
+from pd_cluster.bench.compare.comparison_table import show, write_json
 from pd_cluster.bench.compare.constant_work import constant_work_s
-from pd_cluster.bench.compare.contenders import on_cores, vllm_command, vllm_environment, waits_of
-from pd_cluster.bench.compare.ratios import ComparedRun, Span, compared, order_of, results, slow_runs
-from pd_cluster.bench.compare.run import run_comparison
-from pd_cluster.bench.compare.spec import ComparisonSpec
-from pd_cluster.bench.compare.spec_file import read_spec
-from pd_cluster.bench.compare.table import show, write_json
+from pd_cluster.bench.compare.round_ratios import ComparedRun, MedianRange, compared, order_of, results, slow_runs
+from pd_cluster.bench.load_report import LoadRun
 from pd_cluster.bench.outcomes import GapCounts, Outcome, Slo
 from pd_cluster.bench.process_times import cpu_s, family
-from pd_cluster.bench.report import LoadRun
-from pd_cluster.commands.compare_picture import write_comparison
+from pd_cluster.bench.request_arrivals import prompt_of
+from pd_cluster.commands.compare_chart import write_comparison
 from pd_cluster.errors import ConfigError
 
 EXAMPLES = Path(__file__).parents[2] / "benchmarks" / "compare"
@@ -233,14 +233,14 @@ def test_the_range_of_many_rounds_is_that_of_the_median() -> None:
     rng, num_inside = random.Random(1), 0
     for _ in range(40):
         values = [rng.gauss(2.0, 0.2) for _ in range(12)]
-        found = Span.of(values)
+        found = MedianRange.of(values)
         assert found is not None
         assert found.middle == median(values)
         assert min(values) < found.low < found.middle < found.high < max(values), "outliers do not widen it"
         num_inside += found.low <= 2.0 <= found.high
     assert num_inside >= 34, "about 95 % have the true median inside"
-    assert Span.of([3.0, 1.0, 2.0]) == Span(2.0, 1.0, 3.0, 3)
-    assert Span.of([]) is None
+    assert MedianRange.of([3.0, 1.0, 2.0]) == MedianRange(2.0, 1.0, 3.0, 3)
+    assert MedianRange.of([]) is None
 
 
 def test_the_report_says_what_is_to_be_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.context import HandoverContext
-from pd_cluster.engine.handover.in_links import InLinks
-from pd_cluster.engine.handover.in_table import InLanes
-from pd_cluster.engine.handover.links import PeerProgress, Side
-from pd_cluster.kv.groups import lanes_of
-from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.engine.handover.handover_context import HandoverContext
+from pd_cluster.engine.handover.links.in_lanes import InLanes
+from pd_cluster.engine.handover.links.in_links import InLinks
+from pd_cluster.engine.handover.links.link_ends import LocalEndpoint, PeerProgress
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.layer_groups import lanes_of
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.events import Drained, Landed, LandFault, LinkEvent, LinkFailed, Report
+from pd_cluster.transport.link_events import Drained, Landed, LandFault, LinkEvent, LinkFailed, Report
 from pd_cluster.types import TokenOutput
 
 LAYOUT = KVLayout(num_layers=1, num_kv_heads=4, planes=keys_and_values(8), block_size=4, dtype="float32")
@@ -57,9 +57,9 @@ class End:
 
 def opened_link(num_source_ranks: int, layouts: tuple[KVLayout, ...] = (LAYOUT,)) -> End:
     end, sources = End(), [dataclasses.replace(layout, tp_size=num_source_ranks) for layout in layouts]
-    side = Side("d@1", b"s", "m", Numerics(), layouts, (8,) * len(layouts), wire.KVOptions())
+    endpoint = LocalEndpoint("d@1", b"s", "m", Numerics(), layouts, (8,) * len(layouts), wire.KVOptions())
     own: Any = end
-    context = HandoverContext(side, own, own, end.log.append, Timeouts(), lambda: 0.0, own)
+    context = HandoverContext(endpoint, own, own, end.log.append, Timeouts(), lambda: 0.0, own)
     end.table = InLanes(context, PeerProgress(lambda: 0.0))
     links = InLinks(context, end.table, own)
     ways = [wire.TransportOffer(transport="shm", data=b"")]

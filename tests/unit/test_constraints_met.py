@@ -17,17 +17,17 @@ import pytest
 import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pd_cluster.engine.step.core import EngineCore
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import GuideError
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.prefix import PrefixScope
-from pd_cluster.model.sampling.guided import Guides
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.prefix_index import PrefixScope
+from pd_cluster.model.sampling.grammar_masks import Guides
 from pd_cluster.numerics import Numerics
-from pd_cluster.parsers.reply import ReplyFormat
+from pd_cluster.parsers.reply_format import ReplyFormat
 from pd_cluster.text.grammar import Compiler
-from pd_cluster.types import Guide, Order, Request, Sampling
+from pd_cluster.types import Guide, Request, RequestSpec, Sampling
 from tests.support.drafts import liars
 from tests.support.toy_model import VOCAB_SIZE, ToyRunner
 
@@ -89,7 +89,7 @@ class World:
             truths = {f"r{at}": output for at, output in enumerate(known)}
             drafting = liars(scheduler, random.Random(1), lambda r: truths[r.request_id], VOCAB_SIZE, self.id_of("B"))
         core = EngineCore(Ends(1024, self.ends), scheduler, guides=self.guides, drafting=drafting)
-        requests = [Request(f"r{at}", Order([4, 5], sampling)) for at, sampling in enumerate(samplings)]
+        requests = [Request(f"r{at}", RequestSpec([4, 5], sampling)) for at, sampling in enumerate(samplings)]
         for request in requests:
             scheduler.add(request)
         reasons: dict[str, str] = {}

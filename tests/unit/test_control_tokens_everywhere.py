@@ -16,17 +16,16 @@ import pytest
 from pydantic import BaseModel
 from tokenizers import Tokenizer as RustTokenizer
 
-from pd_cluster.api.openai.token_routes import TokenizeChatRequest
+from pd_cluster.api.routes.token_routes import TokenizeChatRequest
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import RequestError
-from pd_cluster.service.generation import Generation
-from pd_cluster.service.judging import ScoreAsk
+from pd_cluster.service.generation.prompt_generation import Generation
+from pd_cluster.service.pooling.reranking import ScoreInput
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields, ChatMessage
-from pd_cluster.service.schema.kinds import Kinds
-from pd_cluster.service.schema.messages_chat import chat_of as chat_of_messages
-from pd_cluster.service.schema.messages_protocol import MessagesPrompt, MessagesRequest
-from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.completion_protocol import CompletionRequest, GenerateRequest, GenerationRequest
+from pd_cluster.service.schema.messages.messages_protocol import MessagesPrompt, MessagesRequest
+from pd_cluster.service.schema.messages.messages_to_chat import chat_of as chat_of_messages
 from pd_cluster.service.schema.pooling_protocol import (
     EmbeddingRequest,
     PoolingRequest,
@@ -34,13 +33,14 @@ from pd_cluster.service.schema.pooling_protocol import (
     ScoreRequest,
     parse_pooling,
 )
-from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest, GenerationRequest
-from pd_cluster.service.schema.responses_chat import chat_of as chat_of_response
-from pd_cluster.service.schema.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.request_parsing import parse
+from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.responses.responses_to_chat import chat_of as chat_of_response
+from pd_cluster.service.schema.tagged_types import TaggedTypes
 from pd_cluster.service.schema.tokens_protocol import BatchChatRequest, TokensRequest
-from pd_cluster.service.service import TextService
-from pd_cluster.settings.engine import SHIPPED_MODEL
-from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.service.text_service import TextService
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
+from pd_cluster.settings.request_settings import ChatConfig
 from tests.support.playback import Playback
 from tests.support.service_configs import service_config
 
@@ -115,7 +115,7 @@ def planted(hint: Any) -> Iterator[Planted]:
     """Yields examples of a type that have ATTACK in one of their strings: each of them once, at whatever depth."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        for kinds in (mark for mark in args[1:] if isinstance(mark, Kinds)):
+        for kinds in (mark for mark in args[1:] if isinstance(mark, TaggedTypes)):
             for model in dict.fromkeys(kinds.served.values()):
                 for each in planted(model):
                     yield each.within(f"({model.__name__})", each.value)
@@ -204,12 +204,12 @@ async def of_response(service: TextService, body: bytes) -> list[list[int]]:
 async def of_scores(service: TextService, body: bytes) -> list[list[int]]:
     request = parse_pooling(body, ScoreRequest)
     pairs, _ = request.pairs()
-    return ids(*await service.scorer.generations(ScoreAsk(pairs=pairs, instruction=request.instruction)))
+    return ids(*await service.scorer.generations(ScoreInput(pairs=pairs, instruction=request.instruction)))
 
 
 async def of_reranking(service: TextService, body: bytes) -> list[list[int]]:
     request = parse_pooling(body, RerankRequest)
-    return ids(*await service.scorer.generations(ScoreAsk(pairs=request.pairs(), instruction=request.instruction)))
+    return ids(*await service.scorer.generations(ScoreInput(pairs=request.pairs(), instruction=request.instruction)))
 
 
 # Each type of requests that a template writes, with fields that it needs.

@@ -11,19 +11,19 @@ from typing import Any, get_args
 import pytest
 from openai.types import ReasoningEffort
 
-from pd_cluster.api.openai.token_routes import TokenizeChatRequest
+from pd_cluster.api.routes.token_routes import TokenizeChatRequest
 from pd_cluster.errors import RequestError
-from pd_cluster.parsers.reply import Tool
+from pd_cluster.parsers.reply_format import Tool
 from pd_cluster.service.prompts.chat_prompt import ChatPrompts
 from pd_cluster.service.prompts.conversation import conversation_of
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.messages_chat import chat_of as chat_of_messages
-from pd_cluster.service.schema.messages_protocol import MessagesPrompt
-from pd_cluster.service.schema.parse import parse
-from pd_cluster.service.schema.responses_chat import chat_of as chat_of_response
-from pd_cluster.service.schema.responses_protocol import ResponsesRequest
-from pd_cluster.service.schema.tool_fields import NO_TOOLS, AskedTools, tools_of
-from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.service.schema.messages.messages_protocol import MessagesPrompt
+from pd_cluster.service.schema.messages.messages_to_chat import chat_of as chat_of_messages
+from pd_cluster.service.schema.request_parsing import parse
+from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.responses.responses_to_chat import chat_of as chat_of_response
+from pd_cluster.service.schema.tool_fields import NO_TOOLS, RequestedTools, tools_of
+from pd_cluster.settings.request_settings import ChatConfig
 from pd_cluster.text.chat_template import ChatTemplate, checks_none
 from tests.support.cluster import children_of
 
@@ -183,7 +183,7 @@ def test_an_effort_is_honoured_or_refused() -> None:
 # ---- tools that may be called
 
 
-def asked(has_parser: bool = True, **fields: Any) -> AskedTools:
+def asked(has_parser: bool = True, **fields: Any) -> RequestedTools:
     return tools_of(request_of(**fields), has_parser)
 
 
@@ -210,9 +210,9 @@ def test_which_tools_may_be_called() -> None:
     two = [tool("a"), tool("b")]
     both = [Tool("a", {}), Tool("b", {})]
     assert asked() == asked(tools=[]) == asked(tools=two, tool_choice="none") == asked(tool_choice="auto") == NO_TOOLS
-    assert asked(tools=two) == asked(tools=two, tool_choice="auto") == AskedTools(both, "auto", None)
-    assert asked(tools=two, tool_choice="required") == AskedTools(both, "required", None)
-    assert asked(tools=two, tool_choice=tool("b")) == AskedTools(both[1:], "named", 1)
+    assert asked(tools=two) == asked(tools=two, tool_choice="auto") == RequestedTools(both, "auto", None)
+    assert asked(tools=two, tool_choice="required") == RequestedTools(both, "required", None)
+    assert asked(tools=two, tool_choice=tool("b")) == RequestedTools(both[1:], "named", 1)
     assert asked(tools=two, parallel_tool_calls=False).most_calls == 1
     assert asked(tools=two, parallel_tool_calls=True).most_calls is None
     with pytest.raises(RequestError, match="--tool-call-parser"):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.settings.request_settings import ChatConfig
 from tests.support.checkpoints import TEMPLATE
 from tests.support.public_port import MAX_MODEL_LEN, ask, make_app
 

@@ -12,17 +12,17 @@ import httpx
 import pytest
 
 from pd_cluster.api.admin.admin_app import ShownCluster, admin_app
-from pd_cluster.api.admin.timelines import LocalTimelines
-from pd_cluster.api.dashboard.files import STATIC, page_files
-from pd_cluster.api.dashboard.playground import PublicPort
-from pd_cluster.api.dashboard.routes import COOKIE
-from pd_cluster.api.dashboard.sessions import CODE_LIFE_S, MAX_CODES, MAX_SESSIONS, SESSION_LIFE_S, Sessions
-from pd_cluster.api.gate.access import AdminAccess
-from pd_cluster.cluster.overview.watch import Overview
-from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.reports import Busy
+from pd_cluster.api.admin.timeline_routes import LocalTimelines
+from pd_cluster.api.dashboard.dashboard_routes import COOKIE
+from pd_cluster.api.dashboard.dashboard_sessions import CODE_LIFE_S, MAX_CODES, MAX_SESSIONS, SESSION_LIFE_S, Sessions
+from pd_cluster.api.dashboard.page_files import STATIC, page_files
+from pd_cluster.api.dashboard.playground_routes import PublicPort
+from pd_cluster.api.middleware.admin_access import AdminAccess
+from pd_cluster.cluster.overview.cluster_overview import Overview
+from pd_cluster.cluster.records.request_stats import RequestStats
+from pd_cluster.process_messages import Busy
 from pd_cluster.settings.log_files import LogFile
-from pd_cluster.settings.routing import RoutingConfig
+from pd_cluster.settings.routing_settings import RoutingConfig
 from tests.support.elastic_world import ElasticWorld
 
 TOKEN, HOST = "t" * 32, "http://localhost:9001"

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from pd_cluster.settings.flags import judge, normalize
+from pd_cluster.settings.vllm_flags import judge, normalize
 from ranktable_tools import check, load_global, load_local, locate
 from ranktable_tools import cli as ranktable_cli
 from tests.support.serve_command import serve_command, settings_in

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pd_cluster.service.schema.parse import parse
-from pd_cluster.service.schema.protocol import GenerateRequest
+from pd_cluster.service.schema.completion_protocol import GenerateRequest
+from pd_cluster.service.schema.request_parsing import parse
 from ranktable_tools import cli as ranktable_cli
 from tests.unit.test_deploy import parse_serve
 
@@ -71,7 +71,7 @@ def test_a_rank_table_line_is_taken(
 
 def test_every_request_is_one() -> None:
     from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-    from pd_cluster.service.schema.protocol import CompletionRequest
+    from pd_cluster.service.schema.completion_protocol import CompletionRequest
 
     of = {
         "/v1/chat/completions": ChatCompletionRequest,

@@ -18,9 +18,9 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from pd_cluster.cluster.members.lease_kubernetes import place_of_lease
+from pd_cluster.cluster.leases.lease_kubernetes import place_of_lease
 from pd_cluster.commands.cli import app
-from pd_cluster.settings.routing import MAX_SCHEDULERS
+from pd_cluster.settings.routing_settings import MAX_SCHEDULERS
 from tests.support.manifests import CHART, KUSTOMIZE, built, check_schema
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -252,8 +252,10 @@ def test_the_endpoint_picker_asks_the_pods_of_the_pool(at: int, monkeypatch: pyt
     assert service["selector"] == workload["metadata"]["labels"]
     (container,) = workload["spec"]["containers"]
     asked: dict[str, Any] = {}
-    monkeypatch.setattr("pd_cluster.gateway.certificate.Certificate", lambda *files: files)
-    monkeypatch.setattr("pd_cluster.gateway.server.serve", lambda *given: asked.update(given=given) or _nothing())
+    monkeypatch.setattr("pd_cluster.gateway.picker_certificate.Certificate", lambda *files: files)
+    monkeypatch.setattr(
+        "pd_cluster.gateway.picker_server.serve", lambda *given: asked.update(given=given) or _nothing()
+    )
     result = CliRunner().invoke(app, [each.partition(" #")[0] for each in container["args"][1:]])
     assert result.exit_code == 0, result.exception
     watch, choice, listening, drain_s = asked["given"]

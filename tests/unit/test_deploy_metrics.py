@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from pd_cluster.api.admin.metrics import metrics_of
-from pd_cluster.cluster.routing.stats import Outcome, RequestStats
-from pd_cluster.reports import AllStats, Busy
+from pd_cluster.api.admin.metrics_routes import metrics_of
+from pd_cluster.cluster.records.request_stats import Outcome, RequestStats
+from pd_cluster.process_messages import AllStats, Busy
 from pd_cluster.types import FinishReason
 from tests.support.manifests import CHART, documents
 from tests.support.router_world import ready

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pd_cluster.devices import device, streams
+from pd_cluster.devices import device, device_streams
 from pd_cluster.devices.device import CPU, Device, bind, check_name
 from pd_cluster.errors import ConfigError
 
@@ -93,8 +93,8 @@ def test_kinds_that_are_not_served_are_refused(name: str) -> None:
 
 
 def test_on_cpu_everything_has_happened_when_a_call_returns() -> None:
-    stream = streams.SideStream(CPU)
-    before = streams.mark(CPU)
+    stream = device_streams.CopyStream(CPU)
+    before = device_streams.mark(CPU)
     stream.after(before)
     with stream:
         pass

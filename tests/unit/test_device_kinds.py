@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pd_cluster.devices.device import KINDS, Device
-from pd_cluster.devices.kinds import BY_KIND
+from pd_cluster.devices.device_kinds import BY_KIND
 
 PACKAGE = Path(__file__).parents[2] / "pd_cluster"
 

@@ -11,11 +11,11 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.devices.device import CPU
-from pd_cluster.devices.kinds import DeviceKind
-from pd_cluster.devices.streams import REACHED, Marker
+from pd_cluster.devices.device_kinds import DeviceKind
+from pd_cluster.devices.device_streams import REACHED, Marker
 from pd_cluster.errors import LinkError
-from pd_cluster.transport.copies import Copies
-from pd_cluster.transport.events import Drained, Landed, LinkFailed
+from pd_cluster.transport.link_copies import Copies
+from pd_cluster.transport.link_events import Drained, Landed, LinkFailed
 from pd_cluster.transport.one_sided import OneSidedReceiver
 from tests.support.fake_device import FakeGroup, FakeModule, content, fill, install
 from tests.support.transports import LAYOUT, TOKEN, WAIT_S, Link, Pair, blocks

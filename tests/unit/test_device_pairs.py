@@ -14,14 +14,14 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.devices.device import CPU
-from pd_cluster.devices.group import ERROR_HANDLING
-from pd_cluster.devices.hccl import PAIR_BUFFER_MB
-from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.devices.device_kinds import DeviceKind
+from pd_cluster.devices.hccl_environment import PAIR_BUFFER_MB
+from pd_cluster.devices.process_groups import ERROR_HANDLING
 from pd_cluster.errors import LinkError
-from pd_cluster.transport import pair as transport_pair
+from pd_cluster.transport import device_pair as transport_pair
+from pd_cluster.transport.device_pair import RECEIVER
 from pd_cluster.transport.dist import DistReceiver, DistSender, GroupOffer
-from pd_cluster.transport.events import Landed
-from pd_cluster.transport.pair import RECEIVER
+from pd_cluster.transport.link_events import Landed
 from tests.support.fake_device import FakeGroup, FakeHccl, FakeModule, content, install, put_on
 from tests.support.transports import CHECKSUM, LAYOUT, WAIT_S, Link, Pair, blocks, peer_of, place_of, random_pool
 

@@ -12,17 +12,17 @@ import pytest
 from fastapi import FastAPI
 
 from pd_cluster import wire
-from pd_cluster.api.gate.error_answers import install_error_handlers
-from pd_cluster.api.openai.openai import openai_routes
-from pd_cluster.cluster.routing.resume import KeptStream
+from pd_cluster.api.middleware.error_responses import install_error_handlers
+from pd_cluster.api.routes.openai_routes import openai_routes
 from pd_cluster.cluster.routing.router import Router
+from pd_cluster.cluster.streams.stream_records import KeptStream
 from pd_cluster.service.answers.answer_metrics import AnswerMetrics, drafts_of, with_drafts
-from pd_cluster.service.answers.blocks import BlockReader
+from pd_cluster.service.answers.reply_blocks import BlockReader
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.protocol import CompletionRequest
-from pd_cluster.service.service import TextService
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.requests import ChatConfig, DraftMetrics
+from pd_cluster.service.schema.completion_protocol import CompletionRequest
+from pd_cluster.service.text_service import TextService
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.request_settings import ChatConfig, DraftMetrics
 from pd_cluster.settings.speculation import Speculation
 from pd_cluster.types import DraftReport
 from tests.support.checkpoints import make_tokenizer, text_checkpoint

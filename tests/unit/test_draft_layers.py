@@ -14,20 +14,19 @@ import pytest
 import torch
 
 from pd_cluster import models, wire
-from pd_cluster.cluster.members.prefixes import KnownBlocks, Prompt, pool_kind_of
-from pd_cluster.commands import check
+from pd_cluster.cluster.instances.known_prefixes import KnownBlocks, Prompt, pool_kind_of
+from pd_cluster.commands import check_command
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.handover.exports import Exports
 from pd_cluster.engine.handover.shipping import ShipGroup, ShipLimits, ShipSizes
-from pd_cluster.engine.handover.terms import TransferTerms
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
-from pd_cluster.engine.tier_stores import origin_of
+from pd_cluster.engine.handover.transfer_terms import TransferTerms
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.stages.tier_stores import origin_of
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.block_pool import BlockPool
 from pd_cluster.kv.disk_store import DiskStore
-from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.layout import (
+from pd_cluster.kv.kv_layout import (
     COLD,
     KVLayout,
     keys_and_values,
@@ -36,23 +35,24 @@ from pd_cluster.kv.layout import (
     stored_width,
     token_nbytes_of,
 )
-from pd_cluster.kv.memory import TORCH_DTYPES
+from pd_cluster.kv.kv_pool import KVPool, probe_content
+from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.open_stores import open_disk, seal_of
-from pd_cluster.kv.pair_check import check_pair
-from pd_cluster.kv.pool import KVPool, probe_content
-from pd_cluster.kv.prefix import PrefixScope, chain_hashes, keys_of
-from pd_cluster.kv.route import Route
-from pd_cluster.model.declared import LayerCache, layout_of
+from pd_cluster.kv.pool_compatibility import check_pair
+from pd_cluster.kv.pool_memory import TORCH_DTYPES
+from pd_cluster.kv.pool_route import PoolRoute
+from pd_cluster.kv.prefix_index import PrefixScope, chain_hashes, keys_of
+from pd_cluster.model.language_model.cache_declaration import LayerCache, layout_of
 from pd_cluster.numerics import Numerics
-from pd_cluster.reports import InstanceInfo
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.processes import HandoverSettings
+from pd_cluster.process_messages import InstanceInfo
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.process_settings import HandoverSettings
 from pd_cluster.settings.speculation import Speculation
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.copies import Copies
-from pd_cluster.transport.events import Arrived, Landed, LandFault
 from pd_cluster.transport.landing import Geometry, Lander
-from pd_cluster.types import Order, Request, Sampling, TokenOutput
+from pd_cluster.transport.link_copies import Copies
+from pd_cluster.transport.link_events import Arrived, Landed, LandFault
+from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
 from pd_cluster.wire import KVPiece, Plane
 from tests.support.transports import NUM_BLOCKS, TOKEN, WAIT_S, Link
 
@@ -105,10 +105,10 @@ def test_pools_are_a_pair_by_the_layers_that_travel() -> None:
         num_layers = 3 if theirs == ours else 2
         assert num_common_layers(source, target) == num_layers
         assert token_nbytes_of(source.to_info(), target.to_info()) == num_layers * OWN.token_nbytes // 2
-        assert Route(source, target).precision == (COLD if ours == "a" != theirs or ours == "b" else "")
+        assert PoolRoute(source, target).precision == (COLD if ours == "a" != theirs or ours == "b" else "")
     cold = dataclasses.replace(with_head(OWN, "a"), dtype="bfloat16")
-    assert Route(OWN, cold).precision == f"float32, {COLD}"
-    assert Route(OWN, with_head(OWN, "a"), wants_int8=True).precision == f"int8, {COLD}"
+    assert PoolRoute(OWN, cold).precision == f"float32, {COLD}"
+    assert PoolRoute(OWN, with_head(OWN, "a"), wants_int8=True).precision == f"int8, {COLD}"
     deeper = dataclasses.replace(with_head(OWN, "a"), num_layers=4)
     for source, target, words in [
         (deeper, with_head(OWN, "a"), "num_layers is 4 on the prefill instance and 3 on"),
@@ -169,7 +169,7 @@ def test_heads_layers_travel_between_equal_heads_and_are_cleared_otherwise(
         pool = filled(target.of_rank(rank), 7)
         before = [[plane.clone() for plane in pool.memory.planes(layer)] for layer in range(target.num_layers)]
         for sender in senders:
-            route = Route(sender.layout, pool.layout, one_sided=transport == "shm")
+            route = PoolRoute(sender.layout, pool.layout, one_sided=transport == "shm")
             link = Link(transport, pools=(sender, pool))
             assert link.await_ready().precision == ("" if is_same or not ours else COLD)
             ship(link, table, into, num_layers)
@@ -213,7 +213,7 @@ def test_layers_of_pools_that_lie_layer_by_layer_are_cleared_too() -> None:
 class Ports:
     """P's links to instances with its head and without it; each lands in a real Lander."""
 
-    route: Route
+    route: PoolRoute
     name: wire.TransportName = "local"
 
     def __init__(self) -> None:
@@ -254,7 +254,7 @@ def test_a_step_ends_by_its_last_layer_or_by_its_heads_as_the_peer_has_it() -> N
     sizes = ShipSizes((ShipGroup(4, 64),), 1)
     exports = Exports(ports, ports, TransferTerms(lambda: 0.0, Timeouts()), sizes)  # type: ignore[arg-type]
     requests = [
-        Request(conn, Order([1] * 10, Sampling(max_tokens=4)), leg="prefill", transfer_id=conn, peer=conn)
+        Request(conn, RequestSpec([1] * 10, Sampling(max_tokens=4)), leg="prefill", transfer_id=conn, peer=conn)
         for conn in ports.shipped
     ]
     for request in requests:
@@ -331,12 +331,12 @@ def test_every_byte_of_a_heads_weights_counts_for_tiers(tmp_path: Path) -> None:
 
 def test_check_says_what_a_head_means_for_the_cache(capsys: pytest.CaptureFixture[str]) -> None:
     for method, says in (("mtp", True), ("ngram", False)):
-        check.run({"PD_CLUSTER_SERVE_SPECULATIVE_CONFIG": f'{{"method": "{method}"}}'})
+        check_command.run({"PD_CLUSTER_SERVE_SPECULATIVE_CONFIG": f'{{"method": "{method}"}}'})
         assert ("its layer is part of the KV cache" in capsys.readouterr().out) == says
 
 
 def test_blocks_of_another_head_have_other_hashes_for_instances_and_for_routing() -> None:
-    order, identity = Order([1] * 9, Sampling()), "m"
+    order, identity = RequestSpec([1] * 9, Sampling()), "m"
     roots = {head: PrefixScope(identity, Numerics(), head).root(order) for head in ("", "a", "b")}
     assert PrefixScope(identity, Numerics()).root(order) == roots[""]
     assert len({*roots.values(), PrefixScope(identity, Numerics(), "a").root(order, COLD)}) == 4

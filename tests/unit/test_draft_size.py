@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pd_cluster.engine.draft.size import DraftSize, Guess
+from pd_cluster.engine.draft.draft_size import DraftSize, Guess
 from pd_cluster.engine.draft.step_costs import NEVER, NUM_TRIED, SIZES, StepCosts
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 MOST = 16
 Cost = Callable[[int], float]
@@ -32,7 +32,7 @@ MACHINES: dict[str, Cost] = {
 def speedup(cost: Cost, num_seqs: int, chance: float, offered: int = MOST, num_steps: int = 700) -> float:
     """Returns tokens a second by those of plain decoding; steps take up to 5 % more than they should."""
     rng, size = random.Random(3), DraftSize()
-    requests = [Request(f"{at}", Order([1], Sampling())) for at in range(num_seqs)]
+    requests = [Request(f"{at}", RequestSpec([1], Sampling())) for at in range(num_seqs)]
     num_tokens, took_s = 0, 0.0
     for _ in range(num_steps):
         guesses = {
@@ -97,7 +97,7 @@ DRAFT_S = 0.1  # of a draft for each of any number of sequences
 def test_a_draft_model_pays_for_its_own_steps(machine: str, num_seqs: int, chance: float) -> None:
     """Near the best constant number, as above; a model that is wrong is tried again, which may cost a little."""
     rng, cost, size, draft_costs = random.Random(3), MACHINES[machine], DraftSize(), StepCosts()
-    requests = [Request(f"{at}", Order([1], Sampling())) for at in range(num_seqs)]
+    requests = [Request(f"{at}", RequestSpec([1], Sampling())) for at in range(num_seqs)]
     num_tokens, took_s, num_steps = 0, 0.0, 1500
     for _ in range(num_steps):
         depth = size.depth(requests, "draft_model", draft_costs, num_seqs, MOST) if size.costs.knows(num_seqs) else 0
@@ -123,7 +123,7 @@ def test_a_draft_model_pays_for_its_own_steps(machine: str, num_seqs: int, chanc
 
 @pytest.mark.parametrize(("row_s", "expected"), [(0.0, 1), (1.0, 0)])
 def test_nobody_catches_up_for_drafts_whose_verification_cannot_pay(row_s: float, expected: int) -> None:
-    size, requests = DraftSize(), [Request(f"{at}", Order([1], Sampling())) for at in range(32)]
+    size, requests = DraftSize(), [Request(f"{at}", RequestSpec([1], Sampling())) for at in range(32)]
     for num_rows in (16, 32):
         for _ in range(NUM_TRIED):
             size.costs.took(num_rows, 1.0 + row_s * num_rows)

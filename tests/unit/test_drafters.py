@@ -10,17 +10,24 @@ from itertools import pairwise
 
 import pytest
 
-from pd_cluster.engine.draft import history, prediction
+from pd_cluster.engine.draft import prediction_drafter, token_history
 from pd_cluster.engine.draft.context_index import MOST_STEPS, ContextIndex, IndexedText, hash_contexts
 from pd_cluster.engine.draft.drafter import Drafter
-from pd_cluster.engine.draft.history import TokenHistory
-from pd_cluster.engine.draft.ngram import NgramDrafter
-from pd_cluster.engine.draft.prediction import LONGEST_MATCH, MOST_PLACES, NEAR, SHORTLY, PairIndex, PredictionDrafter
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.engine.draft.ngram_drafter import NgramDrafter
+from pd_cluster.engine.draft.prediction_drafter import (
+    LONGEST_MATCH,
+    MOST_PLACES,
+    NEAR,
+    SHORTLY,
+    PairIndex,
+    PredictionDrafter,
+)
+from pd_cluster.engine.draft.token_history import TokenHistory
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 
 def request_of(prompt: Sequence[int], predicted: Sequence[int] = (), variant: str = "") -> Request:
-    order = Order(
+    order = RequestSpec(
         prompt_token_ids=list(prompt), sampling=Sampling(max_tokens=99), prediction=tuple(predicted), variant=variant
     )
     return Request("r", order)
@@ -76,11 +83,11 @@ def test_an_ngram_draft_is_that_of_a_scan(bounds: tuple[int, int], num_symbols: 
 
 
 def test_a_long_prompt_is_indexed_in_slices_newest_part_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history, "INDEX_TOKENS", 1500)
+    monkeypatch.setattr(token_history, "INDEX_TOKENS", 1500)
     rng = random.Random(2)
     request = request_of([rng.randrange(1000) for _ in range(8000)])
     kept = TokenHistory(request, [2, 3, 4, 5], 5)
-    text, per_call = kept.text, history.TOKENS_PER_CALL // 4
+    text, per_call = kept.text, token_history.TOKENS_PER_CALL // 4
     left = [8000 - per_call]
     while kept.num_unindexed:
         request.output_token_ids.append(rng.randrange(1000))
@@ -214,7 +221,7 @@ def test_a_prediction_is_followed_as_by_scans() -> None:
 
 
 def test_places_of_pairs_are_those_of_a_scan_over_all_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prediction, "PART", 37)
+    monkeypatch.setattr(prediction_drafter, "PART", 37)
     rng = random.Random(9)
     tokens = [rng.randrange(3) for _ in range(1000)]
     index = PairIndex(tokens)

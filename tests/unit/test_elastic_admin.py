@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from pd_cluster.api.admin.admin_app import admin_app
-from pd_cluster.api.admin.timelines import LocalTimelines
-from pd_cluster.api.gate.access import AdminAccess
+from pd_cluster.api.admin.timeline_routes import LocalTimelines
+from pd_cluster.api.middleware.admin_access import AdminAccess
 from tests.support.elastic_world import ElasticWorld, busy
 
 TOKEN = "a-token-of-some-length"

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from pd_cluster.cluster.members.place import Place
+from pd_cluster.cluster.members.rank_table_place import Place
 from pd_cluster.errors import ConfigError, InstanceNotFound, Refused
-from pd_cluster.settings.config import Credentials
+from pd_cluster.settings.process_configs import Credentials
 from ranktable_tools import RankTable
-from ranktable_tools.tables import Server, server_group
+from ranktable_tools.table_types import Server, server_group
 from tests.support.elastic_world import ElasticWorld, busy, idle
 
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.engine.encode.encoders import MOST_ASKED_TOKENS, Encoders, Engine
-from pd_cluster.engine.handover.events import Event
+from pd_cluster.engine.encode.encoder_stage import MOST_ASKED_TOKENS, Encoders, Engine
+from pd_cluster.engine.handover.engine_events import Event
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.events import EncoderReached, FeaturesRead
-from pd_cluster.types import Order
+from pd_cluster.transport.link_events import EncoderReached, FeaturesRead
+from pd_cluster.types import RequestSpec
 from tests.support.encoder_values import FEATURES, OPENING, SHAPE, TERMS, A, B, C, order_of
 from tests.support.mail import RecordedMail
 
@@ -78,7 +78,7 @@ class Prefill:
             self.read(f"to-{name}", wire.EncoderAnswer("", "no-such-socket"))
             self.handle(EncoderReached(f"to-{name}", "shm"))
 
-    def submit(self, request_id: str, order: Order, *encoders: str, deadline_s: float = 0.0) -> bool:
+    def submit(self, request_id: str, order: RequestSpec, *encoders: str, deadline_s: float = 0.0) -> bool:
         keys = [f"{each}@1" if each else "" for each in encoders]
         given = wire.Submit(request_id, 0, "t", "prefill", "decode-0@1", order, deadline_s, [], 1, False, keys)
         return self.encoders.admits("s", given)

@@ -16,11 +16,11 @@ import torch
 from msgspec.structs import replace
 
 from pd_cluster import wire
-from pd_cluster.engine.drain import CLOSES_AFTER_S, WorkerDrain
-from pd_cluster.engine.encode.worker import MOST_WAITING, EncodeWorker, TowerSource
-from pd_cluster.engine.handover.events import ConnClosed, ConnOpened, Event, Mail, StartDrain
-from pd_cluster.engine.loop import Loop
-from pd_cluster.transport.features import Sealed, fetch
+from pd_cluster.engine.encode.encode_worker import MOST_WAITING, EncodeWorker, TowerSource
+from pd_cluster.engine.handover.engine_events import ConnClosed, ConnOpened, Event, Mail, StartDrain
+from pd_cluster.engine.lifecycle.worker_drain import CLOSES_AFTER_S, WorkerDrain
+from pd_cluster.engine.worker.worker_loop import Loop
+from pd_cluster.transport.feature_files import Sealed, fetch
 from pd_cluster.types import Image
 from tests.support.encoder_values import FEATURES, OPENING, PLACE, SHAPE, TERMS, UP, A, B
 from tests.support.mail import RecordedMail

@@ -16,22 +16,22 @@ import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.overview.history import History
-from pd_cluster.cluster.overview.problems import problems_of
-from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.overview.cluster_problems import problems_of
+from pd_cluster.cluster.overview.request_history import History
+from pd_cluster.cluster.placement.encoder_choice import SLACK_TOKENS, choose_encoders
+from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import plan_cluster
-from pd_cluster.cluster.routing.encoders import SLACK_TOKENS, choose_encoders
 from pd_cluster.errors import LinkError
 from pd_cluster.numerics import Numerics
-from pd_cluster.reports import InstanceInfo
-from pd_cluster.settings.routing import RoutingConfig
-from pd_cluster.transport.base import Checksum
-from pd_cluster.transport.events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
+from pd_cluster.process_messages import InstanceInfo
+from pd_cluster.settings.routing_settings import RoutingConfig
+from pd_cluster.transport.feature_files import FeatureServer, Sealed, fetch, reach
 from pd_cluster.transport.feature_pair import PairSender
 from pd_cluster.transport.feature_reader import FeatureReader, Shape
-from pd_cluster.transport.features import FeatureServer, Sealed, fetch, reach
-from pd_cluster.types import LinkState, Order, Sampling
+from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
+from pd_cluster.transport.transport_interface import Checksum
+from pd_cluster.types import LinkState, RequestSpec, Sampling
 from tests.support.encoder_values import FEATURES, OPENING, PLACE, SHAPE, TERMS, UP, order_of
 
 # ---- the choice
@@ -61,7 +61,7 @@ def test_the_same_image_meets_the_same_encoder_unless_it_is_busy_or_away() -> No
     encoder = instance("encode-0", "encode")
     order = order_of(b"d" * 32)
     assert choose_encoders(order, prefill, [encoder]) == [encoder]
-    assert choose_encoders(Order([1], Sampling()), prefill, [encoder]) == []
+    assert choose_encoders(RequestSpec([1], Sampling()), prefill, [encoder]) == []
     assert choose_encoders(order, instance("prefill-1", "prefill"), [encoder]) == []
     encoder.service = "out"
     assert choose_encoders(order, prefill, [encoder]) == []

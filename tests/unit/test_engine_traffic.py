@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from pd_cluster.engine.step import acceptance
-from pd_cluster.engine.step import core as core_module
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
+from pd_cluster.engine.scheduling.step_plan import StepPlan
+from pd_cluster.engine.step import draft_acceptance
+from pd_cluster.engine.step import engine_core as core_module
 from pd_cluster.types import Request
 from tests.support.random_traffic import explore
 
@@ -50,10 +50,10 @@ def test_faults_of_acceptance_are_noticed(monkeypatch: pytest.MonkeyPatch, fault
         monkeypatch.setattr(StepScheduler, "computed", computed)
         monkeypatch.setattr(StepScheduler, "accepted", lambda scheduler, request: None)
     elif fault == "another row":
-        rows = acceptance.draft_rows
+        rows = draft_acceptance.draft_rows
         monkeypatch.setattr(core_module, "draft_rows", lambda plan, first_row: rows(plan, max(0, first_row - 1)))
     else:
-        monkeypatch.setattr(acceptance, "adjusts", lambda sampling, position: False)
+        monkeypatch.setattr(draft_acceptance, "adjusts", lambda sampling, position: False)
     with pytest.raises((AssertionError, IndexError)):
         explore(range(500, 512), drafts=True)
 

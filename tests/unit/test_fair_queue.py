@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from pd_cluster.cluster.routing.fair_queue import MAX_CLIENTS, RECENT_S, FairQueue, QueueEntry
+from pd_cluster.cluster.queueing.fair_queue import MAX_CLIENTS, RECENT_S, FairQueue, QueueEntry
 
 
 def anybody(entry: QueueEntry) -> bool:

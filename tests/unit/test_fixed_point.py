@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from pd_cluster.model.fixed_point import MASS_BITS, fixed_masses, share_of, sums_by_bin
-from pd_cluster.model.sampling import draw as draws
-from pd_cluster.model.sampling.draw import Knobs, draw, kept_of
-from pd_cluster.model.sampling.on_device import draw_shaped
-from pd_cluster.model.sampling.passes import Floats
+from pd_cluster.model.kernels.fixed_point import MASS_BITS, fixed_masses, share_of, sums_by_bin
+from pd_cluster.model.sampling import token_draw as draws
+from pd_cluster.model.sampling.device_sampling import draw_shaped
+from pd_cluster.model.sampling.row_passes import Floats
+from pd_cluster.model.sampling.token_draw import DrawParameters, draw, kept_of
 from pd_cluster.types import Sampling
 
 
@@ -38,7 +38,7 @@ def test_sums_by_bin_are_exact() -> None:
     assert sums_by_bin(bins, masses).tolist() == expected
 
 
-def kept_by_hand(line: Floats, best: Floats, knobs: Knobs) -> tuple[list[int], list[int]]:
+def kept_by_hand(line: Floats, best: Floats, knobs: DrawParameters) -> tuple[list[int], list[int]]:
     """Returns the ids that one row keeps, best first, and the masses of all tokens."""
     masses: list[int] = fixed_masses(line[None], best, knobs.inverse_temperature)[0].tolist()
     floor = knobs.floor(best)[0]
@@ -76,14 +76,14 @@ def test_the_quick_ways_keep_and_draw_what_plain_sums_do(vocab_size: int, spread
         asked = Sampling(
             top_k=rng.choice([-1, -1, 5, 64, 200]), min_p=rng.choice([0.0, 0.01]), temperature=rng.choice([1.0, 0.6])
         )
-        own = Knobs.of([asked], np.zeros(1), vocab_size)
+        own = DrawParameters.of([asked], np.zeros(1), vocab_size)
         order, masses = kept_by_hand(logits[row].numpy(), best[row : row + 1], own)
         total = sum(masses[i] for i in order)
         reached = sum(masses[i] for i in order[: rng.randrange(1, min(len(order), 60) + 1)])
         shares.append(min(0.9999, max(1e-9, (reached + rng.choice([-1, 0, 1])) / total)))
         params.append(asked)
     knobs = dataclasses.replace(
-        Knobs.of(params, np.array([rng.random() for _ in params]), vocab_size), top_p=np.array(shares)
+        DrawParameters.of(params, np.array([rng.random() for _ in params]), vocab_size), top_p=np.array(shares)
     )
     expected = []
     for row in range(24):
@@ -110,7 +110,9 @@ def test_a_flat_row_is_weighed_once_and_hardly_sorted(outlier: float, monkeypatc
     line = torch.randn(40_000, generator=torch.Generator().manual_seed(4)) * 0.01
     line[7] += outlier
     best = line.amax(0, keepdim=True).numpy()
-    token_id = draws._draw_from_many(line.numpy(), best, Knobs.of([Sampling(top_p=0.9)], np.array([0.5]), len(line)))
+    token_id = draws._draw_from_many(
+        line.numpy(), best, DrawParameters.of([Sampling(top_p=0.9)], np.array([0.5]), len(line))
+    )
     assert 0 <= token_id < len(line)
     assert nums[0] == len(line)
     assert sum(nums[1:]) < len(line) / 10
@@ -120,7 +122,10 @@ def test_a_flat_row_is_weighed_once_and_hardly_sorted(outlier: float, monkeypatc
 @pytest.mark.parametrize("worst", [-1e-40, -1e-30, -1e30, -3e38, -np.inf])
 def test_extreme_logits_and_temperatures(temperature: float, worst: float) -> None:
     line = np.array([0.0, worst, worst / 2, 0.0, worst] * 30, dtype=np.float32)
-    best, own = line[:1], Knobs.of([Sampling(top_p=0.95, temperature=temperature)], np.array([0.99]), len(line))
+    best, own = (
+        line[:1],
+        DrawParameters.of([Sampling(top_p=0.95, temperature=temperature)], np.array([0.99]), len(line)),
+    )
     kept, masses = kept_by_hand(line, best, own)
     assert kept_of(line, best, own)[:2] == (line[kept[-1]], len(kept))
     assert draw(torch.from_numpy(line)[None], best, own).tolist() == [drawn_by_hand(kept, masses, 0.99)]
@@ -131,7 +136,7 @@ def test_top_k_counts_masked_tokens(top_p: float) -> None:
     """A guide left three tokens, top_k asks for 70: others of the lowest ids are kept, too, without mass."""
     line = np.full(400, -np.inf, dtype=np.float32)
     line[[5, 200, 399]] = 1.0, 3.0, 2.0
-    best, own = line[200:201], Knobs.of([Sampling(top_k=70, top_p=top_p)], np.array([0.99]), len(line))
+    best, own = line[200:201], DrawParameters.of([Sampling(top_k=70, top_p=top_p)], np.array([0.99]), len(line))
     kept, masses = kept_by_hand(line, best, own)
     assert len(kept) == (70 if top_p == 1.0 else 2)
     assert kept_of(line, best, own)[:2] == (line[kept[-1]], len(kept))

@@ -12,14 +12,14 @@ import pytest
 import typer.core
 
 from pd_cluster.errors import MARK, ConfigError, flag_of, told
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.settings.flag_file import expanded
-from pd_cluster.settings.flags import ALIASES, MANY_VALUES, choice_of_model, judge, normalize, split_keys
-from pd_cluster.settings.foreign import Foreign, Takes
-from pd_cluster.settings.foreign_flags import FAMILIES, FOREIGN, foreign
-from pd_cluster.settings.http import KEY_VARIABLE
-from pd_cluster.settings.options import settings
-from pd_cluster.settings.spellings import IN_OTHER_UNITS
+from pd_cluster.settings.flags_without_setting import FlagWithoutSetting, Takes
+from pd_cluster.settings.http_settings import KEY_VARIABLE
+from pd_cluster.settings.serve_options import settings
+from pd_cluster.settings.value_spellings import IN_OTHER_UNITS
+from pd_cluster.settings.vllm_flags import ALIASES, MANY_VALUES, choice_of_model, judge, normalize, split_keys
+from pd_cluster.settings.vllm_flags_without_setting import FAMILIES, FOREIGN, foreign
 from pd_cluster.settings.vllm_variables import VARIABLES, warnings_of
 from tests.support.serve_command import serve_command, settings_in
 
@@ -83,14 +83,14 @@ def variable_rows() -> Iterator[tuple[str, str]]:
         yield f"`{name}`", f"not read: {told(why)}"
 
 
-def with_exceptions(each: Foreign) -> str:
+def with_exceptions(each: FlagWithoutSetting) -> str:
     kept = [] if each.takes is Takes.SWITCH else [value for value in each.values or () if not each.is_secret]
     if each.takes is Takes.SWITCH and each.values == ("True",):
         return code([f"--no-{each.name[2:]}"])
     return with_short(each) + (f" (other than {code(kept)})" if kept else "")
 
 
-def with_short(each: Foreign) -> str:
+def with_short(each: FlagWithoutSetting) -> str:
     return code([each.name, *(short for short, long in ALIASES.items() if long == each.name)])
 
 

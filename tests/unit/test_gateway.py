@@ -1,6 +1,6 @@
 """The endpoint picker: its messages beside Envoy's own, its choice, its answers, and its server by a gRPC client.
 
-Its looks at schedulers are in test_gateway_looks.py.
+Its looks at schedulers are in test_scheduler_watch.py.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import pytest
 from google.protobuf.descriptor import FieldDescriptor
 from typer.testing import CliRunner
 
-from pd_cluster.cluster.processes.ports import free_ports
+from pd_cluster.cluster.processes.port_reservations import free_ports
 from pd_cluster.commands.cli import app
-from pd_cluster.gateway import messages_pb2, server
-from pd_cluster.gateway.certificate import Certificate
-from pd_cluster.gateway.choice import AllFull, Choice, NoneReady
-from pd_cluster.gateway.exchange import DESTINATION, NAMESPACE, SUBSET, SUBSET_NAMESPACE, Exchange
-from pd_cluster.gateway.messages import FULL_DUPLEX_STREAMED, OVERWRITE_OR_ADD
+from pd_cluster.gateway import messages_pb2, picker_server
+from pd_cluster.gateway.envoy_names import FULL_DUPLEX_STREAMED, OVERWRITE_OR_ADD
 from pd_cluster.gateway.messages_pb2 import HealthCheckRequest, ProcessingRequest, ProcessingResponse
-from pd_cluster.gateway.server import Listening, Picker
-from pd_cluster.gateway.watch import SchedulerWatch
+from pd_cluster.gateway.picker_certificate import Certificate
+from pd_cluster.gateway.picker_exchange import DESTINATION, NAMESPACE, SUBSET, SUBSET_NAMESPACE, Exchange
+from pd_cluster.gateway.picker_server import Listening, Picker
+from pd_cluster.gateway.scheduler_choice import AllFull, Choice, NoneReady
+from pd_cluster.gateway.scheduler_watch import SchedulerWatch
 from tests.support.certificates import make_certificate
 from tests.support.says_load import serve_load
 
@@ -289,8 +289,8 @@ def checking(channel: Any, method: str = "Check") -> Any:
 
 
 async def test_streams_are_limited_and_health_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MOST_STREAMS", 2)
-    monkeypatch.setattr(server, "MOST_WATCHES", 1)
+    monkeypatch.setattr(picker_server, "MOST_STREAMS", 2)
+    monkeypatch.setattr(picker_server, "MOST_WATCHES", 1)
     async with served(reported()) as (_, channel):
         watching = checking(channel, "Watch")(HealthCheckRequest(), timeout=10)
         assert (await watching.read()).status == 1
@@ -320,7 +320,7 @@ async def running(certificate: Certificate | None = None) -> AsyncIterator[tuple
     watch = SchedulerWatch(choice, [("127.0.0.1", scheduler_port)], 0.05, 5.0)
     scheduler = await asyncio.start_server(partial(serve_load, load=int), "127.0.0.1", scheduler_port)
     async with asyncio.timeout(60):
-        task = asyncio.create_task(server.serve(watch, choice, Listening("127.0.0.1", port, certificate), 30.0))
+        task = asyncio.create_task(picker_server.serve(watch, choice, Listening("127.0.0.1", port, certificate), 30.0))
         while not choice.is_ready:
             assert not task.done()
             await asyncio.sleep(0.01)
@@ -360,7 +360,7 @@ async def test_what_ends_the_looks_ends_the_picker_at_once() -> None:
 
     begun, choice, (port,) = asyncio.Event(), reported(), free_ports(1)
     watch = Broken(choice, [], 0.5, 5.0)
-    task = asyncio.create_task(server.serve(watch, choice, Listening("127.0.0.1", port), 30.0))
+    task = asyncio.create_task(picker_server.serve(watch, choice, Listening("127.0.0.1", port), 30.0))
     async with asyncio.timeout(10), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stream = asking(channel)(wait_for_ready=True)
         await stream.write(headers(request_body_mode=FULL_DUPLEX_STREAMED))

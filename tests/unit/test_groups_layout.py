@@ -8,23 +8,23 @@ import numpy as np
 import pytest
 import torch
 
-from pd_cluster.engine.ranks.channel import encode
 from pd_cluster.engine.ranks.follower import _input_of
-from pd_cluster.engine.ranks.lead import message_of
+from pd_cluster.engine.ranks.lead_runner import message_of
+from pd_cluster.engine.ranks.rank_channel import encode
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.block_major import HostBlocks
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values, lanes, num_lanes, token_nbytes_of
+from pd_cluster.kv.kv_pool import NUM_EXTRA_BLOCKS, KVPool, probe_content
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.layout import KVLayout, keys_and_values, lanes, num_lanes, token_nbytes_of
-from pd_cluster.kv.memory import Memory
 from pd_cluster.kv.pack import pack, unpack
-from pd_cluster.kv.pair_check import check_groups
-from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS, KVPool, probe_content
-from pd_cluster.kv.route import Route
-from pd_cluster.kv.swap import SwapSpace
-from pd_cluster.model.batch import batch_of, build_batch, sizes_of_blocks
-from pd_cluster.model.state_rows import Segment
-from pd_cluster.model.step_input import StepInput, keeps_of, step_input
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.kv.pool_compatibility import check_groups
+from pd_cluster.kv.pool_memory import Memory
+from pd_cluster.kv.pool_route import PoolRoute
+from pd_cluster.kv.swap_space import SwapSpace
+from pd_cluster.model.inputs.forward_batch import batch_of, build_batch, sizes_of_blocks
+from pd_cluster.model.inputs.state_rows import Segment
+from pd_cluster.model.inputs.step_input import StepInput, keeps_of, step_input
+from pd_cluster.types import Request, RequestSpec, Sampling
 from pd_cluster.wire import KVPiece, Plane
 
 # A gated delta rule of 8 value heads and 2 key heads, and a Mamba-2 layer's B and C of one group.
@@ -81,7 +81,7 @@ def test_a_state_arrives_whole_on_other_numbers_of_ranks(
         put(each, source.of_rank(rank), 3, content)
     nbytes = 0
     for lane in lanes(source, target):
-        route = Route(source.of_rank(lane.source_rank), target.of_rank(lane.target_rank), wants_int8=True)
+        route = PoolRoute(source.of_rank(lane.source_rank), target.of_rank(lane.target_rank), wants_int8=True)
         assert (route.wire_dtype, route.precision) == ("float32", "")  # states are never coded
         for first in range(3):  # the layers apart, as a large state may travel
             piece = KVPiece(0, 1, first, 1, [3])
@@ -188,7 +188,7 @@ def chunks_of() -> list[tuple[Request, int]]:
         [[1, 2], [0, 1], [0]],
         [[11, 10], [PADDING, 39], [39]],
     )
-    order = Order([*range(1, 16)], Sampling())
+    order = RequestSpec([*range(1, 16)], Sampling())
     nums = ((6, 8), (0, 5), (6, 1))
     return [
         (Request(f"{at}", order, tables=[list(each) for each in own], num_computed_tokens=start), num_tokens)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.engine.step.checkpoints import Checkpoints
-from pd_cluster.engine.step.group import GroupHoldings
-from pd_cluster.engine.step.holdings import Holdings
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.kv.rule import Rule
+from pd_cluster.engine.scheduling.block_holdings import Holdings
+from pd_cluster.engine.scheduling.group_holdings import GroupHoldings
+from pd_cluster.engine.scheduling.state_checkpoints import Checkpoints
+from pd_cluster.engine.scheduling.step_plan import StepPlan
+from pd_cluster.kv.group_rule import Rule
 from tests.support.random_traffic import explore
 from tests.support.toy_model import ToyRunner
 

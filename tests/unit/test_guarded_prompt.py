@@ -11,14 +11,14 @@ import pytest
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.prompts.chat_prompt import ChatPrompts
-from pd_cluster.service.prompts.guarded_prompt import Guard
+from pd_cluster.service.prompts.guarded_prompt import ControlTokenGuard
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.settings.request_settings import ChatConfig
 from pd_cluster.text.chat_template import ChatTemplate
 from pd_cluster.text.control_tokens import ControlTokens, PromptText, control_texts, pattern_of
 
 CONTROL = ControlTokens(["<|start|>", "<|end|>", "</think>", "<think>", "[X]abc", "abc[Y]", "word"])
-GUARD = Guard(CONTROL, kept=("<think>", "</think>"))
+GUARD = ControlTokenGuard(CONTROL, kept=("<think>", "</think>"))
 PLAIN = "{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
 
 
@@ -87,7 +87,7 @@ def test_a_template_that_looks_for_marks_of_its_own_finds_them_in_replies() -> N
 
 
 def test_tokens_that_a_template_makes_of_roles_are_its_own() -> None:
-    guard = Guard(ControlTokens(["<|user|>", "<|system|>"]))
+    guard = ControlTokenGuard(ControlTokens(["<|user|>", "<|system|>"]))
     template = ChatTemplate("{{ '<|' + messages[0].role + '|>' }}{{ messages[0].content }}")
     request = ChatCompletionRequest.model_validate({"messages": [{"role": "user", "content": "<|system|>"}]})
     prompt = asyncio.run(ChatPrompts(template, None).render(request, guard=guard))

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import ConfigError, GuideError, RequestError
+from pd_cluster.service.concurrency.child_pool import MAX_SLOW
 from pd_cluster.service.guides.guide_check import GuideCheck
-from pd_cluster.service.helpers.children import MAX_SLOW
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.guide_fields import MAX_SCHEMA_DEPTH, Asked, compact, guide_of
-from pd_cluster.service.schema.parse import parse
-from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest, GenerationRequest
-from pd_cluster.settings.engine import SHIPPED_MODEL
-from pd_cluster.settings.options import ServeOptions
-from pd_cluster.settings.requests import GUIDED_BACKENDS, Assurances
+from pd_cluster.service.schema.completion_protocol import CompletionRequest, GenerateRequest, GenerationRequest
+from pd_cluster.service.schema.request_parsing import parse
+from pd_cluster.service.schema.structured_outputs.guide_fields import MAX_SCHEMA_DEPTH, Asked, compact, guide_of
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
+from pd_cluster.settings.request_settings import GUIDED_BACKENDS, Assurances
+from pd_cluster.settings.serve_options import ServeOptions
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "integer"}}}

@@ -15,19 +15,19 @@ import pytest
 import regex
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from pd_cluster.engine.draft.forced import ForcedDrafter
-from pd_cluster.engine.step.core import EngineCore
+from pd_cluster.engine.draft.forced_drafter import ForcedDrafter
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
 from pd_cluster.engine.step.drafting import Drafting
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import GuideError
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.prefix import PrefixScope
-from pd_cluster.model.sampling.guided import MAX_GUIDES, Guides, Mask
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.prefix_index import PrefixScope
+from pd_cluster.model.sampling.grammar_masks import MAX_GUIDES, Guides, TokenMask
 from pd_cluster.model.sampling.sampler import NO_TOKEN, Sampler, SamplingRow
 from pd_cluster.numerics import Numerics
 from pd_cluster.text.grammar import Compiler, without_anchors, words_of
-from pd_cluster.types import Guide, Order, Request, Sampling
+from pd_cluster.types import Guide, Request, RequestSpec, Sampling
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, make_tokenizer
 from tests.support.drafts import AllDrafts, liars
 from tests.support.schemas import random_schema, random_value
@@ -65,7 +65,7 @@ def byte_compiler(tmp_path_factory: pytest.TempPathFactory) -> Compiler:
     return Compiler(file, VOCAB_SIZE + 70, {EOS_ID})
 
 
-def ids_of(mask: Mask) -> list[int]:
+def ids_of(mask: TokenMask) -> list[int]:
     return np.flatnonzero(np.unpackbits(mask.words.view(np.uint8), bitorder="little")).tolist()
 
 
@@ -73,7 +73,7 @@ def text_of(token_ids: list[int]) -> str:
     return "".join(TOY_TEXTS[token_id - 4] for token_id in token_ids if token_id >= 4)
 
 
-def mask_of(guides: Guides, request: Request) -> Mask:
+def mask_of(guides: Guides, request: Request) -> TokenMask:
     guides.prepare(request)
     request.num_computed_tokens = request.num_tokens - 1
     while not guides.without_unready([(request, 1)]):
@@ -82,7 +82,7 @@ def mask_of(guides: Guides, request: Request) -> Mask:
 
 
 def guided(guide: Guide, **fields: Any) -> Request:
-    return Request("r", Order([4, 5], Sampling(guide=guide, max_tokens=50, **fields)))
+    return Request("r", RequestSpec([4, 5], Sampling(guide=guide, max_tokens=50, **fields)))
 
 
 # ---- masks
@@ -151,7 +151,7 @@ def test_replay_is_the_same_as_going_along(compiler: Compiler, guide: Guide) -> 
 
 
 def test_rows_that_no_token_has_are_never_allowed(byte_compiler: Compiler) -> None:
-    request = Request("r", Order([1], Sampling(guide=Guide("regex", r"(.|\n)*"))))
+    request = Request("r", RequestSpec([1], Sampling(guide=Guide("regex", r"(.|\n)*"))))
     found = ids_of(mask_of(Guides(lambda: byte_compiler), request))
     assert EOS_ID in found
     assert not {256, 257} & set(found)  # special tokens are no text
@@ -225,8 +225,8 @@ def test_masks_go_with_everything_else() -> None:
 
     logits = torch.zeros(5, TOY_VOCAB_SIZE)
     logits[:, 9] = 5.0
-    mask, only_end = Mask(words_of([3, 6, 7, 9], 2)), Mask(words_of([3], 2), accepts=True, is_forced=True)
-    asked: list[tuple[Mask | None, dict[str, Any]]] = [
+    mask, only_end = TokenMask(words_of([3, 6, 7, 9], 2)), TokenMask(words_of([3], 2), accepts=True, is_forced=True)
+    asked: list[tuple[TokenMask | None, dict[str, Any]]] = [
         (mask, {}),
         (mask, {"bad_words": ((9,),), "logit_bias": ((7, 2.0),)}),
         (mask, {"allowed_token_ids": (8, 10)}),
@@ -234,7 +234,7 @@ def test_masks_go_with_everything_else() -> None:
         (only_end, {"temperature": 2.0, "min_tokens": 9, "allowed_token_ids": (8,)}),
     ]
     rows = [
-        SamplingRow(Request(f"{at}", Order([4], Sampling(**{"temperature": 0.0, **fields}))), 0, 0, each)
+        SamplingRow(Request(f"{at}", RequestSpec([4], Sampling(**{"temperature": 0.0, **fields}))), 0, 0, each)
         for at, (each, fields) in enumerate(asked)
     ]
     found = Sampler(TOY_VOCAB_SIZE, EOS).sample(logits, rows)
@@ -271,7 +271,9 @@ def run(core: EngineCore, requests: list[Request], drop: random.Random | None = 
 
 def requests_of_all_kinds(**fields: Any) -> list[Request]:
     return [
-        Request(f"r{at}", Order([4 + at, 9, 5], Sampling(guide=guide, max_tokens=40, seed=at, **fields)), arrival_s=at)
+        Request(
+            f"r{at}", RequestSpec([4 + at, 9, 5], Sampling(guide=guide, max_tokens=40, seed=at, **fields)), arrival_s=at
+        )
         for at, guide in enumerate([*GUIDES, *GUIDES, None, None])
     ]
 
@@ -352,8 +354,8 @@ def test_ignore_eos_goes_on_while_the_guide_lets_it(compiler: Compiler) -> None:
 
 def test_nothing_left_to_choose_ends_one_request_only(compiler: Compiler) -> None:
     stuck = guided(Guide("regex", "[abc]{9}"), allowed_token_ids=(20,))
-    broken = Request("broken", Order([4], Sampling(guide=Guide("regex", "a("))))
-    other = Request("other", Order([4], Sampling(max_tokens=9)))
+    broken = Request("broken", RequestSpec([4], Sampling(guide=Guide("regex", "a("))))
+    other = Request("other", RequestSpec([4], Sampling(max_tokens=9)))
     failed = run(make_core(compiler), [stuck, broken, other])
     assert {*failed} == {"r#0", "broken#0"}
     assert "leave no token to choose" in failed["r#0"]
@@ -364,7 +366,7 @@ def test_nothing_left_to_choose_ends_one_request_only(compiler: Compiler) -> Non
 def test_forks_follow_their_own_outputs(compiler: Compiler) -> None:
     core = make_core(compiler)
     sampling = Sampling(guide=Guide("regex", "[abc]{3}[0-9]{2}"), max_tokens=20, n=4, seed=2)
-    core.scheduler.add(Request("r", Order([4, 5], sampling)))
+    core.scheduler.add(Request("r", RequestSpec([4, 5], sampling)))
     outputs: dict[int, list[int]] = {}
     while core.scheduler.requests:
         for _, token in core.step().sampled:
@@ -378,7 +380,7 @@ def test_others_do_not_wait_for_a_guide_that_compiles(compiler: Compiler) -> Non
     core = make_core(compiler)
     pending: Future[Any] = Future()
     core.guides._compiled[GUIDES[2]] = pending
-    waiting, other = guided(GUIDES[2]), Request("other", Order([4, 5], Sampling(max_tokens=6, ignore_eos=True)))
+    waiting, other = guided(GUIDES[2]), Request("other", RequestSpec([4, 5], Sampling(max_tokens=6, ignore_eos=True)))
     core.scheduler.add(waiting)
     core.scheduler.add(other)
     for _ in range(8):
@@ -394,7 +396,7 @@ def test_masks_that_do_not_come_end_their_requests_and_not_the_engine(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that makes them hangs; the next step has another."""
-    monkeypatch.setattr("pd_cluster.model.sampling.guided.MASKS_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("pd_cluster.model.sampling.grammar_masks.MASKS_TIMEOUT_S", 0.1)
     write, stuck, free = compiler.write_masks, [True], threading.Event()
 
     def write_masks(*arguments: Any) -> Any:
@@ -409,7 +411,7 @@ def test_masks_that_do_not_come_end_their_requests_and_not_the_engine(
         mask = mask_of(guides, guided(Guide("regex", "a")))
         assert mask.problem.endswith(": the masks of a step took more than 0.1 s")
         assert ids_of(mask) == []
-        monkeypatch.setattr("pd_cluster.model.sampling.guided.MASKS_TIMEOUT_S", 60.0)
+        monkeypatch.setattr("pd_cluster.model.sampling.grammar_masks.MASKS_TIMEOUT_S", 60.0)
         assert ids_of(mask_of(guides, guided(Guide("regex", "a")))) == [4]
     finally:
         free.set()

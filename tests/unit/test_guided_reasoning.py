@@ -9,9 +9,9 @@ import random
 
 import pytest
 
-from pd_cluster.parsers.parts import Content, Part, Reasoning
-from pd_cluster.parsers.reply import ReplyFormat
-from pd_cluster.parsers.table import THINKING
+from pd_cluster.parsers.format_table import THINKING
+from pd_cluster.parsers.reply_format import ReplyFormat
+from pd_cluster.parsers.reply_parts import Content, Part, Reasoning
 from pd_cluster.types import Guide
 from tests.support.usual import slow_but
 from tests.unit.test_tool_guides import World

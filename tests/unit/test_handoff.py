@@ -14,15 +14,15 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.exports import Exports
 from pd_cluster.engine.handover.imports import Imports
 from pd_cluster.engine.handover.shipping import ShipGroup, ShipLimits, ShipSizes
-from pd_cluster.engine.handover.terms import TransferTerms
-from pd_cluster.engine.step import group
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.handover.transfer_terms import TransferTerms
+from pd_cluster.engine.scheduling import group_holdings
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
 from pd_cluster.errors import QuarantineFull
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.rule import STATE, Rule
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.group_rule import STATE, Rule
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.types import Leg, Order, Request, Sampling, TokenOutput
+from pd_cluster.types import Leg, Request, RequestSpec, Sampling, TokenOutput
 from tests.support.handoff_ahead import AheadWorld
 from tests.support.handoff_groups import GroupsWorld
 from tests.support.handoff_rest import RestingWorld
@@ -91,7 +91,7 @@ def test_random_orders_of_events(
     world_of: type[World], num_seeds: int, outcomes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a link rests, where steps are launched ahead of the host, and with several groups of layers."""
-    monkeypatch.setattr(group, "MOST_PEER_BLOCK", 4)  # P lets the blocks of short prompts pass, too
+    monkeypatch.setattr(group_holdings, "MOST_PEER_BLOCK", 4)  # P lets the blocks of short prompts pass, too
     seen = explore(range(num_seeds), world_of)
     for outcome in (*OF_BOTH, *outcomes):
         assert seen[outcome] > num_seeds // 25, f"{outcome!r} was hardly seen: {seen}"
@@ -148,7 +148,9 @@ class Recorder:
 
 
 def make_request(leg: Leg, sampling: Sampling | None = None) -> Request:
-    return Request("r", Order([1] * 8, sampling or Sampling(max_tokens=4)), leg=leg, transfer_id="t", peer="decode")
+    return Request(
+        "r", RequestSpec([1] * 8, sampling or Sampling(max_tokens=4)), leg=leg, transfer_id="t", peer="decode"
+    )
 
 
 NO_TOKENS = [[-1], [3], [9], [2**62], [0, 0]]

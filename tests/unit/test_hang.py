@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from pd_cluster.engine import hang
+from pd_cluster.engine.ranks import hang_watchdog
 
 DEADLINE_S = 60
 
 HANGS = """
 import ctypes
-from pd_cluster.engine.hang import ends_when_hung
+from pd_cluster.engine.ranks.hang_watchdog import ends_when_hung
 came_round = ends_when_hung({limit_s})
 for _ in range(3):
     came_round()
@@ -38,7 +38,7 @@ def test_the_process_ends_and_tells_where_it_was() -> None:
 
 def test_who_waits_for_a_lost_rank_ends() -> None:
     """This holds without a limit on steps, too."""
-    first = "from pd_cluster.engine.hang import end_within\nend_within(0.2)\n"
+    first = "from pd_cluster.engine.ranks.hang_watchdog import end_within\nend_within(0.2)\n"
     ended = run(0, (DEADLINE_S - 1) * 1_000_000, first)
     assert (ended.returncode, ended.stdout) == (1, "")
 
@@ -51,10 +51,10 @@ def test_a_step_that_comes_back_in_time_is_left_alone(limit_s: float) -> None:
 
 def test_the_deadline_is_put_off_at_most_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[float, bool]] = []
-    monkeypatch.setattr(hang, "_alarm", hang._Alarm())
-    monkeypatch.setattr(hang.faulthandler, "dump_traceback_later", lambda s, exit: calls.append((s, exit)))
+    monkeypatch.setattr(hang_watchdog, "_alarm", hang_watchdog._Alarm())
+    monkeypatch.setattr(hang_watchdog.faulthandler, "dump_traceback_later", lambda s, exit: calls.append((s, exit)))
     now_s = 50.0
-    came_round = hang.ends_when_hung(600.0, lambda: now_s)
+    came_round = hang_watchdog.ends_when_hung(600.0, lambda: now_s)
     for _ in range(40):
         came_round()
         now_s += 0.25

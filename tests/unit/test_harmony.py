@@ -8,8 +8,8 @@ import random
 import pytest
 
 from pd_cluster.errors import ConfigError, RequestError
-from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pd_cluster.parsers.reply import ReplyFormat, Tool, ToolChoice
+from pd_cluster.parsers.reply_format import ReplyFormat, Tool, ToolChoice
+from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pd_cluster.types import Guide
 from tests.unit.test_parsers import call, joined
 from tests.unit.test_parsers_families import cut

@@ -9,8 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from pd_cluster.commands.cli import whole_command
-from pd_cluster.commands.signature import first_words
-from pd_cluster.settings.options import USUAL, settings
+from pd_cluster.commands.settings_flags import first_words
+from pd_cluster.settings.serve_options import USUAL, settings
 from pd_cluster.settings.setting import CHOICES
 
 NUM_LINES, NUM_COLUMNS = 50, 80

@@ -14,7 +14,7 @@ import pytest
 
 from pd_cluster.checkpoints.hub import resolve_model
 from pd_cluster.errors import ModelError
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from tests.support.hub import Hub
 
 NAME = "nobody/tiny"

@@ -13,18 +13,18 @@ import pytest
 from msgspec import structs
 from PIL import Image as Pictures
 
-from pd_cluster.checkpoints.vision import VisionPart
+from pd_cluster.checkpoints.vision_config import VisionPart
 from pd_cluster.errors import ModelError, RequestError
+from pd_cluster.media.image_files import fitted
+from pd_cluster.media.image_rules import BILINEAR, ImageRules, ImageView, place
 from pd_cluster.media.kinds.glm import FrameRules
+from pd_cluster.media.kinds.image_kinds import KINDS, WrittenRules
 from pd_cluster.media.kinds.internvl import TileRules
 from pd_cluster.media.kinds.llava import SquareRules
 from pd_cluster.media.kinds.pixtral import RowRules
 from pd_cluster.media.kinds.qwen import GridRules
-from pd_cluster.media.kinds.table import KINDS, WrittenRules
-from pd_cluster.media.pictures import fitted
-from pd_cluster.media.rules import BILINEAR, ImageRules, View, place
-from pd_cluster.media.video import Stamps, VideoRules
-from pd_cluster.model.vision.pixels import Pixels
+from pd_cluster.media.video_rules import TimestampStyle, VideoRules
+from pd_cluster.model.vision.pixel_values import Pixels
 from pd_cluster.types import Image
 
 TILES = TileRules(side=448, num_each=256, fewest=1, most_tiles=12)
@@ -60,7 +60,7 @@ def test_rows_are_those_of_transformers() -> None:
         if 0 in expected:  # there it would resize to nothing
             assert min(image.num_rows, image.num_columns) == 1
             continue
-        assert views == (View(expected),)
+        assert views == (ImageView(expected),)
         assert ROWS.num_tokens(image) == len(ROWS.tokens(image)) == expected[0] // 28 * (expected[1] // 28 + 1)
 
 
@@ -169,7 +169,7 @@ WITHOUT_A_FONT = (
     "the folder lacks; add that font, or set draw_on_frames to false"
 )
 VIDEOS = VideoRules(token_id=151344, start_id=151339, end_id=151340, min_pixels=12544, max_pixels=9633792)
-VIDEOS = structs.replace(VIDEOS, shares_area=True, stamps=Stamps.BEHIND, pad_id=151343)
+VIDEOS = structs.replace(VIDEOS, shares_area=True, stamps=TimestampStyle.BEHIND, pad_id=151343)
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any], ImageRules]] = {
     "llava": (
         {"image_token_index": 32000, "vision_config": CLIP},

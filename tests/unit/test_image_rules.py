@@ -13,11 +13,11 @@ import torch
 from msgspec import structs
 from PIL import Image as Pictures
 
-from pd_cluster.checkpoints.vision import VisionPart
+from pd_cluster.checkpoints.vision_config import VisionPart
 from pd_cluster.errors import ModelError, RequestError
+from pd_cluster.media.image_files import fitted
+from pd_cluster.media.image_rules import place
 from pd_cluster.media.kinds.qwen import GridRules
-from pd_cluster.media.pictures import fitted
-from pd_cluster.media.rules import place
 from pd_cluster.types import Image
 
 QWEN2 = GridRules(14, 2, 56 * 56, 28 * 28 * 1280)
@@ -51,7 +51,7 @@ def test_pixels_are_those_of_transformers(rules: GridRules) -> None:
     """To the bit, after normalizing and in the order of the tower's patches."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    from pd_cluster.model.vision.pixels import Pixels
+    from pd_cluster.model.vision.pixel_values import Pixels
 
     size = {"shortest_edge": rules.min_pixels, "longest_edge": rules.max_pixels}
     processor = Qwen2VLImageProcessorPil(patch_size=rules.patch_size, size=size)

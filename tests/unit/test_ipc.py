@@ -17,18 +17,18 @@ import torch
 from pd_cluster import wire
 from pd_cluster.devices import device
 from pd_cluster.devices.device import CPU, Device
-from pd_cluster.devices.kinds import DeviceKind
-from pd_cluster.devices.streams import poll
+from pd_cluster.devices.device_kinds import DeviceKind
+from pd_cluster.devices.device_streams import poll
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.device_copy import copy_blocks
-from pd_cluster.kv.memory import paired_runs
-from pd_cluster.kv.pool import NUM_EXTRA_BLOCKS
-from pd_cluster.transport import unix
+from pd_cluster.kv.kv_pool import NUM_EXTRA_BLOCKS
+from pd_cluster.kv.pool_memory import paired_runs
+from pd_cluster.transport import unix_server
 from pd_cluster.transport.device_memory import MemoryPart
+from pd_cluster.transport.in_process import LocalReceiver, offer_pool
 from pd_cluster.transport.ipc import MAX_EXPORT_NBYTES, ExportServer, IpcReceiver
-from pd_cluster.transport.local import LocalReceiver, offer_pool
 from pd_cluster.transport.one_sided import PoolAddress
-from pd_cluster.transport.table import BY_NAME, allowed
+from pd_cluster.transport.transport_table import BY_NAME, allowed
 from tests.support.fake_device import FakeGroup, FakeModule, MemfdMemory, content, install, put_on
 from tests.support.transports import (
     CHECKSUM,
@@ -51,7 +51,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModule]:
         group.aborted.set()
 
 
-class Server(unix.UnixServer):
+class Server(unix_server.UnixServer):
     """Says whatever the test wants."""
 
     def __init__(self, data: bytes) -> None:
@@ -63,7 +63,7 @@ class Server(unix.UnixServer):
 
 
 def make_receiver(
-    server: unix.UnixServer, num_blocks: int = NUM_BLOCKS, uuid: str = "GPU-0", kind: DeviceKind = "cuda"
+    server: unix_server.UnixServer, num_blocks: int = NUM_BLOCKS, uuid: str = "GPU-0", kind: DeviceKind = "cuda"
 ) -> IpcReceiver:
     offer = PoolAddress(server.name, uuid).offer("ipc")
     target = put_on(random_pool(2), 0, kind)
@@ -233,7 +233,9 @@ def test_a_server_forgets_who_has_hung_up(gpu: FakeModule) -> None:
     last.open()
     kept = server._kept
     assert kept is not None
-    assert poll(lambda: len(kept) > 0 and not unix.has_hung_up(kept[-1]), WAIT_S), "it is kept after it was answered"
+    assert poll(lambda: len(kept) > 0 and not unix_server.has_hung_up(kept[-1]), WAIT_S), (
+        "it is kept after it was answered"
+    )
     assert len(kept) <= 2
     last.close()
     server.close()

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.schema.messages_chat import chat_of as chat_of_messages
-from pd_cluster.service.schema.messages_protocol import MessagesPrompt
-from pd_cluster.service.schema.parse import checked
-from pd_cluster.service.schema.responses_chat import chat_of as chat_of_response
-from pd_cluster.service.schema.responses_items import items_of, listed
-from pd_cluster.service.schema.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.messages.messages_protocol import MessagesPrompt
+from pd_cluster.service.schema.messages.messages_to_chat import chat_of as chat_of_messages
+from pd_cluster.service.schema.request_parsing import checked
+from pd_cluster.service.schema.responses.responses_items import items_of, listed
+from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.responses.responses_to_chat import chat_of as chat_of_response
 
 CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 OUTPUT = {"type": "function_call_output", "call_id": "c", "output": "a"}

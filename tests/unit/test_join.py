@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.members import registrar as registrar_module
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.members.registrar import Registrar
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.members import join_registrar as registrar_module
+from pd_cluster.cluster.members.join_registrar import Registrar
 from pd_cluster.errors import InstanceNotFound
-from pd_cluster.net.nodes import NODE_REFUSED
-from pd_cluster.reports import InstanceInfo
+from pd_cluster.net.node_proofs import NODE_REFUSED
+from pd_cluster.process_messages import InstanceInfo
 from tests.support.elastic_world import ElasticWorld
 from tests.support.joining_worker import JOIN, REACH_S
 from tests.support.mail import RecordedMail

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.members.joining import FIRST_BACKOFF_S
-from pd_cluster.cluster.members.registrar import ELSEWHERE, Registrar
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.members.join_registrar import ELSEWHERE, Registrar
+from pd_cluster.cluster.members.worker_joining import FIRST_BACKOFF_S
 from pd_cluster.errors import ConfigError
 from tests.support.joining_worker import JOIN, REACH_S, TIMES, Seeker
 from tests.support.mail import RecordedMail

@@ -14,12 +14,12 @@ import pytest
 
 from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, read_key_file, write_key_file
 from pd_cluster.cluster.tenancy.key_store import KeyStore
-from pd_cluster.cluster.tenancy.rate_memory import RateMemory, tag_of
+from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits, tag_of
 from pd_cluster.commands import cli
 from pd_cluster.errors import ConfigError
-from pd_cluster.reports import ApiKey
-from pd_cluster.settings.dates import time_of
-from pd_cluster.settings.http import HttpConfig
+from pd_cluster.process_messages import ApiKey
+from pd_cluster.settings.expiry_dates import time_of
+from pd_cluster.settings.http_settings import HttpConfig
 from tests.support.another_user import OTHER_ID, as_another_user
 
 SALT = "5a" * 32
@@ -253,7 +253,7 @@ def key_of(key: str, **fields: Any) -> ApiKey:
 
 def store_of(file: Path, *entries: ApiKey, **http: Any) -> KeyStore:
     write_key_file(file, KeyFile(SALT, entries))
-    return KeyStore(HttpConfig(key_file=str(file), **http), ["tiny"], RateMemory.create(lambda: 0))
+    return KeyStore(HttpConfig(key_file=str(file), **http), ["tiny"], SharedRateLimits.create(lambda: 0))
 
 
 def left(store: KeyStore, key: str) -> tuple[int, int] | None:
@@ -288,7 +288,7 @@ def test_names_of_models_that_are_not_served_are_told(file: Path, caplog: pytest
     store_of(file, key_of("a", models=("tiny", "tinny")))
     assert "id 'a': models: 'tinny' is not served here; there is tiny" in caplog.text
     assert len(caplog.records) == 1
-    KeyStore(HttpConfig(key_file=str(file)), ["tiny"], RateMemory.create(lambda: 0), may_grow=True)
+    KeyStore(HttpConfig(key_file=str(file)), ["tiny"], SharedRateLimits.create(lambda: 0), may_grow=True)
     assert len(caplog.records) == 1, "an adapter of that name may be loaded later"
 
 

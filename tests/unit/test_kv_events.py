@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from pd_cluster.engine.kv_events import KVEvents
-from pd_cluster.engine.step.group import GroupHoldings, LayerGroup
-from pd_cluster.engine.step.holdings import Holdings
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.event_log import EventBatch, EventLog
+from pd_cluster.engine.scheduling.block_holdings import Holdings
+from pd_cluster.engine.scheduling.group_holdings import GroupHoldings, LayerGroup
+from pd_cluster.engine.stages.kv_event_publisher import KVEvents
+from pd_cluster.kv.block_pool import BlockPool
 from pd_cluster.kv.host_tier import HostTier, LoadCost
+from pd_cluster.kv.kv_event_log import EventBatch, KVEventLog
 from pd_cluster.kv.lower_tier import LowerTier
-from pd_cluster.kv.prefix import PrefixScope, chain_hashes
+from pd_cluster.kv.prefix_index import PrefixScope, chain_hashes
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Order, Request, Sampling, Span
+from pd_cluster.types import Request, RequestSpec, Sampling, Span
 from tests.support.kv_event_readers import (
     BLOCK,
     DECODER,
@@ -71,7 +71,7 @@ class Traffic:
         """Admits a prompt, computes some of it, and remembers that; its beginning is often known."""
         length = self.rng.randrange(1, 6 * BLOCK)
         prompt = [self.rng.randrange(ALPHABET) // 2 for _ in range(length)]
-        order = Order(prompt, Sampling(), self.rng.choice(("", "", "salt")), self.rng.choice(("", "ab" * 32)))
+        order = RequestSpec(prompt, Sampling(), self.rng.choice(("", "", "salt")), self.rng.choice(("", "ab" * 32)))
         request = Request(f"r{next(self.number)}", order)
         needed = self.holdings.num_blocks_for(length)
         (cached,) = self.holdings.find(request, length - 1).tables
@@ -120,7 +120,9 @@ class Traffic:
         """A block's tokens and those before it are what its hash is of, as far as its chain is there."""
         known = self.mirror.blocks.get("GPU", {})
         scope = PrefixScope("m", Numerics())
-        roots = [scope.root(Order([], Sampling(), salt, name)) for salt in ("", "salt") for name in ("", "ab" * 32)]
+        roots = [
+            scope.root(RequestSpec([], Sampling(), salt, name)) for salt in ("", "salt") for name in ("", "ab" * 32)
+        ]
         for block in known:
             whole: list[int] = []
             at: int | bytes | None = block
@@ -147,12 +149,12 @@ def test_events_add_up_to_the_cache(has_tier: bool) -> None:
 
 
 def test_a_prompts_blocks_are_one_event_with_what_makes_them_apart() -> None:
-    log = EventLog(BLOCK)
-    order = Order([0] * 12, Sampling(), "pepper", "ab" * 32, spans=(Span(5, 9, b"d" * 32),))
+    log = KVEventLog(BLOCK)
+    order = RequestSpec([0] * 12, Sampling(), "pepper", "ab" * 32, spans=(Span(5, 9, b"d" * 32),))
     contents = [bytes([at]) * 32 for at in range(4)]
     for at, content in enumerate(contents[:3]):
         log.stored(content, contents[at - 1] if at else None, [at] * BLOCK, order, at * BLOCK)
-    log.stored(contents[3], None, [9] * BLOCK, Order([], Sampling()), 0)
+    log.stored(contents[3], None, [9] * BLOCK, RequestSpec([], Sampling()), 0)
     log.removed(contents[3])
     log.removed(contents[0])
     log.moved({contents[0]: "disk"})

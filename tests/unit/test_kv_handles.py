@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.kv_handles import TTL_S, KVHandles
-from pd_cluster.types import Order, Sampling
+from pd_cluster.service.generation.kv_handles import TTL_S, KVHandles
+from pd_cluster.types import RequestSpec, Sampling
 
 ASKED = {"do_remote_decode": True}
 
@@ -21,7 +21,7 @@ class World:
         self.handles = KVHandles(secret, model, lambda: self.now_s)
 
     def plan(self, asked: Any, owner: str = "a", streams: bool = False, num: int = 1, **order: Any) -> Any:
-        one = Order(**{"prompt_token_ids": [1, 2, 3], "sampling": Sampling(), **order})
+        one = RequestSpec(**{"prompt_token_ids": [1, 2, 3], "sampling": Sampling(), **order})
         return self.handles.plan(asked, owner, [one] * num, streams)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
 from tests.support.held import held, more_than
 
 LAYOUT = KVLayout(2, 1, keys_and_values(16), 16, "float32")

@@ -6,10 +6,10 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.devices.device import CPU
-from pd_cluster.kv.route import Route
-from pd_cluster.transport.copies import Copies
-from pd_cluster.transport.events import Arrived, Landed, LandFault
+from pd_cluster.kv.pool_route import PoolRoute
 from pd_cluster.transport.landing import Geometry, Lander
+from pd_cluster.transport.link_copies import Copies
+from pd_cluster.transport.link_events import Arrived, Landed, LandFault
 from pd_cluster.types import TokenOutput
 
 TOKEN = TokenOutput("r", 0, 0, 0, 5)
@@ -21,7 +21,7 @@ class Recorder:
     """A receiver that writes down where payloads go."""
 
     name: wire.TransportName = "local"
-    route: Route  # none of its layouts matters
+    route: PoolRoute  # none of its layouts matters
 
     def __init__(self) -> None:
         self.copies = Copies(CPU)

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.gather import Gather
+from pd_cluster.engine.handover.links.lane_barrier import LaneBarrier
 from pd_cluster.engine.ranks import rank_messages as to
-from pd_cluster.engine.ranks.follower import Gate
+from pd_cluster.engine.ranks.follower import ProgressQueue
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.groups import lanes_of, transfer_nbytes
-from pd_cluster.kv.layout import KVLayout, can_split_heads, keys_and_values, lanes, num_lanes
+from pd_cluster.kv.kv_layout import KVLayout, can_split_heads, keys_and_values, lanes, num_lanes
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.kv.layer_groups import lanes_of, transfer_nbytes
 from pd_cluster.kv.pack import pack, unpack
-from pd_cluster.kv.pair_check import check_pair
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.kv.route import Route
-from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, LinkEvent
+from pd_cluster.kv.pool_compatibility import check_pair
+from pd_cluster.kv.pool_route import PoolRoute
+from pd_cluster.transport.link_events import Arrived, Drained, Landed, LandFault, LinkEvent
 from pd_cluster.types import TokenOutput
 from pd_cluster.wire import KVPiece
 
@@ -47,7 +47,7 @@ def test_every_rank_gets_each_of_its_heads_once() -> None:
         assert len(found) == len(set(found))
         got: dict[int, list[int]] = {rank: [] for rank in range(d)}
         for lane in found:
-            route = Route(source.of_rank(lane.source_rank), target.of_rank(lane.target_rank))
+            route = PoolRoute(source.of_rank(lane.source_rank), target.of_rank(lane.target_rank))
             assert route.num_heads > 0
             got[lane.target_rank] += range(*route.heads)
         for rank, mine in got.items():
@@ -85,7 +85,7 @@ def test_a_prompt_goes_through_all_lanes(p: int, d: int, wants_int8: bool, block
         pool.data.fill_(-1.0)
     piece = KVPiece(0, 13, 0, source.num_layers, ids)
     for lane in lanes(source, target):
-        route = Route(pools[lane.source_rank].layout, landed[lane.target_rank].layout, wants_int8)
+        route = PoolRoute(pools[lane.source_rank].layout, landed[lane.target_rank].layout, wants_int8)
         payload = pack(pools[lane.source_rank].memory, piece, route)
         assert len(payload) == route.payload_nbytes(piece)
         unpack(payload, piece, route, landed[lane.target_rank].memory, into)
@@ -153,7 +153,7 @@ def landed(nbytes: int, token_id: int = 1) -> Landed:
 
 
 def test_arrived_and_landed_when_all_lanes_have() -> None:
-    gather = Gather(3)
+    gather = LaneBarrier(3)
     assert [gather.add(lane, Arrived("t")) for lane in (1, 0, 2)] == [None, None, Arrived("t")]
     gather.add(0, Arrived("u"))  # and given up
     assert [gather.add(lane, Drained("u")) for lane in (0, 1, 2)] == [None, None, Drained("u")]
@@ -163,7 +163,7 @@ def test_arrived_and_landed_when_all_lanes_have() -> None:
 
 
 def test_lanes_that_disagree_are_a_fault() -> None:
-    gather = Gather(2)
+    gather = LaneBarrier(2)
     gather.add(0, landed(1))
     assert isinstance(gather.add(1, landed(1, token_id=2)), LandFault)
 
@@ -176,7 +176,7 @@ def test_any_order_of_lanes() -> None:
         for _ in range(4):
             first: list[LinkEvent] = [rng.choice([landed(1), LandFault("t", "x")])][: rng.randrange(2)]
             queues.append([*first, Drained("t")])
-        gather, said = Gather(4), []
+        gather, said = LaneBarrier(4), []
         while any(queues):
             lane = rng.choice([lane for lane, queue in enumerate(queues) if queue])
             event = gather.add(lane, queues[lane].pop(0))
@@ -190,7 +190,7 @@ def test_any_order_of_lanes() -> None:
 
 
 def test_a_follower_sends_what_it_has_computed_itself() -> None:
-    gate, done = Gate(), []
+    gate, done = ProgressQueue(), []
     gate.reached(to.Reached(1, 0))
     for name, after in (("a", (0, 9)), ("b", (1, 2)), ("c", (0, 0)), ("d", (1, 3)), ("e", (2, 1))):
         gate.add(to.Reached(*after), lambda name=name: done.append(name))

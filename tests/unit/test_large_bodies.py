@@ -15,10 +15,10 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from pd_cluster.api.gate.http import LARGE_BODY_NBYTES
+from pd_cluster.api.middleware.http_bodies import LARGE_BODY_NBYTES
 from pd_cluster.service.schema import json_body
+from pd_cluster.service.schema.completion_protocol import MAX_MESSAGES, MAX_PARTS
 from pd_cluster.service.schema.json_body import MAX_ESCAPES, MAX_NAMES, MAX_STRINGS, MAX_VALUES
-from pd_cluster.service.schema.protocol import MAX_MESSAGES, MAX_PARTS
 from tests.support.public_port import make_app
 
 PATHS = (

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.processes.launch import LASTING_STREAMS, Launch
+from pd_cluster.cluster.processes.launch_settings import LASTING_STREAMS, Launch
 from pd_cluster.cluster.processes.launcher import plan_cluster
 from pd_cluster.errors import ConfigError
 

@@ -11,23 +11,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pd_cluster.devices.device import Device
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.memory import Move
 from pd_cluster.kv.pack import pack, unpack
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.kv.route import Route
-from pd_cluster.kv.swap import SwapSpace
+from pd_cluster.kv.pool_memory import Move
+from pd_cluster.kv.pool_route import PoolRoute
+from pd_cluster.kv.swap_space import SwapSpace
 from pd_cluster.wire import KVPiece
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=4, planes=keys_and_values(8), block_size=4, dtype="float32")
 NUM_BLOCKS = 6
 ROUTES = {
-    "verbatim": Route(LAYOUT, LAYOUT),
-    "larger blocks": Route(LAYOUT, replace(LAYOUT, block_size=8)),
-    "fewer heads": Route(LAYOUT, replace(LAYOUT, tp_size=2, tp_rank=1)),
-    "in 16 bits": Route(LAYOUT, replace(LAYOUT, dtype="float16")),
-    "int8": Route(LAYOUT, LAYOUT, wants_int8=True),
+    "verbatim": PoolRoute(LAYOUT, LAYOUT),
+    "larger blocks": PoolRoute(LAYOUT, replace(LAYOUT, block_size=8)),
+    "fewer heads": PoolRoute(LAYOUT, replace(LAYOUT, tp_size=2, tp_rank=1)),
+    "in 16 bits": PoolRoute(LAYOUT, replace(LAYOUT, dtype="float16")),
+    "int8": PoolRoute(LAYOUT, LAYOUT, wants_int8=True),
 }
 
 

@@ -21,9 +21,9 @@ LAYERS: list[tuple[str, ...]] = [
     ("output_files", "private_files"),
     ("host", "native"),
     ("types",),
-    ("costs", "media", "numerics", "parsers", "tables"),
+    ("costs", "media", "numerics", "parsers", "result_tables"),
     ("wire",),
-    ("reports",),
+    ("process_messages",),
     ("settings",),
     ("checkpoints", "devices", "net"),
     ("kv", "text"),
@@ -46,46 +46,46 @@ ONLY_IN = {
     "starlette": ("api",),
     "uvicorn": ("api",),
     "transformers": ("model",),
-    "torch": ("kv", "native", "transport", "model", "engine", "devices", "offline.local"),
+    "torch": ("kv", "native", "transport", "model", "engine", "devices", "offline.local_engine"),
     "zmq": ("net",),
     "llguidance": ("text.grammar",),
     "jinja2": ("text.chat_template", "text.template_roles"),
     "tokenizers": ("text",),
     "typer": ("commands",),
-    "matplotlib": ("commands.trace.png", "commands.load_picture", "commands.compare_picture"),
-    "tqdm": ("offline.progress",),
-    "triton": ("model.cuda", "kv.copy_kernel"),
+    "matplotlib": ("commands.trace.timeline_png", "commands.load_chart", "commands.compare_chart"),
+    "tqdm": ("offline.progress_bar",),
+    "triton": ("model.kernels.cuda", "kv.copy_kernel"),
     "PIL": ("media",),
-    "cryptography": ("kv.seal", "net.nodes"),
+    "cryptography": ("kv.block_seal", "net.node_proofs"),
     "redis": ("kv.shared_store",),
-    "grpc": ("gateway.server",),
+    "grpc": ("gateway.picker_server",),
     "google": ("gateway.messages_pb2",),
     "av": ("media",),
-    "opentelemetry": ("service.traces",),
-    "flashinfer": ("model.cuda.flashinfer",),
+    "opentelemetry": ("service.request_traces",),
+    "flashinfer": ("model.kernels.cuda.attention.flashinfer",),
     "guidellm": ("bench.load.guidellm_plugin",),
 }
 TORCH_FREE = [
     "pd_cluster.service.guides.guide_child",
     "pd_cluster.api.scheduler_app",
     "pd_cluster.service.prompts.template_child",
-    "pd_cluster.service.prompts.picture_child",
+    "pd_cluster.service.media.media_child",
     "pd_cluster.api.worker_app",
     "pd_cluster.commands.cli",
-    "pd_cluster.devices.hccl",
-    "pd_cluster.gateway.server",
+    "pd_cluster.devices.hccl_environment",
+    "pd_cluster.gateway.picker_server",
     "pd_cluster.offline.batch_job",
-    "pd_cluster.commands.serve",
+    "pd_cluster.commands.serve_command",
 ]
 SCHEDULER = "pd_cluster.api.scheduler_app"
 HEAVY = ("torch", "transformers", "llguidance")
 ROLES = {  # the imports of each role's process before it does anything
     "up": "import pd_cluster.commands.cli, pd_cluster.cluster.processes.launcher",
-    "worker's parent": "import pd_cluster.commands.cli, pd_cluster.commands.serve, pd_cluster.api.worker_app",
-    "scheduler": "import pd_cluster.commands.cli, pd_cluster.commands.serve, pd_cluster.api.scheduler_app",
+    "worker's parent": "import pd_cluster.commands.cli, pd_cluster.commands.serve_command, pd_cluster.api.worker_app",
+    "scheduler": "import pd_cluster.commands.cli, pd_cluster.commands.serve_command, pd_cluster.api.scheduler_app",
     "rank process": (
-        "from pd_cluster.engine.start.process import import_engine; import_engine(light=True)\n"
-        "from pd_cluster.model.light_transformers import import_architecture; import_architecture('llama')"
+        "from pd_cluster.engine.start.rank_main import import_engine; import_engine(light=True)\n"
+        "from pd_cluster.model.loading.light_transformers import import_architecture; import_architecture('llama')"
     ),
 }
 # Top-level packages that these bring, besides Python's own.

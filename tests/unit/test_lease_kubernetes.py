@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from pd_cluster.cluster.members import lease_kubernetes
-from pd_cluster.cluster.members.lease import LeaseRecord, Listed, Ownership
-from pd_cluster.cluster.members.lease_kubernetes import MAX_RECORD_NBYTES, RECORD, KubernetesLease, place_of_lease
+from pd_cluster.cluster.leases import lease_kubernetes
+from pd_cluster.cluster.leases.lease_kubernetes import MAX_RECORD_NBYTES, RECORD, KubernetesLease, place_of_lease
+from pd_cluster.cluster.leases.membership_lease import DesiredInstance, LeaseRecord, Ownership
 from pd_cluster.errors import ConfigError, LeaseUnavailable
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.lease_server import LeaseServer, make_account, serving
@@ -20,7 +20,7 @@ from tests.support.scheduler_world import Store, World
 
 ALL = {"get", "create", "update"}
 TIMEOUT_S = 30.0
-MEMBER = Listed(name="a", role="decode", host="192.0.2.7", port=8088, device_ids=["0"], joined_as="decode")
+MEMBER = DesiredInstance(name="a", role="decode", host="192.0.2.7", port=8088, device_ids=["0"], joined_as="decode")
 
 
 class Api:
@@ -329,7 +329,7 @@ def test_outside_of_a_pod_it_says_so(tmp_path: Path, certificate: Certificate, m
     assert (made._url, made._timeout_s) == ("https://[fd00::1]:6443", 5.0)
 
 
-# ---- the random orders of test_lease.py, over HTTP
+# ---- the random orders of test_membership_lease.py, over HTTP
 
 
 class ApiWay:

@@ -16,23 +16,23 @@ import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.context import HandoverContext
-from pd_cluster.engine.handover.in_links import InLinks
-from pd_cluster.engine.handover.in_table import InLanes
-from pd_cluster.engine.handover.links import LocalLanes, PeerProgress, Side
+from pd_cluster.engine.handover.handover_context import HandoverContext
+from pd_cluster.engine.handover.links.in_lanes import InLanes
+from pd_cluster.engine.handover.links.in_links import InLinks
+from pd_cluster.engine.handover.links.link_ends import LocalEndpoint, LocalLanes, PeerProgress
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.pool import KVPool
+from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.base import PostKey
 from pd_cluster.transport.dist import NUM_UNDER_WAY, DistReceiver, DistSender
-from pd_cluster.transport.events import Drained, Landed
-from pd_cluster.transport.factory import Transports
-from pd_cluster.transport.guard import LinkKey, Opener, Sealer
-from pd_cluster.transport.local import LocalReceiver
+from pd_cluster.transport.in_process import LocalReceiver
+from pd_cluster.transport.link_events import Drained, Landed
+from pd_cluster.transport.link_factory import Transports
+from pd_cluster.transport.link_frames import LinkKey, Opener, Sealer
 from pd_cluster.transport.one_sided import PoolAddress
-from pd_cluster.transport.receiving import Incoming, Probe, ReceiveThread
+from pd_cluster.transport.receive_thread import Incoming, Probe, ReceiveThread
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
+from pd_cluster.transport.transport_interface import PostKey
 from tests.support.mail import RecordedMail
 from tests.support.transports import (
     CHECKSUM,
@@ -188,7 +188,7 @@ def test_a_pool_is_not_handed_to_another_user(monkeypatch: pytest.MonkeyPatch) -
     offer = PoolAddress(server.name).offer("shm")
     receiver = ShmReceiver(place_of(random_pool(2)), peer_of(offer), CHECKSUM)
     uids = iter([os.getuid(), 12345])  # D's view of P, then P's view of D
-    monkeypatch.setattr("pd_cluster.transport.unix.peer_uid", lambda peer: next(uids))
+    monkeypatch.setattr("pd_cluster.transport.unix_server.peer_uid", lambda peer: next(uids))
     with pytest.raises(LinkError, match="another user"):
         receiver.open()
     server.close()
@@ -253,11 +253,11 @@ def make_in_links(
 ) -> tuple[InLinks, Post, queue.SimpleQueue[object], list[float]]:
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
     now = [0.0]
-    side = Side("d@1", b"s", "m", Numerics(), (LAYOUT,), (NUM_BLOCKS,), wire.KVOptions())
+    endpoint = LocalEndpoint("d@1", b"s", "m", Numerics(), (LAYOUT,), (NUM_BLOCKS,), wire.KVOptions())
     post = Post()
-    lanes = lanes or LocalLanes(side, Transports(make_config("local"), [pool]), post.send)
+    lanes = lanes or LocalLanes(endpoint, Transports(make_config("local"), [pool]), post.send)
     clock = lambda: now[0]  # noqa: E731
-    context = HandoverContext(side, cast(Any, post), lanes, events.put, Timeouts(), clock)
+    context = HandoverContext(endpoint, cast(Any, post), lanes, events.put, Timeouts(), clock)
     users: Any = SimpleNamespace(on_link_down=down)
     links = InLinks(context, InLanes(context, PeerProgress(clock)), users)
     return links, post, events, now

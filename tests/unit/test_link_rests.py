@@ -9,14 +9,14 @@ from typing import Any, cast
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.context import HandoverContext
-from pd_cluster.engine.handover.crossing import Crossing
-from pd_cluster.engine.handover.in_links import InLinks
-from pd_cluster.engine.handover.in_table import InLanes
-from pd_cluster.engine.handover.links import PeerProgress, Side
-from pd_cluster.engine.handover.out_links import OutLinks
-from pd_cluster.engine.handover.out_table import OutLinkTable
-from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.engine.handover.handover_context import HandoverContext
+from pd_cluster.engine.handover.links.in_lanes import InLanes
+from pd_cluster.engine.handover.links.in_links import InLinks
+from pd_cluster.engine.handover.links.link_ends import LocalEndpoint, PeerProgress
+from pd_cluster.engine.handover.links.network_policy import NetworkPolicy
+from pd_cluster.engine.handover.links.out_link_table import OutLinkTable
+from pd_cluster.engine.handover.links.out_links import OutLinks
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
 
@@ -32,8 +32,8 @@ def d_of(conn: str) -> str:
     return conn.split(">")[1].split("#")[0]
 
 
-def side(name: str, crossing: Crossing) -> Side:
-    return Side(f"{name}@1", b"s", "m", Numerics(), (LAYOUT,), (8,), wire.KVOptions(), crossing)
+def endpoint(name: str, network_policy: NetworkPolicy) -> LocalEndpoint:
+    return LocalEndpoint(f"{name}@1", b"s", "m", Numerics(), (LAYOUT,), (8,), wire.KVOptions(), network_policy)
 
 
 def info_of(name: str, host: str) -> wire.PeerInfo:
@@ -104,13 +104,13 @@ class Net:
         for p in self.p.values():
             p.set_peers(list(self.d))
 
-    def side(self, name: str) -> Side:
-        crossing = Crossing(f"{name}@1", name in self._trusting)
-        crossing.hear([info_of(each, host) for each, host in self._hosts.items()])
-        return side(name, crossing)
+    def endpoint(self, name: str) -> LocalEndpoint:
+        network_policy = NetworkPolicy(f"{name}@1", name in self._trusting)
+        network_policy.hear([info_of(each, host) for each, host in self._hosts.items()])
+        return endpoint(name, network_policy)
 
     def context(self, end: Any, name: str, most: int) -> HandoverContext:
-        return HandoverContext(self.side(name), end, end, ignored, TIMES, lambda: self.now_s, kv_open_links=most)
+        return HandoverContext(self.endpoint(name), end, end, ignored, TIMES, lambda: self.now_s, kv_open_links=most)
 
     def check(self) -> None:
         for name, conns in self.pairs.items():
@@ -212,7 +212,7 @@ class DEnd:
         self.net, self.name = net, name
         context = net.context(self, name, net.most["d"])
         lanes = InLanes(context, PeerProgress(context.clock))
-        self.places = lanes.places
+        self.limit = lanes.limit
         self.links = InLinks(context, lanes, cast(Any, self))
 
     on_link_down = ignored
@@ -360,11 +360,11 @@ def test_a_prefill_instance_that_dies_in_the_queue_is_forgotten() -> None:
     for name in sleeping:
         assert net.hand_over(name, "d0") == "awaits"
     net.run()
-    places = net.d["d0"].places
-    assert len(places.queue) == 2
+    limit = net.d["d0"].limit
+    assert len(limit.queue) == 2
     net.p[sleeping[0]].set_peers([])  # its connection goes down
-    assert len(places.queue) == 1
+    assert len(limit.queue) == 1
     net.p[awake].end()
     net.run(20)
     assert net.p[sleeping[1]].woken == ["d0@1"]
-    assert len(places.queue) == 0
+    assert len(limit.queue) == 0

@@ -10,18 +10,18 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.exports import Exports
 from pd_cluster.engine.handover.imports import Imports
 from pd_cluster.engine.handover.shipping import ShipGroup, ShipLimits, ShipSizes
-from pd_cluster.engine.handover.terms import TransferTerms
-from pd_cluster.engine.load import num_leaked_blocks
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.rule import STATE, within
+from pd_cluster.engine.handover.transfer_terms import TransferTerms
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.worker.worker_load import num_leaked_blocks
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.group_rule import STATE, within
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.types import Leg, Order, Request, Sampling, TokenOutput
+from pd_cluster.types import Leg, Request, RequestSpec, Sampling, TokenOutput
 
 
 def request_of(leg: Leg, name: str = "r") -> Request:
-    return Request(name, Order([1] * 8, Sampling(max_tokens=4)), leg=leg, transfer_id=name, peer="peer")
+    return Request(name, RequestSpec([1] * 8, Sampling(max_tokens=4)), leg=leg, transfer_id=name, peer="peer")
 
 
 def test_blocks_that_no_request_holds_are_told() -> None:

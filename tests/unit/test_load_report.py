@@ -12,12 +12,12 @@ import pytest
 
 from pd_cluster.bench.load.guidellm_process import Guidellm
 from pd_cluster.bench.load.guidellm_results import read_results
+from pd_cluster.bench.load.load_samples import LoadSamples
 from pd_cluster.bench.load.request_stages import with_timeline
-from pd_cluster.bench.load.sampling import LoadSamples
 from pd_cluster.bench.load.scenario_file import LoadRow, Scenario, profile_of
+from pd_cluster.bench.load_report import LoadRun, over_time, results_of, to_json, write_json
 from pd_cluster.bench.outcomes import GapCounts, InstanceSample, Outcome, Slo
-from pd_cluster.bench.report import LoadRun, over_time, results_of, to_json, write_json
-from pd_cluster.commands.load_picture import check_picture, write_picture
+from pd_cluster.commands.load_chart import check_picture, write_picture
 from pd_cluster.errors import ConfigError, GenerationError
 
 

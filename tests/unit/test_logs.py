@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.settings.logs import Logs
+from pd_cluster.settings.log_setup import Logs
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_loggers_that_exist_stay(tmp_path: Path) -> None:
         '"logging.StreamHandler", "formatter": "f"}}, "root": {"handlers": ["h"], "level": "WARNING"}}'
     )
     code = (
-        "import logging, sys; from pd_cluster.settings.logs import Logs; log = logging.getLogger('pd_cluster.x'); "
+        "import logging, sys; from pd_cluster.settings.log_setup import Logs; log = logging.getLogger('pd_cluster.x'); "
         "Logs('INFO', sys.argv[1]).begin(); log.warning('hot'); log.info('cold')"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(file)], capture_output=True, text=True, timeout=60)
@@ -56,7 +56,7 @@ def test_loggers_that_exist_stay(tmp_path: Path) -> None:
 
 def test_lines_of_json() -> None:
     code = (
-        "import logging; from pd_cluster.settings.logs import Logs; log = logging.getLogger('pd_cluster.x')\n"
+        "import logging; from pd_cluster.settings.log_setup import Logs; log = logging.getLogger('pd_cluster.x')\n"
         "Logs(format='json').begin(); log.info('%s \\n goes on', 'r-1', extra={'request_id': 'cmpl-1'})\n"
         "try: 1 / 0\n"
         "except ZeroDivisionError as error: log.error('hot', exc_info=error)\n"

@@ -10,22 +10,22 @@ from collections import Counter
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.devices.streams import REACHED, Marker
-from pd_cluster.engine.legs import request_of
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
-from pd_cluster.engine.tiers import EngineTiers
+from pd_cluster.devices.device_streams import REACHED, Marker
+from pd_cluster.engine.legs.legs import request_of
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.stages.tier_stage import EngineTiers
 from pd_cluster.errors import ConfigError
-from pd_cluster.kv.blocks import BlockPool
+from pd_cluster.kv.block_pool import BlockPool
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.kv.open_stores import check_tiers, read_secrets
-from pd_cluster.kv.prefix import PrefixScope
-from pd_cluster.kv.tier_orders import UNKNOWN, AnyOrder, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
+from pd_cluster.kv.prefix_index import PrefixScope
+from pd_cluster.kv.tier_commands import UNKNOWN, AnyTierCommand, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
 from pd_cluster.kv.tier_thread import TierBusy, TierThread
 from pd_cluster.numerics import Numerics
-from pd_cluster.settings.processes import HandoverSettings
-from pd_cluster.types import Order, Sampling
+from pd_cluster.settings.process_settings import HandoverSettings
+from pd_cluster.types import RequestSpec, Sampling
 
 
 class Ranks:
@@ -36,7 +36,7 @@ class Ranks:
         self.host = HostTier(num_slots, 0, LoadCost(1))
         self.tier = LowerTier(kind, self.host, capacity, num_ranks, 1, lambda: self.now_s)
         self.host.lower = [self.tier]
-        self.queues: list[list[AnyOrder]] = [[] for _ in range(num_ranks)]
+        self.queues: list[list[AnyTierCommand]] = [[] for _ in range(num_ranks)]
         self.files: list[set[bytes]] = [set() for _ in range(num_ranks)]
         self.slots: list[dict[int, bytes]] = [{} for _ in range(num_ranks)]
         self.seen: Counter[str] = Counter()
@@ -203,7 +203,7 @@ def full_host(num_slots: int, contents: list[bytes]) -> HostTier:
 @pytest.mark.parametrize("kind", ["disk", "shared"])
 def test_the_end_of_a_prompt_does_not_displace_its_beginning(kind: LowerKind) -> None:
     scheduler = StepScheduler([LayerGroup(BlockPool(16))], StepSizes(4, 4, 16), PrefixScope("model", Numerics()))
-    submit = wire.Submit("r", 0, "", "hybrid", "", Order(list(range(25)), Sampling()), 0.0)
+    submit = wire.Submit("r", 0, "", "hybrid", "", RequestSpec(list(range(25)), Sampling()), 0.0)
     others = [bytes([each]) * 32 for each in range(4)]
     hashes = scheduler.prompt_hashes(request_of(submit, "c", 0.0))
     assert len(hashes) == 6
@@ -330,7 +330,10 @@ def test_the_thread_outlives_a_device_and_a_listener_that_fail() -> None:
 
 
 def test_an_address_that_is_none_is_refused_without_repeating_it() -> None:
-    shared_store, seal = pytest.importorskip("pd_cluster.kv.shared_store"), pytest.importorskip("pd_cluster.kv.seal")
+    shared_store, seal = (
+        pytest.importorskip("pd_cluster.kv.shared_store"),
+        pytest.importorskip("pd_cluster.kv.block_seal"),
+    )
     with pytest.raises(ConfigError, match="escape special characters in the password") as error:
         shared_store.SharedStore("redis://user:se/cret@host:6379/0", seal.Seal([b"s" * 32], b"", 8))
     assert "cret" not in str(error.value)

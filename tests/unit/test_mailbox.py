@@ -17,12 +17,12 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.errors import ConfigError
+from pd_cluster.net import connection_handshake, zmq_sockets
 from pd_cluster.net import mailbox as module
-from pd_cluster.net import opening, sockets
-from pd_cluster.net.opening import NO_HANDSHAKE, NOT_ADMITTED, OTHER_SECRET
-from pd_cluster.net.sockets import receive
-from pd_cluster.settings.config import Credentials
-from pd_cluster.settings.processes import PortRange
+from pd_cluster.net.connection_handshake import NO_HANDSHAKE, NOT_ADMITTED, OTHER_SECRET
+from pd_cluster.net.zmq_sockets import receive
+from pd_cluster.settings.process_configs import Credentials
+from pd_cluster.settings.process_settings import PortRange
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import LinkState
 from tests.support.full_disks import few_files
@@ -150,7 +150,7 @@ def test_a_worker_is_taken_for_nobody_else(
     box: Callable[..., Box], name: str, epoch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
-    monkeypatch.setattr(opening.log, "error", lambda *words: said.put(words))
+    monkeypatch.setattr(connection_handshake.log, "error", lambda *words: said.put(words))
     server, scheduler = box("decode-0", 7, listen=True), box("scheduler", 1)
     worker = box(name, epoch, key=OTHER_KEY, kind="scheduler" if name == "scheduler" else "worker")
     named = msgspec.structs.replace(worker.info, name="prefill-0", epoch=8)
@@ -173,7 +173,7 @@ def test_the_other_end_stands_still_while_the_connection_opens(
     box: Callable[..., Box], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The system accepts for a process that stands still: it is not taken for one with another key."""
-    monkeypatch.setattr(sockets, "HANDSHAKE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(zmq_sockets, "HANDSHAKE_TIMEOUT_S", 0.3)
     client = box("prefill-0", 8)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         conn = client.mailbox.connect("decode-0", 7, "127.0.0.1", silent.getsockname()[1], client.mailbox.public_key)
@@ -363,7 +363,7 @@ def test_links_and_peers_are_told_by_what_has_changed(box: Callable[..., Box]) -
     second.mailbox.send(other, wire.Peers([], 2))
     assert server.wait("message")[2] == wire.Peers([], 2)
     first.mailbox.send(again, wire.Peers([server.info], 1, 2))
-    assert first.wait("message")[2] == wire.StaleOrder(2)
+    assert first.wait("message")[2] == wire.StaleTerm(2)
     second.mailbox.send(other, wire.Peers([worker.info], 2, 2))
     assert server.wait("message")[2] == wire.Peers([worker.info], 2), "the refused order has left nothing"
 

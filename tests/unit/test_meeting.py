@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from pd_cluster import wire
-from pd_cluster.devices.streams import poll
-from pd_cluster.transport.events import Landed
+from pd_cluster.devices.device_streams import poll
+from pd_cluster.transport.link_events import Landed
 from pd_cluster.transport.meeting import MAX_KEYS, Meeting
 from tests.support.listeners import listeners
 from tests.support.transports import WAIT_S, Link

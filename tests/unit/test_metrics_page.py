@@ -14,14 +14,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pd_cluster.api.admin import metric_tables as tables
-from pd_cluster.api.admin.metrics import AdapterNaming, metrics_of, metrics_routes
-from pd_cluster.api.gate.drain import Drain
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Outcome, RequestStats, added
-from pd_cluster.cluster.tenancy.tenants import MAX_NAMED, with_names
+from pd_cluster.api.admin.metrics_routes import AdapterNaming, metrics_of, metrics_routes
+from pd_cluster.api.middleware.drain_middleware import Drain
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.records.request_stats import BOUNDS, COUNTERS, Outcome, RequestStats, added
+from pd_cluster.cluster.tenancy.tenant_counts import MAX_NAMED, with_names
 from pd_cluster.errors import Unavailable
-from pd_cluster.kv.layout import keys_and_values
-from pd_cluster.reports import AllStats, Busy, Stats
+from pd_cluster.kv.kv_layout import keys_and_values
+from pd_cluster.process_messages import AllStats, Busy, Stats
 from pd_cluster.wire import DraftCounts, LayoutInfo, Load
 from tests.support.router_world import info_of, ready
 

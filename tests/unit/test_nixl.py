@@ -11,7 +11,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
 from pd_cluster.transport import nixl_agent
 from pd_cluster.transport.nixl_agent import Agent, Ranges, ReadBuffers, ReadState, RemoteAgent, ranges_at
 from pd_cluster.transport.nixl_network import devices_at, interface_of

@@ -15,22 +15,22 @@ from typing import Any, Literal
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.members.credentials import credentials_of
-from pd_cluster.cluster.members.place import place_alone
+from pd_cluster.cluster.members.cluster_credentials import credentials_of
+from pd_cluster.cluster.members.rank_table_place import place_alone
 from pd_cluster.commands import cli
 from pd_cluster.errors import ConfigError
 from pd_cluster.net import mailbox as mailbox_module
-from pd_cluster.net.admission import JOIN_EPOCH, JOIN_PORT, JoinAdmission, Life, join_key
 from pd_cluster.net.mailbox import Mailbox
-from pd_cluster.net.node_files import NodeKeys, read_node_keys, read_trusted_nodes, write_node_keys
-from pd_cluster.net.nodes import NODE_REFUSED, Nodes
-from pd_cluster.net.sockets import KeyPair
-from pd_cluster.settings.config import Credentials
-from pd_cluster.settings.processes import KeyFiles, PortRange
+from pd_cluster.net.node_key_files import NodeKeys, read_node_keys, read_trusted_nodes, write_node_keys
+from pd_cluster.net.node_proofs import NODE_REFUSED, Nodes
+from pd_cluster.net.peer_admission import JOIN_EPOCH, JOIN_PORT, JoinAdmission, Life, join_key
+from pd_cluster.net.zmq_sockets import KeyPair
+from pd_cluster.settings.process_configs import Credentials
+from pd_cluster.settings.process_settings import KeyFiles, PortRange
 from pd_cluster.settings.timeouts import Timeouts
-from ranktable_tools.files import PRIVATE
-from ranktable_tools.keys import write_keys
+from ranktable_tools.cluster_keys import write_keys
 from ranktable_tools.public_keys import public_key
+from ranktable_tools.table_files import PRIVATE
 from tests.support.mail import SCHEDULER, SECRET, WAIT_S, Box
 
 TIMES = Timeouts(heartbeat_interval_s=0.02, dead_after_s=2.0, connect_timeout_s=5.0)

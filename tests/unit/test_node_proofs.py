@@ -14,10 +14,10 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.errors import ConfigError
-from pd_cluster.net import node_files, opening
-from pd_cluster.net import nodes as nodes_module
-from pd_cluster.net.admission import Admission, JoinAdmission, join_key
-from pd_cluster.net.node_files import (
+from pd_cluster.net import connection_handshake, node_key_files
+from pd_cluster.net import node_proofs as nodes_module
+from pd_cluster.net.connection_handshake import MOST_LINES, PERIOD_S, Handshake, LocalIdentity
+from pd_cluster.net.node_key_files import (
     Node,
     NodeKeys,
     PublicPart,
@@ -34,10 +34,10 @@ from pd_cluster.net.node_files import (
     write_node_keys,
     write_public,
 )
-from pd_cluster.net.nodes import Nodes, check_own
-from pd_cluster.net.opening import MOST_LINES, PERIOD_S, Opening, OwnSide
-from pd_cluster.net.sockets import KeyPair
-from pd_cluster.settings.config import Credentials
+from pd_cluster.net.node_proofs import Nodes, check_own
+from pd_cluster.net.peer_admission import Admission, JoinAdmission, join_key
+from pd_cluster.net.zmq_sockets import KeyPair
+from pd_cluster.settings.process_configs import Credentials
 from tests.support.mail import SCHEDULER, SECRET
 from tests.unit.test_node_keys import command
 
@@ -170,8 +170,12 @@ def test_peers_that_come_again_and_again_do_not_fill_the_log(pair: Pair, caplog:
     key = KeyPair.of(join_key(SECRET)).public
     told: list[str] = []
     connections = cast(Any, SimpleNamespace(say_gone=lambda identity, envelope, reason: told.append(reason)))
-    listens = Opening(
-        connections, OwnSide("scheduler", SCHEDULER, cast(Admission, admission), pair.own), bytes, 1.0, lambda: now_s[0]
+    listens = Handshake(
+        connections,
+        LocalIdentity("scheduler", SCHEDULER, cast(Admission, admission), pair.own),
+        bytes,
+        1.0,
+        lambda: now_s[0],
     )
 
     def come(name: str) -> None:
@@ -179,7 +183,7 @@ def test_peers_that_come_again_and_again_do_not_fill_the_log(pair: Pair, caplog:
         assert listens.accept(b"i", key, envelope, wire.Hello(kind="worker", node="x\ny", node_proofs=proofs)) is None
 
     proofs = pair.proofs()
-    with caplog.at_level(logging.ERROR, logger=opening.__name__):
+    with caplog.at_level(logging.ERROR, logger=connection_handshake.__name__):
         for number in range(3 * MOST_LINES):
             come(f"d{number}\nforged: all is well")
         assert len(caplog.records) == MOST_LINES
@@ -274,7 +278,7 @@ def test_a_rotation_that_was_interrupted_between_the_two_files_goes_on(
         raise ConfigError(f"{file}: cannot be written: No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(node_files, "write_public", full)
+        patch.setattr(node_key_files, "write_public", full)
         assert command(capsys, "rotate", "a", "--folder", folder)[0] == 1
     new, kept = read_node_keys(key).public
     assert (kept, [each.key for each in read_public_part(public).keys]) == (old, [old])

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.commands import check
+from pd_cluster.commands import check_command
 from pd_cluster.devices import npu_software
-from pd_cluster.devices.npu_software import NEEDS, Installed, Software
+from pd_cluster.devices.npu_software import NEEDS, InstalledVersion, Software
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "ascend.md").read_text(encoding="utf-8")
@@ -20,12 +20,12 @@ PAGE = (ROOT / "docs" / "ascend.md").read_text(encoding="utf-8")
 DRIVER = "Version=25.3.rc1\nascendhal_version=7.35.23\naicpu_version=1.0\nInnerversion=V100R001C23SPC002B212\n"
 TOOLKIT = "package_name=Ascend-cann-toolkit\nversion=9.1.0\ninnerversion=V100R001C10B001\narch=aarch64\nos=linux\n"
 RUNTIME = "Version=9.1.0\nversion_dir=cann-9.1.0\ntimestamp=20260601_000000000\n"
-GOOD: dict[Software, Installed] = {
-    "Python": Installed("3.11.7", "here"),
-    "torch": Installed("2.13.0+cpu", "here"),
-    "torch-npu": Installed("2.13.0", "here"),
-    "CANN": Installed("9.1.0", "here"),
-    "HDK driver": Installed("25.3.rc1", "here"),
+GOOD: dict[Software, InstalledVersion] = {
+    "Python": InstalledVersion("3.11.7", "here"),
+    "torch": InstalledVersion("2.13.0+cpu", "here"),
+    "torch-npu": InstalledVersion("2.13.0", "here"),
+    "CANN": InstalledVersion("9.1.0", "here"),
+    "HDK driver": InstalledVersion("25.3.rc1", "here"),
 }
 
 
@@ -65,7 +65,7 @@ def test_a_machine_as_installers_leave_it(tmp_path: Path) -> None:
 def test_a_cann_that_a_variable_names(tmp_path: Path, variable: str, file: str) -> None:
     machine(tmp_path, f"opt/cann/{file}")
     found = npu_software.installed({variable: str(tmp_path / "opt/cann")}, tmp_path, packages())
-    assert found["CANN"] == Installed("9.1.0", str(tmp_path / "opt/cann" / file))
+    assert found["CANN"] == InstalledVersion("9.1.0", str(tmp_path / "opt/cann" / file))
 
 
 def test_the_toolkit_speaks_for_cann_and_ascend_root_moves_it(tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_nothing_installed_is_one_line_each(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_wrong_is_named_with_its_number(software: Software, version: str, said: list[str]) -> None:
-    lines = npu_software.faults({**GOOD, software: Installed(version, "/some/file")})
+    lines = npu_software.faults({**GOOD, software: InstalledVersion(version, "/some/file")})
     assert len(lines) == len(said)
     assert all(each in line for each, line in zip(said, lines, strict=True))
     assert version in lines[0]
@@ -116,12 +116,12 @@ def test_check_says_it_where_npus_are_and_nothing_elsewhere(
     machine(tmp_path)
     env = {"ASCEND_HOME": str(tmp_path / "nowhere" / ("long" * 30))}
     monkeypatch.setattr(npu_software, "has_npu", lambda: False)
-    check.run(env)
+    check_command.run(env)
     assert "NPU" not in capsys.readouterr().out
     monkeypatch.setattr(npu_software, "has_npu", lambda: True)
     real = npu_software.installed
     monkeypatch.setattr(npu_software, "installed", lambda env: real(env, tmp_path))
-    check.run(env)
+    check_command.run(env)
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("software of the NPUs: ") and "HDK driver 25.3.rc1" in line for line in lines)
     (fault,) = [line for line in lines if line.startswith("warning: CANN")]

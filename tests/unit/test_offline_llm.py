@@ -14,7 +14,7 @@ import pytest
 import pd_cluster
 from pd_cluster import LLM, SamplingParams
 from pd_cluster.errors import InstanceLost, RequestError
-from pd_cluster.offline.lora import LoRARequest
+from pd_cluster.offline.llm_adapters import LoRARequest
 from pd_cluster.types import Logprobs, PromptOutput
 from tests.support.checkpoints import EOS_ID, make_tokenizer
 from tests.support.offline import LIMIT, MakeLLM, fake_llms

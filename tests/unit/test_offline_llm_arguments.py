@@ -10,13 +10,13 @@ import pytest
 
 from pd_cluster import LLM
 from pd_cluster.errors import ConfigError
-from pd_cluster.offline.arguments import HERE, OTHERS, config_of
-from pd_cluster.offline.session import launch_of
-from pd_cluster.settings.engine import SHIPPED_MODEL
-from pd_cluster.settings.foreign_flags import FOREIGN
-from pd_cluster.settings.options import ServeOptions, settings
+from pd_cluster.offline.llm_arguments import HERE, OTHERS, config_of
+from pd_cluster.offline.offline_service import launch_of
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
+from pd_cluster.settings.serve_options import ServeOptions, settings
 from pd_cluster.settings.setting import Scope
 from pd_cluster.settings.speculation import Speculation
+from pd_cluster.settings.vllm_flags_without_setting import FOREIGN
 from tests.support.offline import MakeLLM, fake_llms, same
 
 make = pytest.fixture(fake_llms)

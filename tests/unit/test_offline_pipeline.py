@@ -12,11 +12,11 @@ import pytest
 
 from pd_cluster.errors import ConfigError, RequestError, called
 from pd_cluster.messages import GenerationConfig, GenOut
-from pd_cluster.offline.lmdeploy import setup
+from pd_cluster.offline.lmdeploy import pipeline_setup
 from pd_cluster.offline.lmdeploy.pipeline import pipeline
-from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig
-from pd_cluster.offline.lmdeploy.vision_config import VisionConfig
-from pd_cluster.offline.session import OfflineConfig
+from pd_cluster.offline.lmdeploy.pipeline_vision_config import VisionConfig
+from pd_cluster.offline.lmdeploy.prompt_templates import ChatTemplateConfig
+from pd_cluster.offline.offline_service import OfflineConfig
 from pd_cluster.pytorch import EngineConfig as PytorchConfig
 from pd_cluster.settings.speculation import Speculation
 from pd_cluster.turbomind import EngineConfig as TurbomindConfig
@@ -245,7 +245,7 @@ def test_what_the_engine_refuses_is_called_as_it_was_given(monkeypatch: pytest.M
     def offline(config: OfflineConfig) -> PlaybackOffline:
         raise ConfigError(f"{called('device')} cuda: not here; use {called('device')} cpu, {called('max_model_len')} 9")
 
-    monkeypatch.setattr(setup, "Offline", offline)
+    monkeypatch.setattr(pipeline_setup, "OfflineService", offline)
     with pytest.raises(ConfigError, match=r"^device_type cuda: not here; use device_type cpu, session_len 9$"):
         pipeline("/models/x")
 

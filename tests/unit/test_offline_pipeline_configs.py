@@ -12,9 +12,9 @@ from pd_cluster import messages, pytorch, turbomind
 from pd_cluster.errors import ConfigError, RequestError
 from pd_cluster.messages import GenerationConfig, PytorchEngineConfig, TurbomindEngineConfig
 from pd_cluster.offline.lmdeploy.engine_configs import engine_of, naming_of
-from pd_cluster.offline.lmdeploy.messages import request_of
-from pd_cluster.offline.lmdeploy.templates import BUILT_IN, ChatTemplateConfig, way_of
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.offline.lmdeploy.generation_config import request_of
+from pd_cluster.offline.lmdeploy.prompt_templates import BUILT_IN, ChatTemplateConfig, way_of
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from pd_cluster.text.chat_template import ChatTemplate
 from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.checkpoints import make_tokenizer
@@ -175,7 +175,7 @@ def test_fields_of_positions_replace_config_json_s() -> None:
     ("given", "expected"),
     [
         ({}, {"max_tokens": 512, "temperature": 0.0}),  # top_k 1: the most likely token
-        ({"max_new_tokens": None}, {"wants_all_room": True}),
+        ({"max_new_tokens": None}, {"wants_whole_context": True}),
         ({"top_k": 40}, {"top_k": 40, "temperature": 0.8}),
         ({"top_k": 0, "temperature": 0.5}, {"top_k": 0, "temperature": 0.5}),
         ({"top_k": 40, "do_sample": False}, {"temperature": 0.0}),

@@ -11,16 +11,16 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from pd_cluster.client import admin, operate
-from pd_cluster.client.admin import Admin
-from pd_cluster.cluster.members.credentials import admin_token_of
-from pd_cluster.cluster.members.place import find_place
+from pd_cluster.client import admin_client, instance_commands
+from pd_cluster.client.admin_client import Admin
+from pd_cluster.cluster.members.cluster_credentials import admin_token_of
+from pd_cluster.cluster.members.rank_table_place import find_place
 from pd_cluster.commands.cli import app
 from pd_cluster.errors import ConfigError, PdClusterError, Unauthorized
-from pd_cluster.settings.processes import KeyFiles
+from pd_cluster.settings.process_settings import KeyFiles
 from ranktable_tools import generate, write
-from ranktable_tools.files import PRIVATE
-from ranktable_tools.keys import write_keys
+from ranktable_tools.cluster_keys import write_keys
+from ranktable_tools.table_files import PRIVATE
 
 VARIABLES = [f"PD_CLUSTER_{way}{what}_FILE" for way in ("", "SERVE_") for what in ("ADMIN_TOKEN", "SECRET")]
 TOKEN = "a-token-of-some-length"
@@ -47,11 +47,11 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
         def client(**options: Any) -> httpx.AsyncClient:
             return real(transport=httpx.MockTransport(note), **options)
 
-        monkeypatch.setattr(admin.httpx, "AsyncClient", client)
+        monkeypatch.setattr(admin_client.httpx, "AsyncClient", client)
         return asked
 
     real = httpx.AsyncClient
-    monkeypatch.setattr(operate, "POLL_S", 0.0)
+    monkeypatch.setattr(instance_commands, "POLL_S", 0.0)
     for name in (*VARIABLES, "GLOBAL_RANK_TABLE_FILE_PATH"):
         monkeypatch.delenv(name, raising=False)
     return use
@@ -136,7 +136,7 @@ def test_what_does_not_end_is_given_up(answers: Answers, monkeypatch: pytest.Mon
     done = invoke("add", "decode-0", "--port=8090")
     assert str(done.exception) == "decode-0 is in the list and cannot serve: it serves another model"
     answers(states(entry(service="out", state="draining", num_outstanding=1)))
-    monkeypatch.setattr(operate, "MARGIN_S", 0.0)
+    monkeypatch.setattr(instance_commands, "MARGIN_S", 0.0)
     done = invoke("drain", "decode-0", "--timeout=0")
     assert isinstance(done.exception, PdClusterError)
     assert str(done.exception) == "decode-0 is not done after 0 s: draining, 1 request there"

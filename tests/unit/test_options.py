@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import plan_cluster
 from pd_cluster.cluster.processes.rank_process import environment
 from pd_cluster.errors import ConfigError
-from pd_cluster.settings.flags import normalize
-from pd_cluster.settings.http import KEYS_VARIABLE
-from pd_cluster.settings.options import SECRET_VARIABLES, ServeOptions, without_keys
-from pd_cluster.settings.requests import ChatConfig
-from pd_cluster.settings.routing import AdminSettings
-from pd_cluster.text.given_template import with_source
+from pd_cluster.settings.http_settings import KEYS_VARIABLE
+from pd_cluster.settings.request_settings import ChatConfig
+from pd_cluster.settings.routing_settings import AdminSettings
+from pd_cluster.settings.serve_options import SECRET_VARIABLES, ServeOptions, without_keys
+from pd_cluster.settings.vllm_flags import normalize
+from pd_cluster.text.template_source import with_source
 from tests.support.serve_command import serve_command, settings_in
 
 

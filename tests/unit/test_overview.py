@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 
-from pd_cluster.cluster.overview.history import RATES, WINDOW_S, History, quantile
-from pd_cluster.cluster.overview.marks import EventMarks
-from pd_cluster.cluster.overview.problems import problems_of
-from pd_cluster.cluster.overview.tiers import tiers_of
-from pd_cluster.cluster.overview.watch import Overview
-from pd_cluster.cluster.routing.stats import BOUNDS, COUNTERS, Histogram, Outcome, RequestStats
-from pd_cluster.reports import Busy
-from pd_cluster.settings.routing import RoutingConfig
+from pd_cluster.cluster.overview.cluster_event_log import ClusterEventLog
+from pd_cluster.cluster.overview.cluster_overview import Overview
+from pd_cluster.cluster.overview.cluster_problems import problems_of
+from pd_cluster.cluster.overview.kv_tier_use import tiers_of
+from pd_cluster.cluster.overview.request_history import RATES, WINDOW_S, History, quantile
+from pd_cluster.cluster.records.request_stats import BOUNDS, COUNTERS, Histogram, Outcome, RequestStats
+from pd_cluster.process_messages import Busy
+from pd_cluster.settings.routing_settings import RoutingConfig
 from pd_cluster.wire import GroupLoad, Load
 from tests.support.elastic_world import ElasticWorld
 from tests.support.router_world import info_of
@@ -67,7 +67,7 @@ def test_rates_are_of_one_second_and_percentiles_of_a_window() -> None:
 
 def test_the_history_and_marks_are_bounded() -> None:
     stats, history = RequestStats(lambda: 0.0), History(num_samples=5)
-    instances, marks = ElasticWorld().membership.instances, EventMarks(max_marks=4)
+    instances, marks = ElasticWorld().membership.instances, ClusterEventLog(max_marks=4)
     for at in range(20):
         history.note(float(at), float(at), stats.snapshot(), 0, 0)
         for each in instances:
@@ -79,13 +79,13 @@ def test_the_history_and_marks_are_bounded() -> None:
     assert kept[-1].number - kept[0].number == 3
 
 
-def _texts(marks: EventMarks, since: int = 0) -> list[tuple[str, str, str]]:
+def _texts(marks: ClusterEventLog, since: int = 0) -> list[tuple[str, str, str]]:
     found = [mark.to_json() for mark in marks.since(since)]
     return [(mark["kind"], mark["instance_id"], mark["text"]) for mark in found]
 
 
 def test_deaths_returns_roles_and_leaving_are_marks() -> None:
-    instances, marks = ElasticWorld().membership.instances, EventMarks()
+    instances, marks = ElasticWorld().membership.instances, ClusterEventLog()
     for each in instances:
         each.state = "ready"
     marks.look(0.0, instances)

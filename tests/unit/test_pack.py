@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from pd_cluster.errors import LinkError
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.memory import runs
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool, probe_content
+from pd_cluster.kv.kv_vectors import convert, encode
 from pd_cluster.kv.pack import pack, unpack
-from pd_cluster.kv.pair_check import check_pair
-from pd_cluster.kv.pool import KVPool, probe_content
-from pd_cluster.kv.route import Route
-from pd_cluster.kv.vectors import convert, encode
+from pd_cluster.kv.pool_compatibility import check_pair
+from pd_cluster.kv.pool_memory import runs
+from pd_cluster.kv.pool_route import PoolRoute
 from pd_cluster.wire import KVPiece
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, planes=keys_and_values(8), block_size=4, dtype="float32")
@@ -71,7 +71,7 @@ def test_a_piece_arrives_and_nothing_else_changes(
     source: dict[str, object], target: dict[str, object], wants_int8: bool
 ) -> None:
     ours, theirs = dataclasses.replace(LAYOUT, **source), dataclasses.replace(LAYOUT, **target)  # type: ignore[arg-type]
-    route = Route(ours, theirs, wants_int8)
+    route = PoolRoute(ours, theirs, wants_int8)
     for seed in range(8):
         rng = random.Random(seed)
         piece, table = random_piece(rng, ours, theirs, route.is_verbatim)
@@ -96,15 +96,15 @@ def test_a_piece_arrives_and_nothing_else_changes(
 def test_what_travels_is_the_narrower_dtype() -> None:
     """int8 is for the wire only: a transport that reads the pool itself gains nothing by it, and stays exact."""
     half = dataclasses.replace(LAYOUT, dtype="float16")
-    assert Route(LAYOUT, half).wire_dtype == Route(half, LAYOUT).wire_dtype == "float16"
-    assert Route(LAYOUT, LAYOUT, wants_int8=True, one_sided=True).precision == ""
-    assert Route(LAYOUT, LAYOUT, wants_int8=True).precision == "int8"
-    assert Route(LAYOUT, dataclasses.replace(LAYOUT, dtype="bfloat16")).precision == "float32"
+    assert PoolRoute(LAYOUT, half).wire_dtype == PoolRoute(half, LAYOUT).wire_dtype == "float16"
+    assert PoolRoute(LAYOUT, LAYOUT, wants_int8=True, one_sided=True).precision == ""
+    assert PoolRoute(LAYOUT, LAYOUT, wants_int8=True).precision == "int8"
+    assert PoolRoute(LAYOUT, dataclasses.replace(LAYOUT, dtype="bfloat16")).precision == "float32"
 
 
 def test_runs_of_blocks_are_not_copied() -> None:
     pool = random_pool(LAYOUT, 1)
-    payload = pack(pool.memory, KVPiece(0, 12, 0, 3, [4, 5, 6]), Route(LAYOUT, LAYOUT))
+    payload = pack(pool.memory, KVPiece(0, 12, 0, 3, [4, 5, 6]), PoolRoute(LAYOUT, LAYOUT))
     assert payload.data_ptr() == pool.data[4].data_ptr()
     assert runs([3, 4, 5, 9]) == [(3, 3), (9, 1)]
     assert runs([]) == []

@@ -15,7 +15,7 @@ import typer
 
 from benchmarks.__main__ import app as benchmarks_app
 from pd_cluster.commands.cli import main, whole_command
-from pd_cluster.settings.flags import judge, normalize
+from pd_cluster.settings.vllm_flags import judge, normalize
 from ranktable_tools import cli as ranktable_cli
 from tests.support.page_commands import PAGES, ROOT, commands_of
 from tests.support.serve_command import serve_command

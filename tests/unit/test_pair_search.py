@@ -9,16 +9,16 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.members.prefixes import Prompt
-from pd_cluster.cluster.routing import policy
-from pd_cluster.cluster.routing.pair_search import Pair, Sides
-from pd_cluster.cluster.routing.policy import POLICIES, RoutingRequest, session
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.instances.known_prefixes import Prompt
+from pd_cluster.cluster.placement import routing_policy
+from pd_cluster.cluster.placement.pair_search import Pair, Sides
+from pd_cluster.cluster.placement.routing_policy import POLICIES, RoutingRequest, session
 from pd_cluster.errors import Unavailable
-from pd_cluster.kv.layout import keys_and_values
-from pd_cluster.kv.prefix import PrefixScope, chain_hashes, keys_of
+from pd_cluster.kv.kv_layout import keys_and_values
+from pd_cluster.kv.prefix_index import PrefixScope, chain_hashes, keys_of
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import LinkState, Order, Sampling
+from pd_cluster.types import LinkState, RequestSpec, Sampling
 from tests.support import exhaustive_policy as exhaustive
 from tests.support.router_world import info_of
 
@@ -28,7 +28,7 @@ LAYOUT = wire.LayoutInfo(
 )
 ADAPTERS = ("", "ab" * 32, "cd" * 32)
 STATES = [LinkState.parse(each) for each in ("up (shm)", "up (dist)", "resting", "waiting: x", "opening", "refused: x")]
-PROMPTS = [Order([*range(num_tokens)], Sampling()) for num_tokens in (3, 100, 300, 1000)]
+PROMPTS = [RequestSpec([*range(num_tokens)], Sampling()) for num_tokens in (3, 100, 300, 1000)]
 KEYS = keys_of(chain_hashes(PrefixScope("model", Numerics()).root(PROMPTS[-1]), PROMPTS[-1].prompt_token_ids, BLOCK))
 
 
@@ -132,13 +132,13 @@ def test_each_choice_is_that_of_an_exhaustive_search(seeds: range) -> None:
 
 def _check_sides(instances: list[Instance], ask: RoutingRequest, at: tuple[int, int]) -> None:
     pairs = exhaustive.linked(instances)
-    assert policy.linked_pairs(instances) == pairs, at
+    assert routing_policy.linked_pairs(instances) == pairs, at
     allowed = [pair for pair in pairs if (pair[0].key, pair[1].key) not in ask.avoid]
     paired = Sides.of(instances, ask.avoid).paired()
     assert {each.name for each in (*paired.prefills, *paired.decodes)} == {i.name for pair in allowed for i in pair}, at
     down = [(p, d) for p in instances for d in instances if (p.role, d.role) == ("prefill", "decode")]
     down = [(p, d) for p, d in down if p.is_ready and d.is_ready and exhaustive.phase(p, d) not in ("up", "resting")]
-    assert [line.partition(": ")[0] for line in policy.refused_links(instances)] == [
+    assert [line.partition(": ")[0] for line in routing_policy.refused_links(instances)] == [
         f"{p.name} to {d.name}" for p, d in down
     ]
     takers = [each for each in instances if each.takes_requests and each.role != "encode"]
@@ -146,7 +146,7 @@ def _check_sides(instances: list[Instance], ask: RoutingRequest, at: tuple[int, 
     arrives = any(i.state == "connecting" or (i.state == "unreachable") for i in instances if i.role != "encode")
     for each in instances:
         each.ready_s = 0.0
-    assert policy.awaits_pair(instances, 1.0, 3.5) == (bool(takers) and not pairs and (opens or arrives)), at
+    assert routing_policy.awaits_pair(instances, 1.0, 3.5) == (bool(takers) and not pairs and (opens or arrives)), at
 
 
 def test_sessions_are_spread_and_move_only_with_their_instances() -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.parsers.parts import CallArguments, CallBegin, Content
-from pd_cluster.parsers.plugin import formats_of
-from pd_cluster.parsers.reply import ReplyFormat, Tool
+from pd_cluster.parsers.parser_plugin import formats_of
+from pd_cluster.parsers.reply_format import ReplyFormat, Tool
+from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "extending.md"
 

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pd_cluster.parsers.reply import ReplyFormat, Tool, ToolChoice, own_tool_parser
-from pd_cluster.parsers.stream import TextStream
-from pd_cluster.parsers.table import FORMATS, begins_of
+from pd_cluster.parsers.format_table import FORMATS, begins_of
+from pd_cluster.parsers.reply_format import ReplyFormat, Tool, ToolChoice, own_tool_parser
+from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pd_cluster.parsers.text_stream import TextStream
 
 TOOL_PARSERS = ("", "hermes", "llama3_json", "mistral", "qwen3")
 REASONING_PARSERS = ("", "deepseek_r1", "qwen3")

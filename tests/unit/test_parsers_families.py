@@ -8,8 +8,8 @@ from functools import partial
 
 import pytest
 
-from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pd_cluster.parsers.reply import ReplyFormat, Tool
+from pd_cluster.parsers.reply_format import ReplyFormat, Tool
+from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part, Reasoning
 from tests.unit.test_parsers import call
 from tests.unit.test_parsers import read as read_parts
 

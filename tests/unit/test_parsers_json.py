@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pd_cluster.parsers.json_scan import MAX_DEPTH, StringDecoder, scan_value
-from pd_cluster.parsers.stream import BLANKS, Steps, TextStream
+from pd_cluster.parsers.text_stream import BLANKS, Steps, TextStream
 
 LETTERS = 'ab"\\/\n\té🙂\u2028<{[]}:, '
 

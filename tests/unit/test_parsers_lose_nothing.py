@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from pd_cluster.parsers.parts import CallBegin
-from pd_cluster.parsers.reply import ReplyFormat, Tool
-from pd_cluster.parsers.table import FORMATS
+from pd_cluster.parsers.format_table import FORMATS
+from pd_cluster.parsers.reply_format import ReplyFormat, Tool
+from pd_cluster.parsers.reply_parts import CallBegin
 from tests.unit.test_parsers import read
 
 NUM_DAMAGED = 30  # of each kind, for each format

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.routing.origin import ANYBODY
+from pd_cluster.cluster.streams.request_origin import ANYBODY
 from pd_cluster.errors import DeadlineExceeded, RequestAborted, Unavailable
 from pd_cluster.types import TokenOutput
 from tests.support.router_world import World, token, turns

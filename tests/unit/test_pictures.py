@@ -21,23 +21,22 @@ import numpy as np
 import pytest
 from PIL import Image as Pictures
 
-from pd_cluster.checkpoints.vision import VisionPart
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
+from pd_cluster.checkpoints.vision_config import VisionPart
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
 from pd_cluster.errors import ConfigError, RequestError, Unavailable
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.media.download import ANY_HOST
-from pd_cluster.media.fetch import Places, fetched
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.media.image_files import FORMATS, decode, digest_of, fitted, in_color, prepared
 from pd_cluster.media.kinds.qwen import GridRules
-from pd_cluster.media.options import ReadOptions
-from pd_cluster.media.pictures import FORMATS, decode, digest_of, fitted, in_color, prepared
-from pd_cluster.service import pixels
-from pd_cluster.service.helpers import job_child
-from pd_cluster.service.pixels import PixelBudget
-from pd_cluster.service.prompts import pictures
-from pd_cluster.service.prompts.pictures import GIVEN, PictureIntake, Source
-from pd_cluster.settings.media import MediaSettings
-from pd_cluster.types import Image, Order, Request, Sampling, Span
+from pd_cluster.media.media_download import ANY_HOST
+from pd_cluster.media.media_fetch import Places, fetched
+from pd_cluster.media.processor_options import ReadOptions
+from pd_cluster.service.concurrency import job_child
+from pd_cluster.service.media import media_preparation, pixel_budget
+from pd_cluster.service.media.media_preparation import GIVEN, MediaPreparation, Source
+from pd_cluster.service.media.pixel_budget import PixelBudget
+from pd_cluster.settings.media_settings import MediaSettings
+from pd_cluster.types import Image, Request, RequestSpec, Sampling, Span
 from tests.support.pictures import data_url, file_of, picture, png_of_size
 
 RULES = GridRules(4, 2, 256, 1024, token_id=7)
@@ -191,9 +190,9 @@ PART = VisionPart("qwen2_vl", RULES, (0.5,) * 3, (0.5,) * 3, 1 / 255, ())
 
 
 @asynccontextmanager
-async def intake_of(counts: Any = None, **settings: Any) -> AsyncIterator[PictureIntake]:
+async def intake_of(counts: Any = None, **settings: Any) -> AsyncIterator[MediaPreparation]:
     more = {} if counts is None else {"counts": counts}
-    intake = PictureIntake(PART, MediaSettings(**settings), lambda: ["8.8.4.4"], **more)
+    intake = MediaPreparation(PART, MediaSettings(**settings), lambda: ["8.8.4.4"], **more)
     try:
         yield intake
     finally:
@@ -239,10 +238,10 @@ async def test_too_many_and_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
     async with intake_of(limits={"image": 2}) as intake:
         with pytest.raises(RequestError, match=r"content\[2\].*: 3 images; this server takes 2 in a prompt"):
             intake.check(sources("a", "b", "c"))
-        monkeypatch.setattr(pictures, "MAX_NBYTES", 2000)
+        monkeypatch.setattr(media_preparation, "MAX_NBYTES", 2000)
         with pytest.raises(RequestError, match=r"content\[1\].*the images of a prompt have at most 2000 bytes"):
             await intake.place([7, 7], sources(*[data_url(picture(1))] * 2), "prompt")
-        monkeypatch.setattr(pictures, "MAX_NUMBERS_NBYTES", 200)
+        monkeypatch.setattr(media_preparation, "MAX_NUMBERS_NBYTES", 200)
         with pytest.raises(RequestError, match="prompt: a prompt with images has at most 10 tokens; send a shorter"):
             await intake.place([*range(6), 7], sources(data_url(picture(1))), "prompt")
 
@@ -364,7 +363,7 @@ async def test_options_that_cannot_be_had() -> None:
     async with intake_of(processor={"max_pixels": 512}) as intake:  # the server's own hold where a request says nothing
         assert [intake.options(given, "x").max_pixels for given in ({}, {"max_pixels": 300})] == [512, 300]
     with pytest.raises(ConfigError, match="--mm-processor-kwargs: max_pixels 2048: this model's folder has"):
-        PictureIntake(PART, MediaSettings(processor={"max_pixels": 2048}))
+        MediaPreparation(PART, MediaSettings(processor={"max_pixels": 2048}))
 
 
 def test_pixels_are_counted_until_they_are_released() -> None:
@@ -406,7 +405,7 @@ async def test_pixels_beyond_memory_are_in_a_file_without_a_name(tmp_path: Path)
         assert budget.in_files.taken_nbytes == nbytes
         again = await intake.place([7], sources(urls[3]), "prompt")
         assert isinstance(again.prompt.images[0].pixels, memoryview)
-    descriptor = pixels._nameless(str(tmp_path))
+    descriptor = pixel_budget._nameless(str(tmp_path))
     assert os.fstat(descriptor).st_mode & 0o777 == 0o600
     assert os.fstat(descriptor).st_nlink == 0
     os.close(descriptor)
@@ -418,8 +417,8 @@ def test_a_decode_leg_that_would_compute_a_picture_without_pixels() -> None:
     """It is finished and named; one whose cached prefix covers its pictures runs."""
     scheduler = StepScheduler([LayerGroup(BlockPool(16))], StepSizes(4, 8, 64))
     fields = {"spans": (Span(1, 5, b"d"),), "images": (Image(4, 4),)}
-    order = Order([1, 7, 7, 7, 7, 2, 3], Sampling(max_tokens=20), **fields)  # type: ignore[arg-type]
-    text = Request("text", Order([1, 2], Sampling()), leg="decode")
+    order = RequestSpec([1, 7, 7, 7, 7, 2, 3], Sampling(max_tokens=20), **fields)  # type: ignore[arg-type]
+    text = Request("text", RequestSpec([1, 2], Sampling()), leg="decode")
     request = Request("r", order, leg="decode", output_token_ids=[5])
     for each in (request, text):
         scheduler.add(each)

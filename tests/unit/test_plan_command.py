@@ -10,11 +10,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from pd_cluster.bench.arrivals import Arrival
+from pd_cluster.bench.request_arrivals import Arrival
 from pd_cluster.bench.trace_files import write_trace
 from pd_cluster.commands.cli import app
-from pd_cluster.costs.costs import Costs, HandoverCost, StepCost
-from pd_cluster.costs.files import write_costs
+from pd_cluster.costs.cost_files import write_costs
+from pd_cluster.costs.linear_costs import Costs, HandoverCost, StepCost
 
 STEP = StepCost(step_s=0.01, row_s=0.0001, context_token_s=1e-8, prompt_token_s=1e-4, prompt_pair_s=1e-9)
 

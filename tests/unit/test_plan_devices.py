@@ -14,18 +14,18 @@ import jsonschema
 import pytest
 import yaml
 
-from pd_cluster.bench.arrivals import Arrival
-from pd_cluster.costs.costs import Costs, HandoverCost, StepCost, StepWork
-from pd_cluster.devices.kinds import DeviceKind
+from pd_cluster.bench.request_arrivals import Arrival
+from pd_cluster.costs.linear_costs import Costs, HandoverCost, StepCost, StepWork
+from pd_cluster.devices.device_kinds import DeviceKind
 from pd_cluster.errors import ConfigError
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.model.needs import ModelNeeds
-from pd_cluster.plan.candidates import LayoutCandidate
-from pd_cluster.plan.computed_costs import InstanceShape, Unfit, computed_costs, step_cost
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.model.planning.model_needs import ModelNeeds
+from pd_cluster.plan.computed_costs import Infeasible, InstanceShape, computed_costs, step_cost
 from pd_cluster.plan.cost_sources import ComputedSource, MeasuredSource, coarser
 from pd_cluster.plan.device_models import device_model
-from pd_cluster.plan.start_lines import StartLines
-from pd_cluster.simulate.scenario import SimulatedLayout
+from pd_cluster.plan.layout_candidates import LayoutCandidate
+from pd_cluster.plan.start_commands import StartCommands
+from pd_cluster.simulate.simulated_layout import SimulatedLayout
 from ranktable_tools import cli as ranktable_cli
 from tests.unit.test_deploy_helm import CHART
 from tests.unit.test_page_commands import parse, words_of
@@ -100,7 +100,7 @@ def test_instances_that_do_not_fit_are_left_out_with_the_reason(
     shape: InstanceShape, device: str, num_tokens: int, reason: str
 ) -> None:
     found = computed_costs(LLAMA_70B, device_model(device), shape, num_tokens)
-    assert isinstance(found, Unfit)
+    assert isinstance(found, Infeasible)
     with pytest.raises(AssertionError, match=reason):
         raise AssertionError(found.reason)
 
@@ -129,12 +129,12 @@ def test_measured_costs_are_of_one_number_of_ranks() -> None:
     )
     small = MeasuredSource(Costs(model="m", device="cpu", source="x", step=StepCost(0.01), num_blocks=100), "f", LOAD)
     found = small.costs(LayoutCandidate(SimulatedLayout(num_hybrid=1)))
-    assert found == Unfit("f: num_blocks have room for 1600 tokens, and the longest request has 3200")
+    assert found == Infeasible("f: num_blocks have room for 1600 tokens, and the longest request has 3200")
 
 
-def lines_of(kind: DeviceKind, per_host: int, tp_size: int = 1, **numbers: int) -> StartLines:
+def lines_of(kind: DeviceKind, per_host: int, tp_size: int = 1, **numbers: int) -> StartCommands:
     layout = SimulatedLayout(max_num_batched_tokens=2048, max_num_seqs=64, **numbers)  # type: ignore[arg-type]
-    return StartLines(model="/m", candidate=LayoutCandidate(layout, tp_size), kind=kind, devices_per_host=per_host)
+    return StartCommands(model="/m", candidate=LayoutCandidate(layout, tp_size), kind=kind, devices_per_host=per_host)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def lines_of(kind: DeviceKind, per_host: int, tp_size: int = 1, **numbers: int) 
         (lines_of("cpu", 1 << 30, num_prefill=1, num_decode=1), 1),
     ],
 )
-def test_lines_that_start_a_split_are_valid(start: StartLines, num_gen: int, tmp_path: Path) -> None:
+def test_lines_that_start_a_split_are_valid(start: StartCommands, num_gen: int, tmp_path: Path) -> None:
     """The command lines parse, and tables made by them have the files and ports that the other lines name."""
     for line in start.on_this_machine:
         words = words_of(line)

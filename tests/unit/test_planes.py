@@ -12,14 +12,14 @@ import torch
 from pd_cluster import wire
 from pd_cluster.errors import LinkError
 from pd_cluster.kv.block_major import HostBlocks
+from pd_cluster.kv.kv_layout import KVLayout, token_nbytes_of
+from pd_cluster.kv.kv_pool import KVPool, shape_of
 from pd_cluster.kv.layer_major import LayerMajor
-from pd_cluster.kv.layout import KVLayout, token_nbytes_of
-from pd_cluster.kv.memory import TORCH_DTYPES, Memory
 from pd_cluster.kv.pack import pack, unpack
-from pd_cluster.kv.pair_check import check_pair
-from pd_cluster.kv.pool import KVPool, shape_of
-from pd_cluster.kv.route import Route
-from pd_cluster.kv.swap import SwapSpace
+from pd_cluster.kv.pool_compatibility import check_pair
+from pd_cluster.kv.pool_memory import TORCH_DTYPES, Memory
+from pd_cluster.kv.pool_route import PoolRoute
+from pd_cluster.kv.swap_space import SwapSpace
 from pd_cluster.wire import KVPiece, Plane
 from tests.support.fake_device import FakeModule, install
 from tests.support.transports import NUM_BLOCKS, WAIT_S, Pair
@@ -102,7 +102,7 @@ CHANGES: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("layout", [LAYOUT, MIXED], ids=["alike", "mixed"])
 def test_a_piece_arrives_in_either_way_of_lying(name: str, wants_int8: bool, layout: KVLayout) -> None:
     target_layout = replace(layout, **CHANGES[name])  # type: ignore[arg-type]
-    route = Route(layout, target_layout, wants_int8)
+    route = PoolRoute(layout, target_layout, wants_int8)
     source = filled(layout, 1)
     layers = LayerMajor(layout, [torch.zeros(shape) for shape in LayerMajor.shapes(layout, len(source.memory))])
     whole = KVPiece(0, 0, 0, 3, list(range(len(source.memory))))

@@ -9,11 +9,11 @@ from typing import cast
 import pytest
 
 from pd_cluster.bench.profile_cluster import SpentTime, fit_handover, host_cost
-from pd_cluster.bench.profile_spec import EngineReady, Steps, TimedStep
+from pd_cluster.bench.profile_messages import EngineReady, Steps, TimedStep
 from pd_cluster.bench.profile_steps import measure_alone, measure_beside, steps_of
-from pd_cluster.bench.profiled_engine import ProfiledEngine
-from pd_cluster.costs.costs import HandoverCost, StepCost, StepWork, num_pairs_of
-from pd_cluster.costs.fit import fit_step
+from pd_cluster.bench.profiled_engine_process import ProfiledEngine
+from pd_cluster.costs.cost_fit import fit_step
+from pd_cluster.costs.linear_costs import HandoverCost, StepCost, StepWork, num_pairs_of
 
 READY = EngineReady(max_num_seqs=64, max_num_batched_tokens=1024, max_model_len=4096, num_blocks=4096, block_size=16)
 TRUE = StepCost(5e-5, 3e-6, 1e-9, 1e-6, 2e-11)

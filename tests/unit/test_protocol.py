@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.limits import truncated
-from pd_cluster.service.schema import protocol
+from pd_cluster.service.preprocessing.request_limits import truncated
+from pd_cluster.service.schema import completion_protocol
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.parse import parse
-from pd_cluster.service.schema.prediction import MAX_PREDICTION_PARTS
-from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest, GenerationRequest
+from pd_cluster.service.schema.completion_protocol import CompletionRequest, GenerateRequest, GenerationRequest
+from pd_cluster.service.schema.predicted_outputs import MAX_PREDICTION_PARTS
+from pd_cluster.service.schema.request_parsing import parse
 from pd_cluster.types import Sampling
 from tests.support.parsing import HELLO, MINIMAL, kinds, parsed, refused
 
@@ -50,15 +50,15 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "top_k": (-2, 0.5, 10**30),
     "seed": ("x", 2**64, -(2**63) - 1),
     "stop": (1, [1], {"a": 1}),
-    "stop_token_ids": (1, ["a"], [-1], [10**30], [1] * (protocol.MAX_STOP_TOKEN_IDS + 1)),
+    "stop_token_ids": (1, ["a"], [-1], [10**30], [1] * (completion_protocol.MAX_STOP_TOKEN_IDS + 1)),
     "ignore_eos": ("yes", 1),
     "skip_special_tokens": (0,),
     "stream": ("true",),
     "stream_options": (1, {"include_usage": "yes"}),
     "user": (3,),
     "return_token_ids": (2,),
-    "n": (0, protocol.MAX_SEQUENCES + 1, True, 1.5, "2.5"),
-    "best_of": (0, protocol.MAX_SEQUENCES + 1, False),
+    "n": (0, completion_protocol.MAX_SEQUENCES + 1, True, 1.5, "2.5"),
+    "best_of": (0, completion_protocol.MAX_SEQUENCES + 1, False),
     "presence_penalty": (-2.01, 2.01, "one", True),
     "frequency_penalty": (-2.01, 2.01),
     "repetition_penalty": (0, -1, 2.01, "one"),
@@ -74,13 +74,19 @@ WRONG: dict[str, tuple[Any, ...]] = {
         *({key: 1} for key in ("", "x", "-1", "1.0", "05", " 5", "5 ", "\u0665", "9" * 11)),
     ),
     "bad_words": (
-        *("a", [1], ["a", ""], ["a"] * (protocol.MAX_BAD_WORDS + 1), ["a" * (protocol.MAX_BAD_WORD_NUM_CHARS + 1)]),
+        *(
+            "a",
+            [1],
+            ["a", ""],
+            ["a"] * (completion_protocol.MAX_BAD_WORDS + 1),
+            ["a" * (completion_protocol.MAX_BAD_WORD_NUM_CHARS + 1)],
+        ),
     ),
     "allowed_token_ids": ([], 5, ["a"], [-1], [2**31], [1.5], [True]),
     "prompt_logprobs": (-2, True, "one", 1.5),
     "include_stop_str_in_output": ("yes",),
     "return_tokens_as_token_ids": (1,),
-    "cache_salt": ("", 5, "x" * (protocol.MAX_SALT_NUM_CHARS + 1)),
+    "cache_salt": ("", 5, "x" * (completion_protocol.MAX_SALT_NUM_CHARS + 1)),
     "truncate_prompt_tokens": (0, -2, 1.5, "five", True),
     "guided_json": (5, True, ["a"]),
     "guided_choice": ("a", [1]),
@@ -126,9 +132,9 @@ def test_a_required_field_is_named(kind: type[GenerationRequest]) -> None:
 
 
 @kinds
-@pytest.mark.parametrize("name", protocol.NOT_YET)
+@pytest.mark.parametrize("name", completion_protocol.NOT_YET)
 def test_not_yet_is_refused_by_name_and_neutral_values_pass(kind: type[GenerationRequest], name: str) -> None:
-    for neutral in (None, *protocol.NOT_YET[name]):
+    for neutral in (None, *completion_protocol.NOT_YET[name]):
         parsed(kind, **{name: neutral})
     error = refused(json.dumps({**MINIMAL[kind], name: ["something", {"else": 1}]}).encode(), kind)
     assert error.param == name
@@ -257,10 +263,10 @@ def test_values_that_stand_for_others() -> None:
 
 def test_stop_strings_are_one_or_some() -> None:
     assert parsed(stop="a").stops == ["a"]
-    longest = ["x" * 1024] * protocol.MAX_STOP_STRINGS
+    longest = ["x" * 1024] * completion_protocol.MAX_STOP_STRINGS
     assert parsed(stop=longest).stops == longest
     assert "1025 characters" in str(refused(json.dumps({"prompt": "a", "stop": ["b", "x" * 1025]}).encode()))
-    for stop in ("", ["a", ""], ["a"] * (protocol.MAX_STOP_STRINGS + 1)):
+    for stop in ("", ["a", ""], ["a"] * (completion_protocol.MAX_STOP_STRINGS + 1)):
         with pytest.raises(RequestError) as caught:
             _ = parsed(stop=stop).stops
         assert caught.value.param == "stop"
@@ -291,7 +297,7 @@ def test_null_is_as_if_not_given(kind: type[GenerationRequest]) -> None:
         null = parsed(kind, **{name: None})
         assert getattr(null, name) in (None, getattr(plain, name)), name
         assert null.sampling(16, 5, {}) == plain.sampling(16, 5, {}), name
-        assert (null.wants_all_room, plain.wants_all_room) == (name == "max_tokens", False)
+        assert (null.wants_whole_context, plain.wants_whole_context) == (name == "max_tokens", False)
 
 
 def test_options_of_a_stream() -> None:

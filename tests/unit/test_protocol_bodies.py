@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.schema import json_body, protocol
+from pd_cluster.service.schema import completion_protocol, json_body
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
+from pd_cluster.service.schema.completion_protocol import CompletionRequest, GenerationRequest
 from pd_cluster.service.schema.json_body import structure
-from pd_cluster.service.schema.messages_protocol import MessagesRequest
-from pd_cluster.service.schema.parse import MAX_FIELDS, parse
-from pd_cluster.service.schema.protocol import CompletionRequest, GenerationRequest
-from pd_cluster.service.schema.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.messages.messages_protocol import MessagesRequest
+from pd_cluster.service.schema.request_parsing import MAX_FIELDS, parse
+from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
 from pd_cluster.service.schema.tokens_protocol import BatchChatRequest
 from tests.support.parsing import kinds, parsed, refused
 
@@ -126,13 +126,13 @@ def test_what_takes_long_to_decode_is_bounded_by_its_count() -> None:
 
 def test_messages_are_counted_before_they_are_read() -> None:
     hello = {"role": "user", "content": "a"}
-    most, more = [hello] * protocol.MAX_MESSAGES, [*[hello] * protocol.MAX_MESSAGES, {}]
-    assert len(parsed(ChatCompletionRequest, messages=most).messages) == protocol.MAX_MESSAGES
-    parts = [{**hello, "content": ["a"] * (protocol.MAX_PARTS + 1)}]
-    assert f"at most {protocol.MAX_PARTS} " in str(
+    most, more = [hello] * completion_protocol.MAX_MESSAGES, [*[hello] * completion_protocol.MAX_MESSAGES, {}]
+    assert len(parsed(ChatCompletionRequest, messages=most).messages) == completion_protocol.MAX_MESSAGES
+    parts = [{**hello, "content": ["a"] * (completion_protocol.MAX_PARTS + 1)}]
+    assert f"at most {completion_protocol.MAX_PARTS} " in str(
         refused(json.dumps({"messages": parts}).encode(), ChatCompletionRequest)
     )
-    said = f"at most {protocol.MAX_MESSAGES} "
+    said = f"at most {completion_protocol.MAX_MESSAGES} "
     assert said in str(refused(json.dumps({"messages": more}).encode(), ChatCompletionRequest))
     assert said in str(refused(json.dumps({"messages": [most, [hello]]}).encode(), BatchChatRequest))
     for kind, body in ((MessagesRequest, {"max_tokens": 1, "messages": more}), (ResponsesRequest, {"input": more})):
@@ -155,13 +155,13 @@ def test_as_many_prompts_as_may_be() -> None:
     for prompt in ("a", [1, 2]):
         assert parsed(CompletionRequest, prompt=prompt).prompts() == [prompt]
         assert (
-            len(parsed(CompletionRequest, prompt=[prompt] * protocol.MAX_PROMPTS, n=4).prompts())
-            == protocol.MAX_PROMPTS
+            len(parsed(CompletionRequest, prompt=[prompt] * completion_protocol.MAX_PROMPTS, n=4).prompts())
+            == completion_protocol.MAX_PROMPTS
         )
         with pytest.raises(RequestError, match="1025 prompts are more than the 1024"):
-            parsed(CompletionRequest, prompt=[prompt] * (protocol.MAX_PROMPTS + 1)).prompts()
+            parsed(CompletionRequest, prompt=[prompt] * (completion_protocol.MAX_PROMPTS + 1)).prompts()
         with pytest.raises(RequestError, match="more than 4096 sequences"):
-            parsed(CompletionRequest, prompt=[prompt] * protocol.MAX_PROMPTS, n=5).prompts()
+            parsed(CompletionRequest, prompt=[prompt] * completion_protocol.MAX_PROMPTS, n=5).prompts()
 
 
 def test_a_huge_refused_value_is_not_repeated() -> None:

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.schema import parse as parsing
-from pd_cluster.service.schema import protocol
+from pd_cluster.service.schema import completion_protocol
+from pd_cluster.service.schema import request_parsing as parsing
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.messages_protocol import MessagesRequest
-from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.completion_protocol import CompletionRequest, GenerateRequest, GenerationRequest
+from pd_cluster.service.schema.messages.messages_protocol import MessagesRequest
 from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest, parse_pooling
-from pd_cluster.service.schema.protocol import CompletionRequest, GenerateRequest, GenerationRequest
-from pd_cluster.service.schema.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.request_parsing import parse
+from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
 from pd_cluster.service.schema.tokens_protocol import TokensRequest
 from tests.support.documented import document_of
 from tests.support.parsing import MINIMAL, OTHERS, parsed, refused
@@ -58,14 +58,14 @@ VLLM_SAMPLING = [
 def test_every_sampling_parameter_of_vllm_is_honoured_or_refused() -> None:
     """The parameters are 0.6.0's and today's. Each honoured one has a test of its effect in tests/api."""
     for name in VLLM_SAMPLING:
-        assert (name in ChatCompletionRequest.model_fields) != (name in protocol.NOT_YET), name
+        assert (name in ChatCompletionRequest.model_fields) != (name in completion_protocol.NOT_YET), name
     assert all("logprobs" in kind.model_fields for kind in MINIMAL)
 
 
 def test_what_is_for_chats_is_refused_elsewhere() -> None:
     for kind in (CompletionRequest, GenerateRequest):
-        for name in protocol.CHAT_ONLY:
-            for neutral in (None, *protocol.CHAT_ONLY[name]):
+        for name in completion_protocol.CHAT_ONLY:
+            for neutral in (None, *completion_protocol.CHAT_ONLY[name]):
                 parsed(kind, **{name: neutral})
             error = refused(json.dumps({**MINIMAL[kind], name: ["something", {"else": 1}]}).encode(), kind)
             assert error.param == name
@@ -146,9 +146,17 @@ VLLMS_OF_EMBEDDING = {
 def test_every_field_of_vllms_routes_is_known() -> None:
     """Honoured, refused by name, or known to say nothing about the answer."""
     for fields, model, other in (
-        (VLLMS_OF_ALL | {"add_special_tokens", "echo"}, CompletionRequest, {*protocol.NOT_YET, *protocol.HARMLESS}),
-        (VLLMS_OF_ALL | VLLMS_OF_CHATS, ChatCompletionRequest, {*protocol.NOT_YET, *protocol.HARMLESS}),
-        (VLLMS_OF_RESPONSES, ResponsesRequest, protocol.HARMLESS),
+        (
+            VLLMS_OF_ALL | {"add_special_tokens", "echo"},
+            CompletionRequest,
+            {*completion_protocol.NOT_YET, *completion_protocol.HARMLESS},
+        ),
+        (
+            VLLMS_OF_ALL | VLLMS_OF_CHATS,
+            ChatCompletionRequest,
+            {*completion_protocol.NOT_YET, *completion_protocol.HARMLESS},
+        ),
+        (VLLMS_OF_RESPONSES, ResponsesRequest, completion_protocol.HARMLESS),
         (VLLMS_OF_TOKENS, TokensRequest, set()),
         (VLLMS_OF_EMBEDDING, EmbeddingRequest, EmbeddingRequest.REFUSED.keys()),
         (VLLMS_OF_RANKING, RerankRequest, RerankRequest.REFUSED.keys()),
@@ -191,7 +199,7 @@ def test_rankings_are_not_cut_or_padded_otherwise() -> None:
 
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 def test_sglangs_names_are_refused_with_those_there_are(kind: type[GenerationRequest]) -> None:
-    for name, (neutral, way_out) in protocol.SGLANGS.items():
+    for name, (neutral, way_out) in completion_protocol.SGLANGS.items():
         for value in (None, *neutral):
             parse(json.dumps({**MINIMAL[kind], name: value}).encode(), kind)
         with pytest.raises(RequestError, match=rf"^{name}: .* is not a name here; {re.escape(way_out)}$") as caught:
@@ -203,4 +211,4 @@ def test_what_changes_nothing_is_documented() -> None:
     """By the server itself, and on the page for clients."""
     told = document_of()["info"]["description"]
     page = (Path(__file__).parents[2] / "docs" / "clients.md").read_text("utf-8")
-    assert [name for name in protocol.HARMLESS if name not in told or f"`{name}`" not in page] == []
+    assert [name for name in completion_protocol.HARMLESS if name not in told or f"`{name}`" not in page] == []

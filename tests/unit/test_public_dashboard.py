@@ -13,20 +13,20 @@ import pytest
 from fastapi import Request
 
 from pd_cluster.api.admin.admin_app import describe
+from pd_cluster.api.dashboard.dashboard_routes import PageView, cookie_of
+from pd_cluster.api.dashboard.dashboard_sessions import MOST_LOOKS, Sessions
 from pd_cluster.api.dashboard.overview_routes import MOST_SHARED, SHARED_S, SharedAnswers
-from pd_cluster.api.dashboard.public import MAX_LOGIN_NBYTES, PublicView
-from pd_cluster.api.dashboard.routes import PageView, cookie_of
-from pd_cluster.api.dashboard.sessions import MOST_LOOKS, Sessions
-from pd_cluster.api.gate.access import HostNames
-from pd_cluster.api.gate.file_keys import FileKeys
-from pd_cluster.cluster.overview.watch import Overview
-from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.cluster.tenancy.rate_memory import RateMemory
+from pd_cluster.api.dashboard.public_dashboard import MAX_LOGIN_NBYTES, PublicView
+from pd_cluster.api.middleware.admin_access import HostNames
+from pd_cluster.api.middleware.file_keys import FileKeys
+from pd_cluster.cluster.overview.cluster_overview import Overview
+from pd_cluster.cluster.records.request_stats import RequestStats
+from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits
 from pd_cluster.commands.serve_scheduler import check_public_dashboard
 from pd_cluster.errors import ConfigError
-from pd_cluster.reports import Busy, Keys
-from pd_cluster.settings.http import HttpConfig, Tls
-from pd_cluster.settings.routing import EntranceSettings, RoutingConfig
+from pd_cluster.process_messages import Busy, Keys
+from pd_cluster.settings.http_settings import HttpConfig, Tls
+from pd_cluster.settings.routing_settings import AdmissionSettings, RoutingConfig
 from tests.support.elastic_world import ElasticWorld
 from tests.support.keyed_port import SALT, key_of
 from tests.support.public_port import make_app
@@ -200,7 +200,7 @@ async def test_wrong_keys_and_foreign_pages_get_nothing(tmp_path: Path) -> None:
 async def test_a_withdrawn_key_ends_its_session(tmp_path: Path) -> None:
     now_s = [0.0]
     keys = Keys(SALT, (key_of(KEY), key_of("short", expires_s=100.0)), (0, 1), ())
-    file_keys = FileKeys(keys, RateMemory.create(), RequestStats().tenants, lambda: now_s[0])
+    file_keys = FileKeys(keys, SharedRateLimits.create(), RequestStats().tenants, lambda: now_s[0])
     world = World(tmp_path, HttpConfig(key_file="keys.json"), file_keys)
     async with world.client() as client:
         for key in (KEY, "short"):
@@ -238,11 +238,11 @@ async def test_without_the_flag_there_is_none(tmp_path: Path) -> None:
 
 def test_no_cookie_crosses_a_network_in_plain_text() -> None:
     open_to_all = HttpConfig(has_public_dashboard=True)
-    check_public_dashboard(HttpConfig(has_public_dashboard=True, tls=Tls("c.pem")), "0.0.0.0", EntranceSettings())
-    check_public_dashboard(open_to_all, "127.0.0.1", EntranceSettings())
-    check_public_dashboard(open_to_all, "0.0.0.0", EntranceSettings(uds="/run/a.socket"))
-    check_public_dashboard(HttpConfig(), "0.0.0.0", EntranceSettings(api_workers=2))
+    check_public_dashboard(HttpConfig(has_public_dashboard=True, tls=Tls("c.pem")), "0.0.0.0", AdmissionSettings())
+    check_public_dashboard(open_to_all, "127.0.0.1", AdmissionSettings())
+    check_public_dashboard(open_to_all, "0.0.0.0", AdmissionSettings(uds="/run/a.socket"))
+    check_public_dashboard(HttpConfig(), "0.0.0.0", AdmissionSettings(api_workers=2))
     with pytest.raises(ConfigError, match=r"^--public-dashboard: .*--host 0.0.0.0 is reached without TLS"):
-        check_public_dashboard(open_to_all, "0.0.0.0", EntranceSettings())
+        check_public_dashboard(open_to_all, "0.0.0.0", AdmissionSettings())
     with pytest.raises(ConfigError, match=r"^--public-dashboard: .*not with --api-workers 2"):
-        check_public_dashboard(open_to_all, "127.0.0.1", EntranceSettings(api_workers=2))
+        check_public_dashboard(open_to_all, "127.0.0.1", AdmissionSettings(api_workers=2))

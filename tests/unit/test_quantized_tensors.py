@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pd_cluster.checkpoints.quantized import METHODS, Quantization
+from pd_cluster.checkpoints.quantization_config import METHODS, Quantization
 from pd_cluster.errors import ModelError
-from pd_cluster.model.known_forms import form_of
-from pd_cluster.model.quantized.decode import decoded
-from pd_cluster.model.quantized.encode import SCHEMES, encoded
+from pd_cluster.model.weights.load_time_quantization import SCHEMES, encoded
+from pd_cluster.model.weights.quantized_formats import decoded
+from pd_cluster.model.weights.weight_forms import form_of
 from pd_cluster.numerics import CODES_WAY, LONG_SPANS, WHOLE_ROWS, Numerics
 
 NAN, INF = float("nan"), float("inf")

@@ -17,24 +17,25 @@ import pytest
 from msgspec import Raw, ValidationError, msgpack
 
 from pd_cluster import wire
-from pd_cluster.cluster.processes.ranks import Ranks
-from pd_cluster.engine import build_ranks, hang
-from pd_cluster.engine.handover.context import HandoverContext
-from pd_cluster.engine.handover.events import Offered, StopEngine
-from pd_cluster.engine.handover.links import PeerProgress, ReceiveEnd, SendEnd, Side
-from pd_cluster.engine.handover.out_links import OutLinks
-from pd_cluster.engine.handover.out_table import OutLinkTable
+from pd_cluster.cluster.processes.worker_ranks import Ranks
+from pd_cluster.engine.assembly import build_ranks
+from pd_cluster.engine.handover.engine_events import Offered, StopEngine
+from pd_cluster.engine.handover.handover_context import HandoverContext
+from pd_cluster.engine.handover.links.link_ends import LocalEndpoint, PeerProgress, ReceiveEnd, SendEnd
+from pd_cluster.engine.handover.links.out_link_table import OutLinkTable
+from pd_cluster.engine.handover.links.out_links import OutLinks
+from pd_cluster.engine.ranks import hang_watchdog
 from pd_cluster.engine.ranks import rank_messages as to
-from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.follower import LaneHost, _input_of
-from pd_cluster.engine.ranks.lead import ALL_LAYERS, LeadRunner, Watch
+from pd_cluster.engine.ranks.lead_runner import ALL_LAYERS, LeadRunner, Watch
+from pd_cluster.engine.ranks.rank_channel import Channel
 from pd_cluster.engine.ranks.remote_lanes import RankLanes
 from pd_cluster.errors import InstanceLost, LinkError
-from pd_cluster.kv.layout import KVLayout, Lane, keys_and_values
-from pd_cluster.model.step_input import StepInput
+from pd_cluster.kv.kv_layout import KVLayout, Lane, keys_and_values
+from pd_cluster.model.inputs.step_input import StepInput
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed
+from pd_cluster.transport.link_events import Drained, LinkEvent, LinkFailed
 from pd_cluster.types import note_nothing
 
 WAIT_S = 60.0
@@ -148,11 +149,11 @@ class World:
         self.ends = [End([]), End(None)]  # the second is on another rank, which has not told what it offers
         self.ends += [End([]) for _ in self.layouts[1:] for _ in range(2)]
         counts = (8,) * len(self.layouts)
-        side = Side("prefill-0@1", b"s", "m", Numerics(), self.layouts, counts, wire.KVOptions())
+        endpoint = LocalEndpoint("prefill-0@1", b"s", "m", Numerics(), self.layouts, counts, wire.KVOptions())
         ends = iter(self.ends)
         conns: Any = SimpleNamespace(connect=lambda *_: "c", disconnect=lambda _: None, send=self.send)
         lanes: Any = SimpleNamespace(send_end=lambda *_: next(ends))
-        context = HandoverContext(side, conns, lanes, lambda event: None, Timeouts(), lambda: 0.0)
+        context = HandoverContext(endpoint, conns, lanes, lambda event: None, Timeouts(), lambda: 0.0)
         users: Any = SimpleNamespace(on_link_down=lambda conn, reason: None, uses=lambda conn: False)
         self.links = OutLinks(context, OutLinkTable(context, PeerProgress(lambda: 0.0)), users)
         about: dict[str, Any] = {"host": "h", "control_port": 1, "public_key": b"", "tp_size": 2}
@@ -471,11 +472,11 @@ def test_a_last_deadline_is_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None
     """An earlier deadline is not put off, either."""
     armed: list[float] = [math.inf]
     clock = [100.0]
-    monkeypatch.setattr(hang.faulthandler, "dump_traceback_later", lambda s, exit: armed.append(clock[0] + s))
+    monkeypatch.setattr(hang_watchdog.faulthandler, "dump_traceback_later", lambda s, exit: armed.append(clock[0] + s))
     for step_limit_s, ends_at_s in ((600.0, 106.0), (4.0, 104.0)):
         clock[0] = 100.0
-        monkeypatch.setattr(hang, "_alarm", alarm := hang._Alarm())
-        came_round = hang.ends_when_hung(step_limit_s, lambda: clock[0])
+        monkeypatch.setattr(hang_watchdog, "_alarm", alarm := hang_watchdog._Alarm())
+        came_round = hang_watchdog.ends_when_hung(step_limit_s, lambda: clock[0])
         came_round()
         alarm.make_final(clock[0], 6.0)
         clock[0] += 3

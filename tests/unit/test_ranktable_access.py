@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.cluster.members.credentials import find_admin_token
-from pd_cluster.cluster.members.place import find_place
+from pd_cluster.cluster.members.cluster_credentials import find_admin_token
+from pd_cluster.cluster.members.rank_table_place import find_place
 from ranktable_tools import check, cli, load_global, merge, permission_warnings
 from tests.support.another_user import OTHER_ID, as_another_user
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ranktable_tools import cli, load_global, ports, probe
+from ranktable_tools import cli, load_global, machine_probe, ports
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pd_ranktable_tools.py"
 GEN = ["--prefill-server-list", "4,5", "--decode-server-list", "6,7", "--api-server"]
@@ -115,13 +115,13 @@ def test_the_reference_command_line_refuses(capsys: pytest.CaptureFixture[str]) 
 def test_the_address_without_a_default_route(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(probe, "default_server_ip", lambda: None)
+    monkeypatch.setattr(machine_probe, "default_server_ip", lambda: None)
     for addresses, taken, said in (
         ([], "127.0.0.1", "note: this machine has no address, so --server-ip is 127.0.0.1: one machine only\n"),
         (["10.0.0.5"], "10.0.0.5", "note: no default route, so --server-ip is 10.0.0.5, the only address\n"),
         (["10.0.0.5", "10.9.0.5"], "", "--server-ip: found '10.0.0.5 10.9.0.5', expected one of them"),
     ):
-        monkeypatch.setattr(probe, "global_addresses", lambda addresses=addresses: addresses)
+        monkeypatch.setattr(machine_probe, "global_addresses", lambda addresses=addresses: addresses)
         assert cli.main(["gen", "--api-server", "--save-dir", str(tmp_path)]) == (not taken)
         assert said in capsys.readouterr().err
         assert (tmp_path / f"local_ranktable_{taken}_host.json").exists() == bool(taken)
@@ -175,6 +175,6 @@ def test_a_machine_without_cards_is_told(
     """So that a container without the driver does not go unnoticed until its workers start."""
     given = ["gen", "--prefill-server-list", "0", "--server-ip", "127.0.0.1", "--save-dir", str(tmp_path)]
     for kind, arguments, is_told in (("cpu", [], True), ("npu", [], False), ("cpu", ["--device", "cpu"], False)):
-        monkeypatch.setattr("ranktable_tools.probe.detect_kind", lambda kind=kind: kind)
+        monkeypatch.setattr("ranktable_tools.machine_probe.detect_kind", lambda kind=kind: kind)
         cli.main([*given, *arguments, "--device-ip", "0=127.0.0.1"])
         assert ("no NPU and no GPU is visible here" in capsys.readouterr().err) == is_told

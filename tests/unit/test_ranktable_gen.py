@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from ranktable_tools import check, generate, load_global, load_local, locate, merge, write
 from ranktable_tools.errors import RankTableError
-from ranktable_tools.files import write_private
 from ranktable_tools.gen import Generated
+from ranktable_tools.table_files import write_private
 from tests.unit.test_ranktable_schema import document, document_local
 
 DEVICE_IPS = {4: "10.0.0.22", 5: "10.0.0.23", 6: "29.0.0.56", 7: "29.0.0.72"}

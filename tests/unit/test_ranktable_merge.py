@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.cluster.members.place import find_place
+from pd_cluster.cluster.members.rank_table_place import find_place
 from ranktable_tools import cli, generate, load_global, load_local, locate, merge, write
 from ranktable_tools.errors import RankTableError
 

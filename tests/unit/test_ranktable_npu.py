@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.devices import hccl
-from ranktable_tools import check, cli, load_global, load_local, locate, npu, probe, vnpu
+from pd_cluster.devices import hccl_environment
+from ranktable_tools import check, cli, load_global, load_local, locate, machine_probe, npu, vnpu
 from ranktable_tools.errors import RankTableError
 from ranktable_tools.npu import Chip, Npu
 from tests.support import npu_machine
@@ -224,7 +224,7 @@ def test_a_vnpu_has_its_own_id_and_the_host_s_address(host: Path) -> None:
     table = load_global(host / f"global_ranktable_{HOST}.json")
     found = [(server.device[0].device_id, server.device[0].device_ip) for server in table.instances]
     assert found == [("164", HOST), ("180", HOST), ("0", "192.0.2.20")]
-    assert [hccl.is_wanted("auto", server) for server in table.instances] == [False, False, True]
+    assert [hccl_environment.is_wanted("auto", server) for server in table.instances] == [False, False, True]
     local = host / f"local_ranktable_{HOST}_164.json"
     assert json.loads(local.read_text())["server_list"][0]["device"][0]["device_id"] == "164"
     assert check(host / f"global_ranktable_{HOST}.json", [local]) == []
@@ -237,10 +237,10 @@ def test_a_machine_whose_every_npu_is_divided_is_an_npu_machine(host: Path, monk
     monkeypatch.setenv("PATH", str(host / "nothing"))
     for file in (host / "dev").glob("davinci*"):
         file.unlink()
-    assert probe.detect_kind() == "npu"
+    assert machine_probe.detect_kind() == "npu"
     for file in (host / "dev").glob("vdavinci*"):
         file.unlink()
-    assert probe.detect_kind() != "npu"
+    assert machine_probe.detect_kind() != "npu"
 
 
 def test_a_vnpu_that_cannot_serve_is_refused(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -314,7 +314,7 @@ GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-5a1f0e4c-0000-0000-0000-000000000001)
 HCCN_CONF = "address_0=10.0.0.10\nnetmask_0=255.255.255.0\n address_11 = 10.0.0.21 \naddress_2=\naddress_3=x\n"
 
 
-def answering(answers: dict[str, str]) -> probe.Run:
+def answering(answers: dict[str, str]) -> machine_probe.Run:
     """Programs whose arguments (less the program's folder) are in `answers`; the rest aren't there."""
 
     def run(command: Sequence[str]) -> str | None:
@@ -341,7 +341,7 @@ def test_printed_lists() -> None:
     assert npu.parse_npu_smi_map(NPU_SMI_MAP) == [Chip(4, 0, 0), Chip(5, 0, 1)]
     assert npu.parse_npu_smi_map(NPU_SMI_MAP_A3) == [Chip(0, 0, 0, 8), Chip(0, 1, 1, 9)]
     assert npu.parse_npu_smi_map("dcmi model initialized failed") == []
-    assert probe.parse_nvidia_smi_list(NVIDIA_SMI_LIST) == [0, 1]
+    assert machine_probe.parse_nvidia_smi_list(NVIDIA_SMI_LIST) == [0, 1]
 
 
 def test_npu_addresses_come_from_three_places(tmp_path: Path) -> None:
@@ -354,48 +354,48 @@ def test_npu_addresses_come_from_three_places(tmp_path: Path) -> None:
             "hccn_tool -i 5 -vnic -g": "ipaddr:10.0.0.25\n",
         }
     )
-    found = probe.find_devices("npu", [4, 5, 6], "10.0.0.1", {}, run, conf)
+    found = machine_probe.find_devices("npu", [4, 5, 6], "10.0.0.1", {}, run, conf)
     assert found == {4: Npu("10.0.0.24"), 5: Npu("10.0.0.25"), 6: Npu("10.0.0.26")}
 
 
 def test_gpus_are_looked_for_where_nvidia_smi_is() -> None:
     run = answering({"nvidia-smi -L": NVIDIA_SMI_LIST})
-    assert probe.find_devices("gpu", [0, 1], "10.0.0.1", {}, run) == dict.fromkeys((0, 1), Npu("10.0.0.1"))
+    assert machine_probe.find_devices("gpu", [0, 1], "10.0.0.1", {}, run) == dict.fromkeys((0, 1), Npu("10.0.0.1"))
     with pytest.raises(RankTableError, match="found 2, expected one of 0, 1"):
-        probe.find_devices("gpu", [1, 2], "10.0.0.1", {}, run)
-    assert probe.find_devices("gpu", [2], "10.0.0.1", {2: "10.0.0.2"}, run) == {2: Npu("10.0.0.2")}
-    assert probe.find_devices("gpu", [7], "10.0.0.1", {}, answering({})) == {7: Npu("10.0.0.1")}
-    slots = probe.find_devices("cpu", [0, 90], "localhost", {}, answering({}))
+        machine_probe.find_devices("gpu", [1, 2], "10.0.0.1", {}, run)
+    assert machine_probe.find_devices("gpu", [2], "10.0.0.1", {2: "10.0.0.2"}, run) == {2: Npu("10.0.0.2")}
+    assert machine_probe.find_devices("gpu", [7], "10.0.0.1", {}, answering({})) == {7: Npu("10.0.0.1")}
+    slots = machine_probe.find_devices("cpu", [0, 90], "localhost", {}, answering({}))
     assert slots == dict.fromkeys((0, 90), Npu("localhost"))
 
 
 def test_the_kind_of_a_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     there: set[str] = set()
-    monkeypatch.setattr(probe.shutil, "which", lambda name: name if name in there else None)
-    monkeypatch.setattr(probe.glob, "glob", lambda pattern: [pattern] if pattern in there else [])
+    monkeypatch.setattr(machine_probe.shutil, "which", lambda name: name if name in there else None)
+    monkeypatch.setattr(machine_probe.glob, "glob", lambda pattern: [pattern] if pattern in there else [])
     for present, kind in (
         *(({"npu-smi"}, "npu"), ({"hccn_tool", "nvidia-smi"}, "npu"), ({"/dev/davinci*"}, "npu")),
         *(({"nvidia-smi"}, "gpu"), ({"/dev/nvidia0"}, "gpu"), (set(), "cpu")),
     ):
         there.clear()
         there.update(present)
-        assert probe.detect_kind() == kind
+        assert machine_probe.detect_kind() == kind
 
 
 def test_programs_that_do_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert probe.run_program(["echo", "ipaddr:10.0.0.1"]) == "ipaddr:10.0.0.1\n"
-    assert probe.run_program(["false"]) is None
-    assert probe.run_program(["no-such-program-here"]) is None
-    monkeypatch.setattr(probe, "_PROGRAM_TIMEOUT_S", 0.05)
-    assert probe.run_program(["sleep", "5"]) is None
+    assert machine_probe.run_program(["echo", "ipaddr:10.0.0.1"]) == "ipaddr:10.0.0.1\n"
+    assert machine_probe.run_program(["false"]) is None
+    assert machine_probe.run_program(["no-such-program-here"]) is None
+    monkeypatch.setattr(machine_probe, "_PROGRAM_TIMEOUT_S", 0.05)
+    assert machine_probe.run_program(["sleep", "5"]) is None
 
 
 def test_the_default_address_is_one_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    address = probe.default_server_ip()
-    assert address is None or probe.is_ip(address)
+    address = machine_probe.default_server_ip()
+    assert address is None or machine_probe.is_ip(address)
 
     def no_network(*_: object) -> None:
         raise OSError("no route")
 
-    monkeypatch.setattr(probe.socket, "socket", no_network)
-    assert probe.default_server_ip() is None
+    monkeypatch.setattr(machine_probe.socket, "socket", no_network)
+    assert machine_probe.default_server_ip() is None

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ranktable_tools import cli
-from ranktable_tools.units import unit_at
+from ranktable_tools.unit_entries import unit_at
 
 SIZES = ["--prefill-data-parallel-size", "2", "--decode-data-parallel-size", "2"]
 NAMES = "prefill-0..1, decode-0..1, decode-2..3"

@@ -11,12 +11,12 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.routing import replays
-from pd_cluster.cluster.routing.rules import ReplayLimits
-from pd_cluster.cluster.routing.stream import RequestStream
+from pd_cluster.cluster.placement.routing_rules import ReplayLimits
+from pd_cluster.cluster.routing import replay_decision
+from pd_cluster.cluster.streams.request_stream import RequestStream
 from pd_cluster.errors import GenerationError, InstanceLost, Unavailable
 from pd_cluster.numerics import Numerics
-from pd_cluster.reports import InstanceState
+from pd_cluster.process_messages import InstanceState
 from pd_cluster.types import LegEnd, Resumed, Sampling, TokenOutput
 from tests.support.router_world import World, info_of, rest_of, token
 
@@ -364,8 +364,8 @@ class Workers:
 
 @pytest.mark.parametrize("seed", range(30))
 async def test_random_faults_change_no_token(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(replays, "MAX_DEATHS", 1000)
-    monkeypatch.setattr(replays, "MAX_DEATHS_TOGETHER", 1000)
+    monkeypatch.setattr(replay_decision, "MAX_DEATHS", 1000)
+    monkeypatch.setattr(replay_decision, "MAX_DEATHS_TOGETHER", 1000)
     world = World(replay=ReplayLimits(max_attempts=1000))
     workers = Workers(world, seed)
     rng = workers.rng

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.routing.predict import Goals
+from pd_cluster.cluster.placement.wait_prediction import Goals
 from pd_cluster.errors import GenerationError, Overloaded, RequestAborted, Unavailable
 from pd_cluster.types import LegEnd, Sampling
 from tests.support.hall import RATE, fill

@@ -9,19 +9,19 @@ from contextlib import aclosing
 
 import pytest
 
-from pd_cluster.service.generation import Generation
-from pd_cluster.service.request_log import RequestLog
-from pd_cluster.service.sequence import Piece
-from pd_cluster.settings.options import ServeOptions
-from pd_cluster.settings.request_log import RequestLogSettings
-from pd_cluster.types import Order, Sampling
+from pd_cluster.service.generation.generation_log import RequestLog
+from pd_cluster.service.generation.prompt_generation import Generation
+from pd_cluster.service.generation.text_sequence import Piece
+from pd_cluster.settings.request_log_settings import RequestLogSettings
+from pd_cluster.settings.serve_options import ServeOptions
+from pd_cluster.types import RequestSpec, Sampling
 
 KEY = "sk-abcdefghijklmnop"
 
 
 def generation() -> Generation:
     sampling = Sampling(max_tokens=9, stop_token_ids=[7], bad_words=["secret"])
-    return Generation(Order([1, 2, 3], sampling), [], 1, client_id="cmpl-a")
+    return Generation(RequestSpec([1, 2, 3], sampling), [], 1, client_id="cmpl-a")
 
 
 def request_log(**settings: int) -> RequestLog:
@@ -44,7 +44,7 @@ def logged(
                 if num == most:
                     return
 
-    with caplog.at_level(logging.INFO, "pd_cluster.service.request_log"):
+    with caplog.at_level(logging.INFO, "pd_cluster.service.generation.generation_log"):
         asyncio.run(read())
     return [record.getMessage() for record in caplog.records]
 
@@ -69,7 +69,7 @@ def test_keys_are_hidden(caplog: pytest.LogCaptureFixture, most: int) -> None:
 
 
 def test_whole_answers(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, "pd_cluster.service.request_log"):
+    with caplog.at_level(logging.INFO, "pd_cluster.service.generation.generation_log"):
         request_log().ends([generation()], [Piece(0, "ab", [1, 2], [], "length"), Piece(1, "", [3], [], "stop")])
     assert [record.getMessage() for record in caplog.records] == [
         "request cmpl-a, choice 0: length after 2 tokens: 'ab'",

@@ -15,16 +15,16 @@ import pytest
 import torch
 import transformers
 
-from pd_cluster.cluster.members.place import find_place
-from pd_cluster.engine.build import build_core
+from pd_cluster.cluster.members.rank_table_place import find_place
+from pd_cluster.engine.assembly.build_engine import build_core
 from pd_cluster.errors import ConfigError
-from pd_cluster.settings.flags import normalize
-from pd_cluster.settings.options import ServeOptions
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.settings.serve_options import ServeOptions
+from pd_cluster.settings.vllm_flags import normalize
+from pd_cluster.types import Request, RequestSpec, Sampling
 from ranktable_tools import check, generate, write
 from ranktable_tools import cli as ranktable_cli
-from ranktable_tools.files import PRIVATE
-from ranktable_tools.keys import write_keys
+from ranktable_tools.cluster_keys import write_keys
+from ranktable_tools.table_files import PRIVATE
 from tests.support.engines import assert_same, make_core
 from tests.support.engines import generate as run_engine
 from tests.support.serve_command import serve_command, settings_in
@@ -164,7 +164,9 @@ def test_the_documents_flags_bound_the_steps(checkpoint: Checkpoints) -> None:
     assert runner.max_model_len == 4096
     sampling = Sampling(max_tokens=4, temperature=0.0, ignore_eos=True)
     prompts = [[(17 * at + 5 * i * i) % 256 for i in range(450)] for at in range(24)]
-    requests = [Request(f"r{at}", Order(prompt, sampling), arrival_s=float(at)) for at, prompt in enumerate(prompts)]
+    requests = [
+        Request(f"r{at}", RequestSpec(prompt, sampling), arrival_s=float(at)) for at, prompt in enumerate(prompts)
+    ]
     for request in requests:
         core.scheduler.add(request)
     num_tokens, num_seqs = [], []

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import ConfigError, RequestNotFound
-from pd_cluster.service.response_store import FILE, Kept, ResponseStore
-from pd_cluster.settings.kept_responses import KeptResponses
+from pd_cluster.service.answers.response_store import FILE, KeptResponse, ResponseStore
+from pd_cluster.settings.response_settings import KeptResponses
 from tests.support.full_disks import full_disk
 from tests.support.kept import ids_in
 
@@ -28,9 +28,9 @@ def made(folder: Path, clock: Callable[[], float] = time.time, **settings: Any) 
     return ResponseStore(KeptResponses(folder=str(folder / "kept"), **settings), clock)
 
 
-def kept(number: int, nbytes: int = 10) -> Kept:
+def kept(number: int, nbytes: int = 10) -> KeptResponse:
     response = {"id": id_of(number), "model": "tiny", "output": [{"type": "message", "n": number}]}
-    return Kept(response, [{"x": "x" * nbytes}])
+    return KeptResponse(response, [{"x": "x" * nbytes}])
 
 
 def id_of(number: int) -> str:
@@ -143,7 +143,7 @@ def test_a_full_disk_keeps_nothing_and_a_removed_text_is_gone(tmp_path: Path) ->
     assert ids(tmp_path) == []
     assert store.keep("a", kept(1))
     store = made(tmp_path)
-    store.keep("a", Kept({"id": id_of(1), "output": []}, [{"said": "a secret of a tenant"}]))
+    store.keep("a", KeptResponse({"id": id_of(1), "output": []}, [{"said": "a secret of a tenant"}]))
     store.remove("a", id_of(1))
     store.close()  # the last one: it writes the log back
     assert b"a secret" not in b"".join(path.read_bytes() for path in (tmp_path / "kept").iterdir())

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 
-from pd_cluster.service.schema.responses_chat import chat_of
-from pd_cluster.service.schema.responses_protocol import ResponsesRequest
-from pd_cluster.service.status import MAX_BODY_NBYTES
-from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.service.schema.error_bodies import MAX_BODY_NBYTES
+from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
+from pd_cluster.service.schema.responses.responses_to_chat import chat_of
+from pd_cluster.settings.request_settings import ChatConfig
 from tests.support.checkpoints import TEMPLATE
 from tests.support.public_port import ask, make_app
 

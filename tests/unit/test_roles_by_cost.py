@@ -11,17 +11,17 @@ from typing import Any, cast
 import pytest
 from msgspec.structs import replace
 
-from pd_cluster.cluster.members.auto_role import Decision, Flip
-from pd_cluster.cluster.members.role_costs import InstanceCost, RoleGoals, RoleModel, RoleNeed, Split, Work, best_split
-from pd_cluster.cluster.members.role_traffic import RoleTraffic
-from pd_cluster.cluster.members.roles_by_cost import RolesByCost
-from pd_cluster.cluster.overview.watch import Overview
+from pd_cluster.cluster.overview.cluster_overview import Overview
 from pd_cluster.cluster.processes.api_processes import ApiProcesses
-from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.costs.costs import StepCost, StepWork
-from pd_cluster.reports import Busy, Stats
-from pd_cluster.settings.config import ApiProcessConfig
-from pd_cluster.settings.routing import RoutingConfig
+from pd_cluster.cluster.records.request_stats import RequestStats
+from pd_cluster.cluster.roles.auto_role import Decision, Flip
+from pd_cluster.cluster.roles.role_costs import InstanceCost, RoleGoals, RoleModel, RoleNeed, Split, Work, best_split
+from pd_cluster.cluster.roles.role_traffic import RoleTraffic
+from pd_cluster.cluster.roles.roles_by_cost import RolesByCost
+from pd_cluster.costs.linear_costs import StepCost, StepWork
+from pd_cluster.process_messages import Busy, Stats
+from pd_cluster.settings.process_configs import ApiProcessConfig
+from pd_cluster.settings.routing_settings import RoutingConfig
 from pd_cluster.types import Sampling
 from tests.support.role_world import Asked, Pace, Phase, RoleWorld
 from tests.support.router_world import FakeMembership, World, info_of

@@ -9,23 +9,23 @@ import numpy as np
 import pytest
 
 from pd_cluster.engine.ranks import rank_messages as to
-from pd_cluster.engine.ranks.channel import encode
 from pd_cluster.engine.ranks.follower import _input_of
-from pd_cluster.engine.step.limits import EngineLimits
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model import batch as module
-from pd_cluster.model.batch import batch_of
-from pd_cluster.model.rope_limit import RopeLimit
-from pd_cluster.model.step_input import StepInput, step_input
-from pd_cluster.types import NO_SAMPLING, Order, Pooling, Request, RopePositions, Sampling
+from pd_cluster.engine.ranks.rank_channel import encode
+from pd_cluster.engine.step.engine_limits import EngineLimits
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs import forward_batch as module
+from pd_cluster.model.inputs.forward_batch import batch_of
+from pd_cluster.model.inputs.step_input import StepInput, step_input
+from pd_cluster.model.layers.rope.rope_limit import RopeLimit
+from pd_cluster.types import NO_SAMPLING, Pooling, Request, RequestSpec, RopePositions, Sampling
 
 BLOCK_SIZE = 4
 LAYOUT = KVLayout(1, 1, keys_and_values(8), BLOCK_SIZE, "float32")
 
 
 def request(own: RopePositions | None, num_prompt: int = 6, num_computed: int = 0, output: int = 0) -> Request:
-    made = Request("r", Order([1] * num_prompt, Sampling(max_tokens=8), rope_positions=own))
+    made = Request("r", RequestSpec([1] * num_prompt, Sampling(max_tokens=8), rope_positions=own))
     made.tables[0], made.num_computed_tokens = [0, 1, 2, 3], num_computed
     made.output_token_ids = [2] * output
     return made
@@ -109,7 +109,7 @@ def test_an_engine_refuses_positions_that_its_model_lacks(own: RopePositions, sa
 
 def test_no_position_is_needed_behind_a_prompt_that_is_pooled_and_a_model_says_why_it_takes_none() -> None:
     """A prompt that is pooled may be as long as the context, and its delta says nothing."""
-    order = Order([1] * 20, NO_SAMPLING, rope_positions=RopePositions((tuple(range(20)),), 5), pooling=Pooling())
+    order = RequestSpec([1] * 20, NO_SAMPLING, rope_positions=RopePositions((tuple(range(20)),), 5), pooling=Pooling())
     assert EngineLimits(10, 20, RopeLimit(1, 20)).problem(Request("r", order, leg="hybrid")) is None
     limit = RopeLimit(3, 20, "its positions are fixed")
     assert limit.problem(request(None).order) is None

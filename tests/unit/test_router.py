@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.routing import stream as stream_module
-from pd_cluster.cluster.routing.stream import RequestStream
+from pd_cluster.cluster.streams import request_stream as stream_module
+from pd_cluster.cluster.streams.request_stream import RequestStream
 from pd_cluster.errors import DeadlineExceeded, GenerationError
-from pd_cluster.types import LegEnd, Order, Sampling
+from pd_cluster.types import LegEnd, RequestSpec, Sampling
 from tests.support.router_world import PROMPT, SAMPLING, World, rest_of, token
 
 # ---- Router.serve
@@ -37,7 +37,7 @@ async def test_both_legs_get_the_request_and_each_other(world: World) -> None:
     assert (p.peer, d.peer) == (world.instances[2].key, world.instances[0].key)
     assert p.request_id == d.request_id == request_id
     assert p.transfer_id == d.transfer_id
-    assert p.order == d.order == Order(PROMPT, SAMPLING, **asked)
+    assert p.order == d.order == RequestSpec(PROMPT, SAMPLING, **asked)
     await world.leave(serving, first)
 
 

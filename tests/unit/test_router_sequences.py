@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator, Iterator
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.routing import stream as stream_module
-from pd_cluster.cluster.routing.stream import RequestStream
+from pd_cluster.cluster.streams import request_stream as stream_module
+from pd_cluster.cluster.streams.request_stream import RequestStream
 from pd_cluster.types import LegEnd, PromptOutput, Sampling, TokenOutput
 from tests.support.router_world import PROMPT, World, rest_of, token, turns
 

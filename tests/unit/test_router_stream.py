@@ -14,22 +14,22 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.api.gate.error_answers import error_response
-from pd_cluster.cluster.routing import stream as stream_module
-from pd_cluster.cluster.routing.origin import FROM_ANYBODY, Admitted
-from pd_cluster.cluster.routing.predict import Goals
-from pd_cluster.cluster.routing.resume import KeptStream
-from pd_cluster.cluster.routing.stats import Histogram, RequestStats
-from pd_cluster.cluster.routing.stream import MAX_IN_A_ROW, Inbox, RequestStream, ask_of
-from pd_cluster.cluster.routing.timeline import Timeline
+from pd_cluster.api.middleware.error_responses import error_response
+from pd_cluster.cluster.placement.wait_prediction import Goals
+from pd_cluster.cluster.records.request_stats import Histogram, RequestStats
+from pd_cluster.cluster.records.request_timeline import Timeline
+from pd_cluster.cluster.streams import request_stream as stream_module
+from pd_cluster.cluster.streams.request_origin import FROM_ANYBODY, Admitted
+from pd_cluster.cluster.streams.request_stream import MAX_IN_A_ROW, Inbox, RequestStream, ask_of
+from pd_cluster.cluster.streams.stream_records import KeptStream
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, Unavailable
-from pd_cluster.types import FinishReason, LegEnd, Logprobs, Order, TokenOutput
+from pd_cluster.types import FinishReason, LegEnd, Logprobs, RequestSpec, TokenOutput
 from tests.support.resume_values import DIGEST
 from tests.support.router_world import PROMPT, SAMPLING, World, ready, rest_of, run, token, turns
 
 
 def stream_of(num_sequences: int, attempt: int) -> RequestStream:
-    order, instance = Order(PROMPT, msgspec.structs.replace(SAMPLING, n=num_sequences)), ready("prefill-0")
+    order, instance = RequestSpec(PROMPT, msgspec.structs.replace(SAMPLING, n=num_sequences)), ready("prefill-0")
     admitted = Admitted(ask_of(order), instance, instance)
     return RequestStream("r", order, FROM_ANYBODY, admitted, lambda *_: None, RequestStats(), attempt)
 

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.members.prefixes import KnownBlocks, Prompt
-from pd_cluster.cluster.routing.policy import (
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.instances.known_prefixes import KnownBlocks, Prompt
+from pd_cluster.cluster.placement.routing_policy import (
     MAX_LOCAL_TOKENS,
     POLICIES,
     SESSION_SLACK_TOKENS,
@@ -23,14 +23,20 @@ from pd_cluster.cluster.routing.policy import (
     prefix_aware,
     session,
 )
-from pd_cluster.cluster.routing.predict import Goals, check_goals, predict_transfer_s, predict_ttft_s, within_tpot
-from pd_cluster.engine.cache_news import CacheNews
+from pd_cluster.cluster.placement.wait_prediction import (
+    Goals,
+    check_goals,
+    predict_transfer_s,
+    predict_ttft_s,
+    within_tpot,
+)
+from pd_cluster.engine.stages.cache_reports import CacheReports
 from pd_cluster.errors import Overloaded
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.layout import keys_and_values
-from pd_cluster.kv.prefix import PrefixScope, chain_hashes, keys_of, read_keys
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.kv_layout import keys_and_values
+from pd_cluster.kv.prefix_index import PrefixScope, chain_hashes, keys_of, read_keys
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import TIERS, LinkState, Order, Role, Sampling
+from pd_cluster.types import TIERS, LinkState, RequestSpec, Role, Sampling
 from tests.support.mail import RecordedMail
 from tests.support.router_world import info_of
 
@@ -66,12 +72,12 @@ def _fields(load: wire.Load) -> dict[str, Any]:
 
 
 def knows(each: Instance, token_ids: list[int], salt: str = "") -> None:
-    root = PrefixScope("model", Numerics()).root(Order(token_ids, Sampling(), salt))
+    root = PrefixScope("model", Numerics()).root(RequestSpec(token_ids, Sampling(), salt))
     each.known_blocks.hear(wire.CacheKeys(added=keys_of(chain_hashes(root, token_ids, BLOCK))))
 
 
 def ask(prompt: list[int] = PROMPT, **more: Any) -> RoutingRequest:
-    return RoutingRequest(Prompt(Order(prompt, Sampling())), **more)
+    return RoutingRequest(Prompt(RequestSpec(prompt, Sampling())), **more)
 
 
 def names(pair: Pair) -> str:
@@ -83,7 +89,7 @@ def names(pair: Pair) -> str:
 
 def test_a_prompt_is_known_up_to_its_first_unknown_block_and_never_whole() -> None:
     worker = instance("prefill-0")
-    assert worker.num_cached(Prompt(Order(PROMPT, Sampling()))) == 0
+    assert worker.num_cached(Prompt(RequestSpec(PROMPT, Sampling()))) == 0
     knows(worker, PROMPT[:100])
     # The last token gives the logits.
     for prompt, salt, num_cached in (
@@ -93,11 +99,11 @@ def test_a_prompt_is_known_up_to_its_first_unknown_block_and_never_whole() -> No
         ([7, *PROMPT], "", 0),
         (PROMPT, "salted", 0),
     ):
-        assert worker.num_cached(Prompt(Order(prompt, Sampling(), salt))) == num_cached
+        assert worker.num_cached(Prompt(RequestSpec(prompt, Sampling(), salt))) == num_cached
 
 
 def test_another_life_is_asked_by_its_own_blocks() -> None:
-    worker, prompt = instance("prefill-0"), Prompt(Order(PROMPT, Sampling()))
+    worker, prompt = instance("prefill-0"), Prompt(RequestSpec(PROMPT, Sampling()))
     knows(worker, PROMPT[:100])
     assert worker.num_cached(prompt) == 96
     assert worker.info is not None
@@ -111,7 +117,7 @@ def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
     for seed in range(30):
         rng = random.Random(seed)
         pool, post = BlockPool(40), RecordedMail()
-        news, known = CacheNews(post, pool), {name: KnownBlocks() for name in ("early", "late", "last")}
+        news, known = CacheReports(post, pool), {name: KnownBlocks() for name in ("early", "late", "last")}
         news.opened("early", is_scheduler=True)
         held: list[list[int]] = []
         for step in range(200):
@@ -137,11 +143,11 @@ def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
 
 def test_a_prefix_counts_less_the_slower_the_tier_that_has_it() -> None:
     """Not measured yet: by order alone. Measured: by what loading takes beside computing, and never below nothing."""
-    root = PrefixScope("model", Numerics()).root(Order(PROMPT, Sampling()))
+    root = PrefixScope("model", Numerics()).root(RequestSpec(PROMPT, Sampling()))
     keys, workers = keys_of(chain_hashes(root, PROMPT, BLOCK)), {tier: instance("prefill-0") for tier in TIERS}
     for tier, worker in workers.items():
         worker.known_blocks.hear(wire.CacheKeys(added=keys, tier=tier))
-    prompt = Prompt(Order(PROMPT, Sampling()))
+    prompt = Prompt(RequestSpec(PROMPT, Sampling()))
     most = (len(PROMPT) - 1) // BLOCK * BLOCK
     assert most == workers["device"].num_cached(prompt) > workers["host"].num_cached(prompt)
     assert workers["host"].num_cached(prompt) > workers["disk"].num_cached(prompt) > 0
@@ -168,7 +174,7 @@ def test_nothing_is_recorded_until_somebody_follows_and_keys_are_bounded(monkeyp
     assert pool.follow() == {b"x" * 32: "device"}
     pool.remember(pool.take(1)[0], b"y" * 32)
     assert [pool.changes() for _ in range(2)] == [{b"y" * 32: "device"}, {}]
-    monkeypatch.setattr("pd_cluster.cluster.members.prefixes.MAX_KEYS", 3)
+    monkeypatch.setattr("pd_cluster.cluster.instances.known_prefixes.MAX_KEYS", 3)
     known = KnownBlocks()
     known.hear(wire.CacheKeys(added=b"".join(bytes([i]) * 8 for i in range(5)) + b"odd"))
     assert len(known) == 3

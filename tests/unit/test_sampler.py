@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from pd_cluster.model.sampling import sampler
-from pd_cluster.model.sampling.draw import Knobs
-from pd_cluster.model.sampling.draw import draw as choose
 from pd_cluster.model.sampling.sampler import Sampler, SamplingRow, uniform, uniforms
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.model.sampling.token_draw import DrawParameters
+from pd_cluster.model.sampling.token_draw import draw as choose
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 
 def sample(logits: torch.Tensor, params: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
     """Each row as a request of its own without any tokens."""
     rows = [
-        SamplingRow(Request(str(i), Order([], p)), 0, position)
+        SamplingRow(Request(str(i), RequestSpec([], p)), 0, position)
         for i, (p, position) in enumerate(zip(params, positions, strict=True))
     ]
     return [s.token_id for s in Sampler(logits.shape[-1], frozenset()).sample(logits.clone(), rows)]
@@ -148,7 +148,7 @@ def test_the_largest_random_number_draws_the_last_token_that_is_left(params: Sam
     logits = torch.randn(50, 700, generator=torch.Generator().manual_seed(4))
     logits[:, 650:] = -math.inf
     largest = np.full(50, 1 - 2.0**-53)
-    drawn = choose(logits, logits.amax(-1).numpy(), Knobs.of([params] * 50, largest, 700))
+    drawn = choose(logits, logits.amax(-1).numpy(), DrawParameters.of([params] * 50, largest, 700))
     assert (drawn < 650).all()
     if params == Sampling(seed=1):
         assert (drawn > 640).all()

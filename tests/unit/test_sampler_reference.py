@@ -10,9 +10,9 @@ import msgspec
 import pytest
 import torch
 
-from pd_cluster.model.sampling import passes
+from pd_cluster.model.sampling import row_passes
 from pd_cluster.model.sampling.sampler import Sampler, SamplingRow
-from pd_cluster.types import Logprobs, Order, Request, Sampling
+from pd_cluster.types import Logprobs, Request, RequestSpec, Sampling
 from tests.support.reference_sampler import reference
 
 EOS = frozenset({1, 3})
@@ -65,7 +65,7 @@ def random_row(rng: random.Random, vocab_size: int) -> SamplingRow:
     pool = [token for words in params.bad_words for token in words] + [rng.randrange(vocab_size) for _ in range(3)]
     tokens = [rng.choice(pool) for _ in range(30)]
     num_output = rng.randint(0, 10)
-    request = Request("r", Order(tokens[num_output:], params), output_token_ids=tokens[:num_output])
+    request = Request("r", RequestSpec(tokens[num_output:], params), output_token_ids=tokens[:num_output])
     return SamplingRow(request, rng.randint(0, 3), num_output)
 
 
@@ -99,7 +99,7 @@ def test_every_path_equals_the_reference() -> None:
         {**many, "top_p": 0.9, "min_p": 0.05, "temperature": 1.3},
     ]
     for params in cases:
-        rows = [SamplingRow(Request("r", Order([], Sampling(seed=seed, **params))), 0, 0) for seed in range(4)]
+        rows = [SamplingRow(Request("r", RequestSpec([], Sampling(seed=seed, **params))), 0, 0) for seed in range(4)]
         expected = [reference(line.numpy(), row, EOS) for line, row in zip(logits, rows, strict=True)]
         assert [s.token_id for s in Sampler(5120, EOS).sample(logits.clone(), rows)] == expected
 
@@ -114,7 +114,7 @@ def test_accelerators_choose_the_same(vocab_size: int, monkeypatch: pytest.Monke
     logits = torch.stack([random_logits(rng, vocab_size) for _ in rows])
     logits[5, ::3] = math.nan
     expected = Sampler(vocab_size, EOS).sample(logits.clone(), rows)
-    monkeypatch.setattr(passes, "on_host", lambda logits: False)
+    monkeypatch.setattr(row_passes, "on_host", lambda logits: False)
     assert Sampler(vocab_size, EOS).sample(logits.clone(), rows) == expected
 
 
@@ -167,7 +167,9 @@ PARAMS: list[dict[str, Any]] = [
 def test_sampled_tokens_in_a_mixed_batch() -> None:
     """Logprobs are the model's own, whatever was done to the logits to choose the token."""
     logits = logits_with_ties(8, 300)
-    rows = [SamplingRow(Request("r", Order([1, 2], Sampling(**p)), output_token_ids=[5, 5, 6]), 0, 3) for p in PARAMS]
+    rows = [
+        SamplingRow(Request("r", RequestSpec([1, 2], Sampling(**p)), output_token_ids=[5, 5, 6]), 0, 3) for p in PARAMS
+    ]
     for sampled, line, params in zip(Sampler(300, EOS).sample(logits.clone(), rows), logits, PARAMS, strict=True):
         if "logprobs" in params:
             check(sampled.logprobs, line, sampled.token_id, params["logprobs"])
@@ -176,7 +178,7 @@ def test_sampled_tokens_in_a_mixed_batch() -> None:
 
 
 def test_cutting_off_equal_tokens_does_not_change_what_is_told() -> None:
-    request = Request("r", Order([], Sampling(top_k=100, logprobs=0)))
+    request = Request("r", RequestSpec([], Sampling(top_k=100, logprobs=0)))
     told = Sampler(2000, EOS).sample(torch.zeros(1, 2000), [SamplingRow(request, 0, 0)])[0].logprobs
     assert told == Logprobs(pytest.approx(-math.log(2000)), 1, [])
 
@@ -196,6 +198,6 @@ def test_logits_of_inference_mode_are_mended_outside_of_it() -> None:
     with torch.inference_mode():
         logits = torch.full((1, 8), math.nan)
         logits[0, 2] = 0.0
-    request = Request("r", Order([], Sampling(logprobs=1, min_tokens=1, stop_token_ids=(2,))))
+    request = Request("r", RequestSpec([], Sampling(logprobs=1, min_tokens=1, stop_token_ids=(2,))))
     sampled = Sampler(8, EOS).sample(logits, [SamplingRow(request, 0, 0)])
     assert sampled[0] == (2, Logprobs(0.0, 1, [(2, 0.0)]))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.scheduling.step_plan import StepPlan
 from pd_cluster.errors import OutOfBlocks
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.prefix import PrefixScope
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.prefix_index import PrefixScope
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Order, Request, Sampling, Span, Status
+from pd_cluster.types import Request, RequestSpec, Sampling, Span, Status
 
 
 def make(num_blocks: int = 32, block_size: int = 4, max_num_seqs: int = 8, budget: int = 16) -> StepScheduler:
@@ -20,7 +20,7 @@ def make(num_blocks: int = 32, block_size: int = 4, max_num_seqs: int = 8, budge
 
 
 def request(name: str, prompt: int, arrival_s: float = 0.0, max_tokens: int = 8) -> Request:
-    return Request(name, Order([1] * prompt, Sampling(max_tokens=max_tokens)), arrival_s=arrival_s)
+    return Request(name, RequestSpec([1] * prompt, Sampling(max_tokens=max_tokens)), arrival_s=arrival_s)
 
 
 def step(scheduler: StepScheduler) -> StepPlan:

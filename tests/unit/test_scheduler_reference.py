@@ -7,15 +7,15 @@ from collections import Counter
 
 import pytest
 
-from pd_cluster.engine.step.checkpoints import KeepRule
-from pd_cluster.engine.step.group import LayerGroup
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.engine.step.scheduler import StepScheduler, StepSizes
-from pd_cluster.kv.blocks import BlockPool
-from pd_cluster.kv.prefix import PrefixScope
-from pd_cluster.kv.rule import STATE, Rule, within
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.scheduling.state_checkpoints import KeepRule
+from pd_cluster.engine.scheduling.step_plan import StepPlan
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.kv.group_rule import STATE, Rule, within
+from pd_cluster.kv.prefix_index import PrefixScope
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import Order, Request, Sampling, Status, TokenOutput
+from pd_cluster.types import Request, RequestSpec, Sampling, Status, TokenOutput
 from tests.support.reference_groups import ReferenceGroup
 from tests.support.reference_scheduler import PEER_BLOCK, Job, Reference, ReferencePlan
 
@@ -81,7 +81,7 @@ class Both:
         salt = rng.choice(["", "", "x"])
         priority = rng.choice([0, 0, 0, -1, 2])
         request = Request(
-            name, Order(prompt, sampling, cache_salt=salt, priority=priority), arrival_s=self.now_s, leg=leg
+            name, RequestSpec(prompt, sampling, cache_salt=salt, priority=priority), arrival_s=self.now_s, leg=leg
         )  # type: ignore[arg-type]
         order = (priority, self.now_s, name, 0)
         job = Job(request.key, order, list(prompt), len(prompt), salt, leg, sampling.n)
@@ -205,7 +205,7 @@ class Both:
 @pytest.fixture(autouse=True)
 def _small_peer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the windows of prompts that are handed over pass, though these are short."""
-    monkeypatch.setattr("pd_cluster.engine.step.group.MOST_PEER_BLOCK", PEER_BLOCK)
+    monkeypatch.setattr("pd_cluster.engine.scheduling.group_holdings.MOST_PEER_BLOCK", PEER_BLOCK)
 
 
 def explore(seeds: range) -> Counter[str]:

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from pd_cluster.kv.layout import KVLayout, keys_and_values
-from pd_cluster.kv.pool import KVPool
-from pd_cluster.model.attention import sdpa
-from pd_cluster.model.batch import build_batch
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.forward_batch import build_batch
+from pd_cluster.model.layers.attention import sdpa
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
 CONTEXT_LEN = 6
@@ -22,7 +22,7 @@ def _decoded() -> torch.Tensor:
     generator = torch.Generator().manual_seed(1)
     pool = KVPool(KVLayout(1, NUM_KV_HEADS, keys_and_values(HEAD_DIM), 4, "float32"), num_blocks=2)
     pool.data[:2] = torch.randn(pool.data[:2].shape, generator=generator)
-    request = Request("r", Order([1] * CONTEXT_LEN, Sampling()), tables=[[0, 1]])
+    request = Request("r", RequestSpec([1] * CONTEXT_LEN, Sampling()), tables=[[0, 1]])
     request.num_computed_tokens = CONTEXT_LEN - 1
     query = torch.randn(NUM_HEADS, 1, HEAD_DIM, generator=generator)
     keys = torch.randn(1, NUM_KV_HEADS, HEAD_DIM, generator=generator)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.settings.options import ServeOptions
+from pd_cluster.settings.serve_options import ServeOptions
 from pd_cluster.settings.timeouts import Timeouts
 
 TIMES = ["heartbeat_interval", "dead_after", "connect_timeout", "credit_timeout", "transfer_timeout", "link_keepalive"]

@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 
-from pd_cluster.cluster.members.credentials import admin_token_of, credentials_of
-from pd_cluster.cluster.members.place import Place, address_towards, place_alone
+from pd_cluster.cluster.members.cluster_credentials import admin_token_of, credentials_of
+from pd_cluster.cluster.members.rank_table_place import Place, address_towards, place_alone
 from pd_cluster.commands.serve_start import start_of
 from pd_cluster.errors import ConfigError
-from pd_cluster.settings.options import ServeOptions
-from pd_cluster.settings.processes import JoinSettings, KeyFiles, default_name, name_problem
+from pd_cluster.settings.process_settings import JoinSettings, KeyFiles, default_name, name_problem
+from pd_cluster.settings.serve_options import ServeOptions
 from pd_cluster.settings.setting import declared
-from ranktable_tools.files import Access
-from ranktable_tools.keys import write_keys
+from ranktable_tools.cluster_keys import write_keys
 from ranktable_tools.public_keys import public_key
+from ranktable_tools.table_files import Access
 
 JOIN = "127.0.0.1:9002"
 

@@ -12,11 +12,11 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.commands.serve_start import Start, start_of
 from pd_cluster.commands.serve_unit import unit_of
 from pd_cluster.errors import ConfigError
-from pd_cluster.settings.config import UnitPlace
-from pd_cluster.settings.engine import SHIPPED_MODEL
-from pd_cluster.settings.options import ServeOptions
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
+from pd_cluster.settings.process_configs import UnitPlace
+from pd_cluster.settings.serve_options import ServeOptions
 from ranktable_tools import generate, merge, write
-from ranktable_tools.files import PRIVATE, write_file
+from ranktable_tools.table_files import PRIVATE, write_file
 
 JOIN = {"role": "decode", "join": "127.0.0.1:9002", "data_parallel_size": 2}
 DENSE = Checkpoint.open(str(SHIPPED_MODEL))

@@ -9,13 +9,13 @@ import pytest
 
 from pd_cluster.cluster.tenancy.key_file import checked
 from pd_cluster.errors import ConfigError, ModelNotFound
-from pd_cluster.service.caller import NOBODY
-from pd_cluster.service.served_names import ServedNames
-from pd_cluster.settings.adapters import lora_module
-from pd_cluster.settings.engine import model_name
-from pd_cluster.settings.names import fault_of_name
-from pd_cluster.settings.options import ServeOptions
-from pd_cluster.settings.requests import RequestSettings
+from pd_cluster.service.callers.caller import NOBODY
+from pd_cluster.service.callers.served_names import ServedNames
+from pd_cluster.settings.engine_config import model_name
+from pd_cluster.settings.lora_settings import lora_module
+from pd_cluster.settings.model_names import fault_of_name
+from pd_cluster.settings.request_settings import RequestSettings
+from pd_cluster.settings.serve_options import ServeOptions
 
 
 def test_a_model_without_a_name_has_its_paths_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,12 @@ import pytest
 from pd_cluster import wire
 from pd_cluster.api.admin.admin_app import admin_app
 from pd_cluster.api.admin.served_trace import described, trace_lines
-from pd_cluster.api.admin.timelines import LocalTimelines
-from pd_cluster.api.gate.access import AdminAccess
+from pd_cluster.api.admin.timeline_routes import LocalTimelines
+from pd_cluster.api.middleware.admin_access import AdminAccess
 from pd_cluster.bench.trace_files import read_trace
-from pd_cluster.cluster.routing.rules import ServedLimits
+from pd_cluster.cluster.placement.routing_rules import ServedLimits
 from pd_cluster.cluster.routing.served_requests import BLOCK_TOKENS, ServedRequest, ServedRequests, keys_of_prompt
-from pd_cluster.types import LegEnd, Order
+from pd_cluster.types import LegEnd, RequestSpec
 from tests.support.elastic_world import ElasticWorld
 from tests.support.router_world import SAMPLING, World, rest_of, token
 
@@ -35,7 +35,7 @@ def prompts(num: int = 40, seed: int = 0) -> list[list[int]]:
 
 
 def served(prompt: list[int], at_s: float, secret: bytes = SECRET) -> ServedRequest:
-    return ServedRequest(at_s, len(prompt), 7, keys_of_prompt(Order(prompt, SAMPLING), secret))
+    return ServedRequest(at_s, len(prompt), 7, keys_of_prompt(RequestSpec(prompt, SAMPLING), secret))
 
 
 @pytest.mark.parametrize("block_tokens", [512, 128, 384])
@@ -59,13 +59,13 @@ def test_ids_are_equal_where_whole_prefixes_are(tmp_path: Path, block_tokens: in
 
 
 def test_keys_keep_to_secret_salt_and_variant() -> None:
-    order = Order(prompts()[0], SAMPLING)
+    order = RequestSpec(prompts()[0], SAMPLING)
     same = keys_of_prompt(order, SECRET)
     assert len(same) == -(-len(order.prompt_token_ids) // BLOCK_TOKENS)
     others = [
         keys_of_prompt(order, b"t" * 32),
-        keys_of_prompt(Order(order.prompt_token_ids, SAMPLING, cache_salt="a"), SECRET),
-        keys_of_prompt(Order(order.prompt_token_ids, SAMPLING, variant="a"), SECRET),
+        keys_of_prompt(RequestSpec(order.prompt_token_ids, SAMPLING, cache_salt="a"), SECRET),
+        keys_of_prompt(RequestSpec(order.prompt_token_ids, SAMPLING, variant="a"), SECRET),
     ]
     assert all(not {*same} & {*other} for other in others)
 

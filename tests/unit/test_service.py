@@ -15,13 +15,13 @@ from typing import Any, cast
 import pytest
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.generation import Generation, Usage
+from pd_cluster.service.generation.prompt_generation import Generation, Usage
+from pd_cluster.service.generation.text_sequence import Piece
 from pd_cluster.service.prompts.prompt_encoder import SHORT_NUM_CHARS
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.protocol import CompletionRequest
-from pd_cluster.service.sequence import Piece
-from pd_cluster.service.service import TextService
-from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.service.schema.completion_protocol import CompletionRequest
+from pd_cluster.service.text_service import TextService
+from pd_cluster.settings.request_settings import ChatConfig
 from pd_cluster.text.tokenizer import Tokenizer
 from tests.support.cluster import children_of
 from tests.support.text_services import LIMIT, Services, chat, completion, services_in, whole

@@ -10,12 +10,12 @@ import pytest
 from tokenizers import processors
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service import intake
-from pd_cluster.service.caller import Caller
-from pd_cluster.service.generation import CompletionTokensDetails, PromptTokensDetails, usage_of
+from pd_cluster.service.callers.caller import Caller
+from pd_cluster.service.generation.prompt_generation import CompletionTokensDetails, PromptTokensDetails, usage_of
+from pd_cluster.service.preprocessing import request_preprocessor
 from pd_cluster.service.prompts.prompt_encoder import TRUNCATED_NUM_CHARS
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.protocol import CompletionRequest
+from pd_cluster.service.schema.completion_protocol import CompletionRequest
 from pd_cluster.types import DraftReport, Logprobs, PromptOutput
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, make_tokenizer
 from tests.support.text_services import Services, chat, completion, services_in, whole
@@ -149,7 +149,7 @@ def test_a_prediction_becomes_tokens_as_far_as_the_context_has_room(
             assert (order.prediction, order.may_draft) == (tuple(ids), False)
     order = completion(service, "a", prediction={"type": "content", "content": "ab c" * 10_000}).order
     assert (order.prediction, order.may_draft) == (tuple(service.tokenizer.encode("ab c" * 100, False)[:100]), True)
-    monkeypatch.setattr(intake, "MAX_PREDICTED_TOKENS", 2 * len(ids) - 1)
+    monkeypatch.setattr(request_preprocessor, "MAX_PREDICTED_TOKENS", 2 * len(ids) - 1)
     request = CompletionRequest.model_validate(
         {"prompt": [[1], [2]], "prediction": {"type": "content", "content": "ab c"}}
     )

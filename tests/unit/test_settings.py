@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from pd_cluster.commands.cli import app
 from pd_cluster.errors import ConfigError, ModelError, called, flag_of, told
-from pd_cluster.offline.arguments import config_of
-from pd_cluster.settings.engine import EngineConfig
-from pd_cluster.settings.http import HttpConfig
-from pd_cluster.settings.options import GROUPS, USUAL, ServeOptions, settings
+from pd_cluster.offline.llm_arguments import config_of
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.http_settings import HttpConfig
+from pd_cluster.settings.serve_options import GROUPS, USUAL, ServeOptions, settings
 from pd_cluster.settings.setting import NEGATED, TEXTS, Panel, Scope, Setting, at_least, check, declared, one_of, read
 
 ROOT = Path(__file__).parents[2]
@@ -143,16 +143,16 @@ def test_nothing_shows_secrets() -> None:
 
 CODE = f"""if True:
     import sys, pd_cluster
-    from pd_cluster.settings.engine import SHIPPED_MODEL
+    from pd_cluster.settings.engine_config import SHIPPED_MODEL
     print(pd_cluster.LLM.__name__, *({WEB} & sys.modules.keys()))
-    from pd_cluster.offline.arguments import config_of
+    from pd_cluster.offline.llm_arguments import config_of
     print(config_of({{"model": SHIPPED_MODEL, "num_blocks": 5, "kv_hmac": False}}, 1, 1).arguments)
     from pd_cluster.checkpoints.checkpoint import Checkpoint
     Checkpoint.of(config_of({{"model": SHIPPED_MODEL}}).engine)
     print("read", *({WEB} & sys.modules.keys()))
     from pd_cluster.errors import ConfigError
-    from pd_cluster.offline.session import launch_of
-    from pd_cluster.settings.options import ServeOptions
+    from pd_cluster.offline.offline_service import launch_of
+    from pd_cluster.settings.serve_options import ServeOptions
     print(ServeOptions(model="m", made_up=4).engine().made_up, ServeOptions(model="m").engine().made_up)
     given = {{"model": SHIPPED_MODEL, "made_up": 7}}
     print(config_of(given).engine.made_up, *launch_of(config_of(given, 1, 1)).arguments)
@@ -174,7 +174,7 @@ def test_offline_needs_no_web_server_and_a_new_setting_takes_one_file(tmp_path: 
     shutil.copytree(source, copy, ignore=shutil.ignore_patterns("models"))
     (copy / "models").symlink_to(source / "models")
     shutil.copytree(ROOT / "ranktable_tools", tmp_path / "ranktable_tools")
-    file = copy / "settings" / "engine.py"
+    file = copy / "settings" / "engine_config.py"
     before, found, after = file.read_text("utf-8").partition(FIRST_OF_ENGINE)
     assert found
     file.write_text(before + NEW + found + after, encoding="utf-8")

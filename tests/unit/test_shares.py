@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 
-from pd_cluster.model.vision.tower import shared
+from pd_cluster.model.vision.vision_tower import shared
 
 
 def longest(sizes: list[int], owners: tuple[int, ...] | list[int], num_ranks: int) -> int:

@@ -18,13 +18,13 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 # Functions whose parameters are given from outside: flags, and names that users call.
 GIVEN = {
-    "commands.bench": {"serve"},
+    "commands.bench_command": {"serve"},
     "commands.cli": {"up"},
-    "commands.endpoint_picker": {"endpoint_picker"},
-    "commands.load": {"load"},
-    "commands.plan": {"plan"},
-    "commands.simulate": {"simulate"},
-    "offline.llm": {"LLM.__init__", "LLM.chat"},
+    "commands.endpoint_picker_command": {"endpoint_picker"},
+    "commands.bench_load_command": {"load"},
+    "commands.plan_command": {"plan"},
+    "commands.simulate_command": {"simulate"},
+    "offline.offline_llm": {"LLM.__init__", "LLM.chat"},
     "offline.lmdeploy.async_engine": {"AsyncEngine.generate"},
 }
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.offline.arguments import config_of
-from pd_cluster.offline.session import launch_of
-from pd_cluster.settings.engine import SHIPPED_MODEL
-from pd_cluster.settings.options import ServeOptions, settings
+from pd_cluster.offline.llm_arguments import config_of
+from pd_cluster.offline.offline_service import launch_of
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
+from pd_cluster.settings.serve_options import ServeOptions, settings
 from pd_cluster.settings.speculation import Speculation
 from pd_cluster.settings.speculation_flags import FILE
 from tests.unit.test_flags import parse

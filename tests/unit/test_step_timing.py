@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.routing.predict import (
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.placement.wait_prediction import (
     TRANSFER_SETUP_S,
     Goals,
     best_rate,
@@ -19,13 +19,13 @@ from pd_cluster.cluster.routing.predict import (
     predict_transfer_s,
     predict_ttft_s,
 )
-from pd_cluster.costs.costs import StepCost, StepWork, num_pairs_of
-from pd_cluster.costs.online import FIRST_HANDOVERS, OnlineFit, OnlineHandoverFit
-from pd_cluster.engine.handover.timing import HandoverTiming
-from pd_cluster.engine.step_timing import NUM_FIRST_STEPS, StepTiming, work_of
+from pd_cluster.costs.linear_costs import StepCost, StepWork, num_pairs_of
+from pd_cluster.costs.online_fit import FIRST_HANDOVERS, OnlineFit, OnlineHandoverFit
+from pd_cluster.engine.handover.handover_timing import HandoverTiming
+from pd_cluster.engine.step.step_timing import NUM_FIRST_STEPS, StepTiming, work_of
 from pd_cluster.errors import Overloaded
-from pd_cluster.kv.layout import keys_and_values
-from pd_cluster.types import LinkState, Order, Request, Sampling
+from pd_cluster.kv.kv_layout import keys_and_values
+from pd_cluster.types import LinkState, Request, RequestSpec, Sampling
 from tests.support.router_world import info_of
 
 LAYOUT = wire.LayoutInfo(
@@ -115,7 +115,7 @@ def test_first_steps_are_left_out_after_a_start_and_after_a_sleep() -> None:
 
 
 def test_a_chunk_of_one_token_decodes_and_longer_ones_belong_to_prompts() -> None:
-    requests = [Request(str(at), Order([1] * 50, Sampling())) for at in range(3)]
+    requests = [Request(str(at), RequestSpec([1] * 50, Sampling())) for at in range(3)]
     for request, num_computed in zip(requests, (51, 50, 20), strict=True):
         request.num_computed_tokens = num_computed
     work = work_of([(requests[0], 1), (requests[1], 30), (requests[2], 20)])

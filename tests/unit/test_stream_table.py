@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 
 from pd_cluster import wire
-from pd_cluster.cluster.routing.origin import FROM_ANYBODY, Admitted, RequestOrigin
-from pd_cluster.cluster.routing.resume import KeptStream, RecordPlace
-from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.cluster.routing.stream import RequestStream, ask_of
-from pd_cluster.cluster.routing.stream_table import StreamEnd, StreamTable
+from pd_cluster.cluster.records.request_stats import RequestStats
+from pd_cluster.cluster.streams.request_origin import FROM_ANYBODY, Admitted, RequestOrigin
+from pd_cluster.cluster.streams.request_stream import RequestStream, ask_of
+from pd_cluster.cluster.streams.stream_records import KeptStream, RecordPlace
+from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
 from pd_cluster.errors import GenerationError
-from pd_cluster.types import Order
+from pd_cluster.types import RequestSpec
 from tests.support.router_world import PROMPT, SAMPLING, ready, run
 
-ORDER, LEFT = Order(PROMPT, SAMPLING), StreamEnd("left", None, "abort")
+ORDER, LEFT = RequestSpec(PROMPT, SAMPLING), StreamEnd("left", None, "abort")
 
 
 class Heard:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from pd_cluster.errors import GuideError, RequestError
-from pd_cluster.parsers.reply import ReplyFormat
-from pd_cluster.service.schema.parse import checked
-from pd_cluster.service.schema.protocol import CompletionRequest
+from pd_cluster.parsers.reply_format import ReplyFormat
+from pd_cluster.service.schema.completion_protocol import CompletionRequest
+from pd_cluster.service.schema.request_parsing import checked
 from pd_cluster.text.grammar import Compiler
 from pd_cluster.types import Guide
 from tests.support.checkpoints import EOS_ID, VOCAB_SIZE, make_tokenizer

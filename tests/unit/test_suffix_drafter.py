@@ -10,14 +10,14 @@ from collections.abc import Sequence
 
 import pytest
 
-from pd_cluster.engine.draft.suffix import MOST_PLACES, SuffixDrafter
-from pd_cluster.types import Order, Request, Sampling
+from pd_cluster.engine.draft.suffix_drafter import MOST_PLACES, SuffixDrafter
+from pd_cluster.types import Request, RequestSpec, Sampling
 
 Scope = tuple[str, str]
 
 
 def request_of(prompt: Sequence[int], scope: Scope = ("", ""), output: Sequence[int] = ()) -> Request:
-    order = Order(
+    order = RequestSpec(
         prompt_token_ids=list(prompt), sampling=Sampling(max_tokens=99), cache_salt=scope[0], variant=scope[1]
     )
     request = Request("r", order)

@@ -11,8 +11,8 @@ from torch._C._distributed_c10d import _SymmetricMemory
 
 from pd_cluster.devices.device import Device
 from pd_cluster.errors import ConfigError
-from pd_cluster.model.parallel import symmetric
-from pd_cluster.model.parallel.symmetric import MOST_NBYTES, NAME, SymmetricSums
+from pd_cluster.model.parallel import symmetric_sums
+from pd_cluster.model.parallel.symmetric_sums import MOST_NBYTES, NAME, SymmetricSums
 
 CUDA = Device("cuda")
 
@@ -42,7 +42,7 @@ class Machine:
 @pytest.fixture(params=[False, True], ids=["two shots", "multicast"])
 def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine(request.param)
-    monkeypatch.setattr(symmetric, "_shared", machine.shared)
+    monkeypatch.setattr(symmetric_sums, "_shared", machine.shared)
     monkeypatch.setattr(torch, "ops", SimpleNamespace(symm_mem=machine))
     return machine
 
@@ -68,7 +68,7 @@ def test_gpus_that_cannot_share_memory_are_an_error(monkeypatch: pytest.MonkeyPa
     def shared(*given: Any) -> Any:
         raise RuntimeError("no peer access\nand a stack")
 
-    monkeypatch.setattr(symmetric, "_shared", shared)
+    monkeypatch.setattr(symmetric_sums, "_shared", shared)
     with pytest.raises(ConfigError, match=r"--cuda-speedups symmetric-sums: no peer access; leave it out$"):
         SymmetricSums(None, 0, 2, CUDA)
 

@@ -10,14 +10,14 @@ import torch
 import transformers
 from safetensors.torch import save_file
 
-from pd_cluster.checkpoints.layouts import WeightFolder
+from pd_cluster.checkpoints.tensor_layouts import WeightFolder
 from pd_cluster.checkpoints.weight_files import weight_files
 from pd_cluster.errors import ModelError
-from pd_cluster.model.known_forms import FORMS
-from pd_cluster.model.layers.weight import Part, PlainWeight, WeightForm
-from pd_cluster.model.parallel.plan import ParallelPlan
-from pd_cluster.model.parallel.rank_part import RankPart
-from pd_cluster.model.parallel.shard import read_shard
+from pd_cluster.model.layers.linear_weight import PlainWeight, WeightForm, WeightPart
+from pd_cluster.model.parallel.parallel_plan import ParallelPlan
+from pd_cluster.model.parallel.rank_tensors import RankTensors
+from pd_cluster.model.parallel.weight_slices import read_shard
+from pd_cluster.model.weights.weight_forms import FORMS
 
 CONFIG: dict[str, Any] = {
     "vocab_size": 10,
@@ -35,7 +35,9 @@ LAYER = "model.layers.0"
 def read_all(tmp_path: Path, config: Any, key: str, shape: tuple[int, ...], size: int) -> list[torch.Tensor]:
     """Returns each rank's part of a tensor whose elements are all different."""
     save_file({key: whole(shape)}, tmp_path / "model.safetensors")
-    return [read_shard(WeightFolder(tmp_path), RankPart(ParallelPlan(config, size), rank))[key] for rank in range(size)]
+    return [
+        read_shard(WeightFolder(tmp_path), RankTensors(ParallelPlan(config, size), rank))[key] for rank in range(size)
+    ]
 
 
 def whole(shape: tuple[int, ...]) -> torch.Tensor:
@@ -108,7 +110,7 @@ def test_an_index_names_the_files(tmp_path: Path) -> None:
 
 
 def test_another_form_of_weight_is_cut_by_its_own_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = {"words": Part(outputs=1, inputs=0), "scales": Part(outputs=0, inputs=None)}
+    parts = {"words": WeightPart(outputs=1, inputs=0), "scales": WeightPart(outputs=0, inputs=None)}
     monkeypatch.setitem(FORMS, "another", WeightForm(parts, PlainWeight))
     for name, shape, dim in (
         ("k_proj.words", (16, 8), 1),  # stored the other way round

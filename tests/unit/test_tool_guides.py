@@ -17,8 +17,8 @@ from jsonschema.protocols import Validator
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from pd_cluster.errors import GuideError, RequestError
-from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part
-from pd_cluster.parsers.reply import ReplyFormat, Tool, ToolChoice
+from pd_cluster.parsers.reply_format import ReplyFormat, Tool, ToolChoice
+from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part
 from pd_cluster.text.grammar import Compiler, Matcher
 from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide
 from tests.support.schemas import random_schema

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import RequestError
-from pd_cluster.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning
-from pd_cluster.parsers.reply import ReplyFormat, Tool, ToolChoice
-from pd_cluster.parsers.table import FORMATS
+from pd_cluster.parsers.format_table import FORMATS
+from pd_cluster.parsers.reply_format import ReplyFormat, Tool, ToolChoice
+from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pd_cluster.parsers.xml_markup import XmlCalls
 from pd_cluster.text.tokenizer import Tokenizer as TextTokenizer
 from tests.unit.test_parsers_families import CASES

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.engine.trace import MAX_EVENTS, LegNotes, Tracer
-from pd_cluster.types import Leg, Order, Request, Sampling
+from pd_cluster.engine.leg_trace import MAX_EVENTS, LegNotes, Tracer
+from pd_cluster.types import Leg, Request, RequestSpec, Sampling
 
 
 class Clock:
@@ -20,7 +20,7 @@ class Clock:
 
 
 def make_request(leg: Leg = "prefill", index: int = 0, num_output_tokens: int = 0) -> Request:
-    request = Request("r", Order([1] * 10, Sampling(n=2)), index=index, leg=leg, transfer_id="t")
+    request = Request("r", RequestSpec([1] * 10, Sampling(n=2)), index=index, leg=leg, transfer_id="t")
     request.output_token_ids = [7] * num_output_tokens
     return request
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from pd_cluster.commands import cli
-from pd_cluster.commands.trace.png import WIDTH_PX, write_png
-from pd_cluster.commands.trace.rows import Bar, Mark, chart_of, details_of
+from pd_cluster.commands.trace.timeline_chart import Bar, Mark, chart_of, details_of
+from pd_cluster.commands.trace.timeline_png import WIDTH_PX, write_png
 
 Numbers = dict[str, int]
 

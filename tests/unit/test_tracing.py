@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.api.gate.direct import GeneratingRoute
-from pd_cluster.api.gate.tracing import OPERATIONS
-from pd_cluster.cluster.routing.spans import Names
+from pd_cluster.api.middleware.direct_routes import GeneratingRoute
+from pd_cluster.api.middleware.trace_middleware import OPERATIONS
+from pd_cluster.cluster.records.request_spans import Names
 from pd_cluster.errors import ConfigError
-from pd_cluster.service import traces
-from pd_cluster.service.traces import Tracing, check_packages
-from pd_cluster.settings.http import HttpConfig
-from pd_cluster.settings.options import ServeOptions
+from pd_cluster.service import request_traces
+from pd_cluster.service.request_traces import Tracing, check_packages
+from pd_cluster.settings.http_settings import HttpConfig
+from pd_cluster.settings.serve_options import ServeOptions
 from tests.support.otlp_collector import Collector, collector
 from tests.support.public_port import make_app, send
 
@@ -71,8 +71,8 @@ def test_a_client_that_does_not_sample_is_obeyed(tmp_path: Path, received: Colle
 
 def test_a_collector_that_never_answers_holds_up_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(traces, "FLUSH_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(traces, "EXPORT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(request_traces, "FLUSH_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(request_traces, "EXPORT_TIMEOUT_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as silent:
 
         async def run() -> None:

@@ -14,12 +14,12 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.errors import LinkError, TransferFailed
-from pd_cluster.kv.layout import KVLayout
-from pd_cluster.transport.base import Checksum
+from pd_cluster.kv.kv_layout import KVLayout
 from pd_cluster.transport.dist import DistSender
 from pd_cluster.transport.one_sided import PoolAddress
 from pd_cluster.transport.shm import PoolServer, ShmReceiver
-from pd_cluster.transport.table import TABLE
+from pd_cluster.transport.transport_interface import Checksum
+from pd_cluster.transport.transport_table import TABLE
 from tests.support.fake_device import FakeModule, content, install
 from tests.support.nixl import needs_nixl
 from tests.support.transports import CHECKSUM, LAYOUT, NUM_BLOCKS, WAIT_S, Pair, blocks, peer_of, place_of, random_pool

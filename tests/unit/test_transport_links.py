@@ -12,14 +12,14 @@ import torch
 from pd_cluster import wire
 from pd_cluster.errors import LinkError, called
 from pd_cluster.numerics import Numerics
-from pd_cluster.transport.base import LaneContext, Prepared
-from pd_cluster.transport.events import Drained, Landed, LandFault, LinkFailed
-from pd_cluster.transport.factory import Transports
-from pd_cluster.transport.guard import LinkKey, Opener, Sealer
-from pd_cluster.transport.local import LocalReceiver
+from pd_cluster.transport.in_process import LocalReceiver
+from pd_cluster.transport.link_events import Drained, Landed, LandFault, LinkFailed
+from pd_cluster.transport.link_factory import Transports
+from pd_cluster.transport.link_frames import LinkKey, Opener, Sealer
 from pd_cluster.transport.one_sided import OneSidedSender, PoolAddress
-from pd_cluster.transport.receiving import AllowedTransports, Probe, ReceiveThread
-from pd_cluster.transport.sending import SendThread
+from pd_cluster.transport.receive_thread import AllowedTransports, Probe, ReceiveThread
+from pd_cluster.transport.send_thread import SendThread
+from pd_cluster.transport.transport_interface import LaneContext, Prepared
 from tests.support.transports import (
     CHECKSUM,
     KEY,

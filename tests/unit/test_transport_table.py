@@ -12,10 +12,18 @@ import torch
 from pd_cluster import wire
 from pd_cluster.devices.device import CPU, KINDS, Device
 from pd_cluster.errors import LinkError
-from pd_cluster.transport import factory, local, table
-from pd_cluster.transport.base import KVReceiver, Peer, PostKey
-from pd_cluster.transport.events import Landed
-from pd_cluster.transport.table import BY_NAME, TABLE, Transport, allowed, choices_for, help_text, same_host_choice
+from pd_cluster.transport import in_process, link_factory, transport_table
+from pd_cluster.transport.link_events import Landed
+from pd_cluster.transport.transport_interface import KVReceiver, Peer, PostKey
+from pd_cluster.transport.transport_table import (
+    BY_NAME,
+    TABLE,
+    Transport,
+    allowed,
+    choices_for,
+    help_text,
+    same_host_choice,
+)
 from tests.support.transports import TOKEN, WAIT_S, Link
 
 REFUSES_AS_ABSENT = {each.name for each in TABLE if each.package and importlib.util.find_spec(each.package) is None}
@@ -23,7 +31,7 @@ REFUSES_AS_ABSENT = {each.name for each in TABLE if each.package and importlib.u
 
 def test_names_are_each_there_once_and_choices_have_words() -> None:
     assert len(BY_NAME) == len(TABLE)
-    assert {each.choice for each in TABLE if each.help} == {*table.CHOICES} - {table.AUTO}
+    assert {each.choice for each in TABLE if each.help} == {*transport_table.CHOICES} - {transport_table.AUTO}
     assert help_text().startswith("auto, ipc (GPUs or NPUs of one host), shm (same host), dist (NCCL, HCCL or gloo), ")
 
 
@@ -61,20 +69,20 @@ def test_an_offer_that_makes_no_sense_is_refused(name: str, data: bytes) -> None
 
 
 def test_a_new_row_and_its_module_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    class NewReceiver(local.LocalReceiver):
+    class NewReceiver(in_process.LocalReceiver):
         name = "new"
 
-    class NewEnds(local.LocalEnds):
+    class NewEnds(in_process.LocalEnds):
         def receiver(self, peer: Peer, checksum: object, post: PostKey) -> KVReceiver:
             place = self._place
             return NewReceiver(place, peer, checksum)
 
     module = ModuleType("pd_cluster.transport.new")
-    module.why_not, module.ends = local.why_not, NewEnds  # type: ignore[attr-defined]
+    module.why_not, module.ends = in_process.why_not, NewEnds  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     row = Transport("new", "new", "new", KINDS, is_same_host=True, help="a test")
-    monkeypatch.setattr(table, "TABLE", (row, *TABLE))
-    assert factory.allowed("auto")[0] == row
+    monkeypatch.setattr(transport_table, "TABLE", (row, *TABLE))
+    assert link_factory.allowed("auto")[0] == row
     assert "new (a test)" in help_text()
     link = Link("auto")
     assert link.await_ready().transport == "new"

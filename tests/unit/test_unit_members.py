@@ -17,18 +17,18 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.devices.device import CPU, Device
-from pd_cluster.engine.build_unit import terms_of
-from pd_cluster.engine.drain import CLOSES_AFTER_S, WorkerDrain
-from pd_cluster.engine.mail import Mailroom
+from pd_cluster.engine.assembly.build_unit import terms_of
+from pd_cluster.engine.lifecycle.worker_drain import CLOSES_AFTER_S, WorkerDrain
 from pd_cluster.engine.ranks.follower import Follower
 from pd_cluster.engine.ranks.rank_messages import TakePart
-from pd_cluster.engine.unit.mates import Mates
-from pd_cluster.engine.unit.meet import gloo_group
-from pd_cluster.engine.unit.rounds import UnitRounds
+from pd_cluster.engine.unit.member_connections import MemberConnections
+from pd_cluster.engine.unit.unit_meeting import gloo_group
+from pd_cluster.engine.unit.unit_rounds import UnitRounds
+from pd_cluster.engine.worker.mailbox_reader import MailboxReader
 from pd_cluster.errors import ConfigError, InstanceLost, told
-from pd_cluster.model.parallel.unit import UnitGroup
-from pd_cluster.settings.config import UnitPlace
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.model.parallel.unit_group import UnitGroup
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.process_configs import UnitPlace
 from pd_cluster.transport.meeting import Meeting
 from tests.support.checkpoints import make_checkpoint
 
@@ -51,7 +51,7 @@ class Town:
         self.keys: list[list[wire.UnitKey]] = [[] for _ in terms]
         self.posts = [Post(self, rank) for rank in range(size)]
         self.mates = [
-            Mates(
+            MemberConnections(
                 UnitPlace(name="decode-0", rank=rank, size=size),
                 own,
                 self.posts[rank],
@@ -157,14 +157,14 @@ def test_terms_follow_a_connection_that_opens_before_it_is_noted() -> None:
 def test_only_schedulers_name_mates_and_a_dead_mailbox_ends_the_wait() -> None:
     town = Town([{}, {}])
     mates = town.mates[0]
-    mailroom = Mailroom(queue.SimpleQueue(), mates)
+    mailbox_reader = MailboxReader(queue.SimpleQueue(), mates)
     connecting: list[str] = []
     town.posts[0].connecting = connecting.append
     for conn, kind in (("in:worker", "worker"), ("in:scheduler", "scheduler")):
-        mailroom.on_opened(conn, f"{kind}@1", kind)
-        mailroom.on_message(conn, f"{kind}@1", wire.Peers(town.peers, 0))
+        mailbox_reader.on_opened(conn, f"{kind}@1", kind)
+        mailbox_reader.on_message(conn, f"{kind}@1", wire.Peers(town.peers, 0))
         assert connecting == (["0-1"] if kind == "scheduler" else [])
-    mailroom.on_fatal(OSError("no more files"))
+    mailbox_reader.on_fatal(OSError("no more files"))
     with pytest.raises(OSError, match="no more files"):
         mates.await_all(WAIT_S)
 

@@ -11,16 +11,16 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.api.admin.admin_app import describe
-from pd_cluster.api.admin.metrics import metrics_of
-from pd_cluster.cluster.members.auto_role import AutoRole, Rules
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.members.membership import Membership, instances_of
-from pd_cluster.cluster.members.sleep import SleepOfAll
-from pd_cluster.cluster.overview.history import History
-from pd_cluster.cluster.overview.problems import problems_of
+from pd_cluster.api.admin.metrics_routes import metrics_of
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.members.cluster_sleep import ClusterSleep
+from pd_cluster.cluster.members.worker_membership import Membership, instances_of
+from pd_cluster.cluster.overview.cluster_problems import problems_of
+from pd_cluster.cluster.overview.request_history import History
+from pd_cluster.cluster.roles.auto_role import AutoRole, Rules
 from pd_cluster.errors import Refused
-from pd_cluster.reports import AllStats, Busy, InstanceInfo, Stats
-from pd_cluster.settings.routing import RoutingConfig
+from pd_cluster.process_messages import AllStats, Busy, InstanceInfo, Stats
+from pd_cluster.settings.routing_settings import RoutingConfig
 from pd_cluster.settings.timeouts import Timeouts
 from tests.support.elastic_world import ElasticWorld, busy, idle, place_of
 from tests.support.mail import RecordedMail
@@ -251,7 +251,7 @@ async def test_the_last_unit_of_a_role_stays_and_no_table_tears_a_unit_apart(wor
 
 def test_units_do_not_sleep_and_change_no_role_by_themselves(world: ElasticWorld) -> None:
     with pytest.raises(Refused, match=r"instances of a unit do not sleep, and decode-0 is in decode-0\.\.1"):
-        SleepOfAll(world.membership, world.mailbox).check()
+        ClusterSleep(world.membership, world.mailbox).check()
 
     def flip(world: ElasticWorld) -> str | None:
         auto = AutoRole(Rules(sustain_s=1.0))

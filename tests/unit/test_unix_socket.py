@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pd_cluster.api.front.server import bind_path
+from pd_cluster.api.connections.http_server import bind_path
 from pd_cluster.errors import ConfigError
 
 

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 import pytest
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.offline.arguments import config_of
-from pd_cluster.settings.engine import SHIPPED_MODEL
+from pd_cluster.offline.llm_arguments import config_of
+from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from pd_cluster.settings.flag_file import FLAG
-from pd_cluster.settings.foreign import Takes
-from pd_cluster.settings.foreign_flags import FAMILIES, foreign
-from pd_cluster.settings.options import settings
-from pd_cluster.settings.spellings import IN_OTHER_UNITS
+from pd_cluster.settings.flags_without_setting import Takes
+from pd_cluster.settings.serve_options import settings
+from pd_cluster.settings.value_spellings import IN_OTHER_UNITS
+from pd_cluster.settings.vllm_flags_without_setting import FAMILIES, foreign
 from tests.unit.test_flags import HONOURED, parse
 
 LIST = Path(__file__).parents[1] / "data" / "vllm_flags.txt"

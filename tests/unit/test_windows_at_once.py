@@ -6,10 +6,10 @@ import pytest
 
 from benchmarks.windows import num_at_once
 from pd_cluster import host
-from pd_cluster.kv.layout import keys_and_values
-from pd_cluster.model.declared import LayerCache
-from pd_cluster.model.sizing import GIB
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.kv.kv_layout import keys_and_values
+from pd_cluster.model.language_model.cache_declaration import LayerCache
+from pd_cluster.model.planning.pool_sizing import GIB
+from pd_cluster.settings.engine_config import EngineConfig
 
 LENGTH, STEP, WINDOW, BLOCK_SIZE = 320, 64, 12, 4
 TOKEN_NBYTES = 2 * 4 * 2 * 8  # keys and values of a layer with 2 heads of 8

@@ -12,7 +12,7 @@ from msgspec import inspect
 from pd_cluster import wire
 from pd_cluster.transport.device_memory import MemoryPart
 from pd_cluster.transport.ipc import MAX_EXPORT_NBYTES, PoolExport, decode_export
-from pd_cluster.types import MOST_UNTOLD, Order, Sampling, TokenOutput
+from pd_cluster.types import MOST_UNTOLD, RequestSpec, Sampling, TokenOutput
 
 
 def any_of(kind: inspect.Type, rng: random.Random) -> Any:
@@ -61,8 +61,8 @@ PEER = wire.PeerInfo(name="decode-0", epoch=2**61, role="decode", host="h", cont
 EXTREME: list[wire.Body] = [
     wire.Join(role="decode", host="fd00::1", port=65535, device_ids=["4", "5"], model_identity="ab" * 32),
     wire.Peers([PEER], term=2**62),
-    wire.Submit("r", 0, "t", "hybrid", "", Order([1], Sampling(seed=2**64 - 1), priority=-7, gathers=True), 0.0),
-    wire.Submit("r", 0, "t", "decode", "", Order([1], Sampling(beam_width=2, early_stopping="never")), 0.0),
+    wire.Submit("r", 0, "t", "hybrid", "", RequestSpec([1], Sampling(seed=2**64 - 1), priority=-7, gathers=True), 0.0),
+    wire.Submit("r", 0, "t", "decode", "", RequestSpec([1], Sampling(beam_width=2, early_stopping="never")), 0.0),
     wire.Outputs(events=[wire.TraceEvent("t", 2.5, "sent", {"start": 0, "nbytes": 2**62})], now_s=3.5),
     wire.CacheKeys(added=b"8 bytes.", removed=bytes(16), is_whole=True, tier="disk"),
     wire.EncodeDone(2**61, bytes(16), 192, 2**64 - 1),
@@ -111,7 +111,7 @@ def test_damaged_frames_are_refused_or_still_typed(kind: Any) -> None:
 
 def test_what_cannot_be_encoded_is_the_senders_error_and_a_foreign_message_is_refused() -> None:
     with pytest.raises(OverflowError):
-        wire.encode_body(wire.Submit("r", 0, "t", "prefill", "", Order([1], Sampling(top_k=2**70)), 0.0))
+        wire.encode_body(wire.Submit("r", 0, "t", "prefill", "", RequestSpec([1], Sampling(top_k=2**70)), 0.0))
     with pytest.raises(msgspec.ValidationError):
         wire.decode(msgspec.msgpack.encode(["a", 1, 2, {"type": "Shutdown"}]))
 

@@ -10,16 +10,16 @@ import msgspec
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.engine import outbox
-from pd_cluster.engine.handover.events import ConnClosed, Mail
-from pd_cluster.engine.step.ahead import Begins
-from pd_cluster.engine.step.beams import are_first_tokens
-from pd_cluster.engine.step.core import StepResult
-from pd_cluster.engine.step.limits import EngineLimits
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.model.rope_limit import RopeLimit
+from pd_cluster.engine.handover.engine_events import ConnClosed, Mail
+from pd_cluster.engine.legs import output_batcher
+from pd_cluster.engine.scheduling.step_plan import StepPlan
+from pd_cluster.engine.step.beam_search import are_first_tokens
+from pd_cluster.engine.step.engine_core import StepResult
+from pd_cluster.engine.step.engine_limits import EngineLimits
+from pd_cluster.engine.step.look_ahead import Begins
+from pd_cluster.model.layers.rope.rope_limit import RopeLimit
 from pd_cluster.numerics import Numerics
-from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, Leg, Order, Request, Resumed, Role, Sampling
+from pd_cluster.types import MAX_GUIDE_NUM_CHARS, Guide, Leg, Request, RequestSpec, Resumed, Role, Sampling
 from tests.support.toy_model import VOCAB_SIZE, generate_alone
 from tests.support.worker_world import CONN, LAYOUT, NUM_BLOCKS, PROMPT, World, found, peer, sampling
 
@@ -109,7 +109,7 @@ def test_one_sequence_is_aborted_and_the_others_go_on(num_steps: int) -> None:
 def test_sequences_go_on_after_what_was_told_elsewhere(world: World, lens: dict[int, int]) -> None:
     """Some have ended elsewhere and are not sent; for some nothing was reported yet."""
     expected = generate_alone(PROMPT, sampling())
-    world.resume("r", Order(PROMPT, sampling()), {index: expected[index][:num] for index, num in lens.items()})
+    world.resume("r", RequestSpec(PROMPT, sampling()), {index: expected[index][:num] for index, num in lens.items()})
     world.run()
     assert dict(world.post.tokens["r"]) == {index: expected[index] for index in lens}
 
@@ -122,7 +122,7 @@ def test_sequences_that_go_on_do_not_take_each_others_blocks(seed: int) -> None:
     params = sampling(max_tokens=24, seed=seed)
     expected = generate_alone(prompt, params)
     told = {index: expected[index][: rng.choice([1, 9, 15, rng.randrange(24)])] for index in range(3)}
-    world.resume("r", Order(prompt, params, gathers=rng.random() < 0.5), told)
+    world.resume("r", RequestSpec(prompt, params, gathers=rng.random() < 0.5), told)
     world.run()
     assert found(world, "r") == expected
     world.assert_home()
@@ -131,7 +131,7 @@ def test_sequences_that_go_on_do_not_take_each_others_blocks(seed: int) -> None:
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 def test_one_of_the_sequences_that_go_on_is_aborted(world: World, num_steps: int) -> None:
     expected = generate_alone(PROMPT, sampling())
-    world.resume("r", Order(PROMPT, sampling()), {index: expected[index][:2] for index in range(3)})
+    world.resume("r", RequestSpec(PROMPT, sampling()), {index: expected[index][:2] for index in range(3)})
     world.steps(num_steps)
     world.mail(wire.Abort("r", 1, 1))
     world.run()
@@ -149,7 +149,7 @@ def test_what_cannot_go_on_is_refused(world: World) -> None:
         ("hybrid", [Resumed(0, [VOCAB_SIZE])]),
     ]
     for leg, resumed in legs:
-        world.mail(wire.Submit("r", 1, "r-1", leg, "decode-0@2", Order(PROMPT, sampling()), 0.0, resumed))
+        world.mail(wire.Submit("r", 1, "r-1", leg, "decode-0@2", RequestSpec(PROMPT, sampling()), 0.0, resumed))
         world.step()
         end = world.post.ended.pop()
         assert "resumed" in (end.error or "")
@@ -176,7 +176,7 @@ def test_candidates_are_handed_over_and_not_told(
     """A search of one token ends where the prompt was computed."""
     shipped = world.take_links(monkeypatch)
     params = beams(3, max_tokens=max_tokens)
-    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, params), 0.0))
+    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", RequestSpec(PROMPT, params), 0.0))
     world.step()
     if max_tokens > 1:
         world.inbox.put(Mail("link", "decode-0@2", wire.Credit("r", [0])))
@@ -184,7 +184,7 @@ def test_candidates_are_handed_over_and_not_told(
         world.step()
         assert not world.post.tokens
         (end,) = shipped.ends
-        assert are_first_tokens(Request("r", Order(PROMPT, params)), end.first_tokens, VOCAB_SIZE)
+        assert are_first_tokens(Request("r", RequestSpec(PROMPT, params)), end.first_tokens, VOCAB_SIZE)
         world.mail(wire.Abort("r", 0))
         world.step()
     else:
@@ -195,7 +195,7 @@ def test_candidates_are_handed_over_and_not_told(
 
 def test_tokens_with_many_logprobs_are_parted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message has a limited size. The prompts come first and the ends last."""
-    monkeypatch.setattr(outbox, "MOST_LOGPROBS", 10)
+    monkeypatch.setattr(output_batcher, "MOST_LOGPROBS", 10)
     world = World()
     many = sampling(n=1, max_tokens=3, logprobs=6)
     for name in "abc":
@@ -266,14 +266,14 @@ def test_what_the_engine_cannot_do_ends_that_leg_only(world: World) -> None:
 
 def test_only_logprobs_of_a_prompt_limit_its_length() -> None:
     limits, prompt = EngineLimits(VOCAB_SIZE, 2_000_000, RopeLimit()), [1] * 1_000_001
-    assert limits.problem(Request("r", Order(prompt, sampling()))) is None
-    told = limits.problem(Request("r", Order(prompt, sampling(prompt_logprobs=0))))
+    assert limits.problem(Request("r", RequestSpec(prompt, sampling()))) is None
+    told = limits.problem(Request("r", RequestSpec(prompt, sampling(prompt_logprobs=0))))
     assert told == "prompt_logprobs 0 for 1000001 tokens are too many to tell"
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "MOST_UNTOLD", 3)
+    monkeypatch.setattr(output_batcher, "MOST_UNTOLD", 3)
     rng = random.Random(seed)
     world = World()
     wanted: dict[str, tuple[list[int], Sampling]] = {}

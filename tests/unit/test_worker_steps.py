@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.engine import outbox
-from pd_cluster.engine.drain import CLOSES_AFTER_S
-from pd_cluster.engine.handover.events import ConnClosed, Event, HandedOver, Mail, StartDrain, StopEngine
-from pd_cluster.engine.leg_table import LegTable
-from pd_cluster.engine.legs import ENDING, LEAST_WAITING, OTHERS, Legs
-from pd_cluster.engine.stage import Released, Stage
-from pd_cluster.engine.step.patience import Patience
-from pd_cluster.engine.step.scheduler import StepScheduler
-from pd_cluster.engine.tiers import EngineTiers
-from pd_cluster.engine.worker import Worker
+from pd_cluster.engine.handover.engine_events import ConnClosed, Event, HandedOver, Mail, StartDrain, StopEngine
+from pd_cluster.engine.legs import output_batcher
+from pd_cluster.engine.legs.leg_table import LegTable
+from pd_cluster.engine.legs.legs import ENDING, LEAST_WAITING, OTHERS, Legs
+from pd_cluster.engine.lifecycle.worker_drain import CLOSES_AFTER_S
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
+from pd_cluster.engine.scheduling.step_delay import StepDelay
+from pd_cluster.engine.stages.stage import Released, Stage
+from pd_cluster.engine.stages.tier_stage import EngineTiers
+from pd_cluster.engine.worker.worker import Worker
 from pd_cluster.kv.host_tier import HostTier, LoadCost
 from pd_cluster.kv.lower_tier import LowerTier
-from pd_cluster.model.batch import RunnerOutput
-from pd_cluster.model.step_input import NO_DRAFTS, Drafts
-from pd_cluster.types import LegEnd, Order, Request, StateCopy
+from pd_cluster.model.inputs.forward_batch import RunnerOutput
+from pd_cluster.model.inputs.step_input import NO_DRAFTS, Drafts
+from pd_cluster.types import LegEnd, Request, RequestSpec, StateCopy
 from tests.support.toy_model import ToyRunner, generate_alone
 from tests.support.worker_world import BLOCK_SIZE, CONN, NUM_BLOCKS, PROMPT, Shipped, World, found, peer, sampling
 
@@ -78,7 +78,7 @@ def test_the_loop_says_that_it_came_round_between_steps(world: World) -> None:
 
 def test_batches_are_told_apart_by_name_and_priority(world: World) -> None:
     for name, batch, priority in (("a", "x", 0), ("b", "x", 1), ("c", "", 0)):
-        world.order(name, Order(PROMPT, sampling(1), priority=priority, batch=batch))
+        world.order(name, RequestSpec(PROMPT, sampling(1), priority=priority, batch=batch))
     world.step()
     batches = {key: request.batch for key, request in world.worker.core.scheduler.requests.items()}
     assert len({batches["a#0"], batches["b#0"], ""}) == 3
@@ -89,7 +89,7 @@ def test_batches_are_told_apart_by_name_and_priority(world: World) -> None:
 @pytest.mark.parametrize("how", ["the wait ends", "it drains", "it has a device of its own"])
 def test_a_step_waits_until_there_is_no_more_to_wait_for(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     world, waits = World(shares_cores=how != "it has a device of its own"), [True]
-    monkeypatch.setattr(Patience, "waits", property(lambda self: waits[0]))
+    monkeypatch.setattr(StepDelay, "waits", property(lambda self: waits[0]))
     world.submit("r", PROMPT, sampling(1))
     if how != "it has a device of its own":
         world.steps(3)
@@ -211,7 +211,7 @@ def ships(world: World, monkeypatch: pytest.MonkeyPatch) -> Shipped:
     """What a prefill leg ships whose credit comes during its step."""
     shipped, runner = world.take_links(monkeypatch), MidStepCredit(NUM_BLOCKS, BLOCK_SIZE)
     world.worker.core.runner, runner.worker = runner, world.worker
-    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", Order(PROMPT, sampling(n=1)), 0.0))
+    world.mail(wire.Submit("r", 0, "r", "prefill", "decode-0@2", RequestSpec(PROMPT, sampling(n=1)), 0.0))
     return shipped
 
 
@@ -266,7 +266,7 @@ def positions_told(world: World, index: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_after_the_first_many_tokens_are_told_together(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "MOST_UNTOLD", 2)
+    monkeypatch.setattr(output_batcher, "MOST_UNTOLD", 2)
     world = World()
     world.submit("r", PROMPT, sampling(n), gathers=True)
     world.run()
@@ -277,7 +277,7 @@ def test_after_the_first_many_tokens_are_told_together(n: int, monkeypatch: pyte
 
 def test_a_sequence_that_goes_on_is_told_from_there(world: World) -> None:
     (expected,) = generate_alone(PROMPT, sampling(1))
-    world.resume("r", Order(PROMPT, sampling(1), gathers=True), {0: expected[:3]})
+    world.resume("r", RequestSpec(PROMPT, sampling(1), gathers=True), {0: expected[:3]})
     world.run()
     assert found(world, "r")[0] == expected
     assert positions_told(world) == [[3, 4, 5, 6, 7]]
@@ -352,13 +352,13 @@ def share(world: World, prompt: list[int]) -> None:
     world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
     world.another_scheduler()
     for at in range(LEAST_WAITING + 1):
-        world.order(f"r{at}", Order(prompt, sampling(n=1)), weight=5, may_be_full=True)
+        world.order(f"r{at}", RequestSpec(prompt, sampling(n=1)), weight=5, may_be_full=True)
 
 
 def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full(world: World) -> None:
     """Only legs that may be refused; those that wait are served, and each scheduler's share is reported."""
     share(world, [1, 2, 3])
-    world.order("kept", Order([1, 2, 3], sampling(n=1)), weight=5)
+    world.order("kept", RequestSpec([1, 2, 3], sampling(n=1)), weight=5)
     world.step()
     assert world.worker.legs.table.outstanding() == {CONN: 5 * (LEAST_WAITING + 1)}
     assert world.worker.load.outstanding == {"scheduler@1": 5 * (LEAST_WAITING + 1), "other@1": 0}
@@ -370,7 +370,7 @@ def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full(world: World) 
 
 def test_one_attempt_of_two_schedulers_is_computed_for_the_first(world: World) -> None:
     """Both have the same request, which one of them resumes; neither must wait for ever."""
-    submit = wire.Submit("r", 1, "r-1", "hybrid", "", Order(PROMPT, sampling(n=1)), 0.0)
+    submit = wire.Submit("r", 1, "r-1", "hybrid", "", RequestSpec(PROMPT, sampling(n=1)), 0.0)
     world.another_scheduler()
     for conn in (CONN, CONN, "other-conn"):
         world.inbox.put(Mail(conn, "scheduler", submit))
@@ -381,7 +381,7 @@ def test_one_attempt_of_two_schedulers_is_computed_for_the_first(world: World) -
 
 
 def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere(world: World) -> None:
-    request = Request("r", Order(PROMPT, sampling(n=1)), attempt=1)
+    request = Request("r", RequestSpec(PROMPT, sampling(n=1)), attempt=1)
     world.worker.core.scheduler.requests[request.key] = request
     world.order("r", request.order, attempt=1)
     world.loop.turn(wait_s=0.0)
@@ -390,7 +390,7 @@ def test_an_attempt_whose_leg_still_ends_can_continue_elsewhere(world: World) ->
 
 def test_a_whole_answer_of_a_stream_that_moves_has_its_window(world: World) -> None:
     """The abort crosses the last token."""
-    world.order("r", Order(PROMPT, sampling(n=1)), keep=wire.Keep(b"d" * 32, 30.0, 1 << 20, b"recipe"))
+    world.order("r", RequestSpec(PROMPT, sampling(n=1)), keep=wire.Keep(b"d" * 32, 30.0, 1 << 20, b"recipe"))
     world.run()
     for passes_s, num_records in ((100, 1), (0, 1), (31, 0)):
         if not passes_s:

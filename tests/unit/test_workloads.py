@@ -10,8 +10,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pd_cluster.bench.arrivals import Arrival, prompt_of
-from pd_cluster.bench.prompts import read_prompts
+from pd_cluster.bench.prompt_lines import read_prompts
+from pd_cluster.bench.request_arrivals import Arrival, prompt_of
 from pd_cluster.bench.trace_files import TraceScale, read_trace, write_trace
 from pd_cluster.bench.workloads import BLOCK_TOKENS, WORKLOAD_NAMES, Workload, arrivals_of
 from pd_cluster.errors import ConfigError

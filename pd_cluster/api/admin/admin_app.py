@@ -1,6 +1,6 @@
 """The scheduler's admin port: the instances, and commands that change the cluster.
 
-cluster/members/elastic.py executes a command; this module parses it, allows or refuses it, and answers.
+cluster/members/elastic_membership.py executes a command; this module parses it, allows or refuses it, and answers.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from fastapi.responses import PlainTextResponse, Response
 
 from pd_cluster import __version__
 from pd_cluster.api.admin.log_routes import log_routes
-from pd_cluster.api.admin.timelines import TimelineSource, timeline_routes
+from pd_cluster.api.admin.timeline_routes import TimelineSource, timeline_routes
+from pd_cluster.api.dashboard.dashboard_routes import DATA, PageView, PublicLinks, SessionGuard, dashboard_routes
+from pd_cluster.api.dashboard.dashboard_sessions import Sessions
 from pd_cluster.api.dashboard.overview_routes import overview_routes
-from pd_cluster.api.dashboard.playground import PublicPort, playground_routes
-from pd_cluster.api.dashboard.routes import DATA, PageView, PublicLinks, SessionGuard, dashboard_routes
-from pd_cluster.api.dashboard.sessions import Sessions
-from pd_cluster.api.gate.access import AdminAccess
-from pd_cluster.api.gate.error_answers import install_error_handlers
-from pd_cluster.api.gate.http import guarded_by, read_as, read_body
-from pd_cluster.cluster.members.adapters import AdapterBook
-from pd_cluster.cluster.members.elastic import Elastic
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.overview.tiers import tiers_of
-from pd_cluster.cluster.overview.watch import Overview
+from pd_cluster.api.dashboard.playground_routes import PublicPort, playground_routes
+from pd_cluster.api.middleware.admin_access import AdminAccess
+from pd_cluster.api.middleware.error_responses import install_error_handlers
+from pd_cluster.api.middleware.http_bodies import guarded_by, read_as, read_body
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.members.adapter_registry import AdapterBook
+from pd_cluster.cluster.members.elastic_membership import Elastic
+from pd_cluster.cluster.overview.cluster_overview import Overview
+from pd_cluster.cluster.overview.kv_tier_use import tiers_of
 from pd_cluster.errors import RequestError
 from pd_cluster.types import Role
 

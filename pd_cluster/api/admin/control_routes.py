@@ -1,6 +1,6 @@
 """Admin routes that act on the whole cluster, by the names and parameters of vLLM's.
 
-cluster/members/control.py executes a command; this module parses it and answers.
+cluster/members/cluster_control.py executes a command; this module parses it and answers.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Annotated, Any, get_args
 import msgspec
 from fastapi import APIRouter, Request
 
-from pd_cluster.api.gate.http import read_as, read_body
-from pd_cluster.cluster.members.control import Control, PauseMode
+from pd_cluster.api.middleware.http_bodies import read_as, read_body
+from pd_cluster.cluster.members.cluster_control import Control, PauseMode
 from pd_cluster.errors import RequestError
 
 MODES = get_args(PauseMode)
@@ -104,7 +104,7 @@ def _add_sleep(routes: APIRouter, control: Control) -> None:
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> dict[str, Any]:
-        return {"is_sleeping": control.is_asleep, "level": control.sleep_of_all.level}
+        return {"is_sleeping": control.is_asleep, "level": control.cluster_sleep.level}
 
 
 def _mode(asked: Mapping[str, str], default: PauseMode) -> PauseMode:

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, get_args
 
-from pd_cluster.cluster.members.auto_role import Held, Needy
-from pd_cluster.cluster.routing.stats import Refusal
-from pd_cluster.cluster.tenancy.tenants import GENERATION_TOKENS, LIMITS, OUTCOMES, PROMPT_TOKENS
-from pd_cluster.reports import InstanceState
+from pd_cluster.cluster.records.request_stats import Refusal
+from pd_cluster.cluster.roles.auto_role import Held, Needy
+from pd_cluster.cluster.tenancy.tenant_counts import GENERATION_TOKENS, LIMITS, OUTCOMES, PROMPT_TOKENS
+from pd_cluster.process_messages import InstanceState
 from pd_cluster.wire import PREEMPTIONS_BOUNDS, STEP_TOKENS_BOUNDS, Load, RuleName, Tally
 
 Read = Callable[[Load], float]
@@ -60,7 +60,7 @@ class OfInstanceSteps:
 
 @dataclass(frozen=True, slots=True)
 class OfRequests:
-    """Counters or a histogram of cluster/routing/stats.py. `numbers`: label value -> name there; "" without a label."""
+    """Counters or histogram of cluster/records/request_stats.py. `numbers`: label value -> name there; "" for none."""
 
     name: str
     text: str

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from pd_cluster import __version__
-from pd_cluster.settings.config import ApiConfig
+from pd_cluster.settings.process_configs import ApiConfig
 from pd_cluster.settings.setting import declared
 
 

@@ -18,7 +18,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from pd_cluster import __version__
-from pd_cluster.cluster.overview.watch import Overview
+from pd_cluster.cluster.overview.cluster_overview import Overview
 from pd_cluster.errors import RequestError
 
 Instances = Callable[[], list[dict[str, Any]]]

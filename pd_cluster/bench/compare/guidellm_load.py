@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pd_cluster.bench.arrivals import Arrival
 from pd_cluster.bench.load.guidellm_process import Guidellm
 from pd_cluster.bench.load.load_bench import LoadPlan, folder_for, run_load
 from pd_cluster.bench.load.scenario_file import rows_of
+from pd_cluster.bench.load_report import LoadRun
 from pd_cluster.bench.outcomes import Slo
-from pd_cluster.bench.report import LoadRun
+from pd_cluster.bench.request_arrivals import Arrival
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,23 @@ from pathlib import Path
 
 from pd_cluster.bench.load.guidellm_process import Guidellm
 from pd_cluster.bench.load.guidellm_results import GuidellmRun, read_results
+from pd_cluster.bench.load.load_samples import LoadSamples, sampled
 from pd_cluster.bench.load.request_stages import can_be_asked, with_stages
-from pd_cluster.bench.load.sampling import LoadSamples, sampled
 from pd_cluster.bench.load.scenario_file import LoadRow, Scenario, write_rows
+from pd_cluster.bench.load_report import LoadRun
 from pd_cluster.bench.outcomes import Slo
-from pd_cluster.bench.report import LoadRun
-from pd_cluster.bench.serve import ServeBench, admin_above, ask_model, make_bodies, running, send_all, sigterm_ends_it
-from pd_cluster.client.admin import Admin
-from pd_cluster.client.streaming import make_client
-from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.bench.serve_bench import (
+    ServeBench,
+    admin_above,
+    ask_model,
+    make_bodies,
+    running,
+    send_all,
+    sigterm_ends_it,
+)
+from pd_cluster.client.admin_client import Admin
+from pd_cluster.client.streaming_client import make_client
+from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import Cluster
 from pd_cluster.errors import ConfigError, PdClusterError
 

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import msgspec
 
 from pd_cluster.bench.outcomes import Outcome
-from pd_cluster.client.admin import Admin, raise_unauthorized
+from pd_cluster.client.admin_client import Admin, raise_unauthorized
 from pd_cluster.errors import PdClusterError
 
 NUM_AT_ONCE = 8

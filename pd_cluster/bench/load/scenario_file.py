@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pd_cluster.bench.arrivals import Arrival, prompt_of
 from pd_cluster.bench.outcomes import Slo
+from pd_cluster.bench.request_arrivals import Arrival, prompt_of
 from pd_cluster.errors import ConfigError
 
 COMPLETIONS, CHAT = "pd_cluster/completions", "pd_cluster/chat"  # of guidellm_plugin.py

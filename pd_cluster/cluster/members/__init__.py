@@ -1,1 +1,1 @@
-"""The instances: which exist, their state, and their intended role."""
+"""Membership: which instances exist, how they join and leave, and what operators change about all of them."""

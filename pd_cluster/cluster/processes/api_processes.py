@@ -2,7 +2,7 @@
 
 Each serves the public port on a socket of its own (SO_REUSEPORT), routes on its own and has its own connections to the
 workers. This process asks the workers, decides which are in service, and adds up the outstanding work of the API
-processes. The messages are in reports.py, their order in docs/protocol/membership.md. Knows nothing of HTTP.
+processes. The messages are in process_messages.py, their order in docs/protocol/membership.md. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.routing.stats import RequestStats, added
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.records.request_stats import RequestStats, added
 from pd_cluster.errors import InstanceLost
-from pd_cluster.reports import (
+from pd_cluster.process_messages import (
     AdapterNames,
     AdapterUse,
     AllStats,
@@ -35,12 +35,12 @@ from pd_cluster.reports import (
     OthersBusy,
     OthersTokens,
     Outstanding,
+    PauseUpdate,
     Stats,
-    Steer,
     Stop,
     ToApi,
 )
-from pd_cluster.settings.config import ApiProcessConfig
+from pd_cluster.settings.process_configs import ApiProcessConfig
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ SHARE_S = 0.1
 SHARE_BUSY_S = 0.01  # the same for the work that is served now
 MAX_LINE_NBYTES = 16 << 20
 MAX_DEATHS, DEATHS_S = 5, 30.0  # this many deaths of one process within this time end the scheduler
-SILENCE_S = 30.0  # for one that starts or hangs; each sends something every second (mirror.py)
+SILENCE_S = 30.0  # for one that starts or hangs; each sends something every second (membership_mirror.py)
 END_TIMEOUT_S = 10.0  # longer than a drain or a hurry may take
 NOTHING = Outstanding(0, 0)
 
@@ -68,7 +68,7 @@ class _Api:
     told_stats: AllStats | None = None
     adapters: AdapterUse = field(default_factory=AdapterUse)
     adapters_version: int = 0
-    steer_version: int = 0
+    pause_version: int = 0
     is_idle: bool = False  # it drains and serves nothing any more, or has ended
     told: bytes = b""
     deaths_s: list[float] = field(default_factory=list)
@@ -158,13 +158,13 @@ class ApiProcesses:
         await self._until_heard("the adapters", lambda api: api.adapters_version >= news.version)
 
     async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
-        """See members/control.py."""
+        """See members/cluster_control.py."""
         self._num_steers += 1
-        news = Steer(gate, self._num_steers, None if aborts is None else list(aborts), keeps)
+        news = PauseUpdate(gate, self._num_steers, None if aborts is None else list(aborts), keeps)
         for api in self.apis:
-            api.config = msgspec.structs.replace(api.config, steer=Steer(gate, news.version))
+            api.config = msgspec.structs.replace(api.config, steer=PauseUpdate(gate, news.version))
             api.tell(news)
-        await self._until_heard("an operator's command", lambda api: api.steer_version >= news.version)
+        await self._until_heard("an operator's command", lambda api: api.pause_version >= news.version)
 
     async def until_idle(self) -> None:
         """Returns when no request is at an instance, as the processes have reported."""
@@ -293,7 +293,7 @@ class ApiProcesses:
             self._busy_changed.set()
         api.report, api.is_idle, api.busy = report.outstanding, report.is_idle, report.busy
         api.adapters, api.adapters_version = report.adapters, report.adapters_version
-        api.steer_version = report.steer_version
+        api.pause_version = report.pause_version
         self._reported.set()
         self._reported = asyncio.Event()
         if report.stats is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from pd_cluster.cluster.processes.launch import Launch
+from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.rank_process import environment
 from pd_cluster.devices.device import num_threads_for
 from pd_cluster.engine.start.preloader import VARIABLE, Preloader

@@ -23,20 +23,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pd_cluster import host
-from pd_cluster.cluster.members.place import TABLE_VARIABLES
-from pd_cluster.cluster.processes.launch import Launch, role_of
+from pd_cluster.cluster.members.rank_table_place import TABLE_VARIABLES
 from pd_cluster.cluster.processes.launch_preloader import DIE_WITH_PARENT, LaunchPreloader
-from pd_cluster.cluster.processes.ports import Reservations, free_ports
-from pd_cluster.cluster.processes.running import recorded
+from pd_cluster.cluster.processes.launch_settings import Launch, role_of
+from pd_cluster.cluster.processes.port_reservations import Reservations, free_ports
+from pd_cluster.cluster.processes.running_clusters import recorded
 from pd_cluster.devices.device import num_threads_for
 from pd_cluster.errors import ConfigError, listening_fault
-from pd_cluster.settings.http import KEYS_VARIABLE, METRICS_KEY_VARIABLE
+from pd_cluster.settings.http_settings import KEYS_VARIABLE, METRICS_KEY_VARIABLE
 from pd_cluster.settings.log_files import LogFile, folder_of
-from pd_cluster.settings.options import without_keys
+from pd_cluster.settings.serve_options import without_keys
 from ranktable_tools import generate, write
-from ranktable_tools.files import PRIVATE
-from ranktable_tools.hosts import bracketed
-from ranktable_tools.keys import ADMIN_TOKEN_FILE, write_keys
+from ranktable_tools.cluster_keys import ADMIN_TOKEN_FILE, write_keys
+from ranktable_tools.host_addresses import bracketed
+from ranktable_tools.table_files import PRIVATE
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # before the second start in a row, and the longest
 MOST_KILLED_FOR_MEMORY = 3  # deaths of a process in a row, after which it is not started again

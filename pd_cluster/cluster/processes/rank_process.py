@@ -16,11 +16,11 @@ from collections.abc import Mapping
 
 import msgspec
 
-from pd_cluster.devices.spinning import PARKED
+from pd_cluster.devices.openmp_spinning import PARKED
 from pd_cluster.engine.start.preloader import FORK_TIMEOUT_S, VARIABLE, Fork, NotForked, Preloader
-from pd_cluster.reports import RankReport
-from pd_cluster.settings.config import WorkerConfig
-from pd_cluster.settings.options import without_keys
+from pd_cluster.process_messages import RankReport
+from pd_cluster.settings.process_configs import WorkerConfig
+from pd_cluster.settings.serve_options import without_keys
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class _Spawned:
     async def start(cls, env: dict[str, str], files: list[int]) -> _Spawned:
         return cls(
             await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "pd_cluster.engine.start.process", str(files[0])),
+                *(sys.executable, "-m", "pd_cluster.engine.start.rank_main", str(files[0])),
                 pass_fds=files,
                 stdin=asyncio.subprocess.DEVNULL,
                 env=env,

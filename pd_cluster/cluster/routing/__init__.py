@@ -1,1 +1,1 @@
-"""Decides where a request goes and when, and collects the outputs."""
+"""Takes requests across the cluster: admission, legs at instances, outputs, retries."""

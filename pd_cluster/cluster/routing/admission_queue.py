@@ -1,7 +1,7 @@
 """Holds requests for a limited time until the cluster has room; those that would wait longer are refused at once.
 
-The expected wait follows from the requests ahead and from how fast the room has emptied recently. Runs on the event
-loop; fair_queue.py decides the turns, and room.py what counts as room.
+The expected wait follows from the requests ahead and from how fast requests have begun recently. Runs on the event
+loop; fair_queue.py decides whose turn it is, and spare_capacity.py what fits.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from pd_cluster.cluster.members.roster import Members
-from pd_cluster.cluster.routing.fair_queue import Client, FairQueue, QueueEntry
-from pd_cluster.cluster.routing.leaving import Leaving
-from pd_cluster.cluster.routing.origin import PromptGroup
-from pd_cluster.cluster.routing.room import room_of
-from pd_cluster.cluster.routing.stream import Ending
+from pd_cluster.cluster.instances.roster import Members
+from pd_cluster.cluster.placement.spare_capacity import spare_capacity
+from pd_cluster.cluster.queueing.abandonment import Abandonment
+from pd_cluster.cluster.queueing.fair_queue import Client, FairQueue, QueueEntry
+from pd_cluster.cluster.streams.request_origin import PromptGroup
+from pd_cluster.cluster.streams.request_stream import Ending
 from pd_cluster.errors import Overloaded, PdClusterError
 
 MAX_WAITING = 1 << 14  # requests, and their tokens: a bound on memory
@@ -28,7 +28,7 @@ MIN_MEASURED_S = 0.5  # of waiting, and so many requests, before a rate is trust
 MIN_MEASURED = 8.0
 
 
-class AdmissionPace:
+class AdmissionRate:
     """How fast requests have begun recently while others waited, in tokens/s."""
 
     def __init__(self, now_s: float) -> None:
@@ -87,8 +87,8 @@ class AdmissionQueue:
         self._members = members
         self._loop = asyncio.get_running_loop()
         self.queue = FairQueue()
-        self._pace = AdmissionPace(self._loop.time())
-        self._leaving = Leaving()
+        self._rate = AdmissionRate(self._loop.time())
+        self._abandonment = Abandonment()
         self._turns: dict[QueueEntry, AwaitedTurn] = {}
         self._is_paused = False
         self._is_beginning = False  # a request's turn has come, but it has not been sent yet
@@ -104,17 +104,17 @@ class AdmissionQueue:
 
     # ---- before a request is read: only its client and rough size are known
 
-    def arrives(self, name: str, num_tokens: int, patience_s: float = math.inf) -> Client:
+    def arrives(self, name: str, num_tokens: int, client_timeout_s: float = math.inf) -> Client:
         """Registers an arriving request; `departs` follows. Raises Overloaded when it would wait too long."""
         client = self.queue.client(name, self._loop.time())
-        self._check(client, num_tokens, patience_s)
+        self._check(client, num_tokens, client_timeout_s)
         client.num_arriving_tokens += num_tokens
         return client
 
     def departs(self, client: Client, num_tokens: int) -> None:
         client.num_arriving_tokens -= num_tokens
 
-    def _check(self, client: Client, num_tokens: int, patience_s: float) -> None:
+    def _check(self, client: Client, num_tokens: int, client_timeout_s: float) -> None:
         queue = self.queue
         if not queue.num_waiting:
             return
@@ -123,7 +123,7 @@ class AdmissionQueue:
             raise Overloaded(f"{queue.num_waiting} requests wait already, and no more are taken", 1)
         if self._has_priorities or self._begins_at_once(client):
             return
-        wait_s, limit = self._expected_s(client), self._limit(client, num_tokens, patience_s)
+        wait_s, limit = self._expected_s(client), self._limit(client, num_tokens, client_timeout_s)
         if wait_s > SAFE * limit.most_s:
             raise Overloaded(
                 f"the server is busy: a wait of {wait_s:.2g} s is expected, too much for {limit.name}",
@@ -140,15 +140,15 @@ class AdmissionQueue:
         rate = self._measured()
         return self.queue.tokens_before(client) / rate if rate else 0.0
 
-    def _limit(self, client: Client, num_tokens: int, patience_s: float) -> WaitLimit:
+    def _limit(self, client: Client, num_tokens: int, client_timeout_s: float) -> WaitLimit:
         """Returns the shortest of a request's limits."""
         found = WaitLimit(self._max_wait_s, f"the {self._max_wait_s:g} s of {self._limit_name}")
-        if patience_s < found.most_s:
-            found = WaitLimit(patience_s, f"the {patience_s:g} s of the client's own timeout")
+        if client_timeout_s < found.most_s:
+            found = WaitLimit(client_timeout_s, f"the {client_timeout_s:g} s of the client's own timeout")
         now_s = self._loop.time()
-        most_s = self._leaving.most_wait_s(client.leave_times, num_tokens, now_s)
+        most_s = self._abandonment.most_wait_s(client.leave_times, num_tokens, now_s)
         if most_s < found.most_s:
-            after_s = self._leaving.patience_s(client.leave_times, now_s)
+            after_s = self._abandonment.abandon_after_s(client.leave_times, now_s)
             found = WaitLimit(most_s, f"an answer within {after_s:.2g} s, after which clients have left lately")
         return found
 
@@ -165,7 +165,7 @@ class AdmissionQueue:
         if not may(entry):
             return None
         self._is_beginning = group.has_begun = True
-        self._pace.passed(now_s, waited=False)
+        self._rate.passed(now_s, waited=False)
         self._begin(entry, now_s)
         return entry
 
@@ -175,7 +175,7 @@ class AdmissionQueue:
         num_tokens: int,
         num_sequences: int,
         priority: int = 0,
-        patience_s: float = math.inf,
+        client_timeout_s: float = math.inf,
         group: PromptGroup | None = None,
         since_s: float | None = None,
     ) -> QueueEntry:
@@ -190,13 +190,13 @@ class AdmissionQueue:
         client = self.queue.client(name, now_s)
         entry = QueueEntry(client, num_tokens, num_sequences, priority, arrived_s=now_s if since_s is None else since_s)
         if not group.is_let_in:
-            self._check(client, num_tokens, patience_s)
+            self._check(client, num_tokens, client_timeout_s)
             group.is_let_in = True
         self._measured()
         self.queue.join(entry)
         turn: asyncio.Future[None] = self._loop.create_future()
         self._turns[entry] = AwaitedTurn(turn, group)
-        limit = self._limit(client, num_tokens, patience_s)
+        limit = self._limit(client, num_tokens, client_timeout_s)
         left_s = limit.most_s - (now_s - entry.arrived_s)
         if self._following is None:
             self._following = asyncio.ensure_future(self._follow())
@@ -227,9 +227,9 @@ class AdmissionQueue:
         if how == "failed":
             return
         now_s = self._loop.time()
-        self._leaving.note(entry.client.leave_times, now_s, now_s - entry.arrived_s, has_left=how == "left")
+        self._abandonment.note(entry.client.leave_times, now_s, now_s - entry.arrived_s, has_left=how == "left")
         if how == "answered":
-            self._leaving.answers.note(now_s, now_s - entry.begun_s, entry.num_tokens)
+            self._abandonment.answers.note(now_s, now_s - entry.begun_s, entry.num_tokens)
 
     def look(self) -> None:
         """Lets the next request begin if there is room. To be called when an instance has finished some work."""
@@ -239,7 +239,7 @@ class AdmissionQueue:
         if entry is None:
             return
         self._measured()
-        self._pace.began(entry.num_tokens)
+        self._rate.began(entry.num_tokens)
         self._begin(entry, self._loop.time())
         self._is_beginning = True
         turn = self._turns.pop(entry).came
@@ -275,7 +275,7 @@ class AdmissionQueue:
         """Returns the request whose turn it is. Those before it that would be answered too late are refused."""
         while (entry := self.queue.next(may)) is not None:
             now_s = self._loop.time()
-            most_s = SAFE * self._leaving.most_wait_s(entry.client.leave_times, entry.num_tokens, now_s)
+            most_s = SAFE * self._abandonment.most_wait_s(entry.client.leave_times, entry.num_tokens, now_s)
             turn, group = self._turns[entry]
             if turn.done() or group.has_begun or now_s - entry.arrived_s <= most_s:
                 return entry
@@ -289,7 +289,7 @@ class AdmissionQueue:
     def _gives_up(self, entry: QueueEntry, has_left: bool) -> None:
         if has_left:
             now_s = self._loop.time()
-            self._leaving.note(entry.client.leave_times, now_s, now_s - entry.arrived_s, has_left=True)
+            self._abandonment.note(entry.client.leave_times, now_s, now_s - entry.arrived_s, has_left=True)
         turn = self._turns.pop(entry, None)
         if turn is not None:
             turn.came.cancel()
@@ -299,8 +299,8 @@ class AdmissionQueue:
             self.begun(entry)
 
     def _measured(self) -> float:
-        self._pace.passed(self._loop.time(), waited=self.queue.num_waiting > 0)
-        return self._pace.tokens_per_s
+        self._rate.passed(self._loop.time(), waited=self.queue.num_waiting > 0)
+        return self._rate.tokens_per_s
 
     def _who_may(self) -> Callable[[QueueEntry], bool] | None:
         """Returns a test for requests that may begin now; None: none may.
@@ -309,13 +309,13 @@ class AdmissionQueue:
         are taken, clients that have less then may still have their prompts computed: one client that holds the places
         must not shut others out.
         """
-        room = room_of(self._members.instances)
-        if self._is_paused or not room.for_prompts:
+        spare = spare_capacity(self._members.instances)
+        if self._is_paused or not spare.for_prompts:
             return None
-        if room.for_sequences and room.for_all:
+        if spare.for_sequences and spare.for_all:
             return lambda entry: True
         others = self.queue.sharing(self._loop.time())
-        if room.for_sequences:
+        if spare.for_sequences:
             return lambda entry: others.excess(entry) <= 0
         return lambda entry: others.excess(entry) < 0
 

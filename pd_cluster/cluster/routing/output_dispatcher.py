@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from pd_cluster import wire
-from pd_cluster.cluster.routing.dispatch import Dispatch
-from pd_cluster.cluster.routing.first_tokens import hold_s
-from pd_cluster.cluster.routing.slices import Slices
-from pd_cluster.cluster.routing.stream import RequestStream
-from pd_cluster.cluster.routing.stream_table import StreamTable
-from pd_cluster.cluster.routing.timeline import Timelines
+from pd_cluster.cluster.records.request_timeline import Timelines
+from pd_cluster.cluster.routing.first_token_hold import hold_s
+from pd_cluster.cluster.routing.leg_dispatch import Dispatch
+from pd_cluster.cluster.routing.message_slices import Slices
+from pd_cluster.cluster.streams.request_stream import RequestStream
+from pd_cluster.cluster.streams.stream_table import StreamTable
 from pd_cluster.errors import GenerationError, RequestError
 from pd_cluster.types import LegEnd, PooledOutput, PromptOutput, TokenOutput
 
 
 class OutputDispatcher:
-    """Listens to `streams`. `holds_first`: first tokens wait for decode; see first_tokens.py."""
+    """Listens to `streams`. `holds_first`: first tokens wait for decode; see first_token_hold.py."""
 
     def __init__(self, streams: StreamTable, dispatch: Dispatch, timelines: Timelines, holds_first: bool) -> None:
         self._streams, self._dispatch, self._timelines, self._holds_first = streams, dispatch, timelines, holds_first

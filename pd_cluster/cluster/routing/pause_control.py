@@ -8,12 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 
-from pd_cluster.cluster.routing.admission import RequestAdmission
-from pd_cluster.cluster.routing.stream import RequestStream, Setback
-from pd_cluster.cluster.routing.stream_table import StreamEnd, StreamTable
-from pd_cluster.cluster.routing.timeline import Timelines
+from pd_cluster.cluster.records.request_timeline import Timelines
+from pd_cluster.cluster.routing.request_admission import RequestAdmission
+from pd_cluster.cluster.streams.request_stream import RequestStream, Setback
+from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
 from pd_cluster.errors import RequestAborted
-from pd_cluster.reports import Gate
+from pd_cluster.process_messages import Gate
 
 ABORTED = "the operator has ended this request"
 KEPT = "an operator has paused the cluster, and it could not go on afterwards"
@@ -32,7 +32,7 @@ class PauseControl:
         return len(self._kept)
 
     def steer(self, gate: Gate, aborts: Collection[str] | None, keeps: bool) -> None:
-        """See members/control.py."""
+        """See members/cluster_control.py."""
         self._admission.set_gate(gate)
         if gate == "open":
             self._release()

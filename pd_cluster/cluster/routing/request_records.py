@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 
-from pd_cluster.cluster.routing.adapter_use import AdapterCounts
-from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.cluster.routing.stream import RequestStream, Setback
-from pd_cluster.cluster.routing.stream_table import StreamEnd, StreamTable
-from pd_cluster.cluster.routing.timeline import Timelines
+from pd_cluster.cluster.records.adapter_counts import AdapterCounts
+from pd_cluster.cluster.records.request_stats import RequestStats
+from pd_cluster.cluster.records.request_timeline import Timelines
+from pd_cluster.cluster.streams.request_stream import RequestStream, Setback
+from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
 from pd_cluster.errors import PdClusterError, RequestAborted
 from pd_cluster.types import FinishReason
 

@@ -13,27 +13,27 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import replace
 
-from pd_cluster.cluster.members.instance import Instance
-from pd_cluster.cluster.members.roster import Members
-from pd_cluster.cluster.routing.adapter_use import AdapterCounts
-from pd_cluster.cluster.routing.admission import SHUTTING_DOWN, RequestAdmission
-from pd_cluster.cluster.routing.dispatch import Dispatch
-from pd_cluster.cluster.routing.origin import FROM_ANYBODY, Admitted, RequestOrigin
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.instances.roster import Members
+from pd_cluster.cluster.placement.routing_policy import for_all_kinds
+from pd_cluster.cluster.placement.routing_rules import RoutingRules
+from pd_cluster.cluster.records.adapter_counts import AdapterCounts
+from pd_cluster.cluster.records.request_stats import RequestStats
+from pd_cluster.cluster.records.request_timeline import Timelines
+from pd_cluster.cluster.routing.leg_dispatch import Dispatch
 from pd_cluster.cluster.routing.output_dispatcher import OutputDispatcher
 from pd_cluster.cluster.routing.pause_control import PauseControl
-from pd_cluster.cluster.routing.policy import for_all_kinds
+from pd_cluster.cluster.routing.request_admission import SHUTTING_DOWN, RequestAdmission
 from pd_cluster.cluster.routing.request_records import RequestRecords
-from pd_cluster.cluster.routing.resume import Finder, RecordPlace
-from pd_cluster.cluster.routing.retry import Retry
-from pd_cluster.cluster.routing.rules import RoutingRules
+from pd_cluster.cluster.routing.request_retry import Retry
 from pd_cluster.cluster.routing.served_requests import ServedRequests
-from pd_cluster.cluster.routing.stats import RequestStats
-from pd_cluster.cluster.routing.stream import Death, Ending, RequestStream, Send, Setback, ask_of, unheard
-from pd_cluster.cluster.routing.stream_table import Afterwards, StreamEnd, StreamTable
-from pd_cluster.cluster.routing.timeline import Timelines
+from pd_cluster.cluster.streams.request_origin import FROM_ANYBODY, Admitted, RequestOrigin
+from pd_cluster.cluster.streams.request_stream import Death, Ending, RequestStream, Send, Setback, ask_of, unheard
+from pd_cluster.cluster.streams.stream_records import Finder, RecordPlace
+from pd_cluster.cluster.streams.stream_table import Afterwards, StreamEnd, StreamTable
 from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, Unavailable
-from pd_cluster.reports import Gate
-from pd_cluster.types import Order, PooledOutput, PromptOutput, TokenOutput
+from pd_cluster.process_messages import Gate
+from pd_cluster.types import PooledOutput, PromptOutput, RequestSpec, TokenOutput
 
 
 class Router:
@@ -74,7 +74,7 @@ class Router:
 
     async def serve(
         self,
-        order: Order,
+        order: RequestSpec,
         routed: Callable[[RequestStream], None] = lambda stream: None,
         prompted: Callable[[PromptOutput], None] = unheard,
         origin: RequestOrigin = FROM_ANYBODY,
@@ -138,7 +138,7 @@ class Router:
 
     async def pool(
         self,
-        order: Order,
+        order: RequestSpec,
         routed: Callable[[RequestStream], None] = lambda stream: None,
         origin: RequestOrigin = FROM_ANYBODY,
     ) -> PooledOutput:
@@ -157,7 +157,7 @@ class Router:
             raise GenerationError("the request was stopped before its vector was there")
         return stream.pooled
 
-    async def _begin(self, order: Order, origin: RequestOrigin, deadline_s: float | None) -> RequestStream:
+    async def _begin(self, order: RequestSpec, origin: RequestOrigin, deadline_s: float | None) -> RequestStream:
         """Opens a stream once the request has its pair. Raises Unavailable, Overloaded, DeadlineExceeded."""
         self.adapters.arrives(order.variant)
         if origin.kept is None or origin.kept.place is None:  # it goes on nowhere yet
@@ -169,7 +169,7 @@ class Router:
             raise
 
     async def _admitted(
-        self, order: Order, origin: RequestOrigin, deadline_s: float | None
+        self, order: RequestSpec, origin: RequestOrigin, deadline_s: float | None
     ) -> tuple[RequestOrigin, Admitted]:
         """Returns the request's pair, and its origin with the time at which it came."""
         ask = ask_of(order)
@@ -223,7 +223,7 @@ class Router:
     # ---- events from the workers
 
     async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
-        """See members/control.py."""
+        """See members/cluster_control.py."""
         self.pause_control.steer(gate, aborts, keeps)
 
     async def until_idle(self) -> None:

@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pd_cluster.cluster.routing.stream import RequestStream
-from pd_cluster.cluster.routing.stream_table import StreamEnd, StreamTable
-from pd_cluster.kv.prefix import chain_hashes, root_hash
-from pd_cluster.types import Order
+from pd_cluster.cluster.streams.request_stream import RequestStream
+from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
+from pd_cluster.kv.prefix_index import chain_hashes, root_hash
+from pd_cluster.types import RequestSpec
 
 BLOCK_TOKENS = 128  # four of these are a block of Mooncake's traces
 MAX_AGE_S = 24 * 3600.0
@@ -69,7 +69,7 @@ class ServedRequests:
             self._num_keys -= len(self._kept.popleft().keys)
 
 
-def keys_of_prompt(order: Order, secret: bytes) -> array[int]:
+def keys_of_prompt(order: RequestSpec, secret: bytes) -> array[int]:
     """Returns the keys of its blocks. Prompts of other variants and salts share none, as in the caches."""
     token_ids = order.prompt_token_ids
     root = root_hash(secret.hex(), order.cache_salt, order.variant)

@@ -22,14 +22,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from pd_cluster.cluster.tenancy.rate_memory import MAX_KEYS
-from pd_cluster.cluster.tenancy.rates import MOST_A_MINUTE
-from pd_cluster.cluster.tenancy.tenants import OTHERS
+from pd_cluster.cluster.tenancy.shared_rate_limits import MAX_KEYS
+from pd_cluster.cluster.tenancy.tenant_counts import OTHERS
+from pd_cluster.cluster.tenancy.token_buckets import MOST_A_MINUTE
 from pd_cluster.errors import ConfigError
-from pd_cluster.reports import ApiKey
-from pd_cluster.settings.dates import EXPECTED, text_of, time_of
-from pd_cluster.settings.names import fault_of_name
-from ranktable_tools.files import write_private
+from pd_cluster.process_messages import ApiKey
+from pd_cluster.settings.expiry_dates import EXPECTED, text_of, time_of
+from pd_cluster.settings.model_names import fault_of_name
+from ranktable_tools.table_files import write_private
 
 SCHEME = "hmac-sha256"
 KEY_PREFIX = "pdc-"

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pd_cluster.cluster.tenancy.key_file import KeyFile, digest_of, read_key_file
-from pd_cluster.cluster.tenancy.rate_memory import MAX_KEYS, RateMemory, tag_of
-from pd_cluster.cluster.tenancy.tenants import with_names
+from pd_cluster.cluster.tenancy.shared_rate_limits import MAX_KEYS, SharedRateLimits, tag_of
+from pd_cluster.cluster.tenancy.tenant_counts import with_names
 from pd_cluster.errors import ConfigError
-from pd_cluster.reports import Keys
-from pd_cluster.settings.http import HttpConfig
+from pd_cluster.process_messages import Keys
+from pd_cluster.settings.http_settings import HttpConfig
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class KeyStore:
         self,
         http: HttpConfig,
         served: Sequence[str],
-        memory: RateMemory | None = None,
+        memory: SharedRateLimits | None = None,
         may_grow: bool = False,
         may_limit: bool = True,
     ) -> None:
@@ -37,7 +37,7 @@ class KeyStore:
         self._http = http
         self._may_limit = may_limit
         self._served, self._may_grow = served, may_grow
-        self.memory = memory or RateMemory.create()
+        self.memory = memory or SharedRateLimits.create()
         self._slots: dict[str, int] = {}  # digest -> record
         self.keys = Keys("", [], [], with_names([], http.tenants))
         self.reload()
@@ -45,7 +45,7 @@ class KeyStore:
     def reload(self) -> Keys:
         """Reads the file again; returns the keys in force from now on.
 
-        Raises ConfigError, in which case nothing has changed; Unavailable as RateMemory does.
+        Raises ConfigError, in which case nothing has changed; Unavailable as SharedRateLimits does.
         """
         file = Path(self._http.key_file)
         try:

@@ -65,7 +65,7 @@ class ContextIndex:
         self.nbytes = 4 * len(lengths) * (capacity + (1 << bits))
 
     @property
-    def room(self) -> int:
+    def num_free(self) -> int:
         """The number of places that it can still take."""
         return self.first + self.capacity - self.stop
 
@@ -143,7 +143,7 @@ class IndexedText:
             self._index_new()
             return
         for token_id in token_ids:
-            if not self.indexes[-1].room:
+            if not self.indexes[-1].num_free:
                 self._grow(1)
             self.indexes[-1].add(self.hashes())
             self.tokens[self.end] = token_id
@@ -151,14 +151,14 @@ class IndexedText:
 
     def index(self, index: ContextIndex, most: int) -> None:
         """Adds at most so many of the next places of the text to one of its indexes."""
-        stop = min(index.stop + min(most, index.room), self.end)
+        stop = min(index.stop + min(most, index.num_free), self.end)
         if stop > index.stop:
             tokens = np.frombuffer(self.tokens, np.int32)
             index.add_all(_hash_all(tokens, index.stop, stop, self.lengths))
 
     def _index_new(self) -> None:
         while (num_new := self.end - self.indexes[-1].stop) > 0:
-            if not self.indexes[-1].room:
+            if not self.indexes[-1].num_free:
                 self._grow(num_new)
             self.index(self.indexes[-1], num_new)
 

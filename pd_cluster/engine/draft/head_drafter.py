@@ -1,6 +1,6 @@
 """Drafts with a head of the target itself: one layer that reads the states of the last tokens (EAGLE-3, MTP).
 
-Its keys and values are in the sequences' own blocks; see model/head_pairs.py. A sequence has drafts one step after its
+Its keys and values are in the sequences' own blocks; see draft_pairs.py. A sequence has drafts one step after its
 first one here, which leaves the states.
 """
 
@@ -12,8 +12,8 @@ from typing import Protocol
 
 import torch
 
-from pd_cluster.engine.draft.chains import Chain, ChainDrafter, DraftChoice
-from pd_cluster.model.head_pairs import HeadOutput, HeadPairs, PairChunk
+from pd_cluster.engine.draft.chain_drafter import Chain, ChainDrafter, DraftChoice
+from pd_cluster.model.draft.draft_pairs import HeadOutput, HeadPairs, PairChunk
 from pd_cluster.types import Request
 
 

@@ -1,6 +1,6 @@
 """Drafts with a smaller model of the same vocabulary, for all sequences of a step at once.
 
-Its KV is in the twins of the sequences' own blocks (kv/twins.py). A sequence whose tokens have no KV there, such as one
+Its KV is in twins of the sequences' blocks (kv/twin_blocks.py). A sequence whose tokens have no KV there, such as one
 that was handed over, catches up in slices of later steps, and is drafted for once it has. Drafts are drawn with the
 parameters and the random numbers of the tokens that they guess.
 """
@@ -14,9 +14,9 @@ from typing import Protocol
 
 import torch
 
-from pd_cluster.engine.draft.chains import Chain, ChainDrafter, DraftChoice
-from pd_cluster.kv.twins import TwinBlocks
-from pd_cluster.model.step_input import RowCollector, StepInput
+from pd_cluster.engine.draft.chain_drafter import Chain, ChainDrafter, DraftChoice
+from pd_cluster.kv.twin_blocks import TwinBlocks
+from pd_cluster.model.inputs.step_input import RowCollector, StepInput
 from pd_cluster.types import Request
 
 MOST_BEHIND = 32  # tokens that a sequence catches up with in the step that drafts, each as a row of its own

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.crossing import Crossing
-from pd_cluster.engine.handover.links import Post
-from pd_cluster.engine.handover.out_link import FIRST_BACKOFF_S, LAST_BACKOFF_S, WAITING
+from pd_cluster.engine.handover.links.link_ends import Post
+from pd_cluster.engine.handover.links.network_policy import NetworkPolicy
+from pd_cluster.engine.handover.links.out_link import FIRST_BACKOFF_S, LAST_BACKOFF_S, WAITING
 from pd_cluster.errors import told
-from pd_cluster.net.admission import peer_key
+from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.events import EncoderReached, EncoderUnreached, FeatureEvent
+from pd_cluster.transport.feature_files import PAIRS, SHM, FeaturePlace, ways
 from pd_cluster.transport.feature_reader import FeatureReader, Shape
-from pd_cluster.transport.features import PAIRS, SHM, FeaturePlace, ways
-from pd_cluster.transport.table import AUTO, without_secrecy
+from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, FeatureEvent
+from pd_cluster.transport.transport_table import AUTO, without_secrecy
 from pd_cluster.types import LinkState
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class EncoderTerms:
     numerics: Numerics
     place: FeaturePlace
     kv_transport: str = AUTO
-    crossing: Crossing = field(default_factory=Crossing)
+    network_policy: NetworkPolicy = field(default_factory=NetworkPolicy)
 
     @property
     def ways(self) -> list[wire.TransportName]:
@@ -144,7 +144,7 @@ class EncoderLinks:
             return
         terms, ways = self._terms, self._ways_to(link)
         if terms.ways and not ways:
-            self._refuse(link, terms.crossing.problem(peer_key(link.info.name, link.info.epoch)))
+            self._refuse(link, terms.network_policy.problem(peer_key(link.info.name, link.info.epoch)))
             return
         self._post.send(conn, wire.EncoderOpen(terms.model_identity, terms.numerics, ways))
 
@@ -175,7 +175,7 @@ class EncoderLinks:
         elif event.retry:
             self._retry(link, event.reason)
         else:
-            way_out = self._terms.crossing.problem(peer_key(link.info.name, link.info.epoch))
+            way_out = self._terms.network_policy.problem(peer_key(link.info.name, link.info.epoch))
             way_out = way_out or f"on another host, both need a --kv-transport that allows {' or '.join(PAIRS)}"
             self._refuse(link, f"{event.reason}; {way_out}")
 
@@ -183,7 +183,7 @@ class EncoderLinks:
 
     def _ways_to(self, link: _Link) -> list[wire.TransportName]:
         """Returns how features may come from this encoder."""
-        problem = self._terms.crossing.problem(peer_key(link.info.name, link.info.epoch))
+        problem = self._terms.network_policy.problem(peer_key(link.info.name, link.info.epoch))
         return [each for each in self._terms.ways if not (problem and without_secrecy(each))]
 
     def _by_conn(self, conn: str) -> _Link | None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.held import Held
+from pd_cluster.engine.handover.held_transfers import HeldTransfers
 from pd_cluster.engine.handover.shipping import ShipLimits, ShipProgress, ShipSizes
-from pd_cluster.engine.handover.terms import TransferTerms
+from pd_cluster.engine.handover.transfer_terms import TransferTerms
 from pd_cluster.types import Request, Status, TokenOutput
 
 
@@ -79,7 +79,7 @@ class Exports:
         self._sizes = sizes
         self._exports: dict[str, Export] = {}
         self._step: list[Export] = []  # those whose prompts the current step computes
-        self.held = Held()
+        self.held = HeldTransfers()
         self.num_handed_over = 0
         self.num_failed = 0
         self.num_expired_credits = 0
@@ -172,7 +172,7 @@ class Exports:
         return (export.num_wanted, export.since_s) if export and export.state is ExportState.ENDED else None
 
     def on_handed_over(self, conn: str, transfer_id: str) -> None:
-        """Ends the leg: D has received the answer that the transfer still stood; see Held."""
+        """Ends the leg: D has received the answer that the transfer still stood; see HeldTransfers."""
         export = self._find(conn, transfer_id)
         if export is not None:
             self._let_go(export)

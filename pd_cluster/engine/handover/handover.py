@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.context import HandoverContext
-from pd_cluster.engine.handover.events import Event, HandedOver, Offered
+from pd_cluster.engine.handover.engine_events import Event, HandedOver, Offered
 from pd_cluster.engine.handover.exports import ExportOutcomes, Exports
+from pd_cluster.engine.handover.handover_context import HandoverContext
+from pd_cluster.engine.handover.handover_timing import HandoverTiming
 from pd_cluster.engine.handover.imports import ImportOutcomes, Imports
-from pd_cluster.engine.handover.in_links import InLinks
-from pd_cluster.engine.handover.in_table import InLanes
-from pd_cluster.engine.handover.links import PeerProgress
-from pd_cluster.engine.handover.out_links import OutLinks
-from pd_cluster.engine.handover.out_table import OutLinkTable
+from pd_cluster.engine.handover.links.in_lanes import InLanes
+from pd_cluster.engine.handover.links.in_links import InLinks
+from pd_cluster.engine.handover.links.link_ends import PeerProgress
+from pd_cluster.engine.handover.links.out_link_table import OutLinkTable
+from pd_cluster.engine.handover.links.out_links import OutLinks
 from pd_cluster.engine.handover.shipping import ShipSizes
-from pd_cluster.engine.handover.timing import HandoverTiming
-from pd_cluster.engine.step.scheduler import StepScheduler
-from pd_cluster.net.admission import peer_key
-from pd_cluster.transport.events import Arrived, Drained, Landed, LandFault, LinkFailed
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
+from pd_cluster.net.peer_admission import peer_key
+from pd_cluster.transport.link_events import Arrived, Drained, Landed, LandFault, LinkFailed
 from pd_cluster.types import Request
 
 log = logging.getLogger(__name__)
@@ -56,9 +56,9 @@ class Handover:
         self.imports = Imports(scheduler, lanes, outcomes, context.terms, terms.growth_tokens, terms.vocab_size)
         self.in_links = InLinks(context, lanes, self.imports)
         table = OutLinkTable(context, self._progress)
-        self.exports = Exports(table, outcomes, context.terms, ShipSizes.of(context.side.layouts))
+        self.exports = Exports(table, outcomes, context.terms, ShipSizes.of(context.endpoint.layouts))
         self.out_links = OutLinks(context, table, self.exports)
-        self.timing = HandoverTiming([layout.to_info() for layout in context.side.layouts])
+        self.timing = HandoverTiming([layout.to_info() for layout in context.endpoint.layouts])
 
     def tick(self) -> None:
         """Checks deadlines. Raises QuarantineFull."""
@@ -74,10 +74,10 @@ class Handover:
 
     def set_peers(self, peers: list[wire.PeerInfo]) -> None:
         """Learns which workers are alive and their current roles, this worker's included."""
-        self._context.side.crossing.hear(peers)
+        self._context.endpoint.network_policy.hear(peers)
         partners = [each for each in peers if not each.is_forming]
         self._peers = {peer_key(each.name, each.epoch) for each in partners}
-        for own in [each for each in peers if peer_key(each.name, each.epoch) == self._context.side.own]:
+        for own in [each for each in peers if peer_key(each.name, each.epoch) == self._context.endpoint.own]:
             if self.is_prefill != (own.role == "prefill"):
                 log.info("this instance is %s now", own.role)
             self.is_prefill = own.role == "prefill"

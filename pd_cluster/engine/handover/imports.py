@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.terms import TransferTerms
-from pd_cluster.engine.step import beam_groups, beams
-from pd_cluster.engine.step.group import GroupHoldings
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.handover.transfer_terms import TransferTerms
+from pd_cluster.engine.scheduling.group_holdings import GroupHoldings
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
+from pd_cluster.engine.step import beam_groups, beam_search
 from pd_cluster.errors import QuarantineFull
 from pd_cluster.types import Request, Status, TokenOutput
 
@@ -313,7 +313,7 @@ class Imports:
     def _are_first_tokens(self, request: Request | None, tokens: list[TokenOutput]) -> bool:
         """Whether these are valid tokens for position 0 of each sequence, and at least one sequence continues."""
         if request is not None and request.sampling.beam_width:
-            return beams.are_first_tokens(request, tokens, self._vocab_size)
+            return beam_search.are_first_tokens(request, tokens, self._vocab_size)
         if request is None or len(tokens) != request.sampling.n or all(t.finish_reason is not None for t in tokens):
             return False
         expected = [(request.request_id, request.attempt, index, 0) for index in range(request.sampling.n)]

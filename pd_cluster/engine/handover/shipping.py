@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pd_cluster import wire
-from pd_cluster.kv.groups import first_token_of
-from pd_cluster.kv.layout import KVLayout
-from pd_cluster.kv.rule import ALL, Rule
+from pd_cluster.kv.group_rule import ALL, Rule
+from pd_cluster.kv.kv_layout import KVLayout
+from pd_cluster.kv.layer_groups import first_token_of
 
 MIN_LAYERS_NBYTES = 1 << 20  # fewer bytes of finished layers wait for more
 

@@ -19,18 +19,18 @@ from typing import NamedTuple
 import numpy as np
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.links import LocalLanes, ReceiveEnd, SendEnd
+from pd_cluster.engine.handover.links.link_ends import LocalLanes, ReceiveEnd, SendEnd
 from pd_cluster.engine.ranks import rank_messages as to
-from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.lane_calls import RECEIVE_CALLS, SEND_CALLS, LaneCalls
-from pd_cluster.engine.ranks.lead import ALL_LAYERS
+from pd_cluster.engine.ranks.lead_runner import ALL_LAYERS
 from pd_cluster.engine.ranks.rank_adapters import load_share
+from pd_cluster.engine.ranks.rank_channel import Channel
 from pd_cluster.errors import LinkError
-from pd_cluster.model.image_rows import ImagePart
-from pd_cluster.model.runner import ModelRunner
-from pd_cluster.model.step_input import KEEP_COLUMNS, NUM_COLUMNS, GroupTables, Ints, StepInput
-from pd_cluster.model.virtual_rows import NUM_COLUMNS as VIRTUAL_COLUMNS
-from pd_cluster.transport.events import Drained, LinkEvent, LinkFailed
+from pd_cluster.model.inputs.image_rows import ImagePart
+from pd_cluster.model.inputs.step_input import KEEP_COLUMNS, NUM_COLUMNS, GroupTables, Ints, StepInput
+from pd_cluster.model.inputs.virtual_token_rows import NUM_COLUMNS as VIRTUAL_COLUMNS
+from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.transport.link_events import Drained, LinkEvent, LinkFailed
 from pd_cluster.types import note_nothing
 
 log = logging.getLogger(__name__)
@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 COUNT_INTERVAL_S = 0.2  # how often rank 0 learns what has moved
 
 At = tuple[str, int]  # connection and lane
-OfSteps = to.Step | to.TakePart | to.Moves | to.TierOrders | to.DropAdapter | to.Rest  # keep their order
+OfSteps = to.Step | to.TakePart | to.Moves | to.TierCommands | to.DropAdapter | to.Rest  # keep their order
 
 
-class Gate:
+class ProgressQueue:
     """Runs jobs in order, each once the steps have reached the point that it waits for."""
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class Gate:
 class _HeldEnd(NamedTuple):
     end: SendEnd | ReceiveEnd
     calls: LaneCalls
-    gate: Gate
+    gate: ProgressQueue
     moved: Callable[[], tuple[int, int]]  # total bytes, and frames dropped
 
 
@@ -80,7 +80,7 @@ class LaneHost:
     def __init__(self, lanes: LocalLanes, send: Callable[[to.RankMessage], None]) -> None:
         self._lanes = lanes
         self._send = send
-        self._sending, self._receiving = Gate(), Gate()
+        self._sending, self._receiving = ProgressQueue(), ProgressQueue()
         self._held: dict[At, _HeldEnd] = {}
         self._counted: dict[At, tuple[int, int]] = {}
 
@@ -182,7 +182,7 @@ class Follower:
                 self._runner.move(message.moves)
                 self._num_steps += 1
                 self._advance(ALL_LAYERS)
-            elif isinstance(message, to.TierOrders):
+            elif isinstance(message, to.TierCommands):
                 self._runner.order(message.kind, message.orders)
             elif isinstance(message, to.DropAdapter):
                 self._runner.held.drop_adapter(message.digest)

@@ -1,6 +1,6 @@
 """Calls of lanes' ends on other ranks, as messages.
 
-The protocols in engine/handover/links.py declare the methods, the types of their arguments and when they take effect:
+The protocols in handover/links/link_ends.py declare the methods, their arguments' types and when they take effect:
 there is no other place to change for one. Knows nothing of what they do.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 import msgspec
 
-from pd_cluster.engine.handover.links import AfterSteps, AtOnce, ReceiveEnd, SendEnd
+from pd_cluster.engine.handover.links.link_ends import AfterSteps, AtOnce, ReceiveEnd, SendEnd
 from pd_cluster.engine.ranks.rank_messages import Call, Reached
 
 

@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from pd_cluster.checkpoints.lora_folder import LoraFolder
-from pd_cluster.checkpoints.prompt_folder import AdapterFolder, read_adapter
-from pd_cluster.engine.adapter_thread import load_from
+from pd_cluster.checkpoints.prompt_adapter_folder import AdapterFolder, read_adapter
 from pd_cluster.engine.ranks import rank_messages as to
+from pd_cluster.engine.stages.adapter_loader import load_from
 from pd_cluster.errors import ModelError
-from pd_cluster.model.held_adapters import HeldAdapters
-from pd_cluster.model.runner import ModelRunner
+from pd_cluster.model.runner.model_adapters import ModelAdapters
+from pd_cluster.model.runner.model_runner import ModelRunner
 
 ANSWER_TIMEOUT_S = 300.0
 
@@ -23,7 +23,7 @@ class LeadAdapters:
 
     def __init__(
         self,
-        held: HeldAdapters,
+        held: ModelAdapters,
         num_followers: int,
         tell: Callable[[to.RankMessage], None],
         timeout_s: float = ANSWER_TIMEOUT_S,

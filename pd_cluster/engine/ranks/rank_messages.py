@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import msgspec
 
 from pd_cluster import wire
-from pd_cluster.kv.layout import Lane
-from pd_cluster.kv.memory import GroupMove
-from pd_cluster.kv.tier_orders import AnyOrder, LowerKind, TierContents, TierDone
-from pd_cluster.transport.events import LinkEvent
+from pd_cluster.kv.kv_layout import Lane
+from pd_cluster.kv.pool_memory import GroupMove
+from pd_cluster.kv.tier_commands import AnyTierCommand, LowerKind, TierContents, TierDone
+from pd_cluster.transport.link_events import LinkEvent
 from pd_cluster.types import Image
 
 
@@ -25,7 +25,7 @@ class RankMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepImage(msgspec.Struct, frozen=True, array_like=True):
-    """An ImagePart of model/image_rows.py. The image has pixels only for the rank that computes its features."""
+    """An ImagePart of model/inputs/image_rows.py. The image has pixels only for the rank that computes its features."""
 
     row: int
     start: int
@@ -36,7 +36,7 @@ class StepImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(RankMessage, frozen=True, omit_defaults=True):
-    """A StepInput of model/step_input.py: int64 numbers, little endian. `rope_positions`, `adapters`, `virtual`,
+    """A StepInput of model/inputs/step_input.py: int64 numbers, little endian. `rope_positions`, `adapters`, `virtual`,
     `leaders` and `keeps` are empty where they are None there; `further` has blocks of other groups by sequence.
     `unit_rows`: of each member of the unit, if there is one.
 
@@ -69,11 +69,11 @@ class Moves(RankMessage, frozen=True):
     moves: Sequence[GroupMove]
 
 
-class TierOrders(RankMessage, frozen=True):
+class TierCommands(RankMessage, frozen=True):
     """Orders for the rank's part of a tier, behind all moves before them. A follower answers with `TierReport`."""
 
     kind: LowerKind
-    orders: list[AnyOrder]
+    orders: list[AnyTierCommand]
 
 
 class LoadAdapter(RankMessage, frozen=True):
@@ -195,6 +195,6 @@ class Counted(RankMessage, frozen=True):
 
 
 ToLanes = OpenSend | OpenReceive | Call
-ToFollower = Step | TakePart | Moves | TierOrders | LoadAdapter | DropAdapter | Rest | Ping | ToLanes
+ToFollower = Step | TakePart | Moves | TierCommands | LoadAdapter | DropAdapter | Rest | Ping | ToLanes
 OfLanes = Offers | Posted | Reported | Counted
 FromFollower = Pong | LoadedAdapter | TierReport | OfLanes

@@ -12,13 +12,13 @@ from functools import partial
 from typing import ClassVar, NamedTuple
 
 from pd_cluster import wire
-from pd_cluster.engine.handover.events import Offered
-from pd_cluster.engine.handover.links import LocalLanes, ReceiveEnd, SendEnd
+from pd_cluster.engine.handover.engine_events import Offered
+from pd_cluster.engine.handover.links.link_ends import LocalLanes, ReceiveEnd, SendEnd
 from pd_cluster.engine.ranks import rank_messages as to
-from pd_cluster.engine.ranks.channel import Channel
 from pd_cluster.engine.ranks.lane_calls import RECEIVE_CALLS, SEND_CALLS, LaneCalls
-from pd_cluster.kv.layout import KVLayout, Lane
-from pd_cluster.transport.events import Drained, LinkEvent, Report
+from pd_cluster.engine.ranks.rank_channel import Channel
+from pd_cluster.kv.kv_layout import KVLayout, Lane
+from pd_cluster.transport.link_events import Drained, LinkEvent, Report
 from pd_cluster.types import Note
 
 

@@ -33,7 +33,7 @@ from pd_cluster.engine.start.preloader import (
     essential,
     surroundings,
 )
-from pd_cluster.engine.start.process import die_with_parent, end, import_engine, run
+from pd_cluster.engine.start.rank_main import die_with_parent, end, import_engine, run
 from pd_cluster.errors import ConfigError
 
 MOST_FILES = 64
@@ -90,7 +90,7 @@ def _read_ahead(model: str) -> None:
 
 def _import_model(model: str) -> None:
     """Imports the modules of the model's architecture. The ranks report an unreadable folder, or fetch it."""
-    from pd_cluster.model.light_transformers import import_architecture
+    from pd_cluster.model.loading.light_transformers import import_architecture
 
     with contextlib.suppress(OSError, ConfigError):
         import_architecture(str(read_json(Path(model).expanduser() / "config.json").get("model_type", "")))

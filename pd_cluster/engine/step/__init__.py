@@ -1,1 +1,1 @@
-"""Decides what one step computes: requests in order, within the available blocks and tokens."""
+"""One step of an engine: from planned requests to tokens, vectors and beams."""

@@ -2,7 +2,7 @@
 
 A computed beam is parked with its candidates; when all are, the best (beam, candidate) pairs become the beams of the
 next step. Nothing is copied for that: a child holds its parent's blocks, and the scheduler copies a shared one before
-it is written. beams.py chooses the best candidates. The states are in docs/protocol/requests.md. No torch.
+it is written. beam_search.py chooses the best candidates. The states are in docs/protocol/requests.md. No torch.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from weakref import WeakKeyDictionary
 
-from pd_cluster.engine.step.beams import BeamSearch, Growth, answer, candidates_of
-from pd_cluster.engine.step.plan import service_order
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
+from pd_cluster.engine.scheduling.step_plan import service_order
+from pd_cluster.engine.step.beam_search import BeamSearch, Growth, answer, candidates_of
 from pd_cluster.types import Candidate, Request, Status, TokenOutput
 
 

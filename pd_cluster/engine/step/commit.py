@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
+from pd_cluster.engine.scheduling.step_plan import StepPlan
 from pd_cluster.engine.step import beam_groups
-from pd_cluster.engine.step.beams import BeamSearch, answer, first_tokens_of
-from pd_cluster.engine.step.outputs import NextToken, PooledVector, RowOutput
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.step.beam_search import BeamSearch, answer, first_tokens_of
+from pd_cluster.engine.step.step_outputs import NextToken, PooledVector, RowOutput
 from pd_cluster.model.sampling.sampler import SamplingRow
 from pd_cluster.types import Candidate, PooledOutput, PromptOutput, Request, TokenOutput
 

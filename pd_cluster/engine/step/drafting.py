@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from pd_cluster.engine.draft.counts import DraftTotals
+from pd_cluster.engine.draft.draft_counts import DraftTotals
+from pd_cluster.engine.draft.draft_size import DraftSize, Guess
 from pd_cluster.engine.draft.drafter import Drafter
-from pd_cluster.engine.draft.prediction import PredictionDrafter
-from pd_cluster.engine.draft.size import DraftSize, Guess
-from pd_cluster.engine.step.plan import StepPlan
-from pd_cluster.engine.step.scheduler import StepScheduler
+from pd_cluster.engine.draft.prediction_drafter import PredictionDrafter
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
+from pd_cluster.engine.scheduling.step_plan import StepPlan
 from pd_cluster.settings.speculation import Speculation
 from pd_cluster.types import DraftReport, Request
 
@@ -61,7 +61,7 @@ class Drafting:
         self._guesses = self._find(drafting, drafters, num_rows, most_each)
         chosen = self.size.choose(num_rows, self._guesses, most)
         for request, num_drafts in chosen.items():
-            if (num_drafts := self._scheduler.room.grow_for_drafts(request, num_drafts)) > 0:
+            if (num_drafts := self._scheduler.allocator.grow_for_drafts(request, num_drafts)) > 0:
                 plan.drafts[request] = list(self._guesses[request].token_ids[:num_drafts])
         self._has_drafts = bool(plan.drafts)
         self.totals.drafting_s += clock() - started_s

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pd_cluster.engine.step.outputs import PooledVector
+from pd_cluster.engine.step.step_outputs import PooledVector
 from pd_cluster.types import Pooling, Request
 
 Doubles = npt.NDArray[np.float64]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pd_cluster.offline import outputs as shapes
+from pd_cluster.offline import llm_outputs as shapes
 
 
 @dataclass(slots=True, kw_only=True)

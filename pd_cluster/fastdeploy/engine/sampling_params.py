@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pd_cluster.offline import sampling
+from pd_cluster.offline import llm_sampling
 
 
 @dataclass(slots=True, kw_only=True)
-class SamplingParams(sampling.SamplingParams):
+class SamplingParams(llm_sampling.SamplingParams):
     """Like `pd_cluster.SamplingParams`, but `max_tokens` counts the tokens of prompt and answer together.
 
     None, the default: as many as the context has room for.

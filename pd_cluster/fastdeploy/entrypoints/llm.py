@@ -13,7 +13,7 @@ from typing import Any, Self
 from pd_cluster.errors import ConfigError
 from pd_cluster.fastdeploy.engine.request import RequestOutput
 from pd_cluster.fastdeploy.engine.sampling_params import SamplingParams
-from pd_cluster.offline import llm
+from pd_cluster.offline import offline_llm
 from pd_cluster.output_files import open_output
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class LLM:
     """
 
     def __init__(self, model: str, **arguments: Any) -> None:
-        self._llm = llm.LLM(model, **{"block_size": BLOCK_SIZE, **arguments})
+        self._llm = offline_llm.LLM(model, **{"block_size": BLOCK_SIZE, **arguments})
         for num_blocks in self._llm.nums_blocks:
             _write_log(f"Doing profile, the total_block_num:{num_blocks}")
 

@@ -7,14 +7,14 @@ from typing import Any, Self
 
 import msgspec
 
-from pd_cluster.checkpoints import paddle
+from pd_cluster.checkpoints import paddle_layout
 from pd_cluster.checkpoints.hub import resolve_model
 from pd_cluster.checkpoints.json_files import read_json
-from pd_cluster.checkpoints.vision import IMAGE_TYPES
+from pd_cluster.checkpoints.vision_config import IMAGE_TYPES
 from pd_cluster.errors import RequestError
 from pd_cluster.service.prompts.conversation import conversation_of
 from pd_cluster.service.schema.chat_protocol import ChatFields
-from pd_cluster.service.schema.parse import parse
+from pd_cluster.service.schema.request_parsing import parse
 from pd_cluster.text.chat_template import checks_none
 from pd_cluster.text.tokenizer import Tokenizer
 
@@ -28,7 +28,7 @@ class ErnieBotTokenizer:
         """Opens a model's folder, or a hub's model. Raises ModelError."""
         folder = resolve_model(str(path), revision, needs_weights=False)
         file = folder / "config.json"
-        model_type = paddle.model_type_of(read_json(file)) if file.exists() else None
+        model_type = paddle_layout.model_type_of(read_json(file)) if file.exists() else None
         return cls(Tokenizer(folder), model_type in IMAGE_TYPES)
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import structs
 
 from pd_cluster.errors import ModelError
-from pd_cluster.media.given import Given
+from pd_cluster.media.folder_fields import FolderFields
 from pd_cluster.media.kinds.qwen import GridRules, grid_rules
 from pd_cluster.media.kinds.qwen_video import ALIKE, VideoDefaults, video_rules
 
@@ -24,7 +24,7 @@ VIDEO = VideoDefaults(
 FONT = "Roboto-Regular.ttf"
 
 
-def ernie(given: Given) -> GridRules:
+def ernie(given: FolderFields) -> GridRules:
     """Raises ModelError."""
     marks = (
         given.token_id("image_start_token_id", default=101304),

@@ -10,10 +10,10 @@ import math
 from msgspec import structs
 
 from pd_cluster.errors import RequestError
-from pd_cluster.media.given import Given
+from pd_cluster.media.folder_fields import FolderFields
 from pd_cluster.media.kinds.qwen import MAX_ASPECT_RATIO, GridRules, grid_rules
 from pd_cluster.media.kinds.qwen_video import VideoDefaults, video_rules
-from pd_cluster.media.video import Stamps
+from pd_cluster.media.video_rules import TimestampStyle
 
 SIZES = {"shortest_edge": 112 * 112, "longest_edge": 28 * 28 * 15000}
 
@@ -49,8 +49,8 @@ VIDEO = VideoDefaults(
 )
 
 
-def glm4v(given: Given) -> GridRules:
+def glm4v(given: FolderFields) -> GridRules:
     """Raises ModelError."""
     rules = grid_rules(given, 14, 151343, SIZES, FrameRules)
-    video = video_rules(given, VIDEO, stamps=Stamps.BEHIND, shares_area=True, pad_id=rules.token_id)
+    video = video_rules(given, VIDEO, stamps=TimestampStyle.BEHIND, shares_area=True, pad_id=rules.token_id)
     return structs.replace(rules, video=video)

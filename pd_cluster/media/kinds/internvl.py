@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from pd_cluster.errors import ModelError
-from pd_cluster.media.given import CONFIG, Given
-from pd_cluster.media.rules import ImageRules, View
+from pd_cluster.media.folder_fields import CONFIG, FolderFields
+from pd_cluster.media.image_rules import ImageRules, ImageView
 from pd_cluster.types import Image
 
 
@@ -19,11 +19,11 @@ class TileRules(ImageRules, frozen=True):
     fewest: int
     most_tiles: int
 
-    def sized(self, height: int, width: int) -> tuple[Image, tuple[View, ...]]:
+    def sized(self, height: int, width: int) -> tuple[Image, tuple[ImageView, ...]]:
         num_rows, num_columns = self._grid(height, width)
         tile = (self.side, self.side)
-        tiles = View((num_rows * self.side, num_columns * self.side), tile=tile)
-        return Image(num_rows, num_columns), (tiles,) if num_rows * num_columns == 1 else (tiles, View(tile))
+        tiles = ImageView((num_rows * self.side, num_columns * self.side), tile=tile)
+        return Image(num_rows, num_columns), (tiles,) if num_rows * num_columns == 1 else (tiles, ImageView(tile))
 
     def _grid(self, height: int, width: int) -> tuple[int, int]:
         """Returns the rows and columns whose shape is next to the picture's.
@@ -59,7 +59,7 @@ class TileRules(ImageRules, frozen=True):
         return ""
 
 
-def internvl(given: Given) -> TileRules:
+def internvl(given: FolderFields) -> TileRules:
     """Raises ModelError."""
     side = _side(given, "image_size", 448)
     if given.height_and_width("size", (384, 384)) != (side, side):
@@ -81,7 +81,7 @@ def internvl(given: Given) -> TileRules:
     )
 
 
-def _side(given: Given, name: str, default: int) -> int:
+def _side(given: FolderFields, name: str, default: int) -> int:
     """Returns the side of a square in the tower's config: one number, or two that are equal."""
     value = given.tower.get(name, default)
     sides = list(value) if isinstance(value, list | tuple) else [value]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 
 from pd_cluster.errors import ModelError
-from pd_cluster.media.given import CONFIG, Given, part
+from pd_cluster.media.folder_fields import CONFIG, FolderFields, part
+from pd_cluster.media.image_rules import ImageRules, ImageView
 from pd_cluster.media.kinds.pixtral import pixtral_rules
-from pd_cluster.media.rules import ImageRules, View
 from pd_cluster.types import Image
 
 CLIP = "clip_vision_model"
@@ -24,13 +24,13 @@ class SquareRules(ImageRules, frozen=True):
     crops: bool = False
     shortest: int = 0
 
-    def sized(self, height: int, width: int) -> tuple[Image, tuple[View, ...]]:
+    def sized(self, height: int, width: int) -> tuple[Image, tuple[ImageView, ...]]:
         square = (self.side, self.side)
         if not self.crops:
-            return Image(1, 1), (View(square),)
+            return Image(1, 1), (ImageView(square),)
         least = min(height, width)
         tall, wide = (self.shortest if each == least else int(self.shortest * each / least) for each in (height, width))
-        return Image(1, 1), (View((tall, wide), canvas=square),)
+        return Image(1, 1), (ImageView((tall, wide), canvas=square),)
 
     def shape(self, image: Image) -> tuple[int, int, int]:
         return 1, self.side, self.side
@@ -45,7 +45,7 @@ class SquareRules(ImageRules, frozen=True):
         return "" if (image.num_rows, image.num_columns) == (1, 1) else "pictures of this model are 1 x 1"
 
 
-def llava(given: Given) -> ImageRules:
+def llava(given: FolderFields) -> ImageRules:
     """Raises ModelError."""
     kind = given.tower.get("model_type", CLIP)
     if kind == "pixtral":
@@ -73,18 +73,18 @@ def llava(given: Given) -> ImageRules:
     )
 
 
-def _fixed(given: Given, rules: SquareRules) -> SquareRules:
+def _fixed(given: FolderFields, rules: SquareRules) -> SquareRules:
     if given.height_and_width("size", (rules.side, rules.side)) != (rules.side, rules.side):
         raise _other_size(given, "size", rules.side)
     given.refuse(("do_center_crop",), True, "only with size.shortest_edge")
     return rules
 
 
-def _other_size(given: Given, name: str, side: int) -> ModelError:
+def _other_size(given: FolderFields, name: str, side: int) -> ModelError:
     return ModelError(f"{given.file}: {name} {given.preprocessor.get(name)}: {CONFIG} has image_size {side}")
 
 
-def gemma3(given: Given) -> SquareRules:
+def gemma3(given: FolderFields) -> SquareRules:
     """Pictures of Gemma 3: squares, between line feeds. Raises ModelError."""
     given.refuse(("do_pan_and_scan",), True, "only whole pictures are supported")
     side = given.count("image_size", 896, of_tower=True)

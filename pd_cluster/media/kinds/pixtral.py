@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from pd_cluster.media.given import Given, part
-from pd_cluster.media.rules import ImageRules, View
+from pd_cluster.media.folder_fields import FolderFields, part
+from pd_cluster.media.image_rules import ImageRules, ImageView
 from pd_cluster.types import Image
 
 
@@ -20,12 +20,12 @@ class RowRules(ImageRules, frozen=True):
     row_end: int
     picture_end: int
 
-    def sized(self, height: int, width: int) -> tuple[Image, tuple[View, ...]]:
+    def sized(self, height: int, width: int) -> tuple[Image, tuple[ImageView, ...]]:
         ratio = max(height / self.longest, width / self.longest)
         if ratio > 1:
             height, width = math.floor(height / ratio), math.floor(width / ratio)
         num_rows, num_columns = (max(1, -(-each // self.side)) for each in (height, width))
-        return Image(num_rows, num_columns), (View((num_rows * self.side, num_columns * self.side)),)
+        return Image(num_rows, num_columns), (ImageView((num_rows * self.side, num_columns * self.side)),)
 
     def shape(self, image: Image) -> tuple[int, int, int]:
         return 1, image.num_rows * self.side, image.num_columns * self.side
@@ -48,11 +48,11 @@ class RowRules(ImageRules, frozen=True):
         return ""
 
 
-def mistral3(given: Given) -> RowRules:
+def mistral3(given: FolderFields) -> RowRules:
     return pixtral_rules(given, given.count("spatial_merge_size", 2))
 
 
-def pixtral_rules(given: Given, merge_size: int) -> RowRules:
+def pixtral_rules(given: FolderFields, merge_size: int) -> RowRules:
     """Raises ModelError."""
     size = part(given.preprocessor, "size")
     longest = (

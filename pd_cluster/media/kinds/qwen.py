@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from pd_cluster.errors import ModelError, RequestError
-from pd_cluster.media.given import CONFIG, Given, part
+from pd_cluster.media.folder_fields import CONFIG, FolderFields, part
+from pd_cluster.media.image_rules import ImageRules, ImageView
 from pd_cluster.media.kinds.qwen_video import qwen_defaults, video_rules
-from pd_cluster.media.rules import ImageRules, View
-from pd_cluster.media.video import Stamps
+from pd_cluster.media.video_rules import TimestampStyle
 from pd_cluster.types import Image, RopePositions, Span
 
 MAX_ASPECT_RATIO = 200
@@ -59,9 +59,9 @@ class GridRules(ImageRules, frozen=True):
             raise RequestError(f"{width} x {height} pixels: too narrow for this model; give at least {side} each way")
         return tall, wide
 
-    def sized(self, height: int, width: int) -> tuple[Image, tuple[View, ...]]:
+    def sized(self, height: int, width: int) -> tuple[Image, tuple[ImageView, ...]]:
         tall, wide = self.resized(height, width)
-        return Image(tall // self.patch_size, wide // self.patch_size), (View((tall, wide)),)
+        return Image(tall // self.patch_size, wide // self.patch_size), (ImageView((tall, wide)),)
 
     def shape(self, image: Image) -> tuple[int, int, int]:
         return image.num_frames, image.num_rows * self.patch_size, image.num_columns * self.patch_size
@@ -138,23 +138,23 @@ class GridRules(ImageRules, frozen=True):
         return RopePositions(tuple(map(tuple, rows)), text.stop - num_tokens)
 
 
-def qwen2(given: Given) -> GridRules:
+def qwen2(given: FolderFields) -> GridRules:
     return structs.replace(grid_rules(given, 14, TOKEN_ID, SIZES), video=video_rules(given, qwen_defaults(28)))
 
 
-def qwen2_5(given: Given) -> GridRules:
+def qwen2_5(given: FolderFields) -> GridRules:
     rate = float(given.count("tokens_per_second", 4, of_tower=True))
     video = video_rules(given, qwen_defaults(28), tokens_per_second=rate)
     return structs.replace(grid_rules(given, 14, TOKEN_ID, SIZES), video=video)
 
 
-def qwen3(given: Given) -> GridRules:
-    video = video_rules(given, qwen_defaults(32), stamps=Stamps.BEFORE, shares_area=True)
+def qwen3(given: FolderFields) -> GridRules:
+    video = video_rules(given, qwen_defaults(32), stamps=TimestampStyle.BEFORE, shares_area=True)
     return structs.replace(grid_rules(given, 16, TOKEN_ID, SIZES), video=video)
 
 
 def grid_rules(
-    given: Given,
+    given: FolderFields,
     patch_size: int,
     token_id: int,
     sizes: dict[str, int],
@@ -182,7 +182,7 @@ def grid_rules(
     )
 
 
-def area(given: Given, name: str, defaults: dict[str, int]) -> int:
+def area(given: FolderFields, name: str, defaults: dict[str, int]) -> int:
     """Returns a bound of a picture's area, which has an older name, too."""
     value = part(given.preprocessor, "size").get(name) or defaults[name]
     if given.preprocessor.get(OLD_SIZES[name]) is not None:

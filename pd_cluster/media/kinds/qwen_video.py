@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from pd_cluster.errors import ModelError
-from pd_cluster.media.given import Given, part
-from pd_cluster.media.video import VideoRules
+from pd_cluster.media.folder_fields import FolderFields, part
+from pd_cluster.media.video_rules import VideoRules
 
 LEAST_TOKENS, MOST_TOKENS = 128, 768  # of a frame, or of all, where no file says so
 ALIKE = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std", "rescale_factor")
@@ -28,7 +28,7 @@ def qwen_defaults(side: int) -> VideoDefaults:
     return VideoDefaults(ids, LEAST_TOKENS * side**2, MOST_TOKENS * side**2)
 
 
-def video_rules(given: Given, defaults: VideoDefaults, **more: Any) -> VideoRules:
+def video_rules(given: FolderFields, defaults: VideoDefaults, **more: Any) -> VideoRules:
     """`more`: further fields of the rules. Raises ModelError."""
     file, found = given.video
     for name in defaults.alike:

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from pd_cluster.errors import ModelError, called
-from pd_cluster.settings.engine import ExpertPlacement
+from pd_cluster.settings.engine_config import ExpertPlacement
 
 # (rows [num_rows, hidden_size], experts and weights [num_rows, top_k]) -> [num_rows, hidden_size]
 Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -118,7 +118,7 @@ class OwnExperts:
 
 
 @runtime_checkable
-class TakesPart(Protocol):
+class UnitExperts(Protocol):
     """A block of experts of a unit."""
 
     def take_part(self) -> None:
@@ -130,7 +130,7 @@ class ExpertBlocks:
     """The blocks of a model of which this rank has a share, in the order of layers."""
 
     share: ExpertShare
-    blocks: list[TakesPart] = field(default_factory=list)
+    blocks: list[UnitExperts] = field(default_factory=list)
 
     @property
     def are_exchanged(self) -> bool:
@@ -139,5 +139,5 @@ class ExpertBlocks:
     def note(self, block: object) -> None:
         """Keeps the next block if it takes part in an exchange."""
         if self.are_exchanged:
-            assert isinstance(block, TakesPart)  # `Ops` whose blocks exchange no rows have refused
+            assert isinstance(block, UnitExperts)  # `Ops` whose blocks exchange no rows have refused
             self.blocks.append(block)

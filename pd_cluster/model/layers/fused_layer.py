@@ -13,12 +13,12 @@ from typing import Protocol
 
 import torch
 
-from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.layers.activations import sigmoid
-from pd_cluster.model.layers.indexer import Indexer
-from pd_cluster.model.layers.linear import Linear
+from pd_cluster.model.layers.attention.sparse_indexer import Indexer
 from pd_cluster.model.layers.ops import Heads, LatentOps, Latents, Norm, Ops, Rope
-from pd_cluster.model.layers.rope_tables import WHOLE_MODEL
+from pd_cluster.model.layers.packed_linear import Linear
+from pd_cluster.model.layers.rope.rope_tables import WHOLE_MODEL
 
 
 class LayerAttention(Protocol):

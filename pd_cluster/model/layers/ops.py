@@ -1,6 +1,6 @@
 """Operations of a fused decoder: one interface, implemented here in torch.
 
-`pd_cluster.model.cpu.ops` has the same in C, for float32, `pd_cluster.model.cuda.ops` in Triton. Rows are tokens:
+kernels/cpu/ops.py has the same in C, for float32, kernels/cuda/ops.py in Triton. Rows are tokens:
 activations are [num_tokens, features]; norms compute in float32.
 """
 
@@ -12,18 +12,18 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from pd_cluster.model.attention import sdpa
-from pd_cluster.model.attention.latent import attend_latents, write_latents
-from pd_cluster.model.attention.sparse import IndexRows, choose_keys
-from pd_cluster.model.batch import ForwardBatch
+from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.layers.activations import gelu_tanh, sigmoid, silu
+from pd_cluster.model.layers.attention import sdpa
+from pd_cluster.model.layers.attention.latent_attention import attend_latents, write_latents
+from pd_cluster.model.layers.attention.sparse_selection import IndexRows, choose_keys
 from pd_cluster.model.layers.expert_share import ExpertShare
-from pd_cluster.model.layers.expert_weight import ExpertLayers, ExpertWeights
-from pd_cluster.model.layers.gated import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, ExpertRouter, Experts, Gates
-from pd_cluster.model.layers.linear import Linear
-from pd_cluster.model.layers.recurrent_kernels import NativeStates, RecurrentKernel, StateShape
-from pd_cluster.model.layers.weight import LinearWeight
-from pd_cluster.native.recurrences import Convolution, GatedDelta, Mamba2
+from pd_cluster.model.layers.expert_weights import ExpertLayers, ExpertWeights
+from pd_cluster.model.layers.gated_mlp import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation, ExpertRouter, Experts, Gates
+from pd_cluster.model.layers.linear_weight import LinearWeight
+from pd_cluster.model.layers.packed_linear import Linear
+from pd_cluster.model.layers.states.recurrent_kernels import NativeStates, RecurrentKernel, StateShape
+from pd_cluster.native.recurrence_values import Convolution, GatedDelta, Mamba2
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from pd_cluster.native.products import Linear
+from pd_cluster.native.packed_products import Linear
 
 
 class JoinsRows(Protocol):

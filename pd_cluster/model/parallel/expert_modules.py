@@ -11,9 +11,9 @@ import torch
 
 from pd_cluster.errors import ModelError, called
 from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
-from pd_cluster.model.layers.expert_weight import HeldExperts
-from pd_cluster.model.layers.packing import PackedExperts
-from pd_cluster.model.parallel.rank_part import OwnFiles
+from pd_cluster.model.layers.expert_weights import HeldExperts
+from pd_cluster.model.layers.packed_modules import PackedExperts
+from pd_cluster.model.parallel.rank_tensors import OwnFiles
 
 NAME = "experts"  # of the module in a sparse block
 

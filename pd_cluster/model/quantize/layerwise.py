@@ -10,16 +10,16 @@ import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.checkpoints.layouts import WeightFolder
+from pd_cluster.checkpoints.tensor_layouts import WeightFolder
 from pd_cluster.errors import ModelError
-from pd_cluster.model.modules import config_of
-from pd_cluster.model.stored import opened
+from pd_cluster.model.loading.transformers_modules import config_of
+from pd_cluster.model.weights.stored_tensors import opened
 
 LAYERS = "model.layers"
 Hidden = list[torch.Tensor]  # [1, num_tokens, hidden_size] of each sample
 
 
-class Files:
+class FolderTensors:
     """The tensors of a folder by their names. Used as a context."""
 
     def __init__(self, folder: WeightFolder) -> None:
@@ -27,7 +27,7 @@ class Files:
         self._stack = ExitStack()
         self._places: dict[str, Any] = {}
 
-    def __enter__(self) -> Files:
+    def __enter__(self) -> FolderTensors:
         try:
             for file in self._folder.files():
                 stream = self._stack.enter_context(opened(file, self._folder))
@@ -94,7 +94,7 @@ class Layerwise:
     Raises ModelError for architectures whose layers are not `model.layers`, or whose weights have other names in files.
     """
 
-    def __init__(self, checkpoint: Checkpoint, files: Files) -> None:
+    def __init__(self, checkpoint: Checkpoint, files: FolderTensors) -> None:
         config = config_of(checkpoint)
         architecture: Any = AutoModelForCausalLM._model_mapping[type(config)]
         config._attn_implementation = "eager"

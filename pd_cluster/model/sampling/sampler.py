@@ -19,12 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pd_cluster.model.sampling.adjust import Edit, adjustment_of, adjusts, apply, restrict
-from pd_cluster.model.sampling.candidates import candidates_of, ends_of, told_of
-from pd_cluster.model.sampling.draw import Knobs, draw
-from pd_cluster.model.sampling.guided import Mask
-from pd_cluster.model.sampling.logprobs import logprobs_of
-from pd_cluster.model.sampling.passes import Floats, Ints, copy_of_rows, peaks, rows_of
+from pd_cluster.model.sampling.beam_candidates import candidates_of, ends_of, told_of
+from pd_cluster.model.sampling.grammar_masks import TokenMask
+from pd_cluster.model.sampling.logit_adjustments import LogitEdit, adjustment_of, adjusts, apply, restrict
+from pd_cluster.model.sampling.row_logprobs import logprobs_of
+from pd_cluster.model.sampling.row_passes import Floats, Ints, copy_of_rows, peaks, rows_of
+from pd_cluster.model.sampling.token_draw import DrawParameters, draw
 from pd_cluster.types import Candidate, Logprobs, Request, Sampling
 
 MASK = (1 << 64) - 1
@@ -67,7 +67,7 @@ class SamplingRow(NamedTuple):
     request: Request
     index: int  # type: ignore[assignment]  # hides tuple.index, which rows do not need
     position: int  # among the output tokens of the sequence
-    mask: Mask | None = None  # from its guide
+    mask: TokenMask | None = None  # from its guide
 
     @property
     def is_adjusted(self) -> bool:
@@ -200,7 +200,7 @@ class Sampler:
         for i, row in enumerate(rows):
             if row.is_adjusted:
                 adjustment = adjustment_of(row.request, self.vocab_size, self.eos_token_ids)
-                edits.append(Edit(i, adjustment, adjustment.banned(row.request, row.position, row.may_end)))
+                edits.append(LogitEdit(i, adjustment, adjustment.banned(row.request, row.position, row.may_end)))
         apply(logits, edits)
 
     def _fallback(self, line: Tensor, row: SamplingRow, stuck: set[int], at: int) -> int:
@@ -221,10 +221,10 @@ class Sampler:
         allowed = adjustment_of(row.request, self.vocab_size, self.eos_token_ids).allowed.tolist()
         return int(allowed[int(line[allowed].argmax())] if allowed else line.argmax())
 
-    def _knobs(self, rows: Sequence[SamplingRow]) -> Knobs:
+    def _knobs(self, rows: Sequence[SamplingRow]) -> DrawParameters:
         params = [row.request.sampling for row in rows]
         draws = uniforms([p.seed for p in params], [row.index for row in rows], [row.position for row in rows])
-        return Knobs.of(params, draws, self.vocab_size)
+        return DrawParameters.of(params, draws, self.vocab_size)
 
     def _logprobs(
         self, logits: Tensor, best: Floats, token_ids: Ints, params: Sequence[Sampling]

@@ -1,6 +1,6 @@
 """LMDeploy's AsyncEngine: batches of prompts and sessions, over an engine in this process or over worker processes.
 
-Knows nothing of how an engine is configured (pipeline.py) or of how answers are made (answering.py).
+Knows nothing of how an engine is configured (pipeline.py) or of how answers are made (pipeline_answers.py).
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from concurrent.futures import Future
 from typing import Any, Literal, Self
 
 from pd_cluster.errors import RequestError
-from pd_cluster.offline.bridge import Stopped, bridged
-from pd_cluster.offline.lmdeploy.answering import Job, answers, begin, joined, whole_answers
-from pd_cluster.offline.lmdeploy.calls import Call, Old, distinct, options_of
+from pd_cluster.offline.iterator_bridge import Stopped, bridged
+from pd_cluster.offline.lmdeploy.call_options import Call, ReplacedKeywords, distinct, options_of
 from pd_cluster.offline.lmdeploy.chat_session import ChatSession
 from pd_cluster.offline.lmdeploy.engine_configs import BackendConfig
-from pd_cluster.offline.lmdeploy.generator import Done, SessionGenerator
-from pd_cluster.offline.lmdeploy.messages import GenerationConfig, GenOut, Response, request_of
-from pd_cluster.offline.lmdeploy.prompts import Prompt, as_prompt, prompt_of, prompts_of
-from pd_cluster.offline.lmdeploy.sessions import Session, Sessions
-from pd_cluster.offline.lmdeploy.setup import Setup
-from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig, Way, way_of
-from pd_cluster.offline.progress import Progress
-from pd_cluster.service.schema.protocol import CompletionRequest
+from pd_cluster.offline.lmdeploy.generation_config import GenerationConfig, GenOut, Response, request_of
+from pd_cluster.offline.lmdeploy.pipeline_answers import Job, answers, begin, joined, whole_answers
+from pd_cluster.offline.lmdeploy.pipeline_prompts import Prompt, as_prompt, prompt_of, prompts_of
+from pd_cluster.offline.lmdeploy.pipeline_sessions import Session, Sessions
+from pd_cluster.offline.lmdeploy.pipeline_setup import Setup
+from pd_cluster.offline.lmdeploy.prompt_templates import ChatTemplateConfig, PromptStyle, way_of
+from pd_cluster.offline.lmdeploy.session_generator import Done, SessionGenerator
+from pd_cluster.offline.progress_bar import Progress
+from pd_cluster.service.schema.completion_protocol import CompletionRequest
 
 GenConfigs = GenerationConfig | list[GenerationConfig] | None  # one for all prompts, or one for each
 
@@ -93,7 +93,7 @@ class AsyncEngine:
         LMDeploy's first document has the chat template's configuration as the third argument, its next one the switch
         `do_preprocess`: either is accepted. Raises RequestError before any work.
         """
-        old = Old(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
+        old = ReplacedKeywords(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
         return self._infer(prompts, gen_config, options_of(chat_template_config, old, options))
 
     batch_infer = __call__
@@ -112,7 +112,7 @@ class AsyncEngine:
         **options: Any,
     ) -> Iterator[Response]:
         """Yields new text of each prompt, as it comes; `index` is the prompt's. Leaving the iteration ends the work."""
-        old = Old(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
+        old = ReplacedKeywords(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos)
         jobs, _, call = self._jobs(prompts, gen_config, options_of(chat_template_config, old, options))
         return self._streamed(jobs, call)
 
@@ -150,15 +150,15 @@ class AsyncEngine:
 
     @staticmethod
     def _job(
-        at: int, prompt: Prompt, config: GenerationConfig, request: CompletionRequest, way: Way, place: str
+        at: int, prompt: Prompt, config: GenerationConfig, request: CompletionRequest, way: PromptStyle, place: str
     ) -> Job:
         return Job(at, prompt, request, way, place, copies=(config.n or 1) if request.n in (None, 1) else 1)
 
-    def _way_of(self, call: Call) -> Way:
+    def _way_of(self, call: Call) -> PromptStyle:
         way = self._way if call.chat_template_config is None else way_of(call.chat_template_config)
         return way if call.do_preprocess else way._replace(stop_words=())
 
-    def _request(self, config: GenerationConfig, way: Way, call: Call) -> CompletionRequest:
+    def _request(self, config: GenerationConfig, way: PromptStyle, call: Call) -> CompletionRequest:
         request = request_of(config, self._offline.service.tokenizer, way.stop_words)
         if (name := call.adapter_name) is None:
             return request
@@ -194,7 +194,9 @@ class AsyncEngine:
         `sequence_start` begins it anew, `sequence_end` forgets it afterwards, `step` goes back to the turn that ended
         with that many tokens, `stop` ends the current answer instead. `options`: further ones of `Call`.
         """
-        old = Old(request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos, stop_words)
+        old = ReplacedKeywords(
+            request_output_len, top_k, top_p, temperature, repetition_penalty, ignore_eos, stop_words
+        )
         call = Call(**options_of(chat_template_config, old, options))
         (config,) = call.configs(gen_config, 1)
         if config.n != 1:

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.errors import ConfigError, Naming, flag_of
-from pd_cluster.kv.layout import keys_and_values, vectors_nbytes
-from pd_cluster.offline.lmdeploy.arguments import checks_names, count, idle, refuse
-from pd_cluster.settings.adapters import MOST_RANK, AdapterSettings, lora_module
-from pd_cluster.settings.engine import EngineConfig
+from pd_cluster.kv.kv_layout import keys_and_values, vectors_nbytes
+from pd_cluster.offline.lmdeploy.argument_checks import checks_names, count, idle, refuse
+from pd_cluster.settings.engine_config import EngineConfig
+from pd_cluster.settings.lora_settings import MOST_RANK, AdapterSettings, lora_module
 
 log = logging.getLogger(__name__)
 
 DEFAULT_SHARE = 0.5  # of the device's memory, for the KV cache
 GIB = 1 << 30
-USE_LOGN = "use_logn_attn"  # also in config.json: see model/layers/rope.py
+USE_LOGN = "use_logn_attn"  # also in config.json: see model/layers/rope/rope_scaling.py
 FLOAT32 = ("float32", "float")
 EVICTIONS = {"recompute": "recompute", "copy": "swap"}
 DEVICES = {"cpu": "cpu", "cuda": "cuda", "ascend": "npu", "npu": "npu", "auto": "auto"}

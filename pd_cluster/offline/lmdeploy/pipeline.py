@@ -6,8 +6,8 @@ from typing import Any, Literal, overload
 
 from pd_cluster.offline.lmdeploy.async_engine import AsyncEngine
 from pd_cluster.offline.lmdeploy.engine_configs import BackendConfig
-from pd_cluster.offline.lmdeploy.setup import DEFAULT_INSTANCE_NUM
-from pd_cluster.offline.lmdeploy.templates import ChatTemplateConfig
+from pd_cluster.offline.lmdeploy.pipeline_setup import DEFAULT_INSTANCE_NUM
+from pd_cluster.offline.lmdeploy.prompt_templates import ChatTemplateConfig
 
 Backend = Literal["turbomind", "pytorch"]
 # The arguments after model_path and model_name, in the two documents' orders.

@@ -8,8 +8,8 @@ from typing import Annotated
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
-from pd_cluster.cluster.routing.timeline import Timelines
-from pd_cluster.service.generation import Generation
+from pd_cluster.cluster.records.request_timeline import Timelines
+from pd_cluster.service.generation.prompt_generation import Generation
 
 MS = 1000.0
 

@@ -7,13 +7,21 @@ from typing import Annotated, Literal
 from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 
-from pd_cluster.service.answers.answers import Answer, EndReason, OfHandle, OfMetrics, OfPrompt, StopReason, UnixTime
-from pd_cluster.service.answers.logprobs import ChatLogprobs
-from pd_cluster.service.answers.messages import AnswerMessage, ChoiceText, Delta
-from pd_cluster.service.generation import CompletionTokensDetails, Generation, Usage
+from pd_cluster.service.answers.answer_logprobs import ChatLogprobs
+from pd_cluster.service.answers.choice_message import AnswerMessage, ChoiceText, Delta
+from pd_cluster.service.answers.openai_answer import (
+    Answer,
+    EndReason,
+    OfHandle,
+    OfMetrics,
+    OfPrompt,
+    StopReason,
+    UnixTime,
+)
+from pd_cluster.service.generation.prompt_generation import CompletionTokensDetails, Generation, Usage
+from pd_cluster.service.generation.text_sequence import Piece
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.sequence import Piece
-from pd_cluster.service.service import TextService
+from pd_cluster.service.text_service import TextService
 
 
 class ChatChoice(Struct, omit_defaults=True):

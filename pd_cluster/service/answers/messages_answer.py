@@ -9,11 +9,11 @@ import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from pd_cluster.errors import PdClusterError
-from pd_cluster.service.answers.blocks import Block, BlockAnswer, BlockChange
+from pd_cluster.service.answers.reply_blocks import Block, BlockAnswer, BlockChange
 from pd_cluster.service.answers.sse import named_event
-from pd_cluster.service.generation import Generation
-from pd_cluster.service.schema.messages_protocol import MessagesRequest
-from pd_cluster.service.status import MessageErrorDetails, messages_error_body
+from pd_cluster.service.generation.prompt_generation import Generation
+from pd_cluster.service.schema.error_bodies import MessageErrorDetails, messages_error_body
+from pd_cluster.service.schema.messages.messages_protocol import MessagesRequest
 
 SIGNATURE = "unsigned"  # clients send thinking back only with a signature; nothing here checks one
 UNREADABLE = "unreadable"  # the key under which a call's input is shown that is no JSON object

@@ -13,14 +13,14 @@ from msgspec.structs import replace
 from pydantic import BaseModel
 
 from pd_cluster.errors import PdClusterError
-from pd_cluster.service.answers.answers import UnixTime
-from pd_cluster.service.answers.blocks import Block, BlockAnswer, BlockChange
-from pd_cluster.service.answers.logprobs import ChatTokenLogprob, Entries, LogprobsFormat
+from pd_cluster.service.answers.answer_logprobs import ChatTokenLogprob, Entries, LogprobsFormat
+from pd_cluster.service.answers.openai_answer import UnixTime
+from pd_cluster.service.answers.reply_blocks import Block, BlockAnswer, BlockChange
 from pd_cluster.service.answers.sse import named_event
-from pd_cluster.service.generation import Generation
-from pd_cluster.service.schema.responses_protocol import NamespaceTool, ResponsesRequest, ResponseTool
-from pd_cluster.service.schema.responses_tools import names_of
-from pd_cluster.service.sequence import TokenLogprobs
+from pd_cluster.service.generation.prompt_generation import Generation
+from pd_cluster.service.generation.text_sequence import TokenLogprobs
+from pd_cluster.service.schema.responses.responses_protocol import NamespaceTool, ResponsesRequest, ResponseTool
+from pd_cluster.service.schema.responses.responses_tools import names_of
 from pd_cluster.text.tokenizer import Tokenizer
 
 ID_NUM_BYTES = 24

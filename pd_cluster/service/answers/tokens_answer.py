@@ -6,12 +6,12 @@ from typing import Annotated, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from pd_cluster.service.answers.answers import Answer, OfHandle, OfMetrics, OfPrompt, StopReason, UnixTime
-from pd_cluster.service.answers.logprobs import ChatLogprobs, LogprobsFormat
-from pd_cluster.service.generation import Generation, Usage
-from pd_cluster.service.schema.protocol import CompletionRequest
-from pd_cluster.service.sequence import Piece
-from pd_cluster.service.service import TextService
+from pd_cluster.service.answers.answer_logprobs import ChatLogprobs, LogprobsFormat
+from pd_cluster.service.answers.openai_answer import Answer, OfHandle, OfMetrics, OfPrompt, StopReason, UnixTime
+from pd_cluster.service.generation.prompt_generation import Generation, Usage
+from pd_cluster.service.generation.text_sequence import Piece
+from pd_cluster.service.schema.completion_protocol import CompletionRequest
+from pd_cluster.service.text_service import TextService
 
 
 class TokensChoice(Struct, omit_defaults=True):

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 
 from pd_cluster.errors import GuideError
-from pd_cluster.service.helpers.children import Broke, Children, TookTooLong
-from pd_cluster.service.helpers.client_turns import current_client
+from pd_cluster.service.concurrency.child_pool import ChildCrashed, ChildPool, ChildTimeout
+from pd_cluster.service.concurrency.fair_slots import current_client
 from pd_cluster.types import Guide
 
 MAX_VERDICTS = 4096
@@ -48,7 +48,7 @@ class GuideCheck:
         self, tokenizer_file: Path, vocab_size: int, eos_token_ids: frozenset[int], timeout_s: float = 4.0
     ) -> None:
         settings = CheckSettings(str(tokenizer_file), vocab_size, tuple(sorted(eos_token_ids)))
-        self.children = Children(
+        self.children = ChildPool(
             "pd_cluster.service.guides.guide_child", msgspec.json.encode(settings), timeout_s, "guide", _started
         )
         self._verdicts: OrderedDict[bytes, str] = OrderedDict()  # digest of a guide -> its error, or ""
@@ -56,7 +56,7 @@ class GuideCheck:
         self.num_checked = 0
 
     async def check(self, guide: Guide) -> None:
-        """Raises GuideError for a bad guide, NoRoom when too many are being checked."""
+        """Raises GuideError for a bad guide, NoCapacity when too many are being checked."""
         key = hashlib.sha256(msgspec.json.encode(guide)).digest()
         error = self._verdicts.get(key)
         if error is None:
@@ -93,9 +93,9 @@ class GuideCheck:
         self.num_checked += 1
         try:
             answer = await self.children.ask(msgspec.json.encode(guide))
-        except TookTooLong as error:
+        except ChildTimeout as error:
             return f"it is {error} (--guided-timeout); make it simpler"
-        except Broke:
+        except ChildCrashed:
             return "it takes too much memory, or is nested too deeply; make it simpler"
         found = self._verdicts[key] = msgspec.json.decode(answer, type=CheckAnswer).error
         while len(self._verdicts) > MAX_VERDICTS:

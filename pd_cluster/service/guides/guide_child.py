@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from pd_cluster.engine.start.process import die_with_parent, leave_signals_to_parent
+from pd_cluster.engine.start.rank_main import die_with_parent, leave_signals_to_parent
 from pd_cluster.errors import GuideError
 from pd_cluster.service.guides.guide_check import CheckAnswer, CheckSettings
 from pd_cluster.text.grammar import Compiler, Matcher, Words

@@ -12,12 +12,12 @@ from typing import cast
 import msgspec
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.helpers.children import Broke, Children, TookTooLong
+from pd_cluster.service.concurrency.child_pool import ChildCrashed, ChildPool, ChildTimeout
 from pd_cluster.service.prompts.conversation import AS_GIVEN, Conversation, conversation_of
-from pd_cluster.service.prompts.guarded_prompt import Guard
+from pd_cluster.service.prompts.guarded_prompt import ControlTokenGuard
 from pd_cluster.service.prompts.template_child import Rendered, RenderJob
 from pd_cluster.service.schema.chat_protocol import ChatFields
-from pd_cluster.settings.requests import ChatConfig
+from pd_cluster.settings.request_settings import ChatConfig
 from pd_cluster.text.chat_template import ChatTemplate, checks_none
 from pd_cluster.text.control_tokens import PromptText
 
@@ -33,7 +33,7 @@ class ChatPrompts:
     def __init__(
         self,
         template: ChatTemplate | None,
-        children: Children | None,
+        children: ChildPool | None,
         config: ChatConfig = AS_GIVEN,
         takes_images: bool = False,
     ) -> None:
@@ -54,14 +54,14 @@ class ChatPrompts:
         """`timeout_s`: of the templates of requests, where they are trusted."""
         settings = msgspec.json.encode(constants)
         module = "pd_cluster.service.prompts.template_child"
-        children = Children(module, settings, timeout_s, "template") if config.trusts_request_templates else None
+        children = ChildPool(module, settings, timeout_s, "template") if config.trusts_request_templates else None
         return cls(template, children, config, takes_images)
 
     async def render(
         self,
         request: ChatFields,
         check: Callable[[int], None] = lambda num_chars: None,
-        guard: Guard | None = None,
+        guard: ControlTokenGuard | None = None,
     ) -> PromptText:
         """Returns the prompt. `check` receives a lower bound of its characters before any work.
 
@@ -87,7 +87,7 @@ class ChatPrompts:
         source: str,
         request: ChatFields,
         check: Callable[[int], None],
-        guard: Guard | None,
+        guard: ControlTokenGuard | None,
     ) -> PromptText:
         if self._children is None:
             raise RequestError(
@@ -114,13 +114,13 @@ class ChatPrompts:
 
         return work() if len(request.messages) <= MANY_MESSAGES else await asyncio.to_thread(work)
 
-    async def _ask(self, children: Children, source: str, conversation: Conversation | None = None) -> Rendered:
+    async def _ask(self, children: ChildPool, source: str, conversation: Conversation | None = None) -> Rendered:
         """Has a child render the template. Raises RequestError."""
         try:
             answer = await children.ask(msgspec.json.encode(RenderJob(source, conversation)))
-        except TookTooLong as error:
+        except ChildTimeout as error:
             raise RequestError(f"chat_template: {error}; make it simpler", param="chat_template") from None
-        except Broke:
+        except ChildCrashed:
             raise RequestError("chat_template: it takes too much memory", param="chat_template") from None
         rendered = msgspec.json.decode(answer, type=Rendered)
         if rendered.error:
@@ -128,7 +128,7 @@ class ChatPrompts:
         return rendered
 
 
-def rendered(conversation: Conversation, template: ChatTemplate, guard: Guard | None) -> PromptText:
+def rendered(conversation: Conversation, template: ChatTemplate, guard: ControlTokenGuard | None) -> PromptText:
     """Renders the prompt in the calling thread. Raises RequestError."""
     rendering = _steps(conversation, guard)
     wanted = next(rendering)
@@ -140,7 +140,7 @@ def rendered(conversation: Conversation, template: ChatTemplate, guard: Guard | 
             return cast(PromptText, ended.value)
 
 
-def _steps(conversation: Conversation, guard: Guard | None) -> Rendering:
+def _steps(conversation: Conversation, guard: ControlTokenGuard | None) -> Rendering:
     return guard.prompt(conversation) if guard is not None else _as_written(conversation)
 
 

@@ -12,7 +12,7 @@ import msgspec
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ROLES, ChatFields
-from pd_cluster.settings.requests import OWN_VARIABLES, ChatConfig
+from pd_cluster.settings.request_settings import OWN_VARIABLES, ChatConfig
 from pd_cluster.text.chat_template import ChatTemplate, with_both_reasonings
 
 

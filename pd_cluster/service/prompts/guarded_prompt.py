@@ -21,7 +21,7 @@ OWN_FIELDS = ("role", "content")  # of every message; clients name the others
 Change = Callable[[str, bool], str]  # arguments: a text, and whether it is an assistant's content
 
 
-class Guard:
+class ControlTokenGuard:
     """`kept`: the texts that stay control tokens in an assistant's content.
 
     `normalized`: the tokenizer's normalization before it looks for control tokens, if it has one.

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.caller import NOBODY, Caller
-from pd_cluster.service.helpers.fair_pool import FairPool
+from pd_cluster.service.callers.caller import NOBODY, Caller
+from pd_cluster.service.concurrency.fair_thread_pool import FairThreadPool
 from pd_cluster.text.control_tokens import ControlTokens, PromptText
 from pd_cluster.text.tokenizer import Tokenizer
 
@@ -27,7 +27,7 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.limit = limit
         self.control = control
-        self._pool = FairPool()
+        self._pool = FairThreadPool()
 
     def close(self) -> None:
         self._pool.close()

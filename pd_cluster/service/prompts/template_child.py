@@ -1,4 +1,4 @@
-"""Renders clients' chat templates: `python -m pd_cluster.service.prompts.template_child FD` (see children.py).
+"""Renders clients' chat templates: `python -m pd_cluster.service.prompts.template_child FD` (see child_pool.py).
 
 The sandbox keeps a template from reaching out; this process limits its time and memory. Its settings are the model's
 special tokens; a job is a template and a conversation.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from pd_cluster.engine.start.process import die_with_parent, leave_signals_to_parent
+from pd_cluster.engine.start.rank_main import die_with_parent, leave_signals_to_parent
 from pd_cluster.errors import ModelError, RequestError
 from pd_cluster.service.prompts.conversation import Conversation
 from pd_cluster.text.chat_template import ChatTemplate

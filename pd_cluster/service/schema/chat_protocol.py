@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from pd_cluster.errors import RequestError
-from pd_cluster.service.schema.kinds import unless_empty
-from pd_cluster.service.schema.protocol import FAIL_FAST, Count, GenerationRequest, NumLogprobs, few
+from pd_cluster.service.schema.completion_protocol import FAIL_FAST, Count, GenerationRequest, NumLogprobs, few
+from pd_cluster.service.schema.tagged_types import unless_empty
 
 MAX_TOOLS = 128
 MAX_DESCRIPTION_NUM_CHARS = 65_536  # agents' manuals of their tools have more than 16,384

@@ -1,6 +1,6 @@
 """The schema of requests whose prompts are computed and not continued: embeddings, scores, reranking.
 
-Names are OpenAI's, and vLLM's beyond those. Limits that need the model are in service/pooled.py.
+Names are OpenAI's, and vLLM's beyond those. Limits that need the model are in service/pooling/pooled_prompts.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.completion_protocol import FAIL_FAST, MAX_SALT_NUM_CHARS, REQUEST_ID, TokenIds
 from pd_cluster.service.schema.json_body import decoded
-from pd_cluster.service.schema.parse import checked
-from pd_cluster.service.schema.protocol import FAIL_FAST, MAX_SALT_NUM_CHARS, REQUEST_ID, TokenIds
+from pd_cluster.service.schema.request_parsing import checked
 from pd_cluster.types import INT32_MAX
 
 MAX_INPUTS = 2048  # as in OpenAI's API

@@ -13,10 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatMessage
-from pd_cluster.service.schema.guide_fields import structured_outputs_of
-from pd_cluster.service.schema.own_words import in_own_words
-from pd_cluster.service.schema.parse import checked
-from pd_cluster.service.schema.protocol import (
+from pd_cluster.service.schema.completion_protocol import (
     MAX_CHOICES,
     MAX_PROMPTS,
     MAX_SALT_NUM_CHARS,
@@ -27,6 +24,9 @@ from pd_cluster.service.schema.protocol import (
     StreamOptions,
     few,
 )
+from pd_cluster.service.schema.error_field_names import with_field_names
+from pd_cluster.service.schema.request_parsing import checked
+from pd_cluster.service.schema.structured_outputs.guide_fields import structured_outputs_of
 from pd_cluster.types import INT32_MAX, Sampling
 
 # Fields of GenerationRequest that belong to the request rather than to its sampling.
@@ -102,7 +102,7 @@ class TokensRequest(BaseModel):
                 )
         sampling = {name: value for name, value in self.sampling_params.items() if name not in WITHOUT_MEANING}
         own = self.model_dump(include=set(OF_REQUEST) - {"return_token_ids"}, exclude_unset=True)
-        with in_own_words(NAMES):
+        with with_field_names(NAMES):
             whole = {"max_tokens": None, **sampling, **own, "prompt": self.token_ids, "return_token_ids": True}
             return checked(whole, CompletionRequest, takes_handles=True)
 

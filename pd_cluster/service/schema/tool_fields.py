@@ -9,13 +9,13 @@ import reprlib
 from typing import NamedTuple
 
 from pd_cluster.errors import RequestError
-from pd_cluster.parsers.reply import Tool, ToolChoice
+from pd_cluster.parsers.reply_format import Tool, ToolChoice
 from pd_cluster.service.schema.chat_protocol import AllowedTools, ChatCompletionRequest, NamedTool
-from pd_cluster.service.schema.guide_fields import MAX_SCHEMA_DEPTH, is_deeper
-from pd_cluster.service.schema.schemas import without_remarks
+from pd_cluster.service.schema.structured_outputs.guide_fields import MAX_SCHEMA_DEPTH, is_deeper
+from pd_cluster.service.schema.structured_outputs.json_schemas import without_remarks
 
 
-class AskedTools(NamedTuple):
+class RequestedTools(NamedTuple):
     """`most_calls` is None where any number is allowed. `are_some`: the model is shown others beside these."""
 
     tools: list[Tool]
@@ -24,10 +24,10 @@ class AskedTools(NamedTuple):
     are_some: bool = False
 
 
-NO_TOOLS = AskedTools([], "none")
+NO_TOOLS = RequestedTools([], "none")
 
 
-def tools_of(request: ChatCompletionRequest, has_parser: bool) -> AskedTools:
+def tools_of(request: ChatCompletionRequest, has_parser: bool) -> RequestedTools:
     """`has_parser`: the server can find calls in a text that need not have any. Raises RequestError."""
     tools = _tools(request)
     are_some = False
@@ -54,8 +54,8 @@ def tools_of(request: ChatCompletionRequest, has_parser: bool) -> AskedTools:
         name = choice.function.name
         if all(tool.name != name for tool in tools):
             raise RequestError(f"tool_choice: no tool is called {reprlib.repr(name)}", param="tool_choice")
-        return AskedTools([tool for tool in tools if tool.name == name], "named", 1)
-    return AskedTools(tools, choice, most_calls, are_some)
+        return RequestedTools([tool for tool in tools if tool.name == name], "named", 1)
+    return RequestedTools(tools, choice, most_calls, are_some)
 
 
 def _tools(request: ChatCompletionRequest) -> list[Tool]:

@@ -37,8 +37,8 @@ def change_ahead(module: ModuleType) -> None:
 
 
 CHANGES: dict[str, Callable[[ModuleType], None]] = {
-    "pd_cluster.model.runner": change_runner,
-    "pd_cluster.engine.step.ahead": change_ahead,
+    "pd_cluster.model.runner.model_runner": change_runner,
+    "pd_cluster.engine.step.look_ahead": change_ahead,
 }
 
 

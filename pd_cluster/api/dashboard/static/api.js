@@ -1,4 +1,4 @@
-// What the pages ask of the scheduler's admin port, or of its public port. Sessions: see sessions.py.
+// What the pages ask of the scheduler's admin port, or of its public port. Sessions: see dashboard_sessions.py.
 
 const DATA = "api";
 let commandToken = null;

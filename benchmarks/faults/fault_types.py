@@ -1,0 +1,57 @@
+"""A fault, the tools of its script, and its observations."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.faults.faulted_cluster import FaultedCluster
+from benchmarks.mixed_load import Answer
+from pd_cluster.result_tables import Result
+
+
+@dataclass(frozen=True, slots=True)
+class FaultObservations:
+    """A script's measurements. `back_s`: when service returned after an outage, on the monotonic clock."""
+
+    detected_s: list[float] = field(default_factory=list)  # from each signal to /instances
+    served_s: list[float] = field(
+        default_factory=list
+    )  # from the start of the new scheduler's process to its first answer
+    back_s: float | None = None
+    answers: list[Answer] = field(default_factory=list)  # to requests that the script sent itself
+    figures: list[Result] = field(default_factory=list)  # of this fault alone, without its key in their names
+
+
+@dataclass(frozen=True, slots=True)
+class FaultContext:
+    """The tools of a script. `probe` is a request that is answered quickly.
+
+    `body_of` gives the body of a numbered request, whose right answer is known. `rate` is the load in requests per
+    second, `scale` the share of a script's counts.
+    """
+
+    stage: FaultedCluster
+    stall_s: float
+    probe: dict[str, Any]
+    scale: float = 1.0
+    rng: random.Random = field(default_factory=random.Random)
+    body_of: Callable[[int], dict[str, Any]] = lambda number: {}
+    rate: float = 0.0
+
+    def count(self, most: int) -> int:
+        return max(1, round(self.scale * most))
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`goal_s`: how soon the loss must be detected; None if nothing is lost. `load`: a share of the capacity, instead
+    of the command's.
+    """
+
+    title: str
+    script: Callable[[FaultContext], Awaitable[FaultObservations]]
+    goal_s: float | None = None
+    load: float | None = None

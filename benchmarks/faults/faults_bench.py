@@ -1,0 +1,245 @@
+"""`python -m benchmarks faults`: the effect on requests when instances of a cluster die, hang or restart.
+
+Starts two prefill and two decode instances, measures how many requests they serve, and sends seeded requests at 70 %
+of that as a Poisson process: first without a fault, then during each one. The first run gives the expected output,
+token by token. Only processes started here receive signals. With --units, the instances of each role are a unit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.faults.client_faults import CLIENT_FAULTS
+from benchmarks.faults.connection_faults import CONNECTION_FAULTS
+from benchmarks.faults.fault_scripts import FAULTS
+from benchmarks.faults.fault_types import Fault, FaultContext, FaultObservations
+from benchmarks.faults.faulted_cluster import FaultedCluster
+from benchmarks.faults.faults_report import Run, Tokens, is_right, show
+from benchmarks.faults.resource_use import MOST_DESCRIPTORS, ResourceUse
+from benchmarks.faults.units import LAUNCH, UNIT_FAULTS, make_unit_model
+from benchmarks.figures import begin, names_of
+from benchmarks.mixed_load import Load, LoadRequest, Send, make_asks, poisson
+from pd_cluster.bench.serve_bench import running, sigterm_ends_it
+from pd_cluster.client.streaming_client import make_client
+from pd_cluster.cluster.processes.launch_settings import Launch
+from pd_cluster.cluster.processes.port_reservations import free_port_pair
+from pd_cluster.errors import ConfigError, GenerationError
+from pd_cluster.result_tables import Report, Result
+from pd_cluster.transport.transport_table import choices_for
+
+NUM_PREFILL = NUM_DECODE = 2
+CONCURRENCY = 32  # while measuring the capacity
+LEAD_S = 2.0  # of load, before the fault
+CLOSE_S = 10.0  # longer than idle connections are kept
+COUNT_S = 3.0  # between two reads of the last requests
+MOST_AT_ONCE = 4000
+MOST_FOR_CAPACITY = 400
+QUICK_FAULTS, QUICK_UNIT_FAULTS = ("kill-both", "kill-scheduler"), ("unit-follower",)
+STALL_S = 20.0
+QUICK_NUM_REQUESTS, QUICK_STALL_S, QUICK_SCALE = 60, 6.0, 0.02
+ALL_FAULTS: dict[str, Fault] = {**FAULTS, **CONNECTION_FAULTS, **CLIENT_FAULTS}
+NAME = "faults"
+TRANSPORTS = choices_for("cpu")  # between processes of one host, with pools in its memory
+
+
+@dataclass(frozen=True, slots=True)
+class FaultsBench:
+    """The command's parameters. `faults`: names with commas; `num_requests`: the least in each run."""
+
+    faults: str
+    num_requests: int
+    load: float
+    seed: int
+    quick: bool
+    kv_transport: str
+    units: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        names_of("--faults", self.faults, self.known)
+        check(self.load, self.kv_transport)
+
+    @property
+    def known(self) -> Mapping[str, Fault]:
+        return UNIT_FAULTS if self.units else ALL_FAULTS
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the faults to put in, in order."""
+        if self.quick and not self.faults:
+            return QUICK_UNIT_FAULTS if self.units else QUICK_FAULTS
+        return names_of("--faults", self.faults, self.known)
+
+    @property
+    def command(self) -> str:
+        only = f" --faults {self.faults}" if self.faults else ""
+        size = "--quick" if self.quick else f"--num-requests {self.num_requests}"
+        over = f" --kv-transport {self.kv_transport}" if self.kv_transport else ""
+        units = " --units" if self.units else ""
+        return f"python -m benchmarks faults{units}{only}{over} {size} --load {self.load:g} --seed {self.seed}"
+
+
+def check(load: float, kv_transport: str) -> None:
+    """Raises ConfigError, too for a transport that two processes' CPU pools cannot use."""
+    if not 0 < load <= 1:
+        raise ConfigError(f"--load {load:g}: must be above 0 and at most 1, a share of what the cluster can serve")
+    if kv_transport not in ("", *TRANSPORTS):
+        raise ConfigError(f"--kv-transport {kv_transport!r}: expected {' or '.join(TRANSPORTS)}")
+
+
+async def run(bench: FaultsBench, json_path: str = "") -> None:
+    """Measures, prints, writes. Raises PdClusterError: no cluster, or any request that was lost or wrong."""
+    begin(json_path)
+    started_s = time.monotonic()
+    with sigterm_ends_it(), tempfile.TemporaryDirectory(prefix="pd-cluster-bench-") as folder:
+        model = make_unit_model(Path(folder)) if bench.units else ""
+        async with started(model, bench.kv_transport, **(LAUNCH if bench.units else {})) as stage:
+            if bench.quick:
+                scene = Scene(stage, QUICK_NUM_REQUESTS, bench.load, bench.seed, QUICK_STALL_S, QUICK_SCALE)
+            else:
+                scene = Scene(stage, bench.num_requests, bench.load, bench.seed, STALL_S)
+            quiet, capacity = await scene.quiet()
+            runs = [quiet, *[await scene.play(key, capacity, expected_of(quiet)) for key in bench.names]]
+    load = f"{bench.load:.0%} of {capacity:.1f} requests/s"
+    layout = "a unit of two on each side" if bench.units else "two prefill and two decode instances"
+    show(f"{layout} at {load}; {time.monotonic() - started_s:.0f} s in all", runs)
+    if json_path:
+        results = [Result(name="capacity", value=capacity, unit="requests/s", better="higher")]
+        Report(bench.command, results + [result for run in runs for result in run.results()]).write(json_path)
+    if not is_right(runs):
+        raise GenerationError("requests failed or differ, or blocks are held; see above")
+
+
+@contextlib.asynccontextmanager
+async def started(model: str, kv_transport: str, **launch_settings: Any) -> AsyncIterator[FaultedCluster]:
+    """Starts a fresh cluster, and stops it afterwards. `launch_settings`: further fields of its Launch."""
+    launch = Launch(
+        model=model,
+        num_prefill=NUM_PREFILL,
+        num_decode=NUM_DECODE,
+        port=free_port_pair(),
+        served_model_names=[NAME],
+        restart="on-failure",
+        arguments=[f"--kv-transport={kv_transport}"] if kv_transport else [],
+        **launch_settings,
+    )
+    async with make_client(MOST_AT_ONCE) as client, running(launch) as cluster:
+        yield FaultedCluster(cluster, client)
+
+
+class Scene:
+    """The requests and the cluster that serves them. `scale`: the share of a fault's counts that is used."""
+
+    def __init__(
+        self, stage: FaultedCluster, num_requests: int, load: float, seed: int, stall_s: float, scale: float = 1.0
+    ) -> None:
+        self.stage = stage
+        self._load, self._seed, self._stall_s, self._scale = load, seed, stall_s, scale
+        self._asks = make_asks(random.Random(seed), num_requests)
+
+    async def play(self, key: str, capacity: float, expected: Sequence[Tokens]) -> Run:
+        """Runs one fault."""
+        fault = {**ALL_FAULTS, **UNIT_FAULTS}[key]
+        await self.stage.whole()
+        return await self._run(key, fault.title, (fault.load or self._load) * capacity, expected, fault)
+
+    async def quiet(self) -> tuple[Run, float]:
+        """Returns the run without a fault, and the capacity in requests per second."""
+        await self.stage.whole()
+        capacity = await self._capacity()
+        quiet = await self._run("quiet", "no fault", self._load * capacity)
+        if quiet.failed:
+            raise GenerationError(f"without any fault a request failed: {quiet.failed[0].sample.error}")
+        return quiet, capacity
+
+    async def _capacity(self) -> float:
+        """Measures a warm cluster's capacity."""
+        for salt, number in (("warm", CONCURRENCY), ("capacity", min(len(self._asks), MOST_FOR_CAPACITY))):
+            load = self.load(salt, 1.0)
+            capacity = await load.closed_loop(number, CONCURRENCY)
+            if failed := [answer for answer in load.answers if not answer.is_complete]:
+                raise GenerationError(f"without any fault a request failed: {failed[0].sample.error}")
+        print(f"capacity: {capacity:.1f} requests/s, {CONCURRENCY} at a time", flush=True)
+        return capacity
+
+    async def _run(
+        self, key: str, title: str, rate: float, expected: Sequence[Tokens] = (), fault: Fault | None = None
+    ) -> Run:
+        """Sends all requests at least once, and as long as the fault's script runs."""
+        started_s, before = time.monotonic(), ResourceUse.now(self.stage.pids())
+        load = self.load(key, rate)
+        script = asyncio.ensure_future(self._script(key, fault, rate) if fault is not None else _nothing())
+        counting = asyncio.ensure_future(self.count())
+        try:
+            await load.run(lambda number: number >= len(self._asks) and script.done())
+            seen = await script
+        finally:
+            for task in (script, counting):
+                task.cancel()
+            await asyncio.gather(script, counting, return_exceptions=True)
+        await self.stage.whole()
+        num_held = await self.stage.held()
+        await self.stage.count_replays()
+        num_replayed, _ = self.stage.take_replays()
+        answers = load.answers + seen.answers
+        left = await self._left(before)
+        run = Run(key, title, answers, expected, fault, seen, num_replayed, num_held, left)
+        print(
+            f"{title}: {len(run.complete)} of {len(run.answers)} requests in {time.monotonic() - started_s:.0f} s",
+            flush=True,
+        )
+        return run
+
+    async def _left(self, before: ResourceUse) -> ResourceUse:
+        """Returns what is left beyond `before`, once clients' connections have had time to close."""
+        deadline_s = time.monotonic() + CLOSE_S
+        while True:
+            left = ResourceUse.now(self.stage.pids()).since(before)
+            if left.num_descriptors <= MOST_DESCRIPTORS or time.monotonic() > deadline_s:
+                return left
+            await asyncio.sleep(CLOSE_S / 10)
+
+    async def _script(self, key: str, fault: Fault, rate: float) -> FaultObservations:
+        await asyncio.sleep(LEAD_S)
+        return await fault.script(self.context(key, rate))
+
+    def context(self, salt: str, rate: float) -> FaultContext:
+        probe = LoadRequest((1, 2, 3), 1, None).body(NAME, "probe")
+        rng, body_of = random.Random(self._seed), self._body_of(f"{salt} script")
+        return FaultContext(self.stage, self._stall_s, probe, self._scale, rng, body_of, rate)
+
+    async def count(self) -> None:
+        while True:
+            await asyncio.sleep(COUNT_S)
+            await self.stage.count_replays()
+
+    def load(self, salt: str, rate: float, send: Send | None = None) -> Load:
+        """Makes the same gaps and the same requests in every run."""
+        gaps_s = poisson(random.Random(self._seed), rate)
+        return Load(self._body_of(salt), gaps_s, send or self.stage.stream)
+
+    def _body_of(self, salt: str) -> Callable[[int], dict[str, Any]]:
+        """Returns a function for request bodies; repeated requests use other prefix cache entries."""
+
+        def body_of(number: int) -> dict[str, Any]:
+            turn, at = divmod(number, len(self._asks))
+            return self._asks[at].body(NAME, f"{salt} {turn}")
+
+        return body_of
+
+
+def expected_of(quiet: Run) -> list[Tokens]:
+    """Returns the right tokens of each request, by its number."""
+    return [answer.sample.token_ids for answer in sorted(quiet.answers, key=lambda answer: answer.number)]
+
+
+async def _nothing() -> FaultObservations:
+    return FaultObservations()

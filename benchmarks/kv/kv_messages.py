@@ -1,0 +1,116 @@
+"""Messages between `benchmarks kv` and its two children: one answer per command.
+
+Knows nothing of goals or figures; imports no torch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pd_cluster.engine.link_probe.probe_messages import BLOCK_NBYTES, BeginProbes
+from pd_cluster.types import Role
+from pd_cluster.wire import KVOptions, TransportName
+
+HOST = "127.0.0.1"
+NAMES: dict[Role, str] = {"prefill": "prefill-0", "decode": "decode-0"}
+RUN_BLOCKS = 8  # consecutive blocks of a request in the pool
+
+
+class Lane(msgspec.Struct, frozen=True, kw_only=True):
+    """One link with its own transport and options. The receiver opens it first; its port and epoch go to the sender."""
+
+    transport: TransportName
+    checked: bool  # checksum and HMAC
+    secret: bytes = b""
+    port: int = 0
+    epoch: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.transport} {'on' if self.checked else 'off'}"
+
+    @property
+    def options(self) -> KVOptions:
+        return KVOptions(checksum=self.checked, hmac=self.checked)
+
+    def begin(self, role: Role) -> BeginProbes:
+        return BeginProbes(
+            name=NAMES[role],
+            role=role,
+            rank=0,
+            device="cpu",
+            device_ids=["0"],
+            host=HOST,
+            kv_transport=self.transport,
+            seed=0,
+        )
+
+
+class Move(msgspec.Struct, frozen=True, kw_only=True):
+    """`count` transfers of `num_blocks` blocks each, up to `num_under_way` at a time."""
+
+    num_blocks: int
+    count: int
+    num_under_way: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_blocks * self.count * BLOCK_NBYTES
+
+
+class MakePool(msgspec.Struct, frozen=True, tag="make_pool"):
+    """`device`: as in --device. Pools on a device have no other mapping to copy from."""
+
+    num_blocks: int
+    device: str = "cpu"
+
+
+class OpenLane(msgspec.Struct, frozen=True, tag="open_lane"):
+    lane: Lane
+
+
+class Handover(msgspec.Struct, frozen=True, tag="handover"):
+    """For the sender: moves over this lane. Returns each ship and confirmation, and the last transfer's blocks."""
+
+    lane: str
+    move: Move
+
+
+class LastTransfer(msgspec.Struct, frozen=True, tag="last_transfer"):
+    """For the receiver: returns the numbers that it found in the last transfer's blocks."""
+
+    lane: str
+
+
+class Memcpy(msgspec.Struct, frozen=True, tag="memcpy"):
+    """For the receiver: copies as much from another mapping to its pool, blocks of the same sizes, one thread."""
+
+    move: Move
+
+
+class OpenGloo(msgspec.Struct, frozen=True, tag="open_gloo"):
+    """For both at once: `port` 0 hosts the rendezvous and answers when it is there; then again with the port."""
+
+    port: int = 0
+
+
+class Gloo(msgspec.Struct, frozen=True, tag="gloo"):
+    """For both at once: plain send and recv of payloads, two in flight."""
+
+    nbytes: int
+    payload_nbytes: int
+
+
+Command = MakePool | OpenLane | Handover | LastTransfer | Memcpy | OpenGloo | Gloo
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """`took_s` is the measured time. `error`: the child's own words if it failed."""
+
+    took_s: float = 0.0
+    port: int = 0
+    epoch: int = 0
+    ships_s: list[float] = []
+    confirms_s: list[float] = []
+    blocks: list[int] = []
+    error: str = ""

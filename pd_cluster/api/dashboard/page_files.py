@@ -1,0 +1,96 @@
+"""The page's files, as browsers load them: one script, one style sheet, each under a name that has its content's hash.
+
+`static/` has them in readable parts; `index.html` names the two by `{script}` and `{style}`. A hashed name never
+changes its content, so browsers keep it for good. Knows nothing of sessions or routes.
+"""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+STATIC = Path(__file__).with_name("static")
+PAGE = "index.html"
+SCRIPTS = ("vendor/uplot.js",)  # plain scripts, before the modules
+ENTRY = "app.js"
+STYLES = ("vendor/uplot.css", "style.css")
+MEDIA_TYPES: Mapping[str, str] = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+}
+IMPORT = re.compile(r"^import \{([^}]+)\} from \"\./([\w-]+\.js)\";$", re.MULTILINE)
+EXPORT = re.compile(r"^export (?:const|class|function|async function) (\w+)", re.MULTILINE)
+OTHER = re.compile(r"^(?:import|export)\b.*$", re.MULTILINE)
+NUM_HASH_DIGITS = 12
+
+
+@dataclass(frozen=True, slots=True)
+class PageFile:
+    """`is_forever`: its name has its hash. `packed`: the content as gzip."""
+
+    content: bytes
+    packed: bytes
+    media_type: str
+    is_forever: bool
+
+
+@functools.cache
+def page_files() -> Mapping[str, PageFile]:
+    """Returns name -> file. Made when a browser first asks."""
+    texts = {
+        "script": (".js", joined_scripts(STATIC)),
+        "style": (".css", "\n".join((STATIC / name).read_text("utf-8") for name in STYLES)),
+    }
+    names, found = {}, {}
+    for kind, (suffix, text) in texts.items():
+        names[kind] = f"page-{hashlib.sha256(text.encode()).hexdigest()[:NUM_HASH_DIGITS]}{suffix}"
+        found[names[kind]] = _file(text.encode(), suffix, is_forever=True)
+    page = (STATIC / PAGE).read_text("utf-8")
+    for kind, name in names.items():
+        page = page.replace(f"{{{kind}}}", name)
+    found[PAGE] = _file(page.encode(), ".html")
+    found["icon.svg"] = _file((STATIC / "icon.svg").read_bytes(), ".svg")
+    return found
+
+
+def joined_scripts(folder: Path) -> str:
+    """Returns the plain scripts and, in the order of their imports, the modules, as one module.
+
+    Each module stays in a function of its own, so that names of one do not meet names of another. Raises ValueError for
+    an import or export of another form than this reads.
+    """
+    plain = [(folder / name).read_text("utf-8") for name in SCRIPTS]
+    return "\n".join([*plain, *_modules(folder, ENTRY, {}).values()])
+
+
+def _modules(folder: Path, name: str, found: dict[str, str]) -> dict[str, str]:
+    """Adds a module to `found`, after those that it imports."""
+    text = (folder / name).read_text("utf-8")
+    for _, needed in IMPORT.findall(text):
+        if needed not in found:
+            _modules(folder, needed, found)
+    exported = EXPORT.findall(text)
+    text = IMPORT.sub(lambda match: f"const {{{match[1].replace(' as ', ': ')}}} = {_variable(match[2])};", text)
+    text = EXPORT.sub(lambda match: match[0].removeprefix("export "), text)
+    if other := OTHER.search(text):
+        raise ValueError(f"{name}: {other[0]!r} is a form that page_files.py does not join")
+    if name == ENTRY:
+        found[name] = text
+    else:
+        found[name] = f"const {_variable(name)} = (() => {{\n{text}\nreturn {{ {', '.join(exported)} }};\n}})();\n"
+    return found
+
+
+def _variable(name: str) -> str:
+    return f"module_{name.removesuffix('.js').replace('-', '_')}"
+
+
+def _file(content: bytes, suffix: str, is_forever: bool = False) -> PageFile:
+    return PageFile(content, gzip.compress(content, mtime=0), MEDIA_TYPES[suffix], is_forever)

@@ -1,1 +1,0 @@
-"""The layers around all routes: API keys, queue places, errors, draining."""

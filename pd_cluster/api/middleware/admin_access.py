@@ -1,0 +1,87 @@
+"""Access to the admin port: for holders of its token; to read, also for users of this host. Names of ports."""
+
+from __future__ import annotations
+
+import hmac
+import reprlib
+import socket
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from pd_cluster.errors import Forbidden, Unauthorized
+from ranktable_tools.host_addresses import is_ip, is_loopback
+
+
+@dataclass(frozen=True, slots=True)
+class HostNames:
+    """The names under which a port answers browsers: those of this host, and `allowed` ones.
+
+    A web page can have its own name resolve to a port's address and then read the answers there (DNS rebinding), but
+    cannot change the Host header that its browser sends. Over TLS, the browser has compared the name with the
+    certificate; a Unix socket is reached by a proxy alone. `is_local`: the port is bound to loopback; others answer
+    under addresses and the machine's name, too, which no foreign page can have.
+    """
+
+    allowed: frozenset[str] = frozenset()
+    is_local: bool = True
+
+    def has(self, request: Request) -> bool:
+        if request.url.scheme == "https" or request.scope.get("server") is None:
+            return True
+        host = _host_name(request.headers.get("host", ""))
+        if is_loopback(host.strip("[]")) or host in self.allowed:
+            return True
+        return not self.is_local and (is_ip(host.strip("[]")) or host == socket.gethostname().lower())
+
+    def check(self, request: Request, way_out: str = "") -> None:
+        """Raises Forbidden. `way_out`: another one, beside the names."""
+        if not self.has(request):
+            host = _host_name(request.headers.get("host", ""))
+            raise Forbidden(
+                f"Host {reprlib.repr(host)} is no name of this port: ask for localhost, or allow the name with "
+                f"--admin-allowed-hosts{way_out}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class AdminAccess:
+    """Commands need the token; if users of other hosts can reach the port, so does reading.
+
+    Open reading requires a name of this host or of `allowed_hosts`: see HostNames.
+    """
+
+    token: str
+    is_open_to_read: bool
+    allowed_hosts: frozenset[str] = frozenset()
+
+    def check(self, request: Request) -> None:
+        """Raises Unauthorized and Forbidden."""
+        if self.is_open_to_read and request.method == "GET":
+            if self.hosts.has(request):
+                return
+            if "authorization" not in request.headers:
+                self.hosts.check(request, ", or send the admin token")
+        self.check_token(request)
+
+    @property
+    def hosts(self) -> HostNames:
+        return HostNames(self.allowed_hosts, self.is_open_to_read)
+
+    def check_token(self, request: Request) -> None:
+        """Raises Unauthorized unless the request has the token, whatever it asks."""
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        is_right = hmac.compare_digest(token.strip().encode(), self.token.encode())
+        if scheme.lower() != "bearer" or not is_right:
+            raise Unauthorized(
+                f"{request.method} {request.url.path} needs the admin token: send `Authorization: Bearer TOKEN`; "
+                f"pd-cluster takes it from --admin-token-file, or from admin.token beside the global rank table "
+                f"(GLOBAL_RANK_TABLE_FILE_PATH)",
+                code="invalid_admin_token",
+            )
+
+
+def _host_name(host: str) -> str:
+    """Returns the name without the port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdigit() else host).lower()

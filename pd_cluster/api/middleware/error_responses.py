@@ -1,0 +1,63 @@
+"""Errors in the shape of their route, OpenAI's or Anthropic's, for every HTTP server of the project.
+
+Does without FastAPI, whose import would be most of a worker's start-up time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pd_cluster.errors import Overloaded, PdClusterError, RequestError, Unavailable
+from pd_cluster.service.schema.error_bodies import Error, MessageError, error_body_at, status_of
+
+log = logging.getLogger(__name__)
+
+BATCHES = "batches and files are not kept here; `pd-cluster run-batch` answers a file of requests"
+NOT_HERE = {  # part of a path that other servers have -> what to do instead
+    "/v1/batches": BATCHES,
+    "/v1/files": BATCHES,
+    "/v1/uploads": BATCHES,
+    "/v1/messages/batches": BATCHES,
+    "/v1/conversations": "conversations are not kept here; send all items to /v1/responses, or a previous_response_id",
+    "/v1/moderations": "nothing is moderated here",
+    "/v1/audio/": "this server makes and hears no sound",
+    "/v1/images/": "this server makes no images; /v1/chat/completions takes some, if the model does",
+}
+
+
+def error_response(error: Exception, path: str) -> Response:
+    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, Unavailable | Overloaded) else {}
+    return _response(error_body_at(path, error), status_of(error), headers)
+
+
+def _response(body: Error | MessageError, status: int, headers: Mapping[str, str] | None) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def install_error_handlers(app: Starlette) -> None:
+    async def known(request: Request, error: Exception) -> Response:
+        return error_response(error, request.url.path)
+
+    async def http(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        code = {404: "unknown_url", 405: "method_not_supported"}.get(error.status_code)
+        why = next((f"; {way}" for part, way in NOT_HERE.items() if part in request.url.path), "") if code else ""
+        told = RequestError(f"{request.method} {request.url.path}: {error.detail}{why}", code=code)
+        body = error_body_at(request.url.path, told, error.status_code)
+        return _response(body, error.status_code, error.headers)
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        named = {"request_id": name} if (name := request.headers.get("x-request-id", "")[:256]) else {}
+        log.error("unexpected error in %s %s", request.method, request.url.path, exc_info=error, extra=named)
+        return error_response(error, request.url.path)
+
+    app.add_exception_handler(PdClusterError, known)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)

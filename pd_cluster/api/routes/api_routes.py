@@ -1,0 +1,33 @@
+"""All routes of the API that clients speak to, in one place: for the public port, and for `run-batch` without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fastapi import APIRouter
+
+from pd_cluster.api.routes.inference_routes import inference_routes, render_routes
+from pd_cluster.api.routes.message_routes import message_count_routes, message_routes
+from pd_cluster.api.routes.model_routes import model_routes
+from pd_cluster.api.routes.openai_routes import openai_routes
+from pd_cluster.api.routes.pooling_routes import pooling_routes
+from pd_cluster.api.routes.response_routes import input_routes, kept_response_routes, response_routes
+from pd_cluster.api.routes.resume_routes import resume_routes
+from pd_cluster.api.routes.token_routes import token_routes
+from pd_cluster.service.answers.response_store import ResponseStore
+from pd_cluster.service.text_service import TextService
+
+OPENAI_ROUTES = (
+    *(openai_routes, pooling_routes, model_routes, token_routes, message_routes, message_count_routes),
+    *(inference_routes, render_routes),
+)
+
+
+def api_routes(service: TextService, store: ResponseStore | None) -> Iterator[APIRouter]:
+    """`store` keeps responses; None: none are kept."""
+    for routes in OPENAI_ROUTES:
+        yield routes(service)
+    if service.resumption.is_on:
+        yield resume_routes(service)
+    for make in (response_routes, input_routes, kept_response_routes):
+        yield make(service, store)

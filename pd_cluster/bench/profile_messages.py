@@ -1,0 +1,41 @@
+"""Messages between `pd-cluster profile` and the engine processes that it measures, one JSON line each."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pd_cluster.costs.linear_costs import StepWork
+
+
+class Steps(msgspec.Struct, frozen=True, kw_only=True):
+    """Steps to run: `num_rows` sequences that decode, each behind `num_context` tokens, and prompts one by one.
+
+    It ends after `num_steps` steps, or earlier after `seconds`; a prompt that has begun is computed first.
+    """
+
+    num_rows: int = 0
+    num_context: int = 0
+    num_prompt_tokens: int = 0  # of each prompt
+    num_steps: int = 1
+    seconds: float = 60.0
+
+
+class TimedStep(msgspec.Struct, frozen=True, array_like=True):
+    """`began_s`: by the monotonic clock, which all processes of a host share."""
+
+    began_s: float
+    took_s: float
+    work: StepWork
+
+
+class EngineReady(msgspec.Struct, frozen=True, kw_only=True):
+    """The sizes that the engine has settled on. `error`: why there is none."""
+
+    max_num_seqs: int = 0
+    max_num_batched_tokens: int = 0
+    max_model_len: int = 0
+    num_blocks: int = 0
+    block_size: int = 1
+    kv_token_nbytes: int = 0
+    device: str = ""  # its kind
+    error: str = ""

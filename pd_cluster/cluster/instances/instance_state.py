@@ -1,0 +1,201 @@
+"""The scheduler's view of a worker. Plain state, read by policy, written by membership and router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pd_cluster.cluster.instances.known_prefixes import KnownBlocks, PoolKind, Prompt, pool_kind_of
+from pd_cluster.cluster.instances.peer_links import NO_LINKS, PeerLinks
+from pd_cluster.net.peer_admission import peer_key
+from pd_cluster.process_messages import InstanceInfo, InstanceState, Service
+from pd_cluster.types import LinkState, Role
+from pd_cluster.types.variants import short_name
+from pd_cluster.wire import GIVEN_UP, PAUSED, Load, PeerInfo
+
+
+@dataclass(slots=True)
+class Instance:
+    """One entry of the global rank table, or a worker that registered itself (with `joined_as`, join_registrar.py).
+
+    `info` is its process's own description, None while there is no answer.
+
+    `role` is its current role, whatever its name says; `service` and `next_role` are the operator's wishes
+    (elastic_membership.py).
+    """
+
+    name: str
+    role: Role
+    host: str
+    port: int
+    device_ids: list[str]
+    joined_as: Role | None = None
+    state: InstanceState = "unreachable"
+    reason: str = ""
+    info: InstanceInfo | None = None
+    conn: str = ""
+    ready_s: float = float("-inf")  # when this life was last reached, by the event loop's clock
+    heard_s: float = float("-inf")  # when it last reported that it is alive, likewise
+    load: Load = field(default_factory=Load)
+    num_heartbeats: int = 0
+    outstanding_tokens: int = 0  # sent by this scheduler and not seen finished
+    others_tokens: int = 0  # sent by other API processes, as last reported
+    num_outstanding: int = 0
+    num_sequences: int = 0  # sent there by this scheduler for decode and not seen finished
+    num_sequences_then: int = 0  # when it last reported its load
+    known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # in its prefix cache
+    service: Service = "in"
+    next_role: Role | None = None  # its role once it is empty
+    drain_deadline_s: float = 0.0  # until then its requests may finish there
+    drain_timeout_s: float = 0.0  # that deadline's duration
+    adapters: frozenset[str] = frozenset()  # of those it shall have, by digest, those that it has reported
+    adapter_problems: dict[str, str] = field(default_factory=dict)
+    _pool: tuple[InstanceInfo | None, PoolKind | None] = field(
+        default=(None, None), init=False, repr=False, compare=False
+    )
+    _links: PeerLinks = field(default=NO_LINKS, init=False, repr=False, compare=False)
+
+    @property
+    def links(self) -> PeerLinks:
+        """Its links to decode instances and encoders, by its last load."""
+        if self._links.states is not self.load.links:
+            self._links = PeerLinks.of(self.load.links)
+        return self._links
+
+    @property
+    def is_registered(self) -> bool:
+        return self.joined_as is not None
+
+    @property
+    def epoch(self) -> int:
+        return self.info.epoch if self.info is not None else 0
+
+    @property
+    def key(self) -> str:
+        return peer_key(self.name, self.epoch)
+
+    @property
+    def unit(self) -> str:
+        """The unit of its last known life; "": it is in none."""
+        return self.info.unit if self.info is not None else ""
+
+    @property
+    def unit_rank(self) -> int:
+        return self.info.unit_rank if self.info is not None else 0
+
+    @property
+    def unit_size(self) -> int:
+        return self.info.unit_size if self.info is not None else 1
+
+    @property
+    def is_ready(self) -> bool:
+        return self.state == "ready"
+
+    @property
+    def is_reached(self) -> bool:
+        """Whether a connection to this life of it is open, or opens."""
+        return self.state in ("connecting", "forming", "ready")
+
+    @property
+    def is_returning(self) -> bool:
+        """Whether it is on its way to being ready: its process lives, or was lost by no silence of its own."""
+        is_alive = self.state == "unreachable" and self.reason in (GIVEN_UP, PAUSED)
+        return is_alive or self.state in ("loading", "forming", "connecting")
+
+    @property
+    def takes_requests(self) -> bool:
+        if self.state != "ready" or self.service != "in" or self.next_role is not None:
+            return False
+        load = self.load
+        return not (load.is_draining or load.sleep_level)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no work of this scheduler, and reports none itself."""
+        load = self.load
+        busy = load.num_running + load.num_waiting + load.num_landing + load.num_exporting + load.num_held_blocks
+        return not self.is_ready or not (self.num_outstanding or busy)
+
+    @property
+    def shown_state(self) -> str:
+        if not self.is_ready:
+            return self.state
+        if self.service == "leaving":
+            return "leaving"
+        if self.next_role is not None:
+            return "changing"
+        if self.service == "out":
+            return "drained" if self.is_empty else "draining"
+        if self.load.sleep_level:
+            return "asleep"
+        return "draining" if self.load.is_draining else self.state
+
+    @property
+    def tokens_ahead(self) -> int:
+        """Tokens of work that a new request finds there, sent by this process and others."""
+        return self.outstanding_tokens + self.others_tokens
+
+    @property
+    def prompt_tokens_ahead(self) -> int:
+        """Prompt tokens to compute.
+
+        A decode instance's outstanding tokens belong mostly to sequences that already decode.
+        """
+        if self.role == "prefill":
+            return self.outstanding_tokens + self.others_tokens
+        return self.load.num_queued_tokens
+
+    @property
+    def num_sent_since(self) -> int:
+        """Sequences sent since it last reported its load, minus those that ended since; may be negative."""
+        return self.num_sequences - self.num_sequences_then
+
+    @property
+    def num_sequences_there(self) -> int:
+        """Sequences that it reported, corrected by those sent and ended since."""
+        load = self.load
+        return max(0, load.num_running + load.num_landing + load.num_waiting + self.num_sent_since)
+
+    @property
+    def num_places(self) -> int:
+        """The most sequences in one of its steps; 0: unknown."""
+        return self.info.max_num_seqs if self.info is not None else 0
+
+    def lacks_adapter(self, digest: str) -> bool:
+        """Whether it would have to read this LoRA adapter again; "": there is none."""
+        present = self.load.adapters
+        return bool(digest) and present is not None and short_name(digest) not in present
+
+    def num_cached(self, prompt: Prompt) -> int:
+        """Returns the prompt's tokens that its caches are known to save; asked of each instance for every request."""
+        known = self.known_blocks
+        if not known.tiers:
+            return 0
+        if self._pool[0] is not self.info:
+            self._pool = self.info, pool_kind_of(self.info)
+        pool = self._pool[1]
+        if pool is None or prompt.keys[pool][0] not in known.tiers:
+            return 0
+        return prompt.num_cached(pool, known, self.load)
+
+    def linked_to(self, other: Instance) -> bool:
+        """Whether KV cache can go from this prefill instance to that decode instance."""
+        return other.key in self.links.up
+
+    def link_to(self, other: Instance) -> LinkState:
+        """Returns the state of its link to that decode instance, as it last reported it."""
+        return self.links.to(other.key)
+
+    def to_peer(self) -> PeerInfo:
+        info = self.info
+        return PeerInfo(
+            name=self.name,
+            epoch=self.epoch,
+            role=self.role,
+            host=self.host,
+            control_port=info.control_port if info is not None else 0,
+            public_key=info.public_key if info is not None else b"",
+            tp_size=info.tp_size if info is not None else 1,
+            unit=self.unit,
+            unit_rank=self.unit_rank,
+            is_forming=not self.is_ready,
+        )

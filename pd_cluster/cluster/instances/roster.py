@@ -1,0 +1,145 @@
+"""The instances that this process knows, and their state according to their connections. On the event loop.
+
+Subclasses decide which instances are listed, and where: the scheduler asks the workers (worker_membership.py), an
+API process receives the list from the scheduler (membership_mirror.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol
+
+from pd_cluster import wire
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.instances.known_prefixes import KnownBlocks
+from pd_cluster.process_messages import InstanceInfo, InstanceState
+
+log = logging.getLogger(__name__)
+
+
+class LegHolder(Protocol):
+    """Has requests at instances, and hears when these must go elsewhere."""
+
+    def on_lost(self, instance: Instance, reason: str) -> None:
+        """An open connection to a worker has closed."""
+
+    def move_on(self, instance: Instance, why: str) -> None:
+        """The instance lives, and is to be emptied."""
+
+
+class Members(Protocol):
+    """A roster, as far as routing needs it."""
+
+    instances: list[Instance]
+
+    def watch(self, follower: LegHolder) -> None: ...
+    async def change(self) -> None: ...
+
+
+class Connector(Protocol):
+    """The mailbox, as far as a roster needs it."""
+
+    def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str: ...
+    def disconnect(self, conn: str) -> None: ...
+
+
+class Roster:
+    def __init__(self, instances: list[Instance], lines: Connector) -> None:
+        self.instances = instances
+        self._lines = lines
+        self._followers: list[LegHolder] = []
+        self._by_conn: dict[str, Instance] = {}
+        self._open: set[str] = set()  # connections whose requests may have to move elsewhere
+        self._changed = asyncio.Event()
+        self.own_key = ""  # of one of several schedulers, name@epoch: others' work is what workers report of them
+
+    def watch(self, follower: LegHolder) -> None:
+        """From now on it hears of losses."""
+        self._followers.append(follower)
+
+    def connect(self, instance: Instance, info: InstanceInfo) -> None:
+        """Opens a connection to this life of it; `on_opened` or `on_closed` follows."""
+        self.set_state(instance, "connecting", "")
+        instance.conn = self._lines.connect(info.name, info.epoch, instance.host, info.control_port, info.public_key)
+        self._by_conn[instance.conn] = instance
+
+    # ---- the mailbox's events
+
+    def on_opened(self, conn: str) -> None:
+        instance = self._by_conn.get(conn)
+        if instance is not None:
+            self._open.add(conn)
+            instance.ready_s = instance.heard_s = asyncio.get_running_loop().time()
+            self.set_state(instance, "ready", "")
+            self._has_come(instance)
+
+    def on_heartbeat(self, conn: str, load: wire.Load) -> None:
+        instance = self._by_conn.get(conn)
+        if instance is not None:
+            instance.load = load
+            if self.own_key:
+                others = (tokens for scheduler, tokens in load.outstanding.items() if scheduler != self.own_key)
+                instance.others_tokens = sum(others)
+            instance.num_sequences_then = instance.num_sequences
+            instance.heard_s = asyncio.get_running_loop().time()
+            instance.num_heartbeats += 1
+            self.wake()
+
+    def on_cache_keys(self, conn: str, news: wire.CacheKeys) -> None:
+        instance = self._by_conn.get(conn)
+        if instance is not None:
+            instance.known_blocks.hear(news)
+
+    def on_adapter_states(self, conn: str, states: wire.AdapterStates) -> None:
+        """Ignores it: only a membership sends lists of adapters."""
+
+    def on_stale_order(self, conn: str, term: int) -> None:
+        """Ignores it: only a membership gives orders."""
+
+    def on_closed(self, conn: str, reason: str) -> None:
+        instance = self._by_conn.pop(conn, None)
+        if instance is None:
+            return
+        was_open = conn in self._open  # whatever others reported about the instance meanwhile
+        self._open.discard(conn)
+        seen = f"it stopped, as it had said: {reason}" if instance.load.is_draining else reason
+        self.set_state(instance, *self._state_after(instance, seen))
+        instance.conn = ""
+        instance.load, instance.num_sequences_then = wire.Load(), 0
+        if self.own_key:
+            instance.others_tokens = 0
+        instance.known_blocks = KnownBlocks()
+        instance.adapters, instance.adapter_problems = frozenset(), {}
+        if was_open:
+            for follower in self._followers:
+                follower.on_lost(instance, reason)
+            self._has_gone(instance)
+
+    def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
+        """Returns the instance's state and its reason, after its connection has closed for this reason."""
+        return "unreachable", reason
+
+    def _has_come(self, instance: Instance) -> None:
+        """Called when it becomes ready."""
+
+    def _has_gone(self, instance: Instance) -> None:
+        """Called when it stops being ready, after its requests were notified."""
+
+    # ---- waiting
+
+    async def change(self) -> None:
+        """Waits for any news of any worker."""
+        await self._changed.wait()
+
+    def wake(self) -> None:
+        """Wakes current waiters; later callers wait for the next change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def set_state(self, instance: Instance, state: InstanceState, reason: str) -> None:
+        if (instance.state, instance.reason) != (state, reason):
+            level = logging.WARNING if state == "failed" else logging.INFO
+            log.log(level, "%s is %s%s", instance.name, state, f": {reason}" if reason else "")
+        instance.state, instance.reason = state, reason
+        self.wake()

@@ -1,0 +1,145 @@
+"""The schedulers' shared record in a folder of one host. Knows nothing of what it means (membership_lease.py).
+
+Each version is a file of its own, made by link(2), which fails where the file exists: whoever makes it has written that
+version. No process holds a lock on it, so one that is stopped at any place stops no other. A lock on a file of its own
+keeps a scheduler's number for it as long as it lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import time
+from pathlib import Path
+
+import msgspec
+
+from pd_cluster.cluster.leases.membership_lease import LeaseRecord
+from pd_cluster.errors import ConfigError, LeaseUnavailable, called
+from pd_cluster.private_files import check_folder, open_own, reading
+
+NUM_KEPT = 3  # versions: a reader may have listed one that is removed before it opens it
+MAX_RECORD_NBYTES = 4 << 20
+DIGITS = 20
+LEFT_S = 60.0  # the age of a file that nobody writes any more
+
+
+class LeaseFolder:
+    """Makes the folder (0700) if there is none. Raises ConfigError if it is another user's, or open to others."""
+
+    max_record_nbytes = MAX_RECORD_NBYTES
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        check_folder(path, called("scheduler_lease"))
+        self._lock = -1
+        self._known = 0, b""  # the version that was last read or written, and its file's content
+        for left in path.glob("new-*"):  # by a process that was killed while it wrote; others write now
+            with contextlib.suppress(OSError):
+                if time.time() - left.stat().st_mtime > LEFT_S:
+                    left.unlink()
+
+    def take(self, index: int) -> None:
+        """Keeps this scheduler's number until the process ends. Raises ConfigError if another process has it."""
+        flag, file = f"{called('scheduler_index')} {index}", self.path / f"scheduler-{index}"
+        try:
+            self._lock = open_own(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"{flag}: another scheduler of {self.path} has this number; give each its own") from None
+        except OSError as error:
+            raise ConfigError(f"{flag}: {file}: {error.strerror}") from None
+
+    def read(self) -> LeaseRecord:
+        for _ in range(NUM_KEPT):
+            version = self._last()
+            if not version:
+                self._known = 0, b""
+                return LeaseRecord()
+            try:
+                with reading(self._file(version)) as file:
+                    content = file.read(MAX_RECORD_NBYTES + 1)
+                record = msgspec.json.decode(content, type=LeaseRecord)
+            except FileNotFoundError:
+                continue  # newer ones were written meanwhile
+            except (OSError, ValueError) as error:
+                raise LeaseUnavailable(f"{self._file(version)}: {error}") from None
+            if record.version != version:
+                raise LeaseUnavailable(f"{self._file(version)}: it is version {record.version}")
+            self._known = version, content
+            return record
+        raise LeaseUnavailable(f"{self.path}: it changes faster than it can be read")
+
+    def write(self, record: LeaseRecord) -> bool:
+        if record.version != self._known[0] + 1:
+            return False
+        new, written = self.path / f"new-{secrets.token_hex(8)}", msgspec.json.encode(record)
+        try:
+            if not self._is_known_there():
+                return False
+            with new.open("xb") as file:
+                os.fchmod(file.fileno(), 0o600)
+                file.write(written)
+                file.flush()
+                os.fsync(file.fileno())  # a version that has a name is whole, also after a power failure
+            try:
+                os.link(new, self._file(record.version))
+            except FileExistsError:
+                return False
+            # A process that stood still may have made again a version that was there, and was removed.
+            if self._last() != record.version or not self._is_known_there():
+                self._take_back(record.version, written)
+                return False
+            self._known = record.version, written
+            self._tidy(record.version)
+            return True
+        except OSError as error:
+            raise LeaseUnavailable(f"{self.path}: {error.strerror}") from None
+        finally:
+            with contextlib.suppress(OSError):
+                new.unlink()
+
+    def _take_back(self, version: int, written: bytes) -> None:
+        """Removes a version that must not count; not another's of this number, which was written meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            if self._content(version) == written:
+                self._file(version).unlink()
+
+    def _is_known_there(self) -> bool:
+        """Whether the version before is still the one that is known.
+
+        Otherwise the folder was emptied, and another may have written since: its lease would run.
+        """
+        version, content = self._known
+        if not version:
+            return True
+        try:
+            return self._content(version) == content
+        except FileNotFoundError:
+            return False
+
+    def _last(self) -> int:
+        """Returns the last version; 0: there is none. Raises LeaseUnavailable."""
+        try:
+            return max(self._versions(), default=0)
+        except OSError as error:
+            raise LeaseUnavailable(f"{self.path}: {error.strerror}") from None
+
+    def _versions(self) -> list[int]:
+        return [int(name) for name in os.listdir(self.path) if name.isdecimal() and len(name) == DIGITS]
+
+    def _tidy(self, version: int) -> None:
+        for old in self._versions():
+            if old <= version - NUM_KEPT:
+                with contextlib.suppress(OSError):
+                    self._file(old).unlink()
+
+    def _content(self, version: int) -> bytes:
+        """Raises OSError."""
+        with reading(self._file(version)) as file:
+            return file.read(MAX_RECORD_NBYTES + 1)
+
+    def _file(self, version: int) -> Path:
+        return self.path / f"{version:0{DIGITS}d}"

@@ -1,0 +1,165 @@
+"""Which of several schedulers owns membership: a lease in a store that all of them share, and its fencing number.
+
+The states are in docs/protocol/membership.md, "Several schedulers". Pure: the caller reads and writes the store, and
+says when. Knows nothing of workers; where the record is kept is a `LeaseStore`'s business (lease_folder.py on one
+host).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from pd_cluster.process_messages import Service
+from pd_cluster.types import Role
+
+RENEWALS = 5  # within the duration of a lease
+
+
+class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An instance as the owner of membership wishes it: where it is, its role, and its service.
+
+    `joined_as`: the role with which it has registered itself; None: the rank table has it.
+    """
+
+    name: str
+    role: Role
+    host: str
+    port: int
+    device_ids: list[str]
+    joined_as: Role | None = None
+    service: Service = "in"
+    next_role: Role | None = None
+    drain_timeout_s: float = 0.0
+
+
+class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The shared record. Each write replaces it whole and adds one to `version`.
+
+    `term`: the fencing number, higher with each owner; 0: there has been none since the record was last removed.
+    `holder`: the owner's name@epoch; "": it has let go. `admin`: the owner's admin address, for operators. `table`: the
+    digest of its rank table. `members`: its instances. `stamp`: no two writes have the same.
+    """
+
+    version: int = 0
+    term: int = 0
+    holder: str = ""
+    admin: str = ""
+    table: bytes = b""
+    members: list[DesiredInstance] = []
+    stamp: str = ""
+
+
+class LeaseStore(Protocol):
+    """Keeps one record: in a folder of one host (lease_folder.py), or in Kubernetes (lease_kubernetes.py).
+
+    Both calls may take time: they are made on a thread, one at a time. `max_record_nbytes`: of a record as JSON.
+    """
+
+    max_record_nbytes: int
+
+    def read(self) -> LeaseRecord:
+        """Returns the last record; an empty one if there was none. Raises LeaseUnavailable."""
+
+    def write(self, record: LeaseRecord) -> bool:
+        """Replaces the record that this object has last read or written, whose version is `record.version` minus one.
+
+        Returns False if that is not the record any more: another was written meanwhile, or it was removed. Raises
+        LeaseUnavailable, after which the record may or may not have been written.
+        """
+
+
+class Ownership:
+    """One scheduler's part. `own` is its name@epoch.
+
+    `seen` takes what was read and returns what to write, if anything; `wrote` takes the outcome. In between, and at any
+    time, the process may be stopped: `term_now` looks at the clock, and workers refuse older terms.
+    """
+
+    def __init__(
+        self,
+        own: str,
+        duration_s: float,
+        clock: Callable[[], float],
+        admin: str = "",
+        table: bytes = b"",
+        least_term: Callable[[], int] = lambda: 1,
+    ) -> None:
+        """`least_term`: that an ownership may have which begins now."""
+        self.own, self.duration_s = own, duration_s
+        self.record = LeaseRecord()  # the last that was seen
+        self.highest_term = 0  # in the record, so far; no worker is asked: one that lies must not end an ownership
+        self.is_candidate = True  # whether it may become the owner
+        self.table = table
+        self._admin, self._clock, self._least_term = admin, clock, least_term
+        self._changed_s = math.inf  # when `record` was first seen
+        self._term, self._until_s = 0, -math.inf  # of the lease that this process has won, and its end
+        self._written_s = -math.inf  # when what is being written was decided
+        self._num_writes = 0
+
+    @property
+    def term_now(self) -> int | None:
+        """The fencing number under which this process may give orders now; None: it may not."""
+        return self._term if self._clock() < self._until_s else None
+
+    def seen(self, record: LeaseRecord, members: Sequence[DesiredInstance]) -> LeaseRecord | None:
+        """Takes the record that was read just now. `members`: those of this process. Returns the record to write."""
+        now_s = self._clock()
+        if self._changed_s == math.inf or record != self.record:
+            self.record, self._changed_s = record, now_s
+        self.highest_term = max(self.highest_term, record.term)
+        if record.term > self._term:
+            self._until_s = -math.inf
+        self._written_s = now_s
+        is_missing = not record.term  # never written, or removed: the owner, if there is one, writes it again
+        if self.term_now is not None and (is_missing or (record.holder, record.term) == (self.own, self._term)):
+            is_due = is_missing or now_s > self._until_s - self.duration_s * (1 - 1 / RENEWALS)
+            is_due = is_due or list(members) != record.members or self.table != record.table
+            return self._next(self._term, members) if is_due else None
+        if not record.version:  # only what is there can be seen not to change
+            return LeaseRecord(version=1, stamp=self._new_stamp())
+        is_free = not (is_missing or record.holder) or now_s - self._changed_s >= self.duration_s
+        if not is_free or not self.is_candidate:
+            return None
+        return self._next(max(self.highest_term + 1, self._least_term()), members)
+
+    def wrote(self, record: LeaseRecord, is_written: bool) -> None:
+        """Takes the outcome of writing what `seen` returned.
+
+        If it was not written, a lease that still runs goes on: another owner is none before its end.
+        """
+        if not is_written:
+            return
+        self.record, self._changed_s = record, self._clock()
+        self.highest_term = max(self.highest_term, record.term)
+        if record.holder == self.own and self.highest_term == record.term:
+            self._term, self._until_s = record.term, self._written_s + self.duration_s
+
+    def released(self) -> LeaseRecord | None:
+        """Lets go: from now on this process gives no orders. Returns the record that says so; None if it owned nothing.
+
+        The next owner need not wait for the lease's end.
+        """
+        term, self._until_s, self.is_candidate = self.term_now, -math.inf, False
+        if term is None or self.record.term != term:  # the record was removed, and with it the list
+            return None
+        last, stamp = self.record, self._new_stamp()
+        return msgspec.structs.replace(last, version=last.version + 1, holder="", admin="", stamp=stamp)
+
+    def _next(self, term: int, members: Sequence[DesiredInstance]) -> LeaseRecord:
+        return LeaseRecord(
+            version=self.record.version + 1,
+            term=term,
+            holder=self.own,
+            admin=self._admin,
+            table=self.table,
+            members=list(members),
+            stamp=self._new_stamp(),
+        )
+
+    def _new_stamp(self) -> str:
+        self._num_writes += 1
+        return f"{self.own}/{self._num_writes}"

@@ -1,0 +1,164 @@
+"""The secrets of a cluster's members, from the files that pd-ranktable writes beside the global rank table.
+
+With --derive-secret they are all derived from the table instead: only for a single host whose every user is trusted.
+Knows nothing of connections.
+"""
+
+from __future__ import annotations
+
+import hmac
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from pd_cluster.cluster.members.rank_table_place import Place, digest_of, spans_hosts, table_path
+from pd_cluster.errors import ConfigError
+from pd_cluster.net.node_key_files import NEW, read_node_keys, read_trusted_nodes
+from pd_cluster.net.node_proofs import check_own
+from pd_cluster.settings.process_configs import Credentials
+from pd_cluster.settings.process_settings import KeyFiles
+from ranktable_tools import RankTable, load_global
+from ranktable_tools.cluster_keys import (
+    ADMIN_TOKEN_FILE,
+    SCHEDULER_KEY_FILE,
+    SECRET_FILE,
+    read_scheduler_key,
+    read_secret,
+    read_token,
+    refuse_foreign_key,
+)
+from ranktable_tools.public_keys import public_key
+from ranktable_tools.schema import RankTableError, read_bytes
+
+T = TypeVar("T")
+PURPOSES = {"secret": b"secret 1", "key": b"scheduler key 1", "token": b"admin token 1"}
+
+
+def credentials_of(place: Place, files: KeyFiles) -> Credentials:
+    """Returns this process's credentials. Raises ConfigError."""
+    _check_node(place, files)
+    named = {"node_key_file": files.node_key, "trusted_nodes": files.trusted_nodes}
+    return msgspec.structs.replace(_cluster_credentials(place, files), **named)
+
+
+def _check_node(place: Place, files: KeyFiles) -> None:
+    """Raises ConfigError for files of nodes that cannot be used, and for a worker whose node its own list refuses."""
+    if (files.node_key or files.trusted_nodes) and importlib.util.find_spec("cryptography") is None:
+        flag = "--node-key-file" if files.node_key else "--trusted-nodes"
+        raise ConfigError(f"{flag}: cryptography is not installed; pip install 'pd-cluster[node-keys]'")
+    trusted = read_trusted_nodes(Path(files.trusted_nodes)) if files.trusted_nodes else None
+    if not files.node_key:
+        if trusted is not None and place.role != "scheduler":
+            raise ConfigError(
+                f"--trusted-nodes {files.trusted_nodes}: a worker needs a key of its own, too, which --node-key-file "
+                f"names; {NEW}"
+            )
+        return
+    keys = read_node_keys(Path(files.node_key))
+    if trusted is not None and place.role != "scheduler":
+        check_own(keys, Path(files.node_key), trusted, Path(files.trusted_nodes), time.time())
+
+
+def _cluster_credentials(place: Place, files: KeyFiles) -> Credentials:
+    if not place.table.file:
+        _refuse_unnamed(place, files)
+    table = digest_of(place.table) if place.table.file else b""
+    if files.derives:
+        given = {"--secret-file": files.secret, "--scheduler-key-file": files.scheduler_key}
+        for flag in [flag for flag, file in given.items() if file is not None]:
+            raise ConfigError(f"{flag} {given[flag]}: goes with a cluster.secret, not with --derive-secret; drop one")
+        secret, key = (_derived(place.table, purpose) for purpose in ("secret", "key"))
+        return Credentials(secret, (public_key(key),), key if place.role == "scheduler" else b"", table)
+    secret_file, known = _read(place.folder, "--secret-file", files.secret, SECRET_FILE, read_secret)
+    if place.role != "scheduler":
+        return Credentials(known.secret, known.schedulers, table=table)
+    flag = "--scheduler-key-file"
+    key_file, key = _read(place.folder, flag, files.scheduler_key, SCHEDULER_KEY_FILE, read_scheduler_key)
+    try:
+        refuse_foreign_key(key, key_file, known, secret_file)
+    except RankTableError as error:
+        raise ConfigError(str(error)) from None
+    return Credentials(known.secret, known.schedulers, key, table)
+
+
+def _refuse_unnamed(place: Place, files: KeyFiles) -> None:
+    """Raises ConfigError where a file is not named: without a table there is no folder to look in."""
+    if files.derives:
+        raise ConfigError("--derive-secret: the secret follows from a rank table, and --role reads none; drop one")
+    needed = {"--secret-file": (files.secret, SECRET_FILE)}
+    if place.role == "scheduler":
+        needed["--scheduler-key-file"] = files.scheduler_key, SCHEDULER_KEY_FILE
+        needed["--admin-token-file"] = files.admin_token, ADMIN_TOKEN_FILE
+    for flag, (given, name) in needed.items():
+        if given is None:
+            raise ConfigError(
+                f"{flag}: --role {place.role} needs it, because there is no rank table for {name} to be beside; "
+                f"`pd-ranktable keys --save-dir FOLDER` writes the three files"
+            )
+
+
+def admin_token_of(place: Place, files: KeyFiles) -> str:
+    """Returns the scheduler's admin token. Raises ConfigError."""
+    if files.derives and files.admin_token is None:
+        return _derived(place.table, "token").hex()
+    return _read(place.folder, "--admin-token-file", files.admin_token, ADMIN_TOKEN_FILE, read_token)[1]
+
+
+def find_admin_token(env: Mapping[str, str], file: str) -> str:
+    """Finds the token for a process that is not an instance; "" if nothing names one. Raises ConfigError.
+
+    Beside a one-host table without any of the files, the token is derived from the table.
+    """
+    if file:
+        return read_admin_token(file)
+    if not env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
+        return ""
+    path = table_path(env)
+    if any(os.path.exists(path.parent / name) for name in (ADMIN_TOKEN_FILE, SECRET_FILE)):
+        return _read(path.parent, "--admin-token-file", None, ADMIN_TOKEN_FILE, read_token)[1]
+    try:
+        table = load_global(path)
+    except RankTableError as error:
+        raise ConfigError(str(error)) from None
+    return "" if spans_hosts(table) else _derived(table, "token").hex()
+
+
+def read_admin_token(file: str) -> str:
+    """Reads the token. Raises ConfigError that names --admin-token-file."""
+    return _read(Path(), "--admin-token-file", file, ADMIN_TOKEN_FILE, read_token)[1]
+
+
+def _read(folder: Path, flag: str, given: str | None, name: str, read: Callable[[Path], T]) -> tuple[Path, T]:
+    file = Path(given) if given is not None else folder / name
+    if given is None and not os.path.exists(file):
+        goes_to = "every host" if name == SECRET_FILE else "the scheduler's host"
+        derived = "; --derive-secret does without it where every user of this one host is trusted"
+        raise ConfigError(
+            f"{file}: no such file; `pd-ranktable gen` or `merge` writes it beside the global rank table, for "
+            f"{goes_to} (`pd-ranktable keys --save-dir {folder}` for a table that is there already), or name it with "
+            f"{flag} FILE{derived if name == SECRET_FILE else ''}"
+        )
+    try:
+        return file, read(file)
+    except RankTableError as error:
+        raise ConfigError(f"{flag} {error}" if given is not None else str(error)) from None
+
+
+def _derived(table: RankTable, purpose: str) -> bytes:
+    if spans_hosts(table):
+        servers = [each for each in (table.scheduler, *table.instances) if each is not None]
+        hosts = ", ".join(dict.fromkeys(each.server_ip for each in servers))
+        raise ConfigError(
+            f"--derive-secret: {table.file} has several hosts ({hosts}), and a secret that follows from the table is "
+            f"for one host alone; copy the {SECRET_FILE} that `pd-ranktable merge` writes to each of them"
+        )
+    try:
+        content = read_bytes(table.file)
+    except RankTableError as error:
+        raise ConfigError(str(error)) from None
+    return hmac.digest(b"pd-cluster from rank table: " + PURPOSES[purpose], content, "sha256")

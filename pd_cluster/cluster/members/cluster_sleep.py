@@ -1,0 +1,74 @@
+"""The level of sleep that every instance shall have. Sends it to each that has another one, whenever that one comes.
+
+The state × event table is in docs/protocol/membership.md. Knows nothing of requests: cluster_control.py keeps them
+away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from pd_cluster import wire
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.instances.roster import Roster
+from pd_cluster.cluster.members.worker_membership import MemberPost
+from pd_cluster.errors import DeadlineExceeded, Refused
+
+log = logging.getLogger(__name__)
+
+LEVEL_TIMEOUT_S = 600.0  # all weights may have to be read
+
+
+class ClusterSleep:
+    """`level`: the wished one."""
+
+    def __init__(self, roster: Roster, post: MemberPost) -> None:
+        self._roster, self._post = roster, post
+        self.level: wire.SleepLevel = 0
+        self._told: dict[str, wire.SleepLevel] = {}  # by open connection
+
+    async def run(self) -> None:
+        """Follows the instances that come and go, until cancelled."""
+        while True:
+            self._tell()
+            await self._roster.change()
+
+    def check(self) -> None:
+        """Raises Refused if an instance could not follow."""
+        for instance in self._roster.instances:
+            if instance.unit:
+                raise Refused(
+                    f"instances of a unit do not sleep, and {instance.name} is in {instance.unit}; drain the unit and "
+                    f"stop its processes instead"
+                )
+            if instance.info is not None and instance.info.state == "ready" and instance.info.numerics.device != "cpu":
+                raise Refused(
+                    f"{instance.name} computes on {instance.info.numerics.device}, and only the memory of a CPU's "
+                    f"instances is returned to the system; drain it and stop its processes instead"
+                )
+
+    async def reach(self, level: wire.SleepLevel) -> None:
+        """Returns when every instance that is ready has the level. Raises DeadlineExceeded; the wish stays."""
+        self.level = level
+        self._tell()
+        try:
+            async with asyncio.timeout(LEVEL_TIMEOUT_S):
+                while self._lacking():
+                    await self._roster.change()
+        except TimeoutError:
+            names = ", ".join(instance.name for instance in self._lacking())
+            raise DeadlineExceeded(f"{names}: no answer within {LEVEL_TIMEOUT_S:g} s; send it again") from None
+
+    def _lacking(self) -> list[Instance]:
+        return [each for each in self._roster.instances if each.is_ready and each.load.sleep_level != self.level]
+
+    def _tell(self) -> None:
+        """Sends the wish to instances that have another level and another last word."""
+        lacking = self._lacking()
+        here = {instance.conn for instance in self._roster.instances}
+        self._told = {conn: level for conn, level in self._told.items() if conn in here}
+        for instance in lacking:
+            if self._told.get(instance.conn) != self.level:
+                self._told[instance.conn] = self.level
+                self._post.send(instance.conn, wire.Sleep(self.level))

@@ -1,0 +1,268 @@
+"""One of several schedulers over the same workers: owns membership or follows the owner. On the event loop.
+
+membership_lease.py picks the owner; this module keeps the shared record, lets `Membership` and `Elastic` act under the
+owner's fencing number, and applies the owner's list of instances where another scheduler owns. The states are in
+docs/protocol/membership.md, "Several schedulers". Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import msgspec
+
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.leases.membership_lease import DesiredInstance, LeaseRecord, LeaseStore, Ownership
+from pd_cluster.cluster.members.elastic_membership import Elastic
+from pd_cluster.cluster.members.worker_membership import Membership
+from pd_cluster.errors import LeaseUnavailable, Refused, Unavailable
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+LOOKS = 10  # at the record, within the duration of a lease
+SETTLE_S = 0.5  # the least
+LARGEST_WISH_NBYTES = 96  # service, next role and time to drain of an instance, as JSON
+OTHER_NBYTES = 1024  # of a record beside its list
+CALL_PART = 1 / 3  # of a lease: the longest that a call of the store may take
+RECORD_TIMEOUT_S = 2.0  # for a command to be in the record
+
+
+class TermHolder(Protocol):
+    """The mailbox, as far as this module needs it: what its greetings tell workers."""
+
+    def heard_of_term(self, term: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The part of a scheduler that makes it one of several. `admin`: where operators reach it.
+
+    `takeover_timeout_s`: how long a new scheduler may take to reach all instances.
+    """
+
+    index: int
+    store: LeaseStore
+    admin: str
+    duration_s: float
+    takeover_timeout_s: float
+
+
+class SharedMembership:
+    """Its membership knows this process's name@epoch."""
+
+    def __init__(
+        self,
+        lease: Lease,
+        membership: Membership,
+        elastic: Elastic,
+        mailbox: TermHolder,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        # Workers remember the terms of a folder that is lost: those of a new one are later.
+        own, first_term = membership.own_key, lambda: max(1, int(wall_clock()))
+        self.ownership = Ownership(own, lease.duration_s, clock, lease.admin, membership.table_digest, first_term)
+        self._store, self._membership, self._elastic, self._mailbox = lease.store, membership, elastic, mailbox
+        self._clock, self._started_s, self._takeover_timeout_s = clock, clock(), lease.takeover_timeout_s
+        self._thread = ThreadPoolExecutor(1, "lease")  # its own: names that do not resolve fill the loop's
+        self._asked = asyncio.Event()  # that the record be looked at now
+        self._looked = asyncio.Event()  # set with each look, and replaced
+        self._term: int | None = None  # under which orders were given last
+        self._followed = LeaseRecord()
+        self._problem = ""
+        self._refused_term = 0  # the highest that a worker has named when it refused an order
+        self._asking: asyncio.Future[Any] | None = None  # the last call of the store
+        self._writing: LeaseRecord | None = None  # whose outcome is not known yet
+        membership.term = lambda: self.ownership.term_now
+        membership.refused = self._on_refused
+        membership.has_capacity = self._has_capacity
+        elastic.shared = self
+
+    @property
+    def name(self) -> str:
+        return self.ownership.own.partition("@")[0]
+
+    @property
+    def owner(self) -> str:
+        """The name of the scheduler that owns membership, as far as is known; "": none."""
+        holder = self.ownership.record.holder
+        if holder == self.ownership.own and not self.is_owner:
+            return ""  # its own lease is over, and it cannot see whether another has taken it
+        return holder.partition("@")[0]
+
+    @property
+    def known_term(self) -> int:
+        """The highest fencing number that this process has heard of."""
+        return self.ownership.highest_term
+
+    def standing(self) -> dict[str, Any]:
+        """Returns its name, and who owns membership, for people."""
+        return {"name": self.name, "owner": self.owner, "term": self.known_term}
+
+    @property
+    def settle_s(self) -> float:
+        """How long other schedulers may not know of a command: some of their looks may be late."""
+        return max(SETTLE_S, 3 * self.ownership.duration_s / LOOKS)
+
+    @property
+    def is_owner(self) -> bool:
+        return self.ownership.term_now is not None
+
+    def check(self) -> None:
+        """Raises Refused where another scheduler must be asked."""
+        if not self.is_owner:
+            record = self.ownership.record
+            where = f"{self.owner} does, at {record.admin}; ask there" if self.owner else "none does now; try again"
+            raise Refused(f"{self.name} does not own membership: {where}")
+
+    def changed(self) -> None:
+        """The owner's list has changed: it is recorded at once."""
+        self._asked.set()
+
+    async def recorded(self) -> None:
+        """Returns when the owner's list is in the record, and so outlives this process. Raises Unavailable."""
+        self._asked.set()
+        try:
+            async with asyncio.timeout(RECORD_TIMEOUT_S):
+                while not (self.is_owner and self.ownership.record.members == self._members()):
+                    await self._looked.wait()
+        except TimeoutError:
+            reason = self._problem or f"{self.owner or 'no scheduler'} owns membership by now"
+            raise Unavailable(f"the command may not outlive this scheduler: {reason}") from None
+
+    async def run(self) -> None:
+        """Looks at the record again and again until cancelled; then lets go of the lease."""
+        try:
+            while True:
+                self._asked.clear()
+                await self._look()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self.ownership.duration_s / LOOKS):
+                        await self._asked.wait()
+        finally:
+            await self._release()
+            self._thread.shutdown(wait=False)
+
+    async def _look(self) -> None:
+        """Reads the record; writes it where this scheduler owns membership, or may; follows it otherwise."""
+        ownership = self.ownership
+        ownership.table = self._membership.table_digest
+        try:
+            if not await self._exchange():
+                await self._exchange()  # another program may have touched it alone
+            self._problem = ""
+        except LeaseUnavailable as error:
+            if str(error) != self._problem:
+                log.error("--scheduler-lease: %s", error)
+            self._problem = str(error)
+        self._mailbox.heard_of_term(ownership.highest_term)
+        if not self.is_owner:
+            self._follow(ownership.record)
+        self._note_term()
+        self._note_refused()
+        self._looked.set()
+        self._looked = asyncio.Event()
+
+    async def _exchange(self) -> bool:
+        """Reads the record, and writes the next if that is due. Returns False if another has written meanwhile."""
+        ownership = self.ownership
+        record = await self._on_thread(self._store.read)
+        if not self.is_owner:
+            self._follow(record)  # first: a record without an owner has operators' wishes, too
+        ownership.is_candidate = self._is_candidate(record)
+        self._writing = ownership.seen(record, self._members())
+        if self._writing is None:
+            return True
+        is_written = await self._on_thread(self._store.write, self._writing)
+        wanted, self._writing = self._writing, None
+        ownership.wrote(wanted, is_written)
+        return is_written
+
+    async def _on_thread(self, function: Callable[..., T], *args: object) -> T:
+        """Asks the store. If this is cancelled, the call goes on, and `_release` waits for it."""
+        asking = asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+        self._asking = asking
+        return await asyncio.shield(asking)
+
+    def _on_refused(self, term: int) -> None:
+        self._refused_term = max(self._refused_term, term)
+        self._asked.set()
+
+    def _note_refused(self) -> None:
+        """The record was read since: if its owner is behind the workers, only an operator can help."""
+        if self.is_owner and self._refused_term > self.ownership.highest_term:
+            log.error(
+                "workers follow term %d and no earlier one, and this owner of membership has term %d: the record of "
+                "before is lost, and this host's clock was set back; start the workers again that refuse its orders",
+                self._refused_term,
+                self.ownership.highest_term,
+            )
+        self._refused_term = 0
+
+    def _note_term(self) -> None:
+        before, self._term = self._term, self.ownership.term_now
+        if self._term is not None and self._term != before:
+            log.warning("%s owns membership now (term %d)", self.name, self._term)
+            self._membership.tell_peers()
+            self._membership.wake()
+        elif self._term is None and before is not None:
+            log.warning("%s owns membership no more", self.name)
+            self._membership.wake()
+
+    def _follow(self, record: LeaseRecord) -> None:
+        """Applies the owner's list. An old one, of another table, counts only once its owner is seen to live."""
+        if record == self._followed or record.holder == self.ownership.own:
+            return
+        is_first, self._followed = not self._followed.term, record
+        if record.term and not (is_first and record.table != self._membership.table_digest):
+            self._elastic.follow(record.members)
+
+    def _is_candidate(self, record: LeaseRecord) -> bool:
+        """Whether its list of live workers is whole: a new scheduler's would cut links that others use."""
+        if not record.term or self._clock() - self._started_s > self._takeover_timeout_s:
+            return True
+        return all(instance.is_ready for instance in self._membership.instances)
+
+    def _members(self) -> list[DesiredInstance]:
+        return [self._listed(each) for each in self._membership.instances]
+
+    def _listed(self, instance: Instance) -> DesiredInstance:
+        return DesiredInstance(
+            name=instance.name,
+            role=instance.role,
+            host=self._membership.host_of(instance),
+            port=instance.port,
+            device_ids=instance.device_ids,
+            joined_as=instance.joined_as,
+            service=instance.service,
+            next_role=instance.next_role,
+            drain_timeout_s=instance.drain_timeout_s,
+        )
+
+    def _has_capacity(self, new: Instance) -> bool:
+        """Whether the record can have this instance, too, whatever is wished for all of them."""
+        listed = [*self._members(), self._listed(new)]
+        nbytes = len(msgspec.json.encode(listed)) + LARGEST_WISH_NBYTES * len(listed) + OTHER_NBYTES
+        return nbytes <= self._store.max_record_nbytes
+
+    async def _release(self) -> None:
+        """Lets go, once a call that is under way has ended. If that takes too long, the lease ends by itself."""
+        if self._asking is not None and not self._asking.done():
+            await asyncio.wait((self._asking,), timeout=self.ownership.duration_s * CALL_PART)
+            if not self._asking.done():
+                return
+        with contextlib.suppress(LeaseUnavailable, RuntimeError):  # no thread can be started at a loop's end
+            if self._writing is not None and self._asking is not None:
+                self.ownership.wrote(self._writing, bool(self._asking.result()))
+        record = self.ownership.released()
+        if record is not None:
+            with contextlib.suppress(LeaseUnavailable, RuntimeError):
+                await self._on_thread(self._store.write, record)

@@ -1,0 +1,143 @@
+"""Finds the best pair of linked instances from the best of each side. Pure.
+
+A pair costs more the more either of its instances costs. So only links that are not up, and pairs to avoid, make it
+necessary to look at a second decode instance: P + D steps where there are none of them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from pd_cluster.cluster.instances.instance_state import Instance
+
+Pair = tuple[Instance, Instance]
+
+
+class PairCosts(NamedTuple):
+    """The cost of an instance of each side, as values that compare; that of the prefill side comes first by default.
+
+    `joined` must grow with each of its arguments, strictly.
+    """
+
+    prefill: Callable[[Instance], Any]
+    decode: Callable[[Instance], Any]
+    joined: Callable[[Any, Any], Any] = lambda prefill, decode: (prefill, decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Sides:
+    """The instances that take requests, each side in the order of the table. `avoid`: pairs by their keys."""
+
+    prefills: list[Instance]
+    decodes: list[Instance]
+    avoid: Collection[tuple[str, str]] = ()
+
+    @classmethod
+    def of(cls, instances: Sequence[Instance], avoid: Collection[tuple[str, str]] = ()) -> Sides:
+        prefills, decodes = list[Instance](), list[Instance]()
+        for each in instances:
+            if each.takes_requests:
+                if each.role == "prefill":
+                    prefills.append(each)
+                elif each.role == "decode":
+                    decodes.append(each)
+        return cls(prefills, decodes, avoid)
+
+    def may_pair(self, prefill: Instance, decode: Instance) -> bool:
+        key = decode.key
+        return key in prefill.links.up and not (self.avoid and (prefill.key, key) in self.avoid)
+
+    def partner_of(self, decode: Instance) -> int | None:
+        """Returns the place of the first prefill instance that may be its partner; None: there is none."""
+        places = (at for at, each in enumerate(self.prefills) if each.links.up and self.may_pair(each, decode))
+        return next(places, None)
+
+    def paired(self) -> Sides:
+        """Returns the instances that are part of a pair."""
+        if self.avoid:
+            prefills = [p for p in self.prefills if any(self.may_pair(p, decode) for decode in self.decodes)]
+            decodes = [each for each in self.decodes if self.partner_of(each) is not None]
+            return Sides(prefills, decodes, self.avoid)
+        keys = {each.key for each in self.decodes}
+        prefills, left = [p for p in self.prefills if not keys.isdisjoint(p.links.up)], set(keys)
+        for prefill in prefills:  # usually the first has all
+            if not left:
+                break
+            left = {key for key in left if key not in prefill.links.up}
+        return Sides(prefills, [each for each in self.decodes if each.key not in left] if left else self.decodes)
+
+    def pairs(self) -> Iterator[Pair]:
+        """Yields all pairs in the order of the table; there may be very many."""
+        return ((p, d) for p in self.prefills if p.links.up for d in self.decodes if self.may_pair(p, d))
+
+    def ranked(self, costs: PairCosts) -> RankedSides:
+        return RankedSides(self, costs)
+
+
+class RankedSides:
+    """Sides whose instances have costs: each is asked for once, for any number of searches."""
+
+    def __init__(self, sides: Sides, costs: PairCosts) -> None:
+        self._sides, self._joined = sides, costs.joined
+        self._prefills = list(map(costs.prefill, sides.prefills))
+        self._decodes = list(map(costs.decode, sides.decodes))
+        self._by_cost = sorted(range(len(self._prefills)), key=self._prefills.__getitem__)
+        self._order: list[int | None] = []  # of decode instances, the cheapest first, once it is needed
+        self._keys: list[str] = []  # in that order
+        self._ranks: dict[str, int] = {}  # of the keys
+
+    def best(self, is_open: bool = False) -> Pair | None:
+        """Returns the pair of the least cost, by the order of the table among equals; None: there is none.
+
+        `is_open`: among links that are open now.
+        """
+        sides, costs = self._sides, self._prefills
+        if not costs or not self._decodes:
+            return None
+        cheapest = self._decodes.index(min(self._decodes))
+        key = sides.decodes[cheapest].key
+        found, least = None, (None, 0)
+        for at in self._by_cost:
+            cost = self._joined(costs[at], self._decodes[cheapest])
+            if found is not None and cost > least[0]:
+                break  # neither can those behind it have a pair of less
+            prefill = sides.prefills[at]
+            links = prefill.links
+            reached = links.open if is_open else links.up
+            if sides.avoid or key not in reached:
+                place = self._nearest(prefill, reached)
+                if place is None:
+                    continue
+                cost = self._joined(costs[at], self._decodes[place])
+            else:
+                place = cheapest
+            if found is None or (cost, at) < least:
+                found, least = (prefill, sides.decodes[place]), (cost, at)
+        return found
+
+    def _nearest(self, prefill: Instance, reached: Set[str]) -> int | None:
+        """Returns the place of the cheapest decode instance that may be this one's partner."""
+        if not reached:
+            return None
+        if not self._order:
+            order = sorted(range(len(self._decodes)), key=self._decodes.__getitem__)
+            self._keys = [self._sides.decodes[place].key for place in order]
+            self._ranks = {key: rank for rank, key in enumerate(self._keys)}
+            self._order = [*order, None]  # behind them: nobody
+            self._keys.append("")
+        keys, avoid = self._keys, self._sides.avoid
+        ranks: Iterable[int]
+        if len(reached) ** 2 < len(keys):  # fewer steps than along the keys, most of which are not reached
+            ranks = map(self._ranks.get, reached, itertools.repeat(len(self._ranks)))
+            if not avoid:
+                return self._order[min(ranks)]
+            ranks = sorted(ranks)
+        else:
+            ranks = (rank for rank, key in enumerate(keys) if key in reached)
+        if avoid:
+            own = prefill.key
+            ranks = (rank for rank in ranks if (own, keys[rank]) not in avoid)
+        return self._order[next(iter(ranks), -1)]

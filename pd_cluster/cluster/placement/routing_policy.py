@@ -1,0 +1,299 @@
+"""Chooses the pair of instances for a request. Pure functions of instance state: no sockets, no clock, no randomness.
+
+A policy is one of `POLICIES`. All of them share the same rules for which instances can serve at all (pair_search.py,
+`alone`), and ties go to the table's order. Their predictions come from wait_prediction.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.instances.known_prefixes import Prompt
+from pd_cluster.cluster.placement.pair_search import Pair as Pair
+from pd_cluster.cluster.placement.pair_search import PairCosts, Sides
+from pd_cluster.cluster.placement.wait_prediction import best_rate, predict_transfer_s, predict_ttft_s
+from pd_cluster.errors import Unavailable
+from pd_cluster.types import Leg
+
+MAX_LOCAL_TOKENS = 256  # that a decode instance computes of a prompt: longer steps would delay its decoding sequences
+ADAPTER_TOKENS = 512  # reading an adapter counts as much work; and another then gives way, and is read again later
+SESSION_SLACK = 2.0  # an instance with this many times the load of its side's least loaded one loses its sessions
+SESSION_SLACK_TOKENS = 4096  # and this many tokens more, for as long as that lasts
+WAKE_SLACK_TOKENS = 4096  # fewer tokens ahead that justify opening a link at rest
+_MASK = (1 << 64) - 1
+MOST_NAMED = 16  # instances or links in a line that says what is missing
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingRequest:
+    """A policy's view of a request. `avoid`: pairs, by their keys, that have failed it; grows."""
+
+    prompt: Prompt
+    num_output_tokens: int = 0  # of all its sequences, as counted for load
+    session: str = ""  # requests of one session preferably go to the same pair
+    is_pooling: bool = False  # one instance computes its prompt, and nothing is decoded
+    adapter: str = ""  # the digest of its LoRA adapter
+    avoid: set[tuple[str, str]] = field(default_factory=set)
+
+    def num_uncached(self, instance: Instance) -> int:
+        """Counts prompt tokens that this instance would have to compute or receive."""
+        return self.prompt.num_tokens - instance.num_cached(self.prompt)
+
+    def num_adapter(self, instance: Instance) -> int:
+        """Returns the tokens that reading its adapter again counts as; 0 where it is in memory."""
+        return ADAPTER_TOKENS if instance.lacks_adapter(self.adapter) else 0
+
+    def num_to_go(self, instance: Instance) -> int:
+        """Counts what an instance would have to do before its tokens come: both of the above."""
+        num_uncached = self.prompt.num_tokens - instance.num_cached(self.prompt)
+        return num_uncached + self.num_adapter(instance) if self.adapter else num_uncached
+
+    def weight(self, instance: Instance, leg: Leg) -> int:
+        """Returns a leg's work for an instance in tokens: to compute, or to receive and hold."""
+        return self.num_uncached(instance) + (0 if leg == "prefill" else self.num_output_tokens)
+
+
+Policy = Callable[[Sequence[Instance], RoutingRequest], Pair]
+
+
+def least_loaded(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
+    """Chooses the linked pair with the fewest tokens ahead, decode's before prefill's. Ignores prefix caches.
+
+    Where there are no pairs, or none left but those to avoid, one instance does both. Raises Unavailable, naming what
+    is missing.
+    """
+
+    def tokens_ahead(instance: Instance) -> int:
+        return instance.tokens_ahead + ask.num_adapter(instance)
+
+    costs = PairCosts(tokens_ahead, tokens_ahead, joined=lambda prefill, decode: (decode, prefill))
+    return _best(instances, ask, costs)
+
+
+def prefix_aware(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
+    """Chooses the pair with the least to do until this request has its tokens: work ahead plus uncached tokens.
+
+    So a cached prefix attracts a request until as many tokens are ahead there as the prefix saves. Among equals the
+    pair with the fewest known blocks wins, so new prompts spread.
+    """
+
+    def tokens_to_go(instance: Instance) -> tuple[int, int]:
+        ahead = instance.outstanding_tokens + instance.others_tokens
+        return ahead + ask.num_to_go(instance), len(instance.known_blocks.tiers)
+
+    def joined(prefill: tuple[int, int], decode: tuple[int, int]) -> tuple[int, int]:
+        return prefill[0] + decode[0], prefill[1] + decode[1]
+
+    return _best(instances, ask, PairCosts(tokens_to_go, tokens_to_go, joined))
+
+
+def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
+    """Chooses the prefill instance with the earliest first token, and the decode instance with the least to do.
+
+    A decode instance that would be even earlier by itself, given the transfer's time, computes a short remainder of a
+    prompt (MAX_LOCAL_TOKENS) alone.
+    """
+    sides = Sides.of(instances, ask.avoid)
+    to_go = {each.name: ask.num_to_go(each) for each in itertools.chain(sides.prefills, sides.decodes)}
+    rate = functools.cache(lambda: best_rate(instances))  # few need it, and it asks all
+    num_tokens = ask.prompt.num_tokens
+
+    def ttft_s(instance: Instance) -> float:
+        own = 0.0 if instance.load.prompt_work.num_prompt_tokens else rate()
+        return predict_ttft_s(instance, to_go[instance.name], own, num_tokens)
+
+    def tokens_to_go(instance: Instance) -> int:
+        return instance.tokens_ahead + to_go[instance.name]
+
+    costs = PairCosts(lambda prefill: round(ttft_s(prefill), 3), tokens_to_go)
+    prefill, decode = _best_of(sides, instances, costs)
+    if prefill is decode:
+        return prefill, decode
+    split_s = ttft_s(prefill) + predict_transfer_s(prefill, decode, to_go[decode.name])
+    able = ((ttft_s(each), each) for each in sides.decodes if to_go[each.name] <= MAX_LOCAL_TOKENS)
+    local = _soonest(Sides(sides.prefills, sides.decodes), [found for found in able if found[0] < split_s])
+    return (local, local) if local is not None else (prefill, decode)
+
+
+def _soonest(sides: Sides, decodes: list[tuple[float, Instance]]) -> Instance | None:
+    """Returns the first of these, by their times, that is part of a pair; among equals, of the first pair."""
+    found, least = None, (math.inf, 0)
+    for each_s, each in sorted(decodes, key=lambda timed: timed[0]):
+        if each_s > least[0] or least == (each_s, 0):
+            break
+        at = sides.partner_of(each)
+        if at is not None and (each_s, at) < least:
+            found, least = each, (each_s, at)
+    return found
+
+
+def session(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
+    """Chooses the instance of each side that a session's name hashes to, unless it is far more loaded than others.
+
+    Rendezvous hashing: instances that come and go move only their own sessions, and these only on their own side.
+    Requests without a session go to the least loaded.
+    """
+    if not ask.session:
+        return least_loaded(instances, ask)
+    paired = Sides.of(instances, ask.avoid).paired()
+    fit = Sides(_within_slack(paired.prefills), _within_slack(paired.decodes), ask.avoid)
+    own = _hash_of(ask.session)
+
+    def rank(instance: Instance) -> int:
+        """Mixes both hashes, which are even already, as SplitMix64 ends: cheap beside a hash for each instance."""
+        mixed = (own ^ _hash_of_name(instance.name)) * 0xBF58476D1CE4E5B9 & _MASK
+        return (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
+
+    pair = fit.ranked(PairCosts(rank, rank)).best()
+    return pair if pair is not None else least_loaded(instances, ask)
+
+
+def _within_slack(side: list[Instance]) -> list[Instance]:
+    limit = SESSION_SLACK * min((each.tokens_ahead for each in side), default=0) + SESSION_SLACK_TOKENS
+    return [each for each in side if each.tokens_ahead <= limit]
+
+
+POLICIES: dict[str, Policy] = {
+    "least-loaded": least_loaded,
+    "prefix-aware": prefix_aware,
+    "predicted-ttft": predicted_ttft,
+    "session": session,
+}
+
+
+def for_all_kinds(choose: Policy) -> Policy:
+    """Returns a policy that makes its own choice for pooling requests, and `choose`'s for all others.
+
+    A prompt that becomes a vector goes to the prefill instance with the least to do until it is computed, linked or
+    not. Without one that may be asked, the instance that would decode computes it.
+    """
+
+    def chosen(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
+        if not ask.is_pooling:
+            return choose(instances, ask)
+        able = [i for i in instances if i.role == "prefill" and i.takes_requests and (i.key, i.key) not in ask.avoid]
+        if able:
+            best = min(able, key=lambda i: i.tokens_ahead + ask.num_to_go(i))
+        else:
+            _, best = choose(instances, ask)
+        return best, best
+
+    return chosen
+
+
+def alone(instances: Sequence[Instance]) -> Pair:
+    """Chooses one instance for both legs: a decode instance if there is any, with the fewest tokens ahead.
+
+    One that is part of a pair now comes before the others. The past of instances does not count, so a restart of
+    this process changes nothing. Raises Unavailable.
+    """
+    found = [i for i in instances if i.takes_requests and i.role != "encode"]
+    if not found:
+        raise Unavailable(why_unavailable(instances))
+    sides = Sides.of(found)
+    paired = [each for each in sides.decodes if sides.partner_of(each) is not None]
+    chosen = min(paired or sides.decodes or found, key=lambda each: each.tokens_ahead)
+    return chosen, chosen
+
+
+def awaits_pair(instances: Sequence[Instance], now_s: float, together_s: float) -> bool:
+    """Whether the first pair is expected soon: nothing is to be computed by one instance alone meanwhile.
+
+    That is, for at most `together_s` after the first of these instances was reached, another one has not been asked or
+    loads, or a link opens.
+    """
+    takers = [i for i in instances if i.takes_requests and i.role != "encode"]
+    if not takers or now_s - min(i.ready_s for i in takers) >= together_s:
+        return False
+    sides = Sides.of(takers)
+    if next(sides.pairs(), None) is not None:
+        return False
+    if any(i.role != "encode" and _is_arriving(i) for i in instances):
+        return True
+    return any(prefill.link_to(decode).phase == "opening" for prefill in sides.prefills for decode in sides.decodes)
+
+
+def _is_arriving(instance: Instance) -> bool:
+    return instance.state in ("loading", "forming", "connecting") or (
+        instance.state == "unreachable" and not instance.reason
+    )
+
+
+def linked_pairs(instances: Sequence[Instance]) -> list[Pair]:
+    """Returns all of them: too many where there are hundreds of instances and a request waits for the answer."""
+    return list(Sides.of(instances).pairs())
+
+
+def is_served(instances: Sequence[Instance]) -> bool:
+    """Whether a request could be served, if only by one instance."""
+    return any(instance.takes_requests and instance.role != "encode" for instance in instances)
+
+
+def why_unavailable(instances: Sequence[Instance]) -> str:
+    """Returns one line that names the instances that are not ready, or the links that are not up, or some of them."""
+    missing = [
+        role for role in ("prefill", "decode") if not any(i.role == role and i.takes_requests for i in instances)
+    ]
+    down = _some(
+        f"{i.name} is {i.shown_state}{f' ({i.reason})' if i.reason else ''}" for i in instances if i.role in missing
+    )
+    if missing and not down:
+        return f"there is no {' and no '.join(missing)} instance"
+    if missing:
+        return f"no {' and no '.join(missing)} instance is ready: {down}"
+    return f"no prefill instance has a link to a decode instance: {_some(_refused_links(instances))}"
+
+
+def _some(found: Iterator[str]) -> str:
+    """Joins the first ones: requests wait for this line, and people read it."""
+    named = list(itertools.islice(found, MOST_NAMED + 1))
+    return "; ".join(named if len(named) <= MOST_NAMED else [*named[:MOST_NAMED], "and others"])
+
+
+def refused_links(instances: Sequence[Instance]) -> list[str]:
+    """Returns the links between ready instances that are not up, with the reason."""
+    return list(_refused_links(instances))
+
+
+def _refused_links(instances: Sequence[Instance]) -> Iterator[str]:
+    ready = [i for i in instances if i.is_ready]
+    decodes = {each.key: each for each in ready if each.role == "decode"}
+    for prefill in ready:
+        if prefill.role == "prefill" and not decodes.keys() <= prefill.links.up:
+            for key, decode in decodes.items():
+                if key not in prefill.links.up:
+                    yield f"{prefill.name} to {decode.name}: {prefill.links.to(key)}"
+
+
+def _best(instances: Sequence[Instance], ask: RoutingRequest, costs: PairCosts) -> Pair:
+    return _best_of(Sides.of(instances, ask.avoid), instances, costs)
+
+
+def _best_of(sides: Sides, instances: Sequence[Instance], costs: PairCosts) -> Pair:
+    """Returns the best pair, preferably one whose link is open, or one instance where there is no pair."""
+    ranked = sides.ranked(costs)
+    best = ranked.best()
+    if best is None:
+        return alone(instances)
+    nearest = ranked.best(is_open=True) if not best[0].link_to(best[1]).is_open else None
+    if nearest is None:
+        return best
+    # A link at rest costs the time to open it, and another one its place.
+    return best if _ahead(nearest) - _ahead(best) >= WAKE_SLACK_TOKENS else nearest
+
+
+def _ahead(pair: Pair) -> int:
+    return pair[0].tokens_ahead + pair[1].tokens_ahead
+
+
+def _hash_of(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
+
+
+_hash_of_name = functools.lru_cache(maxsize=1 << 14)(_hash_of)  # of instances, which are asked for again and again

@@ -1,0 +1,108 @@
+"""Predicts how long a request would wait at an instance, and whether that meets the goals. Pure arithmetic.
+
+Predictions use workers' recent measurements (wire.Load) and the work outstanding there; they serve to choose and to
+refuse early, never as a deadline.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.costs.linear_costs import num_pairs_of
+from pd_cluster.errors import Overloaded
+from pd_cluster.kv.layer_groups import transfer_nbytes
+from pd_cluster.transport.transport_table import slowest_nbytes_per_s
+
+UNKNOWN_TOKENS_PER_S = 1000.0  # for an instance that has computed no prompt yet, if no other has either
+TRANSFER_SETUP_S = 0.005  # credit, last payload, confirmation
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """The promises to requests; those that would miss them are refused. 0: no promise."""
+
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+
+
+NO_GOALS = Goals()
+
+
+def best_rate(instances: Sequence[Instance]) -> float:
+    """Returns the highest speed in prompt tokens/s that one of these has measured."""
+    return max((each.load.prefill_tokens_per_s for each in instances), default=0.0) or UNKNOWN_TOKENS_PER_S
+
+
+def predict_ttft_s(instance: Instance, num_uncached: int, rate: float = 0.0, num_prompt_tokens: int = 0) -> float:
+    """Returns the time until this instance has computed its work ahead and these tokens of a prompt.
+
+    `rate`: in tokens/s, for an instance without a measurement. Where the context is measured to cost time, a token of
+    the prompt attends to those before it, and one of the work ahead to as many as in recent prompts.
+    """
+    load, num_ahead = instance.load, instance.prompt_tokens_ahead
+    work, cost, num_tokens = load.prompt_work, load.step_cost, num_ahead + num_uncached
+    if not work.num_prompt_tokens:
+        return num_tokens / (rate or UNKNOWN_TOKENS_PER_S)
+    num_steps = -(-num_tokens // work.num_prompt_tokens)
+    found_s = num_steps * load.beside_prompts_s + num_tokens * cost.prompt_token_s
+    if cost.prompt_pair_s:
+        num_pairs = num_pairs_of(num_uncached, max(0, num_prompt_tokens - num_uncached))
+        num_pairs += num_ahead * work.num_prompt_pairs // work.num_prompt_tokens
+        found_s += num_pairs * cost.prompt_pair_s
+    return found_s
+
+
+def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> float:
+    """Returns the time from the last token's computation until the KV cache has arrived at the decode instance."""
+    sources, targets = (each.info.layouts if each.info is not None else [] for each in (prefill, decode))
+    nbytes, link = transfer_nbytes(sources, targets or sources, num_tokens), prefill.link_to(decode)
+    if (measured := prefill.load.handover_costs.get(link.over)) is not None:
+        return measured.seconds(nbytes)
+    rate = slowest_nbytes_per_s(link.transports)  # the slowest lane's share arrives last
+    return TRANSFER_SETUP_S + nbytes / rate
+
+
+def predict_step_s(decode: Instance) -> float:
+    """Returns the current time of a step of its running sequences; 0 when there are none."""
+    return decode.load.decode_step_s if decode.load.num_running else 0.0
+
+
+def predict_tpot_s(decode: Instance) -> float:
+    """Returns the current time per token of its running sequences, which may get several in a step; 0 without any."""
+    return predict_step_s(decode) / decode.load.tokens_per_step
+
+
+def check_goals(
+    goals: Goals,
+    instances: Sequence[Instance],
+    pair: tuple[Instance, Instance],
+    num_uncached: int,
+    num_prompt_tokens: int = 0,
+    waited_s: float = 0.0,
+) -> None:
+    """Raises Overloaded, with the time after which it may fit, when this pair would miss a goal.
+
+    `waited_s`: for how long the request has waited already. Where nothing is ahead, waiting would not help; and the
+    prediction is put to the test, however old its rate is.
+    """
+    prefill, decode = pair
+    if goals.ttft_s and prefill.prompt_tokens_ahead:
+        ttft_s = waited_s + predict_ttft_s(prefill, num_uncached, best_rate(instances), num_prompt_tokens)
+        if ttft_s > goals.ttft_s:
+            raise Overloaded(
+                f"the first token would come after {ttft_s:.2g} s, and {goals.ttft_s:g} s are promised",
+                max(1, math.ceil(ttft_s - goals.ttft_s)),
+            )
+    if goals.tpot_s and (tpot_s := predict_tpot_s(decode)) > goals.tpot_s:
+        raise Overloaded(f"a token takes {1e3 * tpot_s:.3g} ms now, and {1e3 * goals.tpot_s:g} ms are promised", 1)
+
+
+def within_tpot(goals: Goals, instances: Sequence[Instance]) -> list[Instance]:
+    """Drops decode instances that are too slow already, as long as others are left."""
+    if not goals.tpot_s:
+        return list(instances)
+    fit = [i for i in instances if i.role != "decode" or predict_tpot_s(i) <= goals.tpot_s]
+    return fit if any(i.role == "decode" and i.takes_requests for i in fit) else list(instances)

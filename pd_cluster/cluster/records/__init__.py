@@ -1,0 +1,1 @@
+"""Counts, timelines and spans of the requests of one process."""

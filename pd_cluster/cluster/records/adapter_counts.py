@@ -1,0 +1,44 @@
+"""Which adapters the requests of one process have, from their arrival to their end. On the event loop."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from pd_cluster.process_messages import AdapterUse
+
+
+class AdapterCounts:
+    """Counts requests by the digest of their adapter; those of the model itself ("") cost a comparison."""
+
+    def __init__(self) -> None:
+        self._waiting: Counter[str] = Counter()  # no token yet
+        self._running: Counter[str] = Counter()
+
+    def arrives(self, variant: str) -> None:
+        if variant:
+            self._waiting[variant] += 1
+
+    def begins(self, variant: str) -> None:
+        """Its first token is here."""
+        if variant:
+            _less(self._waiting, variant)
+            self._running[variant] += 1
+
+    def ends(self, variant: str, has_begun: bool) -> None:
+        if variant:
+            _less(self._running if has_begun else self._waiting, variant)
+
+    def adapters_in_use(self) -> set[str]:
+        return {*self._running, *self._waiting}
+
+    async def publish_adapters(self, names: dict[str, str]) -> None:
+        """Does nothing, where this process alone serves: it has the same names."""
+
+    def use(self) -> AdapterUse:
+        return AdapterUse(sorted(self._running), sorted(self._waiting))
+
+
+def _less(counts: Counter[str], variant: str) -> None:
+    counts[variant] -= 1
+    if not counts[variant]:
+        del counts[variant]

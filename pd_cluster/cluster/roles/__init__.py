@@ -1,0 +1,1 @@
+"""Changes of instances' roles between prefill and decode, by load or by cost."""

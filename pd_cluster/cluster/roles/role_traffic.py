@@ -1,0 +1,202 @@
+"""Reads the work of the last minute from counts that only grow. Pure, with the caller's clock."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, get_args
+
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.roles.role_costs import CLEAR_S, InstanceCost, RoleGoals, RoleModel, RoleNeed, Work
+from pd_cluster.process_messages import Busy, Stats
+from pd_cluster.types import FinishReason, Role
+from pd_cluster.wire import Load
+
+FIRST_ANSWER_TOKENS = 256.0  # expected of an answer before any has ended; few reach their limit
+ENDED = tuple(f"finished_{reason}" for reason in get_args(FinishReason))
+
+
+class RoleTraffic(NamedTuple):
+    """Counts since the start, over all API processes; `num_queued` requests wait for their turn right now."""
+
+    num_prompts: int = 0
+    num_prompt_tokens: int = 0
+    num_prompt_pairs: int = 0  # of a prompt's token with one before it
+    num_answers: int = 0  # sequences that were asked for
+    num_max_tokens: int = 0  # that these may have
+    num_cached: int = 0  # tokens of prompts that were begun
+    num_computed: int = 0
+    num_generated: int = 0
+    num_ended: int = 0  # answers
+    num_queued: int = 0
+
+    @classmethod
+    def of(cls, stats: Stats, busy: Busy) -> RoleTraffic:
+        counts = stats.counters
+        return cls(
+            counts.get("arrived_requests", 0),
+            counts.get("arrived_prompt_tokens", 0),
+            counts.get("arrived_prompt_pairs", 0),
+            counts.get("arrived_answers", 0),
+            counts.get("arrived_max_tokens", 0),
+            counts.get("prompt_tokens_cached", 0),
+            counts.get("prompt_tokens_computed", 0),
+            counts.get("generation_tokens", 0),
+            sum(counts.get(name, 0) for name in ENDED),
+            busy.num_waiting,
+        )
+
+
+class Waiting(NamedTuple):
+    """Work that waits at instances: tokens of prompts to compute, and requests without a seat to decode in."""
+
+    num_prompt_tokens: int
+    num_answers: int
+
+    @classmethod
+    def at(cls, instances: Sequence[Instance]) -> Waiting:
+        """Prompts that are held up until decode instances have room wait for these."""
+        prefills = [each.load for each in instances if each.role == "prefill"]
+        decodes = [each.load for each in instances if each.role == "decode"]
+        num_tokens = sum(load.num_queued_tokens for load in prefills if not _is_held_up(load))
+        num_prompts = sum(load.num_waiting + load.num_running for load in prefills)
+        return cls(num_tokens, max(num_prompts, sum(load.num_waiting for load in decodes)))
+
+
+def _is_held_up(load: Load) -> bool:
+    return bool(load.num_waiting and load.num_exporting and not load.num_running)
+
+
+class Window(NamedTuple):
+    """Instances of each role that arrivals need, the standard errors of these as shares, and those for what waits."""
+
+    model: RoleModel
+    arrivals: RoleNeed
+    errors: RoleNeed
+    waiting: RoleNeed
+
+    @property
+    def need(self) -> RoleNeed:
+        return _sum(self.arrivals, self.waiting)
+
+    def doubted(self, needy: Role, noise: float) -> RoleNeed:
+        """Returns the need if noise of so many standard errors has exaggerated this role's and hidden the other's."""
+        signs = (-1, 1) if needy == "prefill" else (1, -1)
+        factors = (max(0.0, 1 + sign * noise * error) for sign, error in zip(signs, self.errors, strict=True))
+        return _sum(RoleNeed(*(each * by for each, by in zip(self.arrivals, factors, strict=True))), self.waiting)
+
+
+def _sum(one: RoleNeed, other: RoleNeed) -> RoleNeed:
+    return RoleNeed(one.prefill + other.prefill, one.decode + other.decode)
+
+
+class _TrafficReading(NamedTuple):
+    at_s: float
+    traffic: RoleTraffic
+    num_own_tokens: int  # outstanding, of this scheduler's requests; summed over all readings
+    num_all_tokens: int  # of all schedulers' requests, likewise
+
+
+class TrafficHistory:
+    """Readings of the last `longest_s`. A gap in them begins a new history."""
+
+    def __init__(self, longest_s: float, most_gap_s: float) -> None:
+        self._longest_s, self._most_gap_s = longest_s, most_gap_s
+        self._readings: deque[_TrafficReading] = deque()
+        self._answer_tokens = 0.0  # of the last answers that ended; 0: none has yet
+        self._usual = Work()  # the last that arrived, for what still waits when nothing more does
+
+    def note(self, at_s: float, traffic: RoleTraffic, instances: Sequence[Instance]) -> None:
+        readings = self._readings
+        if readings and at_s - readings[-1].at_s > self._most_gap_s:
+            readings.clear()
+        own = sum(each.outstanding_tokens for each in instances)
+        others = sum(each.others_tokens for each in instances)
+        *_, own_before, all_before = readings[-1] if readings else (0, 0)
+        readings.append(_TrafficReading(at_s, traffic, own_before + own, all_before + own + others))
+        while len(readings) > 1 and at_s - readings[1].at_s >= self._longest_s:
+            readings.popleft()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether nothing has arrived in all this time, and nothing waits for its turn."""
+        first, last = self._readings[0].traffic, self._readings[-1].traffic
+        return last.num_prompts == first.num_prompts and not last.num_queued
+
+    @property
+    def num_queued(self) -> int:
+        return self._readings[-1].traffic.num_queued
+
+    @property
+    def usual(self) -> Work:
+        return self._usual
+
+    def work(self, window_s: float) -> tuple[Work, RoleNeed] | None:
+        """Returns the work that arrived per second, and its standard errors as shares; None: too short a history."""
+        last = self._readings[-1]
+        first = next((each for each in reversed(self._readings) if last.at_s - each.at_s >= window_s), None)
+        if first is None:
+            return None
+        come = RoleTraffic(*(now - then for now, then in zip(last.traffic, first.traffic, strict=True)))
+        share = self._others_share() / (last.at_s - first.at_s)
+        missed = 1 - self._hit_share()
+        tokens = self._mean_answer(come, window_s) * come.num_answers
+        work = Work(
+            come.num_prompts * share,
+            come.num_prompt_tokens * missed * share,
+            come.num_prompt_pairs * missed * (2 - missed) * share,  # a prefix of share h has h * h of the pairs
+            come.num_answers * share,
+            tokens * share,
+        )
+        if come.num_prompts:
+            self._usual = work
+        return work, _errors(come)
+
+    def _hit_share(self) -> float:
+        first, last = self._readings[0].traffic, self._readings[-1].traffic
+        cached, computed = last.num_cached - first.num_cached, last.num_computed - first.num_computed
+        return cached / (cached + computed) if cached + computed else 0.0
+
+    def _others_share(self) -> float:
+        """Returns by how much everybody's requests are more than this scheduler's: its own are the sample."""
+        first, last = self._readings[0], self._readings[-1]
+        own = last.num_own_tokens - first.num_own_tokens
+        return (last.num_all_tokens - first.num_all_tokens) / own if own else 1.0
+
+    def _mean_answer(self, come: RoleTraffic, window_s: float) -> float:
+        """Returns the expected length of an answer: tokens made by answers that ended, which counts unfinished ones.
+
+        The mean of before counts as one more answer, so that it holds while none ends.
+        """
+        most = come.num_max_tokens / come.num_answers if come.num_answers else math.inf
+        known = self._answer_tokens or min(most, FIRST_ANSWER_TOKENS)
+        mean = (come.num_generated + known) / (come.num_ended + 1)
+        if window_s >= self._longest_s and come.num_ended:
+            self._answer_tokens = mean
+        return min(most, mean)
+
+
+def _errors(come: RoleTraffic) -> RoleNeed:
+    """Returns standard errors of a Poisson load: prompts by squares of their lengths, answers as if exponential."""
+    if not come.num_prompt_tokens:
+        return RoleNeed(0.0, 0.0)
+    squares = 2 * come.num_prompt_pairs + come.num_prompt_tokens
+    answers = 2 / come.num_answers + 1 / max(1, come.num_ended) if come.num_answers else 0.0
+    return RoleNeed(math.sqrt(squares) / come.num_prompt_tokens, math.sqrt(answers))
+
+
+def window_of(
+    history: TrafficHistory, window_s: float, waiting: Waiting, cost: InstanceCost, goals: RoleGoals
+) -> Window | None:
+    """Returns None while the history is shorter."""
+    found = history.work(window_s)
+    if found is None:
+        return None
+    work, errors = found
+    usual = history.usual
+    model = RoleModel.of(usual, cost, goals)
+    num_prompts, num_answers = history.num_queued, history.num_queued + waiting.num_answers
+    prompt_s = model.prompt_s * num_prompts + model.token_s * waiting.num_prompt_tokens
+    answer_s = usual.num_answer_tokens / max(1e-9, usual.num_prompts) * num_answers / model.answer_tokens_per_s
+    return Window(model, model.need(work), errors, RoleNeed(prompt_s / CLEAR_S, answer_s / CLEAR_S))

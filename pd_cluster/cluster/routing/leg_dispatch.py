@@ -1,0 +1,132 @@
+"""The legs of streams at instances: submitted, ended and aborted, and their share of the instances' loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pd_cluster import wire
+from pd_cluster.cluster.instances.instance_state import Instance
+from pd_cluster.cluster.instances.roster import Members
+from pd_cluster.cluster.placement.encoder_choice import choose_encoders
+from pd_cluster.cluster.streams.request_stream import RequestStream, Send
+from pd_cluster.cluster.streams.stream_records import RecordPlace
+from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
+from pd_cluster.types import Leg
+
+
+class Dispatch:
+    """Listens to `streams`. `shares_workers`: with other schedulers."""
+
+    def __init__(self, streams: StreamTable, send: Send, membership: Members, shares_workers: bool = False) -> None:
+        self._streams, self._send, self._membership = streams, send, membership
+        self._shares_workers = shares_workers
+        streams.on_attempt_over.append(self._on_attempt_over)
+        streams.on_ended.append(self._on_ended)
+
+    def _on_attempt_over(self, stream: RequestStream) -> None:
+        self._abort(stream)
+
+    def _on_ended(self, stream: RequestStream, end: StreamEnd) -> None:
+        if end.then == "leave":
+            self._leave(stream)
+        elif end.then == "abort":
+            self._abort(stream)
+        else:
+            self._release(stream, end.then)
+
+    def submit(self, stream: RequestStream, deadline_s: float) -> None:
+        """Submits both legs, each with the other's instance, or one leg that does both.
+
+        `deadline_s` counts from now; 0: none.
+        """
+        prefill, decode = stream.prefill, stream.decode
+        if decode.info is not None and not stream.resumed():
+            stream.numerics = decode.info.numerics
+        stream.has_prefill_spoken = False
+        legs: list[tuple[Instance, Leg, str]] = [(prefill, "prefill", decode.key), (decode, "decode", prefill.key)]
+        if prefill is decode:
+            legs = [(decode, "hybrid", "")]
+        encoders = (
+            choose_encoders(stream.order, prefill, self._membership.instances) if prefill.role == "prefill" else []
+        )
+        self._begin_encoding(stream, encoders)
+        for instance, leg, peer in legs:
+            weight = self._count(stream, instance, leg)
+            submit = wire.Submit(
+                stream.request_id,
+                stream.attempt,
+                stream.transfer_id,
+                leg,
+                peer,
+                stream.order.without_pixels() if leg == "decode" else stream.order,
+                deadline_s,
+                stream.resumed(),
+                max(1, weight),  # others must see the leg
+                self._shares_workers and not stream.resumed(),
+                [each.key for each in encoders] if instance is prefill else [],
+                stream.kept.of_next_attempt() if stream.kept is not None and leg != "prefill" else None,
+                stream.owner,
+            )
+            self._send(instance.conn, submit)
+
+    def attach(self, stream: RequestStream, place: RecordPlace) -> None:
+        """Takes over the leg of a stream that resumes."""
+        self._count(stream, place.instance, "hybrid")
+        found = place.found
+        self._send(place.instance.conn, wire.Attach(found.digest, found.request_id, found.attempt))
+
+    def _release(self, stream: RequestStream, then: Literal["go on", "stop", "forget"]) -> None:
+        """Ends the reading of a kept stream; unless it goes on, aborts its other legs."""
+        if conn := stream.decode.conn:
+            self._send(conn, wire.Release(stream.request_id, stream.attempt, then))
+        self.ended(stream, stream.decode.conn)
+        if then == "go on":
+            self._leave(stream)
+        else:
+            self._abort(stream)
+
+    def _leave(self, stream: RequestStream) -> None:
+        """Forgets the legs that have not ended, whatever becomes of them."""
+        for conn in list(stream.legs):
+            self.ended(stream, conn)
+
+    def _count(self, stream: RequestStream, instance: Instance, leg: Leg) -> int:
+        """Adds a leg to the stream and to its instance's load; returns its weight."""
+        stream.legs[instance.conn] = instance
+        stream.weights[instance.conn] = weight = stream.ask.weight(instance, leg)
+        instance.num_outstanding += 1
+        instance.outstanding_tokens += weight
+        instance.num_sequences += stream.num_decoding(instance)
+        return weight
+
+    def _abort(self, stream: RequestStream) -> None:
+        """Aborts the legs that have not ended."""
+        for conn in list(stream.legs):
+            self._send(conn, wire.Abort(stream.request_id, stream.attempt))
+            self.ended(stream, conn)
+
+    def ended(self, stream: RequestStream, conn: str) -> None:
+        instance = stream.legs.pop(conn, None)
+        if instance is not None:
+            instance.num_outstanding -= 1
+            instance.outstanding_tokens -= stream.weights.pop(conn)
+            instance.num_sequences -= stream.num_decoding(instance)
+            if instance is stream.prefill:
+                self._end_encoding(stream)
+            self._streams.leg_ended()
+
+    def _begin_encoding(self, stream: RequestStream, encoders: Sequence[Instance]) -> None:
+        """Counts the images of a prompt at the encoders that compute them, until the prompt's leg has ended."""
+        self._end_encoding(stream)
+        for encoder, span in zip(encoders, stream.order.spans, strict=False):  # there may be none
+            num_tokens = span.stop - span.start
+            encoder.num_outstanding += 1
+            encoder.outstanding_tokens += num_tokens
+            stream.encoding.append((encoder, num_tokens))
+
+    def _end_encoding(self, stream: RequestStream) -> None:
+        for encoder, num_tokens in stream.encoding:
+            encoder.num_outstanding -= 1
+            encoder.outstanding_tokens -= num_tokens
+        stream.encoding.clear()

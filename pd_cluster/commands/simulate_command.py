@@ -1,0 +1,93 @@
+"""`pd-cluster simulate`. Imports nothing heavy at the top."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from pd_cluster.commands import load_options as opt
+from pd_cluster.commands.bench_load_command import asked_arrivals, changed_flags
+from pd_cluster.commands.settings_flags import HELP_ALL
+
+
+def simulate(
+    layout: Annotated[str, typer.Option(help="Numbers of instances: 2P1D, or 1H for instances that do both.")],
+    costs: Annotated[str, typer.Option(metavar="FILE", help="Of pd-cluster profile.")],
+    workload: opt.WorkloadName = "fixed",
+    trace: opt.TraceFile = "",
+    num_requests: opt.NumRequests = 100,
+    rate: opt.Rate = 1.0,
+    arrivals: opt.Arrivals = "poisson",
+    input_len: opt.InputLen = 512,
+    output_len: opt.OutputLen = 128,
+    sigma: opt.Sigma = 0.6,
+    num_prefixes: opt.NumPrefixes = 4,
+    prefix_share: opt.PrefixShare = 0.5,
+    num_turns: opt.NumTurns = 4,
+    pause: opt.Pause = 5.0,
+    seed: opt.Seed = 0,
+    trace_limit: opt.TraceLimit = None,
+    trace_lengths: opt.TraceLengths = 1.0,
+    trace_time: opt.TraceTime = 1.0,
+    trace_repeat: opt.TraceRepeat = 1,
+    slo_ttft: opt.SloTtft = 0.0,
+    slo_tpot: opt.SloTpot = 0.0,
+    slo_e2e: opt.SloE2e = 0.0,
+    routing_policy: Annotated[str, typer.Option(help="As `up` has it.")] = "prefix-aware",
+    auto_role: Annotated[str, typer.Option(help="cost or rules: instances change their roles.")] = "",
+    script: Annotated[str, typer.Option(metavar="FILE", help="Deaths, joins, drains and more: JSON lines.")] = "",
+    one_host: Annotated[bool, typer.Option("--one-host", help="All instances share one host's cores.")] = False,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Default: that of the costs.")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(min=1, help="Default: that of the costs.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="Of an instance; default: that of the costs.")] = None,
+    picture: opt.Picture = "",
+    json: opt.ReportFile = "",
+    help_all: Annotated[bool, HELP_ALL] = False,
+) -> None:
+    """Serve a trace or a workload by a simulated cluster: the real scheduler and engines, with costs for time.
+
+    The same report as `pd-cluster bench load`, without devices.
+    """
+    _run(locals())
+
+
+def _run(given: dict[str, Any]) -> None:
+    """Checks everything before anything is computed. Raises ConfigError."""
+    from pd_cluster.bench.load_report import LoadRun, show, write_json
+    from pd_cluster.bench.outcomes import Slo
+    from pd_cluster.commands.load_chart import check_picture, write_picture
+    from pd_cluster.costs.cost_files import read_costs
+    from pd_cluster.result_tables import check_writable, progress
+    from pd_cluster.simulate.event_script import read_script
+    from pd_cluster.simulate.simulated_layout import layout_of
+
+    check_writable(given["json"])
+    check_picture(given["picture"])
+    layout = layout_of(
+        given["layout"],
+        (given["max_num_batched_tokens"], given["max_num_seqs"], given["num_blocks"]),
+        routing_policy=given["routing_policy"],
+        auto_role=given["auto_role"],
+        are_neighbours=given["one_host"],
+    )
+    costs = read_costs(given["costs"])
+    script = read_script(given["script"]) if given["script"] else []
+    title, arrivals = asked_arrivals(given)
+    from pd_cluster.simulate.simulation import silent
+    from pd_cluster.simulate.simulation import simulate as compute
+
+    with silent(), progress("simulated", len(arrivals)) as ended:
+        found = compute(layout, costs, arrivals, script, ended)
+    slo = Slo(ttft_s=given["slo_ttft"], tpot_s=given["slo_tpot"], e2e_s=given["slo_e2e"])
+    title = f"{given['layout']}, simulated: {title}; {costs.model} on {costs.device}"
+    run = LoadRun(title, found.duration_s, found.outcomes, found.samples, slo, found.gaps, found.events)
+    asked = {name: value for name, value in given.items() if name not in ("json", "picture", "help_all")}
+    command = "pd-cluster simulate " + " ".join(changed_flags(asked, simulate))
+    show(run, command)
+    for at_s, what in run.events:
+        typer.echo(f"{at_s:10.2f} s  {what}")
+    if given["json"]:
+        write_json(run, command, given["json"])
+    if given["picture"]:
+        write_picture(run, given["picture"])

@@ -1,0 +1,104 @@
+"""Fits a step's linear terms to measured steps: non-negative least squares of relative errors, in plain Python.
+
+A term is kept only where it explains more than noise (Schwarz's criterion), so that few or alike samples give few
+terms. Where samples cannot tell two terms apart, prompts get a time per token and decode steps a constant one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+from pd_cluster.costs.linear_costs import StepCost, StepWork
+
+TERMS = ("prompt_token_s", "step_s", "row_s", "context_token_s", "prompt_pair_s")  # by preference among equals
+LEAST_PIVOT = 1e-9  # of a matrix with ones on its diagonal: less is rounding, and its columns are the same
+LEAST_ERROR = 1e-5  # relative: a closer fit is not a better one
+MOST_BREAKPOINTS = 48
+
+Sample = tuple[StepWork, float]
+Matrix = list[list[float]]
+
+
+def columns_of(work: StepWork, num_flat_rows: int = 0) -> tuple[float, ...]:
+    """Returns what each of `TERMS` is multiplied by."""
+    num_rows = max(0, work.num_rows - num_flat_rows)
+    return work.num_prompt_tokens, 1.0, num_rows, work.num_context_tokens, work.num_prompt_pairs
+
+
+def fit_step(samples: Sequence[Sample]) -> tuple[StepCost, float]:
+    """Returns the cost of a step, and the mean of |predicted - measured| / measured over these steps.
+
+    A sample is a step's work and its seconds; those without work or time say nothing. Raises ValueError without any.
+    """
+    counted = [(work, took_s) for work, took_s in samples if took_s > 0 and (work.num_rows or work.num_prompt_tokens)]
+    if not counted:
+        raise ValueError("no step with work and time to fit")
+    best: tuple[float, StepCost] | None = None
+    for num_flat_rows in _breakpoints(counted):
+        score, terms = _fit(counted, num_flat_rows)
+        if best is None or score < best[0]:
+            kept = terms.get("row_s", 0.0) > 0
+            best = score, StepCost(**terms, num_flat_rows=num_flat_rows if kept else 0)
+    assert best is not None
+    return best[1], mean_error(best[1], counted)
+
+
+def mean_error(cost: StepCost, samples: Sequence[Sample]) -> float:
+    """Returns the mean of |predicted - measured| / measured; 0 without samples."""
+    errors = [abs(cost.seconds(work) - took_s) / took_s for work, took_s in samples if took_s > 0]
+    return sum(errors) / len(errors) if errors else 0.0
+
+
+def _breakpoints(samples: Sequence[Sample]) -> list[int]:
+    """Returns the numbers of rows up to which they may cost nothing: 0, and those measured but the two largest."""
+    measured = sorted({work.num_rows for work, _ in samples if work.num_rows})[:-2]
+    return [0, *measured[:: -(-len(measured) // MOST_BREAKPOINTS) or 1]]
+
+
+def _fit(samples: Sequence[Sample], num_flat_rows: int) -> tuple[float, dict[str, float]]:
+    """Returns Schwarz's criterion of the best set of terms, lower is better, and the terms."""
+    rows = [[column / took_s for column in columns_of(work, num_flat_rows)] for work, took_s in samples]
+    sums = [math.fsum(row[at] ** 2 for row in rows) for at in range(len(TERMS))]
+    present = [at for at in range(len(TERMS)) if sums[at] > 0]
+    scale = [1 / math.sqrt(total) if total else 0.0 for total in sums]  # columns of length 1
+    matrix = [
+        [math.fsum(row[a] * row[b] for row in rows) * scale[a] * scale[b] for b in range(len(TERMS))]
+        for a in range(len(TERMS))
+    ]
+    right = [math.fsum(row[at] for row in rows) * scale[at] for at in range(len(TERMS))]
+    best_score, best_terms = math.inf, dict[str, float]()
+    for chosen in _subsets(present):
+        found = solve([[matrix[a][b] for b in chosen] for a in chosen], [right[a] for a in chosen])
+        if found is None or min(found) < 0:
+            continue
+        terms = [value * scale[at] for at, value in zip(chosen, found, strict=True)]
+        left = math.fsum((1 - sum(term * row[at] for at, term in zip(chosen, terms, strict=True))) ** 2 for row in rows)
+        num_terms = len(chosen) + bool(num_flat_rows)
+        variance = max(left / len(rows), LEAST_ERROR**2)
+        score = len(rows) * math.log(variance) + num_terms * math.log(len(rows) + 1)
+        if score < best_score - 1e-9:
+            best_score, best_terms = score, {TERMS[at]: term for at, term in zip(chosen, terms, strict=True)}
+    return best_score, best_terms
+
+
+def _subsets(of: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    return itertools.chain.from_iterable(itertools.combinations(of, size) for size in range(1, len(of) + 1))
+
+
+def solve(matrix: Matrix, right: Sequence[float]) -> list[float] | None:
+    """Solves a symmetric system by elimination; None where its columns are not independent."""
+    rows = [[*row, value] for row, value in zip(matrix, right, strict=True)]
+    for at, row in enumerate(rows):
+        if row[at] < LEAST_PIVOT:
+            return None
+        for other in rows[at + 1 :]:
+            factor = other[at] / row[at]
+            for column in range(at, len(row)):
+                other[column] -= factor * row[column]
+    found = [0.0] * len(rows)
+    for at in reversed(range(len(rows))):
+        row = rows[at]
+        found[at] = (row[-1] - sum(row[b] * found[b] for b in range(at + 1, len(rows)))) / row[at]
+    return found

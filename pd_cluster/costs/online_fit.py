@@ -1,0 +1,138 @@
+"""Fits linear terms of steps and handovers while they run: recent ones weigh most. No clock of its own.
+
+Steps that decode, that compute prompts, and that do both are summed apart: a thousand steps of one kind leave what was
+known of the others. The terms follow by coordinate descent, a sweep a step: about 10 µs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from operator import mul
+
+from pd_cluster.costs.cost_fit import TERMS, columns_of
+from pd_cluster.costs.linear_costs import HandoverCost, StepCost, StepWork
+
+DECAY = 0.96  # a step weighs half after 17 more of its kind
+FADE = 0.999  # by a step of another kind
+LEAST_SHARE = 0.05  # that is left of a kind
+MOST_UNLIKE = 16.0  # a step so many times shorter or longer than others of its kind weighs as one this far from them
+LEAST_TERM = {"prompt_token_s": 1e-12}  # s: a measured prompt's token never costs nothing, which means unknown
+
+FIRST_HANDOVERS = 3  # open links and register memory
+LEAST_HANDOVERS = 4
+LEAST_SPREAD = 0.2  # of their sizes, for a slope
+
+NUM = len(TERMS)
+PAIRS = [(a, b) for a in range(NUM) for b in range(a, NUM)]
+PLACES = [[PAIRS.index((min(a, b), max(a, b))) for b in range(NUM)] for a in range(NUM)]
+LEAST = [LEAST_TERM.get(name, 0.0) for name in TERMS]
+
+
+@dataclass(slots=True)
+class _KindSums:
+    """Sums of products of PAIRS of columns, and of columns with seconds; recent steps weigh most.
+
+    A step weighs by its predicted time beside `level_s`, the mean of its kind: errors are relative, and a machine that
+    becomes slower is followed as quickly as one that becomes faster.
+    """
+
+    level_s: float
+    sums: list[float] = field(default_factory=lambda: [0.0] * (len(PAIRS) + NUM))
+    share: float = 1.0
+
+    def add(self, columns: tuple[float, ...], took_s: float, predicted_s: float) -> None:
+        self.level_s += (1 - DECAY) * (took_s - self.level_s)
+        least_s, most_s = self.level_s / MOST_UNLIKE, self.level_s * MOST_UNLIKE
+        weight = (self.level_s / min(max(predicted_s, least_s), most_s)) ** 2
+        weighted = [weight * column for column in columns]
+        news = [weighted[a] * columns[b] for a, b in PAIRS] + [took_s * column for column in weighted]
+        self.sums = [DECAY * old + new for old, new in zip(self.sums, news, strict=True)]
+        self.share = 1.0
+
+
+class OnlineFit:
+    """`cost` is the fit to the steps so far."""
+
+    def __init__(self) -> None:
+        self.cost = StepCost()
+        self._terms = [0.0] * NUM
+        self._kinds: dict[tuple[bool, bool], _KindSums] = {}
+
+    def add(self, work: StepWork, took_s: float) -> None:
+        """Counts a step; one without work or time says nothing."""
+        name = work.num_rows > 0, work.num_prompt_tokens > 0
+        if took_s <= 0 or not any(name):
+            return
+        if (kind := self._kinds.get(name)) is None:
+            kind = self._kinds[name] = _KindSums(took_s)
+        for other in self._kinds.values():
+            other.share = max(LEAST_SHARE, FADE * other.share)
+        kind.add(columns_of(work), took_s, self.cost.seconds(work) or took_s)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        terms, sums = self._terms, self._all_sums()
+        products, right = [[sums[place] for place in places] for places in PLACES], sums[len(PAIRS) :]
+        for at, row in enumerate(products):
+            if row[at] > 0:
+                terms[at] = max(LEAST[at], terms[at] + (right[at] - sum(map(mul, row, terms))) / row[at])
+        self.cost = StepCost(terms[1], terms[2], terms[3], terms[0], terms[4])
+
+    def _all_sums(self) -> list[float]:
+        found: list[float] = []
+        for kind in self._kinds.values():
+            share = kind.share / kind.level_s**2
+            more = [share * value for value in kind.sums]
+            found = [one + other for one, other in zip(found, more, strict=True)] if found else more
+        return found
+
+
+class MeanWork:
+    """The mean work of recent steps."""
+
+    def __init__(self) -> None:
+        self._sums = [0.0] * len(StepWork._fields)
+        self._num = 0.0
+
+    def add(self, work: StepWork) -> None:
+        self._sums = [DECAY * total + each for total, each in zip(self._sums, work, strict=True)]
+        self._num = DECAY * self._num + 1
+
+    @property
+    def work(self) -> StepWork:
+        """Returns whole numbers; no work before any step."""
+        return StepWork(*(round(total / self._num) for total in self._sums)) if self._num else StepWork()
+
+
+class OnlineHandoverFit:
+    """Fits setup and bytes of handovers to recent ones: a line through their times by bytes.
+
+    Where handovers are about as large as each other, a byte takes `assumed_byte_s`, and the rest is the setup.
+    """
+
+    def __init__(self, assumed_byte_s: float) -> None:
+        self._assumed_byte_s = assumed_byte_s
+        self._num_left_out = FIRST_HANDOVERS
+        self._num = self._nbytes = self._took_s = self._squares = self._products = 0.0
+
+    def add(self, nbytes: int, took_s: float) -> None:
+        if self._num_left_out:
+            self._num_left_out -= 1
+            return
+        self._num = DECAY * self._num + 1
+        self._nbytes = DECAY * self._nbytes + nbytes
+        self._took_s = DECAY * self._took_s + took_s
+        self._squares = DECAY * self._squares + nbytes * nbytes
+        self._products = DECAY * self._products + nbytes * took_s
+
+    @property
+    def cost(self) -> HandoverCost | None:
+        """None: too few are known."""
+        if self._num < LEAST_HANDOVERS:
+            return None
+        nbytes, took_s = self._nbytes / self._num, self._took_s / self._num
+        variance = self._squares / self._num - nbytes**2
+        byte_s = self._assumed_byte_s
+        if variance > LEAST_SPREAD**2 * nbytes**2:
+            byte_s = max(0.0, (self._products / self._num - nbytes * took_s) / variance)
+        return HandoverCost(max(0.0, took_s - nbytes * byte_s), byte_s)

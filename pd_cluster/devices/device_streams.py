@@ -1,0 +1,171 @@
+"""Launches on a device and their order: streams, marks in them, and graphs of launches.
+
+On CPU everything has happened when a call returns. NPUs work like CUDA devices, with differences noted where they
+matter.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pd_cluster.devices import device as devices
+from pd_cluster.devices.device import Device
+
+HostValues = Mapping[str, list[int]]  # the values that the host passed to launches, by argument name
+Replay = Callable[..., Any]  # repeats all launches; HostValues replace the values that the host passed before
+
+# torch hands out the 32 streams of a priority in turn, over and over. A launch by another thread on the stream that is
+# being captured would go into the graph and not be done: so no copy may have that priority, nor that of the ranks'
+# sums, which join the capture on a stream of their own (group.py: the highest).
+CAPTURE_PRIORITY = -1  # a high one
+
+_current = threading.local()  # on NPUs, where querying the current stream is slow
+
+
+def poll(holds: Callable[[], bool], timeout_s: float) -> bool:
+    """Polls a condition; returns whether it came to hold in time. Devices offer no wait with a timeout.
+
+    The next poll follows after an eighth of the elapsed time, and at least every millisecond.
+    """
+    started_s = time.monotonic()
+    while not holds():
+        waited_s = time.monotonic() - started_s
+        if waited_s >= timeout_s:
+            return False
+        time.sleep(min(1e-3, 2e-5 + waited_s / 8))
+    return True
+
+
+class Marker:
+    """A position in launched work that the host or another stream can wait for."""
+
+    __slots__ = ("_event",)
+
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Blocks the host without holding the interpreter's lock; False when it was not reached in time."""
+        if timeout_s is not None:
+            return poll(lambda: self.is_reached, timeout_s)
+        if self._event is not None:
+            self._event.synchronize()
+        return True
+
+    @property
+    def is_reached(self) -> bool:
+        return self._event is None or bool(self._event.query())
+
+
+REACHED = Marker(None)
+
+
+class CopyStream:
+    """A stream for copies alongside computation. On CPU everything has happened when a call returns."""
+
+    def __init__(self, device: Device, priority: int = 0) -> None:
+        self._device = device
+        self._stream: Any = None
+        if device.is_accelerator:
+            self._stream = devices._module(device).Stream(device.index, priority=priority)
+
+    def after(self, marker: Marker) -> None:
+        """Delays later launches here until the marker is reached; the host does not wait."""
+        if self._stream is not None and marker._event is not None:
+            self._stream.wait_event(marker._event)
+
+    def __enter__(self) -> CopyStream:
+        """Directs launches inside to this stream."""
+        if self._stream is not None:
+            self._context = devices._module(self._device).stream(self._stream)
+            self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._stream is not None:
+            self._context.__exit__(*error)
+
+    def mark(self) -> Marker:
+        """Returns a marker after everything launched here."""
+        return _recorded(self._device, self._stream)
+
+
+def mark(device: Device) -> Marker:
+    """Returns a marker after everything that this thread has launched on its current stream."""
+    return _recorded(device, _current_stream(device) if device.is_accelerator else None)
+
+
+def _current_stream(device: Device) -> Any:
+    module = devices._module(device)
+    if not device.traits.is_slow_to_name_streams:
+        return module.current_stream(device.index)
+    known: dict[str, Any] = _current.__dict__
+    if (stream := known.get(str(device.index))) is None:
+        stream = known[str(device.index)] = module.current_stream(device.index)
+    return stream
+
+
+def _recorded(device: Device, stream: Any) -> Marker:
+    if stream is None:
+        return Marker(None)
+    event = devices._module(device).Event(blocking=True)  # waiting threads sleep: the others need the core
+    event.record(stream)
+    return Marker(event)
+
+
+def capture(device: Device) -> Callable[[Callable[[], Any]], Replay]:
+    """Returns a function that captures an accelerator's launches as a graph; its result launches all of them again.
+
+    Both return the same tensors. The graphs share their memory: each run overwrites the results of the one before. Only
+    NPUs can replace the values that the host passed to launches.
+    """
+    module = devices._module(device)
+    side = CopyStream(device, CAPTURE_PRIORITY)
+    # Other threads copy meanwhile: only this thread's launches are captured, and may not wait.
+    options = {"pool": module.graph_pool_handle(), "stream": side._stream, "capture_error_mode": "thread_local"}
+    make_graph = {"cuda": _cuda_graph, "npu": _npu_graph}[device.kind]
+
+    def make(run: Callable[[], Any]) -> Replay:
+        side.after(mark(device))  # of this thread's own stream, before the side stream replaces it
+        with side:  # run once uncaptured: kernels are compiled and loaded, which no capture can hold
+            run()
+        devices.synchronize(device)
+        return make_graph(device, module, options, run)
+
+    return make
+
+
+def _cuda_graph(device: Device, module: Any, options: Mapping[str, Any], run: Callable[[], Any]) -> Replay:
+    graph = module.CUDAGraph()
+    with module.graph(graph, **options):
+        result = run()
+
+    def replay() -> Any:
+        graph.replay()
+        return result
+
+    return replay
+
+
+def _npu_graph(device: Device, module: Any, options: Mapping[str, Any], run: Callable[[], Any]) -> Replay:
+    """Captures an NPU graph; torch-npu records every attention in it, and updates their lengths itself.
+
+    A graph waits in each of them for its new lengths: they may only be set after its last run has ended.
+    """
+    graph = module.NPUGraph()
+    with module.graph(graph, auto_dispatch_capture=True, **options):
+        result = run()
+    last = [Marker(None)]
+
+    def replay(values: HostValues | None = None) -> Any:
+        last[0].wait()
+        if values:
+            graph.update(cpu_update_input=[dict(values)])
+        graph.replay()
+        last[0] = mark(device)
+        return result
+
+    return replay

@@ -1,0 +1,136 @@
+"""Stops the OpenMP threads of a user's own process from spinning while others want its cores. Never imports torch.
+
+A thread that waits for its team spins for milliseconds before it sleeps. On free cores that is the fastest; beside
+busy programs it takes the core that the awaited thread needs. Rank processes have OMP_WAIT_POLICY=passive, which
+libgomp reads only when it is loaded: too late for a program that has imported torch. But libgomp also spins hardly at
+all while it has more threads than cores (see GOMP_SPINCOUNT in its manual). So while threads of this process wait for
+cores, more threads are added, which only sleep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pd_cluster.devices.core_affinity import Waited, waited_by
+from pd_cluster.native.build import KernelsUnavailable, openmp_runtime
+
+log = logging.getLogger(__name__)
+
+PARKED = {"OMP_WAIT_POLICY": "passive"}  # for processes of our own
+OWN_POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")  # of the user
+TASKS = Path("/proc/self/task")
+WINDOW_S = 0.25  # over which waiting is measured
+MOST_COST = 0.01  # of the time, for measuring
+BEGINS, ENDS = 0.2, 0.1  # of a window, in which the thread that waited longest had no core
+QUIET_S = 10.0  # at least, before spinning is tried again
+
+
+@dataclass(slots=True)
+class Spinning:
+    """Threads sleep at once from the start, and as long as others want the cores. Closed by `close`.
+
+    `num_threads`: those of a step. `tick` is called by the thread that computes, between steps.
+    """
+
+    runtime: ctypes.CDLL  # with torch's own threads
+    num_threads: int
+    waited: Waited = waited_by
+    clock: Callable[[], float] = time.monotonic
+    _sleepers: _Sleepers | None = field(default=None, init=False)
+    _measured_s: float = field(default=0.0, init=False)
+    _next_s: float = field(default=0.0, init=False)
+    _quiet_until_s: float = field(default=0.0, init=False)
+    _before_s: dict[int, float] = field(default_factory=dict, init=False)
+    _is_off: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._sleepers = self._added()
+        self._measure()
+
+    @classmethod
+    def here(cls, num_threads: int, env: Mapping[str, str] = os.environ) -> Spinning | None:
+        """Returns None for one thread, for a user's own policy, and where there is not one OpenMP library."""
+        if num_threads < 2 or any(env.get(name) for name in OWN_POLICIES):
+            return None
+        try:
+            return cls(openmp_runtime(), num_threads)
+        except KernelsUnavailable as error:
+            log.info("OpenMP's threads spin as they do by default: %s", error)
+            return None
+
+    @property
+    def is_quiet(self) -> bool:
+        return self._sleepers is not None
+
+    def tick(self) -> None:
+        """Measures now and then whether threads wait for cores, and decides for the next window. Never raises."""
+        now_s = self.clock()
+        if self._is_off or now_s < self._next_s:
+            return
+        share = self._measure()
+        if share > BEGINS:
+            self._quiet_until_s = now_s + QUIET_S
+        if share > BEGINS and not self.is_quiet:
+            log.debug("OpenMP's threads sleep at once from now on: others want the cores")
+            self._sleepers = self._added()
+        elif share < ENDS and self.is_quiet and now_s >= self._quiet_until_s:
+            log.debug("OpenMP's threads spin before they sleep: the cores are free")
+            self._remove()
+
+    def close(self) -> None:
+        self._is_off = True
+        self._remove()
+
+    def _measure(self) -> float:
+        """Returns the largest part of the time since the last call in which one thread of this process had no core."""
+        began_s, found = self.clock(), {}
+        with contextlib.suppress(OSError, ValueError):  # a kernel that does not count it leaves all as it is
+            found = {int(each): self.waited(int(each)) for each in os.listdir(TASKS)}
+        ended_s = self.clock()
+        longest_s = max((found[each] - self._before_s[each] for each in found if each in self._before_s), default=0.0)
+        share = longest_s / max(began_s - self._measured_s, 1e-9)
+        self._before_s, self._measured_s = found, began_s
+        self._next_s = began_s + max(WINDOW_S, (ended_s - began_s) / MOST_COST)
+        return share
+
+    def _added(self) -> _Sleepers | None:
+        if "gomp" not in self.runtime._name:
+            log.warning("threads spin while they wait; beside busy programs, set OMP_WAIT_POLICY=passive at the start")
+            self._is_off = True
+            return None
+        num_cores: int = self.runtime.omp_get_num_procs()
+        return _Sleepers(self.runtime, max(2, num_cores - self.num_threads + 2))
+
+    def _remove(self) -> None:
+        if self._sleepers is not None:
+            self._sleepers.close()
+            self._sleepers = None
+
+
+class _Sleepers:
+    """An OpenMP team of that many threads, one of them Python's, that has nothing to do."""
+
+    def __init__(self, runtime: ctypes.CDLL, size: int) -> None:
+        self._runtime, self._size = runtime, size
+        self._is_there, self._ends = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="openmp sleepers", daemon=True)
+        self._thread.start()
+        self._is_there.wait()
+
+    def close(self) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        work = ctypes.cast(self._runtime.omp_get_thread_num, ctypes.c_void_p)  # any function that returns at once
+        self._runtime.GOMP_parallel(work, None, ctypes.c_uint(self._size), ctypes.c_uint(0))
+        self._is_there.set()
+        self._ends.wait()

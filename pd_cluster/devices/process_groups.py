@@ -1,0 +1,116 @@
+"""Process groups over accelerators, built directly: NCCL's on CUDA, HCCL's on NPUs. Only this module tells them apart.
+
+Knows nothing of what is sent or summed. torch's classes for both come from device.py; HCCL's environment comes from
+hccl.py through the parent of this process.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+from pd_cluster.devices import device as devices
+from pd_cluster.devices.device import Device
+from pd_cluster.devices.hccl_environment import (
+    GROUP_BUFFER_MB,
+    PAIR_BUFFER_MB,
+    UNIT_BUFFER_MB,
+    device_nbytes,
+    hccl_config,
+)
+
+Backend = Literal["nccl", "hccl"]
+BACKENDS: tuple[Backend, ...] = get_args(Backend)
+
+# torch's handling of a group whose peer has died: end only the group, not this process. Read at creation of a group.
+ERROR_HANDLING: Mapping[Backend, str] = {
+    "nccl": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
+    "hccl": "TORCH_HCCL_ASYNC_ERROR_HANDLING",
+}
+CLEAN_UP_ONLY = "2"
+
+
+def why_none(backend: str, device: Device) -> str:
+    """Returns why there can be no such group over this device, or ""."""
+    if not device.is_accelerator:
+        return "this instance's pool is in host memory"
+    if device.dist_backend != backend or devices.process_group(device) is None:
+        return f"torch has no {backend.upper()} for {device.torch_name} here"
+    return ""
+
+
+def make_pair(store: Any, name: str, rank: int, timeout_s: float, device: Device) -> Any:
+    """Creates a group of two processes that survive each other's death. `name` is unique in this process."""
+    os.environ.setdefault(ERROR_HANDLING[_backend(device)], CLEAN_UP_ONLY)
+    return _make(store, name, rank, 2, timeout_s, device, PAIR_BUFFER_MB)
+
+
+def make_ranks(store: Any, rank: int, size: int, timeout_s: float, device: Device) -> Any:
+    """Creates the group of one instance's ranks. An error in it, or a call longer than the timeout, ends the process.
+
+    NCCL's sums are captured together with their steps, so their stream, too, must have a priority that no copy has; see
+    streams.py.
+    """
+    return _make(store, "ranks", rank, size, timeout_s, device, GROUP_BUFFER_MB, is_captured=True)
+
+
+def make_unit(store: Any, rank: int, size: int, timeout_s: float, device: Device) -> Any:
+    """Creates the group of those ranks of a unit's members that exchange rows; as with `make_ranks`, errors end the
+    process. No graph captures its calls.
+    """
+    return _make(store, "unit", rank, size, timeout_s, device, UNIT_BUFFER_MB)
+
+
+def buffers_nbytes(device: Device, num_pairs: int, has_ranks: bool, has_unit: bool) -> int:
+    """Returns the device memory that communicators take beside torch's allocator: HCCL's; NCCL's is not known."""
+    return device_nbytes(num_pairs, has_ranks, has_unit) if device.dist_backend == "hccl" else 0
+
+
+def finish(work: Any, device: Device) -> None:
+    """Completes work that has ended. Raises RuntimeError when it has failed."""
+    work.wait()  # raises NCCL's errors, but not HCCL's
+    if _backend(device) == "hccl" and not work.is_success():
+        raise RuntimeError("HCCL reports an error; its own log says which")
+
+
+def abort(group: Any, device: Device, reason: str) -> None:
+    """Ends the group's work at this end as far as its library can; `reason` is for the library's log.
+
+    HCCL's class inherits torch's `abort`, which does nothing. Its own method destroys the communicator and returns
+    nothing: work that the device has begun may still end later, so its memory must be kept until then.
+    """
+    if _backend(device) == "hccl":
+        group.abort_hccl_comm(reason)
+    else:
+        group.abort()
+
+
+def _make(
+    store: Any,
+    name: str,
+    rank: int,
+    size: int,
+    timeout_s: float,
+    device: Device,
+    buffer_mb: int,
+    is_captured: bool = False,
+) -> Any:
+    """Creates a group; its communicator is set up by the first call."""
+    devices.use(device)
+    group_type = devices.process_group(device)
+    options = group_type.Options()
+    options._timeout = timedelta(seconds=timeout_s)
+    if _backend(device) == "hccl":
+        options.hccl_config = hccl_config(buffer_mb)
+        options.group_id = name  # HCCL identifies communicators by it, and rejects a second one of the same name
+        # Without this, torch-npu makes its global group: of all that RANK_TABLE_FILE lists, if that is set.
+        options.global_ranks_in_group = list(range(size))
+    elif is_captured:
+        options.is_high_priority_stream = True
+    return group_type(store, rank, size, options)
+
+
+def _backend(device: Device) -> Backend:
+    return next(each for each in BACKENDS if each == device.dist_backend)

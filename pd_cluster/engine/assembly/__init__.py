@@ -1,0 +1,1 @@
+"""Puts engines and workers together from their parts."""

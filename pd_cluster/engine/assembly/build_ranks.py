@@ -1,0 +1,103 @@
+"""Puts the ranks of an instance together: how each finds its device and the others, and what rank 0 hears of them."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable
+
+from pd_cluster.devices.device import Device, bind, use
+from pd_cluster.engine.assembly.build_engine import endpoint_of
+from pd_cluster.engine.handover.engine_events import Event, StopEngine
+from pd_cluster.engine.handover.links.link_ends import LocalLanes
+from pd_cluster.engine.ranks import rank_messages as to
+from pd_cluster.engine.ranks.follower import Follower, send_to_rank_0
+from pd_cluster.engine.ranks.hang_watchdog import end_within
+from pd_cluster.engine.ranks.lead_runner import LeadRunner
+from pd_cluster.engine.ranks.rank_channel import Channel
+from pd_cluster.engine.ranks.rank_cores import HostCores
+from pd_cluster.engine.ranks.remote_lanes import RankLanes
+from pd_cluster.engine.stages.tier_stores import open_tiers
+from pd_cluster.engine.unit.unit_meeting import follower_group
+from pd_cluster.errors import InstanceLost
+from pd_cluster.model.parallel.rank_group import Group, Rendezvous, join
+from pd_cluster.model.runner.load_runner import load_runner
+from pd_cluster.settings.engine_config import SYMMETRIC_SUMS
+from pd_cluster.settings.process_configs import WorkerConfig
+from pd_cluster.transport.link_factory import Transports
+
+log = logging.getLogger(__name__)
+MATE_END_S = 1.0  # in which a step may end, once a member of the unit is known to be lost
+Inbox = queue.SimpleQueue[Event]
+
+
+def device_of(config: WorkerConfig) -> Device:
+    """Selects this rank's device for this process and returns it. Raises ConfigError."""
+    device = bind(config.engine.device, config.device_ids, config.ranks.rank)
+    if config.environment and not device.is_accelerator and not config.ranks.rank:  # as serve_command.py gives NPUs
+        log.warning(
+            "this instance computes on the CPU: its rank table gives devices addresses of their own, as NPUs have, but "
+            "no NPU is seen here; --device=npu makes that an error, --device=cpu says that it shall be so"
+        )
+    use(device)
+    return device
+
+
+def meet(config: WorkerConfig, device: Device) -> Group:
+    """Waits until all ranks of this instance have joined and returns their group. Raises InstanceLost."""
+    ranks = config.ranks
+    place = Rendezvous(ranks.store, ranks.rank, ranks.size, config.timeouts.collective_timeout_s)
+    return join(place, device, config.engine.deterministic, SYMMETRIC_SUMS in config.engine.cuda_speedups)
+
+
+def build_follower(config: WorkerConfig) -> Follower:
+    """Loads a rank other than 0; the caller starts and runs it."""
+    device = device_of(config)
+    cores, group, unit = HostCores(config, device), meet(config, device), follower_group(config, device)
+    with cores.loading():
+        runner = load_runner(config.engine, group, device, unit)
+    if unit is not None:
+        unit.loaded()
+    cores.share(runner.threads)
+    channel = Channel(config.ranks.fds[0], to.ToFollower, config.timeouts.collective_timeout_s)
+    for contents in open_tiers(config, runner, lambda report: channel.send(to.TierReport(report))):
+        channel.send(to.TierReport(contents))
+    transports = Transports(config, runner.pools)
+    return Follower(runner, channel, LocalLanes(endpoint_of(config, runner), transports, send_to_rank_0(channel)))
+
+
+def ears_of(
+    runner: LeadRunner, lanes: RankLanes, put: Callable[[Event], None]
+) -> Callable[[to.OfLanes | to.LoadedAdapter | to.TierReport], None]:
+    """Returns what passes on a follower's messages; `put` takes events to the engine's thread."""
+
+    def hear(message: to.OfLanes | to.LoadedAdapter | to.TierReport) -> None:
+        if isinstance(message, to.LoadedAdapter):
+            runner.adapters.hear(message)
+        elif isinstance(message, to.TierReport):
+            put(message.report)
+        else:
+            lanes.hear(message)
+
+    return hear
+
+
+def a_rank_is_lost(
+    size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[str], None], rank: int, why: str
+) -> None:
+    """Ends the engine's loop, or the process if the loop waits for that rank and never finishes its round.
+
+    Nothing else would: NCCL's watchdog does not cover calls that a CUDA graph replays.
+    """
+    error = InstanceLost(f"rank {rank} of {size} {why}")
+    inbox.put(StopEngine(error))
+    end_within(2 * wait_s)
+    tell_lost(str(error))
+
+
+def a_mate_is_lost(inbox: Inbox, tell_lost: Callable[[str], None], why: str) -> None:
+    """Ends the engine's loop, or the process if the loop waits for that member of its unit, on all ranks."""
+    inbox.put(StopEngine(InstanceLost(why)))
+    end_within(MATE_END_S)
+    log.error("%s", why)  # before the end, which may take a step
+    tell_lost(why)

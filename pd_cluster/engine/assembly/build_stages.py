@@ -1,0 +1,58 @@
+"""Makes the stages of a worker, in the order in which legs pass them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from pd_cluster.engine.assembly.build_engine import limits_of
+from pd_cluster.engine.encode.build_encoder import terms_of
+from pd_cluster.engine.encode.encoder_stage import Encoders, Engine
+from pd_cluster.engine.handover.handover_context import HandoverContext
+from pd_cluster.engine.legs.legs import Legs
+from pd_cluster.engine.ranks.lead_runner import LeadRunner
+from pd_cluster.engine.stages.adapter_loader import AdapterSource, AdapterThread, reader_of
+from pd_cluster.engine.stages.adapter_stage import WorkerAdapters
+from pd_cluster.engine.stages.cache_reports import CacheReports
+from pd_cluster.engine.stages.kv_event_publisher import KVEvents
+from pd_cluster.engine.stages.stage import Stage
+from pd_cluster.engine.stages.tier_stores import open_tiers, tiers_of
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.model.runner.model_runner import ModelRunner
+from pd_cluster.net.event_publisher import EventPublisher
+from pd_cluster.settings.process_configs import WorkerConfig
+
+
+def stages_of(
+    config: WorkerConfig, core: EngineCore, runner: ModelRunner, legs: Legs, context: HandoverContext
+) -> Iterator[Stage]:
+    """Yields the stages in the order in which legs pass them; those that only follow are last."""
+    lead = core.runner if isinstance(core.runner, LeadRunner) else None
+    yield adapters_of(config, runner, lead, legs, context)
+    contents = open_tiers(config, runner, context.report)
+    if runner.tiers and (tier := core.scheduler.blocks.tier) is not None:
+        yield tiers_of(config, core.scheduler, tier, runner, lead or runner)
+        for each in contents:
+            context.report(each)
+    if runner.tower is not None:
+        engine = Engine(lambda: runner.tower, core.scheduler, limits_of(runner), legs.table)
+        terms = replace(
+            terms_of(config, runner.model_identity, runner.numerics), network_policy=context.endpoint.network_policy
+        )
+        yield Encoders(engine, terms, context.post, context.report, context.clock, config.timeouts)
+    yield CacheReports(context.post, core.scheduler.known)
+    if (events := config.kv_events) is not None and events.is_on:
+        publisher = EventPublisher(events, config.credentials)
+        yield KVEvents(core.scheduler.blocks, runner.pool.layout.block_size, publisher)
+
+
+def adapters_of(
+    config: WorkerConfig, runner: ModelRunner, lead: LeadRunner | None, legs: Legs, context: HandoverContext
+) -> WorkerAdapters:
+    """`lead`: of several ranks."""
+    settings, source = config.engine.adapters, None
+    if settings.are_wanted:
+        keeper = lead.adapters if lead is not None else runner.held
+        thread = AdapterThread(keeper, reader_of(settings), context.report)
+        source = AdapterSource(keeper, thread, runner.held.named, settings.max_cpu_loras)
+    return WorkerAdapters(source, context.post.send, legs.variants, context.clock)

@@ -1,0 +1,142 @@
+"""Drafts from the answer that a request predicts (OpenAI's Predicted Outputs)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pd_cluster.engine.draft.drafter import Drafter
+from pd_cluster.engine.draft.token_history import FollowedOutput
+from pd_cluster.types import Request
+
+LONGEST_MATCH = 8  # output tokens that are compared to find the place again
+MOST_PLACES = 32  # on either side of the last sure place
+NEAR = 16  # a single token is searched so far behind the last sure place
+SHORTLY = 8  # tokens after a deviation for which less than a pair is believed
+PART = 8192  # tokens of a prediction whose pairs are sorted in one call: about a millisecond
+
+Ints = NDArray[np.int64]
+
+
+class PredictionDrafter(Drafter):
+    """Copies the prediction from the place that the output has come to, and finds it again after a deviation.
+
+    While output tokens equal the predicted ones, the place advances. Otherwise, it is behind the longest match of the
+    last 8 to 2 output tokens: the nearest one at or behind the last sure place, or else the nearest one before that. On
+    either side, the 32 nearest places of the last two tokens are compared. If these two occur nowhere, shortly after
+    the deviation, the last one alone is looked for in the next 16 tokens, which finds the end of a deletion or
+    insertion; if it is not there, each output token is taken to replace a predicted one. A place is sure once a token
+    that it predicts has come.
+    """
+
+    name = "prediction"
+
+    def __init__(self) -> None:
+        self._followers: WeakKeyDictionary[Request, _Follower] = WeakKeyDictionary()
+
+    def is_for(self, request: Request) -> bool:
+        return bool(request.order.prediction)
+
+    def draft(self, request: Request, most: int) -> Sequence[int]:
+        """Returns at most `most` tokens; none where the order has no prediction or the place is unknown."""
+        if not request.order.prediction or most < 1:
+            return ()
+        follower = self._followers.get(request)
+        if follower is None or not follower.followed.goes_on(request):
+            follower = self._followers[request] = _Follower(request)
+        follower.follow()
+        place = follower.place
+        return () if place is None else follower.prediction[place : place + most]
+
+    def ended(self, request: Request) -> None:
+        self._followers.pop(request, None)
+
+
+class _Follower:
+    def __init__(self, request: Request) -> None:
+        self.prediction = request.order.prediction
+        self.followed = FollowedOutput(request)
+        self.place: int | None = 0  # the index of the predicted token that may come next; None: unknown
+        self._sure = 0  # the last place that a predicted token led to
+        self._num_astray = 0  # output tokens since then
+        self._pairs: PairIndex | None = None  # until there is a deviation
+
+    def follow(self) -> None:
+        """Takes the output tokens that are new since the last call."""
+        fresh = self.followed.take()
+        num_equal = 0
+        if self.place is not None:
+            for token_id, predicted in zip(fresh, self.prediction[self.place : self.place + len(fresh)], strict=False):
+                if token_id != predicted:
+                    break
+                num_equal += 1
+            if num_equal:
+                self.place = self._sure = self.place + num_equal
+                self._num_astray = 0
+        if num_equal < len(fresh):
+            self._num_astray += len(fresh) - num_equal
+            self.place = self._find(tuple(self.followed.token_ids[-LONGEST_MATCH:]))
+
+    def _find(self, last: tuple[int, ...]) -> int | None:
+        """Returns the place behind the last output tokens."""
+        if len(last) > 1 and (place := self._longest_match(last)):
+            return place
+        if self._num_astray > SHORTLY:
+            return None
+        near = self.prediction[self._sure : self._sure + NEAR]
+        if last[-1] in near:
+            return self._sure + near.index(last[-1]) + 1
+        return self._sure + self._num_astray
+
+    def _longest_match(self, last: tuple[int, ...]) -> int:
+        """Returns the place behind the longest match of two or more tokens; 0 if there is none."""
+        if self._pairs is None:
+            self._pairs = PairIndex(self.prediction)
+        best, longest = 0, 1
+        for place in self._pairs.nearest(last[-2:], self._sure):
+            length = 2
+            while length < min(len(last), place) and self.prediction[place - length - 1] == last[-length - 1]:
+                length += 1
+            if length > longest:
+                best, longest = place, length
+            if length == len(last):
+                break
+        return best
+
+
+class PairIndex:
+    """The places behind each pair of neighbours in a prediction. Each look-up sorts one more part of it."""
+
+    def __init__(self, prediction: Sequence[int]) -> None:
+        self._prediction = prediction
+        self._num_indexed = 0  # pairs
+        self._parts: list[tuple[Ints, Ints]] = []  # pairs as numbers, ascending; the places behind them
+
+    def nearest(self, pair: Sequence[int], sure: int) -> list[int]:
+        """Returns the nearest places at `sure` or behind it, then the nearest before it: MOST_PLACES of each."""
+        if self._num_indexed < len(self._prediction) - 1:
+            self._sort_part()
+        wanted = np.int64((pair[0] << 32) + pair[1])
+        spans = []
+        for pairs, places in self._parts:
+            start, stop = pairs.searchsorted(wanted), pairs.searchsorted(wanted, "right")
+            if start < stop:
+                spans.append((places[start:stop], int(places[start:stop].searchsorted(sure))))
+        behind: list[int] = []
+        for places, at in spans:
+            behind += places[at : at + MOST_PLACES - len(behind)].tolist()
+        before: list[int] = []
+        for places, at in reversed(spans):
+            before += places[max(0, at - MOST_PLACES + len(before)) : at][::-1].tolist()
+        return behind + before
+
+    def _sort_part(self) -> None:
+        start = self._num_indexed
+        tokens = np.array(self._prediction[start : start + PART + 1], np.int64)
+        pairs = (tokens[:-1] << 32) + tokens[1:]
+        order = pairs.argsort(kind="stable")
+        self._parts.append((pairs[order], order + start + 2))
+        self._num_indexed += len(pairs)

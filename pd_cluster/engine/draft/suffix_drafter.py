@@ -1,0 +1,189 @@
+"""Drafts by counts of what followed the last tokens, in the sequence itself and in earlier outputs (suffix decoding).
+
+Oliaro et al., "SuffixDecoding", 2024, with vLLM's names. Their trees hold all substrings with their counts. Here the
+few places that match best are counted when a draft is wanted, so a token costs microseconds and tens of bytes at any
+depth.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import islice, pairwise
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from pd_cluster.engine.draft.context_index import END, IndexedText, hash_contexts
+from pd_cluster.engine.draft.drafter import Drafter
+from pd_cluster.engine.draft.earlier_outputs import EarlierOutputs
+from pd_cluster.engine.draft.token_history import TokenHistory
+from pd_cluster.types import Request
+
+MOST_PLACES = 16  # that are counted
+
+Place = tuple[int, "array[int]"]  # how many of the last tokens match before it; the tokens from it on, padded with END
+
+
+class Draft(NamedTuple):
+    token_ids: list[int]
+    score: float  # the expected number of tokens that are right, if counts told the truth
+
+
+class SuffixDrafter(Drafter):
+    """Drafts the tokens that most often followed the longest suffixes of the sequence.
+
+    The class of a place is the largest of 1, 2, 4, 8, … tokens before it that equal the sequence's last tokens. The
+    MOST_PLACES places of the highest classes are counted, the newest first in a class. For each length m below
+    `max_tree_depth`, those that match m tokens or more give a draft. It goes on with the token that most of them have
+    next, or with that of the first of them on a tie; a token's probability is its share of the places that go on, times
+    the probability of the token before. It ends before a probability under `min_token_prob`, at `max_spec_factor` x m
+    tokens, and where m and its length are the depth. The draft with the highest sum of probabilities is returned, be it
+    from the sequence itself or from earlier outputs of its scope (cache salt and variant); on a tie, the own one, and
+    that of the longer match.
+
+    At most `max_cached_requests` outputs are kept, and at most `most_nbytes` are used in all. Earlier outputs make room
+    for running sequences; a sequence for which there is none is drafted from earlier outputs alone.
+    """
+
+    name = "suffix"
+
+    def __init__(
+        self,
+        max_tree_depth: int,
+        max_cached_requests: int,
+        max_spec_factor: float,
+        min_token_prob: float,
+        most_nbytes: int,
+    ) -> None:
+        self._reach = max(1, max_tree_depth - 1)
+        self._lengths = [1 << i for i in range(self._reach.bit_length())]
+        self._max_cached_requests, self._min_token_prob = max_cached_requests, min_token_prob
+        self._most_nbytes = most_nbytes
+        self._limits = [  # the most drafts, by length of the match
+            max(0, min(int(length * max_spec_factor + 1e-6), max_tree_depth - length))
+            for length in range(self._reach + 1)
+        ]
+        self._peak = max(range(self._reach + 1), key=self._limits.__getitem__)  # the match that allows most
+        self._histories: WeakKeyDictionary[Request, TokenHistory] = WeakKeyDictionary()
+        self.earlier = EarlierOutputs(self._lengths, self._reach, most_nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.earlier.nbytes + self._own_nbytes()
+
+    def draft(self, request: Request, most: int) -> Sequence[int]:
+        """Returns at most `most` tokens; none without a place or without a likely token."""
+        history, order = self._history(request), request.order
+        own = [history.text] if history is not None else []
+        earlier = self.earlier.texts((order.cache_salt, order.variant))
+        first, end = request.num_virtual_tokens, request.num_tokens
+        newest_first = request.token_ids(max(first, end - self._reach), end)[::-1]
+        hashes = hash_contexts(newest_first, self._lengths)
+        best = Draft([], 0.0)
+        for texts in filter(None, (own, earlier)):
+            best = self._better(best, texts, newest_first, hashes, most)
+        return best.token_ids
+
+    def ended(self, request: Request) -> None:
+        """Takes the output, with the end of the prompt before it, among the earlier ones of its scope."""
+        self._histories.pop(request, None)
+        if not self._max_cached_requests or not request.output_token_ids:
+            return
+        order, num_prompt = request.order, len(request.prompt_token_ids)
+        start = max(request.num_virtual_tokens, num_prompt - self._reach)
+        self.earlier.add((order.cache_salt, order.variant), request.token_ids(start, request.num_tokens))
+        while self.earlier.num_outputs > self._max_cached_requests:
+            self.earlier.drop_output()
+        self._free(0)
+
+    def _history(self, request: Request) -> TokenHistory | None:
+        """Returns the request's places, up to date with its tokens; none where there is no room for them."""
+        history = self._histories.get(request)
+        if history is None or not history.followed.goes_on(request):
+            self._histories.pop(request, None)
+            if not self._free(TokenHistory.nbytes_at_first(request.num_tokens, self._lengths, self._reach)):
+                return None
+            history = self._histories[request] = TokenHistory(request, self._lengths, self._reach)
+        num_indexes = len(history.text.indexes)
+        history.extend(request)
+        if len(history.text.indexes) > num_indexes and not self._free(0):
+            del self._histories[request]
+            return None
+        return history
+
+    def _own_nbytes(self) -> int:
+        return sum(history.text.nbytes for history in self._histories.values())
+
+    def _free(self, wanted: int) -> bool:
+        """Drops earlier outputs until so many bytes are free; none if they do not suffice. Returns whether they do."""
+        most = self._most_nbytes - self._own_nbytes() - wanted
+        while 0 <= most < self.earlier.nbytes:
+            self.earlier.drop_text()
+        return most >= 0
+
+    def _better(
+        self, best: Draft, texts: Sequence[IndexedText], newest_first: list[int], hashes: list[int], most: int
+    ) -> Draft:
+        """Returns the best draft of these texts, or the given one if it is as good."""
+        places: list[Place] = []
+        above = len(newest_first) + 1  # matches of this length or more have been tried
+        for which in reversed(range(len(self._lengths))):
+            length = self._lengths[which]
+            if length >= above:
+                continue
+            if best.score >= min(most, self._limits[min(self._peak, above - 1)]):
+                break  # no shorter match allows more tokens
+            tops = {above - 1} if places else set()
+            if len(places) < MOST_PLACES:
+                found = self._of_class(which, above, texts, newest_first, hashes[which])
+                places += islice(found, MOST_PLACES - len(places))
+                tops.update(num_matched for num_matched, _ in places if num_matched < above)
+            for top, next_top in pairwise([*sorted(tops, reverse=True), length - 1]):
+                # Matches of (next_top, top] tokens have the same places: that which allows most is as good as any.
+                limit = min(most, self._limits[min(max(self._peak, next_top + 1), top)])
+                if limit > best.score:
+                    draft = self._likeliest([after for num_matched, after in places if num_matched >= top], limit)
+                    best = draft if draft.score > best.score else best
+            above = length
+        return best
+
+    def _of_class(
+        self, which: int, above: int, texts: Sequence[IndexedText], newest_first: list[int], value: int
+    ) -> Iterator[Place]:
+        """Yields places with a match of at least this class's length and less than `above`, the newest first."""
+        length, most, width = self._lengths[which], min(above, len(newest_first)), self._limits[self._peak]
+        context = array("i", newest_first[length - 1 :: -1])
+        for text in texts:
+            tokens = text.tokens
+            for place in text.places(which, value):
+                if tokens[place] == END or tokens[place - length : place] != context:
+                    continue
+                num_matched = length
+                while num_matched < most and tokens[place - num_matched - 1] == newest_first[num_matched]:
+                    num_matched += 1
+                if num_matched < above:
+                    yield num_matched, tokens[place : place + width]
+
+    def _likeliest(self, continuations: list[array[int]], limit: int) -> Draft:
+        newest = continuations[0][:limit]
+        if END not in newest and all(each[:limit] == newest for each in continuations):
+            return Draft(newest.tolist(), float(limit))
+        token_ids: list[int] = []
+        score, probability = 0.0, 1.0
+        for at in range(limit):
+            counts: dict[int, int] = {}
+            for continuation in continuations:
+                token_id = continuation[at]
+                counts[token_id] = counts.get(token_id, 0) + 1
+            num_ended = counts.pop(END, 0)
+            if not counts:
+                break
+            token_id = max(counts, key=counts.__getitem__)
+            probability *= counts[token_id] / (len(continuations) - num_ended)
+            if probability < self._min_token_prob:
+                break
+            token_ids.append(token_id)
+            score += probability
+            if counts[token_id] < len(continuations):
+                continuations = [each for each in continuations if each[at] == token_id]
+        return Draft(token_ids, score)

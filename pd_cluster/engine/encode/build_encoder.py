@@ -1,0 +1,63 @@
+"""Puts an encoder together: tower, socket, mailbox. Also what a prefill instance needs to ask encoders."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import Device
+from pd_cluster.engine.encode.encode_worker import EncodeWorker, TowerSource
+from pd_cluster.engine.encode.encoder_links import EncoderTerms
+from pd_cluster.engine.handover.engine_events import Event
+from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
+from pd_cluster.model.loading.model_loader import resolve_dtype
+from pd_cluster.model.parallel.rank_group import SingleRank
+from pd_cluster.model.runner.loaded_parts import load_tower_part
+from pd_cluster.net.mailbox import Mailbox
+from pd_cluster.net.peer_admission import Life
+from pd_cluster.numerics import Numerics
+from pd_cluster.process_messages import RankReport
+from pd_cluster.settings.process_configs import WorkerConfig
+from pd_cluster.transport.feature_files import FeaturePlace
+from pd_cluster.transport.transport_interface import Checksum
+
+
+def terms_of(config: WorkerConfig, model_identity: str, numerics: Numerics) -> EncoderTerms:
+    times, checksum = config.timeouts, Checksum(config.kv.checksum)
+    place = FeaturePlace(config.bind_address, times.connect_timeout_s, times.transfer_timeout_s, checksum)
+    return EncoderTerms(model_identity, numerics, place, config.kv_transport)
+
+
+def build_encoder(
+    config: WorkerConfig, device: Device, report: Callable[[Event], None]
+) -> tuple[EncodeWorker, Mailbox, RankReport]:
+    """Binds and loads an encoder. Its model takes images. `report` takes events to the loop's thread.
+
+    Raises ModelError for weights that do not fit.
+    """
+    engine = config.engine
+    checkpoint = Checkpoint.of(engine)
+    dtype = resolve_dtype(engine.dtype, checkpoint, device)
+    load = partial(load_tower_part, checkpoint, engine, dtype, device, SingleRank())
+    tower = load()
+    mailbox = Mailbox(Life(config.name, config.epoch), "worker", config.credentials, config.timeouts)
+    control_port = mailbox.bind(config.bind_address, config.kv_port_range)
+    numerics = Numerics(device=device.kind, dtype=dtype, hf_overrides=checkpoint.hf_overrides)
+    worker = EncodeWorker(
+        TowerSource(tower, None if device.is_accelerator else load),
+        terms_of(config, checkpoint.identity, numerics),
+        mailbox,
+        report,
+        engine.mm_encoder_cache_tokens,
+        WorkerDrain(config.timeouts.drain_timeout_s, time.monotonic),
+    )
+    ready = RankReport(
+        state="ready",
+        control_port=control_port,
+        public_key=mailbox.public_key,
+        model_identity=checkpoint.identity,
+        numerics=numerics,
+    )
+    return worker, mailbox, ready

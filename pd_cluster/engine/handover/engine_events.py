@@ -1,0 +1,97 @@
+"""Events for the engine's thread from others: the mailbox, the links' threads, the parent."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pd_cluster import wire
+from pd_cluster.kv.tier_commands import TierContents, TierDone
+from pd_cluster.transport.link_events import FeatureEvent, LinkEvent
+
+
+@dataclass(frozen=True, slots=True)
+class ConnOpened:
+    conn: str
+    peer: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class ConnClosed:
+    conn: str
+    peer: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mail:
+    conn: str
+    peer: str
+    body: wire.Body
+
+
+@dataclass(frozen=True, slots=True)
+class HandedOver:
+    """The mailbox's thread has confirmed to D that this transfer stood: it is D's now."""
+
+    conn: str
+    transfer_id: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StopEngine:
+    error: BaseException | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Offered:
+    """Another rank has reported what it offers in a lane of this connection's link."""
+
+    conn: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterLoaded:
+    """The thread that loads adapters has loaded one; `problem`: or why not."""
+
+    digest: str
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class StartDrain:
+    """Say that this worker drains, soon accept nothing more, and stop when all requests have ended."""
+
+
+Event = (
+    ConnOpened
+    | ConnClosed
+    | Mail
+    | HandedOver
+    | StopEngine
+    | StartDrain
+    | Offered
+    | AdapterLoaded
+    | TierDone
+    | TierContents
+    | LinkEvent
+    | FeatureEvent
+)
+
+
+def handle_all(inbox: queue.SimpleQueue[Event], handle: Callable[[Event], None], wait_s: float) -> bool:
+    """Handles all pending events, waiting at most `wait_s` for the first. False: stop. Raises the error of a stop."""
+    try:
+        event = inbox.get(timeout=wait_s) if wait_s else inbox.get_nowait()
+        while True:
+            if isinstance(event, StopEngine):
+                if event.error is not None:
+                    raise event.error
+                return False
+            handle(event)
+            event = inbox.get_nowait()
+    except queue.Empty:
+        return True

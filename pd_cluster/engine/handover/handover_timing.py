@@ -1,0 +1,34 @@
+"""Times handovers for routing's predictions, by the transports of their links. For the engine's thread only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pd_cluster.costs.linear_costs import HandoverCost
+from pd_cluster.costs.online_fit import OnlineHandoverFit
+from pd_cluster.kv.layer_groups import transfer_nbytes
+from pd_cluster.transport.transport_table import slowest_nbytes_per_s
+from pd_cluster.types import LinkState
+from pd_cluster.wire import LayoutInfo
+
+
+class HandoverTiming:
+    """A handover takes from its prompt's last step until the peer has landed it and asks whether it still stands."""
+
+    def __init__(self, layouts: Sequence[LayoutInfo]) -> None:
+        self._layouts = layouts
+        self._fits: dict[str, OnlineHandoverFit] = {}
+
+    def add(self, link: LinkState, num_tokens: int, took_s: float) -> None:
+        """Counts one of so many tokens over a link that is up."""
+        if not link.is_open or took_s <= 0:
+            return
+        if (fit := self._fits.get(link.over)) is None:
+            fit = self._fits[link.over] = OnlineHandoverFit(1 / slowest_nbytes_per_s(link.transports))
+        fit.add(transfer_nbytes(self._layouts, self._layouts, num_tokens), took_s)
+
+    @property
+    def costs(self) -> dict[str, HandoverCost]:
+        """Returns what is known, by the transports as LinkState names them."""
+        known = ((over, fit.cost) for over, fit in self._fits.items())
+        return {over: cost for over, cost in known if cost is not None}

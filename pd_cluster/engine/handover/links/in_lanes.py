@@ -1,0 +1,99 @@
+"""The open links of a worker from prefill instances, as transfers use them: shared by Imports and InLinks.
+
+Knows nothing of how a link opens, rests or closes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pd_cluster.engine.handover.handover_context import HandoverContext
+from pd_cluster.engine.handover.links.link_ends import PeerProgress, ReceiveEnd, joined_precision
+from pd_cluster.engine.handover.links.link_limits import InLinkLimit
+from pd_cluster.engine.handover.tail_latency import TailLatency
+from pd_cluster.transport.link_events import Drained
+
+
+class InLane(NamedTuple):
+    """D's end of a lane of a group of layers."""
+
+    group: int
+    end: ReceiveEnd
+
+
+class InLanes:
+    """Satisfies imports.ImportPorts."""
+
+    def __init__(self, context: HandoverContext, progress: PeerProgress) -> None:
+        self.send, self.report = context.post.send, context.report
+        self.progress = progress
+        self.tail_latency, self.limit = TailLatency(context.clock), InLinkLimit(context.kv_open_links)
+        self.lanes: dict[str, list[InLane]] = {}  # by connection; also read by other threads
+        self.link_ids: dict[str, str] = {}  # by connection
+        self._layouts = context.endpoint.layouts
+        self._closed_nbytes = self._closed_dropped = 0  # received over links that are gone
+
+    @property
+    def received_nbytes(self) -> int:
+        return self._closed_nbytes + sum(end.received_nbytes for lanes in list(self.lanes.values()) for _, end in lanes)
+
+    @property
+    def num_dropped(self) -> int:
+        """Counts KV frames that were not part of their link."""
+        return self._closed_dropped + sum(end.num_dropped for lanes in list(self.lanes.values()) for _, end in lanes)
+
+    def is_open(self, conn: str) -> bool:
+        return conn in self.lanes
+
+    def remove(self, conn: str) -> None:
+        """Closes this end of all lanes of a connection, if there are any."""
+        lanes = self.lanes.pop(conn, None)
+        if lanes is not None:
+            del self.link_ids[conn]
+            self._closed_nbytes += _received_nbytes(lanes)
+            self._closed_dropped += _num_dropped(lanes)
+            for each in lanes:
+                each.end.close()
+        self.progress.forget(conn)
+
+    def precision(self, conn: str) -> str:
+        """Only ends in this process know it: each group's first lane has one, and all lanes of a group are alike."""
+        return joined_precision(each.end.precision for each in self.lanes.get(conn, []))
+
+    def begin(
+        self, conn: str, transfer_id: str, tables: Sequence[list[int]], first_tokens: Sequence[int], num_tokens: int
+    ) -> None:
+        """Names the same blocks of a group to every rank."""
+        self.limit.use(conn)
+        for group, end in self.lanes.get(conn, []):
+            layout = self._layouts[group]
+            num_wanted = 1 if layout.holds.is_state else num_tokens
+            blocks = tables[group][: layout.num_blocks_for(num_wanted)]
+            end.begin(transfer_id, blocks, first_tokens[group], num_wanted)
+
+    def forget(self, conn: str, transfer_id: str) -> None:
+        lanes = self.lanes.get(conn)
+        if not lanes:
+            self.tail_latency.note(Drained(transfer_id))
+            self.report(Drained(transfer_id))
+        else:
+            for each in lanes:
+                each.end.forget(transfer_id)
+
+    def left_s(self, transfer_id: str) -> float:
+        return self.tail_latency.left_s(transfer_id)
+
+    def progress_s(self, conn: str) -> float:
+        lanes = self.lanes.get(conn)
+        if lanes:
+            self.progress.moved(conn, _received_nbytes(lanes))
+        return self.progress.at_s(conn)
+
+
+def _received_nbytes(lanes: list[InLane]) -> int:
+    return sum(each.end.received_nbytes for each in lanes)
+
+
+def _num_dropped(lanes: list[InLane]) -> int:
+    return sum(each.end.num_dropped for each in lanes)

@@ -1,0 +1,137 @@
+"""One link to a decode instance, seen from P: its state and its lanes. Knows nothing of other links."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pd_cluster import wire
+from pd_cluster.engine.handover.links.link_ends import LocalEndpoint, SendEnd, joined_precision
+from pd_cluster.errors import LinkError
+from pd_cluster.kv.kv_layout import KVLayout, Lane
+from pd_cluster.types import LinkState
+
+WAITING = LinkState("waiting")
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0
+
+
+@dataclass(slots=True)
+class OutLane:
+    """`answered`: the transports that D's rank has chosen so far; `ready`: set once its probe has passed one.
+
+    `peer`: the layout of the pool of D's rank, once it has answered.
+    """
+
+    lane: Lane
+    end: SendEnd
+    answered: set[wire.TransportName] = field(default_factory=set)
+    ready: wire.LinkReady | None = None
+    peer: KVLayout | None = None
+
+
+@dataclass(slots=True)
+class OutLink:
+    info: wire.PeerInfo
+    state: LinkState = WAITING
+    conn: str = ""
+    link_id: str = ""
+    lanes: list[OutLane] = field(default_factory=list)
+    is_connected: bool = False
+    is_announced: bool = False  # LinkOpen has been sent
+    due_s: float = 0.0  # waiting: time of the next attempt; opening: time to give up
+    backoff_s: float = FIRST_BACKOFF_S
+    used_s: float = 0.0  # when something was last sent over it
+    probed_s: float = 0.0
+    timeout_s: float = 0.0  # opening: the time that ends at `due_s`
+    pair: wire.PairWish = "free"
+    has_place: bool = False  # among the links over pairs that may be open
+    must_rest: bool = False  # once no transfer is under way
+    is_unproven: bool = False  # a pair of it has failed: requests are routed to it once one is up
+    is_rested: bool = False  # and opened again only for a transfer
+    over: tuple[str, ...] = ()  # its last transports
+    awaited_s: float | None = None  # since when a transfer waits for it
+
+    @property
+    def sent_nbytes(self) -> int:
+        return sum(lane.end.sent_nbytes for lane in self.lanes)
+
+    @property
+    def shown(self) -> LinkState:
+        """Returns the state that others need to know: one that rests is there while it wakes."""
+        return LinkState("resting", self.over) if self.is_rested else self.state
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether it rests here, and the other end has not confirmed that."""
+        return self.state.phase == "resting" and bool(self.conn)
+
+    def to_open(self, endpoint: LocalEndpoint) -> wire.LinkOpen:
+        """Returns the first message, once all ranks have reported what they offer."""
+        return wire.LinkOpen(
+            link_id=self.link_id,
+            model_identity=endpoint.model_identity,
+            numerics=endpoint.numerics,
+            layouts=[layout.to_info() for layout in endpoint.layouts],
+            num_blocks=list(endpoint.num_blocks),
+            options=endpoint.options,
+            lanes=[
+                wire.LaneOffer(
+                    source_rank=each.lane.source_rank,
+                    target_rank=each.lane.target_rank,
+                    group=each.lane.group,
+                    offers=each.end.offers or [],
+                    probe_seed=each.end.probe_seed,
+                )
+                for each in self.lanes
+            ],
+            pair=self.pair,
+        )
+
+    def lanes_of(self, group: int) -> list[OutLane]:
+        """Returns the lanes of a group of layers."""
+        return [each for each in self.lanes if each.lane.group == group]
+
+    @property
+    def precision(self) -> str:
+        """Returns what all groups of layers lose on the way, "" for nothing, once all lanes are ready.
+
+        Raises LinkError where lanes of a group differ: then D would not know what its blocks hold.
+        """
+        found: dict[int, set[str]] = {}
+        for each in self.lanes:
+            found.setdefault(each.lane.group, set()).add(each.ready.precision if each.ready is not None else "")
+        if any(len(of_group) > 1 for of_group in found.values()):
+            raise LinkError("some of its lanes are exact and some are not", retry=True)
+        return joined_precision(each for of_group in found.values() for each in of_group)
+
+    def close_lanes(self) -> int:
+        """Closes this end of all lanes, and gives up the place. Returns the bytes that were sent over them."""
+        sent_nbytes = self.sent_nbytes
+        for lane in self.lanes:
+            lane.end.close()
+        self.lanes, self.has_place, self.must_rest = [], False, False
+        return sent_nbytes
+
+    def waits_for_place(self, now_s: float) -> bool:
+        if self.state.phase == "resting":
+            return self.awaited_s is not None and not self.conn
+        return self.state.phase == "waiting" and self.is_unproven and now_s >= self.due_s
+
+    def wait(self, reason: str, now_s: float) -> None:
+        """Schedules another attempt, with a longer delay each time."""
+        self.state = LinkState("waiting", reason=reason)
+        self.due_s = now_s + self.backoff_s
+        self.backoff_s = min(2 * self.backoff_s, LAST_BACKOFF_S)
+
+
+def lane_of(link: OutLink | None, index: int) -> OutLane | None:
+    lanes = link.lanes if link is not None else []  # read once: another thread may close the link meanwhile
+    return lanes[index] if 0 <= index < len(lanes) else None
+
+
+def check_rank(lane: Lane, info: wire.PeerInfo, layout: KVLayout) -> None:
+    """Raises LinkError when the peer's end of a lane is on another rank than expected."""
+    if (layout.tp_size, layout.tp_rank) != (info.tp_size, lane.target_rank):
+        raise LinkError(
+            f"rank {layout.tp_rank} of {layout.tp_size} of {info.name} answered for rank {lane.target_rank} of "
+            f"{info.tp_size}"
+        )

@@ -1,0 +1,76 @@
+"""The links of a worker to decode instances, as transfers use them: shared by Exports and OutLinks.
+
+Knows nothing of how a link opens, rests or closes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import ValuesView
+
+from pd_cluster import wire
+from pd_cluster.engine.handover.handover_context import HandoverContext
+from pd_cluster.engine.handover.links.link_ends import PeerProgress
+from pd_cluster.engine.handover.links.out_link import OutLink
+from pd_cluster.engine.handover.shipping import ShipLimits
+from pd_cluster.kv.kv_layout import num_common_layers
+
+
+class OutLinkTable:
+    """Satisfies exports.ExportPorts."""
+
+    def __init__(self, context: HandoverContext, progress: PeerProgress) -> None:
+        self.send = context.post.send
+        self.progress = progress
+        self.by_peer: dict[str, OutLink] = {}  # name@epoch -> link
+        self.by_conn: dict[str, OutLink] = {}
+        self.closed_nbytes = 0  # sent over links that are gone
+        self._layouts, self._clock = context.endpoint.layouts, context.clock
+
+    @property
+    def links(self) -> ValuesView[OutLink]:
+        return self.by_peer.values()
+
+    @property
+    def sent_nbytes(self) -> int:
+        return self.closed_nbytes + sum(lane.end.sent_nbytes for link in self.links for lane in link.lanes)
+
+    def link_to(self, peer: str) -> str | None:
+        link = self.by_peer.get(peer)
+        return link.conn if link is not None and link.state.is_open and not link.must_rest else None
+
+    def awaken(self, peer: str) -> bool:
+        link = self.by_peer.get(peer)
+        if link is None or not (link.is_rested or link.must_rest):
+            return False
+        if link.awaited_s is None:
+            link.awaited_s = self._clock()
+        return True
+
+    def limits(self, conn: str, group: int) -> ShipLimits:
+        own, link = self._layouts[group], self.by_conn.get(conn)
+        lanes = link.lanes_of(group) if link is not None else []
+        if not lanes or (peer := lanes[0].peer) is None:
+            return ShipLimits(own.block_size, own.block_nbytes, own.num_layers)
+        most_nbytes = min(lane.end.max_payload_nbytes for lane in lanes)
+        return ShipLimits(peer.block_size, most_nbytes, num_common_layers(own, peer))
+
+    def ship(self, conn: str, group: int, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
+        """Sends the same blocks from every rank: each sends its own heads."""
+        link = self.by_conn.get(conn)
+        if link is not None:
+            link.used_s = self._clock()
+            for lane in link.lanes_of(group):
+                lane.end.ship(transfer_id, index, piece)
+
+    def ship_end(self, conn: str, group: int, end: wire.KVEnd) -> None:
+        link = self.by_conn.get(conn)
+        for lane in link.lanes_of(group) if link is not None else []:
+            lane.end.ship_end(end)
+
+    def drop(self, conn: str, transfer_id: str) -> None:
+        link = self.by_conn.get(conn)
+        for lane in link.lanes if link is not None else []:
+            lane.end.drop(transfer_id)
+
+    def progress_s(self, conn: str) -> float:
+        return self.progress.at_s(conn)

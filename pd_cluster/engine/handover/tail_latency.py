@@ -1,0 +1,39 @@
+"""How long the end of a transfer takes: from its last KV cache to its first token, which prefill computes meanwhile.
+
+The threads of links note what has come, without waiting for a step; the engine's asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pd_cluster.transport.link_events import Arrived, Drained, Landed, LandFault, LinkEvent
+
+KEPT = 0.8  # of what was known, when another tail has been seen
+
+
+class TailLatency:
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._arrived_s: dict[str, float] = {}  # transfers that lack only their end
+        self._tail_s = 0.0  # recent average; 0: none yet
+
+    def __len__(self) -> int:
+        return len(self._arrived_s)
+
+    def note(self, event: LinkEvent) -> None:
+        """Notes what has come of a transfer; any thread."""
+        match event:
+            case Arrived(transfer_id):
+                self._arrived_s[transfer_id] = self._clock()
+            case Landed(transfer_id):
+                if (arrived_s := self._arrived_s.pop(transfer_id, None)) is not None:
+                    took_s = self._clock() - arrived_s
+                    self._tail_s = KEPT * self._tail_s + (1 - KEPT) * took_s if self._tail_s else took_s
+            case LandFault(transfer_id) | Drained(transfer_id):
+                self._arrived_s.pop(transfer_id, None)
+
+    def left_s(self, transfer_id: str) -> float:
+        """Returns how long a transfer's end is still expected to take; 0: it is here, or nothing is known."""
+        arrived_s = self._arrived_s.get(transfer_id)
+        return 0.0 if arrived_s is None else max(0.0, arrived_s + self._tail_s - self._clock())

@@ -1,0 +1,64 @@
+"""Reports to schedulers what becomes of the legs on one worker, and forgets those that have ended."""
+
+from __future__ import annotations
+
+from pd_cluster.engine.leg_trace import LegNotes
+from pd_cluster.engine.legs.leg_table import LegTable
+from pd_cluster.engine.legs.output_batcher import OutputBatcher
+from pd_cluster.engine.legs.resume_records import Records
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
+from pd_cluster.types import LegEnd, PromptOutput, Request, TokenOutput
+
+
+class LegOutcomes:
+    """Satisfies handover.Outcomes."""
+
+    def __init__(
+        self,
+        table: LegTable,
+        scheduler: StepScheduler,
+        output_batcher: OutputBatcher,
+        notes: LegNotes,
+        records: Records,
+    ) -> None:
+        self.table, self.output_batcher, self.notes, self.records = table, output_batcher, notes, records
+        self._scheduler = scheduler
+
+    def joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
+        if not request.sampling.beam_width:
+            self.output_batcher.add_tokens(request.client, first_tokens)
+            if self.records:
+                self.records.note(request, first_tokens)
+        if sequences:
+            self.notes.joined(request, max(0, request.sampling.n - len(sequences)))
+            self.table.sequences[request.leg_key] = list(sequences)
+        else:
+            self.forget(request)
+
+    def offered(self, request: Request, num_cached_tokens: int) -> None:
+        if self.records:
+            self.records.note_prompt(PromptOutput(request.request_id, request.attempt, num_cached_tokens))
+
+    def export_ended(self, request: Request, error: str | None) -> None:
+        self.report(request, error, is_fault=error is not None)
+        self.forget(request)
+        self._scheduler.finish(request)
+
+    def import_ended(self, request: Request, error: str | None) -> None:
+        if error is not None:
+            self.report(request, error, is_fault=True)
+        self.forget(request)
+
+    def forget(self, request: Request) -> None:
+        """Removes an ended sequence; a leg ends with its last one."""
+        if self.table.has(request):
+            is_last = self.table.remove(request)
+            self.notes.ended(request, is_last)
+            if is_last and self.records:
+                self.records.leg_ended(request)
+
+    def report(self, request: Request, error: str | None, is_fault: bool = False, is_refusal: bool = False) -> None:
+        if error is not None:
+            self.notes.failed(request)
+        ended = LegEnd(request.request_id, request.attempt, error, is_fault, is_refusal)
+        self.output_batcher.add_end(request.client, ended)

@@ -1,0 +1,189 @@
+"""The legs of requests on one worker: how they arrive, and how they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pd_cluster import wire
+from pd_cluster.engine.handover.handover import Handover, HandoverTerms
+from pd_cluster.engine.handover.handover_context import HandoverContext
+from pd_cluster.engine.leg_trace import LegNotes
+from pd_cluster.engine.legs.leg_outcomes import LegOutcomes
+from pd_cluster.engine.legs.leg_table import LegTable
+from pd_cluster.engine.legs.output_batcher import OutputBatcher
+from pd_cluster.engine.legs.resume_records import Records
+from pd_cluster.engine.step.engine_core import EngineCore
+from pd_cluster.engine.step.engine_limits import EngineLimits
+from pd_cluster.types import LegEnd, Request, Status, resume
+
+OTHERS = "this attempt is here already, for another scheduler"
+ENDING = "an earlier leg of this attempt is still ending here"
+LEAST_WAITING = 16  # legs that may wait, however few a step may have
+
+
+class Legs:
+    """Begins and ends the legs of one worker."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        limits: EngineLimits,
+        outcomes: LegOutcomes,
+        handover: Handover,
+        clock: Callable[[], float],
+    ) -> None:
+        self._core, self._limits, self._outcomes = core, limits, outcomes
+        self.table, self.output_batcher = outcomes.table, outcomes.output_batcher
+        self.notes, self.records = outcomes.notes, outcomes.records
+        self.handover = handover
+        self._clock = clock
+
+    @classmethod
+    def of(cls, context: HandoverContext, core: EngineCore, limits: EngineLimits, terms: HandoverTerms) -> Legs:
+        """Puts the legs of a worker together, without any."""
+        clock, table = context.clock, LegTable()
+        output_batcher, notes = OutputBatcher(context.post, context.tracer, clock), LegNotes(context.note, clock)
+        outcomes = LegOutcomes(table, core.scheduler, output_batcher, notes, Records(table, output_batcher, clock))
+        return cls(core, limits, outcomes, Handover(context, core.scheduler, outcomes, terms), clock)
+
+    @property
+    def are_over(self) -> bool:
+        """Whether nothing is left here, not even draining blocks."""
+        return not self.table.sequences and not self._core.scheduler.requests
+
+    def variants(self) -> set[str]:
+        """Returns the adapters of requests that are computed here, or will be: not of those that are handed over."""
+        requests = self._core.scheduler.requests.values()
+        computed = {each.order.variant for each in requests if each.status is not Status.EXPORTING}
+        return {*self.table.variants(), *computed}
+
+    # ---- arrival
+
+    def submit(self, conn: str, submit: wire.Submit, closed: str, num_held: int = 0) -> None:
+        """Accepts a leg, or reports why not.
+
+        `closed`: why this worker accepts no requests now; "": it does. `num_held`: legs that stages hold.
+        """
+        request = request_of(submit, conn, self._clock())
+        key, problem = request.leg_key, self._limits.problem(request, submit.resumed)
+        if (client := self.table.client_of(key)) is not None:
+            if client != conn:
+                self.output_batcher.add_end(conn, LegEnd(request.request_id, request.attempt, OTHERS, is_fault=True))
+            return
+        sequences = [resume(request, resumed) for resumed in submit.resumed] or [request]
+        is_ending = any(each.key in self._core.scheduler.requests for each in sequences)
+        elsewhere = closed or self._limits.lacks(request) or (ENDING if is_ending else None)
+        if is_fault := problem is None and elsewhere is not None:
+            problem = elsewhere
+        if is_full := problem is None and self.turns_away(submit, num_held):
+            problem, is_fault = f"as many requests wait here as it computes at once ({self._most_waiting})", True
+        self.notes.submitted(request, problem)
+        if problem is not None:
+            ended = LegEnd(request.request_id, request.attempt, problem, is_fault, is_full=is_full)
+            self.output_batcher.add_end(conn, ended)
+            return
+        self.table.add(sequences, submit.weight, request.arrival_s + submit.deadline_s if submit.deadline_s else None)
+        if submit.keep is not None and submit.leg != "prefill":
+            self.records.open(conn, submit)
+        for each in sequences:
+            self._core.guides.prepare(each)
+            if each.leg == "decode":
+                self.handover.imports.submit(each)
+            else:
+                self._core.scheduler.add(each)
+
+    def end_unbegun(self, conn: str, submit: wire.Submit, error: str) -> None:
+        """Ends a leg that never began here."""
+        self.output_batcher.add_end(conn, LegEnd(submit.request_id, submit.attempt, error))
+
+    def turns_away(self, submit: wire.Submit, num_held: int) -> bool:
+        """Whether a leg would only hear that as many wait here as a step may have.
+
+        Those that wait for another instance do not count; `num_held` that stages hold do.
+        """
+        if not submit.may_be_full:
+            return False
+        imports = self.handover.imports
+        num_waiting = len(self._core.scheduler.waiting) + imports.num_queued - imports.num_expected
+        return num_waiting + num_held >= self._most_waiting
+
+    @property
+    def _most_waiting(self) -> int:
+        return max(LEAST_WAITING, self._core.scheduler.max_num_seqs)
+
+    # ---- the end of a leg
+
+    def refuse(self, key: str, error: str) -> None:
+        """Ends a leg whose request cannot be served, unless another of its sequences has ended it already."""
+        if key in self.table:
+            self._end(key, error, is_refusal=True)
+
+    def give_up(self, key: str, why: str) -> None:
+        """Ends a leg that can continue elsewhere, unless another of its sequences has ended it already."""
+        if key in self.table:
+            self._outcomes.report(self.table.sequences[key][0], why, is_fault=True)
+            self.drop(key)
+
+    def ended(self, request: Request) -> None:
+        """Forgets a sequence that a step has ended."""
+        self._outcomes.forget(request)
+
+    def expire(self, now_s: float) -> None:
+        for key in [key for key, deadline_s in self.table.deadlines.items() if now_s > deadline_s]:
+            self._end(key, "the request's deadline has passed")
+        self.records.expire(now_s)
+
+    def abort(self, conn: str, abort: wire.Abort) -> None:
+        """Ends a leg that its scheduler no longer wants, or (`index` not -1) one sequence of it."""
+        key, index = f"{abort.request_id}#{abort.attempt}", abort.index
+        sequences = self.table.sequences.get(key, [])
+        if not sequences and index == -1:
+            self.records.aborted(conn, abort)
+        if not sequences or sequences[0].client != conn:
+            return
+        leader = sequences[0]
+        if index == -1 or (leader.sampling.n == 1 and index == 0):
+            self.drop(key)
+        elif leader.sampling.beam_width:
+            return  # hypotheses leave all at once
+        elif not leader.output_token_ids and not leader.is_resumed:  # its sequences are not separate yet
+            leader.dropped.add(index)
+        elif leader.leg != "prefill":
+            for request in [r for r in sequences if r.index == index]:
+                self._outcomes.forget(request)
+                self._core.scheduler.finish(request)
+
+    def drop(self, key: str) -> None:
+        """Stops a leg in any state and frees its blocks; landing blocks follow once nothing writes to them."""
+        for request in list(self.table.sequences[key]):
+            self._outcomes.forget(request)
+            self.handover.abort(request)
+            if request.key in self._core.scheduler.requests and request.status is not Status.LANDING:
+                self._core.scheduler.finish(request)
+
+    def drop_unwanted(self) -> None:
+        """Drops the legs that nobody reads any more."""
+        unwanted = self.table.unwanted
+        while unwanted:
+            if (key := unwanted.pop()) in self.table:
+                self.drop(key)
+
+    def _end(self, key: str, error: str, is_refusal: bool = False) -> None:
+        request = self.table.sequences[key][0]
+        self._outcomes.report(request, error, is_refusal=is_refusal)
+        self.records.failed(request)
+        self.drop(key)
+
+
+def request_of(submit: wire.Submit, client: str, now_s: float) -> Request:
+    """Returns the first sequence of a leg. `client` is the connection that the leg came over."""
+    return Request(
+        submit.request_id,
+        submit.order,
+        attempt=submit.attempt,
+        arrival_s=now_s,
+        leg=submit.leg,
+        transfer_id=submit.transfer_id,
+        peer=submit.peer,
+        client=client,
+    )

@@ -1,0 +1,1 @@
+"""Whether a worker takes requests: it may drain, or sleep."""

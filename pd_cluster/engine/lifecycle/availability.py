@@ -1,0 +1,37 @@
+"""Whether a worker takes requests: it may drain, or sleep. The rules are in
+docs/protocol/membership.md, "The end of a process".
+
+Knows nothing of what requests ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+
+from pd_cluster.engine.lifecycle.engine_sleep import EngineSleep
+from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
+
+
+class Availability:
+    """`schedulers`: name@epoch by connection. `clients`: further senders of requests; None: there are no others."""
+
+    def __init__(self, drain: WorkerDrain, sleep: EngineSleep, clients: Sized | None = None) -> None:
+        self.drain, self.sleep = drain, sleep
+        self.schedulers: dict[str, str] = {}
+        self._clients: Sized = self.schedulers if clients is None else clients
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it drains, and nobody will send a request because they do not know that, or it sleeps."""
+        is_deserted = not self.schedulers or not self._clients
+        return self.drain.has_begun and (is_deserted or self.drain.is_heard or bool(self.sleep.closed))
+
+    @property
+    def why_closed(self) -> str:
+        """Returns why no request is taken now; "": they are."""
+        return "this instance takes nothing more, because it stops" if self.is_closed else self.sleep.closed
+
+    def settle(self) -> None:
+        """Goes to the level of sleep that is wished, if there is another; nothing may be in use."""
+        if self.sleep.is_due and not self.drain.has_begun:
+            self.sleep.settle()

@@ -1,0 +1,124 @@
+"""One end of a trial transfer: `python -m pd_cluster.engine.link_probe.probe_end` (see probe_messages.py).
+
+It has a pool on a rank's device, and one link at a time; no model and no engine.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import msgspec
+import torch
+
+from pd_cluster.devices.device import Device, bind, use
+from pd_cluster.engine.link_probe.probe_links import LAYOUT, ReceivingEnd, SendingEnd, content_of
+from pd_cluster.engine.link_probe.probe_messages import (
+    NOBODY,
+    NUM_BLOCKS,
+    BeginProbes,
+    Command,
+    Compare,
+    Listen,
+    ProbeAnswer,
+    Send,
+)
+from pd_cluster.engine.start.rank_main import die_with_parent
+from pd_cluster.errors import LinkError, PdClusterError, told
+from pd_cluster.kv.kv_pool import KVPool
+
+AGAIN_S = 0.2  # between two attempts to reach an end that may not be there yet
+
+
+class ProbeEnd:
+    """A rank's process: its pool, and its end of one link at a time."""
+
+    def __init__(self) -> None:
+        self._begin: BeginProbes
+        self._pool: KVPool
+        self._receiving: ReceivingEnd | None = None
+
+    def answer(self, command: Command) -> ProbeAnswer:
+        """Raises PdClusterError."""
+        match command:
+            case BeginProbes():
+                return self._make_pool(command)
+            case Listen():
+                self._receiving = ReceivingEnd(self._begin, command, self._pool)
+                return ProbeAnswer(port=self._receiving.port, epoch=self._receiving.epoch)
+            case Send():
+                return self._send(command)
+            case Compare():
+                return self._compare(command)
+
+    def _make_pool(self, command: BeginProbes) -> ProbeAnswer:
+        self._begin = command
+        device = bind(command.device, command.device_ids, command.rank)
+        use(device)
+        self._pool = _pool_on(device)
+        for block in range(NUM_BLOCKS) if command.role == "prefill" else ():
+            self._pool.put_block(block, content_of(command.seed, block))
+        return ProbeAnswer(device=f"{device.kind}:{device.index}" if device.is_accelerator else device.kind)
+
+    def _send(self, command: Send) -> ProbeAnswer:
+        end = self._linked(command)
+        try:
+            return ProbeAnswer(
+                transfers_s=[end.timed_transfer(number) for number in range(command.num_transfers)],
+                transport=end.transport,
+            )
+        finally:
+            end.mailbox.close()
+
+    def _linked(self, command: Send) -> SendingEnd:
+        """Tries again while the other end may not be there yet. Raises LinkError."""
+        deadline_s = time.monotonic() + command.wait_s
+        while True:
+            end = SendingEnd(self._begin, command, self._pool)
+            try:
+                end.link(command)
+                return end
+            except LinkError as error:
+                end.mailbox.close()
+                if end.was_connected or not command.wait_s:
+                    raise
+                if time.monotonic() > deadline_s:
+                    raise LinkError(NOBODY) from error
+                time.sleep(AGAIN_S)
+
+    def _compare(self, command: Compare) -> ProbeAnswer:
+        receiving, self._receiving = self._receiving, None
+        assert receiving is not None, "Compare before Listen"
+        try:
+            receiving.compare(command)
+        finally:
+            receiving.close()
+            self._pool.clear(list(range(NUM_BLOCKS)))  # the next link must not find these
+        return ProbeAnswer()
+
+
+def _pool_on(device: Device) -> KVPool:
+    return KVPool(LAYOUT, NUM_BLOCKS, device)
+
+
+def main() -> None:
+    """Answers commands until stdin ends. Libraries' own output goes to stderr."""
+    die_with_parent()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    decoder = msgspec.json.Decoder(Command)
+    end = ProbeEnd()
+    for line in sys.stdin.buffer:
+        try:
+            answer = end.answer(decoder.decode(line))
+        except PdClusterError as error:
+            answer = ProbeAnswer(error=told(error.text))
+        answers.write(msgspec.json.encode(answer) + b"\n")
+    os._exit(0)  # threads of links and sockets need no clean-up
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+"""Messages between the pre-flight and its rank processes: one JSON line a command on stdin, one an answer on stdout.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from pd_cluster.types import Role
+
+# A block of a model of 32 layers with 4 KV heads in float16, of 16 tokens, is 1 MiB.
+NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
+BLOCK_NBYTES = 1 << 20
+NUM_BLOCKS = 64
+NOBODY = "nobody answers on the other host"
+
+
+class BeginProbes(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+    """The first command: makes the pool on the device of this rank. A prefill instance's has content of `seed`."""
+
+    name: str
+    role: Role
+    rank: int
+    device: str  # as --device
+    device_ids: list[str]
+    host: str
+    kv_transport: str
+    seed: int
+
+
+class Listen(msgspec.Struct, frozen=True, tag=True):
+    """For a decode instance's rank: waits for a link; answers its port and epoch. `secret` is this link's alone.
+
+    `port` and `epoch` are given where the other end is on another host, which must know them; 0: any.
+    """
+
+    secret: bytes
+    port: int = 0
+    epoch: int = 0
+
+
+class Send(msgspec.Struct, frozen=True, tag=True):
+    """For a prefill instance's rank: links to a listening one and moves `num_transfers` times `NUM_BLOCKS` blocks.
+
+    `host`: the other end's, if it is not this rank's. `wait_s`: how long the other end may not be there yet.
+    """
+
+    secret: bytes
+    name: str
+    port: int
+    epoch: int
+    num_transfers: int
+    host: str = ""
+    wait_s: float = 0.0
+
+
+class Compare(msgspec.Struct, frozen=True, tag=True):
+    """For the listening rank: compares what landed last with the content of `seed`, and closes the link.
+
+    `wait_s`: how long the transfers may take to begin, where the other end is on another host.
+    """
+
+    seed: int
+    num_transfers: int
+    wait_s: float = 0.0
+
+
+Command = BeginProbes | Listen | Send | Compare
+
+
+class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True):
+    """`transfers_s`: seconds of each transfer, from first payload to confirmation. `error`: the reason if it failed."""
+
+    device: str = ""
+    port: int = 0
+    epoch: int = 0
+    transport: str = ""
+    transfers_s: list[float] = []
+    error: str = ""
+
+
+def key_of(secret: bytes, role: Role) -> bytes:
+    """Returns the private key of one end of a link: both ends know both."""
+    return hashlib.sha256(secret + role.encode()).digest()

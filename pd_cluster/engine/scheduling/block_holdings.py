@@ -1,0 +1,196 @@
+"""Which blocks requests hold in each group of layers, and which contents others may share. Integers only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from pd_cluster.engine.scheduling.group_holdings import GroupHoldings
+from pd_cluster.kv.prefix_index import PrefixScope, chain_hashes
+from pd_cluster.types import Request
+
+
+class Hit(NamedTuple):
+    """The beginning of a request that the prefix cache knows, in blocks of tokens.
+
+    `tables`: of each group, the known blocks behind those that its window has passed; of a state, the one that is kept
+    at this point. `num_known` blocks are known where states are left out of account.
+    """
+
+    num_blocks: int
+    tables: list[list[int]]
+    num_known: int = 0
+
+
+class Holdings:
+    """`prefix` None: nothing is looked up or kept.
+
+    The first group's blocks carry the log of contents and the tiers below; there are tiers only if it is the only one.
+    """
+
+    def __init__(
+        self, groups: Sequence[GroupHoldings], block_size: int, prefix: PrefixScope | None, pooling_chunk: int
+    ) -> None:
+        """`pooling_chunk`: see `plan.pooling_chunk_of`."""
+        self.groups = groups
+        self.block_size = block_size
+        self.prefix = prefix
+        self.states = next((each for each in groups if each.is_state), None)
+        self._of_tokens = [each for each in groups if not each.is_state]
+        self._with_window = [each for each in groups if each.rule.window]
+        self._sliding = [each for each in self._of_tokens if each.slides]
+        self._whole = [each for each in self._of_tokens if not each.slides]
+        self._blocks_of_chunk = pooling_chunk // block_size if pooling_chunk % block_size == 0 else 0
+        self.blocks = groups[0].blocks
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def let_pass(self, request: Request) -> None:
+        for each in self._with_window:
+            each.let_pass(request)
+
+    # ---- what is known
+
+    def find(self, request: Request, num_tokens: int) -> Hit:
+        """Returns what is known of the beginning of its first `num_tokens` tokens.
+
+        A pooled prompt's is whole chunks, so that the rest is computed as it would be without them.
+        """
+        step = 1 if request.pooling is None else self._blocks_of_chunk
+        if self.prefix is None or request.is_swapped or request.computes_all or not step:
+            return Hit(0, [[] for _ in self.groups])
+        hashes = self.hashes(request, num_tokens // self.block_size)
+        found = {each.at: each.blocks.find(hashes) for each in self._whole}
+        most = min(map(len, found.values()), default=len(hashes)) // step * step
+        num_known = num_blocks = self._longest(request, most, step, self._sliding)
+        if self.states is not None:
+            num_blocks = self._longest(request, num_known, step, [*self._sliding, self.states])
+        tables = [
+            found[each.at][:num_blocks] if each.at in found else self._known(each, request, num_blocks)
+            for each in self.groups
+        ]
+        return Hit(num_blocks, tables, num_known)
+
+    def _longest(self, request: Request, most: int, step: int, groups: Sequence[GroupHoldings]) -> int:
+        """Returns the most first blocks, up to `most`, at whose end each group knows all that a later token sees."""
+        num_blocks = most
+        while num_blocks:
+            unknown = [self._last_unknown(each, request, num_blocks) for each in groups]
+            if not (found := [at for at in unknown if at is not None]):
+                break
+            num_blocks = min(found) // step * step  # any more blocks than these need it, too
+        return num_blocks
+
+    def _last_unknown(self, group: GroupHoldings, request: Request, num_blocks: int) -> int | None:
+        hashes, first = request.block_hashes, self._first_seen(group, request, num_blocks)
+        return next((at for at in range(num_blocks - 1, first - 1, -1) if hashes[at] not in group.blocks), None)
+
+    def _known(self, group: GroupHoldings, request: Request, num_blocks: int) -> list[int]:
+        first = self._first_seen(group, request, num_blocks)
+        return group.blocks.find(request.block_hashes[first:num_blocks]) if num_blocks else []
+
+    def _first_seen(self, group: GroupHoldings, request: Request, num_blocks: int) -> int:
+        """Returns the first of a request's blocks that it needs to go on behind them."""
+        return num_blocks - 1 if group.is_state else group.num_before(request, num_blocks * self.block_size)
+
+    def landing(self, request: Request) -> Hit:
+        """Returns what is known of a prompt that lands: each group's blocks by themselves, and never a state.
+
+        Those of a group with a window begin with the first block that the token behind the prompt sees.
+        """
+        num_tokens = len(request.prompt_token_ids)
+        if self.prefix is None or request.computes_all:
+            return Hit(0, [[] for _ in self.groups])
+        hashes, tables = self.hashes(request, num_tokens // self.block_size), list[list[int]]()
+        for each in self.groups:
+            first = each.num_before(request, num_tokens)
+            tables.append([] if each.is_state else each.blocks.find(hashes[first:]))
+        return Hit(0, tables)
+
+    def in_tier(self, request: Request, num_tokens: int, num_cached: int) -> list[bytes]:
+        """Returns the contents behind its cached blocks that host memory has; none if computing is quicker."""
+        tier = self.blocks.tier
+        if tier is None or self.prefix is None or request.is_swapped or request.computes_all:
+            return []
+        step = 1 if request.pooling is None else self._blocks_of_chunk
+        found = tier.find(self.hashes(request, num_tokens // self.block_size)[num_cached:]) if step else []
+        found = found[: (num_cached + len(found)) // step * step - num_cached] if found else []
+        return found if found and tier.cost.is_worth_it() else []
+
+    def prompt_hashes(self, request: Request) -> list[bytes]:
+        """Returns the hashes of its prompt's blocks that others could have computed; none where it may use none."""
+        if self.prefix is None or request.computes_all:
+            return []
+        num_tokens = len(request.prompt_token_ids) - (request.leg != "decode")
+        return self.hashes(request, num_tokens // self.block_size)
+
+    def not_below(self, request: Request, num_cached: int) -> list[int]:
+        """Returns which of its cached blocks lower tiers lack: one that serves again is worth keeping there.
+
+        Blocks that everybody begins with are never evicted, and without them nothing behind them could be found again.
+        """
+        tier = self.blocks.tier
+        if tier is None or not tier.lower or not num_cached:
+            return []
+        hashes = request.block_hashes
+        return [at for at in range(num_cached) if hashes[at] not in tier and tier.is_lacking(hashes[at])]
+
+    def keep_below(self, request: Request, cached: Sequence[int]) -> None:
+        """Copies cached blocks that lower tiers lack to host memory, from where they go on."""
+        if (tier := self.blocks.tier) is not None:
+            for at in reversed(self.not_below(request, len(cached))):
+                tier.store(cached[at], request.block_hashes[at])
+
+    # ---- what is held
+
+    def take_with(self, cached: list[int], in_tier: Sequence[bytes], num_missing: int) -> list[int]:
+        """Shares the first group's cached blocks and takes the missing ones, the first of which are loaded.
+
+        Returns all in order.
+        """
+        tier = self.blocks.tier
+        slots = tier.pin(in_tier) if tier is not None and in_tier else []  # before a block that is evicted needs one
+        self.blocks.share(cached)
+        taken = self.blocks.take(num_missing)
+        if tier is not None and slots:
+            tier.load(slots, taken[: len(slots)])
+        return cached + taken
+
+    def remember(self, request: Request) -> None:
+        """Adds its full blocks to the prefix cache, so that others can share them."""
+        if self.prefix is None:
+            return
+        num_blocks = request.num_computed_tokens // self.block_size
+        hashes = self.hashes(request, num_blocks)
+        log = self.blocks.log
+        for each in self._of_tokens:
+            table = request.tables[each.at]
+            for at in range(request.num_hashed_blocks, num_blocks):
+                if table[at] == each.nobodys or not each.blocks.remember(table[at], hashes[at]):
+                    continue
+                if each.at == 0 and log is not None:
+                    first = at * self.block_size
+                    token_ids = request.token_ids(first, first + self.block_size)
+                    log.stored(hashes[at], hashes[at - 1] if at else None, token_ids, request.order, first)
+        request.num_hashed_blocks = num_blocks
+
+    def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
+        """Returns those of its first blocks of tokens; a state behind them is kept under the last one."""
+        assert self.prefix is not None
+        known = request.block_hashes
+        if len(known) < num_blocks:
+            if known:
+                parent = known[-1]
+            else:
+                parent = self.prefix.root(request.order, request.kv_precision)
+            first = len(known) * self.block_size
+            token_ids = request.token_ids(first, num_blocks * self.block_size)
+            spans, rope_positions = request.order.spans, request.rope_positions
+            known += chain_hashes(parent, token_ids, self.block_size, first, spans, rope_positions)
+        return known[:num_blocks]
+
+    def give_back(self, request: Request) -> None:
+        for each in self.groups:
+            each.give_back(request)
+        request.num_hashed_blocks = 0

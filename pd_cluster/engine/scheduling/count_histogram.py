@@ -1,0 +1,24 @@
+"""Whole numbers counted by buckets. An addition costs a search among a dozen bounds."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from pd_cluster import wire
+
+
+class CountHistogram:
+    """Counts that only grow. A number falls into the first bucket whose bound it does not exceed."""
+
+    def __init__(self, bounds: Sequence[int]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._total = 0
+
+    def add(self, number: int) -> None:
+        self._counts[bisect_left(self._bounds, number)] += 1
+        self._total += number
+
+    def told(self) -> wire.Tally:
+        return wire.Tally(tuple(self._counts), self._total)

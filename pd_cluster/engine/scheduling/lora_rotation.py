@@ -1,0 +1,53 @@
+"""Which LoRA adapters take part in a step, where more are wanted than a step may have. Integers only.
+
+Adapters take turns: those that have waited longest come first, and one that has just come is behind all others. So of V
+adapters that are wanted, each takes part at least once in ceil(V / most) steps, whatever arrives meanwhile. Requests of
+the model itself take part in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pd_cluster.types import Request
+from pd_cluster.types.variants import lora_of
+
+
+class StepAdapters:
+    """The adapters of one step."""
+
+    def __init__(self, chosen: set[str], num_free: int) -> None:
+        self._chosen, self._num_free = chosen, num_free
+
+    def has(self, request: Request) -> bool:
+        digest = lora_of(request.order.variant)
+        return not digest or digest in self._chosen
+
+    def admits(self, request: Request) -> bool:
+        """Whether a request that enters takes part; its adapter then has the place that was left."""
+        if self.has(request):
+            return True
+        if not self._num_free:
+            return False
+        self._num_free -= 1
+        self._chosen.add(lora_of(request.order.variant))
+        return True
+
+
+class LoraRotation:
+    """`most`: the most adapters in one step."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._queue: dict[str, None] = {}  # adapters that are wanted: the one that has waited longest first
+
+    def next(self, requests: Iterable[Request]) -> StepAdapters:
+        """Chooses for a step; `requests` run, or are the first that waits, in the order of service."""
+        digests = (lora_of(request.order.variant) for request in requests)
+        wanted = dict.fromkeys(digest for digest in digests if digest)
+        self._queue = {digest: None for digest in self._queue if digest in wanted} | wanted
+        chosen = list(self._queue)[: self._most]
+        for digest in chosen:
+            del self._queue[digest]
+            self._queue[digest] = None
+        return StepAdapters(set(chosen), self._most - len(chosen))

@@ -1,0 +1,413 @@
+"""Decides how many tokens each request computes in the next step, and which blocks it holds.
+
+Integers only: no torch, no sockets, no clock of its own. There is no prefill or decode phase: every request has
+`num_behind` tokens to catch up with, within one token budget. A prefix cache, a landing and a swap all enter the same
+arithmetic: `num_computed_tokens` starts higher.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from pd_cluster.engine.scheduling.block_allocator import BlockAllocator
+from pd_cluster.engine.scheduling.block_holdings import Holdings
+from pd_cluster.engine.scheduling.count_histogram import CountHistogram
+from pd_cluster.engine.scheduling.group_holdings import GroupHoldings, LayerGroup
+from pd_cluster.engine.scheduling.lora_rotation import LoraRotation
+from pd_cluster.engine.scheduling.sequence_limit import SequenceLimit
+from pd_cluster.engine.scheduling.state_checkpoints import Checkpoints, KeepRule
+from pd_cluster.engine.scheduling.step_plan import (
+    MAX_PROMPT_LOGPROB_TOKENS,
+    Move,
+    StepPlan,
+    pooling_chunk_of,
+    service_order,
+)
+from pd_cluster.errors import OutOfBlocks
+from pd_cluster.kv.prefix_index import PrefixScope
+from pd_cluster.types import Request, Status, TokenOutput, sibling
+from pd_cluster.types.variants import num_given_tokens
+from pd_cluster.wire import PREEMPTIONS_BOUNDS
+
+KEEP_ALIGNED = KeepRule()
+
+
+class StepSizes(NamedTuple):
+    """The limits of a step. `most_adapters` in it; 0: there are none. `keeps_pictures`: no chunk ends inside one."""
+
+    block_size: int  # tokens
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    most_adapters: int = 0
+    keeps_pictures: bool = False
+
+
+class StepScheduler:
+    """Holds every request of one engine. The first in order of service always advances: later ones give way.
+
+    That order is by priority, then by arrival; below, "older" means earlier in it.
+
+    A request takes the blocks of all its known tokens when it is admitted and grows by a block when it needs one. When
+    there is none, the youngest running request is preempted: its KV goes to `swap` if there is room; otherwise it gives
+    its blocks back and computes its tokens again later, which gives the same tokens. Requests that are being handed
+    over are never preempted. `prefix` is that of block_holdings.py.
+
+    A pooled prompt is computed in chunks that end at fixed places, whatever else a step has, because attention's last
+    bits depend on where a chunk begins. A chunk waits for a step with room for all of it, and younger ones behind it.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        sizes: StepSizes,
+        prefix: PrefixScope | None = None,
+        keep_rule: KeepRule = KEEP_ALIGNED,
+    ) -> None:
+        self.blocks, self.swap = groups[0].blocks, groups[0].swap
+        self.block_size, max_num_seqs, max_num_batched_tokens, most_adapters, keeps_pictures = sizes
+        self._pooling_chunk = chunk = pooling_chunk_of(max_num_batched_tokens, self.block_size)
+        self.groups = [
+            GroupHoldings(at, group, self.block_size, max_num_batched_tokens) for at, group in enumerate(groups)
+        ]
+        self._holdings = holdings = Holdings(self.groups, self.block_size, prefix, chunk)
+        self._checkpoints = Checkpoints(holdings, keep_rule)
+        self.num_blocks_for = holdings.num_blocks_for
+        self.known = self._checkpoints.reached or self.blocks  # contents that other requests can begin behind
+        self._turns = LoraRotation(most_adapters) if most_adapters else None
+        self._keeps_pictures = keeps_pictures
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.requests: dict[str, Request] = {}
+        self.places = SequenceLimit(max_num_seqs, self.requests)
+        self.waiting: list[Request] = []  # in order of service
+        self.running: list[Request] = []
+        self.preemptions = CountHistogram(PREEMPTIONS_BOUNDS)  # of sequences that ended
+        self.move_now: Callable[[list[Move]], None] = lambda moves: None  # outside steps
+        self.allocator = BlockAllocator(holdings, self.requests, self.waiting, self.running)
+
+    # ---- arrival and end of a request
+
+    def add(self, request: Request) -> None:
+        """Adds a request that will compute its tokens here."""
+        self._take_in(request)
+        insort(self.waiting, request, key=service_order)
+
+    def land(self, request: Request, num_tokens: int) -> list[int]:
+        """Takes landing blocks for `num_tokens` tokens in every group.
+
+        Returns the first token of the prompt that must land in each; those before it are cached, or not seen again. A
+        state lands whole, as its only token. Raises OutOfBlocks and then changes nothing.
+        """
+        hit = self._holdings.landing(request)
+        missing = self.allocator.num_missing_to_land(request, hit, num_tokens)
+        for group, known, num_missing in zip(self.groups, hit.tables, missing, strict=True):
+            if num_missing > group.blocks.num_available - group.blocks.num_unheld(known):
+                raise OutOfBlocks(wanted=num_missing, free=group.blocks.num_available)
+        self._take_in(request)
+        moves = self._begin_moves([])
+        in_tier = self._holdings.in_tier(request, len(request.prompt_token_ids), len(hit.tables[0]))
+        first = self.allocator.land(request, hit, missing, in_tier)
+        if moves:
+            self.move_now(moves)  # before anything lands
+        request.status = Status.LANDING
+        self.allocator.num_tier_hit_tokens += len(in_tier) * self.block_size
+        return first
+
+    def prompt_hashes(self, request: Request) -> list[bytes]:
+        """See Holdings."""
+        return self._holdings.prompt_hashes(request)
+
+    def _begin_moves(self, moves: list[Move]) -> list[Move]:
+        """Lets blocks that are evicted or loaded from now on add their moves, after which theirs so far are made."""
+        if self.blocks.tier is not None:
+            self.blocks.tier.begin(lambda kind, source, target: moves.append(Move(kind, source, target)))
+        return moves
+
+    def landed(self, request: Request) -> None:
+        """Adds a request to the running ones: the peer's KV of all prompt tokens is in its blocks."""
+        request.num_computed_tokens = len(request.prompt_token_ids)
+        request.status = Status.RUNNING
+        self.running.append(request)
+        self._holdings.remember(request)
+
+    def fork(self, parent: Request, index: int) -> Request:
+        """Starts another sequence of the same prompt; it shares computed blocks and copies those it would change.
+
+        At the limit of running sequences it waits instead, and computes the prompt again or finds it in the prefix
+        cache.
+        """
+        runs = self.places.num_free_for_further > 0
+        child = sibling(parent, index=index, block_hashes=list(parent.block_hashes))
+        self._take_in(child)
+        if not runs:
+            insort(self.waiting, child, key=service_order)
+            return child
+        child.status = Status.RUNNING
+        child.num_computed_tokens = parent.num_computed_tokens
+        child.tables = self.share_tables(parent)
+        child.num_hashed_blocks = parent.num_hashed_blocks
+        self.running.append(child)
+        return child
+
+    def start_sequences(self, request: Request, first_tokens: Sequence[TokenOutput]) -> list[Request]:
+        """Starts the sequences of a computed prompt from their first tokens: they run, or wait for room."""
+        going_on = [t for t in first_tokens if t.finish_reason is None and t.index not in request.dropped]
+        sequences = [request if t.index == request.index else self.fork(request, t.index) for t in going_on]
+        for sequence, token in zip(sequences, going_on, strict=True):
+            sequence.output_token_ids.append(token.token_id)
+        if request not in sequences:
+            self.finish(request)
+        return sequences
+
+    def export(self, request: Request) -> None:
+        """Marks a computed request as exporting; it keeps its blocks until `finish`."""
+        self.running.remove(request)
+        request.status = Status.EXPORTING
+
+    def park(self, request: Request) -> None:
+        """Parks a computed beam until the other beams of its search are computed; see engine/step/beam_groups.py."""
+        self.running.remove(request)
+        request.status = Status.PARKED
+
+    def finish(self, request: Request) -> None:
+        """Ends a request in any state and frees its blocks."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+        elif request.status is Status.WAITING:
+            self.waiting.remove(request)
+        self._holdings.give_back(request)
+        self.preemptions.add(request.num_preemptions)
+        request.status = Status.FINISHED
+        del self.requests[request.key]
+
+    def share_tables(self, request: Request) -> list[list[int]]:
+        """Returns tables of its computed tokens for another sequence, which holds these blocks too.
+
+        The one that writes a shared block first copies it; so a state is copied by each sequence but the last.
+        """
+        return [each.share(request, request.num_computed_tokens) for each in self.groups]
+
+    def _take_in(self, request: Request) -> None:
+        self._refuse_double(request)
+        request.tables = [[] for _ in self.groups]
+        request.swap_tables = [[] for _ in self.groups]
+        self.requests[request.key] = request
+
+    def _refuse_double(self, request: Request) -> None:
+        if request.key in self.requests:
+            raise AssertionError(f"request {request.key} is here already")
+
+    # ---- a step
+
+    def plan(self) -> StepPlan:
+        """Plans the next step: decodes first, so that none waits for a prompt; then prompts; then waiting requests."""
+        plan = StepPlan()
+        self._begin_moves(plan.moves)
+        budget = self.max_num_batched_tokens
+        due = sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r)))
+        first = self.places.next(self.waiting)
+        turn = None if self._turns is None else self._turns.next([*due, *self.waiting[first : first + 1]])
+        for request in due:
+            if not budget:
+                break
+            if request.status is not Status.RUNNING:  # preempted by an earlier one in this loop
+                continue
+            if turn is not None and not turn.has(request):
+                continue
+            num_tokens = self._chunk(request, budget, plan)
+            if not num_tokens and (request.pooling is not None or self._keeps_pictures):
+                budget = 0
+                break
+            if num_tokens and self.allocator.grow(request, request.num_computed_tokens + num_tokens, plan):
+                plan.add(request, num_tokens)
+                budget = self.max_num_batched_tokens - plan.num_tokens if plan.preempted else budget - num_tokens
+        if not plan.preempted:
+            self._admit(plan, budget, may_enter=turn.admits if turn is not None else lambda request: True)
+        plan.keeps = self._checkpoints.plan(plan.chunks)
+        return plan
+
+    def plan_ahead(self, leaving: Sequence[Request], may_go: Callable[[Request], bool]) -> StepPlan | None:
+        """Plans the step behind one that is recorded as computed, but whose tokens are not known yet.
+
+        Follows the rules of `plan`. A sequence whose next token is being chosen computes that token; those in `leaving`
+        end with it, so their places are free, but not yet their blocks. Returns None where the host must plan: a
+        sequence that is due may not go ahead, a block must be copied or swapped, there are too few blocks, the first
+        that waits could enter only with blocks that are about to be free, or there are states, of which steps keep
+        some.
+        """
+        if self._holdings.states is not None:
+            return None
+        plan, budget, gone = StepPlan(), self.max_num_batched_tokens, {request.key for request in leaving}
+        for request in sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r))):
+            if request.key in gone:
+                continue
+            if not budget:
+                break
+            num_tokens = self._whole(request, min(max(1, request.num_behind), budget), budget)
+            if not num_tokens or not may_go(request) or not self.allocator.grow_ahead(request, num_tokens):
+                return None
+            plan.add(request, num_tokens)
+            budget -= num_tokens
+        at = self.places.next(self.waiting)
+        if at < len(self.waiting) and budget and self.num_seqs - len(gone) < self.max_num_seqs:
+            first = self.waiting[at]
+            hit = self._holdings.find(first, first.num_tokens - 1)
+            if self.allocator.num_missing(first, hit) is None:
+                return None if gone or self.allocator.parked(first) else plan
+            if not self._enters_ahead(first, may_go):
+                return None
+            self._admit(plan, budget, len(gone), lambda request: self._enters_ahead(request, may_go))
+        return plan
+
+    def _enters_ahead(self, request: Request, may_go: Callable[[Request], bool]) -> bool:
+        """Whether it needs neither the host nor blocks of host memory nor those of a parked beam.
+
+        One that lacks pixels may end on entering, which only a step of the host reports.
+        """
+        needs_host = request.lacks_pixels or request.is_swapped or self.allocator.parked(request)
+        return may_go(request) and not (needs_host or self.allocator.enters_with_moves(request))
+
+    def computed(self, plan: StepPlan) -> list[Request]:
+        """Records a computed step; returns the requests that caught up and sample now, in the plan's order."""
+        self._checkpoints.computed(plan.keeps, plan.chunks)
+        for request, num_tokens in plan.chunks:
+            self._advance(request, num_tokens)
+        return [request for request, _ in plan.chunks if request.num_behind == 0]
+
+    def accepted(self, request: Request) -> None:
+        """Records that its last token was a draft of the step that is being recorded: it is computed already."""
+        self._advance(request, 1)
+
+    def _advance(self, request: Request, num_tokens: int) -> None:
+        request.num_computed_tokens += num_tokens
+        if request.num_computed_tokens // self.block_size > request.num_hashed_blocks:
+            self._holdings.remember(request)
+        self._holdings.let_pass(request)
+
+    def forget(self) -> None:
+        """Forgets every content, in all groups, so that nothing that was computed so far serves a later request."""
+        for each in self.groups:
+            each.blocks.forget()
+
+    def can_land(self, request: Request, num_tokens: int) -> bool:
+        """Whether a transfer may be credited. Requests that wait here come first, unless it has the higher priority.
+
+        Each further sequence reserves room for a block, but never more than an empty pool has.
+        """
+        if not self.places.may_land(request, self.waiting):
+            return False
+        num_sequences = min(request.sampling.num_sequences, self.max_num_seqs - self.num_seqs)
+        hit = self._holdings.landing(request)
+        missing = self.allocator.num_missing_to_land(request, hit, num_tokens, num_sequences - 1)
+        return self.allocator.has(missing, hit.tables)
+
+    @property
+    def num_preemptions(self) -> int:
+        return self.allocator.num_preemptions
+
+    @property
+    def num_prefix_query_tokens(self) -> int:
+        return self.allocator.num_prefix_query_tokens
+
+    @property
+    def num_prefix_hit_tokens(self) -> int:
+        return self.allocator.num_prefix_hit_tokens
+
+    @property
+    def num_tier_hit_tokens(self) -> int:
+        return self.allocator.num_tier_hit_tokens
+
+    @property
+    def num_seqs(self) -> int:
+        """Counts sequences that take part in steps, or will once their KV has landed."""
+        return self.places.num_taken
+
+    def held(self, group: GroupHoldings) -> list[list[int]]:
+        """Returns the blocks of a group by holder: requests, and a planned step that copies states to some."""
+        copies = [self._checkpoints.taken] if group.is_state else []
+        return [*(group.held(request) for request in self.requests.values()), *copies]
+
+    def check(self) -> None:
+        """Checks that every block is free, cached or held by a counted request, and that lists and statuses agree.
+
+        Raises AssertionError.
+        """
+        for each in self.groups:
+            each.blocks.check(self.held(each))
+            each.swap.check([r.swap_tables[each.at] for r in self.requests.values()])
+        for status, members in ((Status.WAITING, self.waiting), (Status.RUNNING, self.running)):
+            expected = {r.key for r in self.requests.values() if r.status is status}
+            if expected != {r.key for r in members} or len(expected) != len(members):
+                raise AssertionError(f"requests that are {status.value} and their list differ")
+        if any(any(r.tables) for r in self.waiting):
+            raise AssertionError("a request that waits holds blocks")
+
+    # ---- waiting requests enter
+
+    def _chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
+        """Returns how many of its tokens the step can take.
+
+        0 when other prompts with wanted logprobs fill the step, or a pooled prompt's chunk or a picture that stays in
+        one piece does not fit what is left.
+        """
+        if request.pooling is not None:
+            size = self._pooling_chunk
+            num_tokens = min(request.num_behind, size - request.num_computed_tokens % size)
+            return num_tokens if num_tokens <= budget else 0
+        rows = MAX_PROMPT_LOGPROB_TOKENS - plan.num_prompt_rows if request.wants_prompt_logprobs else budget
+        num_tokens = min(request.num_behind, budget, rows)
+        if request.num_virtual_tokens > request.num_computed_tokens:  # the rows behind read what these are given
+            given = num_given_tokens(request.order.variant) - request.num_computed_tokens
+            num_tokens = min(num_tokens, given) if given > 0 else num_tokens
+        return self._whole(request, num_tokens, budget)
+
+    def _whole(self, request: Request, num_tokens: int, budget: int) -> int:
+        """Returns fewer tokens, or more within the budget, where a chunk would end inside a picture.
+
+        0: the rest of the picture that it begins with does not fit.
+        """
+        if not self._keeps_pictures:
+            return num_tokens
+        first = request.num_computed_tokens
+        for span in request.order.spans:
+            if span.start < first + num_tokens < span.stop:
+                if span.start > first:
+                    return span.start - first
+                return span.stop - first if span.stop - first <= budget else 0
+        return num_tokens
+
+    def _admit(
+        self,
+        plan: StepPlan,
+        budget: int,
+        num_leaving: int = 0,
+        may_enter: Callable[[Request], bool] = lambda request: True,
+    ) -> None:
+        """Admits those that wait and for which places are left, in order, up to the first that may not enter."""
+        num_seqs, at = self.num_seqs - num_leaving if self.waiting else 0, 0
+        while budget and (at := self.places.next(self.waiting, at)) < len(self.waiting) and may_enter(self.waiting[at]):
+            request = self.waiting[at]
+            num_seqs += 1
+            if num_seqs > self.max_num_seqs or not self._chunk(request, budget, plan):
+                return
+            while (hit := self.allocator.enter(request, plan)) is None:
+                if not (victims := self.allocator.parked(request)):
+                    return
+                self.allocator.preempt(max(victims, key=service_order), plan)
+            self._checkpoints.entered(request, hit)
+            self.waiting.pop(at)
+            request.status = Status.RUNNING
+            self.running.append(request)
+            if request.lacks_pixels:
+                self.finish(request)
+                plan.lacking.append(request)
+                num_seqs -= 1
+                continue
+            num_tokens = self._chunk(request, budget, plan)
+            plan.admitted.append(request)
+            if not num_tokens:  # what is cached ends inside a picture, whose rest is for the next step
+                return
+            plan.add(request, num_tokens)
+            budget -= num_tokens

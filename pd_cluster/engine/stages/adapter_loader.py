@@ -1,0 +1,86 @@
+"""Reads adapters beside the steps, on a thread of its own. Knows nothing of who wants them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from pd_cluster.checkpoints.prompt_adapter_folder import AdapterFolder, read_adapter
+from pd_cluster.engine.handover.engine_events import AdapterLoaded
+from pd_cluster.errors import PdClusterError, told
+from pd_cluster.settings.lora_settings import AdapterSettings
+
+Read = Callable[[Path], AdapterFolder]  # raises ModelError
+
+
+def reader_of(settings: AdapterSettings) -> Read:
+    """Returns what reads a folder within these settings' limits."""
+    return partial(read_adapter, max_rank=settings.max_lora_rank, max_tokens=settings.max_prompt_adapter_token)
+
+
+def load_from(path: str, digest: str, read: Read, load: Callable[[AdapterFolder], None]) -> str:
+    """Loads the adapter of this folder; returns why it could not be, in one line, or ""."""
+    try:
+        folder = read(Path(path))
+        if folder.digest != digest:
+            return f"{path}: another content ({folder.digest[:12]}) than the scheduler's ({digest[:12]})"
+        load(folder)
+    except PdClusterError as error:
+        return told(error.text)
+    except (OSError, MemoryError) as error:
+        return f"{path}: {error or type(error).__name__}"
+    return ""
+
+
+class Keeper(Protocol):
+    """The model's adapters: ModelAdapters, or those of all ranks together."""
+
+    @property
+    def variants(self) -> Mapping[str, int]: ...
+    def load_adapter(self, folder: AdapterFolder) -> None:
+        """On any thread. Raises ModelError, ConfigError."""
+
+    def drop_adapter(self, digest: str) -> None:
+        """Between two steps; no request has it."""
+
+
+class AdapterThread:
+    """Reads adapters beside the steps, one at a time; `put` takes what became of each to the engine's thread."""
+
+    def __init__(self, keeper: Keeper, read: Read, put: Callable[[AdapterLoaded], None]) -> None:
+        self._keeper, self._read, self._put = keeper, read, put
+        self._jobs: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()  # None: there are no more
+        self._thread: threading.Thread | None = None
+
+    def load(self, digest: str, path: str) -> None:
+        self._jobs.put((digest, path))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="adapters", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread once it has loaded what it began."""
+        self._jobs.put(None)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            digest, path = job
+            self._put(AdapterLoaded(digest, load_from(path, digest, self._read, self._keeper.load_adapter)))
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """The adapters that a model can have. `named`: paths of those of this process's start, by digest.
+
+    At most `most` LoRA adapters are in memory; None: any number.
+    """
+
+    keeper: Keeper
+    thread: AdapterThread
+    named: Mapping[str, str] = field(default_factory=dict)
+    most: int | None = None

@@ -1,0 +1,118 @@
+"""Verifies drafts. A row's token is drawn as in a step of its own; while it equals the draft, the next row counts.
+
+So output does not depend on drafts. Rows of sequences whose choice depends on their former tokens (penalties, masks,
+guides) or draws random numbers are drawn level by level, once the tokens before are known; all others at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
+from pd_cluster.engine.scheduling.step_plan import StepPlan
+from pd_cluster.engine.step.commit import Commit, StepResult
+from pd_cluster.engine.step.step_outputs import NextToken
+from pd_cluster.model.sampling.grammar_masks import TokenMask
+from pd_cluster.model.sampling.logit_adjustments import adjusts
+from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
+from pd_cluster.types import Request, Status
+
+StepMasks = Mapping[str, Sequence[TokenMask]]  # by the keys of requests: for the next token, and behind each draft
+
+
+class DraftRows(NamedTuple):
+    """The drafts of one sequence; the logits behind draft j are row `first_row` + j of the step's."""
+
+    request: Request
+    drafts: Sequence[int]
+    first_row: int
+
+    @property
+    def are_plain(self) -> bool:
+        """Whether the choice of each token is a function of its logits alone."""
+        sampling, position = self.request.sampling, len(self.request.output_token_ids) + 1
+        return sampling.greedy and sampling.guide is None and not adjusts(sampling, position)
+
+    def at_once(self) -> list[tuple[SamplingRow, int]]:
+        """Returns the rows to draw together with the first tokens, each with its row of logits."""
+        if not self.are_plain:
+            return []
+        row = SamplingRow(self.request, self.request.index, len(self.request.output_token_ids) + 1)
+        return [(row._replace(position=row.position + j), self.first_row + j) for j in range(len(self.drafts))]
+
+
+def draft_rows(plan: StepPlan, first_row: int) -> list[DraftRows]:
+    """Returns a step's drafts in the order of their rows, the first of which is `first_row`."""
+    found: list[DraftRows] = []
+    for request, _ in plan.chunks if plan.drafts else ():
+        if drafts := plan.drafts.get(request):
+            found.append(DraftRows(request, drafts, first_row))
+            first_row += len(drafts)
+    return found
+
+
+class Acceptance:
+    """Books tokens behind drafts that were right."""
+
+    def __init__(self, sampler: Sampler, scheduler: StepScheduler, commit: Commit) -> None:
+        self._sampler, self._scheduler, self._commit = sampler, scheduler, commit
+
+    def accept(
+        self,
+        result: StepResult,
+        rows: Sequence[DraftRows],
+        logits: torch.Tensor,
+        known: Mapping[Request, Sequence[Sampled]],
+        masks: StepMasks,
+    ) -> dict[Request, int]:
+        """Books the tokens behind the step's first ones; returns how many drafts of each sequence were right.
+
+        `known`: the tokens of rows that were drawn at once.
+        """
+        accepted = dict.fromkeys((each.request for each in rows), 0)
+        depth, going = 0, [each for each in rows if _is_right(each, 0, masks)]
+        while going:
+            for each in going:
+                self._scheduler.accepted(each.request)
+                accepted[each.request] += 1
+            for output in self._draw(going, depth, logits, known, masks):
+                self._commit.next_token(result, output)
+            depth += 1
+            going = [each for each in going if _is_right(each, depth, masks)]
+        return accepted
+
+    def _draw(
+        self,
+        going: Sequence[DraftRows],
+        depth: int,
+        logits: torch.Tensor,
+        known: Mapping[Request, Sequence[Sampled]],
+        masks: StepMasks,
+    ) -> list[NextToken]:
+        """Draws the token behind draft `depth` of each sequence."""
+        drawn: list[SamplingRow] = []
+        at: list[int] = []
+        outputs: list[NextToken] = []
+        for request, _, first_row in going:
+            row = SamplingRow(request, request.index, len(request.output_token_ids))
+            if (sampled := known.get(request)) is not None:
+                outputs.append(NextToken(row, sampled[depth]))
+                continue
+            if request.sampling.guide is not None:
+                row = row._replace(mask=masks[request.key][depth + 1])
+            drawn.append(row)
+            at.append(first_row + depth)
+        if drawn:
+            outputs += map(NextToken, drawn, self._sampler.sample(logits, drawn, at))
+        return outputs
+
+
+def _is_right(rows: DraftRows, depth: int, masks: StepMasks) -> bool:
+    """Whether the sequence goes on, its last token is its draft number `depth`, and its guide has followed that."""
+    request, drafts, _ = rows
+    if request.status is not Status.RUNNING or depth == len(drafts) or request.output_token_ids[-1] != drafts[depth]:
+        return False
+    return request.sampling.guide is None or depth + 1 < len(masks[request.key])

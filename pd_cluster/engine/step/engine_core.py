@@ -1,0 +1,287 @@
+"""The engine: requests in, tokens or vectors out, one step at a time.
+
+The role is data: no code here distinguishes P from D. Synchronous, single-threaded; knows nothing of sockets or links.
+The caller decides from the StepResult what happens to a request that must be handed over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pd_cluster.engine.scheduling.scheduler import StepScheduler
+from pd_cluster.engine.scheduling.step_plan import Move, StepPlan
+from pd_cluster.engine.step.commit import Commit, StepResult
+from pd_cluster.engine.step.draft_acceptance import Acceptance, DraftRows, StepMasks, draft_rows
+from pd_cluster.engine.step.drafting import Drafting
+from pd_cluster.engine.step.look_ahead import Begins, LookAhead, begin_quietly
+from pd_cluster.engine.step.pooler import Pooler, logits_of
+from pd_cluster.engine.step.step_outputs import NextToken, PooledVector, RowOutput
+from pd_cluster.model.inputs.forward_batch import EncoderTotals, OnLayer, RunnerOutput
+from pd_cluster.model.inputs.step_input import NO_DRAFTS, Drafts
+from pd_cluster.model.sampling.device_tokens import After, Tokens
+from pd_cluster.model.sampling.grammar_masks import Guides, no_guides
+from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
+from pd_cluster.types import Candidate, Request, StateCopy, Status
+
+MEASURED_TOKENS = 64  # in a step that tells how quickly prompts are computed
+
+
+class Runner(Protocol):
+    """The part of a model that the engine needs; tests substitute a toy."""
+
+    eos_token_ids: frozenset[int]
+    vocab_size: int
+    goes_ahead: bool
+
+    @property
+    def encoded(self) -> EncoderTotals:
+        """The work of the vision tower, if there is one."""
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copies blocks in the given order."""
+
+    def can_launch(self, requests: Sequence[Request]) -> bool:
+        """See ahead.Launcher."""
+
+    def launch(
+        self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
+    ) -> Tokens:
+        """See ahead.Launcher."""
+
+    def forward(
+        self,
+        chunks: list[tuple[Request, int]],
+        on_layer: OnLayer | None = None,
+        drafts: Drafts = NO_DRAFTS,
+        keeps: Sequence[StateCopy] = (),
+    ) -> RunnerOutput:
+        """Returns logits and hidden states: of each chunk in turn, its last `num_logit_rows` and `num_hidden_rows`.
+
+        Behind them come the logits of all drafts, in the order of their chunks. `on_layer` receives how many layers of
+        the chunks' KV are in the pool, as often as the runner can tell.
+        """
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """Seconds since the start, by activity."""
+
+    plan_s: float = 0.0
+    forward_s: float = 0.0
+    sample_s: float = 0.0
+    commit_s: float = 0.0
+
+
+class EngineCore:
+    def __init__(
+        self,
+        runner: Runner,
+        scheduler: StepScheduler,
+        clock: Callable[[], float] = time.perf_counter,
+        guides: Guides | None = None,
+        drafting: Drafting | None = None,
+    ) -> None:
+        """`drafting` None: each sequence gets one token a step."""
+        self.runner = runner
+        self.guides = guides or no_guides()
+        self.scheduler = scheduler
+        self.drafting = drafting or Drafting(scheduler, ())
+        self.sampler = Sampler(runner.vocab_size, runner.eos_token_ids)
+        self._commit = Commit(scheduler, runner.eos_token_ids)
+        self._acceptance = Acceptance(self.sampler, scheduler, self._commit)
+        self.times = StepTimes()
+        self.num_steps = 0
+        self._ahead_s: float | None = None  # the end of the last step, if the device went ahead in it
+        self.after_moves: list[Callable[[], None]] = []  # called after every copy of blocks
+        self.ahead = LookAhead(runner, scheduler, self.drafting.wants_host)
+        self.pooler = Pooler()
+        self._clock = clock
+        scheduler.move_now = self._move
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        """Moves blocks, and notes what it costs to load some from the host's cache."""
+        start_s = self._clock()
+        self.runner.move(moves)
+        if (tier := self.scheduler.blocks.tier) is not None and any(move.kind == "in" for move in moves):
+            tier.cost.loaded(len(moves), self._clock() - start_s)  # blocks on their way out cost as much
+        for each in self.after_moves:
+            each()
+
+    def plan(self) -> StepPlan:
+        start_s = self._clock()
+        plan = self.ahead.plan()
+        if plan is None:
+            plan = self.scheduler.plan()
+            plan.chunks = self.guides.without_unready(plan.chunks)
+            self.drafting.add_to(plan, self._clock)
+        self.times.plan_s += self._clock() - start_s
+        return plan
+
+    def run(self, plan: StepPlan, begins: Begins = begin_quietly) -> StepResult:
+        """Computes a plan: forward pass, sampling, bookkeeping. A request that is handed over keeps its blocks."""
+        result = StepResult(plan)
+        on_layer = None if self.ahead.has_launched(plan) else begins(plan)
+        times, start_s = self.times, self._clock()
+        if plan.moves:
+            self._move(plan.moves)
+        if not plan.chunks:
+            self.scheduler.computed(plan)  # nothing but blocks for states, which none of its sequences keeps
+            return result
+        if (chosen := self.ahead.sample(plan, on_layer, begins)) is not None:
+            sampled_s = self._clock()
+            times.forward_s += sampled_s - start_s
+            ready, sampled = chosen
+            rows = [SamplingRow(request, request.index, len(request.output_token_ids)) for request in ready]
+            self._commit.step(result, ready, _outputs(rows, sampled), {})
+            ended_s = self._clock()
+            times.commit_s += ended_s - sampled_s
+            if self._ahead_s is not None and plan.num_tokens == len(plan.chunks):
+                self.drafting.size.costs_ahead.took(plan.num_tokens, ended_s - self._ahead_s)
+            self._ahead_s = ended_s
+        else:
+            self._ahead_s = None
+            self._compute(result, on_layer)
+        self.num_steps += 1
+        self.drafting.ended(request for request, _ in result.sampled if request.status is Status.FINISHED)
+        return result
+
+    def _compute(self, result: StepResult, on_layer: OnLayer | None) -> None:
+        """Computes a plan that the host must see."""
+        plan, times = result.plan, self.times
+        begun_s = self._clock()
+        guided = self.guides.begin(plan.chunks, plan.drafts)  # masks are built while the model runs
+        output = self.runner.forward(plan.chunks, on_layer, plan.drafts, plan.kept())
+        computed_s = self._clock()
+        times.forward_s += computed_s - begun_s
+        if (tier := self.scheduler.blocks.tier) is not None and plan.num_tokens >= MEASURED_TOKENS:
+            tier.computed(plan.num_tokens, computed_s - begun_s)
+        logits = output.logits
+        if any(request.wants_prompt_logprobs for request, _ in plan.chunks):
+            logits = self._prompt_logprobs(plan, logits)
+        pooled = self.pooler.pool(plan.chunks, output.hidden_states.numpy())
+        ready = self.scheduler.computed(plan)
+        sampling = ready
+        if any(request.pooling is not None for request in ready):
+            logits, sampling = _without_pooled(logits, ready, pooled)
+        candidates = self._candidates(logits, sampling)
+        masks, drafts = guided.wait(), draft_rows(plan, len(sampling))
+        outputs, known = self._sample(logits, sampling, masks, drafts)
+        outputs.update((request, [vector]) for request, vector in pooled.items())
+        sampled_s = self._clock()
+        times.sample_s += sampled_s - computed_s
+        self._commit.step(result, ready, outputs, candidates)
+        accepted = self._acceptance.accept(result, drafts, logits, known, masks)
+        ended_s = self._clock()
+        times.commit_s += ended_s - sampled_s
+        self.drafting.verified(plan, accepted, ended_s - begun_s)
+
+    def step(self, begins: Begins = begin_quietly) -> StepResult:
+        return self.run(self.plan(), begins)
+
+    def _sample(
+        self, logits: torch.Tensor, ready: list[Request], masks: StepMasks, drafts: Sequence[DraftRows]
+    ) -> tuple[dict[Request, list[RowOutput]], dict[Request, list[Sampled]]]:
+        """Returns the next tokens by request, one output for each of its sequences; `ready` has one row of logits each.
+
+        A beam search has none: it chooses among candidates. The second result are the tokens behind drafts, where they
+        could be drawn at once.
+        """
+        rows = [
+            SamplingRow(r, index, len(r.output_token_ids), masks[r.key][0] if r.key in masks else None)
+            for r in ready
+            for index in _indices(r)
+        ]
+        at = [i for i, request in enumerate(ready) for _ in _indices(request)]
+        early = [pair for each in drafts for pair in each.at_once()]
+        at += [row for _, row in early]
+        if not at:
+            return {}, {}
+        is_whole = at == list(range(len(logits)))
+        sampled = self.sampler.sample(logits, [*rows, *(row for row, _ in early)], None if is_whole else at)
+        known: dict[Request, list[Sampled]] = {}
+        for (row, _), each in zip(early, sampled[len(rows) :], strict=True):
+            known.setdefault(row.request, []).append(each)
+        return _outputs(rows, sampled[: len(rows)]), known
+
+    # ---- beam search
+
+    def _candidates(self, logits: torch.Tensor, ready: list[Request]) -> dict[str, list[Candidate]]:
+        """Returns the possible continuations by beam."""
+        at = [i for i, request in enumerate(ready) if request.sampling.beam_width]
+        if not at:
+            return {}
+        beams = [ready[i] for i in at]
+        rows = [SamplingRow(beam, beam.index, len(beam.output_token_ids)) for beam in beams]
+        return dict(zip([beam.key for beam in beams], self.sampler.candidates(logits, rows, at), strict=True))
+
+    # ---- outputs of a prompt
+
+    def _prompt_logprobs(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
+        """Notes those of this step's prompt tokens; returns the rows of logits to sample from, drafts included."""
+        at, kept = 0, []
+        for request, num_tokens in plan.chunks:
+            num_rows = request.num_logit_rows(num_tokens)
+            if num_rows and num_tokens == request.num_behind:
+                kept.append(at + num_rows - 1)
+            if request.wants_prompt_logprobs:
+                self._note_prompt_logprobs(request, logits[at : at + num_rows])
+            at += num_rows
+        return logits[[*kept, *range(at, len(logits))]]
+
+    def _note_prompt_logprobs(self, request: Request, logits: torch.Tensor) -> None:
+        """Notes log-probabilities: row i has the logits after token num_computed_tokens + i, for the next token."""
+        start, known = request.num_computed_tokens, request.prompt_logprobs
+        if not known:
+            known.append(None)  # nothing comes before the first token
+        first = len(known) - 1 - start  # computed again after a preemption: earlier ones are noted already
+        targets = request.prompt_token_ids[len(known) : start + 1 + len(logits)]
+        wanted = request.sampling.prompt_logprobs or 0
+        if first >= 0 and targets:
+            known += self.sampler.prompt_logprobs(logits[first : first + len(targets)], targets, wanted)
+
+
+def _without_pooled(
+    logits: torch.Tensor, ready: list[Request], pooled: dict[Request, PooledVector]
+) -> tuple[torch.Tensor, list[Request]]:
+    """Adds the vectors that are made of logits.
+
+    Returns the requests that choose a token, and the other rows of logits: theirs, and behind them those of drafts.
+    """
+    kept: list[int] = []
+    sampling: list[Request] = []
+    at = 0
+    for request in ready:
+        if (pooling := request.pooling) is None:
+            kept.append(at)
+            sampling.append(request)
+        elif pooling.kind == "logits":
+            pooled[request] = logits_of(pooling, logits[at])
+        else:
+            continue
+        at += 1
+    return (logits if len(kept) == at else logits[[*kept, *range(at, len(logits))]]), sampling
+
+
+def _outputs(rows: list[SamplingRow], sampled: list[Sampled]) -> dict[Request, list[RowOutput]]:
+    """Returns the tokens by request, one for each row."""
+    outputs: dict[Request, list[RowOutput]] = {}
+    for row, each in zip(rows, sampled, strict=True):
+        outputs.setdefault(row.request, []).append(NextToken(row, each))
+    return outputs
+
+
+def _indices(request: Request) -> range:
+    """Returns the sequences that get their next token from these logits: all of them when the prompt is computed.
+
+    Empty for a beam search, which chooses in another way.
+    """
+    if request.sampling.beam_width:
+        return range(0)
+    is_first = request.sampling.n > 1 and request.index == 0 and not request.output_token_ids
+    is_first = is_first and not request.is_resumed
+    return range(request.sampling.n) if is_first else range(request.index, request.index + 1)

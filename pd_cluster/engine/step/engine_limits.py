@@ -1,0 +1,188 @@
+"""Limits on a request to one engine. The API has checked the same: this protects the engine's loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
+from typing import get_type_hints
+
+from pd_cluster.media.image_rules import ImageRules
+from pd_cluster.model.layers.rope.rope_limit import RopeLimit
+from pd_cluster.types import (
+    MAX_GUIDE_NUM_CHARS,
+    MAX_POOLED_TOKEN_IDS,
+    MAX_SEQUENCES,
+    NO_SAMPLING,
+    Pooling,
+    Range,
+    Request,
+    Resumed,
+    Sampling,
+)
+from pd_cluster.types.variants import PLACEHOLDER
+
+MOST_SEQUENCES = 8 * MAX_SEQUENCES  # more than requests may have, which is checked earlier
+# They travel in one message; each takes about half a kilobyte while an answer is built.
+MAX_LOGPROB_ENTRIES = 1_000_000
+MAX_BEAM_WIDTH = MAX_SEQUENCES
+MAX_LENGTH_PENALTY = 10.0  # either way: a power of a length must remain a number
+MAX_ANSWER_TOKENS = 1_000_000  # for a beam search, in one message
+# By name: the annotations of `Sampling`'s fields.
+RANGES: dict[str, Range] = {
+    name: range_
+    for name, hint in get_type_hints(Sampling, include_extras=True).items()
+    for range_ in getattr(hint, "__metadata__", ())
+    if isinstance(range_, Range)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    vocab_size: int
+    max_model_len: int
+    rope: RopeLimit
+    variants: Container[str] = ()  # the adapters that are loaded here
+    images: ImageRules | None = None  # None: the model takes no pictures
+
+    def problem(self, request: Request, resumed: Sequence[Resumed] = ()) -> str | None:
+        """Returns in one line why this engine cannot accept the request, or None."""
+        prompt, sampling = request.prompt_token_ids, request.sampling
+        if not prompt or sampling.max_tokens < 1:
+            return "a request needs a prompt token and max_tokens of at least 1"
+        if request.most_tokens > self.max_model_len:
+            most = "" if request.pooling is not None else f" and max_tokens {sampling.max_tokens}"
+            return (
+                f"{len(prompt)} prompt tokens{most} exceed max_model_len {self.max_model_len}; use fewer, or start the "
+                f"server with a larger --max-model-len"
+            )
+        per_token = 0 if sampling.prompt_logprobs is None else sampling.prompt_logprobs + 1
+        if len(prompt) * per_token > MAX_LOGPROB_ENTRIES:
+            return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to tell"
+        if not self._are_tokens(prompt):
+            return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
+        if len(request.order.prediction) > self.max_model_len or not self._are_tokens(request.order.prediction):
+            return f"prediction: at most {self.max_model_len} token ids in 0 to {self.vocab_size - 1}"
+        if request.num_virtual_tokens and (problem := _virtual_problem(request)):
+            return problem
+        if problem := self.rope.problem(request.order) or self._images_problem(request):
+            return problem
+        if sampling.guide is not None and len(sampling.guide.text) > MAX_GUIDE_NUM_CHARS:
+            return f"a guide of {len(sampling.guide.text)} characters; at most {MAX_GUIDE_NUM_CHARS} are allowed"
+        if request.pooling is not None:
+            return _pooling_problem(request, resumed) or self._pooled_ids_problem(request.pooling)
+        return self._sampling_problem(sampling) or _beam_problem(sampling) or self._resumed_problem(request, resumed)
+
+    def _images_problem(self, request: Request) -> str | None:
+        order = request.order
+        if not order.images:
+            return None
+        if self.images is None:
+            return "images: this model takes none; leave them out"
+        if len(order.images) != len(order.spans):
+            return f"images: {len(order.images)} for {len(order.spans)} spans; each has one"
+        stop = 0
+        for at, (image, span) in enumerate(zip(order.images, order.spans, strict=True)):
+            if problem := self.images.problem(image):
+                return f"images[{at}]: {problem}"
+            if not image.pixels and request.leg != "decode":
+                return f"images[{at}]: no pixels, and this leg computes them"
+            num_tokens = self.images.num_tokens(image)
+            if not stop <= span.start <= span.stop <= len(order.prompt_token_ids):
+                return f"images[{at}]: tokens {span.start} to {span.stop} are not in the prompt behind those before"
+            if span.stop - span.start != num_tokens:
+                return f"images[{at}]: {span.stop - span.start} tokens; it takes {num_tokens}"
+            stop = span.stop
+        return None
+
+    def lacks(self, request: Request) -> str | None:
+        """Returns what another instance may have that this one needs for the request, or None."""
+        variant = request.order.variant
+        if not variant or variant in self.variants:
+            return None
+        return f"the adapter {variant[:12]} is not loaded on this instance"
+
+    def _resumed_problem(self, request: Request, resumed: Sequence[Resumed]) -> str | None:
+        if not resumed:
+            return None
+        if request.leg != "hybrid" or request.sampling.beam_width:
+            return "only a hybrid leg without a beam search can be resumed"
+        indices = [each.index for each in resumed]
+        if len(set(indices)) < len(indices) or not all(0 <= index < request.sampling.n for index in indices):
+            return f"sequences {indices} of {request.sampling.n} cannot be resumed"
+        for each in resumed:
+            if len(each.output_token_ids) >= request.sampling.max_tokens or not self._are_tokens(each.output_token_ids):
+                return f"sequence {each.index} cannot be resumed: it has ended, or has tokens that the model lacks"
+        return None
+
+    def _sampling_problem(self, sampling: Sampling) -> str | None:
+        if not 1 <= sampling.n <= MOST_SEQUENCES:
+            return f"n {sampling.n} must be in 1 to {MOST_SEQUENCES}"
+        for name, allowed in RANGES.items():
+            if getattr(sampling, name) not in allowed:
+                return f"{name} {getattr(sampling, name)} must be in {allowed}"
+        if not all(math.isfinite(bias) for _, bias in sampling.logit_bias if bias != -math.inf):  # a ban
+            return "logit_bias must be finite numbers, or -inf"
+        ids = (
+            *sampling.allowed_token_ids,
+            *(token_id for token_id, _ in sampling.logit_bias),
+            *(token_id for word in sampling.bad_words for token_id in word),
+        )
+        if not self._are_tokens(ids) or not all(sampling.bad_words):
+            return f"token ids in sampling parameters must be in 0 to {self.vocab_size - 1}, and bad_words not empty"
+        counts = (sampling.logprobs or 0, sampling.prompt_logprobs or 0, sampling.min_tokens)
+        if min(counts) < 0 or max(counts[:2]) > self.vocab_size:
+            return "logprobs, prompt_logprobs and min_tokens must not be negative, nor more than there are tokens"
+        return None
+
+    def _pooled_ids_problem(self, pooling: Pooling) -> str | None:
+        ids = pooling.token_ids
+        if pooling.kind != "logits":
+            return f"token_ids are for a pooling of kind logits, not {pooling.kind}" if ids else None
+        if not ids or len(ids) > MAX_POOLED_TOKEN_IDS or not self._are_tokens(ids):
+            return f"a pooling of logits needs 1 to {MAX_POOLED_TOKEN_IDS} token_ids in 0 to {self.vocab_size - 1}"
+        return "dimensions are not for a pooling of logits" if pooling.dimensions is not None else None
+
+    def _are_tokens(self, ids: Sequence[int]) -> bool:
+        return not ids or (min(ids) >= 0 and max(ids) < self.vocab_size)
+
+
+def _pooling_problem(request: Request, resumed: Sequence[Resumed]) -> str | None:
+    """Returns why a request cannot be pooled; its dimensions are compared with the model's when it is computed."""
+    if request.leg != "hybrid" or resumed:
+        return f"a pooling request is one hybrid leg that computes the whole prompt, not a {request.leg} leg or resumed"
+    for name in Sampling.__struct_fields__:
+        if (value := getattr(request.sampling, name)) != getattr(NO_SAMPLING, name):
+            return f"{name} {value}: a pooling request chooses no token; leave it out"
+    assert request.pooling is not None
+    if (dimensions := request.pooling.dimensions) is not None and dimensions < 1:
+        return f"dimensions {dimensions} must be at least 1"
+    return None
+
+
+def _beam_problem(sampling: Sampling) -> str | None:
+    if not sampling.beam_width:
+        return None
+    if not max(2, sampling.n) <= sampling.beam_width <= MAX_BEAM_WIDTH:
+        return f"beam_width {sampling.beam_width} must be in 2 to {MAX_BEAM_WIDTH}, and not less than n, {sampling.n}"
+    if not sampling.greedy:
+        return f"a beam search has temperature 0, not {sampling.temperature}"
+    if sampling.guide is not None:
+        return "a beam search cannot follow a guide"
+    if not abs(sampling.length_penalty) <= MAX_LENGTH_PENALTY:  # also rejects NaN
+        return f"length_penalty {sampling.length_penalty} must be in -{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
+    if sampling.n * sampling.max_tokens > MAX_ANSWER_TOKENS:
+        return f"n {sampling.n} and max_tokens {sampling.max_tokens} make an answer of over {MAX_ANSWER_TOKENS} tokens"
+    return None
+
+
+def _virtual_problem(request: Request) -> str | None:
+    order, num_virtual = request.order, request.num_virtual_tokens
+    if request.pooling is not None or order.images or order.rope_positions is not None:
+        return "a prompt adapter goes neither with vectors nor with images"
+    prompt = order.prompt_token_ids
+    if len(prompt) <= num_virtual or any(token_id != PLACEHOLDER for token_id in prompt[:num_virtual]):
+        return (
+            f"its prompt adapter has {num_virtual} virtual tokens, and the prompt has no placeholders and text for them"
+        )
+    return None

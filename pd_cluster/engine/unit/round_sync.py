@@ -1,0 +1,109 @@
+"""Keeps the members of a unit in step: which round each is in, when all fall asleep, and when one may end.
+
+The table is in docs/protocol/membership.md, "Units". Knows nothing of requests, of experts, or of how counts are
+exchanged; no clock, because whatever can fail to come is lost with its sender, and the caller sees that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence, Set
+
+from pd_cluster import wire
+from pd_cluster.errors import InstanceLost
+
+
+def have_ended(done: Set[int], rank: int, own: int) -> bool:
+    """Whether the end of a mate's connection is no loss: it is done and has ended, and so will this member.
+
+    One that dies after it is done may be needed by others; they end, and so does this member.
+    """
+    return {rank, own} <= done
+
+
+class RoundSync:
+    """One member's rounds, driven by one thread. In a turn it handles mail and calls `enters`.
+
+    In a round it then exchanges the number of its rows with all mates, calls `agreed` and computes.
+    Mail may be handled during the exchange, too, but it is never waited for unless the member `is_asleep`.
+    """
+
+    def __init__(self, rank: int, size: int, send: Callable[[wire.Body], None]) -> None:
+        """`send`: to all mates; two messages to a mate arrive in their order, and none after its connection is lost."""
+        self._rank, self._size, self._send = rank, size, send
+        self._done: set[int] = set()  # members that have said so, this one included
+        self._woken = -1  # the latest round that a member has woken the others for, or that followed one with rows
+        self.round = 0  # the one that it is in, or enters next
+        self.is_draining = False  # here or at a mate: it is the unit that drains
+        self.num_rounds = 0
+        self.num_idle_rounds = 0  # in which this member had no rows
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether it is in no round, and no mate waits for it in the next."""
+        return self._woken < self.round
+
+    @property
+    def may_end(self) -> bool:
+        """Whether nobody needs it any more: all are done, and so none can be in a round that this one is not in."""
+        return self.is_asleep and len(self._done) == self._size
+
+    def enters(self, has_work: bool) -> bool:
+        """Returns whether it is in a round now. Wakes the others if it has work, and nobody has woken it."""
+        if self.is_asleep and has_work:
+            assert self._rank not in self._done, "it has said that nothing is left"
+            self._woken = self.round
+            self._send(wire.UnitWake(self.round))
+        return not self.is_asleep
+
+    def agreed(self, rows: Sequence[int]) -> bool:
+        """Ends the exchange; returns whether the round is computed. The member is in the next round, or asleep before.
+
+        `rows`: of each member's step, by rank; the same for all members.
+        """
+        assert not self.is_asleep, "it has no part in an exchange"
+        assert len(rows) == self._size, f"{len(rows)} counts of {self._size} members"
+        self.num_rounds += 1
+        self.num_idle_rounds += not rows[self._rank]
+        self.round += 1
+        has_rows = any(rows)
+        if has_rows:
+            self._woken = max(self._woken, self.round)
+        return has_rows
+
+    def heard(self, rank: int, message: wire.UnitWake | wire.UnitDrain | wire.UnitDone) -> None:
+        """Takes a mate's message. Raises InstanceLost if the mate is in another round than it can be."""
+        match message:
+            case wire.UnitWake(number):
+                if number > self.round + (not self.is_asleep):  # in a round, only its exchange can be behind the mate
+                    state = "asleep before" if self.is_asleep else "in"
+                    raise InstanceLost(
+                        f"member {rank} of this unit wakes the others for round {number}, but member {self._rank} is "
+                        f"{state} round {self.round}: they are out of step"
+                    )
+                self._woken = max(self._woken, number)  # an earlier one than `round` changes nothing
+            case wire.UnitDrain():
+                self.is_draining = True
+            case wire.UnitDone():
+                self.is_draining = True  # a third member has said so, and its message is on the way
+                self._done.add(rank)
+
+    def lost(self, rank: int, mate: str, reason: str) -> None:
+        """Takes the end of a mate's connection. Raises InstanceLost, unless both are done: then it has ended.
+
+        `mate`: its name.
+        """
+        if not have_ended(self._done, rank, self._rank):
+            raise InstanceLost(f"{mate}, member {rank} of {self._size} of this unit, is lost: {reason}")
+
+    def drain(self) -> None:
+        """Begins to drain, and tells the others unless one of them has told this member."""
+        if not self.is_draining:
+            self.is_draining = True
+            self._send(wire.UnitDrain())
+
+    def done(self) -> None:
+        """Says, once, that nothing is left here and nothing more is taken. It goes on taking part in rounds."""
+        assert self.is_draining, "only a member that drains is done"
+        if self._rank not in self._done:
+            self._done.add(self._rank)
+            self._send(wire.UnitDone())

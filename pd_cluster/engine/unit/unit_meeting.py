@@ -1,0 +1,132 @@
+"""Brings the ranks of a unit's members together: one group for each tensor-parallel index, over gloo, and on
+accelerators another over NCCL or HCCL.
+
+The keys of all groups travel over the connections of rank 0s. A follower writes its own into a file of its instance,
+and finds the others' there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch._C._distributed_c10d import FileStore, PrefixStore, ProcessGroupGloo, Store
+
+from pd_cluster import wire
+from pd_cluster.devices.device import Device
+from pd_cluster.errors import InstanceLost, first_line
+from pd_cluster.model.parallel.device_unit_group import DeviceUnitGroup, UnitEnds, device_end
+from pd_cluster.model.parallel.unit_group import LOAD_TIMEOUT_S, UnitGroup
+from pd_cluster.settings.process_configs import WorkerConfig
+from pd_cluster.transport.meeting import Meeting
+
+log = logging.getLogger(__name__)
+
+AnyUnitGroup = UnitGroup | DeviceUnitGroup
+
+BEGIN, MET = "begin", "met"  # keys between the ranks of one instance: all members are there; this rank has met them
+FOREVER = timedelta(days=1000)  # a follower ends with rank 0
+
+
+def group_of(config: WorkerConfig, device: Device, meet: Callable[[], UnitEnds]) -> AnyUnitGroup:
+    """Returns one rank's end of its group; `meet` returns what it works with, once all members are there."""
+    assert config.unit is not None
+    rank, size, timeout_s = config.unit.rank, config.unit.size, config.timeouts.collective_timeout_s
+    if device.is_accelerator:
+        return DeviceUnitGroup(rank, size, meet, timeout_s)
+    return UnitGroup(rank, size, lambda: meet().host, timeout_s)
+
+
+def follower_group(config: WorkerConfig, device: Device) -> AnyUnitGroup | None:
+    """Returns a follower's end of its group; None: the instance is in no unit."""
+    if config.unit is None:
+        return None
+    rank = config.ranks.rank
+
+    def meet() -> UnitEnds:
+        with _told():
+            between = _between(config)
+            between.wait([BEGIN], FOREVER)
+            ends = _ends(_store_of(config, rank), config, device)
+            between.set(f"{MET}-{rank}", "")
+            return ends
+
+    return group_of(config, device, meet)
+
+
+class UnitMeeting:
+    """Rank 0's side: the meetings of all ranks of this instance with those of its mates."""
+
+    def __init__(self, config: WorkerConfig, device: Device, send: Callable[[wire.Body], None]) -> None:
+        """`send`: to all mates."""
+        assert config.unit is not None
+        self._config, self._device, self._size = config, device, config.ranks.size
+        self._between = _between(config) if self._size > 1 else None
+        self._meetings = [
+            Meeting(
+                LOAD_TIMEOUT_S,
+                lambda key, value, rank=rank: send(wire.UnitKey(rank, key, value)),  # type: ignore[misc]
+                config.unit.size - 1,
+                _store_of(config, rank) if self._size > 1 else None,
+            )
+            for rank in range(self._size)
+        ]
+
+    def put(self, key: wire.UnitKey) -> None:
+        """Takes a mate's key, on the mailbox's thread."""
+        if key.tp_rank < self._size:
+            self._meetings[key.tp_rank].put(key.key, key.value)
+
+    def meet(self) -> UnitEnds:
+        """Returns rank 0's ends once all ranks have met theirs; all members are there. Raises InstanceLost."""
+        with _told(), contextlib.ExitStack() as held:
+            for meeting in self._meetings:
+                held.enter_context(meeting.held())
+            if self._between is not None:
+                self._between.set(BEGIN, "")
+            ends = _ends(self._meetings[0].store, self._config, self._device)
+            if self._between is not None:
+                keys = [f"{MET}-{rank}" for rank in range(1, self._size)]
+                self._between.wait(keys, timedelta(seconds=LOAD_TIMEOUT_S))
+            return ends
+
+
+@contextlib.contextmanager
+def _told() -> Any:
+    try:
+        yield
+    except RuntimeError as error:
+        raise InstanceLost(f"the members of this unit did not meet: {first_line(error)}") from error
+
+
+def _between(config: WorkerConfig) -> Store:
+    """Returns what the ranks of one instance share, in the folder that only their user can enter."""
+    return PrefixStore("instance", _file(config))
+
+
+def _store_of(config: WorkerConfig, rank: int) -> Store:
+    return PrefixStore(f"unit-{rank}", _file(config))
+
+
+def _file(config: WorkerConfig) -> Store:
+    return FileStore(f"{config.ranks.store}-unit", -1)
+
+
+def _ends(store: Store, config: WorkerConfig, device: Device) -> UnitEnds:
+    """Blocks until all are there, and have exchanged something between their devices."""
+    assert config.unit is not None
+    rank, size = config.unit.rank, config.unit.size
+    host = gloo_group(store, rank, size, config.bind_address)
+    return UnitEnds(host, device_end(store, rank, size, device) if device.is_accelerator else None)
+
+
+def gloo_group(store: Store, rank: int, size: int, host: str) -> ProcessGroupGloo:
+    """Blocks until all are there."""
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timedelta(seconds=LOAD_TIMEOUT_S)
+    options._threads = 1
+    return ProcessGroupGloo(store, rank, size, options)

@@ -1,0 +1,184 @@
+"""Counts the holders of each block, and tracks blocks whose content is worth keeping. Knows nothing of tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from pd_cluster.errors import OutOfBlocks
+from pd_cluster.kv.host_tier import HostTier
+from pd_cluster.kv.kv_event_log import KVEventLog
+from pd_cluster.kv.prefix_index import PrefixIndex
+from pd_cluster.types import Tier
+
+
+class BlockPool:
+    """A block is free (no holder, no content), cached (no holder, a known content) or held by one or more.
+
+    num_blocks = free + cached + held; `check()` proves it. The free block that was released first is taken first, so
+    that each rests; without `rests` the last one, whose memory is still cached and mapped. Cached ones come after all
+    free ones, least recently used first.
+    """
+
+    def __init__(self, num_blocks: int, rests: bool = True, tier: HostTier | None = None) -> None:
+        """`tier`: where evicted blocks go."""
+        self.num_blocks = num_blocks
+        self._free = deque(range(num_blocks) if rests else reversed(range(num_blocks)))
+        self._take_free = self._free.popleft if rests else self._free.pop
+        self._holders = [0] * num_blocks
+        self._versions = [0] * num_blocks
+        self._index = PrefixIndex()
+        self.tier = tier
+        self.num_resets = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_cached(self) -> int:
+        """Counts blocks without a holder whose contents can still serve a prefix."""
+        return self._index.num_unheld
+
+    @property
+    def num_available(self) -> int:
+        """Counts blocks that `take` could return."""
+        return self.num_free + self.num_cached
+
+    @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_available
+
+    def take(self, num_blocks: int) -> list[int]:
+        """Takes all or nothing. Raises OutOfBlocks(wanted, free)."""
+        if num_blocks > self.num_available:
+            raise OutOfBlocks(wanted=num_blocks, free=self.num_available)
+        taken = [self._take_free() if self._free else self._evict() for _ in range(num_blocks)]
+        for block in taken:
+            self._holders[block] = 1
+            self._versions[block] += 1
+        return taken
+
+    def version(self, block: int) -> int:
+        """Returns how often the block was taken; content is only appended to it until it is taken again."""
+        return self._versions[block]
+
+    def _evict(self) -> int:
+        block, content = self._index.evict()
+        if self.tier is not None:
+            self.tier.store(block, content)
+        return block
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Adds one holder to each; cached blocks become held."""
+        for block in blocks:
+            if self._holders[block] == 0:
+                self._index.held(block)
+            self._holders[block] += 1
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Removes one holder from each. Releasing a free block is a bug of the caller, not of a request.
+
+        The last blocks are released first: the end of a cached prefix is evicted before its beginning.
+        """
+        for block in reversed(blocks):
+            if self._holders[block] <= 0:
+                raise AssertionError(f"block {block} released more often than taken")
+            self._holders[block] -= 1
+            if self._holders[block] == 0:
+                if self._index.knows(block):
+                    self._index.dropped(block)
+                else:
+                    self._free.append(block)
+
+    def is_shared(self, block: int) -> bool:
+        return self._holders[block] > 1
+
+    def has_content(self, block: int) -> bool:
+        """Whether the block keeps a known content, and so must not be written."""
+        return self._index.knows(block)
+
+    def drop(self, content: bytes) -> None:
+        """Forgets a content: a block without holders is free then."""
+        block = self._index.remove(content)
+        if block is not None and not self._holders[block]:
+            self._free.append(block)
+
+    def block_of(self, content: bytes) -> int | None:
+        """Returns the block with this content; `share` it before any other is taken."""
+        return self._index.block_of(content)
+
+    # ---- contents
+
+    def remember(self, block: int, content: bytes) -> bool:
+        """Records the content of a full block, which must not be written while it keeps this content.
+
+        Returns False if another block is known for it.
+        """
+        return self._index.add(block, content)
+
+    @property
+    def log(self) -> KVEventLog | None:
+        """Hears of contents that come and go; its caller says what they are."""
+        return self._index.log
+
+    @log.setter
+    def log(self, log: KVEventLog) -> None:
+        self._index.log = log
+        self.follow()  # for what goes to lower tiers
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Returns the blocks of the longest prefix with known contents; `share` them before any other is taken."""
+        return self._index.find(hashes)
+
+    def __contains__(self, content: bytes) -> bool:
+        """Whether a block has this content."""
+        return content in self._index
+
+    def forget(self) -> None:
+        """Forgets every content: cached blocks become free, and held ones will when they are released."""
+        self._free.extend(self._index.forget())
+        if self.tier is not None:
+            self.tier.forget()
+            if self.log is not None:
+                self.log.moved(self.tier.contents)  # what the disk keeps
+        self.num_resets += 1
+
+    def follow(self) -> dict[bytes, Tier]:
+        """Returns every known content and where it is; from now on `changes` reports changes to them."""
+        known: dict[bytes, Tier] = dict.fromkeys(self._index.follow(), "device")
+        return known if self.tier is None else {**self.tier.contents, **known}
+
+    def changes(self) -> dict[bytes, Tier | None]:
+        """Returns the contents that have come, gone or changed places since the last call; None: nowhere any more."""
+        changes = self._index.changes()
+        if self.tier is not None:
+            changes |= self.tier.changes()
+        return {content: self._place(content) for content in changes}
+
+    def _place(self, content: bytes) -> Tier | None:
+        if content in self._index:
+            return "device"
+        return None if self.tier is None else self.tier.place(content)
+
+    def num_unheld(self, blocks: Iterable[int]) -> int:
+        """Counts how many of these blocks would stop being available when shared."""
+        return sum(1 for block in blocks if self._index.is_unheld(block))
+
+    def check(self, block_tables: list[list[int]]) -> None:
+        """Proves that exactly these tables hold exactly the held blocks. Raises AssertionError with the difference."""
+        counted = [0] * self.num_blocks
+        for table in block_tables:
+            for block in table:
+                counted[block] += 1
+        if counted != self._holders:
+            wrong = [block for block in range(self.num_blocks) if counted[block] != self._holders[block]]
+            raise AssertionError(f"holders of blocks {wrong[:8]} are wrong: requests hold {len(block_tables)} tables")
+        self._index.check(self._holders)
+        if self.tier is not None:
+            self.tier.check()
+        free = set(self._free)
+        if len(free) != len(self._free) or any(self._holders[b] or self._index.knows(b) for b in free):
+            raise AssertionError("the free list has a block twice, or one that is held or cached")
+        if len(free) + self.num_cached + self.num_blocks - counted.count(0) != self.num_blocks:
+            raise AssertionError("a block is neither free nor cached nor held")

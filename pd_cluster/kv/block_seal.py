@@ -1,0 +1,85 @@
+"""Seals blocks of KV cache, and their names, for places outside the process: files and shared stores.
+
+A block's hash covers model, numerics, variant, salt and all tokens (prefix_index.py). Its body is AES-256-GCM with a
+key of its own, which HKDF derives from the secret, the layout and this hash, so a body under another's name fails its
+check. Nonces are 96 random bits: a key seals one content, a few times at most. A name is the hash under AES-SIV:
+without the secret it tells nothing, with the secret it gives the hash back, and nobody else can make one.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM, AESSIV
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF, HKDFExpand
+
+MAGIC = b"PDK1"
+NONCE_NBYTES, TAG_NBYTES = 12, 16
+HEADER_NBYTES = len(MAGIC) + NONCE_NBYTES
+OVERHEAD_NBYTES = HEADER_NBYTES + TAG_NBYTES
+NAME_LENGTH = 96  # hex digits of a hash and its SIV
+
+
+class _Key:
+    def __init__(self, secret: bytes, scope: bytes) -> None:
+        derived = HKDF(SHA256(), 96, salt=b"pd-cluster kv tiers 1", info=scope).derive(secret)
+        self._blocks, self._names = derived[:32], AESSIV(derived[32:])
+
+    def name(self, content: bytes) -> str:
+        return self._names.encrypt(content, [MAGIC]).hex()
+
+    def content(self, name: str) -> bytes | None:
+        try:
+            return self._names.decrypt(bytes.fromhex(name), [MAGIC])
+        except (InvalidTag, ValueError):
+            return None
+
+    def cipher(self, content: bytes) -> AESGCM:
+        return AESGCM(HKDFExpand(SHA256(), 32, MAGIC + content).derive(self._blocks))
+
+
+class Seal:
+    """`secrets`: the first one seals; the others, from before a rotation, still open what they have sealed.
+
+    `scope` tells apart what is not in a block's hash: the layout of the pool, which rank's share it is, every byte of
+    the weights, and the programs that computed it.
+    """
+
+    def __init__(self, secrets: Sequence[bytes], scope: bytes, block_nbytes: int) -> None:
+        self._keys = [_Key(secret, scope) for secret in secrets]
+        self.block_nbytes = block_nbytes
+        self.sealed_nbytes = block_nbytes + OVERHEAD_NBYTES
+
+    def names(self, content: bytes) -> list[str]:
+        """Returns the names that a content may have: the one under which it is sealed now comes first."""
+        return [key.name(content) for key in self._keys]
+
+    def content_of(self, name: str) -> bytes | None:
+        """Returns the content that a name stands for; None: no secret here has made it."""
+        return next((found for key in self._keys if (found := key.content(name)) is not None), None)
+
+    def seal(self, content: bytes, block: memoryview) -> bytearray:
+        """Returns a block's header, ciphertext and tag, `sealed_nbytes` in all."""
+        nonce, sealed = os.urandom(NONCE_NBYTES), bytearray(self.sealed_nbytes)
+        sealed[:HEADER_NBYTES] = MAGIC + nonce
+        with memoryview(sealed) as whole:
+            self._keys[0].cipher(content).encrypt_into(nonce, block, MAGIC + content, whole[HEADER_NBYTES:])
+        return sealed
+
+    def open(self, content: bytes, name: str, sealed: bytes | bytearray | memoryview, into: memoryview) -> bool:
+        """Writes the block to `into`. False: these are not whole the bytes that were sealed under this name."""
+        with memoryview(sealed) as whole:
+            if len(whole) != self.sealed_nbytes or whole[: len(MAGIC)] != MAGIC:
+                return False
+            nonce = bytes(whole[len(MAGIC) : HEADER_NBYTES])
+            for key in self._keys:
+                if key.name(content) == name:
+                    try:
+                        key.cipher(content).decrypt_into(nonce, whole[HEADER_NBYTES:], MAGIC + content, into)
+                    except InvalidTag:
+                        return False
+                    return True
+        return False

@@ -1,0 +1,324 @@
+"""The shape of a KV cache block, and the ways from one pool into another.
+
+Knows nothing of tensors: sizes are integers, dtypes are names.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from pd_cluster.kv.group_rule import Rule
+from pd_cluster.settings.engine_config import MAX_TP_SIZE
+from pd_cluster.wire import KVPiece, LayoutInfo, Plane, RuleName
+
+CODE_BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4}  # of vectors that are codes with one scale behind them
+DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, **dict.fromkeys(CODE_BITS, 1)}  # codes lie as bytes
+SCALE_NBYTES = 4  # one float32
+LATENT, INDEX = "latent", "index"
+COLD = "drafts cold"
+
+
+class AlikeLayers(NamedTuple):
+    """Consecutive layers [first, stop) that have the same planes."""
+
+    first: int
+    stop: int
+    planes: tuple[Plane, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """One rank's share of a block holds, in each layer, its planes in order, each [block_size, heads, width].
+
+    `plane_layers`: for each plane the layers that have it, ascending. It is () where every layer has every plane.
+    num_kv_heads counts the whole model; planes whose `num_heads` is not 0 have their own number, which divides it. The
+    heads of each plane are split evenly over tp_size ranks; with more ranks than heads each head is replicated on
+    tp_size / heads ranks. `dtype` is the pool's, which may be narrower than the model's: see
+    `stored_width`. The last `num_draft_layers` layers are those of a draft head; `draft_head` identifies everything
+    that their contents follow from beside the model, and is "" without one.
+
+    The layout is that of one group of the model's layers: `layers` are their indices in the model, ascending, and () if
+    the group has all of them. `rule` says what a request holds of a group: blocks of all its tokens, those of the last
+    `window` tokens, or one block with a state, whose block size is 1.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    planes: tuple[Plane, ...]
+    block_size: int  # tokens
+    dtype: str
+    tp_size: int = 1
+    tp_rank: int = 0
+    plane_layers: tuple[tuple[int, ...], ...] = ()
+    num_draft_layers: int = 0
+    draft_head: str = ""
+    rule: RuleName = "all"
+    window: int = 0
+    layers: tuple[int, ...] = ()
+
+    @property
+    def holds(self) -> Rule:
+        """Returns what a request holds of this group of layers."""
+        return Rule(self.rule, self.window)
+
+    @property
+    def num_model_layers(self) -> int:
+        """Counts the model's own layers."""
+        return self.num_layers - self.num_draft_layers
+
+    @property
+    def without_head(self) -> KVLayout:
+        """Returns the layout of the model's own layers alone."""
+        stop, planes, plane_layers = self.num_model_layers, self.planes, self.plane_layers
+        if plane_layers:
+            own = [tuple(layer for layer in layers if layer < stop) for layers in plane_layers]
+            kept = [(plane, layers) for plane, layers in zip(planes, own, strict=False) if layers]
+            planes, plane_layers = tuple(plane for plane, _ in kept), tuple(layers for _, layers in kept)
+            if all(len(layers) == stop for layers in plane_layers):
+                plane_layers = ()
+        return replace(
+            self, num_layers=stop, planes=planes, plane_layers=plane_layers, num_draft_layers=0, draft_head=""
+        )
+
+    @property
+    def alike(self) -> tuple[AlikeLayers, ...]:
+        """Returns all layers in order, in as few runs of alike ones as there are."""
+        return _alike(self.num_layers, self.planes, self.plane_layers)
+
+    def parts_of(self, piece: KVPiece) -> Iterator[tuple[tuple[Plane, ...], KVPiece]]:
+        """Cuts a piece where its layers' planes change; yields the planes of each part."""
+        for first, stop, planes in self.alike:
+            start, end = max(first, piece.first_layer), min(stop, piece.stop_layer)
+            if start < end:
+                yield planes, replace_layers(piece, start, end)
+
+    @property
+    def head_range(self) -> tuple[int, int]:
+        """Returns the global KV heads [start, stop) on this rank."""
+        return heads_of_rank(self.num_kv_heads, self.tp_size, self.tp_rank)
+
+    @property
+    def local_kv_heads(self) -> int:
+        start, stop = self.head_range
+        return stop - start
+
+    def num_heads_of(self, plane: Plane) -> int:
+        """Counts the whole model's heads of a plane."""
+        return plane.num_heads or self.num_kv_heads
+
+    def head_range_of(self, plane: Plane) -> tuple[int, int]:
+        """Returns the global heads [start, stop) of a plane on this rank."""
+        return heads_of_rank(plane.num_heads, self.tp_size, self.tp_rank) if plane.num_heads else self.head_range
+
+    def local_heads(self, plane: Plane) -> int:
+        """Counts the heads of a plane on this rank."""
+        start, stop = self.head_range_of(plane)
+        return stop - start
+
+    def can_split(self, tp_size: int) -> bool:
+        """Whether the heads of every plane can be spread over so many ranks."""
+        return all(can_split_heads(self.num_heads_of(plane), tp_size) for plane in self.planes)
+
+    def width_of(self, name: str) -> int:
+        """Returns the width of the plane of this name."""
+        return next(plane.width for plane in self.planes if plane.name == name)
+
+    @property
+    def head_dim(self) -> int:
+        """Returns the width of keys and of values, if these two are the planes."""
+        keys, values = self.width_of("k"), self.width_of("v")
+        assert keys == values
+        return keys
+
+    @property
+    def has_one_width(self) -> bool:
+        """Whether all planes have vectors of the same width, as most kernels of attention need it."""
+        return len({plane.width for plane in self.planes}) == 1
+
+    @property
+    def has_latents(self) -> bool:
+        """Whether heads are made anew from what is kept, which no rank has a share of: one vector for all heads."""
+        return self.planes[0].name == LATENT
+
+    @property
+    def has_index(self) -> bool:
+        """Whether some layers choose the keys that a token attends to."""
+        return any(plane.name == INDEX for plane in self.planes)
+
+    def block_shapes(self, planes: Iterable[Plane]) -> list[tuple[int, int, int]]:
+        """Returns the shape of each of these planes in one block: [block_size, heads on this rank, stored width]."""
+        dtype, size = self.dtype, self.block_size
+        return [(size, self.local_heads(plane), stored_width(dtype, plane.width)) for plane in planes]
+
+    def layer_numel(self, planes: Iterable[Plane]) -> int:
+        """Counts the elements of one block in a layer with these planes, on this rank."""
+        return sum(map(math.prod, self.block_shapes(planes)))
+
+    def local_layer(self, layer_idx: int) -> int:
+        """Returns the index in this group of a layer of the model; raises ValueError for one of another group."""
+        return self.layers.index(layer_idx) if self.layers else layer_idx
+
+    def layers_nbytes(self, first: int, stop: int) -> int:
+        """Counts the bytes of one block in layers [first, stop), which lie one behind the other, on this rank."""
+        whole = KVPiece(0, 0, first, stop - first, [])
+        numel = sum(part.num_layers * self.layer_numel(planes) for planes, part in self.parts_of(whole))
+        return numel * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def most_layer_nbytes(self) -> int:
+        """Counts the bytes of one block in the largest layer, on this rank."""
+        return max(self.layer_numel(each.planes) for each in self.alike) * DTYPE_NBYTES[self.dtype]
+
+    @property
+    def block_numel(self) -> int:
+        """Counts the elements of one block, all layers, on this rank."""
+        return sum((each.stop - each.first) * self.layer_numel(each.planes) for each in self.alike)
+
+    @property
+    def token_nbytes(self) -> int:
+        """Returns the bytes of one token, all layers, on this rank."""
+        return self.block_nbytes // self.block_size
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.block_numel * DTYPE_NBYTES[self.dtype]
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def of_rank(self, tp_rank: int) -> KVLayout:
+        """Returns the layout of the same pool on another rank of its instance."""
+        return replace(self, tp_rank=tp_rank)
+
+    def to_info(self) -> LayoutInfo:
+        return LayoutInfo(**{name: getattr(self, name) for name in LayoutInfo.__struct_fields__})
+
+    @classmethod
+    def from_info(cls, info: LayoutInfo) -> KVLayout:
+        return cls(**{name: getattr(info, name) for name in info.__struct_fields__})
+
+
+def heads_of_rank(num_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
+    """Returns the heads [start, stop) on a rank: a share of them, or one that is replicated on several ranks."""
+    if tp_size <= num_heads:
+        per_rank = num_heads // tp_size
+        return tp_rank * per_rank, (tp_rank + 1) * per_rank
+    head = tp_rank * num_heads // tp_size
+    return head, head + 1
+
+
+@functools.lru_cache(maxsize=64)
+def _alike(
+    num_layers: int, planes: tuple[Plane, ...], plane_layers: tuple[tuple[int, ...], ...]
+) -> tuple[AlikeLayers, ...]:
+    if not plane_layers:
+        return (AlikeLayers(0, num_layers, planes),)
+    having = [frozenset(layers) for layers in plane_layers]
+    of_layer = [
+        tuple(plane for plane, layers in zip(planes, having, strict=True) if layer in layers)
+        for layer in range(num_layers)
+    ]
+    found, first = list[AlikeLayers](), 0
+    for own, run in itertools.groupby(of_layer):
+        stop = first + len(list(run))
+        found.append(AlikeLayers(first, stop, own))
+        first = stop
+    return tuple(found)
+
+
+def replace_layers(piece: KVPiece, first: int, stop: int) -> KVPiece:
+    """Returns the same tokens in layers [first, stop)."""
+    return KVPiece(piece.first_token, piece.num_tokens, first, stop - first, piece.block_ids)
+
+
+def keys_and_values(head_dim: int, value_dim: int = 0) -> tuple[Plane, ...]:
+    """Returns the planes of ordinary attention. `value_dim`: the width of values; 0: that of keys."""
+    return Plane("k", head_dim), Plane("v", value_dim or head_dim)
+
+
+def latents(width: int, rope_width: int) -> tuple[Plane, ...]:
+    """Returns the planes of latent attention (MLA): what keys and values are made of, and the rotated part of keys."""
+    return Plane(LATENT, width), Plane("rope", rope_width)
+
+
+def stored_width(dtype: str, width: int) -> int:
+    """Returns the elements that a vector of `width` numbers takes in a pool of this dtype.
+
+    Numbers are elements themselves. Codes are bytes, and the vector's scale follows them: so a token's bytes are final
+    once they are written, and heads, tokens, layers and blocks can be taken apart without their codes' company.
+    """
+    bits = CODE_BITS.get(dtype)
+    return width if bits is None else width * bits // 8 + SCALE_NBYTES
+
+
+def can_hold(planes: Iterable[Plane], dtype: str) -> bool:
+    """Whether vectors of these planes fill whole bytes."""
+    bits = CODE_BITS.get(dtype, 8)
+    return all(plane.width * bits % 8 == 0 for plane in planes)
+
+
+def vectors_nbytes(planes: Iterable[Plane], dtype: str) -> int:
+    """Counts the bytes that a token leaves in a layer with these planes for each KV head."""
+    return sum(stored_width(dtype, plane.width) for plane in planes) * DTYPE_NBYTES[dtype]
+
+
+def num_common_layers(source: KVLayout | LayoutInfo, target: KVLayout | LayoutInfo) -> int:
+    """Counts the first layers of a pair that travel: a draft head's only to a pool with the same head."""
+    return source.num_layers - (source.num_draft_layers if source.draft_head != target.draft_head else 0)
+
+
+def token_nbytes_of(source: LayoutInfo, target: LayoutInfo) -> int:
+    """Counts the bytes of a token that travel from all ranks of an instance to another, each KV head once."""
+    stop, nbytes = num_common_layers(source, target), 0
+    for each in _alike(source.num_layers, source.planes, source.plane_layers):
+        of_layer = sum(
+            (plane.num_heads or source.num_kv_heads) * vectors_nbytes((plane,), source.dtype) for plane in each.planes
+        )
+        nbytes += max(0, min(each.stop, stop) - each.first) * of_layer
+    return nbytes
+
+
+def can_split_heads(num_kv_heads: int, tp_size: int) -> bool:
+    """Whether every rank gets the same number of KV heads, or every head the same number of ranks."""
+    return 1 <= tp_size <= MAX_TP_SIZE and num_kv_heads >= 1 and 0 in (num_kv_heads % tp_size, tp_size % num_kv_heads)
+
+
+class Lane(NamedTuple):
+    """Carries the KV heads of a group of layers that two ranks have in common from one to the other."""
+
+    source_rank: int
+    target_rank: int
+    group: int = 0
+
+
+def num_lanes(own: KVLayout, tp_sizes: Iterable[int]) -> int:
+    """Counts the lanes of this rank to or from instances with so many ranks, in the direction that has more.
+
+    Instances over whose ranks the heads cannot be spread get none: they are refused when they link.
+    """
+    others = [replace(own, tp_size=size, tp_rank=0) for size in tp_sizes if own.can_split(size)]
+    sent = sum(lane.source_rank == own.tp_rank for other in others for lane in lanes(own, other))
+    return max(sent, sum(lane.target_rank == own.tp_rank for other in others for lane in lanes(other, own)))
+
+
+def lanes(source: KVLayout, target: KVLayout) -> list[Lane]:
+    """Lists the senders and receivers between two instances: each rank of `target` gets each of its heads exactly once.
+
+    Where a head is replicated on several ranks of `source`, the ranks of `target` are spread over them. The first lane
+    is from rank 0 to rank 0. Planes with fewer heads than `num_kv_heads` take the same lanes: see `PoolRoute.heads_of`.
+    """
+    found: list[Lane] = []
+    num_replicas = max(1, source.tp_size // source.num_kv_heads)
+    for rank in range(target.tp_size):
+        start, stop = target.of_rank(rank).head_range
+        for head in range(start, stop):
+            first = head * source.tp_size // source.num_kv_heads  # the first rank that has it
+            lane = Lane(first + rank % num_replicas, rank)
+            if lane not in found:
+                found.append(lane)
+    return found

@@ -1,0 +1,236 @@
+"""The KV cache itself: memory of a device, including a few blocks that no request uses.
+
+On CPU the memory is a memfd: another process can map it through its descriptor, and it is gone with the last process
+that has it, however that ended. On an accelerator it is allocated on the device. Knows nothing of blocks' holders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import secrets
+import threading
+import weakref
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pd_cluster.devices.device import CPU, Device
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.kv.block_major import BlockMajor, DeviceBlocks, HostBlocks
+from pd_cluster.kv.kv_layout import KVLayout
+from pd_cluster.kv.kv_vectors import encode
+from pd_cluster.kv.layer_major import LayerMajor
+from pd_cluster.kv.pool_memory import TORCH_DTYPES, Memory, runs
+from pd_cluster.wire import KVPiece
+
+NUM_EXTRA_BLOCKS = 3  # behind the pool's own: one receives the writes of padding, two prove links
+
+
+class KVPool:
+    """`memory` has num_blocks + NUM_EXTRA_BLOCKS blocks; `num_blocks` counts those that requests can hold.
+
+    The content of the probe block depends only on `probe_seed` and never changes: the probes of others land in a
+    separate block. Usable in `with`.
+    """
+
+    def __init__(self, layout: KVLayout, num_blocks: int, device: Device = CPU) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self.device = device
+        # By layer of the model, its place in the layout; None: the group has all of them.
+        self._places = {layer_idx: at for at, layer_idx in enumerate(layout.layers)} if layout.layers else None
+        self.fd = -1  # the memory's, on CPU
+        self._map: mmap.mmap | None = None  # likewise
+        self.memory: Memory
+        if device.is_accelerator:
+            try:
+                self.memory = self._allocated()
+            except torch.OutOfMemoryError as error:
+                raise ConfigError(
+                    f"{_described(layout, num_blocks)} does not fit {device.torch_name}: {error}; give it less"
+                ) from None
+        else:
+            try:
+                self.memory = self._mapped()
+            except (OSError, OverflowError) as error:
+                raise ConfigError(f"{_described(layout, num_blocks)} cannot be had: {error}; give it less") from None
+        self.probe_lock = threading.Lock()  # for the block where several links' probes land
+        self.probe_seed = secrets.randbits(62)
+        try:
+            self.put_block(self.probe_block, probe_content(layout, self.probe_seed))
+        except BaseException:
+            self.close()
+            raise
+
+    def _allocated(self) -> Memory:
+        """Allocates on an accelerator."""
+        dtype, name = TORCH_DTYPES[self.layout.dtype], self.device.torch_name
+        way = way_of(self.device)
+        shapes = way.shapes(self.layout, self.num_blocks + NUM_EXTRA_BLOCKS)
+        return way(self.layout, [torch.zeros(shape, dtype=dtype, device=name) for shape in shapes])
+
+    def _mapped(self) -> Memory:
+        num_blocks = self.num_blocks + NUM_EXTRA_BLOCKS
+        nbytes = self.layout.block_nbytes * num_blocks
+        self.fd = os.memfd_create("pd-cluster-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self._descriptor = weakref.finalize(self, os.close, self.fd)  # for owners that do not close it
+        self._descriptor.atexit = False
+        try:
+            os.ftruncate(self.fd, nbytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            self._map = mmap.mmap(self.fd, nbytes)
+            return view_blocks(self._map, self.layout, num_blocks)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Returns all blocks of a block-major pool; see BlockMajor.data."""
+        assert isinstance(self.memory, BlockMajor)
+        return self.memory.data
+
+    def data_ptr(self) -> int:
+        """Returns the address of block 0 of a block-major pool."""
+        assert isinstance(self.memory, BlockMajor)
+        return self.memory.bytes.data_ptr()
+
+    @property
+    def nbytes(self) -> int:
+        return self.layout.block_nbytes * self.num_blocks
+
+    @property
+    def probe_block(self) -> int:
+        return self.num_blocks + 1
+
+    @property
+    def landing_probe_block(self) -> int:
+        return self.num_blocks + 2
+
+    def has_layer(self, layer_idx: int) -> bool:
+        """Whether a layer of the model is of this pool's group."""
+        return self._places is None or layer_idx in self._places
+
+    def planes(self, layer_idx: int) -> list[torch.Tensor]:
+        """Returns the planes of a layer of the model: each [num_blocks + extra, block_size, heads, width], strided."""
+        return self.memory.planes(layer_idx if self._places is None else self._places[layer_idx])
+
+    def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the keys and values of a layer of the model, its first two planes, strided.
+
+        They are [num_blocks + extra, block_size, local_kv_heads, head_dim]. In a pool of codes their last dimension is
+        the stored width, in bytes: see kv/kv_vectors.py.
+        """
+        keys, values, *_ = self.planes(layer_idx)
+        return keys, values
+
+    def block(self, block: int) -> torch.Tensor:
+        """Returns a copy of one block on the host, [1, numbers of a block]."""
+        layers = range(self.layout.num_layers)
+        parts = [plane[block].reshape(-1) for layer in layers for plane in self.memory.planes(layer)]
+        return torch.cat(parts).cpu().view(shape_of(self.layout, 1))
+
+    def put_block(self, block: int, content: torch.Tensor) -> None:
+        """Writes a block that `block` returned."""
+        numbers = content.to(self.memory.device).view(torch.uint8).view(-1)
+        piece = KVPiece(0, self.layout.block_size, 0, self.layout.num_layers, [block])
+        self.memory.scatter(numbers, piece, [block])
+
+    def clear(self, blocks: list[int], first_layer: int = 0) -> None:
+        """Fills these blocks with zeros in the layers from `first_layer` on, scales of codes included."""
+        for layer in range(first_layer, self.layout.num_layers):
+            for plane in self.memory.planes(layer):
+                for first, count in runs(blocks):
+                    plane[first : first + count] = 0
+
+    def check_blocks(self, table: npt.NDArray[np.int64], wanted: int) -> None:
+        """Checks a table that kernels will trust; `wanted` is its required length. Raises ValueError."""
+        least, most = int(table.min()), int(table.max())
+        if len(table) != wanted or least < 0 or most > self.num_blocks:  # `num_blocks` is the padding block
+            raise ValueError(
+                f"block tables hold {len(table)} blocks from {least} to {most}, "
+                f"wanted {wanted} from 0 to {self.num_blocks}"
+            )
+
+    def flat(self) -> torch.Tensor:
+        """Returns the same memory as bytes: [num_blocks + extra, block_nbytes] uint8."""
+        assert isinstance(self.memory, BlockMajor)
+        return self.memory.bytes
+
+    def vacate(self) -> None:
+        """Returns the memory of all blocks that requests can hold to the system, on CPU; then they are zeros.
+
+        The extra blocks keep their contents, since links are probed with them. Other processes' mappings stay valid.
+        """
+        assert self._map is not None
+        if nbytes := self.nbytes // mmap.PAGESIZE * mmap.PAGESIZE:
+            self._map.madvise(mmap.MADV_REMOVE, 0, nbytes)
+
+    def close(self) -> None:
+        """Returns the memory to the system; further calls do nothing, and uses of `memory` raise AttributeError.
+
+        The pages go at once. A tensor that still views them reads zeros and keeps the mapping, so links of other
+        processes must be closed before.
+        """
+        if hasattr(self, "memory"):
+            del self.memory
+        if self._map is not None:
+            with contextlib.suppress(OSError):  # then the pages go with the last view
+                self._map.madvise(mmap.MADV_REMOVE)
+            self._map = None  # not closed: torch keeps it mapped for its views by a reference alone
+        if self.fd >= 0:
+            self._descriptor()
+            self.fd = -1
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def way_of(device: Device) -> type[HostBlocks | DeviceBlocks | LayerMajor]:
+    """Returns the order of pools in such a device's memory."""
+    if not device.is_accelerator:
+        return HostBlocks
+    return LayerMajor if device.traits.wants_layers_apart else DeviceBlocks
+
+
+def _described(layout: KVLayout, num_blocks: int) -> str:
+    return f"the KV pool's {num_blocks * layout.block_nbytes / 2**30:.1f} GiB for {called('num_blocks')} {num_blocks}"
+
+
+def is_block(block: int, num_blocks_in_all: int) -> bool:
+    """Whether a peer may name this block of a pool of this size, extra ones included, but not the padding block."""
+    num_blocks = num_blocks_in_all - NUM_EXTRA_BLOCKS
+    return 0 <= block < num_blocks or block == num_blocks + 1
+
+
+def probe_content(layout: KVLayout, seed: int) -> torch.Tensor:
+    """Returns one block, [1, elements of a block], whose numbers are the same in every plain dtype."""
+    generator, found = torch.Generator().manual_seed(seed), []
+    for first, stop, planes in layout.alike:
+        num_vectors = [layout.block_size * layout.local_heads(plane) for plane in planes]
+        numels = [count * plane.width for count, plane in zip(num_vectors, planes, strict=True)]
+        numbers = torch.randint(-127, 128, (stop - first, sum(numels)), generator=generator) / 64
+        parts = zip(torch.split(numbers, numels, dim=1), num_vectors, strict=True)
+        vectors = [part.reshape(stop - first, count, -1) for part, count in parts]
+        found.append(torch.cat([encode(part, layout.dtype).flatten(1) for part in vectors], dim=1).view(1, -1))
+    return torch.cat(found, dim=1)
+
+
+def view_blocks(buffer: mmap.mmap, layout: KVLayout, num_blocks: int) -> HostBlocks:
+    """Views a mapping of a pool's memory as its blocks."""
+    numbers = torch.frombuffer(buffer, dtype=TORCH_DTYPES[layout.dtype])
+    return HostBlocks(layout, [numbers.view(shape_of(layout, num_blocks))])
+
+
+def shape_of(layout: KVLayout, num_blocks: int) -> tuple[int, ...]:
+    """Returns [num_blocks, numbers of a block], the shape of consecutive blocks."""
+    (shape,) = HostBlocks.shapes(layout, num_blocks)
+    return shape

@@ -1,0 +1,45 @@
+"""The groups of layers of two instances: their lanes, the tokens and bytes that travel, and what proves a lane.
+
+Each function takes one layout a group, in the order of the groups. Knows nothing of tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from pd_cluster.kv.group_rule import Rule
+from pd_cluster.kv.kv_layout import KVLayout, Lane, lanes, token_nbytes_of
+from pd_cluster.wire import LayoutInfo
+
+
+def lanes_of(sources: Sequence[KVLayout], targets: Sequence[KVLayout]) -> list[Lane]:
+    """Lists the lanes of a link: those of its first group, then those of the next; see `lanes`."""
+    pairs = enumerate(zip(sources, targets, strict=True))
+    return [lane._replace(group=group) for group, pair in pairs for lane in lanes(*pair)]
+
+
+def transfer_nbytes(sources: Sequence[LayoutInfo], targets: Sequence[LayoutInfo], num_tokens: int) -> int:
+    """Counts the bytes of a prompt of so many tokens that travel between all ranks of two instances.
+
+    Nothing of it is cached at the target. See `first_token_of` for windows.
+    """
+    total = 0
+    for source, target in zip(sources, targets, strict=False):
+        rule = Rule(source.rule, source.window)
+        wanted = 1 if rule.is_state else num_tokens - first_token_of(rule, num_tokens, target.block_size)
+        total += wanted * token_nbytes_of(source, target)
+    return total
+
+
+def first_token_of(rule: Rule, num_tokens: int, block_size: int) -> int:
+    """Returns the first token of a prompt that a receiver without cached blocks wants of a group."""
+    return rule.num_passed(num_tokens, block_size) * block_size
+
+
+def probe_layout(layout: KVLayout) -> KVLayout:
+    """Returns the layers of a block that prove a lane: all, or of a state, which is large, the first."""
+    if not layout.holds.is_state:
+        return layout
+    first = layout.alike[0]
+    return replace(layout, num_layers=1, planes=first.planes, plane_layers=(), layers=layout.layers[:1])

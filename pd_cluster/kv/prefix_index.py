@@ -1,0 +1,223 @@
+"""Hashes a block's content: the key under which another request finds it.
+
+A block's hash covers all tokens before it too (each is chained to its parent's), the model and pool that computed it,
+and the request's variant and salt. SHA-256: a client cannot make two prompts that collide. Knows nothing of a block's
+holders.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from pd_cluster.kv.kv_event_log import KVEventLog
+from pd_cluster.numerics import Numerics
+from pd_cluster.types import RequestSpec, RopePositions, Span
+
+KV_VERSION = 1  # raised with each change of a KV cache's bits: blocks in files and stores outlive who computed them
+
+
+def root_hash(*parts: str) -> bytes:
+    """Returns the parent of every first block. KV whose root differs in any part never matches."""
+    return hashlib.sha256(b"".join(len(p.encode()).to_bytes(4, "big") + p.encode() for p in parts)).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixScope:
+    """Limits sharing of KV to requests with the same model, variant, numerics, transfer precision and salt.
+
+    Where positions depend on a request's length, that must be the same, too. Pooled prompts share only among
+    themselves, because they are computed in chunks of one size. Blocks with a draft head's layers are shared with none
+    that lack them or have those of another head (`KVLayout.draft_head`).
+    """
+
+    model_identity: str
+    numerics: Numerics
+    draft_head: str = ""
+
+    def root(self, order: RequestSpec, kv_precision: str = "") -> bytes:
+        numerics = self.numerics.digest
+        if kv_precision:
+            numerics += f" through {kv_precision}"
+        if length := self.numerics.rope.length(order.most_tokens):
+            numerics += f" for {length}"
+        if order.pooling is not None:  # blocks of which every bit follows from the tokens
+            numerics += " in fixed chunks"
+        if self.draft_head:
+            numerics += f" with {self.draft_head}"
+        variant = (order.variant,) if order.variant else ()
+        return root_hash(self.model_identity, numerics, order.cache_salt, *variant)
+
+
+def chain_hashes(
+    parent: bytes,
+    token_ids: Sequence[int],
+    block_size: int,
+    first: int = 0,
+    spans: Sequence[Span] = (),
+    rope_positions: RopePositions | None = None,
+) -> list[bytes]:
+    """Returns one hash for each full block of these tokens, which follow those that `parent` covers.
+
+    `first`: the place of the first token in its prompt, to which the places of `spans` and `rope_positions` refer.
+    """
+    data = memoryview(array("q", token_ids)).cast("B")
+    width = 8 * block_size
+    hashes = []
+    for start in range(0, len(data) - width + 1, width):
+        contents = _contents(spans, first + start // 8, block_size) if spans else b""
+        if rope_positions is not None:
+            contents += _turns(rope_positions, first + start // 8, block_size)
+        parent = hashlib.sha256(parent + data[start : start + width] + contents).digest()
+        hashes.append(parent)
+    return hashes
+
+
+def _contents(spans: Sequence[Span], start: int, block_size: int) -> bytes:
+    """Returns which contents are in a block that starts there, and where, in a form that no two blocks share."""
+    here = [span for span in spans if span.start < start + block_size and span.stop > start]
+    places = array("q", (number for span in here for number in (span.start - start, span.stop - start)))
+    return places.tobytes() + b"".join(hashlib.sha256(span.digest).digest() for span in here)
+
+
+def _turns(rope_positions: RopePositions, start: int, block_size: int) -> bytes:
+    """Returns the hash of the rotary positions in a block that starts there; empty where they are the tokens' indices.
+
+    It has 32 bytes, and `_contents` a multiple of 48: no two pairs of them make the same bytes.
+    """
+    rows = rope_positions.between(start, start + block_size)
+    if all(row == rows[0] for row in rows):
+        rows = rows[:1]
+    if rows == [list(range(start, start + block_size))]:
+        return b""
+    return hashlib.sha256(array("q", (position for row in rows for position in row))).digest()
+
+
+KEY_NBYTES = 8
+
+
+def keys_of(hashes: Iterable[bytes]) -> bytes:
+    """Returns the keys that others know blocks by: the beginnings of their hashes, joined."""
+    return b"".join(each[:KEY_NBYTES] for each in hashes)
+
+
+def read_keys(keys: bytes) -> array[int]:
+    """Returns the keys as numbers; bytes after the last whole key are ignored."""
+    numbers = array("Q")
+    numbers.frombytes(keys[: len(keys) - len(keys) % KEY_NBYTES])
+    return numbers
+
+
+class PrefixIndex:
+    """Maps hash to block and back; keeps blocks without a holder in the order of their last use.
+
+    A caller may `follow` the set of known contents.
+    """
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+        self._unheld: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._changes: set[bytes] | None = None  # contents that have come or gone; None: not followed
+        self.log: KVEventLog | None = None
+
+    @property
+    def num_unheld(self) -> int:
+        return len(self._unheld)
+
+    def find(self, hashes: Sequence[bytes]) -> list[int]:
+        """Returns the blocks of the longest known prefix."""
+        found = []
+        for each in hashes:
+            block = self._block_of.get(each)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def add(self, block: int, content: bytes) -> bool:
+        """Records a content; the first block with it keeps it, and a second one stays unknown. Returns which it is."""
+        if content in self._block_of or block in self._hash_of:
+            return False
+        self._block_of[content] = block
+        self._hash_of[block] = content
+        if self._changes is not None:
+            self._changes.add(content)
+        return True
+
+    def knows(self, block: int) -> bool:
+        return block in self._hash_of
+
+    def is_unheld(self, block: int) -> bool:
+        return block in self._unheld
+
+    def dropped(self, block: int) -> None:
+        """Makes a block without holders evictable, after all that were dropped before."""
+        self._unheld[block] = None
+
+    def held(self, block: int) -> None:
+        """Protects a block that is held again."""
+        del self._unheld[block]
+
+    def __contains__(self, content: bytes) -> bool:
+        return content in self._block_of
+
+    def block_of(self, content: bytes) -> int | None:
+        return self._block_of.get(content)
+
+    def evict(self) -> tuple[int, bytes]:
+        """Forgets the least recently used block without a holder; returns it and its content."""
+        block = next(iter(self._unheld))
+        content = self._hash_of[block]
+        self.remove(content)
+        return block, content
+
+    def remove(self, content: bytes) -> int | None:
+        """Forgets a content; returns the block that had it, if there was one."""
+        if (block := self._block_of.pop(content, None)) is None:
+            return None
+        del self._hash_of[block]
+        self._unheld.pop(block, None)
+        if self._changes is not None:
+            self._changes.add(content)
+        if self.log is not None:
+            self.log.removed(content)
+        return block
+
+    def forget(self) -> list[int]:
+        """Forgets every content; returns the blocks without a holder, least recently used first."""
+        if self._changes is not None:
+            self._changes.update(self._block_of)
+        if self.log is not None:
+            self.log.cleared()
+        blocks = list(self._unheld)
+        self._block_of.clear()
+        self._hash_of.clear()
+        self._unheld.clear()
+        return blocks
+
+    def follow(self) -> list[bytes]:
+        """Returns every known content; from now on `changes` reports changes to them."""
+        if self._changes is None:
+            self._changes = set()
+        return list(self._block_of)
+
+    def changes(self) -> set[bytes]:
+        """Returns the contents that have come or gone since the last call."""
+        if not self._changes:
+            return set()
+        changes, self._changes = self._changes, set()
+        return changes
+
+    def check(self, holders: Sequence[int]) -> None:
+        """Checks that both directions agree, and that exactly the blocks without a holder are evictable.
+
+        Raises AssertionError.
+        """
+        if {block: content for content, block in self._block_of.items()} != self._hash_of:
+            raise AssertionError("hash to block and block to hash differ")
+        if set(self._unheld) != {block for block in self._hash_of if holders[block] == 0}:
+            raise AssertionError("a cached block is held, or one that nobody holds cannot be evicted")

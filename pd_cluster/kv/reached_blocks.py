@@ -1,0 +1,98 @@
+"""Finds which blocks of tokens stand before a kept state: no prompt can begin behind others. Knows no requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.types import Tier
+
+
+class ReachedBlocks:
+    """The known contents of a pool of tokens as far as states are kept, told as `BlockPool` tells all.
+
+    Contents form a tree. One is reached while a state is kept behind it or one of its children is reached, so keeping a
+    state further on, and dropping the one before, costs as much as the blocks between them.
+    """
+
+    def __init__(self, tokens: BlockPool, states: BlockPool) -> None:
+        """There are no tiers below `tokens`."""
+        self._tokens, self._states = tokens, states
+        self._parents: dict[bytes, bytes | None] = {}  # of reached contents
+        self._num_holders: dict[bytes, int] = {}  # reached children, and one for a kept state
+        self._kept: set[bytes] = set()
+        self._moved: set[bytes] = set()  # contents that are reached, or are no longer, since the last `changes`
+        self._told: dict[bytes, Tier] | None = None  # None: nobody follows
+        self._differing: set[bytes] = set()  # contents of which not all followers know the same
+        states.follow()
+
+    def kept(self, chain: Sequence[bytes]) -> None:
+        """Adds a state that the pool of states now has; `chain`: the contents of all blocks before it, in order."""
+        self._drop_gone()
+        content = chain[-1]
+        if content in self._kept or content not in self._states:
+            return
+        self._kept.add(content)
+        at = len(chain) - 1
+        while not self._hold(chain, at) and at:
+            at -= 1
+
+    def _hold(self, chain: Sequence[bytes], at: int) -> bool:
+        """Adds a holder to the content there; returns whether it was reached before, and so its parents are held."""
+        content = chain[at]
+        if (num_holders := self._num_holders.get(content)) is not None:
+            self._num_holders[content] = num_holders + 1
+            return True
+        self._num_holders[content] = 1
+        self._parents[content] = chain[at - 1] if at else None
+        self._note(content)
+        return False
+
+    def _drop_gone(self) -> None:
+        for content, tier in self._states.changes().items():
+            if tier is None and content in self._kept:
+                self._kept.remove(content)
+                self._let_go(content)
+
+    def _let_go(self, content: bytes | None) -> None:
+        while content is not None:
+            self._num_holders[content] -= 1
+            if self._num_holders[content]:
+                return
+            del self._num_holders[content]
+            self._note(content)
+            content = self._parents.pop(content)
+
+    def _note(self, content: bytes) -> None:
+        if self._told is not None:
+            self._moved.add(content)
+
+    def _is_reached(self, content: bytes) -> bool:
+        return content in self._num_holders
+
+    def follow(self) -> dict[bytes, Tier]:
+        """Returns the known contents that are reached; from now on `changes` reports changes to them."""
+        self._drop_gone()
+        known = {content: tier for content, tier in self._tokens.follow().items() if self._is_reached(content)}
+        if self._told is None:
+            self._told = dict(known)
+        self._differing |= known.keys() ^ self._told.keys()
+        return known
+
+    def changes(self) -> dict[bytes, Tier | None]:
+        """Returns the contents to be told of, or no longer, that differ from the last call's; None: no longer."""
+        self._drop_gone()
+        moved, differing, self._moved, self._differing = self._moved, self._differing, set(), set()
+        if self._told is None:
+            return {}
+        news: dict[bytes, Tier | None] = {}
+        for content in moved | differing | self._tokens.changes().keys():
+            place: Tier | None = "device" if self._is_reached(content) and content in self._tokens else None
+            if place == self._told.get(content) and content not in differing:
+                continue
+            news[content] = place
+            if place is None:
+                self._told.pop(content, None)
+            else:
+                self._told[content] = place
+        return news

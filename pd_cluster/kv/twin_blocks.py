@@ -1,0 +1,79 @@
+"""Which tokens the twins of a pool's blocks hold: block i of a draft model's pool is the twin of the target's block i.
+
+A twin is valid as far as its tokens are those of the sequence, and until its block is taken again. So twins need no
+accounting of their own. Integers only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.types import Request
+
+
+class _TwinTokens(NamedTuple):
+    version: int  # of the block
+    token_ids: list[int]  # whose KV is in the twin's first slots
+
+
+class _ValidTokens(NamedTuple):
+    """How far a sequence was valid, by the table that it had. Only the table's last blocks are ever replaced."""
+
+    block_table: list[int]
+    num_valid: int
+
+
+class TwinBlocks:
+    """Equal tokens in one block at one version have equal tokens before them: sequences share whole beginnings."""
+
+    def __init__(self, blocks: BlockPool, block_size: int) -> None:
+        self._blocks, self.block_size = blocks, block_size
+        self._written: dict[int, _TwinTokens] = {}  # by block
+        self._seen: WeakKeyDictionary[Request, _ValidTokens] = WeakKeyDictionary()
+
+    def num_valid(self, request: Request) -> int:
+        """Counts the first tokens of a sequence, all but its last one, whose KV the twins of its blocks hold.
+
+        No window may have passed any of its blocks.
+        """
+        table, size, most = request.tables[0], self.block_size, request.num_tokens - 1
+        seen = self._seen.get(request)
+        found = min(seen.num_valid, most) if seen is not None and seen.block_table is table else 0
+        at = found // size
+        while (found := at * size) < most:
+            num_same = self._num_same(table[at], request.token_ids(found, min(most, found + size)))
+            if num_same < size:
+                found += num_same
+                break
+            at += 1
+        found = min(found, most)
+        self._seen[request] = _ValidTokens(table, found)
+        return found
+
+    def _num_same(self, block: int, token_ids: Sequence[int]) -> int:
+        written = self._written.get(block)
+        if written is None or written.version != self._blocks.version(block):
+            return 0
+        known = written.token_ids
+        if known[: len(token_ids)] == token_ids:
+            return len(token_ids)
+        return next((at for at, (a, b) in enumerate(zip(known, token_ids, strict=False)) if a != b), len(known))
+
+    def wrote(self, request: Request, start: int, token_ids: Sequence[int]) -> None:
+        """Notes that the twins hold KV of these tokens, the first of which is at index `start` of the sequence.
+
+        All tokens before are valid. Twins behind them are not any more: those may be of drafts that were wrong.
+        """
+        size = self.block_size
+        for at in range(start // size, (start + len(token_ids) - 1) // size + 1):
+            block, first = request.tables[0][at], max(start, at * size)
+            fresh = list(token_ids[first - start : (at + 1) * size - start])
+            version, before = self._blocks.version(block), list[int]()
+            if first > at * size:
+                before = self._written[block].token_ids[: first - at * size]
+            self._written[block] = _TwinTokens(version, before + fresh)
+        for block in request.tables[0][at + 1 :]:
+            self._written.pop(block, None)

@@ -1,0 +1,222 @@
+"""How a model reads pictures: pixels, tokens and rotary positions of each.
+
+Numbers only: knows nothing of files, of pixels or of tensors. Each kind of models has rules of its own (media/kinds).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from pd_cluster.errors import RequestError
+from pd_cluster.media.video_rules import TimestampStyle, Video, VideoRules
+from pd_cluster.types import Image, RopePositions, Span
+
+NUM_CHANNELS = 3
+NEAREST, LANCZOS, BILINEAR, BICUBIC = range(4)  # Pillow's numbers of filters, which preprocessors' files have, too
+
+
+class ImageView(NamedTuple):
+    """A copy of a picture: resized, then cut out or filled up around its middle to `canvas`, then cut into tiles.
+
+    Each is (height, width); None: not done. `via`: a size to which it is resized first.
+    """
+
+    size: tuple[int, int]
+    canvas: tuple[int, int] | None = None
+    tile: tuple[int, int] | None = None
+    via: tuple[int, int] | None = None
+
+
+class ImageRules(msgspec.Struct, frozen=True, kw_only=True):
+    """A picture's size is that of its Image: rows and columns of what the rules count, patches or tiles.
+
+    `token_id`: the placeholder of a picture in a prompt, which becomes as many tokens as the picture takes, between
+    the tokens `before` and `after`. In the text of a prompt, the control token `text` stands for a picture, and becomes
+    `text_becomes` before it is tokenized, plain texts and control tokens in turn; "": nothing is replaced. With
+    `sees_whole`, each token of a picture attends to all of it. `marks`: the two tokens around a placeholder, if they
+    belong to the picture; then they are in its span.
+    """
+
+    token_id: int = 0
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+    resample: int = BICUBIC
+    text: str = ""
+    text_becomes: tuple[str, ...] = ()
+    sees_whole: bool = False
+    marks: tuple[int, ...] = ()
+    video: VideoRules | None = None  # None: the model takes no videos here
+    no_videos: str = ""  # why, if its folder is the reason
+
+    def sized(self, height: int, width: int) -> tuple[Image, tuple[ImageView, ...]]:
+        """Returns the size of a picture for the model, without pixels, and the copies that it is made of.
+
+        Raises RequestError.
+        """
+        raise NotImplementedError
+
+    def shape(self, image: Image) -> tuple[int, int, int]:
+        """Returns how many copies or tiles it has, and the height and width of each in pixels."""
+        raise NotImplementedError
+
+    def num_tokens(self, image: Image) -> int:
+        raise NotImplementedError
+
+    def most(self) -> Image:
+        """Returns the size of a picture that takes the most memory."""
+        raise NotImplementedError
+
+    def size_problem(self, image: Image) -> str:
+        """Returns why no picture has this size; "" if one may have it."""
+        raise NotImplementedError
+
+    def tokens(self, image: Image) -> list[int]:
+        """Returns a picture's tokens; it has features in the places of those that are `token_id`."""
+        return [self.token_id] * self.num_tokens(image)
+
+    def places(self, image: Image) -> list[int]:
+        """Returns which of a picture's tokens have features, ascending."""
+        return [at for at, token_id in enumerate(self.tokens(image)) if token_id == self.token_id]
+
+    def positions(
+        self, num_tokens: int, spans: Sequence[Span], images: Sequence[Image], steps: Sequence[int]
+    ) -> RopePositions | None:
+        """Returns the rotary positions of a prompt with pictures; None: those of a text.
+
+        `steps`: how far each picture is from the first of its video in time, in positions; 0 for others.
+        """
+        return None
+
+    def num_bytes(self, image: Image) -> int:
+        """Returns the size of its pixels."""
+        return math.prod(self.shape(image)) * NUM_CHANNELS
+
+    def largest(self) -> Image:
+        """Returns a black picture that takes the most memory."""
+        black = self.most()
+        return msgspec.structs.replace(black, pixels=bytes(self.num_bytes(black)))
+
+    def problem(self, image: Image) -> str:
+        """Returns why an image cannot be computed; "" if it can."""
+        if problem := self.size_problem(image):
+            return f"{image.num_rows} x {image.num_columns}: {problem}"
+        if len(image.pixels) not in (0, self.num_bytes(image)):
+            grid = f"{image.num_rows} x {image.num_columns}"
+            return f"{grid}: {len(image.pixels)} bytes of pixels; they have {self.num_bytes(image)}"
+        return ""
+
+
+class PromptWithImages(msgspec.Struct, frozen=True):
+    """A prompt with its pictures: each has as many tokens as it takes."""
+
+    token_ids: list[int]
+    spans: tuple[Span, ...] = ()
+    images: tuple[Image, ...] = ()
+    rope_positions: RopePositions | None = None
+
+
+def _check_marks(token_ids: list[int], places: list[int], rules: ImageRules, param: str) -> None:
+    """Raises RequestError unless each placeholder is between its marks, and no mark is without one."""
+    kinds = [("an image", rules.token_id, rules.marks)]
+    if rules.video is not None:
+        kinds.append(("a video", rules.video.token_id, (rules.video.start_id, rules.video.end_id)))
+    for kind, placeholder, (first, last) in kinds:
+        found = [at for at, token_id in enumerate(token_ids) if token_id in (first, last)]
+        own = [at for at in places if token_ids[at] == placeholder]
+        wanted = [at for place in own for at in (place - 1, place + 1)]
+        if found != wanted or any(token_ids[at - 1] != first or token_ids[at + 1] != last for at in own):
+            raise RequestError(
+                f"{param}: tokens {first} and {last} stand around the placeholder of {kind}, and nowhere else",
+                param=param,
+            )
+
+
+def place(
+    token_ids: list[int],
+    images: Sequence[tuple[Image, bytes]],
+    rules: ImageRules,
+    param: str,
+    videos: Sequence[Video] = (),
+    encode: Callable[[str], list[int]] = lambda text: [],
+) -> PromptWithImages:
+    """Multiplies the placeholders of a prompt, which has one for each image and video, in their order.
+
+    `images` come with their digests. `encode` returns the tokens of a text. Raises RequestError for another number of
+    placeholders.
+    """
+    marks = {rules.token_id: ("images", len(images))}
+    if rules.video is not None:
+        marks[rules.video.token_id] = ("videos", len(videos))
+    places = [at for at, token_id in enumerate(token_ids) if token_id in marks]
+    for mark, (kind, wanted) in marks.items():
+        if (num_found := sum(token_ids[at] == mark for at in places)) != wanted:
+            raise RequestError(
+                f"{param}: {num_found} placeholders of {kind} for {wanted} {kind}; give one for each", param=param
+            )
+    if rules.marks:
+        _check_marks(token_ids, places, rules, param)
+    if not places:
+        return PromptWithImages(token_ids)
+    laying, each_image, each_video = _Laying(rules, encode), iter(images), iter(videos)
+    done = 0
+    for at in places:
+        laying.token_ids += token_ids[done:at]
+        if token_ids[at] == rules.token_id:
+            laying.image(*next(each_image))
+            done = at + 1 + len(rules.marks) // 2
+        else:
+            done = at + 1 + laying.video(next(each_video), token_ids[at + 1 : at + 2])
+    laying.token_ids += token_ids[done:]
+    found, spans, pictures = laying.token_ids, laying.spans, tuple(laying.images)
+    return PromptWithImages(found, tuple(spans), pictures, rules.positions(len(found), spans, pictures, laying.steps))
+
+
+class _Laying:
+    """A prompt that is put together."""
+
+    def __init__(self, rules: ImageRules, encode: Callable[[str], list[int]]) -> None:
+        self.token_ids: list[int] = []
+        self.spans: list[Span] = []
+        self.images: list[Image] = []
+        self.steps: list[int] = []
+        self._rules, self._encode = rules, encode
+
+    def image(self, image: Image, digest: bytes) -> None:
+        if self._rules.marks:  # the first of them, which is part of the picture
+            self.token_ids.pop()
+        self.token_ids += self._rules.before
+        self._add(image, digest, 0)
+        self.token_ids += self._rules.after
+
+    def video(self, video: Video, following: list[int]) -> int:
+        """Adds a video; returns how many of the tokens behind its placeholder it replaces, too.
+
+        With stamps, each of its pictures gets the tokens around the placeholder, and its time beside them. Marks become
+        a part of the first and the last picture.
+        """
+        rules = self._rules.video
+        assert rules is not None
+        is_framed = self.token_ids[-1:] == [rules.start_id] and following == [rules.end_id]
+        replaced = int(bool(rules.has_stamps or self._rules.marks) and is_framed)
+        if replaced:
+            self.token_ids.pop()
+        last = len(video.images) - 1
+        for at, (image, step) in enumerate(zip(video.images, rules.steps(video), strict=True)):
+            stamp = self._encode(rules.stamp(video.times_s[at])) if rules.has_stamps else []
+            if rules.has_stamps:
+                self.token_ids += [*(stamp if rules.stamps is TimestampStyle.BEFORE else ()), rules.start_id]
+            self._add(msgspec.structs.replace(image, opens=at == 0, closes=at == last), video.digests[at], step)
+            if rules.has_stamps:
+                self.token_ids += [rules.end_id, *(stamp if rules.stamps is TimestampStyle.BEHIND else ())]
+        return replaced
+
+    def _add(self, image: Image, digest: bytes, step: int) -> None:
+        start = len(self.token_ids)
+        self.token_ids += self._rules.tokens(image)
+        self.spans.append(Span(start, len(self.token_ids), digest))
+        self.images.append(image)
+        self.steps.append(step)

@@ -1,0 +1,50 @@
+"""LMDeploy's `load_image`, for users' own programs: a picture from wherever it is.
+
+A picture that cannot be read is an error, never a substitute.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+from PIL import Image as Pictures
+
+from pd_cluster.errors import RequestError
+from pd_cluster.media.image_files import FORMATS, MAX_PIXELS, decode, with_field_names
+from pd_cluster.media.media_download import ANY_HOST, Downloads, downloaded
+from pd_cluster.media.media_fetch import MAX_FILE_NBYTES, Places, fetched
+
+
+def load_image(image_url: str | os.PathLike[str] | Pictures.Image, **_: Any) -> Pictures.Image:
+    """Returns a picture, by its URL (http, https, data), its path or as it is. Raises RequestError.
+
+    URLs are followed to public addresses only, so that a program may pass its clients' URLs on.
+    """
+    if isinstance(image_url, Pictures.Image):
+        return image_url
+    data = _bytes_of(os.fspath(image_url))
+    with with_field_names():
+        picture = Pictures.open(io.BytesIO(data), formats=FORMATS)
+        if picture.width * picture.height > MAX_PIXELS:
+            raise RequestError(f"a picture has at most {MAX_PIXELS} pixels; give a smaller one")
+        decode(picture)
+        return picture
+
+
+def _bytes_of(place: str) -> bytes:
+    scheme = place[:10].partition(":")[0].lower()
+    if scheme in ("http", "https"):
+        return downloaded(place, Downloads((ANY_HOST,), (), MAX_FILE_NBYTES))
+    if scheme == "data":
+        return fetched(place, Places())
+    try:
+        with Path(place.removeprefix("file://")).open("rb") as file:
+            data = file.read(MAX_FILE_NBYTES + 1)
+    except (OSError, ValueError) as error:
+        raise RequestError(f"{place[:200]}: cannot be read: {getattr(error, 'strerror', error)}") from None
+    if len(data) > MAX_FILE_NBYTES:
+        raise RequestError(f"{place[:200]}: a picture's file has at most {MAX_FILE_NBYTES} bytes; give a smaller one")
+    return data

@@ -1,0 +1,119 @@
+"""A video as a model reads it: pictures of a few frames each, with their times. Numbers and bytes only."""
+
+from __future__ import annotations
+
+import enum
+import math
+import struct
+
+import msgspec
+
+from pd_cluster.errors import RequestError
+from pd_cluster.types import Image
+
+MAX_ASPECT_RATIO = 200
+MAX_PIXELS = 12 << 20  # of all frames of a video, as its model reads them
+
+
+class Video(msgspec.Struct, frozen=True):
+    """`images`: each of as many frames as the tower reads together, in their order, with its digest.
+
+    `times_s`: where each lies in the video, as its model's stamps count. `step_s`: from each to the next, by the rate
+    at which frames were chosen.
+    """
+
+    images: tuple[Image, ...]
+    digests: tuple[bytes, ...]
+    times_s: tuple[float, ...]
+    step_s: float
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(image.pixels) for image in self.images)
+
+
+class TimestampStyle(enum.Enum):
+    """How a prompt says when each picture of a video was."""
+
+    NONE = "none"
+    BEFORE = "before"  # in tenths of a second, the middle of its frames
+    BEHIND = "behind"  # in whole seconds, the first of its frames
+
+
+class VideoRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How a model reads videos. `token_id`: the placeholder of one in a prompt, and its tokens.
+
+    `together`: frames that the tower reads as one picture. `min_pixels` and `max_pixels` bound a frame's area, or with
+    `shares_area` that of all frames together. With `stamps`, each picture stands between `start_id` and `end_id` beside
+    its time in words; otherwise they follow each other, and their positions in time differ by `tokens_per_second`, or
+    by one if that is 0. `pad_id`: the token of a picture in a video, if it is not the placeholder. `font`: the file of
+    a font in which its time is drawn into each frame; "": nothing is drawn.
+    """
+
+    token_id: int
+    start_id: int
+    end_id: int
+    min_pixels: int
+    max_pixels: int
+    shares_area: bool = False
+    stamps: TimestampStyle = TimestampStyle.NONE
+    tokens_per_second: float = 0.0
+    together: int = 2
+    pad_id: int | None = None
+    font: str = ""
+
+    @property
+    def has_stamps(self) -> bool:
+        return self.stamps is not TimestampStyle.NONE
+
+    def resized(self, num_frames: int, height: int, width: int, side: int) -> tuple[int, int]:
+        """Returns the height and width of each frame, in whole tokens with sides of `side` pixels. Raises RequestError.
+
+        As transformers' video processors do it, except that frames never have more than MAX_PIXELS together.
+        """
+        if not height or not width or max(height, width) > MAX_ASPECT_RATIO * min(height, width):
+            raise RequestError(
+                f"{width} x {height} pixels: one side is over {MAX_ASPECT_RATIO} times the other; cut it"
+            )
+        count, whole, most = 1, 1, min(self.max_pixels, max(side**2, MAX_PIXELS // num_frames))
+        if self.shares_area:
+            count, whole, most = num_frames, max(2, round(num_frames / 2) * 2), min(self.max_pixels, MAX_PIXELS)
+            if height < side or width < side:
+                scale = max(side / height, side / width)
+                height, width = int(height * scale), int(width * scale)
+        least = min(self.min_pixels, most)
+        tall, wide = round(height / side) * side, round(width / side) * side
+        if whole * tall * wide > most:
+            factor = math.sqrt(count * height * width / most)
+            tall, wide = (max(side, math.floor(each / factor / side) * side) for each in (height, width))
+        elif whole * tall * wide < least:
+            factor = math.sqrt(least / (count * height * width))
+            tall, wide = (math.ceil(each * factor / side) * side for each in (height, width))
+        if not tall or not wide:
+            raise RequestError(f"{width} x {height} pixels: too narrow for this model; give at least {side} each way")
+        return tall, wide
+
+    @property
+    def most_frame_pixels(self) -> int:
+        """Returns a bound of a frame's area."""
+        return min(self.max_pixels, MAX_PIXELS // 2)
+
+    def steps(self, video: Video) -> list[int]:
+        """Returns where each picture lies in time, in positions from the first one on."""
+        if self.has_stamps:
+            return [0] * len(video.images)
+        interval = _single(self.tokens_per_second * video.step_s) if self.tokens_per_second else 1.0
+        return [int(_single(at * interval)) for at in range(len(video.images))]  # as products of float32 round
+
+    def stamp(self, time_s: float) -> str:
+        return f"<{time_s:.1f} seconds>" if self.stamps is TimestampStyle.BEFORE else str(int(time_s))
+
+    def time_of(self, first_s: float, last_s: float) -> float:
+        """Returns what a picture's stamp says, by the times of its first and last frame."""
+        return first_s if self.stamps is TimestampStyle.BEHIND else (first_s + last_s) / 2
+
+
+def _single(value: float) -> float:
+    """Rounds to float32."""
+    found: float = struct.unpack("f", struct.pack("f", value))[0]
+    return found

@@ -1,0 +1,200 @@
+"""The pairs that a draft head still has to compute of each sequence, as the states of the tokens before.
+
+Pairs of a prompt are written in the step that computes it, so that they leave with its layers. Those of decoded tokens
+wait until somebody drafts, or until a block is full: a block whose hash is known is whole in all layers. A token's
+states are lost where another process, or another sequence, has computed it; then the next step computes it once more,
+as a row that only reads. Beams take one another's tokens and blocks, so theirs never wait and are always lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.draft.draft_head import FIRST_KEY, DraftHead
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, PairRows, batch_of
+from pd_cluster.model.inputs.step_input import Drafts, RowCollector
+from pd_cluster.types import Request
+
+
+class HeadOutput(NamedTuple):
+    """The outputs of the last pair of each chunk."""
+
+    logits: torch.Tensor  # [num_chunks, vocab_size] float32, of the model's tokens
+    states: torch.Tensor  # [num_chunks, hidden_size]
+
+
+@dataclass(slots=True)
+class PairChunk:
+    """Consecutive pairs of a sequence: tokens from index `start` on, each with the states of the one before."""
+
+    request: Request
+    start: int
+    token_ids: Sequence[int]
+    states: torch.Tensor  # [num_tokens, hidden_size]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """`rows`: what was tapped of tokens from `first` on, each [width]. Pairs of tokens up to `first` are written.
+
+    `num_computed`: tokens that it had computed at least. With fewer it has begun again, in other blocks.
+    """
+
+    first: int
+    num_computed: int
+    rows: list[torch.Tensor] = field(default_factory=list)
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.rows)
+
+
+class HeadPairs:
+    """By sequence; see `num_paired`."""
+
+    def __init__(self, block_size: int) -> None:
+        self._block_size = block_size
+        self._waiting: WeakKeyDictionary[Request, _Waiting] = WeakKeyDictionary()
+
+    def lacking(self, chunks: Iterable[tuple[Request, int]]) -> list[Request]:
+        """Returns those whose token before their chunk has to be computed once more, for its states."""
+        return [request for request, _ in chunks if self._lacks(request)]
+
+    def _lacks(self, request: Request) -> bool:
+        start, waiting = request.num_computed_tokens, self._waiting.get(request)
+        if not 0 < start < num_paired(request):
+            return False
+        return waiting is None or not waiting.num_computed <= start <= waiting.stop
+
+    def unpaired_blocks(self, chunks: Iterable[tuple[Request, int]]) -> list[int]:
+        """Returns blocks that tokens without pairs begin to fill; they must be cleared in the head's layer."""
+        found: list[int] = []
+        for request, num_tokens in chunks:
+            if not has_embeddings(request):
+                start, stop = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+                found += request.tables[0][-(-start // self._block_size) : -(-stop // self._block_size)]
+        return found
+
+    def take(
+        self, chunks: Sequence[tuple[Request, int]], drafts: Drafts, lacking: Sequence[Request], taps: torch.Tensor
+    ) -> list[PairChunk]:
+        """Takes what a step's tokens left, [num_tokens, width], in the order of `step_input`; returns pairs to compute.
+
+        Those are in `PairChunk.states` as they were tapped. Chunks have not been booked yet.
+        """
+        num_tokens, num_drafts = sum(number for _, number in chunks), sum(map(len, drafts.values()))
+        again = dict(zip(lacking, taps[num_tokens + num_drafts :], strict=True))
+        found: list[PairChunk] = []
+        at, draft_at = 0, num_tokens
+        for request, number in chunks:
+            own = taps[at : at + number]
+            token_ids = drafts.get(request, ())
+            if token_ids:
+                own = torch.cat((own, taps[draft_at : draft_at + len(token_ids)]))
+            at, draft_at = at + number, draft_at + len(token_ids)
+            if (left := num_paired(request) - request.num_computed_tokens) > 0:
+                found += self._continued(request, min(number, left), token_ids, own[:left], again.get(request))
+        return found
+
+    def _continued(
+        self, request: Request, number: int, drafts: Sequence[int], own: torch.Tensor, before: torch.Tensor | None
+    ) -> Iterable[PairChunk]:
+        """Notes the states of a chunk and its drafts, `own`; yields its pairs if they have to be written now."""
+        start = request.num_computed_tokens
+        stop, computed = start + len(own), start + number
+        waiting = self._waiting.get(request)
+        if start == 0 or waiting is None:
+            waiting = _Waiting(0, 0)
+        if before is not None:
+            waiting = _Waiting(start - 1, start, [before])
+        del waiting.rows[start - waiting.first :]
+        waiting.num_computed = computed
+        kept = own[number - 1 :].clone()  # the step's own rows are not kept for a few of them
+        if number == 1 and stop // self._block_size == start // self._block_size and _may_wait(request):
+            waiting.rows += kept.unbind()
+        else:
+            token_ids = [*request.token_ids(start, computed), *drafts]
+            first = max(waiting.first + 1, FIRST_KEY)
+            before_ids = request.token_ids(first, start) if first < start else []
+            states = torch.cat((*(row[None] for row in waiting.rows), own[:-1]))
+            if first < stop:
+                yield PairChunk(request, first, [*before_ids, *token_ids[max(0, first - start) :]], states)
+            # Drafts may be wrong: theirs are written once more when they are known to be right.
+            waiting.first, waiting.rows = computed - 1, [*kept.unbind()]
+        if request.sampling.beam_width:
+            self._waiting.pop(request, None)
+        else:
+            self._waiting[request] = waiting
+
+    def waiting(self, request: Request) -> PairChunk | None:
+        """Returns the pairs up to a sequence's last token, with states as they were tapped; then call `wrote`.
+
+        None: states of earlier tokens are missing.
+        """
+        waiting, stop = self._waiting.get(request), request.num_tokens
+        if waiting is None or self._lacks(request) or not waiting.first < stop - 1 <= waiting.stop:
+            return None
+        rows, first = waiting.rows[: stop - 1 - waiting.first], waiting.first + 1
+        return PairChunk(request, first, request.token_ids(first, stop), torch.stack(rows))
+
+    def wrote(self, request: Request) -> None:
+        """Notes that the pairs of all its tokens are written."""
+        self._waiting[request] = _Waiting(request.num_tokens - 1, request.num_tokens - 1)
+
+
+def has_embeddings(request: Request) -> bool:
+    """Whether all its tokens have embeddings of the model."""
+    return not request.order.images and not request.num_virtual_tokens
+
+
+def num_paired(request: Request) -> int:
+    """Returns how many of its first tokens have pairs: those before a picture; none with tokens of a prompt adapter.
+
+    Blocks of texts are shared with those of other requests, also if a picture follows.
+    """
+    if has_embeddings(request):
+        return request.most_tokens
+    return 0 if request.num_virtual_tokens else request.order.spans[0].start
+
+
+def _may_wait(request: Request) -> bool:
+    """Whether the pair of its next token is for itself only: it is neither handed over with its block nor shared."""
+    is_decoded = request.num_computed_tokens >= len(request.prompt_token_ids)
+    return is_decoded and request.leg != "prefill" and not request.sampling.beam_width
+
+
+def write_pairs(head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk]) -> None:
+    """Writes the keys and values of pairs, whose states are as they were tapped."""
+    _compute(head, pool, chunks, head.project(_states(chunks)), 0)
+
+
+def draft_pairs(
+    head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk], are_tapped: bool, vocab_size: int
+) -> HeadOutput:
+    """Does the same, and returns what follows the last pair of each chunk; states may be such as it returns."""
+    states = _states(chunks)
+    logits, batch = _compute(head, pool, chunks, head.project(states) if are_tapped else states, 1)
+    assert batch.hidden is not None
+    assert batch.hidden.states is not None
+    return HeadOutput(head.in_model_vocabulary(logits.float(), vocab_size), batch.hidden.states)
+
+
+def _states(chunks: Sequence[PairChunk]) -> torch.Tensor:
+    return torch.cat([chunk.states for chunk in chunks])
+
+
+def _compute(
+    head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk], states: torch.Tensor, num_outputs: int
+) -> tuple[torch.Tensor, ForwardBatch]:
+    rows = RowCollector(pool.layout.block_size)
+    for chunk in chunks:
+        rows.add(chunk.request, chunk.start, chunk.token_ids, num_outputs, num_outputs)
+    batch = batch_of(rows.step(), pool)
+    batch.pairs = PairRows(states)
+    return head.model(batch), batch

@@ -1,0 +1,137 @@
+"""Makes the graphs of a loaded model: of decode steps, and of steps with prompts; or says why it has none."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from pd_cluster.devices.device_streams import capture
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.kv.kv_layout import KVLayout
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.kv.pool_memory import TORCH_DTYPES
+from pd_cluster.model.graphs.capture_check import obstacle
+from pd_cluster.model.graphs.decode_graphs import MAX_ONLY_START_S, MAX_START_S, Capture, DecodeGraphs, GraphRules
+from pd_cluster.model.graphs.prompt_graphs import PromptGraphs
+from pd_cluster.model.kernels.attention_backend import SDPA
+from pd_cluster.model.language_model.adapter_devices import are_in_tables
+from pd_cluster.model.language_model.cache_declaration import has_states
+from pd_cluster.model.language_model.causal_lm import CausalLM
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.planning.load_plan import LoadPlan
+from pd_cluster.settings.engine_config import PROMPT_GRAPHS
+
+log = logging.getLogger(__name__)
+
+ASKING_ROPES = ("dynamic", "longrope")  # transformers' own code compares the step's largest position on the host
+
+
+class StepGraphs(NamedTuple):
+    """Graphs of decode steps without adapters, of those with, and of steps with prompts; None: such steps run eagerly.
+
+    Ranks that share a model capture and replay the same steps, including their sums: the graph of a step follows from
+    its numbers, and those are the same on all ranks.
+    """
+
+    decode: DecodeGraphs | None = None
+    adapted: DecodeGraphs | None = None
+    prompts: PromptGraphs | None = None
+
+
+def check_prompt_graphs(model: CausalLM, speedups: Sequence[str]) -> None:
+    """Raises ConfigError if graphs of steps with prompts are wanted and this model cannot have them."""
+    if PROMPT_GRAPHS not in speedups:
+        return
+    why = "" if isinstance(model, FusedCausalLM) else "this model's layers are not fused"
+    if not why and has_states(model.caches):
+        why = "no graph holds the states of its layers"
+    if not why and model.attention != "Triton":
+        why = f"attention is by {model.attention}, not by Triton"
+    if why:
+        raise ConfigError(f"{called('cuda_speedups')} {PROMPT_GRAPHS}: {why}; leave it out")
+
+
+def why_eager(plan: LoadPlan, model: CausalLM, layout: KVLayout) -> str:
+    """Returns why an accelerator captures no graphs of this model, or "".
+
+    May compute two decode steps; all ranks that share the model call this at the same time.
+    """
+    device = plan.device
+    if plan.config.enforce_eager:
+        return "--enforce-eager"
+    if (rope := rope_type(model.config)) in ASKING_ROPES:
+        return f"rope_type {rope} asks the device for positions"
+    if plan.exchanges_rows:
+        return "instances of a unit agree on each step and exchange rows within it; nor is any launched ahead"
+    if not plan.is_alone and not (device.traits.captures_sums or plan.config.npu_tp_graphs):
+        return "graphs of ranks have not run on NPUs; --npu-tp-graphs captures them"
+    if has_states(model.caches):
+        return "no graph holds the states of its layers"
+    if isinstance(model, FusedCausalLM):
+        return "" if model.ops.is_capturable else "SDPA asks the device for lengths"
+    if model.attention == SDPA.name:
+        return "SDPA asks the device for lengths"
+    if not device.traits.captures_modules:
+        return f"its layers are not fused, and graphs of others are untested on {device.kind.upper()}"
+    found = obstacle(model, layout, device)
+    return f"in its layers {found}" if found else ""
+
+
+def capture_graphs(plan: LoadPlan, model: CausalLM, pool: KVPool, eager: str) -> StepGraphs:
+    """Returns graphs, some of them captured. `eager`: see `why_eager`.
+
+    On an NPU attention divides its work itself, and no step of a client waits for a capture.
+    """
+    if not plan.device.is_accelerator:
+        return StepGraphs()
+    if eager:
+        log.info("decode steps run eagerly: %s", eager)
+        return StepGraphs()
+    config, traits, capturing = plan.config, plan.device.traits, capture(plan.device)
+    rules = GraphRules(
+        max_num_seqs=config.max_num_seqs,
+        longest=min(plan.max_model_len, config.max_seq_len_to_capture or plan.max_model_len),
+        sizes=config.graph_sizes,
+        is_for_any_context=traits.graphs_take_any_context,
+        is_alone=plan.is_alone,
+        only_at_start=traits.captures_at_start_only,
+    )
+    decode = DecodeGraphs(model, pool, capturing, rules)
+    adapted = prompts = None
+    if config.adapters.enable_lora and are_in_tables(model):  # others have no launches for them
+        adapted = DecodeGraphs(model, pool, capturing, rules, config.adapters.max_loras)
+    if PROMPT_GRAPHS in plan.speedups:
+        prompts = _prompt_graphs(plan, model, pool, capturing, rules)
+    stop_s = time.monotonic() + (MAX_ONLY_START_S if traits.captures_at_start_only else MAX_START_S)
+
+    def agree(holds: bool) -> bool:
+        """Whether it holds on every rank that shares the model."""
+        return bool(plan.group.least(int(holds)))
+
+    with torch.inference_mode():
+        decode.prepare(lambda: agree(time.monotonic() < stop_s), agree)
+        if prompts is not None:
+            prompts.prepare(lambda: agree(time.monotonic() < stop_s))
+    return StepGraphs(decode, adapted, prompts)
+
+
+def _prompt_graphs(
+    plan: LoadPlan, model: CausalLM, pool: KVPool, capturing: Capture, rules: GraphRules
+) -> PromptGraphs:
+    from pd_cluster.model.kernels.cuda.attention.triton_planner import PaddedPlanner  # Triton may be missing
+
+    dtype_bits = TORCH_DTYPES[plan.dtype].itemsize * 8
+    planner = PaddedPlanner(model.config.num_attention_heads, pool.layout, dtype_bits, pool.device)
+    return PromptGraphs(model, pool, capturing, rules, planner)
+
+
+def rope_type(config: Any) -> str:
+    """Returns the rope_type of a transformers config; where kinds of layers differ, one that asks for positions."""
+    given = getattr(config, "rope_parameters", None) or {}
+    kinds = [each for each in given.values() if isinstance(each, dict)] or [given]
+    found = [str(each.get("rope_type", "default")) for each in kinds]
+    return next((each for each in found if each in ASKING_ROPES), found[0])

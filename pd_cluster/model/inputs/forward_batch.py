@@ -1,0 +1,338 @@
+"""One step's input to the model, as tensors. Knows nothing of how these tokens were chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pd_cluster.devices.device import Device
+from pd_cluster.devices.device_streams import HostValues
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.image_rows import ImageRows, key_limits
+from pd_cluster.model.inputs.state_rows import StateRows, segments_of
+from pd_cluster.model.inputs.step_input import (
+    KEEP_COLUMNS,
+    ONE_BLOCK,
+    GroupTables,
+    Ints,
+    StepInput,
+    last_rows,
+    starts_of,
+    step_input,
+)
+from pd_cluster.model.inputs.virtual_token_rows import VirtualRows
+from pd_cluster.types import Request
+
+OnLayer = Callable[[int], None]  # receives how many layers of a step's keys and values are in the pool, or launched
+
+ALIGNMENT = 16  # bytes
+_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}
+
+
+class EncoderTotals(NamedTuple):
+    """Images that a tower has computed since the start, pairs of frames included, and the seconds that they took."""
+
+    num_images: int = 0
+    seconds: float = 0.0
+
+
+class RunnerOutput(NamedTuple):
+    """The result of a step's forward pass, float32; rows are in the order of the step's chunks."""
+
+    logits: torch.Tensor  # [num_samples, vocab_size]
+    hidden_states: torch.Tensor  # [num_hidden_rows, hidden_size], on the host; width 0: the model cannot tell them
+
+
+NO_HIDDEN_STATES = torch.empty(0, 0)
+
+
+@dataclass(slots=True)
+class HiddenRows:
+    """The rows of a batch whose final hidden states are wanted; the model fills in `states`.
+
+    `kept` are these rows and those whose logits are wanted, ascending; the other two tell which of them are which.
+    """
+
+    rows: torch.Tensor  # [num_hidden_rows] int64, ascending
+    kept: torch.Tensor  # [num_kept] int64
+    logits_at: torch.Tensor  # [num_samples] int64
+    hidden_at: torch.Tensor  # [num_hidden_rows] int64
+    states: torch.Tensor | None = None  # [num_hidden_rows, hidden_size], after the final norm, in the model's dtype
+
+
+@dataclass(slots=True)
+class AuxiliaryStates:
+    """The states of all tokens that a draft head reads; the model fills in `states`, in the order of `layers`.
+
+    `layers`: those whose input is read, the residual stream before any norm; (): the output of the final norm.
+    """
+
+    layers: tuple[int, ...]
+    states: list[torch.Tensor] = field(default_factory=list)  # each [num_tokens, hidden_size]
+
+
+@dataclass(slots=True)
+class PairRows:
+    """The second half of the pairs in a draft head's batch, whose tokens are the first: see draft_head.py.
+
+    The model fills in `embeddings`, those of its tokens.
+    """
+
+    states: torch.Tensor  # [num_tokens, hidden_size]
+    embeddings: torch.Tensor | None = None  # [num_tokens, hidden_size]
+
+
+class GroupSlotMapping(NamedTuple):
+    """Where a step's tokens are in the pool of another group of layers: see ForwardBatch."""
+
+    pool: KVPool
+    slot_mapping: torch.Tensor
+    block_table: torch.Tensor
+    table_starts: torch.Tensor
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """All sequences of a step, flattened: sequence i owns rows [query_starts[i], query_starts[i + 1]).
+
+    Its blocks are block_table[table_starts[i] : table_starts[i + 1]]; all of them are blocks of the pool. Rotary
+    positions say nothing of slots, masks and windows, which follow from lengths.
+
+    Where layers are in several groups, these are the places of group 0; `of_layer` has those of the others.
+    """
+
+    input_ids: torch.Tensor  # [1, num_tokens] int64
+    rope_positions: torch.Tensor  # [1, num_tokens] int64, or [3, 1, num_tokens] for M-RoPE
+    slot_mapping: torch.Tensor  # [num_tokens] int64: block * block_size + offset
+    query_starts: torch.Tensor  # [num_seqs + 1] int32
+    context_lens: torch.Tensor  # [num_seqs] int32: tokens in the pool once this step has written
+    block_table: torch.Tensor  # [sum of blocks] int32
+    table_starts: torch.Tensor  # [num_seqs + 1] int32
+    sample_rows: torch.Tensor  # [num_samples] int64: rows whose logits are wanted, ascending
+    query_lens: Ints  # [num_seqs], on the host
+    host_context_lens: Ints  # [num_seqs], the same as `context_lens`
+    pool: KVPool
+    hidden: HiddenRows | None = None  # None: no hidden states are wanted
+    taps: AuxiliaryStates | None = None  # None: no draft head reads
+    pairs: PairRows | None = None  # None: these are the rows of a whole model
+    images: ImageRows | None = None  # None: no token stands for a picture
+    virtual: VirtualRows | None = None  # None: no token is an adapter's
+    key_limits: torch.Tensor | None = None  # [num_tokens] int32: the end of the keys that a row sees; None: itself
+    masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
+    layers_written: list[int] = field(default_factory=list)
+    windows: set[int | None] = field(default_factory=set)  # the windows that its layers attended through
+    after_layer: Callable[[], None] | None = None  # called on a CPU between layers: the number of threads may change
+    on_layer: OnLayer | None = None  # receives how many layers' keys and values are in the pool
+    write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces attention/sdpa.py's
+    reads: Mapping[int, int] = field(default_factory=dict)  # layer without keys -> the one before it whose keys it sees
+    chosen: torch.Tensor | None = None  # [num_tokens, most] int32, see attention/sparse.py; None: all keys are seen
+    further: tuple[GroupSlotMapping, ...] = ()  # of groups 1 and up that keep tokens
+    views: list[ForwardBatch] = field(default_factory=list)  # this batch in each of them, once a layer has asked
+    states: StateRows | None = None  # None: no layer keeps a state
+    states_written: list[int] = field(default_factory=list)  # layers whose states are in their pool
+    kernel_state: object = None  # kept by the kernels from layer to layer
+    adapters: Ints | None = None  # [num_seqs]: slots of their adapters; None: there are none
+    leaders: Ints | None = None  # [num_seqs], see StepInput
+    adapted_rows: Any = None  # a graph's batch only: lora.device_rows.DeviceBlocks of the step that it replays
+    kept_rows: Ints = field(
+        default_factory=lambda: np.empty(0, dtype=np.int64)
+    )  # `hidden.kept`, or `sample_rows`, on the host
+    most_tokens: Ints | None = None  # [num_seqs]: the limits of their requests; None: as `host_context_lens`
+    query_factors: torch.Tensor | None = None  # [num_tokens] float32: factors of the queries, applied last
+    replay_lens: Ints | None = None  # a graph's batch only: the `host_context_lens` of the step that it replays
+    before_replay: Callable[[], None] | None = None  # a graph's batch only: the kernels' work on the host
+    host_values: Callable[[Ints], HostValues] | None = None  # a graph's batch only: kernels' host values, by lengths
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slot_mapping)
+
+    def of_group(self, group: int) -> ForwardBatch:
+        """Returns the batch as layers of another group that keeps tokens see it: its pool, slots and block tables.
+
+        All that layers write is in both. To be called once the batch is complete, from the model's layers.
+        """
+        if group == 0:
+            return self
+        if not self.views:
+            self.views += [
+                replace(self, **each._asdict(), further=(), views=[], kernel_state=None) for each in self.further
+            ]
+        return self.views[group - 1]
+
+    def of_layer(self, layer_idx: int) -> ForwardBatch:
+        """Returns the batch as the attention of this layer of the model sees it."""
+        if not self.further or self.pool.has_layer(layer_idx):
+            return self
+        return self.of_group(1 + [each.pool.has_layer(layer_idx) for each in self.further].index(True))
+
+    def layer_written(self, layer_idx: int, window: int | None) -> None:
+        """Notes that this layer's keys and values are in the pool, seen through `window`; loading proves the order."""
+        if self.virtual is not None:
+            self.virtual.written(layer_idx, self.pool, self.slot_mapping)
+        self.layers_written.append(layer_idx)
+        self.windows.add(window)
+        if self.after_layer is not None:
+            self.after_layer()
+        if self.on_layer is not None:
+            self.on_layer(len(self.layers_written))
+
+    def state_written(self, layer_idx: int) -> None:
+        """Notes that the states that this layer keeps of all sequences are in their pool, checkpoints included."""
+        self.states_written.append(layer_idx)
+        if self.after_layer is not None:
+            self.after_layer()
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.context_lens)
+
+
+def build_batch(chunks: list[tuple[Request, int]], pool: KVPool, further: Sequence[KVPool] = ()) -> ForwardBatch:
+    """Builds the batch of `step_input`."""
+    return batch_of(step_input(chunks, pool.layout.block_size, further=sizes_of_blocks(further)), pool, False, further)
+
+
+def sizes_of_blocks(pools: Sequence[KVPool]) -> list[int]:
+    """Returns the tokens of a block in each of these pools, as RowCollector takes them."""
+    layouts = [pool.layout for pool in pools]
+    return [ONE_BLOCK if layout.holds.is_state else layout.block_size for layout in layouts]
+
+
+def batch_of(step: StepInput, pool: KVPool, sees_whole: bool = False, further: Sequence[KVPool] = ()) -> ForwardBatch:
+    """Builds a step's tensors. Raises ValueError for a block table that is too short or names an unknown block.
+
+    `sees_whole`: each token of a picture attends to all of it. `further`: the pools of groups 1 and up.
+    """
+    lens, starts, _, _, most_tokens, nums_hidden = step.rows.T  # each [num_seqs]
+    arrays = step_numbers(step, pool, sees_whole)
+    hidden: dict[str, Ints] = {}
+    if nums_hidden.any():
+        hidden = _hidden_rows(arrays["sample_rows"], last_rows(starts_of(lens), nums_hidden))
+    tensors: dict[str, Any] = on_device({**arrays, **hidden}, pool.device)
+    if hidden:
+        tensors["hidden"] = HiddenRows(**{name: tensors.pop(name) for name in hidden})
+    if further:
+        tensors |= _of_groups(step, further)
+    return ForwardBatch(
+        **tensors,
+        query_lens=lens,
+        host_context_lens=starts + lens,
+        pool=pool,
+        most_tokens=most_tokens,
+        adapters=step.adapters,
+        leaders=step.leaders,
+        kept_rows=hidden.get("kept", arrays["sample_rows"]),
+    )
+
+
+def _of_groups(step: StepInput, pools: Sequence[KVPool]) -> dict[str, Any]:
+    """Returns the fields of a batch that are about groups 1 and up."""
+    lens, starts = step.rows[:, 0], step.rows[:, 1]
+    positions = _positions(lens, starts, starts_of(lens))
+    places, states = list[GroupSlotMapping](), None
+    for pool, tables in zip(pools, step.further, strict=True):
+        if pool.layout.holds.is_state:
+            states = _states(step, pool, tables)
+        else:
+            numbers = on_device(_places(pool, tables, positions, lens), pool.device)
+            places.append(GroupSlotMapping(pool, **numbers))
+    return {"further": tuple(places), "states": states}
+
+
+def _states(step: StepInput, pool: KVPool, tables: GroupTables) -> StateRows:
+    lens, starts = step.rows[:, 0], step.rows[:, 1]
+    pool.check_blocks(tables.blocks, len(lens))
+    keeps = np.empty((0, KEEP_COLUMNS), dtype=np.int64) if step.keeps is None else step.keeps
+    if len(keeps):
+        pool.check_blocks(keeps[:, 2], len(keeps))
+    behind = [(seq, num_tokens - int(starts[seq]), block) for seq, num_tokens, block in keeps.tolist()]
+    return StateRows.of(pool, segments_of(lens.tolist(), tables.blocks.tolist(), behind))
+
+
+def _positions(lens: Ints, starts: Ints, query_starts: Ints) -> Ints:
+    """Returns the index of each of the step's tokens in its sequence, [num_tokens]."""
+    if len(lens) == query_starts[-1]:  # one token each
+        return starts
+    return np.arange(query_starts[-1]) + np.repeat(starts - query_starts[:-1], lens)
+
+
+def _places(pool: KVPool, tables: GroupTables, positions: Ints, lens: Ints) -> dict[str, npt.NDArray[Any]]:
+    """Returns the tensors that say where the step's tokens are in this pool. Raises ValueError as `batch_of` does."""
+    block_size, table_starts = pool.layout.block_size, starts_of(tables.nums_blocks)
+    pool.check_blocks(tables.blocks, int(table_starts[-1]))
+    first_block = table_starts[:-1]
+    if len(lens) < len(positions):
+        first_block = np.repeat(first_block, lens)
+    block, offset = positions // block_size, positions % block_size
+    return {
+        "slot_mapping": tables.blocks[first_block + block] * block_size + offset,
+        "block_table": tables.blocks.astype(np.int32),
+        "table_starts": table_starts.astype(np.int32),
+    }
+
+
+def step_numbers(step: StepInput, pool: KVPool, sees_whole: bool = False) -> dict[str, npt.NDArray[Any]]:
+    """Returns the tensors of a step's batch as arrays. Raises ValueError as `batch_of` does."""
+    input_ids = step.input_ids
+    lens, starts, nums_blocks, counts, _, _ = step.rows.T
+    query_starts = starts_of(lens)
+    positions = _positions(lens, starts, query_starts)
+    rope_positions = positions[None]
+    if (own := step.rope_positions) is not None:
+        rope_positions = own if len(own) == 1 else own[:, None]
+    places = _places(pool, GroupTables(nums_blocks, step.blocks), positions, lens)
+    if step.num_again:  # into the block that receives the writes of padding
+        places["slot_mapping"][-step.num_again :] = pool.num_blocks * pool.layout.block_size
+    limits = {"key_limits": key_limits(step.images, positions).astype(np.int32)} if sees_whole and step.images else {}
+    return {
+        "input_ids": input_ids[None],
+        "rope_positions": np.ascontiguousarray(rope_positions),
+        "sample_rows": last_rows(query_starts, counts),
+        "query_starts": query_starts.astype(np.int32),
+        "context_lens": (starts + lens).astype(np.int32),
+        **places,
+        **limits,
+    }
+
+
+def _hidden_rows(sample_rows: Ints, rows: Ints) -> dict[str, Ints]:
+    """Returns the arrays of HiddenRows."""
+    kept = np.union1d(sample_rows, rows)
+    return {
+        "rows": rows,
+        "kept": kept,
+        "logits_at": np.searchsorted(kept, sample_rows),
+        "hidden_at": np.searchsorted(kept, rows),
+    }
+
+
+def on_device(arrays: Mapping[str, npt.NDArray[Any]], device: Device) -> dict[str, torch.Tensor]:
+    """Returns the arrays as tensors; on an accelerator in a single copy, which the host does not wait for."""
+    if not device.is_accelerator:
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    return packed(arrays, lambda host: host.to(device.torch_name, non_blocking=True), pinned=True)
+
+
+def packed(
+    arrays: Mapping[str, npt.NDArray[Any]], copy: Callable[[torch.Tensor], torch.Tensor], pinned: bool
+) -> dict[str, torch.Tensor]:
+    """Packs all arrays into one tensor of bytes and returns views of its `copy`."""
+    starts, nbytes = {}, 0
+    for name, array in arrays.items():
+        starts[name] = nbytes
+        nbytes += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    buffer = host.numpy()
+    for name, array in arrays.items():
+        buffer[starts[name] : starts[name] + array.nbytes] = array.reshape(-1).view(np.uint8)
+    there = copy(host)
+    return {
+        name: there[starts[name] : starts[name] + array.nbytes].view(_DTYPES[array.dtype.name]).view(array.shape)
+        for name, array in arrays.items()
+    }

@@ -1,0 +1,98 @@
+"""The tokens of a step that stand for pictures. Knows nothing of how features are computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pd_cluster.types import Image, Request, RequestSpec, Span
+
+Ints = npt.NDArray[np.int64]
+
+
+class ImagePart(NamedTuple):
+    """Tokens [start, start + num_tokens) of a picture, which are rows [row, row + num_tokens) of a step.
+
+    `key`: what its features may be kept by. Requests of another salt have another one, so that nobody learns by the
+    time of an answer which pictures another tenant has sent. `is_landed`: rank 0 has its features from an encoder.
+    """
+
+    row: int
+    start: int
+    num_tokens: int
+    key: bytes
+    image: Image
+    is_landed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRows:
+    """The features of a step's rows that stand for pictures, in the place of their embeddings.
+
+    `features`, [1 + num_deep, num_rows, hidden_size]: the first replace the rows' embeddings; each of the others is
+    added to the residual stream after a layer, from the first one on (DeepStack).
+    """
+
+    rows: torch.Tensor  # [num_rows] int64
+    features: torch.Tensor
+    experts: tuple[torch.Tensor, torch.Tensor] | None = None  # rows of pictures with their marks, and all others
+
+    def embed(self, x: torch.Tensor) -> None:
+        """Replaces embeddings x, [num_tokens, hidden_size], in place."""
+        x[self.rows] = self.features[0].to(x.dtype)
+
+    @property
+    def num_deep(self) -> int:
+        return len(self.features) - 1
+
+    def deepen(self, x: torch.Tensor, layer_idx: int) -> None:
+        """Adds to the residual stream in place, after a layer."""
+        if layer_idx < self.num_deep:
+            x[self.rows] += self.features[1 + layer_idx].to(x.dtype)
+
+
+def key_limits(parts: Sequence[ImagePart], positions: Ints) -> Ints:
+    """Returns the end of the keys that each row of a step sees, [num_tokens], if a picture's tokens see all of it.
+
+    `positions`: the rows' places in their sequences. The step has the rest of each picture that it has a part of.
+    """
+    limits = positions + 1
+    for part in parts:
+        rows = slice(part.row, part.row + part.num_tokens)
+        limits[rows] = limits[rows.stop - 1]
+    return limits
+
+
+def image_parts(chunks: Sequence[tuple[Request, int]]) -> tuple[ImagePart, ...]:
+    """Returns the parts of pictures among the tokens that a step computes, in the order of its rows."""
+    found: list[ImagePart] = []
+    row = 0
+    for request, num_tokens in chunks:
+        if request.order.images:
+            found += _parts_of(request, num_tokens, row)
+        row += num_tokens
+    return tuple(found)
+
+
+def _parts_of(request: Request, num_tokens: int, row: int) -> list[ImagePart]:
+    first = request.num_computed_tokens
+    order, last = request.order, first + num_tokens
+    if order.spans[-1].stop <= first:
+        return []
+    parts = []
+    for span, image in zip(order.spans, order.images, strict=True):
+        start, stop = max(span.start, first), min(span.stop, last)
+        if start < stop:
+            key = feature_key(span, order)
+            parts.append(ImagePart(row + start - first, start - span.start, stop - start, key, image))
+    return parts
+
+
+def feature_key(span: Span, order: RequestSpec) -> bytes:
+    """Returns ImagePart.key of the picture that this span of an order stands for."""
+    return span.digest + order.cache_salt.encode()

@@ -1,0 +1,68 @@
+"""Where the sequences of a step keep the states of recurrent layers, and which of their rows follow one another.
+
+A state is a block of one token: planes of a layer's recurrence and of its convolution, all float32. A segment is a run
+of rows of one sequence, computed in order from the state in `block`, to where the state behind them is written. If
+`keep` names a block, that receives a copy of the state behind the segment's last row (a checkpoint).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pd_cluster.kv.kv_pool import KVPool
+
+NO_BLOCK = -1
+
+
+class Segment(NamedTuple):
+    """Rows [first, stop) of the step. Segments of one sequence follow one another and share `block`."""
+
+    first: int
+    stop: int
+    block: int
+    keep: int = NO_BLOCK
+
+
+@dataclass(slots=True)
+class StateRows:
+    """All segments of a step, in the order of its rows; `table` is the same as [num_segments, 4] int32.
+
+    A state that nothing has been computed into is zeros.
+    """
+
+    pool: KVPool
+    segments: tuple[Segment, ...]
+    table: npt.NDArray[np.int32]
+    kernel_state: object = None  # kept by the kernels from layer to layer
+
+    @classmethod
+    def of(cls, pool: KVPool, segments: Iterable[Segment]) -> StateRows:
+        rows = tuple(segments)
+        return cls(pool, rows, np.array(rows, dtype=np.int32).reshape(-1, 4))
+
+
+def segments_of(
+    nums_tokens: Sequence[int], blocks: Sequence[int], keeps: Sequence[tuple[int, int, int]] = ()
+) -> Iterator[Segment]:
+    """Cuts the rows of a step's sequences after those of whose states a copy is kept.
+
+    `blocks` are the sequences' states; `keeps` are sorted: a sequence, its tokens of this step that the copy follows,
+    and the block that receives it.
+    """
+    first, rest = 0, list(reversed(keeps))
+    for seq, (num_tokens, block) in enumerate(zip(nums_tokens, blocks, strict=True)):
+        start, stop = first, first + num_tokens
+        while rest and rest[-1][0] == seq:
+            _, after, keep = rest.pop()
+            assert first < start + after <= stop
+            yield Segment(first, start + after, block, keep)
+            first = start + after
+        if first < stop:
+            yield Segment(first, stop, block)
+        first = stop
+    assert not rest

@@ -1,0 +1,225 @@
+"""Chooses a model's attention on a device from `--attention-backend` and what is available.
+
+`auto` is Triton on CUDA, SDPA where Triton cannot serve, torch-npu's operators on NPUs, and on CPU the attention of the
+model's other kernels. FlashInfer is used only on request: nothing here has been timed on a GPU yet. A requested backend
+that cannot serve is an error, never replaced by another. Kernels are imported when they are chosen, so none needs to be
+installed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pd_cluster.devices.device import CPU, Device, compute_capability, has_triton
+from pd_cluster.errors import ConfigError, called, told
+from pd_cluster.kv.kv_layout import KVLayout
+from pd_cluster.model.layers.ops import Ops
+
+log = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZE = CPU.traits.block_size  # tokens
+TRITON_BLOCK_SIZES = (4, 256)  # the smallest and the largest, powers of two
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """A function that is None stands for attention/sdpa.py's, or for that of the layers' own kernels."""
+
+    name: str  # for the log, and for `Numerics`: equal names mean equal numbers on equal devices
+    write_and_attend: Callable[..., torch.Tensor] | None = None  # called by transformers' modules
+    attend_batch: Callable[..., torch.Tensor] | None = None  # called by fused layers on CUDA
+    make_ops: Callable[[Attention], Ops] | None = None  # fused layers' operations, if they depend on the attention
+    is_asked_for: bool = False
+    speedups: tuple[str, ...] = ()  # see speedups.py
+
+
+SDPA = Attention("SDPA")
+BACKEND = called("attention_backend")
+DETERMINISTIC = called("deterministic")
+HEAD_DIMS = called("npu_head_dims")
+
+
+def default_block_size(device: Device) -> int:
+    """Returns the size used without `--block-size`."""
+    return device.traits.block_size
+
+
+def check_deterministic(wanted: str, device: Device) -> None:
+    """Checks whether this device and backend can make rows independent of their batch. Raises ConfigError."""
+    if not device.is_accelerator:
+        name = told(DETERMINISTIC)
+        log.info("%s changes nothing on a CPU: docs/models.md says what is the same to the bit there", name)
+    elif not device.traits.runs_triton:
+        raise ConfigError(
+            f"{DETERMINISTIC}: {device.kind.upper()}s' operators choose their order of sums by the number of rows; "
+            f"leave it out (HCCL_DETERMINISTIC=true fixes the order of sums over devices)"
+        )
+    elif wanted not in ("auto", "triton"):
+        raise ConfigError(f"{DETERMINISTIC}: not with {BACKEND} {wanted}, whose sums follow the batch; use triton")
+
+
+def check_backend(wanted: str, block_size: int, device: Device) -> None:
+    """Checks what can be checked before the model is read. Raises ConfigError."""
+    if not device.traits.runs_triton and wanted not in ("auto", "sdpa"):
+        raise ConfigError(f"{BACKEND} {wanted}: on {device.kind.upper()} expected auto or sdpa; {wanted} is for CUDA")
+    if wanted == "flashinfer":
+        if importlib.util.find_spec("flashinfer") is None:
+            raise ConfigError(f"{BACKEND} flashinfer: it is not installed; pip install flashinfer-python, or use auto")
+        if not has_triton():
+            raise ConfigError(
+                f"{BACKEND} flashinfer: Triton, which serves beside it, is not installed; pip install triton"
+            )
+    least, most = TRITON_BLOCK_SIZES
+    by_triton = device.traits.runs_triton and has_triton() and wanted in ("auto", "triton")
+    if by_triton and (block_size & (block_size - 1) or not least <= block_size <= most):
+        wanted_size = f"on CUDA a power of 2 from {least} to {most}; 16 is the default"
+        raise ConfigError(f"{called('block_size')} {block_size}: {wanted_size}")
+
+
+def choose_attention(
+    wanted: str,
+    config: Any,
+    layout: KVLayout,
+    device: Device,
+    has_sinks: bool = False,
+    max_num_seqs: int = 1,
+    is_deterministic: bool = False,
+    npu_head_dims: str = "strict",
+    dtype: str = "",
+) -> Attention:
+    """Chooses for this rank's pool and transformers config. Raises ConfigError for a backend that cannot serve them.
+
+    `dtype`: the model's, if it is another than the pool's.
+    """
+    dtype = dtype or layout.dtype
+    if not device.is_accelerator or wanted == "sdpa":
+        return Attention("SDPA", is_asked_for=wanted == "sdpa")
+    if layout.has_latents:
+        return _by_modules(wanted, is_deterministic, "latent attention (MLA) runs")
+    if not layout.has_one_width:
+        return _by_modules(wanted, is_deterministic, "attention whose values are narrower than its keys runs")
+    if layout.dtype != dtype and not device.traits.runs_triton:
+        setting = f"{called('kv_cache_dtype')} {layout.dtype}"
+        raise ConfigError(f"{setting}: the operators of NPUs read {dtype} here; leave it out, or {BACKEND} sdpa, slow")
+    if not device.traits.runs_triton:
+        return _npu(config, layout, device, has_sinks, max_num_seqs, is_wide=npu_head_dims == "wide")
+    if wanted == "flashinfer":
+        if layout.dtype != dtype:
+            raise ConfigError(f"{called('kv_cache_dtype')} {layout.dtype}: not with {BACKEND} flashinfer; use auto")
+        return _flashinfer(config, layout, device, has_sinks)
+    if why := _why_not_triton(layout, config):
+        if wanted == "triton":
+            raise ConfigError(f"{BACKEND} triton: {why}; use auto")
+        if is_deterministic:
+            raise ConfigError(f"{DETERMINISTIC}: {why}; leave it out")
+        log.warning("attention by SDPA, sequence by sequence, which is slow: %s", why)
+        return SDPA
+    return triton_attention(is_deterministic)
+
+
+def _by_modules(wanted: str, is_deterministic: bool, what: str) -> Attention:
+    """Returns the one attention that no kernel of accelerators computes. Raises ConfigError for another."""
+    why = f"{what} as transformers' modules on accelerators"
+    if wanted != "auto":
+        raise ConfigError(f"{BACKEND} {wanted}: {why}; use auto, or sdpa")
+    if is_deterministic:
+        raise ConfigError(f"{DETERMINISTIC}: {why}, whose sums follow the batch; leave it out")
+    log.warning("attention by SDPA, sequence by sequence, which is slow: %s", why)
+    return SDPA
+
+
+def _npu(config: Any, layout: KVLayout, device: Device, has_sinks: bool, max_num_seqs: int, is_wide: bool) -> Attention:
+    """Chooses torch-npu's operators. SDPA would serve everything, one sequence after the other: only on request.
+
+    `is_wide`: heads of other sizes than described are tried on the device. If it fails, all is as without.
+    """
+    from pd_cluster.model.kernels.npu.head_dim_probe import why_not
+    from pd_cluster.model.kernels.npu.npu_attention import NpuAttention, problem, way_of
+    from pd_cluster.model.kernels.npu.ops import NpuOps
+
+    num_heads, dim = config.num_attention_heads, layout.head_dim
+    has = {
+        "softcap": getattr(config, "attn_logit_softcapping", None) is not None,
+        "sinks": has_sinks,
+        "window": uses_window(config),
+    }
+    traits = {trait for trait, is_there in has.items() if is_there}
+    way, way_out = way_of(layout, num_heads), ""
+    if way == "BSND" and not problem(layout, num_heads, max_num_seqs, traits, "TND"):
+        way_out = f"{HEAD_DIMS} wide tries it, "
+        if is_wide:
+            why = why_not(device, layout, num_heads, has["window"], has_sinks)
+            way, way_out = "BSND" if why else "TND", ""
+            if why:
+                log.warning("%s wide: without effect, packed attention with head_dim %d: %s", told(HEAD_DIMS), dim, why)
+            else:
+                log.info("%s wide: this device computes packed attention with head_dim %d", told(HEAD_DIMS), dim)
+    if why := problem(layout, num_heads, max_num_seqs, traits, way):
+        raise ConfigError(f"{why}; {way_out}{BACKEND} sdpa is slow, and can")
+    if way == "BSND":
+        hint = told(f"; {HEAD_DIMS} wide tries another way") if way_out else ""
+        log.warning("prompts attend by SDPA, sequence by sequence, which is slow: head_dim %d%s", dim, hint)
+    kernels, name = NpuAttention(device, way), f"torch-npu ({way})"
+    return Attention(name, kernels.write_and_attend, make_ops=lambda own: NpuOps(kernels.write_and_attend, own.name))
+
+
+def uses_window(config: Any) -> bool:
+    """Whether a layer of the model attends through a sliding window."""
+    if getattr(config, "sliding_window", None) is None or getattr(config, "use_sliding_window", True) is False:
+        return False
+    return "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+
+
+def triton_attention(is_deterministic: bool = False) -> Attention:
+    """`is_deterministic` concerns fused layers only; the loader refuses others."""
+    from pd_cluster.model.kernels.cuda.attention.triton_planner import attend_batch, write_and_attend
+
+    if is_deterministic:
+        from pd_cluster.model.kernels.cuda.deterministic import DeterministicOps, attend_rows
+
+        name = DeterministicOps.name
+        return Attention(name, write_and_attend, attend_rows, deterministic_ops)
+    return Attention("Triton", write_and_attend, attend_batch, cuda_ops)
+
+
+def deterministic_ops(attention: Attention) -> Ops:
+    from pd_cluster.model.kernels.cuda.deterministic import DeterministicOps
+
+    assert attention.attend_batch is not None
+    return DeterministicOps(attention.attend_batch, attention.name, attention.speedups)
+
+
+def cuda_ops(attention: Attention) -> Ops:
+    """Returns Triton's kernels around an attention that reads the pool."""
+    from pd_cluster.model.kernels.cuda.ops import CudaOps  # Triton may be missing
+
+    assert attention.attend_batch is not None
+    return CudaOps(attention.attend_batch, attention.name, attention.speedups)
+
+
+def _flashinfer(config: Any, layout: KVLayout, device: Device, has_sinks: bool) -> Attention:
+    try:
+        from pd_cluster.model.kernels.cuda.attention.flashinfer import VERSION, FlashInfer, problem
+    except ImportError as error:
+        raise ConfigError(f"{BACKEND} flashinfer: it cannot be imported ({error}); use auto") from error
+    capability = compute_capability(device)
+    if why := problem(layout, config.num_attention_heads, capability, has_sinks=has_sinks):
+        raise ConfigError(f"{BACKEND} flashinfer: {why}; use auto")
+    kernels = FlashInfer(device)
+    name = "FlashInfer {} (sm_{}{})".format(VERSION, *capability)  # both decide which kernels it takes
+    return Attention(name, kernels.write_and_attend, kernels.attend_batch, cuda_ops)
+
+
+def _why_not_triton(layout: KVLayout, config: Any) -> str:
+    """Returns why Triton's kernels do not serve such a pool and model on CUDA, or ""."""
+    if not has_triton():
+        return "Triton is not installed"
+    from pd_cluster.model.kernels.cuda.attention.triton_planner import problem
+
+    return problem(layout.head_dim, config.num_attention_heads, layout.num_kv_heads, layout.block_size)

@@ -1,0 +1,208 @@
+"""A step's decoder layers in one call of the C kernels: the same bits as part by part, without Python in between.
+
+For layers whose four products are packed, with a norm before each half and nothing beside them: no adapters, no
+experts, no other ranks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.forward_batch import ForwardBatch
+from pd_cluster.model.layers.fused_layer import FusedLayer, HeadsAttention
+from pd_cluster.model.layers.gated_mlp import Activation, GatedMLP
+from pd_cluster.model.layers.ops import Heads, Norm, Rope
+from pd_cluster.native.packed_products import PackedProduct, ProductCall
+
+MOST_ROWS = 64  # more take so long that the rest does not count
+LAYERS_AT_ONCE = 4  # where the number of threads may change in between
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}  # row_kernels.h
+
+_Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class _DecoderLayer(ctypes.Structure):
+    """DecoderLayer in decoder_layers.h."""
+
+    _fields_ = (
+        *((name, ProductCall) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, _Pointer) for name in ("attention", "input_norm", "mlp_norm")),
+        *((name, _Float) for name in ("input_eps", "mlp_eps")),
+        ("activation", _Int),
+    )
+
+
+class _Layers(ctypes.Structure):
+    """Layers in decoder_layers.h."""
+
+    _fields_ = (
+        *((name, _Int) for name in ("num_layers", "num_rows", "num_threads")),
+        *((name, _Pointer) for name in ("layers", "steps", "plan_attention", "attend", "pools", "x", "delta")),
+        ("has_delta", _Int),
+        ("scratch", _Pointer),
+    )
+
+
+class BoundLayer(Protocol):
+    """A layer in one pool: Layer's address (attention_step.h), which lives as long as this, and the pool's kernels."""
+
+    address: int
+    library: ctypes.CDLL
+
+
+class StepViews(Protocol):
+    """How C sees a step and its layers."""
+
+    def step_address(self, rope: Rope, batch: ForwardBatch, head_dim: int) -> int:
+        """Returns Step's address (attention_step.h), valid as long as the batch lives, for torch's thread count."""
+
+    def bound(self, heads: Heads, pool: KVPool) -> BoundLayer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One layer: what C sees, and what must live as long."""
+
+    call: _DecoderLayer
+    heads: Heads
+    rope: str
+    kept: tuple[object, ...]
+
+
+class DecoderLayers:
+    """Computes all layers of a step of at most MOST_ROWS rows."""
+
+    def __init__(self, library: ctypes.CDLL, parts: list[_Part], views: StepViews) -> None:
+        for function in (library.pd_layers, library.pd_layers_nbytes):
+            function.argtypes = [_Pointer]
+        library.pd_layers.restype, library.pd_layers_nbytes.restype = None, _Int
+        self._library, self._parts, self._views = library, parts, views
+        self._layers = (_Pointer * len(parts))(*(ctypes.addressof(part.call) for part in parts))
+        self._width = int(parts[0].call.qkv.inputs)
+        self._kinds: dict[tuple[str, int], int] = {}  # rope and group of a layer -> the width of its heads
+        self._kind_of: list[tuple[str, int]] = []
+        self._windows = {part.heads.sliding_window for part in parts}
+        self._bound_to: tuple[KVPool, ...] = ()
+        self._bound: list[BoundLayer] = []
+        self._pools = (_Pointer * len(parts))()
+
+    def takes(self, batch: ForwardBatch) -> bool:
+        """Whether it can compute this batch. The last layer's rows that nobody reads would be computed, too."""
+        return (
+            batch.num_tokens <= MOST_ROWS
+            and len(batch.sample_rows) == batch.num_tokens
+            and batch.hidden is None
+            and batch.images is None
+            and batch.virtual is None
+        )
+
+    def __call__(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
+        """Updates x [num_tokens, hidden_size]; returns what the last layer adds to it."""
+        assert x.shape == (batch.num_tokens, self._width)
+        assert x.dtype == torch.float32
+        assert x.is_contiguous()
+        delta = torch.empty_like(x)
+        num_layers = len(self._parts)
+        at_once = num_layers
+        if batch.on_layer is not None or batch.after_layer is not None:
+            at_once = 1 if batch.on_layer is not None else LAYERS_AT_ONCE
+        pools = (batch.pool, *(each.pool for each in batch.further))
+        if self._bound_to != pools:
+            self._bind(batch, pools)
+        attend = self._bound[0].library
+        call = _Layers(
+            num_rows=len(x), x=x.data_ptr(), delta=delta.data_ptr(),
+            plan_attention=ctypes.cast(attend.pd_attend_plan, _Pointer),
+            attend=ctypes.cast(attend.pd_attend_work, _Pointer),
+        )  # fmt: skip
+        size = ctypes.sizeof(_Pointer)
+        for first in range(0, num_layers, at_once):
+            call.num_layers = min(at_once, num_layers - first)
+            steps = self._steps(ropes, batch)
+            call.pools = ctypes.addressof(self._pools) + first * size
+            call.layers = ctypes.addressof(self._layers) + first * size
+            call.steps = ctypes.addressof(steps) + first * size
+            call.num_threads, call.has_delta = torch.get_num_threads(), int(first > 0)
+            scratch = torch.empty(self._library.pd_layers_nbytes(ctypes.addressof(call)), dtype=torch.uint8)
+            call.scratch = scratch.data_ptr()
+            self._library.pd_layers(ctypes.addressof(call))
+            if at_once < num_layers:
+                for part in self._parts[first : first + at_once]:
+                    batch.layer_written(part.heads.layer_idx, part.heads.sliding_window)
+        if at_once == num_layers:  # nobody waits for one of them
+            batch.layers_written += [part.heads.layer_idx for part in self._parts]
+            batch.windows |= self._windows
+        return delta
+
+    def _steps(self, ropes: dict[str, Rope], batch: ForwardBatch) -> ctypes.Array[ctypes.c_void_p]:
+        """Returns the address of each layer's view of the batch."""
+        addresses = {
+            (rope, group): self._views.step_address(ropes[rope], batch.of_group(group), head_dim)
+            for (rope, group), head_dim in self._kinds.items()
+        }
+        return (_Pointer * len(self._kind_of))(*(addresses[kind] for kind in self._kind_of))
+
+    def _bind(self, batch: ForwardBatch, pools: tuple[KVPool, ...]) -> None:
+        """Notes each layer's place in these pools, those of the batch's groups, which have one dtype."""
+        assert len({pool.layout.dtype for pool in pools}) == 1
+        own = [batch.of_layer(part.heads.layer_idx).pool for part in self._parts]
+        self._bound = [self._views.bound(part.heads, pool) for part, pool in zip(self._parts, own, strict=True)]
+        for at, (part, bound, pool) in enumerate(zip(self._parts, self._bound, own, strict=True)):
+            part.call.attention = bound.address
+            self._pools[at] = pool.data.data_ptr()
+        self._kind_of = [(part.rope, pools.index(pool)) for part, pool in zip(self._parts, own, strict=True)]
+        self._kinds = {kind: part.heads.head_dim for kind, part in zip(self._kind_of, self._parts, strict=True)}
+        self._bound_to = pools
+
+
+def decoder_layers(library: ctypes.CDLL, layers: Sequence[FusedLayer], views: StepViews) -> DecoderLayers | None:
+    """Returns all layers as one; None if one of them has something that this cannot compute."""
+    parts = [_part(layer) for layer in layers]
+    found = [part for part in parts if part is not None]
+    widths = {int(part.call.qkv.inputs) for part in found}
+    return DecoderLayers(library, found, views) if len(found) == len(parts) and len(widths) == 1 else None
+
+
+def _fit(heads: Heads, qkv: ProductCall, output: ProductCall, gate_up: ProductCall, down: ProductCall) -> bool:
+    """Whether each product's results are as wide as what the next one takes: C allocates and reads by these sizes."""
+    width = heads.num_heads * heads.head_dim
+    needed = (
+        (qkv.outputs, width + 2 * heads.num_kv_heads * heads.head_dim),
+        (output.inputs, width),
+        (gate_up.outputs, 2 * down.inputs),
+        *((each, qkv.inputs) for each in (output.outputs, gate_up.inputs, down.outputs)),
+    )
+    return all(int(found) == int(wanted) for found, wanted in needed)
+
+
+def _part(layer: FusedLayer) -> _Part | None:
+    mlp, norms, attention = layer.mlp, (layer.input_norm, layer.mlp_norm), layer.attention
+    if not isinstance(attention, HeadsAttention) or attention.spanning:
+        return None
+    has_more = layer.post_attention_norm is not None or layer.post_mlp_norm is not None
+    if has_more or layer.residual_multiplier != 1.0 or not isinstance(mlp, GatedMLP) or mlp.is_special:
+        return None
+    products = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
+    if not all(isinstance(each, PackedProduct) for each in products):
+        return None
+    calls = [each.call for each in products if isinstance(each, PackedProduct)]
+    if not _fit(attention.heads, *calls):
+        return None
+    weights = [norm.weight for norm in norms if isinstance(norm, Norm)]
+    if len(weights) < len(norms) or any(weight.dtype != torch.float32 for weight in weights):
+        return None
+    call = _DecoderLayer(
+        *calls,
+        input_norm=weights[0].data_ptr(),
+        mlp_norm=weights[1].data_ptr(),
+        input_eps=norms[0].eps if norms[0] is not None else 0.0,
+        mlp_eps=norms[1].eps if norms[1] is not None else 0.0,
+        activation=ACTIVATIONS[mlp.activation],
+    )
+    return _Part(call, attention.heads, attention.rope, (products, weights))

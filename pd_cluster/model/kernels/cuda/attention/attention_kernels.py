@@ -1,0 +1,294 @@
+"""Triton kernels for paged attention: a sweep over keys, and the prefill built on it (decode: `attention_decode`).
+
+Scores are kept in units of log2, so that a weight is one exp2. A program sweeps its keys tile by tile; only tiles cut
+by the context's end, the diagonal or a window's edge are masked. They know nothing of how the grid was planned.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from pd_cluster.model.kernels.cuda.attention.quantized_kv import decoded, scale_at
+from pd_cluster.model.kernels.cuda.dependent_launch import begin
+
+
+@triton.jit
+def _blocks_at(table, start, hi, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Returns the block of a tile of keys, or that of each of its keys; 0 from `hi` on."""
+    if BLOCK_N <= BLOCK_SIZE:
+        block = tl.load(table + start // BLOCK_SIZE, mask=start < hi, other=0)
+    else:
+        n = tl.arange(0, BLOCK_N)
+        block = tl.load(table + start // BLOCK_SIZE + n // BLOCK_SIZE, mask=start + n < hi, other=0)
+    return block
+
+
+@triton.jit
+def _attend_tile(
+    acc,  # [M, D] float32
+    top,  # [M] float32: highest score so far
+    total,  # [M] float32: sum of weights so far
+    q,  # [M, D]
+    positions,  # [M] int32: the queries' positions
+    ends,  # [M] int32: the last key that each query sees
+    block,  # from `blocks_at`
+    start,  # first key, a multiple of BLOCK_N
+    seen_from,  # the first key that any query sees
+    hi,  # the end of the keys
+    key_base,
+    value_base,
+    block_stride,
+    token_stride,
+    window,
+    scale,
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CODES: tl.constexpr,  # pool_codes.CODES; 0: the pool has numbers
+    MASKED: tl.constexpr,
+):
+    """Returns (acc, top, total) after BLOCK_N more keys."""
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, D)
+    if BLOCK_N <= BLOCK_SIZE:
+        rows = block.to(tl.int64) * block_stride + (start % BLOCK_SIZE + n) * token_stride
+    else:
+        rows = block.to(tl.int64) * block_stride + (n % BLOCK_SIZE) * token_stride
+    if CODES > 0:
+        rows = tl.multiple_of(rows, 4)  # the scales are aligned, so codes come four at a time
+    offsets = rows[:, None] + d[None, :]
+    if MASKED:  # unseen values may be anything, even NaN, which a weight of zero would not cancel
+        is_seen = start + n < hi
+        if HAS_WINDOW:
+            is_seen = is_seen & (start + n >= seen_from)
+    else:
+        is_seen = n >= 0
+    if CODES > 0:
+        there = is_seen[:, None] & (d < HEAD_DIM)[None, :]
+        k = decoded(key_base, rows, there, d, q.dtype, HEAD_DIM, CODES)
+        v = decoded(value_base, rows, there, d, q.dtype, HEAD_DIM, CODES)
+    elif MASKED:
+        there = is_seen[:, None] & (d < HEAD_DIM)[None, :]
+        k = tl.load(key_base + offsets, mask=there, other=0.0).to(q.dtype)
+        v = tl.load(value_base + offsets, mask=there, other=0.0).to(q.dtype)
+    elif HEAD_DIM < D:
+        k = tl.load(key_base + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
+        v = tl.load(value_base + offsets, mask=(d < HEAD_DIM)[None, :], other=0.0).to(q.dtype)
+    else:
+        k = tl.load(key_base + offsets).to(q.dtype)
+        v = tl.load(value_base + offsets).to(q.dtype)
+
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)  # [M, BLOCK_N]
+    if CODES > 0:
+        scores *= scale_at(key_base, rows, is_seen, HEAD_DIM, CODES)[None, :]
+    if HAS_SOFTCAP:  # tanh(x) is 1 - 2 / (exp(2 x) + 1); scale and softcap include the factors to and from log2
+        scores = softcap - 2.0 * softcap / (tl.exp2(scores * scale) + 1.0)
+    if MASKED:
+        at = (start + n)[None, :]
+        visible = at <= ends[:, None]
+        if HAS_WINDOW:
+            visible = visible & (at > positions[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+    if HAS_SOFTCAP:
+        factor = 1.0
+    else:
+        factor = scale  # applied late, it fuses with the subtraction below into one multiply-add
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    if MASKED:  # a row that has seen no key yet keeps weights of zero
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    else:
+        shift = new_top
+    weights = tl.exp2(scores * factor - shift[:, None])
+    fade = tl.exp2(top - shift)
+    total = total * fade + tl.sum(weights, 1)
+    if CODES > 0:
+        weights *= scale_at(value_base, rows, is_seen, HEAD_DIM, CODES)[None, :]
+    acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
+    return acc, new_top, total
+
+
+@triton.jit
+def sweep(
+    q,
+    positions,
+    ends,  # [M]: the last key that each query sees; none is before its position
+    seen_from,  # the first key that any query sees
+    lo,  # all keys are in [lo, hi); lo is a multiple of BLOCK_N
+    whole_lo,  # every query sees all of [whole_lo, whole_hi); multiples of BLOCK_N
+    whole_hi,
+    hi,
+    key_base,
+    value_base,
+    table,
+    block_stride,
+    token_stride,
+    window,
+    scale,
+    softcap,
+    HEAD_DIM: tl.constexpr,
+    M: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CODES: tl.constexpr,
+):
+    """Sweeps the keys in three loops: the window's lower edge, the unmasked middle, the upper edge.
+
+    Blocks are looked up one tile ahead; otherwise keys would wait for them, and fewer tiles would be in flight.
+    """
+    acc = tl.zeros([M, D], tl.float32)
+    top = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    upcoming = _blocks_at(table, lo, hi, BLOCK_N, BLOCK_SIZE)
+    if HAS_WINDOW:
+        for start in range(lo, whole_lo, BLOCK_N):
+            block = upcoming
+            upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE)
+            acc, top, total = _attend_tile(
+                acc, top, total, q, positions, ends, block, start, seen_from, hi, key_base, value_base,
+                block_stride, token_stride, window, scale, softcap, HEAD_DIM, D, BLOCK_N, BLOCK_SIZE,
+                HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, MASKED=True,
+            )  # fmt: skip
+    for start in range(whole_lo, whole_hi, BLOCK_N):
+        block = upcoming
+        upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE)
+        acc, top, total = _attend_tile(
+            acc, top, total, q, positions, ends, block, start, seen_from, hi, key_base, value_base,
+            block_stride, token_stride, window, scale, softcap, HEAD_DIM, D, BLOCK_N, BLOCK_SIZE,
+            HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, MASKED=False,
+        )  # fmt: skip
+    for start in range(whole_hi, hi, BLOCK_N):
+        block = upcoming
+        upcoming = _blocks_at(table, start + BLOCK_N, hi, BLOCK_N, BLOCK_SIZE)
+        acc, top, total = _attend_tile(
+            acc, top, total, q, positions, ends, block, start, seen_from, hi, key_base, value_base,
+            block_stride, token_stride, window, scale, softcap, HEAD_DIM, D, BLOCK_N, BLOCK_SIZE,
+            HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES, MASKED=True,
+        )  # fmt: skip
+    return acc, top, total
+
+
+@triton.jit
+def add_sink(top, total, sinks, heads, is_head):
+    """Adds one key with a score of its own and a value of zero. Returns (factor for the previous sums, total)."""
+    sink = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32) * 1.4426950408889634
+    new_top = tl.maximum(top, sink)
+    fade = tl.exp2(top - new_top)
+    return fade, total * fade + tl.exp2(sink - new_top)
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "query_starts",
+        "context_lens",
+        "block_table",
+        "table_starts",
+        "tiles",
+        "key_limits",
+    ]
+)
+def prefill_kernel(
+    query,
+    out,
+    key_pool,
+    value_pool,
+    query_starts,
+    context_lens,
+    block_table,
+    table_starts,
+    tiles,  # [num_tiles, 2]: sequence, first query
+    key_limits,  # [num_tokens]: the end of the keys that each query sees; read with HAS_LIMITS
+    sinks,
+    num_kv_heads,
+    query_stride,
+    query_head_stride,
+    out_stride,
+    block_stride,
+    token_stride,
+    head_stride,
+    window,
+    scale,
+    softcap,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_LIMITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CODES: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Grid: num_tiles * num_kv_heads. Row r of a tile is query r // GROUP, with the KV head's query head r % GROUP.
+
+    UNIFORM: all tiles of keys are masked, so a query's result does not depend on the other queries of its tile: tiles
+    start at multiples of BLOCK_N whatever the chunk, and one of which a query sees nothing leaves its sums as they are.
+    """
+    begin(PDL)
+    QUERIES: tl.constexpr = BLOCK_M // GROUP
+    tile = tl.program_id(0) // num_kv_heads
+    kv_head = tl.program_id(0) % num_kv_heads
+    seq = tl.load(tiles + 2 * tile)
+    first = tl.load(tiles + 2 * tile + 1)
+    row_start = tl.load(query_starts + seq)
+    query_len = tl.load(query_starts + seq + 1) - row_start
+    prefix = tl.load(context_lens + seq) - query_len
+    table = block_table + tl.load(table_starts + seq)
+
+    r = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, D)
+    index = first + r // GROUP
+    heads = kv_head * GROUP + r % GROUP
+    is_row = (r < QUERIES * GROUP) & (index < query_len)
+    there = is_row[:, None] & (d < HEAD_DIM)[None, :]
+    token = (row_start + index).to(tl.int64)
+    q_at = (token * query_stride + heads * query_head_stride)[:, None] + d[None, :]
+    q = tl.load(query + q_at, mask=there, other=0.0)
+
+    least = prefix + first
+    most = prefix + tl.minimum(first + QUERIES, query_len) - 1
+    hi = most + 1
+    ends = prefix + index
+    if HAS_LIMITS:
+        ends = tl.load(key_limits + row_start + index, mask=is_row, other=1) - 1
+        hi = tl.max(ends, 0) + 1
+    whole_hi = (least + 1) // BLOCK_N * BLOCK_N
+    seen_from = 0
+    lo = 0
+    whole_lo = 0
+    if HAS_WINDOW:
+        seen_from = tl.maximum(least - window + 1, 0)
+        lo = seen_from // BLOCK_N * BLOCK_N
+        whole_lo = tl.cdiv(tl.maximum(most - window + 1, 0), BLOCK_N) * BLOCK_N
+        whole_hi = tl.maximum(whole_lo, whole_hi)
+    if UNIFORM:
+        whole_lo = lo
+        whole_hi = lo
+    head_at = kv_head * head_stride
+    if CODES > 0:
+        head_at = tl.multiple_of(head_at, 4)
+    acc, top, total = sweep(
+        q, prefix + index, ends, seen_from, lo, whole_lo, whole_hi, hi,
+        key_pool + head_at, value_pool + head_at, table, block_stride, token_stride,
+        window, scale, softcap, HEAD_DIM, BLOCK_M, D, BLOCK_N, BLOCK_SIZE, HAS_WINDOW, HAS_SOFTCAP, PRECISION, CODES,
+    )  # fmt: skip
+    if HAS_SINKS:
+        fade, total = add_sink(top, total, sinks, heads, is_row)
+        acc *= fade[:, None]
+    acc /= tl.where(total > 0, total, 1.0)[:, None]  # padding has seen no key
+    out_at = (token * out_stride + heads * HEAD_DIM)[:, None] + d[None, :]
+    tl.store(out + out_at, acc.to(out.dtype.element_ty), mask=there)

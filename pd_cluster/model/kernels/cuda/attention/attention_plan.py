@@ -1,0 +1,168 @@
+"""Divides a step's attention into programs: integers from lengths, on the host. Knows nothing of tensors or kernels.
+
+The kernels find each row's splits from context_lens. A plan of `plan_decode` therefore holds for every batch of that
+size: a CUDA graph captured with it can be replayed with other contexts and tables in the same buffers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs
+
+# Splits of a context are fixed by position, so that a row's bits do not depend on the batch. In the 8B model's shape
+# one is 128 KiB of keys and values of one KV head: about 11 us of a program's share of an H100's bandwidth, against 1
+# to 2 us until its first key arrives; and its stored result is 1/64 of what it read. With 512, a context of 1,024
+# tokens would occupy only 16 programs.
+SPLIT_KEYS = 256
+MAX_SPLITS = 64  # of a context; bounds the workspace. Contexts of more than 16,128 keys have wider splits.
+PROGRAMS_PER_SM = 2  # that run side by side, to keep enough bytes in flight
+
+Ids = npt.NDArray[np.int32]
+NO_SEQS: Ids = np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionPlan:
+    """Sequences with one query decode, their splits taken by `num_workers` programs per KV head; others form tiles.
+
+    No context has more than `max_splits` splits, of `split_keys` keys or a multiple.
+    `tiles` and `decode_seqs` are copied to the device with the batch (`BatchMetadata`).
+    """
+
+    configs: AttentionConfigs
+    num_seqs: int
+    max_splits: int
+    split_keys: int
+    num_workers: int
+    decode_seqs: Ids  # [num_decode] ascending
+    tiles: Ids  # [num_tiles, 2]: sequence, first query of the tile; most keys first
+
+    @property
+    def all_decode(self) -> bool:
+        return len(self.decode_seqs) == self.num_seqs
+
+    def workspace_numel(self, num_heads: int, head_dim: int) -> int:
+        """Returns the float32 elements that the splits need: output and log-sum-exp of each."""
+        return 0 if self.max_splits == 1 else len(self.decode_seqs) * num_heads * self.max_splits * (head_dim + 1)
+
+    def num_arrivals(self, num_kv_heads: int) -> int:
+        """Returns how many counts of complete splits a launch needs."""
+        return 0 if self.max_splits == 1 else len(self.decode_seqs) * num_kv_heads
+
+
+def plan_attention(
+    query_lens: npt.NDArray[np.integer],  # [num_seqs], each at least 1
+    context_lens: npt.NDArray[np.integer],  # [num_seqs]
+    group: int,
+    num_kv_heads: int,
+    configs: AttentionConfigs,
+    num_sms: int,
+    split_keys: int = SPLIT_KEYS,
+) -> AttentionPlan:
+    """Plans a batch. `group`: query heads per KV head."""
+    decode_seqs = np.flatnonzero(query_lens == 1).astype(np.int32)
+    max_splits = most_splits(int(context_lens[decode_seqs].max(initial=0)), split_keys)
+    num_workers = workers_for(len(decode_seqs) * max_splits, num_kv_heads, num_sms)
+    tiles = tiles_of(query_lens, context_lens, configs.prefill.rows // group, least=2)
+    return AttentionPlan(configs, len(query_lens), max_splits, split_keys, num_workers, decode_seqs, tiles)
+
+
+def plan_tiles(
+    query_lens: npt.NDArray[np.integer],  # [num_seqs], each at least 1
+    context_lens: npt.NDArray[np.integer],  # [num_seqs]
+    group: int,
+    configs: AttentionConfigs,
+) -> AttentionPlan:
+    """Plans a batch with tiles for all sequences, so that no context is split. `group`: query heads per KV head."""
+    tiles = tiles_of(query_lens, context_lens, configs.prefill.rows // group)
+    return AttentionPlan(configs, len(query_lens), 1, SPLIT_KEYS, 1, NO_SEQS, tiles)
+
+
+def plan_decode(
+    num_seqs: int,
+    max_context_len: int,
+    num_kv_heads: int,
+    configs: AttentionConfigs,
+    num_sms: int,
+    split_keys: int = SPLIT_KEYS,
+) -> AttentionPlan:
+    """Plans a padded batch whose sequences have one query each, and contexts from 0 (padding) to `max_context_len`."""
+    max_splits = most_splits(max_context_len, split_keys)
+    num_workers = workers_for(num_seqs * max_splits, num_kv_heads, num_sms)
+    decode_seqs, no_tiles = np.arange(num_seqs, dtype=np.int32), np.empty((0, 2), dtype=np.int32)
+    return AttentionPlan(configs, num_seqs, max_splits, split_keys, num_workers, decode_seqs, no_tiles)
+
+
+def plan_padded(
+    num_tokens: int,
+    num_seqs: int,
+    max_context_len: int,
+    group: int,
+    num_kv_heads: int,
+    configs: AttentionConfigs,
+    num_sms: int,
+    split_keys: int = SPLIT_KEYS,
+) -> AttentionPlan:
+    """Plans for any step of fewer tokens than `num_tokens`, some of prompts, in up to `num_seqs` sequences.
+
+    One more sequence has no tokens and no context. All of `decode_seqs` and `tiles` name it; a graph reads others from
+    its buffers. Decode attention writes its result behind the step's tokens.
+    """
+    max_splits = most_splits(max_context_len, split_keys)
+    num_workers = workers_for(num_seqs * max_splits, num_kv_heads, num_sms)
+    decode_seqs, tiles = padded_items(NO_SEQS, NO_SEQS, num_tokens, num_seqs, group, configs)
+    return AttentionPlan(configs, num_seqs + 1, max_splits, split_keys, num_workers, decode_seqs, tiles)
+
+
+def padded_items(
+    query_lens: npt.NDArray[np.integer],  # [number of sequences], up to num_seqs
+    context_lens: npt.NDArray[np.integer],
+    num_tokens: int,
+    num_seqs: int,
+    group: int,
+    configs: AttentionConfigs,
+) -> tuple[Ids, Ids]:
+    """Returns a step's `decode_seqs` [num_seqs] and `tiles` [most_tiles, 2], padded with the sequence `num_seqs`."""
+    queries = configs.prefill.rows // group
+    decode_seqs = np.full(num_seqs, num_seqs, dtype=np.int32)
+    found = np.flatnonzero(query_lens == 1)
+    decode_seqs[: len(found)] = found
+    tiles = np.zeros((most_tiles(num_tokens, num_seqs, queries), 2), dtype=np.int32)
+    tiles[:, 0] = num_seqs
+    needed = tiles_of(query_lens, context_lens, queries, least=2)
+    tiles[: len(needed)] = needed
+    return decode_seqs, tiles
+
+
+def most_tiles(num_tokens: int, num_seqs: int, queries: int) -> int:
+    """Returns the most tiles of `queries` queries that sequences of two tokens or more can have."""
+    return num_tokens // queries + min(num_seqs, num_tokens // 2)
+
+
+def tiles_of(
+    query_lens: npt.NDArray[np.integer], context_lens: npt.NDArray[np.integer], queries: int, least: int = 1
+) -> Ids:
+    """Returns [num_tiles, 2], the sequence and the first query of each tile of `queries` queries; most keys first.
+
+    Sequences with fewer than `least` queries have none.
+    """
+    counts = np.where(query_lens >= least, -(-query_lens // queries), 0)
+    seqs = np.repeat(np.arange(len(query_lens)), counts)
+    first = (np.arange(len(seqs)) - np.repeat(np.cumsum(counts) - counts, counts)) * queries
+    num_keys = np.minimum((context_lens - query_lens)[seqs] + first + queries, context_lens[seqs])
+    order = np.argsort(-num_keys, kind="stable")
+    return np.stack((seqs, first), axis=1)[order].astype(np.int32)
+
+
+def most_splits(longest_context: int, split_keys: int = SPLIT_KEYS) -> int:
+    """Returns the largest number of splits of any context up to `longest_context`, with or without a window."""
+    return max(1, min(MAX_SPLITS, -(-longest_context // split_keys)))
+
+
+def workers_for(num_items: int, num_kv_heads: int, num_sms: int) -> int:
+    """Returns the programs per KV head that take `num_items` splits: no more than run side by side."""
+    return max(1, min(num_items, -(-PROGRAMS_PER_SM * num_sms // num_kv_heads)))

@@ -1,0 +1,287 @@
+"""Paged attention on CUDA: launches the kernels for a batch. Nothing here synchronizes with the device.
+
+Launches go to the process's current device and stream. Importing this file imports Triton.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from pd_cluster.kv.kv_layout import stored_width
+from pd_cluster.model.kernels.cuda.attention.attention_configs import padded
+from pd_cluster.model.kernels.cuda.attention.attention_decode import decode_kernel
+from pd_cluster.model.kernels.cuda.attention.attention_kernels import prefill_kernel
+from pd_cluster.model.kernels.cuda.attention.attention_plan import MAX_SPLITS, AttentionPlan
+from pd_cluster.model.kernels.cuda.attention.attention_write import write_codes_kernel, write_kernel
+from pd_cluster.model.kernels.cuda.attention.quantized_kv import codes_of
+from pd_cluster.model.kernels.cuda.dependent_launch import launched
+from pd_cluster.model.layers.attention.sdpa import Scoring
+
+LOG2_E = math.log2(math.e)
+MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 256
+MERGED_ELEMENTS = 4096  # of splits' results that a program reads at once when it merges them: 32 per thread
+SEARCHED = 128  # rows whose splits a program of decode counts at once, one a thread
+WRITE_CHUNK = 1024  # elements of a token that a program writes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchMetadata:
+    """A batch's metadata on the device, int32. Sequence i owns query rows [query_starts[i], query_starts[i + 1]).
+
+    Its blocks are block_table[table_starts[i]:table_starts[i + 1]]. A padding row has context_len 0 and no blocks; its
+    output is zero.
+    """
+
+    query_starts: torch.Tensor  # [num_seqs + 1]
+    context_lens: torch.Tensor  # [num_seqs]
+    block_table: torch.Tensor  # [total number of blocks]
+    table_starts: torch.Tensor  # [num_seqs + 1]
+    decode_seqs: torch.Tensor  # [num_decode], from the plan; not read when all sequences decode
+    tiles: torch.Tensor  # [num_tiles, 2], from the plan
+    # [plan.num_arrivals(num_kv_heads)]: how many splits are complete, 0 between launches. It belongs to one plan, whose
+    # launches follow each other; graphs use memory from outside of them, because they share their own.
+    arrivals: torch.Tensor
+    key_limits: torch.Tensor | None = None  # [num_tokens]: the end of the keys that a row sees; None: itself
+
+
+def attend(
+    query: torch.Tensor,  # [num_tokens, num_heads, head_dim], its last dimension contiguous
+    key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim, or the stored width of codes]
+    value_pool: torch.Tensor,
+    batch: BatchMetadata,
+    plan: AttentionPlan,
+    scoring: Scoring,
+    out: torch.Tensor | None = None,  # contiguous, like the query
+    workspace: torch.Tensor | None = None,  # float32, at least plan.workspace_numel(num_heads, head_dim)
+    pool_dtype: str = "",
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Returns [num_tokens, num_heads, head_dim]. The step's keys and values must be in the pool already.
+
+    `pool_dtype`: the name of the pool's dtype if it has codes.
+    """
+    if out is None:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    _check(query, key_pool, value_pool, out, scoring, pool_dtype)
+    if len(plan.tiles):
+        _prefill(query, key_pool, value_pool, batch, plan, scoring, out, pool_dtype, pdl)
+    if len(plan.decode_seqs):
+        if workspace is None:
+            numel = plan.workspace_numel(query.shape[1], query.shape[2])
+            workspace = torch.empty(numel, dtype=torch.float32, device=query.device)
+        _decode(query, key_pool, value_pool, batch, plan, scoring, out, workspace, pool_dtype, pdl)
+    return out
+
+
+def write_kv(
+    keys: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim], contiguous within a token
+    values: torch.Tensor,
+    key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
+    value_pool: torch.Tensor,
+    slot_mapping: torch.Tensor,  # [num_tokens] int64: block * block_size + offset
+    pool_dtype: str = "",
+) -> None:
+    """Writes the step's keys and values into their slots, in the pool's precision. `pool_dtype` as in `attend`."""
+    num_tokens, num_kv_heads, head_dim = keys.shape
+    _check_pools(key_pool, value_pool)
+    for given, pool in ((keys, key_pool), (values, value_pool)):
+        assert given.shape == (num_tokens, num_kv_heads, head_dim)
+        assert pool.shape[2:] == (num_kv_heads, stored_width(pool_dtype, head_dim))
+        assert given.stride()[1:] == (head_dim, 1)
+    assert slot_mapping.dtype == torch.int64
+    assert len(slot_mapping) == num_tokens
+    if codes := codes_of(pool_dtype):
+        half = triton.next_power_of_2(head_dim // 2)
+        write_codes_kernel[num_tokens, num_kv_heads](
+            *(keys, values, key_pool, value_pool, slot_mapping, keys.stride(0), values.stride(0)),
+            *key_pool.stride()[:3],
+            HEAD_DIM=head_dim,
+            HALF=half,
+            BLOCK_SIZE=key_pool.shape[1],
+            CODES=codes,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+        return
+    width = num_kv_heads * head_dim
+    chunk = min(WRITE_CHUNK, padded(width))
+    write_kernel[num_tokens, -(-width // chunk)](
+        keys,
+        values,
+        key_pool,
+        value_pool,
+        slot_mapping,
+        keys.stride(0),
+        values.stride(0),
+        key_pool.stride(0),
+        key_pool.stride(1),
+        WIDTH=width,
+        CHUNK=chunk,
+        BLOCK_SIZE=key_pool.shape[1],
+    )
+
+
+def _check_pools(key_pool: torch.Tensor, value_pool: torch.Tensor) -> None:
+    """Asserts what the kernels rely on; block ids were checked when the batch was built."""
+    _, block_size, _, width = key_pool.shape
+    assert key_pool.shape == value_pool.shape
+    assert key_pool.stride() == value_pool.stride()
+    assert key_pool.stride()[2:] == (width, 1)
+    assert block_size & (block_size - 1) == 0
+    assert MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE, f"block_size {block_size}"
+
+
+def _check(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    out: torch.Tensor,
+    scoring: Scoring,
+    pool_dtype: str,
+) -> None:
+    _check_pools(key_pool, value_pool)
+    num_heads, num_kv_heads = query.shape[1], key_pool.shape[2]
+    assert num_heads % num_kv_heads == 0
+    assert stored_width(pool_dtype, query.shape[2]) == key_pool.shape[3]
+    assert query.stride(2) == 1
+    assert query.dtype == out.dtype
+    assert key_pool.dtype == value_pool.dtype
+    assert (key_pool.dtype == torch.uint8) == bool(codes_of(pool_dtype))
+    assert out.shape == query.shape
+    assert out.is_contiguous()
+    assert scoring.scaling > 0
+    assert scoring.sinks is None or scoring.sinks.shape == (num_heads,)
+
+
+def _scales(scoring: Scoring) -> tuple[float, float]:
+    """Returns (scale, softcap) as `_attend_tile` expects them: in units of log2."""
+    if scoring.softcap is None:
+        return scoring.scaling * LOG2_E, 0.0
+    return 2 * LOG2_E * scoring.scaling / scoring.softcap, scoring.softcap * LOG2_E
+
+
+def _constants(query: torch.Tensor, key_pool: torch.Tensor, scoring: Scoring, pool_dtype: str) -> dict[str, object]:
+    """Returns the constants for which both attention kernels are specialised."""
+    head_dim = query.shape[2]
+    return {
+        "GROUP": query.shape[1] // key_pool.shape[2],
+        "HEAD_DIM": head_dim,
+        "D": padded(head_dim),
+        "BLOCK_SIZE": key_pool.shape[1],
+        "HAS_WINDOW": scoring.sliding_window is not None,
+        "HAS_SOFTCAP": scoring.softcap is not None,
+        "HAS_SINKS": scoring.sinks is not None,
+        "CODES": codes_of(pool_dtype),
+        "PRECISION": "ieee" if query.dtype == torch.float32 else "tf32",  # ignored for 16 bits
+    }
+
+
+def _prefill(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    batch: BatchMetadata,
+    plan: AttentionPlan,
+    scoring: Scoring,
+    out: torch.Tensor,
+    pool_dtype: str,
+    pdl: bool,
+) -> None:
+    config = plan.configs.prefill
+    num_kv_heads = key_pool.shape[2]
+    prefill_kernel[(len(plan.tiles) * num_kv_heads,)](
+        query,
+        out,
+        key_pool,
+        value_pool,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_table,
+        batch.table_starts,
+        batch.tiles,
+        batch.key_limits if batch.key_limits is not None else batch.tiles,
+        scoring.sinks if scoring.sinks is not None else out,
+        num_kv_heads,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        key_pool.stride(0),
+        key_pool.stride(1),
+        key_pool.stride(2),
+        scoring.sliding_window or 0,
+        *_scales(scoring),
+        BLOCK_M=config.rows,
+        BLOCK_N=config.keys,
+        HAS_LIMITS=batch.key_limits is not None,
+        UNIFORM=plan.configs.is_uniform,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **_constants(query, key_pool, scoring, pool_dtype),
+        **launched(pdl),
+    )
+
+
+def _decode(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    batch: BatchMetadata,
+    plan: AttentionPlan,
+    scoring: Scoring,
+    out: torch.Tensor,
+    workspace: torch.Tensor,
+    pool_dtype: str,
+    pdl: bool,
+) -> None:
+    config, max_splits, num_decode = plan.configs.decode, plan.max_splits, len(plan.decode_seqs)
+    _, num_heads, head_dim = query.shape
+    assert workspace.dtype == torch.float32
+    assert workspace.numel() >= plan.workspace_numel(num_heads, head_dim)
+    assert not plan.all_decode or num_decode == len(query)
+    assert plan.split_keys % config.keys == 0
+    partial = workspace[: num_decode * num_heads * max_splits * head_dim] if max_splits > 1 else workspace
+    partial_lse = workspace[partial.numel() :] if max_splits > 1 else workspace
+    d, merged = padded(head_dim), 1 << (num_heads // key_pool.shape[2] - 1).bit_length()
+    assert batch.arrivals.numel() >= plan.num_arrivals(key_pool.shape[2])
+    sinks = scoring.sinks if scoring.sinks is not None else out
+    decode_kernel[key_pool.shape[2], plan.num_workers](
+        query,
+        out,
+        partial,
+        partial_lse,
+        batch.arrivals,
+        key_pool,
+        value_pool,
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_table,
+        batch.table_starts,
+        batch.decode_seqs,
+        sinks,
+        num_decode,
+        max_splits,
+        query.stride(0),
+        query.stride(1),
+        out.stride(0),
+        key_pool.stride(0),
+        key_pool.stride(1),
+        key_pool.stride(2),
+        scoring.sliding_window or 0,
+        *_scales(scoring),
+        BLOCK_M=config.rows,
+        BLOCK_N=config.keys,
+        SPLIT_KEYS=plan.split_keys,
+        MAX_SPLITS=MAX_SPLITS,
+        SEARCHED=SEARCHED,
+        MERGED=merged,
+        CHUNK=max(1, MERGED_ELEMENTS // (merged * d)),
+        ALL_DECODE=plan.all_decode,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **_constants(query, key_pool, scoring, pool_dtype),
+        **launched(pdl),
+    )

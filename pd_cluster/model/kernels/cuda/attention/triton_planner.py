@@ -1,0 +1,150 @@
+"""A step's attention through Triton: its plan and metadata on the device, made once for all layers.
+
+The fused layers call `attend_batch`; transformers' modules reach `write_and_attend`. `problem` reports in advance what
+the kernels cannot do: then they are not used, and the log says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from pd_cluster.devices.device import Device, compute_capability, num_multiprocessors
+from pd_cluster.kv.kv_layout import CODE_BITS, KVLayout
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, on_device
+from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs, configs_for
+from pd_cluster.model.kernels.cuda.attention.attention_plan import (
+    AttentionPlan,
+    Ids,
+    most_tiles,
+    padded_items,
+    plan_attention,
+    plan_padded,
+)
+from pd_cluster.model.kernels.cuda.attention.paged_attention import (
+    MAX_BLOCK_SIZE,
+    MIN_BLOCK_SIZE,
+    BatchMetadata,
+    attend,
+    write_kv,
+)
+from pd_cluster.model.layers.attention.sdpa import Scoring
+
+Planned = tuple[AttentionPlan, BatchMetadata]
+
+
+def problem(head_dim: int, num_heads: int, num_kv_heads: int, block_size: int) -> str:
+    """Returns why these kernels cannot serve this model and pool; "" if they can."""
+    if block_size & (block_size - 1) or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
+        return f"blocks of {block_size} tokens: the Triton attention takes powers of 2 from {MIN_BLOCK_SIZE} on"
+    try:
+        configs_for(head_dim, 16, num_heads // num_kv_heads, (9, 0))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def attend_batch(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    batch: ForwardBatch,
+    scoring: Scoring,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Maps [num_tokens, num_heads, head_dim] to the same; this step's keys and values must be in the pool."""
+    plan, metadata = _planned(batch, query, key_pool.shape[2])
+    return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype, pdl=pdl)
+
+
+def write_and_attend(
+    layer_idx: int,
+    query: torch.Tensor,  # [num_heads, num_tokens, head_dim]
+    keys: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim]
+    values: torch.Tensor,
+    batch: ForwardBatch,
+    scoring: Scoring,
+) -> torch.Tensor:
+    """Writes the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
+    key_pool, value_pool = batch.pool.layer(layer_idx)
+    write_kv(keys.contiguous(), values.contiguous(), key_pool, value_pool, batch.slot_mapping, batch.pool.layout.dtype)
+    batch.layer_written(layer_idx, scoring.sliding_window)
+    return attend_batch(query.transpose(0, 1).contiguous(), key_pool, value_pool, batch, scoring)
+
+
+def _planned(batch: ForwardBatch, query: torch.Tensor, num_kv_heads: int) -> Planned:
+    """Returns the batch's plan, which its first layer makes."""
+    _, num_heads, head_dim = query.shape
+    key = num_heads, num_kv_heads, head_dim
+    known = batch.kernel_state
+    if not isinstance(known, dict):
+        known = batch.kernel_state = {}
+    if key not in known:
+        known[key] = _plan(batch, query.element_size() * 8, *key)
+    found: Planned = known[key]
+    return found
+
+
+def _plan(batch: ForwardBatch, dtype_bits: int, num_heads: int, num_kv_heads: int, head_dim: int) -> Planned:
+    device, group = batch.pool.device, num_heads // num_kv_heads
+    configs = _configs(head_dim, dtype_bits, group, device, batch.pool.layout.dtype in CODE_BITS)
+    plan = plan_attention(
+        batch.query_lens, batch.host_context_lens, group, num_kv_heads, configs, num_multiprocessors(device)
+    )
+    there = {"decode_seqs": batch.table_starts[:0], "tiles": batch.table_starts[:0]}
+    if not plan.all_decode:
+        there = on_device({"decode_seqs": plan.decode_seqs, "tiles": plan.tiles}, device)
+    arrivals = there["decode_seqs"][:0]
+    if num_arrivals := plan.num_arrivals(num_kv_heads):
+        arrivals = torch.zeros(num_arrivals, dtype=torch.int32, device=device.torch_name)
+    return plan, BatchMetadata(
+        batch.query_starts,
+        batch.context_lens,
+        batch.block_table,
+        batch.table_starts,
+        there["decode_seqs"],
+        there["tiles"],
+        arrivals,
+        batch.key_limits,
+    )
+
+
+class PaddedPlanner:
+    """Plans of graphs for steps with prompts (model/graphs/prompt_graphs.py)."""
+
+    def __init__(self, num_heads: int, layout: KVLayout, dtype_bits: int, device: Device) -> None:
+        """`num_heads`: this rank's query heads; `dtype_bits`: those of a query's element."""
+        self._key = num_heads, layout.local_kv_heads, layout.head_dim
+        self._group = num_heads // layout.local_kv_heads
+        self._configs = _configs(layout.head_dim, dtype_bits, self._group, device, layout.dtype in CODE_BITS)
+        self._num_sms = num_multiprocessors(device)
+
+    def num_tiles(self, size: tuple[int, int]) -> int:
+        return most_tiles(*size, self._configs.prefill.rows // self._group)
+
+    def items(self, query_lens: Any, context_lens: Any, size: tuple[int, int]) -> tuple[Ids, Ids]:
+        return padded_items(query_lens, context_lens, *size, self._group, self._configs)
+
+    def install(
+        self,
+        batch: ForwardBatch,
+        size: tuple[int, int],
+        longest: int,
+        decode_seqs: torch.Tensor,
+        tiles: torch.Tensor,
+    ) -> None:
+        num_kv_heads = self._key[1]
+        plan = plan_padded(*size, longest, self._group, num_kv_heads, self._configs, self._num_sms)
+        arrivals = torch.zeros(plan.num_arrivals(num_kv_heads), dtype=torch.int32, device=tiles.device)
+        metadata = BatchMetadata(
+            *(batch.query_starts, batch.context_lens, batch.block_table, batch.table_starts),
+            *(decode_seqs, tiles, arrivals),
+        )
+        batch.kernel_state = {self._key: (plan, metadata)}
+
+
+@functools.cache
+def _configs(head_dim: int, dtype_bits: int, group: int, device: Device, has_codes: bool) -> AttentionConfigs:
+    return configs_for(head_dim, dtype_bits, group, compute_capability(device), has_codes)

@@ -1,0 +1,98 @@
+"""The CUDA path of `--deterministic`: a row's bits depend neither on its batch, nor on how its prompt was cut.
+
+Every kernel has one tile for all numbers of rows. Single tokens attend through the kernel of prompts, because a token
+that is computed again after a preemption is part of a prompt. Contexts are not split over programs.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import replace
+
+import torch
+
+from pd_cluster.devices.device import Device, compute_capability
+from pd_cluster.kv.kv_layout import CODE_BITS
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, on_device
+from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs, configs_for
+from pd_cluster.model.kernels.cuda.attention.attention_plan import AttentionPlan, plan_tiles
+from pd_cluster.model.kernels.cuda.attention.paged_attention import BatchMetadata, attend
+from pd_cluster.model.kernels.cuda.experts.grouped_experts import TritonGroupedExperts
+from pd_cluster.model.kernels.cuda.linear.quantized_linear import linear_of
+from pd_cluster.model.kernels.cuda.linear.triton_linear import TritonLinear
+from pd_cluster.model.kernels.cuda.ops import CudaOps
+from pd_cluster.model.layers.attention.sdpa import Scoring
+from pd_cluster.model.layers.expert_share import ExpertShare
+from pd_cluster.model.layers.expert_weights import ExpertWeights
+from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter
+from pd_cluster.model.layers.linear_weight import LinearWeight
+from pd_cluster.model.layers.ops import Rows
+from pd_cluster.model.layers.packed_linear import Linear
+
+
+class DeterministicOps(CudaOps):
+    """`CudaOps` whose launches have one form for every number of rows; norms and rotations have it already."""
+
+    name = "deterministic Triton"
+    few_gated = sys.maxsize
+
+    def linear(self, weight: LinearWeight) -> Linear:
+        """Multiplies by the weight's codes if it has some, otherwise by its numbers."""
+        return linear_of(weight, is_deterministic=True) or TritonLinear(weight.matrix(), weight.bias)
+
+    def experts(
+        self, router: ExpertRouter, weights: ExpertWeights, activation: Activation, share: ExpertShare | None = None
+    ) -> Rows:
+        return TritonGroupedExperts.of(router, weights, activation, share, is_deterministic=True)
+
+
+def attend_rows(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    batch: ForwardBatch,
+    scoring: Scoring,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Maps [num_tokens, num_heads, head_dim] to the same; this step's keys and values must be in the pool."""
+    group = query.shape[1] // key_pool.shape[2]
+    known = batch.kernel_state
+    if not isinstance(known, dict):
+        known = batch.kernel_state = {}
+    key = "rows", query.shape[2], group
+    if key not in known:
+        has_codes = batch.pool.layout.dtype in CODE_BITS
+        configs = configs_of(query.shape[2], query.element_size() * 8, group, batch.pool.device, has_codes)
+        known[key] = _plan(batch, configs, group)
+    plan, metadata = known[key]
+    return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype, pdl=pdl)
+
+
+@functools.cache
+def configs_of(head_dim: int, dtype_bits: int, group: int, device: Device, has_codes: bool = False) -> AttentionConfigs:
+    found = configs_for(head_dim, dtype_bits, group, compute_capability(device), has_codes)
+    return replace(found, is_uniform=True)
+
+
+def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[AttentionPlan, BatchMetadata]:
+    """Plans all sequences as tiles. Where each has one query, a graph's capture may not copy tiles from the host."""
+    plan = plan_tiles(batch.query_lens, batch.host_context_lens, group, configs)
+    if (batch.query_lens == 1).all():
+        seqs = torch.arange(len(plan.tiles), dtype=torch.int32, device=batch.context_lens.device)
+        there = torch.stack((seqs, torch.zeros_like(seqs)), dim=1)
+    else:
+        there = on_device({"tiles": plan.tiles}, batch.pool.device)["tiles"]
+    return (
+        plan,
+        BatchMetadata(
+            batch.query_starts,
+            batch.context_lens,
+            batch.block_table,
+            batch.table_starts,
+            batch.table_starts[:0],  # no sequence decodes apart
+            there,
+            batch.table_starts[:0],
+            batch.key_limits,
+        ),
+    )

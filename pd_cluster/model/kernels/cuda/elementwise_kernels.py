@@ -1,0 +1,203 @@
+"""Triton kernels between a decoder's linear layers: norms, the gate, and the step from a row of QKV to heads.
+
+All arithmetic is float32; values are rounded to the activations' dtype where transformers' modules round them. Knows
+nothing of launch sizes: see `pd_cluster.model.kernels.cuda.ops`.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pd_cluster.model.kernels.cuda.attention.quantized_kv import store_codes
+from pd_cluster.model.kernels.cuda.dependent_launch import begin
+from pd_cluster.model.layers.gated_mlp import Activation
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of activations
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}  # `activated`'s numbers for them
+
+
+@triton.jit
+def scaled(normed, weight, dtype: tl.constexpr):
+    """Scales by the weight.
+
+    Llama rounds before it multiplies by a weight of its own dtype; Gemma's weight is float32.
+    """
+    if weight.dtype != tl.float32:
+        normed = normed.to(dtype).to(tl.float32)
+    return normed * weight.to(tl.float32)
+
+
+@triton.jit
+def rms_norm(
+    x,
+    delta,
+    weight,
+    out,
+    x_stride,
+    delta_stride,
+    eps,
+    NUM_FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program computes one row: x += delta, out = norm(x)."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < NUM_FEATURES
+    begin(PDL)
+    value = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if HAS_DELTA:
+        due = tl.load(delta + row * delta_stride + at, mask=inside, other=0.0).to(tl.float32)
+        value = (value + due).to(dtype)
+        tl.store(x + row * x_stride + at, value, mask=inside)
+        value = value.to(tl.float32)
+    factor = tl.load(weight + at, mask=inside, other=0.0)
+    variance = tl.sum(value * value, axis=0) / NUM_FEATURES
+    normed = scaled(value * tl.rsqrt(variance + eps), factor, dtype)
+    tl.store(out + row * NUM_FEATURES + at, normed.to(dtype), mask=inside)
+
+
+@triton.jit
+def activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Returns activation(gate) * up, with float32 in and out; the activation is rounded before the product.
+
+    swigluoai (2) limits both first, and multiplies by up + 1, which is rounded, too.
+    """
+    if ACTIVATION == 2:
+        gate = tl.minimum(gate, 7.0)
+        up = (tl.maximum(tl.minimum(up, 7.0), -7.0) + 1.0).to(dtype).to(tl.float32)
+        exponent = 1.702 * gate
+    elif ACTIVATION == 1:  # 0.5 * x * (1 + tanh(u)) is x / (1 + exp(-2u)), u = sqrt(2 / pi) * (x + 0.044715 * x ** 3)
+        exponent = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    else:
+        exponent = gate
+    gate = gate / (1.0 + tl.exp(-exponent))
+    return gate.to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def gated(
+    gate_up,
+    out,
+    row_stride,
+    NUM_FEATURES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Each program computes a part of one row."""
+    begin(PDL)
+    dtype: tl.constexpr = gate_up.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < NUM_FEATURES
+    source = gate_up + row * row_stride + at
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + NUM_FEATURES, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * NUM_FEATURES + at, activated(gate, up, dtype, ACTIVATION).to(dtype), mask=inside)
+
+
+@triton.jit
+def rotated(
+    source,  # [HEADS, HALF] pointers to the left halves
+    inside,
+    weight,
+    cos,  # [1, HALF] pointers, like sin; products are rounded to its dtype
+    sin,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+):
+    """Returns the left and right halves of some heads, normed and rotated, in float32 but rounded."""
+    dtype: tl.constexpr = source.dtype.element_ty
+    table: tl.constexpr = cos.dtype.element_ty
+    half: tl.constexpr = HEAD_DIM // 2
+    left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+    at = tl.arange(0, HALF)[None, :]
+    if HAS_NORM:
+        squares = tl.sum(left * left, axis=1) + tl.sum(right * right, axis=1)
+        factor = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        left_weight = tl.load(weight + at, mask=at < half, other=0.0)
+        right_weight = tl.load(weight + half + at, mask=at < half, other=0.0)
+        left = scaled(left * factor, left_weight, dtype).to(dtype).to(tl.float32)
+        right = scaled(right * factor, right_weight, dtype).to(dtype).to(tl.float32)
+    c = tl.load(cos + at, mask=at < half, other=0.0).to(tl.float32)
+    s = tl.load(sin + at, mask=at < half, other=0.0).to(tl.float32)
+    turned_left = (left * c).to(table).to(tl.float32) - (right * s).to(table).to(tl.float32)
+    turned_right = (right * c).to(table).to(tl.float32) + (left * s).to(table).to(tl.float32)
+    return turned_left.to(dtype), turned_right.to(dtype)
+
+
+@triton.jit
+def prepare_heads(
+    qkv,  # [num_tokens, (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM]
+    cos,  # [num_tokens, HEAD_DIM]; both halves are the same
+    sin,
+    q_weight,
+    k_weight,
+    query,  # [num_tokens, NUM_HEADS, HEAD_DIM]
+    key_pool,  # [num_blocks, BLOCK_SIZE, NUM_KV_HEADS, HEAD_DIM], strided
+    value_pool,
+    slots,  # [num_tokens]
+    qkv_stride,
+    rope_stride,
+    block_stride,
+    offset_stride,
+    head_stride,
+    q_eps,
+    k_eps,
+    NUM_HEADS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HAS_NORM: tl.constexpr,
+    CODES: tl.constexpr,  # pool_codes.CODES; 0: the pool has numbers
+    PDL: tl.constexpr,
+):
+    """Each program processes one token and HEADS of its query heads, or of its key and value heads."""
+    begin(PDL)
+    half: tl.constexpr = HEAD_DIM // 2
+    query_tiles: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    at = tl.arange(0, HALF)[None, :]
+    cos += token * rope_stride
+    sin += token * rope_stride
+    qkv += token * qkv_stride
+    if tile < query_tiles:
+        head = (tile * HEADS + tl.arange(0, HEADS))[:, None]
+        inside = (head < NUM_HEADS) & (at < half)
+        left, right = rotated(qkv + head * HEAD_DIM + at, inside, q_weight, cos, sin, q_eps, HEAD_DIM, HALF, HAS_NORM)
+        target = query + (token * NUM_HEADS + head) * HEAD_DIM + at
+        tl.store(target, left, mask=inside)
+        tl.store(target + half, right, mask=inside)
+    else:
+        head = ((tile - query_tiles) * HEADS + tl.arange(0, HEADS))[:, None]
+        inside = (head < NUM_KV_HEADS) & (at < half)
+        source = qkv + (NUM_HEADS + head) * HEAD_DIM + at
+        slot = tl.load(slots + token)
+        place = (slot // BLOCK_SIZE) * block_stride + (slot % BLOCK_SIZE) * offset_stride + head * head_stride
+        left, right = rotated(source, inside, k_weight, cos, sin, k_eps, HEAD_DIM, HALF, HAS_NORM)
+        pool_dtype: tl.constexpr = key_pool.dtype.element_ty
+        if CODES > 0:
+            is_vector = head < NUM_KV_HEADS
+            store_codes(key_pool + place, at, left.to(tl.float32), right.to(tl.float32), is_vector, HEAD_DIM, CODES)
+        else:
+            tl.store(key_pool + place + at, left.to(tl.float32).to(pool_dtype), mask=inside)
+            tl.store(key_pool + place + half + at, right.to(tl.float32).to(pool_dtype), mask=inside)
+        source += NUM_KV_HEADS * HEAD_DIM
+        value_left = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+        value_right = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
+        if CODES > 0:
+            store_codes(value_pool + place, at, value_left, value_right, head < NUM_KV_HEADS, HEAD_DIM, CODES)
+        else:
+            tl.store(value_pool + place + at, value_left.to(pool_dtype), mask=inside)
+            tl.store(value_pool + place + half + at, value_right.to(pool_dtype), mask=inside)

@@ -1,0 +1,91 @@
+"""Draws with top_k and top_p on the device, in three launches. Knows nothing of requests; never waits for the device.
+
+The tokens kept and the token drawn equal those of `sampling.draw` to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+import triton
+
+from pd_cluster.model.kernels.cuda.elementwise_kernels import DTYPES
+from pd_cluster.model.kernels.cuda.sampling import draw_kernels as kernels
+from pd_cluster.model.kernels.fixed_point import MAX_VOCAB_SIZE
+
+BINS = 8  # of draw_kernels.OCTAVES each; the last one has all the rest
+PART, BLOCK = 4096, 256  # tokens of a program, and at once, where each bin has sums of its own
+GATHERED = 1024  # tokens at once that are copied, or searched among the likely ones
+SECTIONS = 4  # in which one pass of the search divides what is left
+
+
+class DrawnTokens(NamedTuple):
+    """One entry for each drawn row."""
+
+    token_ids: torch.Tensor  # int64
+    worst: torch.Tensor  # float32: the worst logit that top_k and top_p keep
+    nums_kept: torch.Tensor  # int32: tokens kept; of several that equal the worst one, those of the lowest ids
+
+
+def draw_rows(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    best: torch.Tensor,
+    best_ids: torch.Tensor,
+    knobs: Mapping[str, torch.Tensor],
+) -> DrawnTokens:
+    """Draws from some `rows` [num_rows] int64 of logits [all rows, vocab_size]; takes 8 bytes for each number in them.
+
+    `best` and `best_ids` [all rows] are those of `argmax_rows`; `knobs` has the fields of `sampling.draw.Knobs`, each
+    [num_rows]. A row without candidates gets its best id.
+    """
+    num_rows, vocab_size = len(rows), logits.shape[1]
+    assert logits.dtype in DTYPES
+    assert logits.stride(1) == 1
+    assert 0 < vocab_size <= MAX_VOCAB_SIZE
+    num_parts = triton.cdiv(vocab_size, PART)
+    drawn = DrawnTokens(
+        logits.new_empty(num_rows, dtype=torch.int64),
+        logits.new_empty(num_rows, dtype=torch.float32),
+        logits.new_empty(num_rows, dtype=torch.int32),
+    )
+    if not num_rows:
+        return drawn
+    nums = logits.new_empty(num_rows, num_parts, BINS, dtype=torch.int32)
+    masses = logits.new_empty(num_rows, num_parts, BINS, dtype=torch.int64)
+    values = logits.new_empty(num_rows, vocab_size, dtype=torch.float32)
+    token_ids = logits.new_empty(num_rows, vocab_size, dtype=torch.int32)
+    nums_likely = logits.new_empty(num_rows, dtype=torch.int32)
+    inverse_temperature, top_k, top_p = knobs["inverse_temperature"], knobs["top_k"], knobs["top_p"]
+    log_min_p, uniform = knobs["log_min_p"], knobs["uniform"]
+    sizes = {"VOCAB_SIZE": vocab_size, "BINS": BINS, "enable_fp_fusion": False}
+    parts = triton.next_power_of_2(num_parts)
+    grid = (num_rows, num_parts)
+    kernels.weigh_bins[grid](
+        *(logits, rows, best, inverse_temperature, log_min_p, nums, masses, logits.stride(0)),
+        **sizes,
+        PART=PART,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    kernels.gather_likely[grid](
+        *(logits, rows, best, inverse_temperature, log_min_p, top_k, top_p, nums, masses),
+        *(values, token_ids, nums_likely, logits.stride(0)),
+        **sizes,
+        PART=PART,
+        BLOCK=GATHERED,
+        PARTS=parts,
+        num_warps=4,
+    )
+    kernels.choose_among[(num_rows,)](
+        *(rows, best, best_ids, inverse_temperature, top_k, top_p, uniform, nums, masses),
+        *(values, token_ids, nums_likely, *drawn, num_parts),
+        **sizes,
+        BLOCK=GATHERED,
+        PARTS=parts,
+        SECTIONS=SECTIONS,
+        num_warps=8,
+    )
+    return drawn

@@ -1,0 +1,223 @@
+"""One recurrent layer in Triton, between its projections: see states_kernels.py. Nothing here waits for the device.
+
+Launch sizes follow from the layer's shape and from how many sequences and rows a step has; what a program computes does
+not. Sums are in float32 and states stay so; inputs may have 16 bits, and what is returned has their dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import triton
+
+from pd_cluster.model.inputs.forward_batch import on_device
+from pd_cluster.model.inputs.state_rows import StateRows
+from pd_cluster.model.kernels.cuda.elementwise_kernels import DTYPES
+from pd_cluster.model.kernels.cuda.states import states_convolution as convolutions
+from pd_cluster.model.kernels.cuda.states import states_kernels as kernels
+from pd_cluster.model.layers.states.recurrent_kernels import StateShape
+from pd_cluster.native.recurrence_values import GATES, Convolution, GatedDelta, GatedNorm, Mamba2, StateInputs
+
+KERNELS = range(2, 17)  # of a convolution
+MOST_WIDTH = 256  # of a key, or of B and C
+MOST_PARTS = 3  # of a convolution
+CONV_ROWS, CONV_CHANNELS = 4, 256  # of a program
+STATE_NUMBERS = 2048  # of a program of one warp, which keeps them in registers
+MOST_NORMED = 32768  # features of a norm
+
+
+def takes(shape: StateShape) -> bool:
+    """Whether the kernels compute such a layer."""
+    return shape.kernel_size in KERNELS and shape.width <= MOST_WIDTH and shape.num_parts <= MOST_PARTS
+
+
+class StateSlots(NamedTuple):
+    """A step's sequences and their states, on the device: see states_kernels.py."""
+
+    segments: torch.Tensor
+    starts: torch.Tensor
+    row_places: torch.Tensor
+
+    @classmethod
+    def of(cls, rows: StateRows) -> StateSlots:
+        """Returns those of a step, which its first layer makes."""
+        if not isinstance(rows.kernel_state, cls):
+            table = rows.table
+            is_first = np.append(True, table[1:, 2] != table[:-1, 2])
+            (begins,) = np.nonzero(is_first)
+            starts = np.append(begins, len(table)).astype(np.int32)
+            lens = table[starts[1:] - 1, 1] - table[begins, 0]
+            places = np.repeat(table[begins][:, [0, 2]], lens, axis=0)
+            arrays = {"segments": table, "starts": starts, "row_places": np.ascontiguousarray(places)}
+            rows.kernel_state = cls(**on_device(arrays, rows.pool.device))
+        return rows.kernel_state
+
+
+class TritonStates:
+    """A `RecurrentKernel`. Its weights are copies in float32."""
+
+    def __init__(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> None:
+        num_channels, kernel_size = convolution.weight.shape
+        self.num_features = num_channels
+        self._recurrence, self._num_kept = recurrence, kernel_size - 1
+        self._weight, self._bias = _own(convolution.weight.t()), _own(convolution.bias)
+        parts = convolution.parts
+        assert sum(part.num_heads * part.channels for part in parts) == num_channels
+        tiles = np.cumsum([triton.cdiv(part.num_heads * part.channels, CONV_CHANNELS) for part in parts]).tolist()
+        tiles += [tiles[-1]] * (MOST_PARTS - len(parts))  # the tiles of parts that are not there are never reached
+        parts = (*parts, *[parts[-1]] * (MOST_PARTS - len(parts)))
+        self._num_tiles = tiles[-1]
+        self._parts: dict[str, Any] = {"TILES_1": tiles[0], "TILES_2": tiles[1], "NUM_KEPT": self._num_kept}
+        for at, (num_heads, channels) in enumerate(parts, start=1):
+            self._parts |= {f"HEADS_{at}": num_heads, f"WIDTH_{at}": channels}
+        self._has_silu = convolution.has_silu
+        if isinstance(recurrence, GatedDelta):
+            self.num_features = recurrence.num_heads * recurrence.value_width
+            self._norm_groups = recurrence.num_heads
+            self._numbers = [_own(each) for each in (recurrence.decay_bias, recurrence.rates)]
+        elif recurrence is not None:
+            self.num_features = recurrence.num_heads * recurrence.head_width
+            self._norm_groups = recurrence.num_groups
+            self._numbers = [_own(each) for each in (recurrence.step_bias, recurrence.rates, recurrence.skips)]
+        self._norm = GatedNorm() if recurrence is None else recurrence.norm
+        self._norm_weight = _own(self._norm.weight)
+
+    def __call__(self, inputs: StateInputs, planes: Sequence[torch.Tensor], rows: StateRows) -> torch.Tensor:
+        """See `RecurrentKernel`. Block ids were checked against the pool when the batch was built."""
+        x = inputs.convolved
+        assert len(x) == rows.table[-1, 1]
+        for given in inputs:
+            assert given is None or (given.dtype in DTYPES and given.stride(1) == 1 and len(given) == len(x))
+        for plane in planes:
+            assert plane.dtype == torch.float32
+            assert plane[0].is_contiguous()
+        places = StateSlots.of(rows)
+        if self._recurrence is None:
+            return self._convolved(x, planes, places, x.dtype)
+        convolved = self._convolved(x, planes[1:], places, torch.float32)
+        is_bare = self._norm_weight is None and self._norm.gate == "none"
+        found = x.new_empty(len(x), self.num_features, dtype=x.dtype if is_bare else torch.float32)
+        assert planes[0][0].numel() == self.num_features * _columns(self._recurrence)
+        if isinstance(self._recurrence, GatedDelta):
+            self._delta(self._recurrence, inputs, convolved, planes[0], places, found)
+        else:
+            self._mamba(self._recurrence, inputs, convolved, planes[0], places, found)
+        return found if is_bare else self._normed(found, inputs.gate, x.dtype)
+
+    def _convolved(
+        self, x: torch.Tensor, planes: Sequence[torch.Tensor], places: StateSlots, dtype: torch.dtype
+    ) -> torch.Tensor:
+        assert x.shape[1] == self._weight.shape[1]
+        out = x.new_empty(x.shape, dtype=dtype)
+        planes = (*planes, *[planes[-1]] * (MOST_PARTS - len(planes)))
+        strides = [plane.stride(0) for plane in planes]
+        convolutions.convolve_rows[(triton.cdiv(len(x), CONV_ROWS), self._num_tiles)](
+            *(x, out, self._weight, self._weight if self._bias is None else self._bias, *planes),
+            *(places.row_places, len(x), x.stride(0), *strides),
+            NUM_CHANNELS=x.shape[1],
+            HAS_BIAS=self._bias is not None,
+            HAS_SILU=self._has_silu,
+            ROWS=CONV_ROWS,
+            BLOCK=CONV_CHANNELS,
+            enable_fp_fusion=False,
+            **self._parts,
+        )
+        convolutions.keep_inputs[(len(places.starts) - 1, self._num_tiles)](
+            *(x, *planes, places.segments, places.starts, x.stride(0), *strides),
+            KEPT=triton.next_power_of_2(self._num_kept),
+            BLOCK=CONV_CHANNELS,
+            **self._parts,
+        )
+        return out
+
+    def _delta(
+        self,
+        delta: GatedDelta,
+        inputs: StateInputs,
+        qkv: torch.Tensor,
+        state: torch.Tensor,
+        places: StateSlots,
+        out: torch.Tensor,
+    ) -> None:
+        decays, betas, (bias, rates) = inputs.decays, inputs.betas, self._numbers
+        assert decays is not None
+        assert betas is not None
+        assert decays.shape[1] == bias.numel()
+        keys = triton.next_power_of_2(delta.key_width)
+        columns = min(STATE_NUMBERS // keys, triton.next_power_of_2(delta.value_width))
+        tiles = triton.cdiv(delta.value_width, columns)
+        kernels.delta_rule[(len(places.starts) - 1, delta.num_heads, tiles)](
+            *(qkv, decays, betas, bias, rates, out, state, places.segments, places.starts),
+            *(decays.stride(0), betas.stride(0), state.stride(0)),
+            NUM_HEADS=delta.num_heads,
+            NUM_KEY_HEADS=delta.num_key_heads,
+            KEY_WIDTH=delta.key_width,
+            VALUE_WIDTH=delta.value_width,
+            HAS_CHANNEL_DECAYS=bias.numel() != delta.num_heads,
+            SCALE=delta.key_width**-0.5,
+            KEYS=keys,
+            COLUMNS=columns,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+
+    def _mamba(
+        self,
+        mamba: Mamba2,
+        inputs: StateInputs,
+        xbc: torch.Tensor,
+        state: torch.Tensor,
+        places: StateSlots,
+        out: torch.Tensor,
+    ) -> None:
+        steps = inputs.decays
+        assert steps is not None
+        assert steps.shape[1] == mamba.num_heads
+        size = triton.next_power_of_2(mamba.state_size)
+        tile = min(STATE_NUMBERS // size, triton.next_power_of_2(mamba.head_width))
+        least, most = mamba.step_limits
+        kernels.mamba_scan[(len(places.starts) - 1, mamba.num_heads, triton.cdiv(mamba.head_width, tile))](
+            *(xbc, steps, *self._numbers, out, state, places.segments, places.starts, steps.stride(0), state.stride(0)),
+            NUM_HEADS=mamba.num_heads,
+            NUM_GROUPS=mamba.num_groups,
+            HEAD_WIDTH=mamba.head_width,
+            STATE_SIZE=mamba.state_size,
+            LEAST_STEP=least,
+            MOST_STEP=most,
+            ROWS=tile,
+            SIZE=size,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+
+    def _normed(self, x: torch.Tensor, gate: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+        out, width = x.new_empty(x.shape, dtype=dtype), x.shape[1] // self._norm_groups
+        weight, kind = self._norm_weight, GATES.index(self._norm.gate)
+        assert kind == 0 or (gate is not None and gate.shape == x.shape)
+        block = triton.next_power_of_2(width)
+        kernels.gated_norm[(len(x), self._norm_groups)](
+            *(x, x if gate is None else gate, x if weight is None else weight, out),
+            *(0 if gate is None else gate.stride(0), self._norm.eps),
+            NUM_GROUPS=self._norm_groups,
+            WIDTH=width,
+            HAS_WEIGHT=weight is not None,
+            WEIGHT_STRIDE=0 if weight is not None and weight.numel() == width else width,
+            GATE=kind,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+            enable_fp_fusion=False,
+        )
+        return out
+
+
+def _columns(recurrence: GatedDelta | Mamba2) -> int:
+    """Counts the numbers of a state for each feature."""
+    return recurrence.key_width if isinstance(recurrence, GatedDelta) else recurrence.state_size
+
+
+def _own(tensor: torch.Tensor | None) -> Any:
+    """Returns a copy in float32, contiguous; None of None."""
+    return None if tensor is None else tensor.detach().float().contiguous().clone()

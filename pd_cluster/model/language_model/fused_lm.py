@@ -1,0 +1,233 @@
+"""A fused model: the layers of transformers' modules, taken apart, in a loop of its own. Knows no requests or files."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from pd_cluster.model.inputs.forward_batch import AuxiliaryStates, ForwardBatch
+from pd_cluster.model.language_model.cache_declaration import LayerCache
+from pd_cluster.model.language_model.causal_lm import NO_POSITIONS
+from pd_cluster.model.layers.expert_share import ExpertBlocks
+from pd_cluster.model.layers.fused_layer import FusedLayer
+from pd_cluster.model.layers.ops import Norm, Ops, Rope
+from pd_cluster.model.layers.packed_linear import Linear
+from pd_cluster.model.layers.rope.rope_limit import RopeLimit
+from pd_cluster.model.layers.rope.rope_tables import RopeTables
+from pd_cluster.model.lora.loaded_adapters import Adapters
+from pd_cluster.model.parallel.rank_group import Group, SingleRank
+
+
+class WholeDecoder(Protocol):
+    """All layers of a step as one function."""
+
+    def takes(self, batch: ForwardBatch) -> bool:
+        """Whether it can compute this batch."""
+
+    def __call__(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
+        """Updates x; returns what the last layer adds to it."""
+
+
+@runtime_checkable
+class JoinsLayers(Protocol):
+    """`Ops` that may compute all layers at once."""
+
+    def decoder(self, layers: Sequence[FusedLayer]) -> WholeDecoder | None:
+        """None: they are computed one by one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelEnds:
+    """The parts of a fused model around its layers."""
+
+    embed: Callable[[torch.Tensor], torch.Tensor]
+    ropes: RopeTables
+    norm: Norm | None  # None: `head` has it, and states are those before it
+    head: Linear
+    vocab_size: int  # the whole model's
+    embedding_factor: float = 1.0  # which `embed` applies
+    bf16_way: str = ""  # as in CausalLM
+    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None  # a draft head's: to x
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A loader finds this out about a model before it takes it apart."""
+
+    caches: tuple[LayerCache, ...]
+    rope_limit: RopeLimit = NO_POSITIONS
+    adapters: Adapters | None = None
+    experts: ExpertBlocks | None = None  # whose blocks are noted as they are made; None: this rank has all of them
+
+
+class FusedCausalLM:
+    """Updates the residual stream x in place; the output of a half-layer is added at the next norm."""
+
+    def __init__(
+        self,
+        config: Any,
+        ops: Ops,
+        layers: list[FusedLayer],
+        ends: ModelEnds,
+        served: Served,
+        group: Group | None = None,
+    ) -> None:
+        self.config, self.ops = config, ops
+        self.adapters, self.caches, self.rope_limit = served.adapters, served.caches, served.rope_limit
+        self._vocab_size, self._group, self._experts = ends.vocab_size, group or SingleRank(), served.experts
+        self.attention, self.key_order = ops.attention, ends.ropes.key_order
+        self.bf16_way = ends.bf16_way
+        products = f", products in bfloat16 by {self.bf16_way}" if self.bf16_way else ""
+        self.kernels = f"fused layers, {ops.name} kernels, attention by {ops.attention}{products}"
+        self.key_features: torch.Tensor | None = ends.ropes.order
+        self.embedding_factor = ends.embedding_factor
+        self.ends, self.layers = ends, layers
+        self._embed, self._ropes, self._norm, self._head = ends.embed, ends.ropes, ends.norm, ends.head
+        self.decoder = self._joined(layers)
+        self._parts: dict[tuple[int, ...], list[WholeDecoder]] = {}  # by taps, the decoders between them
+        attentions = (layer.attention for layer in layers)
+        self.indexers = [each for attention in attentions if (each := getattr(attention, "indexer", None)) is not None]
+        self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        if self.adapters is not None:
+            self.adapters.places.begin(batch)
+        x = self._embed(batch.input_ids[0])  # [num_tokens, hidden_size]
+        if (images := batch.images) is not None:
+            images.embed(x)
+        if batch.virtual is not None:
+            batch.virtual.embed(x)
+        if (pairs := batch.pairs) is not None:
+            assert self.ends.join is not None
+            pairs.embeddings = x
+            x = self.ends.join(x, pairs.states)
+        ropes, taps = self._ropes(x, batch), batch.taps
+        if self.decoder is not None and self.adapters is None and self.decoder.takes(batch):
+            x = self._added(x, self._decoded(x, ropes, batch), self._norm)
+            if taps is not None and not taps.layers:
+                taps.states.append(x)
+            return self.logits_of(x)
+        delta = None
+        for layer_idx, layer in enumerate(self.layers[:-1]):
+            _tap(taps, layer_idx, x, delta)
+            delta = self._after_attention(layer, x, self._attention(layer, x, delta, ropes, batch))
+            if images is not None:
+                images.deepen(x, layer_idx)
+        last = self.layers[-1]
+        _tap(taps, len(self.layers) - 1, x, delta)
+        attended = self._attention(last, x, delta, ropes, batch)
+        if taps is not None and not taps.layers:
+            return self._tapped(batch, x, attended)
+        return self._logits_behind(batch, x, attended)
+
+    def take_part(self) -> None:
+        assert self._experts is not None
+        for block in self._experts.blocks:
+            block.take_part()
+
+    def _logits_behind(self, batch: ForwardBatch, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Computes the second half of the last layer, of the rows that are read; returns logits."""
+        hidden, last = batch.hidden, self.layers[-1]
+        rows = batch.sample_rows if hidden is None else hidden.kept
+        if self._experts is not None and self._experts.are_exchanged:  # in each layer, all rows of a step
+            delta = self._after_attention(last, x, attended)
+            x, delta = x[rows], delta[rows]
+        else:
+            if len(rows) == 0:
+                self._group.sum(x.new_zeros(1))  # when this returns, every rank has written its last layer
+                return x.new_empty(0, self._vocab_size)
+            if len(rows) < len(x):
+                x, attended = x[rows], attended[rows]
+                if self.adapters is not None:
+                    self.adapters.places.rows.keep(rows.numpy() if rows.device.type == "cpu" else batch.kept_rows)
+            delta = self._after_attention(last, x, attended)
+        if len(rows) == 0:
+            return x.new_empty(0, self._vocab_size)
+        x = self._added(x, delta, self._norm)
+        if hidden is not None:
+            hidden.states, x = x[hidden.hidden_at], x[hidden.logits_at]
+            if len(x) == 0:
+                return x.new_empty(0, self._vocab_size)
+        return self.logits_of(x)
+
+    def _joined(self, layers: Sequence[FusedLayer]) -> WholeDecoder | None:
+        is_alone = isinstance(self._group, SingleRank)
+        return self.ops.decoder(layers) if is_alone and isinstance(self.ops, JoinsLayers) else None
+
+    def _decoded(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
+        """Computes all layers as one, or as one between two taps; returns what the last one adds to x."""
+        taps = batch.taps
+        if taps is None or not taps.layers:
+            assert self.decoder is not None
+            return self.decoder(x, ropes, batch)
+        if (parts := self._parts.get(taps.layers)) is None:
+            edges = [0, *taps.layers, len(self.layers)]
+            found = [self._joined(self.layers[first:stop]) for first, stop in itertools.pairwise(edges) if first < stop]
+            parts = self._parts[taps.layers] = [part for part in found if part is not None]
+            assert len(parts) == len(found)  # they are parts of one that was joined
+        if taps.layers[0] == 0:
+            taps.states.append(x.clone())
+        delta = parts[0](x, ropes, batch)
+        for part in parts[1:]:
+            taps.states.append(x.add_(delta).clone())
+            delta = part(x, ropes, batch)
+        return delta
+
+    def _tapped(self, batch: ForwardBatch, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Computes the second half of the last layer for all rows, whose final states are tapped; returns logits."""
+        assert batch.taps is not None
+        x = self._added(x, self._after_attention(self.layers[-1], x, attended), self._norm)
+        batch.taps.states.append(x)
+        if (hidden := batch.hidden) is not None:
+            hidden.states = x[hidden.rows]
+        x = x[batch.sample_rows]
+        return self.logits_of(x) if len(x) else x.new_empty(0, self._vocab_size)
+
+    def logits_of(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the output layer's [num_rows, vocab_size] of final states [num_rows, hidden_size]."""
+        logits = self._head(x)
+        if self._final_softcap is not None:
+            logits = logits.div_(self._final_softcap).tanh_().mul_(self._final_softcap)
+        return self._group.gather(logits)[:, : self._vocab_size]
+
+    def _attention(
+        self,
+        layer: FusedLayer,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        ropes: dict[str, Rope],
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Adds the pending delta to x; returns what the layer's attention makes of it."""
+        return layer.attention.attend(self._added(x, delta, layer.input_norm), ropes, batch)
+
+    def _after_attention(self, layer: FusedLayer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Adds the attention's output to x; returns the next pending delta."""
+        delta = self._delta(layer, layer.attention.output(attended), layer.post_attention_norm)
+        if layer.mlp is None:
+            return delta
+        return self._delta(layer, layer.mlp(self._added(x, delta, layer.mlp_norm)), layer.post_mlp_norm)
+
+    def _added(self, x: torch.Tensor, delta: torch.Tensor | None, norm: Norm | None) -> torch.Tensor:
+        """Adds the pending delta to x in place; returns x normed."""
+        if norm is None:
+            return x if delta is None else x.add_(delta)
+        normed = self.ops.norm(x, norm) if delta is None else self.ops.add_norm(x, delta, norm)
+        return normed if self.adapters is None else self.adapters.places.norms.change(self.ops, norm, x, normed)
+
+    def _delta(self, layer: FusedLayer, output: torch.Tensor, norm: Norm | None) -> torch.Tensor:
+        """Returns the addition to the residual stream, from this rank's part of the output of half a layer."""
+        delta = self._group.sum(output)
+        if norm is not None:
+            delta = self._added(delta, None, norm)
+        return delta if layer.residual_multiplier == 1.0 else delta.mul_(layer.residual_multiplier)
+
+
+def _tap(taps: AuxiliaryStates | None, layer_idx: int, x: torch.Tensor, delta: torch.Tensor | None) -> None:
+    """Notes the residual stream that enters a layer, if a draft head reads it. `delta`: what is still to be added."""
+    if taps is not None and layer_idx in taps.layers:
+        taps.states.append(x.clone() if delta is None else x + delta)

@@ -1,0 +1,49 @@
+"""bfloat16 on a CPU: matrices keep 16 bits, and all else is computed in float32, activations and sums included.
+
+Only for models whose layers are fused; transformers' modules compute in bfloat16 throughout, which CPUs emulate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn.functional import embedding
+
+from pd_cluster.model.layers.expert_weights import PRODUCTS, are_experts
+from pd_cluster.native.packed_products import bf16_way
+
+
+def is_narrow(model: torch.nn.Module) -> bool:
+    """Whether this is a model in bfloat16, on a CPU that has the kernels for it."""
+    parameters = list(model.parameters())
+    kinds = {(parameter.device.type, parameter.dtype) for parameter in parameters}
+    has_any = ("cpu", torch.bfloat16) in kinds
+    return has_any and kinds <= {("cpu", torch.bfloat16), ("cpu", torch.float32)} and bf16_way() is not None
+
+
+def widen(model: torch.nn.Module) -> None:
+    """Makes every parameter float32, except for the matrices of linear layers, experts and embeddings."""
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if not _is_matrix(module, name):
+                setattr(module, name, torch.nn.Parameter(parameter.detach().float(), requires_grad=False))
+
+
+def _is_matrix(module: torch.nn.Module, name: str) -> bool:
+    if are_experts(module):
+        return name.removesuffix("_bias") in PRODUCTS
+    return isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+
+
+class WideEmbedding(torch.nn.Module):
+    """Looks up rows of bfloat16 and returns them in float32, times the factor that some architectures have."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__()
+        self.weight = inner.weight
+        self._factor = float(getattr(inner, "scalar_embed_scale", 1.0))
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        rows = embedding(input_ids, self.weight).float()
+        return rows if self._factor == 1.0 else rows * self._factor

@@ -1,0 +1,149 @@
+"""Latent attention (MLA) over the paged pool, absorbed: heads are never made of what the pool holds.
+
+A head's key is W_k times a latent beside the rotated part that all heads share, its value W_v times the latent. So a
+query's product with W_k meets latents themselves, and W_v is applied to what they add up to: per sequence, with scores
+and sums in float32. Under transformers' modules: `LatentCache` writes what they give their cache, and `attend_latents`
+stands for their attention.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pd_cluster.kv.kv_vectors import decode, encode, write_kv
+from pd_cluster.model.inputs.forward_batch import ForwardBatch
+
+MOST_SCORES = 1 << 24  # held at once: 64 MiB of float32
+
+
+class UpProjection(torch.nn.Module):
+    """`kv_b_proj` as numbers, apart for keys [num_heads, width, C] and values [num_heads, C, value_width].
+
+    Its own product, of latents, is the one of transformers' modules without a cache, for the proof at load.
+    """
+
+    def __init__(self, weight: torch.Tensor, widths: tuple[int, int]) -> None:
+        """`weight` [num_heads * sum(widths), C]: of each head the rows of its keys, then those of its values."""
+        super().__init__()
+        apart = weight.detach().view(-1, sum(widths), weight.shape[1])
+        self.keys = apart[:, : widths[0]].contiguous()
+        self.values = apart[:, widths[0] :].transpose(1, 2).contiguous()
+        self.is_absorbed = False  # `attend_latents` does its work
+
+    def forward(self, latents: torch.Tensor) -> torch.Tensor:
+        if self.is_absorbed:
+            num_heads, width = self.keys.shape[0], self.keys.shape[1] + self.values.shape[2]
+            return latents.new_zeros(*latents.shape[:-1], num_heads * width)
+        weight = torch.cat((self.keys, self.values.transpose(1, 2)), dim=1)
+        return torch.nn.functional.linear(latents, weight.flatten(0, 1))
+
+
+class LatentCache:
+    """Stands for transformers' cache in a step. Has what modules and masks ask of one."""
+
+    is_compileable = False
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        self._batch = batch
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0
+
+    def update(
+        self,
+        latent: torch.Tensor,  # [1, 1, num_tokens, C]
+        rope: torch.Tensor,  # [1, 1, num_tokens, Dr]
+        layer_idx: int,
+        *_: object,
+        **__: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes a step's latents to the pool; returns one of them, since modules make heads of at least one."""
+        write_latents(layer_idx, latent[0].transpose(0, 1), rope[0].transpose(0, 1), self._batch)
+        return latent[:, :, :1], rope[:, :, :1]
+
+
+def write_latents(layer_idx: int, latent: torch.Tensor, rope: torch.Tensor, batch: ForwardBatch) -> None:
+    """Writes what a step's tokens leave in a layer, [num_tokens, 1, C] and [num_tokens, 1, Dr], to the pool."""
+    dtype = batch.pool.layout.dtype
+    write_kv(encode(latent, dtype), encode(rope, dtype), *batch.pool.layer(layer_idx), batch.slot_mapping)
+    batch.layer_written(layer_idx, None)
+
+
+def attend_latents(
+    layer_idx: int,
+    to_keys: torch.Tensor,  # [num_heads, Dn, C]
+    to_values: torch.Tensor,  # [num_heads, C, Dv]
+    queries: torch.Tensor,  # [num_heads, num_tokens, Dn + Dr]
+    batch: ForwardBatch,
+    scaling: float,
+) -> torch.Tensor:
+    """Attends to latents that the pool holds of each sequence, to those of `batch.chosen` or to all.
+
+    Returns [num_tokens, num_heads, Dv].
+    """
+    layout = batch.pool.layout
+    planes = batch.pool.layer(layer_idx)
+    num_heads, num_tokens, _ = queries.shape
+    output = queries.new_zeros(num_tokens, num_heads, to_values.shape[2])
+    query_starts, table_starts = batch.query_starts.tolist(), batch.table_starts.tolist()
+    to_keys, to_values = to_keys.float(), to_values.float()
+    for i, context_len in enumerate(batch.context_lens.tolist()):
+        first, stop = query_starts[i : i + 2]
+        if context_len == 0:  # padding
+            continue
+        table = batch.block_table[table_starts[i] : table_starts[i + 1]]
+        latents, ropes = (  # each [context_len, …]
+            decode(plane.index_select(0, table).flatten(0, 1)[:context_len, 0], layout.dtype).float()
+            for plane in planes
+        )
+        most_rows = max(1, MOST_SCORES // (num_heads * context_len))
+        behind = context_len - stop  # a row sees so many keys, itself, and one for each row before it
+        dense = stop if batch.chosen is None else min(stop, max(first, batch.chosen.shape[1] - behind))
+        for row in range(first, dense, most_rows):
+            rows = slice(row, min(row + most_rows, dense))
+            num_seen = behind + rows.stop  # keys that the last of these rows sees
+            absorbed = _absorbed(queries[:, rows].float(), to_keys)
+            weighted = _attend(*absorbed, latents[:num_seen], ropes[:num_seen], scaling)
+            output[rows] = torch.bmm(weighted, to_values).transpose(0, 1).to(output.dtype)
+        for row in range(dense, stop):
+            assert batch.chosen is not None
+            seen = batch.chosen[row].long()
+            absorbed = _absorbed(queries[:, row : row + 1].float(), to_keys)
+            weighted = _attend(*absorbed, latents[seen], ropes[seen], scaling)
+            output[row] = torch.bmm(weighted, to_values)[:, 0].to(output.dtype)
+    return output
+
+
+def workspace_nbytes(max_model_len: int, width: int) -> int:
+    """Returns the bytes that a step over a long past takes: `width` numbers a token, gathered and in float32."""
+    return 3 * 4 * MOST_SCORES + max_model_len * width * 8
+
+
+def _absorbed(queries: torch.Tensor, to_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Maps [num_heads, num_rows, Dn + Dr] to queries of latents [num_heads, num_rows, C], and of the rotated part."""
+    width = to_keys.shape[1]
+    return torch.bmm(queries[:, :, :width], to_keys), queries[:, :, width:]
+
+
+def _attend(
+    absorbed: torch.Tensor,  # [num_heads, num_rows, C]: the last rows of those that the keys are of
+    rotated: torch.Tensor,  # [num_heads, num_rows, Dr]
+    latents: torch.Tensor,  # [num_keys, C]
+    ropes: torch.Tensor,  # [num_keys, Dr]
+    scaling: float,
+) -> torch.Tensor:
+    """Returns what latents add up to, [num_heads, num_rows, C]; everything is float32."""
+    num_heads, num_rows, _ = absorbed.shape
+    num_keys = len(latents)
+    scores = absorbed.flatten(0, 1) @ latents.T  # [num_heads * num_rows, num_keys]
+    scores = torch.addmm(scores, rotated.flatten(0, 1), ropes.T).mul_(scaling).view(num_heads, num_rows, num_keys)
+    if num_rows > 1:
+        at = torch.arange(num_keys, device=scores.device)
+        scores.masked_fill_(at > at[num_keys - num_rows :, None], float("-inf"))
+    return (scores.softmax(-1).flatten(0, 1) @ latents).view(num_heads, num_rows, -1)

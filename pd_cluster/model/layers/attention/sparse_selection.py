@@ -1,0 +1,54 @@
+"""Chooses keys by the index keys that the paged pool holds, in torch: a row's best `most`, ascending.
+
+`ForwardBatch.chosen` [num_tokens, most] has the places in its sequence of the keys that each token sees. Rows of tokens
+that see `most` keys or fewer are not read: they see all of them. In sparse latent attention a layer keeps these keys as
+its third plane; see layers/indexer.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pd_cluster.model.inputs.forward_batch import ForwardBatch
+from pd_cluster.model.layers.attention.latent_attention import MOST_SCORES
+
+
+@dataclass(frozen=True, slots=True)
+class IndexRows:
+    """A layer's indexer makes these of a step's tokens. `weights` are those of its heads, with all scales in them."""
+
+    layer_idx: int
+    queries: torch.Tensor  # [num_tokens, num_heads, width]
+    weights: torch.Tensor  # [num_tokens, num_heads]
+    keys: torch.Tensor  # [num_tokens, width]
+    most: int  # keys that a token sees
+
+
+def choose_keys(rows: IndexRows, batch: ForwardBatch) -> torch.Tensor | None:
+    """Writes the keys to the pool; returns the choice, or None if no token sees more than `most` keys."""
+    queries, weights, most = rows.queries.float(), rows.weights.float(), rows.most
+    plane = batch.pool.planes(rows.layer_idx)[2]
+    size = plane.shape[1]
+    plane.index_put_((batch.slot_mapping // size, batch.slot_mapping % size), rows.keys[:, None].to(plane.dtype))
+    if batch.host_context_lens.max() <= most:
+        return None
+    chosen = torch.zeros(batch.num_tokens, most, dtype=torch.int32)
+    query_starts, table_starts = batch.query_starts.tolist(), batch.table_starts.tolist()
+    for i, context_len in enumerate(batch.context_lens.tolist()):
+        first, stop = query_starts[i : i + 2]
+        table = batch.block_table[table_starts[i] : table_starts[i + 1]]
+        known = plane.index_select(0, table).flatten(0, 1)[:context_len, 0].float()
+        behind = context_len - stop
+        most_rows = max(1, MOST_SCORES // (weights.shape[1] * context_len))
+        for row in range(max(first, most - behind), stop, most_rows):
+            some = slice(row, min(row + most_rows, stop))
+            num_seen = behind + some.stop
+            scores = (queries[some].flatten(0, 1) @ known[:num_seen].T).relu_()
+            scores = torch.bmm(weights[some, None], scores.view(-1, weights.shape[1], num_seen))[:, 0]
+            at = torch.arange(num_seen)
+            scores.masked_fill_(at > behind + torch.arange(some.start, some.stop)[:, None], float("-inf"))
+            best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :most]
+            chosen[some] = best.sort(dim=-1).values.to(torch.int32)
+    return chosen

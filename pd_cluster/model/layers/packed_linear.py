@@ -1,0 +1,163 @@
+"""Linear layers whose weight has another order, which is faster on CPU: oneDNN's, or that of the C kernels.
+
+The rule is fixed, never measured: on x86-64 float32 is packed for oneDNN where there is AVX-512, and for the C kernels
+where there is only AVX2, on which oneDNN takes twice the time for a few rows; bfloat16 is packed for the C kernels
+where they can run; anything else stays plain. So the same checkpoint computes the same numbers in every process of a
+machine; and with packing, a row's numbers do not depend on how many rows are computed with it, unlike MKL's.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+
+import torch
+from torch.nn.functional import linear, pad
+
+from pd_cluster.native import float_products
+from pd_cluster.native.packed_products import Linear as Linear
+from pd_cluster.native.packed_products import bf16_linear, float32_linear
+
+log = logging.getLogger(__name__)
+
+MOST_PADDED = 16 << 20  # padding's multiplications per product: cheaper than compiling for another number of rows
+SIZES_PER_OCTAVE = 8
+LEAST_ROWS = 4
+TRIED_ROWS = 7
+COMPANY_ROWS = (1, 2, 3, 17, 64)
+MOST_INPUTS_OF_ONE_ROW = (
+    1024  # up to here one row alone has the same bits; tests/model/test_packed_linear.py verifies it
+)
+
+
+class PackedLinear:
+    """`x @ weight.T + bias` with a weight that only oneDNN can read; the plain one is not kept.
+
+    oneDNN compiles anew for every number of rows, a millisecond each, and keeps about a thousand results. So rows are
+    padded to a frequent number. Fewer than four rows of a wide input become four: for a single row, oneDNN adds in
+    another order from 1,025 inputs on (AVX-512), and four take no longer than one, while two and three do.
+
+    `few` computes up to 96 rows faster and with the same bits, where a trial with this weight has shown so.
+    """
+
+    __slots__ = ("_bias", "_most_padding", "_run", "_weight", "few", "in_features", "least_rows")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
+        self._bias = bias
+        self._run = torch.ops.mkldnn._linear_pointwise.default
+        self.least_rows = LEAST_ROWS if weight.shape[1] > MOST_INPUTS_OF_ONE_ROW else 1
+        self._most_padding = MOST_PADDED // max(1, weight.numel())
+        self.in_features = weight.shape[1]
+        few = float_products.few_rows(self._weight, (weight.shape[0], self.in_features), bias)
+        self.few = few if few is not None and self._agrees(few) else None
+        warn_of_company(self)
+
+    def _agrees(self, few: float_products.FloatProducts) -> bool:
+        x = torch.randn(TRIED_ROWS, self.in_features, generator=torch.Generator().manual_seed(0))
+        return torch.equal(few(x), self.by_onednn(x))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self.few is not None and 0 < x.numel() <= float_products.MOST_ROWS * self.in_features and self._fits(x):
+            return self.few(x)
+        return self.by_onednn(x)
+
+    def _fits(self, x: torch.Tensor) -> bool:
+        return x.dtype == torch.float32 and x.shape[-1] == self.in_features and x.device.type == "cpu"
+
+    def by_onednn(self, x: torch.Tensor) -> torch.Tensor:
+        num_rows = x.shape[-2]
+        if num_rows < self.least_rows:
+            padding = self.least_rows - num_rows if num_rows else 0
+        else:
+            padding = padded(num_rows, self._most_padding) - num_rows
+        if padding:
+            x = pad(x, (0, 0, 0, padding))
+        result: torch.Tensor = self._run(x, self._weight, self._bias, "none", [], "")
+        return result[..., :num_rows, :] if padding else result
+
+
+class PlainLinear:
+    """Computes the same with the weight in its original order."""
+
+    __slots__ = ("bias", "weight")
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = weight.detach()
+        self.bias = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(x, self.weight, self.bias)
+
+
+_tried_inputs: set[int] = set()
+
+
+def warn_of_company(layer: PackedLinear) -> None:
+    """Logs, once for each number of inputs, that rows have other bits in other company.
+
+    The constants above are facts of the oneDNN in tried versions of torch; another one may add in another order.
+    """
+    if layer.in_features in _tried_inputs:
+        return
+    _tried_inputs.add(layer.in_features)
+    x = torch.randn(COMPANY_ROWS[-1], layer.in_features, generator=torch.Generator().manual_seed(1))
+    expected = layer(x)
+    for num_rows in COMPANY_ROWS:
+        if not torch.equal(layer(x[:num_rows]), expected[:num_rows]):
+            log.error(
+                "torch %s computes %d rows of %d inputs with other bits than among %d: greedy output may depend on "
+                "what is computed beside it; torch 2.11 to 2.14 do not",
+                torch.__version__,
+                num_rows,
+                layer.in_features,
+                len(x),
+            )
+            return
+
+
+def packs(weight: torch.Tensor) -> bool:
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and platform.machine() == "x86_64"
+        and weight.numel() > 0
+    )
+
+
+def padded(num_rows: int, most: int) -> int:
+    """Rounds up to one of eight sizes per octave, at most `most` apart: computing a few extra rows is cheap."""
+    step = min(num_rows // SIZES_PER_OCTAVE, most)
+    step = 1 << step.bit_length() - 1 if step > 1 else 1
+    return -(-num_rows // step) * step
+
+
+def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Makes a layer of a weight that `packs`."""
+    bias = None if bias is None else bias.detach()
+    own = None if float_products.can_run() else float32_linear(weight.detach(), bias)
+    return own or PackedLinear(weight, bias)
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Makes a layer of weight [out_features, in_features], bias [out_features]; the caller drops its own weight.
+
+    On a CPU, activations of a layer in bfloat16 are float32 (model/language_model/mixed_precision.py).
+    """
+    if packs(weight):
+        return pack_floats(weight, bias)
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16:
+        narrow = bf16_linear(weight.detach(), bias)
+        if narrow is not None:
+            return narrow
+    return PlainLinear(weight, bias)
+
+
+def make_expert_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+    """Makes a layer of one of many experts, which the C kernels compute in one call where they can run."""
+    if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel():
+        packed = float32_linear(weight.detach(), bias)
+        if packed is not None:
+            return packed
+    return make_linear(weight, bias)

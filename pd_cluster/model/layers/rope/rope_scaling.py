@@ -1,0 +1,160 @@
+"""Handles positions that depend on a request's length, dynamic NTK and longrope, for each request separately.
+
+transformers decides for a whole forward pass, by its largest position. Here every request has the frequencies of its
+own length, so that its results depend neither on the other requests nor on its progress.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.errors import ModelError
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, on_device
+from pd_cluster.model.inputs.step_input import Ints
+from pd_cluster.model.layers.rope.rope_limit import RopeLimit
+from pd_cluster.numerics import RopeScaling
+
+USE_LOGN = "use_logn_attn"  # LMDeploy's name, an override
+MAX_LENGTHS = 256  # with cached frequencies
+TABLES = ("wpe", "embed_positions")  # modules that learned a vector for each position
+
+Turns = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [1, num_tokens, head_dim]; DeepSeek-V2: one complex tensor
+
+
+class LengthRotary(torch.nn.Module):
+    """Replaces a model's rotary embedding. `batch` is the step that is being computed, or None outside of steps."""
+
+    def __init__(self, rotary: Any, rope: RopeScaling) -> None:
+        super().__init__()
+        self.rotary = rotary
+        self.batch: ForwardBatch | None = None
+        self.is_left_alone = False  # transformers decides, for whole forward passes to compare with
+        self._rope = rope
+        self._short: torch.Tensor = rotary.original_inv_freq
+        self._turn: Callable[..., Turns] = inspect.unwrap(type(rotary).forward)  # without transformers' own decision
+        self._known: OrderedDict[int, torch.Tensor] = OrderedDict()
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Turns:
+        """Takes `position_ids` [1, num_tokens]. Outside of a step, all of them belong to a short request."""
+        if self.is_left_alone:
+            self.rotary.inv_freq = self._short.to(x.device, copy=True)  # some code writes to it
+            self.rotary.max_seq_len_cached = self.rotary.original_max_seq_len
+            found: Turns = self.rotary(x, position_ids)
+            return found
+        if self.batch is None:
+            return self._turned(x, position_ids, 0)
+        lens = self._lengths(self.batch)
+        distinct = np.unique(lens)
+        if len(distinct) == 1:
+            return self._turned(x, position_ids, int(distinct[0]))
+        rows = np.repeat(lens, self.batch.query_lens)
+        turned: list[torch.Tensor] = []
+        for length in distinct.tolist():
+            own = on_device({"rows": np.flatnonzero(rows == length)}, self.batch.pool.device)["rows"]
+            found = self._turned(x, position_ids[:, own], length)
+            parts: Sequence[torch.Tensor] = (found,) if isinstance(found, torch.Tensor) else found
+            if not turned:
+                turned = [part.new_empty(1, position_ids.shape[1], part.shape[-1]) for part in parts]
+            for whole, part in zip(turned, parts, strict=True):
+                whole[:, own] = part
+        return turned[0] if len(turned) == 1 else (turned[0], turned[1])  # type: ignore[return-value]
+
+    def _lengths(self, batch: ForwardBatch) -> Ints:
+        """Returns [num_seqs], the length that determines each request's frequencies."""
+        most = batch.most_tokens if batch.most_tokens is not None else batch.host_context_lens
+        return np.array([self._rope.length(each) for each in most.tolist()], dtype=np.int64)
+
+    @torch.no_grad()
+    def _turned(self, x: torch.Tensor, position_ids: torch.Tensor, length: int) -> Turns:
+        self.rotary.inv_freq = self._frequencies(length, x.device)
+        return self._turn(self.rotary, x, position_ids)
+
+    def _frequencies(self, length: int, device: torch.device) -> torch.Tensor:
+        """Returns [head_dim / 2] float32."""
+        found = self._known.get(length)
+        if found is None or found.device != device:
+            found = self._short
+            if length:
+                found, _ = ROPE_INIT_FUNCTIONS[self.rotary.rope_type](self.rotary.config, device, seq_len=length)
+            found = self._known[length] = found.to(device)
+            if len(self._known) > MAX_LENGTHS:
+                self._known.popitem(last=False)
+        return found
+
+
+class LogN:
+    """Log-n attention: beyond the positions that a model was trained with, queries grow with the position's logarithm.
+
+    The factor of position p (from 0) is log(p + 1) / log(trained), and 1 up to there.
+    """
+
+    def __init__(self, trained: int) -> None:
+        self._trained = trained
+
+    def factors(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Returns [num_tokens] float32; None where all are 1."""
+        if int(batch.host_context_lens.max()) <= self._trained:
+            return None
+        positions = batch.rope_positions[0].to(torch.float64) + 1
+        return (positions.log() / math.log(self._trained)).clamp_(min=1.0).float()
+
+
+def rope_limit_of(model: torch.nn.Module, checkpoint: Checkpoint, has_logn: bool) -> RopeLimit:
+    """Returns the rotary positions, or rows of a table of positions, that requests may choose for their tokens.
+
+    transformers' modules of rotary embeddings and such tables take any that they are given. `model` is loaded, and not
+    yet fused. Raises ModelError for positions that it cannot stretch.
+    """
+    name, why_not = f"model_type {checkpoint.model_type}", ""
+    rotaries = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
+    has_table = any(path.rpartition(".")[2] in TABLES for path, _ in model.named_modules())
+    if checkpoint.is_unproven:
+        why_not = f"{name} is unproven, and no proof covers them"
+    elif checkpoint.rope.kind:
+        why_not = f"rope_type {checkpoint.rope.kind} takes its frequencies from a request's number of tokens"
+    elif has_logn:
+        why_not = f"{USE_LOGN} takes its factors from a request's number of tokens"
+    elif not rotaries and not has_table:
+        why_not = f"{name} has neither a rotary embedding nor a table of positions"
+    if checkpoint.stretch is not None and not any(checkpoint.stretch.kind in _kinds(each) for each in rotaries):
+        raise ModelError(
+            f"rope_type {checkpoint.stretch.kind}: {name} has no rotary embedding of that kind; leave it out"
+        )
+    num_rows = 3 if rotaries and all(hasattr(module, "mrope_section") for module in rotaries) else 1
+    return RopeLimit(num_rows, checkpoint.max_position_embeddings, why_not)
+
+
+def _kinds(rotary: Any) -> tuple[str, ...]:
+    """Returns the rope types of a rotary embedding; it may have one for each kind of layer."""
+    found = getattr(rotary, "rope_type", "")
+    return tuple(found.values()) if isinstance(found, dict) else (str(found),)
+
+
+def put_lengths(model: torch.nn.Module, rope: RopeScaling) -> None:
+    """Replaces the rotary embeddings that depend on the length. Raises ModelError where that is impossible."""
+    if not rope.kind:
+        return
+    places = [
+        (parent, name, child)
+        for parent in model.modules()
+        for name, child in parent.named_children()
+        if hasattr(child, "original_inv_freq") and hasattr(child, "rope_type")
+    ]
+    for parent, name, child in places:
+        if child.rope_type != rope.kind:
+            raise ModelError(
+                f"rope_type {rope.kind}: this architecture turns positions by {child.rope_type}; it cannot be served "
+                f"with that"
+            )
+        setattr(parent, name, LengthRotary(child, rope))
+    if not places:
+        raise ModelError(f"rope_type {rope.kind}: this architecture has no rotary embedding of that kind")

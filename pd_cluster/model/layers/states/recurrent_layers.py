@@ -1,0 +1,125 @@
+"""Recurrent layers of a fused model: in the place of an attention, they keep a state of each sequence.
+
+Their projections are packed, and all in between is one call of the kernels (layers/recurrent_kernels.py), which read
+and write the states in their blocks. Also what such layers stand beside in some architectures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pd_cluster.model.inputs.forward_batch import ForwardBatch
+from pd_cluster.model.layers.fused_layer import LayerAttention
+from pd_cluster.model.layers.ops import Rope, Rows
+from pd_cluster.model.layers.packed_linear import Linear
+from pd_cluster.model.layers.states.recurrent_kernels import RecurrentKernel
+from pd_cluster.native.recurrence_values import StateInputs
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentLayer:
+    """A state, and the kernel that takes it through the rows of a step."""
+
+    layer_idx: int
+    kernel: RecurrentKernel
+
+    def through(self, inputs: StateInputs, batch: ForwardBatch) -> torch.Tensor:
+        """Returns [num_tokens, num_features]; the states behind the last tokens are in the pool afterwards."""
+        rows = batch.states
+        assert rows is not None
+        out = self.kernel(inputs, rows.pool.planes(self.layer_idx), rows)
+        batch.state_written(self.layer_idx)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class GatedState:
+    """The gated delta rule by heads, or Mamba-2: one projection makes everything.
+
+    `widths`: of its rows' parts, in order: what is convolved, the gate, decays (or Mamba-2's time steps), betas if
+    there are any. `input_multiplier` and `multipliers` [num_features] are of its input and of its rows. `norm`: of what
+    the kernels return, and of the gate, where they do not norm it because other ranks have a part of it.
+    """
+
+    layer: RecurrentLayer
+    projection: Linear
+    output: Linear
+    widths: tuple[int, ...]
+    input_multiplier: float = 1.0
+    multipliers: torch.Tensor | None = None
+    norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
+        rows = self.projection(x if self.input_multiplier == 1.0 else x * self.input_multiplier)
+        if self.multipliers is not None:
+            rows = (rows * self.multipliers).to(rows.dtype)
+        convolved, gate, decays, *betas = torch.split(rows, list(self.widths), dim=1)
+        inputs = StateInputs(convolved, decays, betas[0] if betas else None, gate)
+        out = self.layer.through(inputs, batch)
+        return out if self.norm is None else self.norm(out, gate)
+
+
+@dataclass(frozen=True, slots=True)
+class KimiDeltaState:
+    """The gated delta rule by channels, whose decays and gates are made in two steps each (KDA).
+
+    `widths`: of the projection's rows: what is convolved, betas, what decays and what gates are made of.
+    """
+
+    layer: RecurrentLayer
+    projection: Linear
+    decays: Linear
+    gates: Linear
+    output: Linear
+    widths: tuple[int, int, int, int]
+
+    def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
+        convolved, betas, decays, gates = torch.split(self.projection(x), list(self.widths), dim=1)
+        inputs = StateInputs(convolved, self.decays(decays.contiguous()), betas, self.gates(gates.contiguous()))
+        return self.layer.through(inputs, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvState:
+    """A convolution alone (LFM2): of the product of two parts of a row, and multiplied by the third."""
+
+    layer: RecurrentLayer
+    projection: Linear
+    output: Linear
+
+    def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
+        before, after, inputs = self.projection(x).chunk(3, dim=1)
+        return self.layer.through(StateInputs(before * inputs), batch).mul_(after)
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentWithAttention:
+    """A recurrent layer and an attention of the same input, whose outputs are added (Falcon-H1)."""
+
+    state: LayerAttention
+    attention: LayerAttention
+    num_features: int  # of the state's rows
+    attention_multiplier: float  # of the attention's input
+    output_multipliers: tuple[float, float]
+
+    def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
+        own = self.state.attend(x, ropes, batch)
+        return torch.cat((own, self.attention.attend(x * self.attention_multiplier, ropes, batch)), dim=1)
+
+    def output(self, rows: torch.Tensor) -> torch.Tensor:
+        own, attended = (part.contiguous() for part in rows.tensor_split([self.num_features], dim=1))
+        first, second = self.output_multipliers
+        return self.state.output(own).mul_(first).add_(self.attention.output(attended).mul_(second))
+
+
+@dataclass(frozen=True, slots=True)
+class NoAttention:
+    """A layer that is an MLP alone: half a layer, which attends to nothing (Nemotron-H)."""
+
+    output: Rows
+
+    def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
+        return x

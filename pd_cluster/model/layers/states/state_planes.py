@@ -1,0 +1,170 @@
+"""The planes of a state, read from the module of a recurrent layer: all that it keeps of a sequence.
+
+A recurrent state is a plane of its heads. A convolution's last inputs are one plane for each part that is cut apart
+between ranks, all of its heads. Knows nothing of pools, and of a config only what its modules have taken from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from pd_cluster.errors import ModelError
+from pd_cluster.model.layers.states.state_heads import CHANNELS
+from pd_cluster.wire import Plane
+
+Recurrence = Literal["gated_delta", "kimi_delta", "mamba2", "short_conv"]
+STATE_PLANE = "state"
+
+
+class ConvPart(NamedTuple):
+    """Consecutive channels of a convolution: those of `num_heads` heads, one head behind the other.
+
+    `name` is its plane's.
+    """
+
+    name: str
+    num_heads: int
+    channels: int  # of a head
+
+    @property
+    def num_channels(self) -> int:
+        return self.num_heads * self.channels
+
+
+class Recurrent(NamedTuple):
+    """A state's matrix for each head, [num_heads, num_rows, num_columns], as transformers' modules keep it."""
+
+    num_heads: int
+    num_rows: int
+    num_columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StateParts:
+    """The state that one layer keeps of a sequence, on this rank; `kernel_size` is the convolution's.
+
+    `convolved` are the parts of the convolution in the order of its channels. A plane of the pool holds, for each head
+    of its part, the last kernel_size - 1 inputs [kernel_size - 1, channels], the oldest first: transformers keeps one
+    more, which is never read again. `recurrent` None: there is nothing but the convolution.
+    """
+
+    recurrence: Recurrence
+    kernel_size: int
+    convolved: tuple[ConvPart, ...]
+    recurrent: Recurrent | None = None
+
+    @property
+    def num_kept(self) -> int:
+        """Counts the inputs of a convolution that are kept."""
+        return self.kernel_size - 1
+
+    @property
+    def num_channels(self) -> int:
+        """Counts the convolution's channels."""
+        return sum(part.num_channels for part in self.convolved)
+
+    @property
+    def num_heads(self) -> int:
+        """Returns the most heads of any plane."""
+        own = 0 if self.recurrent is None else self.recurrent.num_heads
+        return max(own, *(part.num_heads for part in self.convolved))
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """Returns the planes of the layer in the pool: the recurrent state's, then the convolution's."""
+        most, found = self.num_heads, list[Plane]()
+        if self.recurrent is not None:
+            heads, rows, columns = self.recurrent
+            found.append(Plane(STATE_PLANE, rows * columns, 0 if heads == most else heads))
+        for name, heads, channels in self.convolved:
+            found.append(Plane(name, self.num_kept * channels, 0 if heads == most else heads))
+        return tuple(found)
+
+
+def convolution_of(module: torch.nn.Module) -> torch.nn.Conv1d:
+    """Returns a recurrent module's convolution over time, whose `weight` is [num_channels, 1, kernel_size]."""
+    (found,) = [each for each in module.children() if isinstance(each, torch.nn.Conv1d)]
+    return found
+
+
+def _gated_delta(module: Any) -> StateParts:
+    keys, values = module.num_k_heads, module.num_v_heads
+    convolved = (
+        ConvPart("conv_q", keys, module.head_k_dim),
+        ConvPart("conv_k", keys, module.head_k_dim),
+        ConvPart("conv_v", values, module.head_v_dim),
+    )
+    return _parts("gated_delta", module, convolved, Recurrent(values, module.head_k_dim, module.head_v_dim))
+
+
+def _kimi_delta(module: Any) -> StateParts:
+    heads, width = module.num_heads, module.head_dim
+    convolved = tuple(ConvPart(name, heads, width) for name in ("conv_q", "conv_k", "conv_v"))
+    return _parts("kimi_delta", module, convolved, Recurrent(heads, width, width))
+
+
+def _mamba2(module: Any) -> StateParts:
+    heads, width, size = module.num_heads, module.head_dim, module.ssm_state_size
+    convolved = (
+        ConvPart("conv_x", heads, width),
+        ConvPart("conv_b", module.n_groups, size),
+        ConvPart("conv_c", module.n_groups, size),
+    )
+    return _parts("mamba2", module, convolved, Recurrent(heads, width, size))
+
+
+def _short_conv(module: Any) -> StateParts:
+    num_channels = convolution_of(module).out_channels
+    channels = CHANNELS if num_channels % CHANNELS == 0 else num_channels
+    return _parts("short_conv", module, (ConvPart("conv", num_channels // channels, channels),), None)
+
+
+def _parts(
+    recurrence: Recurrence, module: torch.nn.Module, convolved: tuple[ConvPart, ...], recurrent: Recurrent | None
+) -> StateParts:
+    convolution = convolution_of(module)
+    (kernel_size,) = convolution.kernel_size
+    found = StateParts(recurrence, kernel_size, convolved, recurrent)
+    if found.num_channels != convolution.out_channels:
+        raise ModelError(
+            f"{type(module).__name__}: its convolution has {convolution.out_channels} channels, and its parts have "
+            f"{found.num_channels}; this model cannot be served"
+        )
+    return found
+
+
+# transformers' classes -> what they keep
+MODULES: Mapping[str, Callable[[Any], StateParts]] = {
+    "Qwen3NextGatedDeltaNet": _gated_delta,
+    "Qwen3_5GatedDeltaNet": _gated_delta,
+    "Qwen3_5MoeGatedDeltaNet": _gated_delta,
+    "OlmoHybridGatedDeltaNet": _gated_delta,
+    "KimiLinearDeltaAttention": _kimi_delta,
+    "BailingHybridDeltaAttention": _kimi_delta,
+    "BambaMixer": _mamba2,
+    "GraniteMoeHybridMambaLayer": _mamba2,
+    "FalconH1Mixer": _mamba2,
+    "NemotronHMamba2Mixer": _mamba2,
+    "Lfm2ShortConv": _short_conv,
+    "Lfm2MoeShortConv": _short_conv,
+}
+
+
+def state_modules(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """Returns a model's recurrent modules by the index of their layer, in order."""
+    found: dict[int, torch.nn.Module] = {}
+    for module in model.modules():
+        if type(module).__name__ in MODULES:
+            layer_idx = module.layer_idx
+            assert isinstance(layer_idx, int)
+            found[layer_idx] = module
+    return dict(sorted(found.items()))
+
+
+def parts_of(module: torch.nn.Module) -> StateParts:
+    """Returns what a module of `state_modules` keeps. Raises ModelError for one whose convolution has other parts."""
+    return MODULES[type(module).__name__](module)

@@ -1,0 +1,306 @@
+"""Proves a loaded model before it serves: every layer uses the pool, and the numbers are the model's own.
+
+transformers gives many architectures the registered attention function, but not all of them use it, and some pass it
+less than their own mask contains. Such a model would answer wrongly; here it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from pd_cluster.devices.device import CPU, Device
+from pd_cluster.errors import ModelError
+from pd_cluster.kv.kv_layout import KVLayout
+from pd_cluster.kv.kv_pool import KVPool
+from pd_cluster.model.inputs.forward_batch import ForwardBatch, build_batch
+from pd_cluster.model.inputs.state_rows import StateRows, segments_of
+from pd_cluster.model.language_model.causal_lm import CausalLM, PlainCausalLM
+from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.layers.attention import sdpa
+from pd_cluster.model.layers.states.state_planes import state_modules
+from pd_cluster.types import Request, RequestSpec, Sampling
+
+BLOCK_SIZE = 4
+WINDOW = 3  # replaces a longer one, and the number of keys that an indexer chooses, which so few tokens would not reach
+SHORTENED = ("sliding_window", "index_topk")
+SCAN, MOST_SCANNED = "chunk_size", 64  # tokens that recurrent modules scan together, some of them more than these
+ROUNDED = "int8"  # activations are codes, of which some fall to the other side by the last bits
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, ROUNDED: 0.25}  # relative; float32 differs by about 1e-6
+# The share of the rows of logits that may differ by more: in 16 bits a router can choose another expert, which changes
+# everything after it. A model with no past, or a wrong one, has at least half its rows wrong.
+SPARED_ROWS = {"float32": 0.0, "bfloat16": 0.25, "float16": 0.25, ROUNDED: 0.25}
+
+
+class ProofSchedule(NamedTuple):
+    """How the proof computes two sequences: `steps` has the tokens of both in each step.
+
+    A copy of the first one's state after `kept` tokens is kept, if it is not 0; a third sequence continues from it.
+    """
+
+    steps: tuple[tuple[int, int], ...]
+    kept: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Counts the tokens of each sequence."""
+        return sum(first for first, _ in self.steps)
+
+
+KEYS = ProofSchedule(((5, 7), (6, 4), (1, 1)))
+STATES = ProofSchedule(
+    ((64, 1), (65, 67), (1, 62), (1, 1)), kept=68
+)  # scans are of 64 tokens; it is kept within a chunk
+
+
+def prove(model: CausalLM, pools: KVPool | Sequence[KVPool], dtype: str) -> int | None:
+    """Raises ModelError for a model that must not be served; also the warm-up. `dtype`: the model's.
+
+    `pools` are those of its groups of layers. Returns the sliding window that all layers have; None when one of them
+    sees everything, or they differ.
+    """
+    pools = [pools] if isinstance(pools, KVPool) else list(pools)
+    windows = prove_every_layer_writes(model, pools)
+    if isinstance(model, PlainCausalLM):  # fused layers were compared with this at their creation
+        prove_same_logits(model, pools, dtype)
+    return windows.pop() if len(windows) == 1 else None
+
+
+def prove_every_layer_writes(model: CausalLM, pools: KVPool | Sequence[KVPool]) -> set[int | None]:
+    """Raises ModelError unless each layer wrote its pool once, in ascending order; returns the layers' windows.
+
+    Layers with keys and values write these, layers with a state that. Uses the padding blocks.
+    """
+    pools = [pools] if isinstance(pools, KVPool) else list(pools)
+    probe = Request("probe", RequestSpec([0, 0], Sampling()), tables=[[pool.num_blocks] for pool in pools])
+    if pools[0].layout.block_size < 2:
+        probe.prompt_token_ids = [0]
+    batch = probe_batch([(probe, probe.num_tokens)], pools)
+    with torch.inference_mode(), refusal(model):
+        model(batch)
+    for written, what in ((batch.layers_written, "KV"), (batch.states_written, "state")):
+        own = [pool.layout for pool in pools if pool.layout.holds.is_state == (what == "state")]
+        wanted = sorted(layer for layout in own for layer in _layers_of(layout))
+        if written != wanted:
+            each = len(wanted) if wanted == list(range(len(wanted))) else wanted
+            raise ModelError(
+                f"{_name(model)}: layers {written} wrote the {what} pool instead of each of {each} once, in "
+                f"order; this architecture cannot be served"
+            )
+    return batch.windows
+
+
+def _layers_of(layout: KVLayout) -> Sequence[int]:
+    """Returns the indices in the model of a group's layers, without a draft head's."""
+    return (layout.layers or range(layout.num_layers))[: layout.num_model_layers]
+
+
+def probe_batch(
+    chunks: list[tuple[Request, int]], pools: Sequence[KVPool], keeps: Sequence[tuple[int, int, int]] = ()
+) -> ForwardBatch:
+    """Builds a step over the pools of all groups; `keeps`: see segments_of."""
+    batch = build_batch(chunks, pools[0], pools[1:])
+    for group, pool in enumerate(pools):
+        if keeps and pool.layout.holds.is_state:
+            blocks = [request.tables[group][0] for request, _ in chunks]
+            batch.states = StateRows.of(pool, segments_of([num for _, num in chunks], blocks, keeps))
+    return batch
+
+
+def prove_same_logits(model: PlainCausalLM, pools: Sequence[KVPool], dtype: str) -> None:
+    """Raises ModelError unless two prompts, in chunks through small pools, give the logits of transformers alone.
+
+    Pools of keys and values have the model's dtype: codes would change the numbers. A row's mean carries no information
+    and is left out.
+    """
+    layouts = [pool.layout if pool.layout.holds.is_state else replace(pool.layout, dtype=dtype) for pool in pools]
+    course = STATES if any(layout.holds.is_state for layout in layouts) else KEYS
+    token_ids = probe_token_ids(model.config.vocab_size, 2 * course.num_tokens)
+    bound = ROUNDED if model.rounds_activations else dtype
+    with torch.inference_mode(), refusal(model), _all_shortened(model):
+        actual = _in_chunks(model, layouts, pools[0].device, token_ids.tolist(), course)
+        expected = own_logits(model, token_ids.to(pools[0].device.torch_name))
+    check_same(torch.stack(actual[:2]), expected, model, bound)
+    for resumed in actual[2:]:
+        check_same(resumed, expected[0, course.kept :], model, bound, "from a kept state")
+
+
+def own_choices(model: PlainCausalLM, course: ProofSchedule = KEYS, device: Device = CPU) -> torch.Tensor:
+    """Returns logits by transformers alone of the sequences of a course: of two prompts, and where a third continues.
+
+    Most tokens of KEYS see fewer keys than there are.
+    """
+    token_ids = probe_token_ids(model.config.vocab_size, 2 * course.num_tokens)
+    with torch.inference_mode(), refusal(model), _shortened(model.model.modules() if course is KEYS else ()):
+        logits = own_logits(model, token_ids.to(device.torch_name))
+    continued = logits[:1, course.kept :] if course.kept else logits[:0]
+    return torch.cat((*logits, *continued)).float()
+
+
+def fused_choices(
+    model: FusedCausalLM, layouts: Sequence[KVLayout], course: ProofSchedule = KEYS, device: Device = CPU
+) -> torch.Tensor:
+    """Returns the same by fused layers, in chunks through pools of these layouts, but for the size of blocks."""
+    token_ids = probe_token_ids(model.config.vocab_size, 2 * course.num_tokens)
+    with torch.inference_mode(), _shortened(model.indexers if course is KEYS else ()):
+        return torch.cat(_in_chunks(model, layouts, device, token_ids.tolist(), course)).float()
+
+
+def own_logits(model: PlainCausalLM, token_ids: torch.Tensor, rows: torch.Tensor | int = 0) -> torch.Tensor:
+    """Computes logits by transformers alone, without a cache, of `rows` of each sequence; 0 means all rows."""
+    with _eager(model.model):
+        return model.whole(model.model(input_ids=token_ids, use_cache=False, logits_to_keep=rows).logits)
+
+
+def check_same(
+    actual: torch.Tensor, expected: torch.Tensor, model: PlainCausalLM, dtype: str, where: str = "with paged attention"
+) -> None:
+    """Raises ModelError unless rows of logits [..., vocab_size] are the same, within the limits of the dtype."""
+    check_finite(expected, _name(model), dtype)
+    expected, actual = _centred(expected), _centred(actual)
+    errors = ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).flatten().sort().values  # of each row
+    error = float(errors[-1 - int(len(errors) * SPARED_ROWS[dtype])])
+    if not error <= TOLERANCE[dtype]:
+        raise ModelError(
+            f"{_name(model)}: {where} the logits differ from transformers' own by {error:.1e} of their "
+            f"size; this architecture cannot be served"
+        )
+
+
+def check_finite(logits: torch.Tensor, model: str, dtype: str) -> None:
+    """Raises ModelError for logits that are not finite, which no choice of kernels could fix."""
+    if not logits.isfinite().all():
+        raise ModelError(
+            f"{model}: the model's logits in {dtype} are not all numbers: its weights have NaN or infinities, or "
+            f"{dtype} is too narrow for them"
+        )
+
+
+def _centred(logits: torch.Tensor) -> torch.Tensor:
+    logits = logits.float()
+    return logits - logits.mean(-1, keepdim=True)
+
+
+def probe_token_ids(vocab_size: int, num_tokens: int = 2 * KEYS.num_tokens) -> torch.Tensor:
+    """Returns ids [2, num_tokens / 2] from all over the vocabulary."""
+    return (torch.arange(num_tokens) * 7919 % vocab_size).view(2, -1)
+
+
+def _in_chunks(
+    model: CausalLM, layouts: Sequence[KVLayout], device: Device, token_ids: list[list[int]], course: ProofSchedule
+) -> list[torch.Tensor]:
+    """Computes logits [course.num_tokens, vocab_size] of two sequences, in chunks through small pools.
+
+    They are followed by those of the third sequence of a course that has one, from where it continues.
+    """
+    per_seq = -(-course.num_tokens // BLOCK_SIZE)
+    with ExitStack() as stack:
+        pools = list[KVPool]()
+        for layout in layouts:
+            is_state = layout.holds.is_state
+            small = layout if is_state else replace(layout, block_size=BLOCK_SIZE)
+            pools.append(stack.enter_context(KVPool(small, 4 if is_state else 3 * per_seq, device)))
+        tables = [[3 * at + seq for at in reversed(range(per_seq))] for seq in range(3)]
+        requests = [
+            Request(
+                f"probe {seq}", RequestSpec(ids, Sampling()), tables=[_table(pool, tables[seq], seq) for pool in pools]
+            )
+            for seq, ids in enumerate((*token_ids, token_ids[0]))
+        ]
+        found = _steps(model, pools, requests[:2], course)
+        if course.kept:
+            third, num_shared = requests[2], course.kept // BLOCK_SIZE
+            third.num_computed_tokens = course.kept
+            for table, of in zip(third.tables, requests[0].tables, strict=True):
+                if len(table) > 1:
+                    table[:num_shared] = of[:num_shared]
+            found += [_all_logits(model, probe_batch([(third, course.num_tokens - course.kept)], pools))]
+    return found
+
+
+def _table(pool: KVPool, blocks: list[int], seq: int) -> list[int]:
+    """Returns a sequence's table in a pool: its blocks, or its state."""
+    return [seq + 1] if pool.layout.holds.is_state else list(blocks)
+
+
+def _steps(
+    model: CausalLM, pools: Sequence[KVPool], requests: list[Request], course: ProofSchedule
+) -> list[torch.Tensor]:
+    """Computes the course of two sequences; the third one's state is where the first one's is kept."""
+    rows: list[list[torch.Tensor]] = [[], []]
+    for step in course.steps:
+        after = course.kept - requests[0].num_computed_tokens
+        keeps = [(0, after, 3)] if 0 < after <= step[0] else []
+        batch = probe_batch(list(zip(requests, step, strict=True)), pools, keeps)
+        for i, part in enumerate(torch.split(_all_logits(model, batch), list(step))):
+            rows[i].append(part)
+            requests[i].num_computed_tokens += step[i]
+    return [torch.cat(parts) for parts in rows]
+
+
+def _all_logits(model: CausalLM, batch: ForwardBatch) -> torch.Tensor:
+    batch.sample_rows = torch.arange(batch.num_tokens, device=batch.slot_mapping.device)
+    return model(batch)
+
+
+@contextmanager
+def refusal(model: CausalLM) -> Iterator[None]:
+    """Turns errors in an unknown architecture's own code into refusals instead of crashes."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ModelError(f"{_name(model)}: the proof at load does not fit the device's memory: {error}") from error
+    except (TypeError, AttributeError, RuntimeError, IndexError, AssertionError) as error:
+        raise ModelError(f"{_name(model)} cannot run with paged attention: {error!r}") from error
+
+
+@contextmanager
+def _shortened(owners: Iterable[Any], names: Sequence[str] = SHORTENED, most: int = WINDOW) -> Iterator[None]:
+    """Sets every sliding window to `most`: the config's, which transformers' masks use, and the modules' own.
+
+    Likewise the number of keys that indexers choose, or what else is named.
+    """
+    values = [(owner, name, getattr(owner, name, None)) for owner in owners for name in names]
+    values = [each for each in values if isinstance(each[2], int)]
+    try:
+        for owner, name, _ in values:
+            setattr(owner, name, most)
+        yield
+    finally:
+        for owner, name, value in values:
+            setattr(owner, name, value)
+
+
+@contextmanager
+def _all_shortened(model: PlainCausalLM) -> Iterator[None]:
+    """Shortens whatever the proof's few tokens would not reach."""
+    scans = state_modules(model.model).values()
+    with _shortened([*model.model.modules(), *_configs(model.model)]), _shortened(scans, (SCAN,), MOST_SCANNED):
+        yield
+
+
+@contextmanager
+def _eager(model: torch.nn.Module) -> Iterator[None]:
+    """Uses transformers' own attention and masks."""
+    configs = _configs(model)
+    try:
+        for config in configs:
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config in configs:
+            config._attn_implementation = sdpa.NAME
+
+
+def _configs(model: torch.nn.Module) -> list[Any]:
+    """Returns the configs of the model and its modules, each once."""
+    found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    return list(found.values())
+
+
+def _name(model: CausalLM) -> str:
+    return str(model.config.model_type)

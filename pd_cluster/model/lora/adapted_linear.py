@@ -1,0 +1,261 @@
+"""Linear layers to which adapters may add: y = W x + B (A x) for the rows of an adapter, and W x for all others.
+
+Rows of one adapter are computed together, and nothing of a row's numbers depends on the others. A step without
+adapters pays one comparison in each layer. Knows nothing of files and ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pd_cluster.devices.device import CPU, Device
+from pd_cluster.kv.pool_memory import ids_on
+from pd_cluster.model.layers.packed_linear import Linear, make_linear
+from pd_cluster.model.lora.adapter_row_blocks import AdaptedBlocks, copied
+from pd_cluster.model.lora.device_addition import DeviceAddition, DevicePlace
+from pd_cluster.native.lora_products import LoraTable, StepBlocks
+
+Ints = npt.NDArray[np.int64]
+NONE = 0  # the slot of rows without an adapter
+RANK_MULTIPLE = 16  # ranks are padded to it, with zeros: parts of a product then begin where vectors do
+
+# Rows of one adapter in a step, ascending; a slice where they are adjacent.
+Segment = tuple[int, slice | torch.Tensor]
+
+
+class StepRows:
+    """The rows of the step under way, by their adapters' slots. One for all layers of a model."""
+
+    def __init__(self) -> None:
+        self.are_adapted = False  # some of them
+        self.place: DevicePlace | None = None  # of the layers; None: the host's memory
+        self._slots: Ints | None = None  # [num_rows]
+        self._segments: Sequence[Segment] | None = None
+        self._blocks: StepBlocks | None = None
+        self.device: Device = CPU
+        self.has_tables = False  # for kernels, on the device
+        self.places: dict[int, int] = {}  # in the device's tables, by slots
+        self._on_device: AdaptedBlocks | None = None
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether adapters are computed on an accelerator."""
+        return self.place is not None or self.has_tables
+
+    def begin(self, slots: Ints | None, lens: Ints) -> None:
+        """Starts a step whose sequence i has `lens[i]` rows and the adapter in `slots[i]`; None: there is none."""
+        self._set(None if slots is None else np.repeat(slots, lens))
+
+    def use(self, blocks: AdaptedBlocks) -> None:
+        """Starts a step whose rows are in buffers on the device, which others fill."""
+        self._set(None)
+        self.are_adapted, self._on_device = True, blocks
+
+    def keep(self, rows: Ints | None) -> None:
+        """Goes on with these of the current rows [num_kept]; None if no step has adapters."""
+        if self._slots is not None:
+            assert rows is not None
+            self._set(self._slots[rows])
+
+    @property
+    def on_device(self) -> AdaptedBlocks:
+        """The rows by adapter, for the kernels of a device."""
+        if self._on_device is None:
+            assert self._slots is not None
+            self._on_device = copied(self._slots, self.places, self.device)
+        return self._on_device
+
+    def take(self, step: StepRows, rows: torch.Tensor) -> None:
+        """Takes these of a step's rows [num_taken] int64, for layers that see only them."""
+        self._set(None if step._slots is None else step._slots[rows.numpy()])
+
+    @property
+    def segments(self) -> Sequence[Segment]:
+        """The rows by adapter; some are adapted."""
+        if self._segments is None:
+            assert self._slots is not None
+            found = _segments(self._slots)
+            if (place := self.place) is not None:
+                found = [(slot, at if isinstance(at, slice) else ids_on(place.device, at)) for slot, at in found]
+            self._segments = found
+        return self._segments
+
+    @property
+    def blocks(self) -> StepBlocks:
+        """The same for the kernel in C."""
+        if self._blocks is None:
+            assert self._slots is not None
+            self._blocks = StepBlocks(self._slots)
+        return self._blocks
+
+    def _set(self, slots: Ints | None) -> None:
+        self._slots, self.are_adapted = slots, slots is not None and bool(slots.any())
+        self._segments = self._blocks = self._on_device = None
+
+
+def _segments(slots: Ints) -> list[Segment]:
+    found: list[Segment] = []
+    for slot in np.unique(slots):
+        if slot == NONE:
+            continue
+        rows = np.flatnonzero(slots == slot)
+        first, stop = int(rows[0]), int(rows[-1]) + 1
+        found.append((int(slot), slice(first, stop) if stop - first == len(rows) else torch.from_numpy(rows)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """One module's B @ A. `a` [rank, in_features]; `b` [out_features, rank], with the scale in it; both float32."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
+class Addition:
+    """An adapter's part of one layer, without C: the A's of all modules as one product, then a B for each's outputs."""
+
+    __slots__ = ("_a", "_parts")
+
+    def __init__(self, parts: Sequence[tuple[slice, LowRank]]) -> None:
+        """`parts`: the layer's output features that a matrix adds to."""
+        self._a = make_linear(torch.cat([padded_ranks(part.a, 0) for _, part in parts]))
+        self._parts: list[tuple[slice, slice, Linear]] = []
+        first = 0
+        for outputs, part in parts:
+            b = padded_ranks(part.b, 1)
+            self._parts.append((slice(first, first + b.shape[1]), outputs, make_linear(b)))
+            first += b.shape[1]
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, rows: slice | torch.Tensor) -> None:
+        """Adds to `rows` of y [num_rows, out_features], from the same rows of x [num_rows, in_features]."""
+        low = self._a(x[rows].float())
+        for ranks, outputs, b in self._parts:
+            added, place = b(low[:, ranks].contiguous()), y[:, outputs]
+            if y.dtype != torch.float32:
+                place[rows] = (place[rows].float() + added).to(y.dtype)
+            elif isinstance(rows, slice):
+                place[rows] += added
+            else:
+                place.index_add_(0, rows, added)
+
+
+def padded_ranks(matrix: torch.Tensor, dim: int) -> torch.Tensor:
+    missing = -matrix.shape[dim] % RANK_MULTIPLE
+    if not missing:
+        return matrix
+    shape = list(matrix.shape)
+    shape[dim] = missing
+    return torch.cat((matrix, matrix.new_zeros(shape)), dim)
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleFeatures:
+    """One module of transformers' in a layer that may join several: its features on this rank.
+
+    `outputs`: its features among the layer's. `order` [out_features] int64: the layer's i-th of them is the module's
+    `order[i]`-th; None: they are in the module's own order.
+    """
+
+    in_features: int
+    outputs: slice
+    order: torch.Tensor | None = None
+
+
+class DeviceTable(Protocol):
+    """The additions of loaded adapters to one layer on a device, by their places in its tables."""
+
+    def put(self, place: int, parts: Sequence[tuple[slice, LowRank]]) -> None: ...
+
+    def drop(self, place: int) -> None: ...
+
+    def add(self, x: torch.Tensor, y: torch.Tensor, step: AdaptedBlocks) -> None: ...
+
+
+@dataclass(slots=True)
+class Site:
+    """A linear layer, and what loaded adapters add to it, by their slots."""
+
+    rows: StepRows
+    table: LoraTable | None = field(default_factory=lambda: LoraTable() if LoraTable.is_possible() else None)
+    additions: dict[int, Addition | DeviceAddition] = field(default_factory=dict)  # without C
+    nums_rows: list[int] | None = None  # of each call while it is watched
+    there: DeviceTable | None = None  # on an accelerator, instead of the others
+
+    def put(self, slot: int, parts: Sequence[tuple[slice, LowRank]]) -> None:
+        """Adds an adapter, on any thread. `parts`: the layer's output features that a matrix adds to."""
+        if self.there is not None:
+            self.there.put(self.rows.places[slot], parts)
+        elif self.rows.place is not None:
+            self.additions[slot] = DeviceAddition([(at, part.a, part.b) for at, part in parts], self.rows.place)
+        elif self.table is None:
+            self.additions[slot] = Addition(parts)
+        else:
+            self.table.put(slot, torch.cat([part.a for _, part in parts]), [(at, part.b) for at, part in parts])
+
+    def drop(self, slot: int) -> None:
+        """Forgets an adapter that no row has, between two steps."""
+        if self.there is not None:
+            self.there.drop(self.rows.places[slot])
+        self.additions.pop(slot, None)
+        if self.table is not None:
+            self.table.drop(slot)
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Adds in place the adapters' outputs for x [..., num_rows, in_features]; returns y."""
+        if self.nums_rows is not None:
+            self.nums_rows.append(x.numel() // x.shape[-1])
+        if not self.rows.are_adapted:
+            return y
+        flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        if self.there is not None:
+            self.there.add(flat_x, flat_y, self.rows.on_device)
+        elif self.table is not None and self.rows.place is None:
+            self._add_in_c(self.table, flat_x.float().contiguous(), flat_y)
+        else:
+            for slot, rows in self.rows.segments:
+                if (addition := self.additions.get(slot)) is not None:
+                    addition.add(flat_x, flat_y, rows)
+        return y
+
+    def _add_in_c(self, table: LoraTable, x: torch.Tensor, y: torch.Tensor) -> None:
+        blocks = self.rows.blocks
+        if y.dtype == torch.float32:
+            table.add(x, y, blocks)
+            return
+        added = torch.zeros(y.shape)
+        table.add(x, added, blocks)
+        rows = blocks.row_ids
+        y[rows] = (y[rows].float() + added[rows]).to(y.dtype)
+
+
+class AdaptedLinear:
+    """A fused layer's product with adapters beside it. `part`: the inputs that adapters take; None: all."""
+
+    __slots__ = ("_base", "_part", "_site")
+
+    def __init__(self, base: Linear, site: Site, part: slice | None = None) -> None:
+        self._base, self._site, self._part = base, site, part
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._site.add(x if self._part is None else x[..., self._part], self._base(x))
+
+
+class AdaptedModule(torch.nn.Module):
+    """The same in place of a linear module of transformers' own model."""
+
+    def __init__(self, base: torch.nn.Module, site: Site, out_features: int, in_features: int) -> None:
+        super().__init__()
+        self._base = base
+        self._site = site
+        self.out_features, self.in_features = out_features, in_features
+        self.weight = base.weight  # for code that reads its dtype
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._site.add(x, self._base(x))

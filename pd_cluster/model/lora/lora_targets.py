@@ -1,0 +1,197 @@
+"""The modules of a model that can have adapters, by the names that transformers gives them.
+
+A fused layer has several. Which of transformers' own modules can have any shows at load: they are watched in a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from pd_cluster.devices.device import Device
+from pd_cluster.model.inputs.forward_batch import ForwardBatch
+from pd_cluster.model.layers.expert_weights import ExpertLayers
+from pd_cluster.model.layers.packed_linear import Linear
+from pd_cluster.model.layers.packed_modules import PackedExperts, PackedModule
+from pd_cluster.model.lora.adapted_linear import (
+    AdaptedLinear,
+    AdaptedModule,
+    DeviceTable,
+    ModuleFeatures,
+    Site,
+    StepRows,
+)
+from pd_cluster.model.lora.embedding_adapters import AdaptedEmbedding, EmbeddingSite, HeadSite, Norms
+from pd_cluster.model.lora.expert_adapters import RoutedRows, beside_experts
+
+MakeTable = Callable[[list[slice], int], DeviceTable]
+
+
+class LoraTargets:
+    """`linear`: linear layers in decoder layers, of experts too, and the output layer."""
+
+    def __init__(self) -> None:
+        self.rows = StepRows()
+        self.head_rows = StepRows()  # those whose logits are wanted
+        self.norms = Norms(self.rows)
+        self.linear: dict[str, tuple[Site, ModuleFeatures]] = {}
+        self.head: tuple[str, HeadSite] | None = None
+        self.embedding: tuple[str, EmbeddingSite] | None = None
+        self.experts: dict[str, RoutedRows] = {}  # by the names of their modules
+
+    def beside(
+        self, layer: Linear, path: str, modules: dict[str, tuple[int, int]], order: torch.Tensor | None
+    ) -> Linear:
+        """Returns the layer with adapters beside it.
+
+        `modules`: out_features and in_features of the modules of `path` that it joins, in their order. `order`: the
+        layer's i-th output feature is the `order[i]`-th of theirs together; it keeps each module's in one piece.
+        """
+        site, first = Site(self.rows), 0
+        for name, (out_features, in_features) in modules.items():
+            outputs = slice(first, first + out_features)
+            own = None if order is None else order[outputs] - first
+            assert own is None or torch.equal(own.sort().values, torch.arange(out_features))
+            self.linear[f"{path}.{name}"] = site, ModuleFeatures(in_features, outputs, own)
+            first += out_features
+        return AdaptedLinear(layer, site)
+
+    def beside_head(self, layer: Linear, name: str, out_features: int, in_features: int) -> Linear:
+        """Returns the output layer with adapters beside it."""
+        site = self._head_site(name, out_features, in_features)
+        return AdaptedLinear(layer, site)
+
+    def _head_site(self, name: str, out_features: int, in_features: int) -> HeadSite:
+        site = HeadSite(self.head_rows)
+        self.head = name, site
+        self.linear[name] = site, ModuleFeatures(in_features, slice(0, out_features))
+        return site
+
+    def beside_embedding(
+        self, embed: Callable[[torch.Tensor], torch.Tensor], name: str, shape: tuple[int, int], factor: float = 1.0
+    ) -> AdaptedEmbedding:
+        """Returns the embedding with adapters beside it. `shape`: vocab_size and hidden_size of the whole model."""
+        site = EmbeddingSite(self.rows, shape, factor)
+        self.embedding = name, site
+        return AdaptedEmbedding(embed, site)
+
+    def beside_experts(self, layers: ExpertLayers, path: str) -> None:
+        """Puts adapters beside the layers of all experts of a block."""
+        rows = RoutedRows(self.rows)
+        places = beside_experts(rows, layers)
+        self.linear |= {f"{path}.{name}": place for name, place in places.items()}
+        self.experts[path] = rows
+
+    def take_over(self, model: torch.nn.Module, prefix: str = "") -> None:
+        """Puts adapters beside the modules of transformers' model, or of a part of it: linear ones and experts.
+
+        Which of them can have adapters shows when they are `watched`: others see other rows than the step's.
+        """
+        for path, parent in list(model.named_modules()):
+            for name, child in list(parent.named_children()):
+                whole = ".".join(part for part in (prefix, path, name) if part)
+                if not any(part.isdigit() for part in whole.split(".")):
+                    continue  # not in a layer
+                if isinstance(child, PackedExperts):
+                    self.beside_experts(child.layers, whole)
+                elif (features := _features(child)) is not None:
+                    site = Site(self.rows)
+                    setattr(parent, name, AdaptedModule(child, site, *features))
+                    self.linear[whole] = site, ModuleFeatures(features[1], slice(0, features[0]))
+
+    def take_over_ends(self, model: Any, vocab_size: int) -> None:
+        """Puts adapters beside the embedding and the output layer of transformers' model."""
+        names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+        head, embed = model.get_output_embeddings(), model.get_input_embeddings()
+        if head is not None and (features := _features(head)) is not None:
+            site = self._head_site(names[id(head)], *features)
+            model.set_output_embeddings(AdaptedModule(head, site, *features))
+        inner = getattr(embed, "inner", embed)
+        factor = float(getattr(inner, "scalar_embed_scale", 1.0))
+        shape = vocab_size, int(inner.weight.shape[1])
+        model.set_input_embeddings(self.beside_embedding(embed, names[id(embed)], shape, factor))
+
+    def move_to(self, device: Device, make: MakeTable) -> None:
+        """Computes on this device, before any adapter is loaded. `make`: a table of a layer's outputs and inputs."""
+        self.rows.device, self.rows.has_tables = device, True
+        for site, modules, num_inputs in self._layers():
+            site.table, site.there = None, make(modules, num_inputs)
+
+    def _layers(self) -> list[tuple[Site, list[slice], int]]:
+        """Returns the layers that see all rows of a step, with their modules' outputs and their number of inputs."""
+        found: dict[int, tuple[Site, list[slice], int]] = {}
+        for site, part in self.linear.values():
+            if site.rows is self.rows:
+                found.setdefault(id(site), (site, [], part.in_features))[1].append(part.outputs)
+        return list(found.values())
+
+    def begin(self, batch: ForwardBatch) -> None:
+        """Starts a step."""
+        if batch.adapted_rows is not None:
+            self.rows.use(batch.adapted_rows)
+        else:
+            self.rows.begin(batch.adapters, batch.query_lens)
+        if not self.rows.is_elsewhere:  # on a device only layers that see all of a step's rows have adapters
+            self.head_rows.take(self.rows, batch.sample_rows)
+
+    @contextmanager
+    def watched(self, num_rows: int) -> Iterator[None]:
+        """Watches a step of so many rows, all of whose logits are wanted.
+
+        Modules that did not compute exactly these rows, once, take no adapters.
+        """
+        sites: list[Site | EmbeddingSite | RoutedRows] = [
+            site for site, _ in self.linear.values() if not isinstance(site.rows, RoutedRows)
+        ]
+        sites += [*self.experts.values(), *([self.embedding[1]] if self.embedding is not None else [])]
+        for site in sites:
+            site.nums_rows = []
+        yield
+        for path, rows in list(self.experts.items()):
+            if rows.nums_rows != [num_rows]:
+                del self.experts[path]
+        for name, (site, _) in list(self.linear.items()):
+            seen = site.rows
+            is_right = seen in self.experts.values() if isinstance(seen, RoutedRows) else site.nums_rows == [num_rows]
+            if not is_right:
+                del self.linear[name]
+        if self.embedding is not None and self.embedding[1].nums_rows != [num_rows]:
+            self.embedding = None
+        if self.head is not None and self.head[0] not in self.linear:
+            self.head = None
+        for site in sites:
+            site.nums_rows = None
+
+    def take_from(self, old: LoraTargets) -> None:
+        """Takes the adapters beside the same model's modules, loaded before; nothing is beside these yet."""
+        self.rows.place, self.rows.places = old.rows.place, old.rows.places
+        for name, (site, _) in self.linear.items():
+            before, _ = old.linear[name]
+            site.table, site.additions = before.table, before.additions
+        if self.head is not None and old.head is not None:
+            self.head[1].wholes = old.head[1].wholes
+        if self.embedding is not None and old.embedding is not None:
+            self.embedding[1].low, self.embedding[1].wholes = old.embedding[1].low, old.embedding[1].wholes
+        for name, norm in self.norms.sites.items():
+            norm.wholes = old.norms.sites[name].wholes
+
+    def drop(self, slot: int) -> None:
+        """Forgets what is in a slot."""
+        for site, _ in self.linear.values():
+            site.drop(slot)
+        for norm in self.norms.sites.values():
+            norm.drop(slot)
+        if self.embedding is not None:
+            self.embedding[1].drop(slot)
+
+
+def _features(module: Any) -> tuple[int, int] | None:
+    """Returns out_features and in_features of a linear module of known kind."""
+    if isinstance(module, PackedModule) or type(module) is torch.nn.Linear:
+        return int(module.out_features), int(module.in_features)
+    if type(module).__name__ == "Conv1D":  # GPT-2's, whose weight is transposed
+        return int(module.weight.shape[1]), int(module.weight.shape[0])
+    return None

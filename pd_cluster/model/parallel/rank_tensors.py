@@ -1,0 +1,80 @@
+"""The tensors of the files that one rank reads: its cuts of all by a plan, and its own experts whole.
+
+Files have experts one by one, `experts.N.…`, or stacked along dimension 0; in a rank's model its own are counted from
+0. Knows nothing of forms of weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+
+from pd_cluster.model.layers.expert_share import ExpertShare
+from pd_cluster.model.parallel.parallel_plan import STACKED, WHOLE, ParallelPlan, Piece, WeightCut
+
+EXPERTS = re.compile(r"(?P<before>(?:^|.*\.)layers\.\d+\.(?:.*\.)?experts\.)(?:(?P<index>\d+)\.)?")
+STACKED_LAYER = re.compile(rf"(?:^|\.)layers\.\d+\.(?:{'|'.join(map(re.escape, STACKED))})\.\w+$")
+
+
+@dataclass(frozen=True, slots=True)
+class OwnFiles:
+    """The experts of a rank in files that have all: `local` maps their numbers, ascending, to this rank's."""
+
+    local: dict[int, int]
+
+    @classmethod
+    def of(cls, share: ExpertShare, num_experts: int) -> OwnFiles:
+        """`num_experts`: those of each block. Raises ModelError if they cannot be spread evenly."""
+        return cls({expert: at for at, expert in enumerate(share.own(num_experts))})
+
+    def name(self, name: str) -> str:
+        """Returns the name of a tensor in this rank's model; "" for one of an expert of another rank."""
+        found = EXPERTS.match(name)
+        if found is None or found["index"] is None:
+            return name
+        local = self.local.get(int(found["index"]))
+        return "" if local is None else f"{found['before']}{local}.{name[found.end() :]}"
+
+    def has(self, name: str) -> bool:
+        """Whether a tensor is of experts, one or all of a block."""
+        return EXPERTS.match(name) is not None or STACKED_LAYER.search(name) is not None
+
+    def pieces(self) -> tuple[Piece, ...]:
+        """Returns the ranges of this rank's experts."""
+        runs = itertools.groupby(self.local, key=lambda expert: expert - self.local[expert])
+        experts = [list(run) for _, run in runs]
+        return tuple((run[0], run[-1] + 1) for run in experts)
+
+
+@dataclass(frozen=True, slots=True)
+class RankTensors:
+    """A rank reads this: without a plan, nothing is cut; without `experts`, they are cut by the plan."""
+
+    plan: ParallelPlan | None = None
+    rank: int = 0
+    experts: OwnFiles | None = None
+
+    def name(self, name: str) -> str:
+        """Returns the name of a tensor in this rank's model; "" for one that it does not read."""
+        return name if self.experts is None else self.experts.name(name)
+
+    def own_experts(self, name: str) -> WeightCut | None:
+        """Returns the cut of a tensor in which experts are stacked, if this rank has some of them whole."""
+        if self.experts is None or not self.experts.has(name):
+            return None
+        found = EXPERTS.match(name)
+        return None if found is not None and found["index"] is not None else WeightCut(0, self.experts.pieces())
+
+    def cuts(self, name: str) -> bool:
+        """Whether the plan cuts tensors with this name; experts may be whole."""
+        return self.plan is not None and (self.experts is None or not self.experts.has(name))
+
+    def cut(self, name: str, shape: tuple[int, ...], takes_whole_rows: bool = False) -> WeightCut:
+        """Returns the cut by the plan; see `ParallelPlan.cut`."""
+        if self.plan is None or not self.cuts(name):
+            return WHOLE
+        return self.plan.cut(name, shape, self.rank, takes_whole_rows)
+
+
+WHOLE_PART = RankTensors()

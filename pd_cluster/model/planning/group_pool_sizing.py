@@ -1,0 +1,241 @@
+"""Splits the memory for KV caches over the pools of several groups of layers. Knows no tensors.
+
+A group of windows has blocks for what all sequences see, for one step's tokens, and a quarter of both for the cache. A
+group of states has one for each sequence, and checkpoints. The group of all tokens gets the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from pd_cluster import host
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.kv.kv_layout import KVLayout
+from pd_cluster.model.planning.pool_sizing import (
+    DEFAULT_KV_CACHE_NBYTES,
+    DEFAULT_SHARE,
+    GIB,
+    check_fits,
+    host_share,
+    num_swap_blocks,
+    shared,
+)
+from pd_cluster.settings.engine_config import DEFAULT_NUM_SEQS, EngineConfig
+
+log = logging.getLogger(__name__)
+
+STATES_SHARE = 4  # checkpoints get one part in so many
+WINDOWS_CACHED = 4  # a block for the cache for so many others
+
+
+class GroupSizes(NamedTuple):
+    """Blocks of each group's pool and of its swap space.
+
+    A pool of states has them for `max_num_seqs` sequences and for `num_checkpoints`.
+    """
+
+    nums_blocks: tuple[int, ...]
+    nums_swapped: tuple[int, ...]
+    max_num_seqs: int
+    num_checkpoints: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GroupNeeds:
+    """Tells what a model's groups, whose layouts these are, must hold at least and at best.
+
+    `left`: the bytes that an accelerator has left for pools, and the flag that they follow from; None: the pools are in
+    host memory.
+    """
+
+    config: EngineConfig
+    layouts: Sequence[KVLayout]
+    max_model_len: int
+    max_num_batched_tokens: int
+    left: tuple[int, str] | None = None
+
+    @property
+    def window(self) -> KVLayout | None:
+        """Returns the layout of the windows that have a group of their own."""
+        return next((layout for layout in self.layouts[1:] if layout.window), None)
+
+    @property
+    def state(self) -> KVLayout | None:
+        return self.layouts[-1] if self.layouts[-1].holds.is_state else None
+
+    @property
+    def state_nbytes(self) -> int:
+        return self.state.block_nbytes if self.state is not None else 0
+
+    @property
+    def per_request(self) -> int:
+        """Counts blocks of the longest request where all tokens are held."""
+        return self.layouts[0].num_blocks_for(self.max_model_len)
+
+    @property
+    def token_nbytes(self) -> int:
+        """Returns the bytes that one more block of all tokens takes where windows hold all, too."""
+        return self.layouts[0].block_nbytes + (0 if self.window is None else self.window.block_nbytes)
+
+    def num_window_blocks(self, num_seqs: int) -> int:
+        """Counts the blocks of windows that so many sequences can use; a prompt that is handed over has all its own."""
+        if (layout := self.window) is None:
+            return 0
+        held = num_seqs * (layout.num_blocks_for(layout.window - 1) + 1)
+        held += layout.num_blocks_for(self.max_num_batched_tokens)
+        return max(held + held // WINDOWS_CACHED, self.per_request)
+
+    def nbytes_of(self, num_blocks: int, num_seqs: int) -> int:
+        """Counts the bytes of all groups of tokens, if the first one has so many blocks."""
+        window = 0 if self.window is None else self.window.block_nbytes
+        return num_blocks * self.layouts[0].block_nbytes + window * min(num_blocks, self.num_window_blocks(num_seqs))
+
+    def num_blocks_in(self, nbytes: int, num_seqs: int) -> int:
+        """Inverts `nbytes_of`."""
+        most, window = self.num_window_blocks(num_seqs), self.window
+        found = max(0, nbytes) // self.token_nbytes
+        if window is None or found <= most:
+            return found
+        return (nbytes - most * window.block_nbytes) // self.layouts[0].block_nbytes
+
+    @property
+    def keeps_states(self) -> bool:
+        """Whether there are checkpoints."""
+        config = self.config
+        return self.state is not None and config.enable_prefix_caching and config.mamba_cache_mode != "none"
+
+    @property
+    def is_default(self) -> bool:
+        """Whether fewer sequences may be served than the settings say."""
+        return self.config.max_num_seqs == DEFAULT_NUM_SEQS
+
+    def share_of(self, free: host.HostMemory, share: float) -> int:
+        """Returns the bytes of all pools together at most, if this share of host memory is for them."""
+        return self.left[0] if self.left is not None else host_share(free, share, self.config.num_local_ranks)
+
+    def check(self, nbytes: int, free: host.HostMemory, flag: str) -> None:
+        """Raises ConfigError if pools of so many bytes do not fit host memory; those of accelerators are tried."""
+        if self.left is None:
+            check_fits(nbytes, free, self.config.num_local_ranks, flag)
+
+    def num_checkpoints(self, nbytes: int) -> int:
+        """Counts states that are kept for later requests, of pools of so many bytes together. Raises ConfigError."""
+        if not self.keeps_states:
+            return 0
+        if (given := self.config.state_cache_gib) is None:
+            return max(1, nbytes // STATES_SHARE // self.state_nbytes)
+        if found := int(given * GIB) // self.state_nbytes:
+            return found
+        raise ConfigError(
+            f"{called('state_cache')} {given:g}: one state of this model takes {self.state_nbytes / GIB:.4g} GiB; give "
+            f"more, or {called('mamba_cache_mode')} none to keep none"
+        )
+
+
+def group_sizes(needs: GroupNeeds) -> GroupSizes:
+    """Returns the sizes of several groups. Raises ConfigError unless one request of max_model_len fits.
+
+    Fewer sequences are served than by default where memory is short of states; other numbers of them must fit.
+    """
+    config, free = needs.config, host.memory()
+    nbytes, flag = _budget(needs, free)
+    num_checkpoints = needs.num_checkpoints(nbytes)
+    of_checkpoints = num_checkpoints * needs.state_nbytes
+    if config.state_cache_gib is not None:
+        needs.check(of_checkpoints, free, f"{called('state_cache')} {config.state_cache_gib:g}")
+    least = needs.nbytes_of(config.num_blocks or needs.per_request, config.max_num_seqs)
+    if config.num_blocks is not None:
+        needs.check(least + of_checkpoints, free, flag)
+    num_seqs = _num_seqs(needs, nbytes - least - of_checkpoints, flag)
+    of_states = (num_seqs + num_checkpoints) * needs.state_nbytes
+    num_blocks = config.num_blocks
+    if num_blocks is None:
+        num_blocks = needs.num_blocks_in(nbytes - of_states, num_seqs)
+    is_given = config.num_blocks is not None or config.kv_cache_memory_gib is not None
+    if not is_given and config.gpu_memory_utilization is None and needs.left is None:
+        num_blocks = min(num_blocks, needs.per_request * num_seqs)
+    needs.check(needs.nbytes_of(num_blocks, num_seqs) + of_states, free, flag)
+    if num_blocks < needs.per_request:
+        raise ConfigError(
+            f"{flag}: {num_blocks} blocks of {needs.layouts[0].block_size} tokens cannot hold one request of "
+            f"{called('max_model_len')} {needs.max_model_len} ({needs.per_request} blocks); give more memory, or lower "
+            f"{called('max_model_len')}"
+        )
+    return _sizes(needs, num_blocks, num_seqs, num_checkpoints)
+
+
+def _num_seqs(needs: GroupNeeds, nbytes: int, flag: str) -> int:
+    """Returns how many sequences are served, if their states have so many bytes. Raises ConfigError."""
+    wanted = needs.config.max_num_seqs
+    if needs.state is None:
+        return wanted
+    room = max(0, nbytes) // needs.state_nbytes
+    if wanted <= room:
+        return wanted
+    if needs.is_default and room:
+        return room
+    raise ConfigError(
+        f"{called('max_num_seqs')} {wanted}: room for {room} states of {needs.state_nbytes / 2**20:.2f} MiB ({flag}) "
+        f"beside checkpoints and one request of {called('max_model_len')} {needs.max_model_len}; give more memory, "
+        f"lower {called('max_num_seqs')} or {called('max_model_len')}, or less {called('state_cache')}"
+    )
+
+
+def _budget(needs: GroupNeeds, free: host.HostMemory) -> tuple[int, str]:
+    """Returns the bytes of all pools together, and the flag that they follow from."""
+    config = needs.config
+    if config.num_blocks is not None:
+        most = needs.share_of(free, DEFAULT_SHARE if needs.is_default else 1.0)
+        held = needs.nbytes_of(config.num_blocks, config.max_num_seqs) + config.max_num_seqs * needs.state_nbytes
+        found = _with_checkpoints(needs, held)
+        return found if needs.state is None else min(most, found), f"{called('num_blocks')} {config.num_blocks}"
+    if config.kv_cache_memory_gib is not None:
+        return int(config.kv_cache_memory_gib * GIB), f"{called('kv_cache_memory')} {config.kv_cache_memory_gib:g}"
+    if needs.left is not None:
+        return needs.left
+    if (share := config.gpu_memory_utilization) is not None:
+        flag = f"{called('gpu_memory_utilization')} {share:g}, {shared(free, config)}"
+        return host_share(free, share, config.num_local_ranks), flag
+    num_seqs = 1 if needs.is_default else config.max_num_seqs
+    held = needs.nbytes_of(needs.per_request, config.max_num_seqs) + num_seqs * needs.state_nbytes
+    enough = _with_checkpoints(needs, held)
+    fitting = host_share(free, DEFAULT_SHARE, config.num_local_ranks)
+    flag = f"{shared(free, config)}, of which {DEFAULT_SHARE:.0%} is for KV caches"
+    return min(max(enough, DEFAULT_KV_CACHE_NBYTES), fitting), flag
+
+
+def _with_checkpoints(needs: GroupNeeds, nbytes: int) -> int:
+    """Returns the bytes of pools that hold so many, and checkpoints."""
+    if not needs.keeps_states:
+        return nbytes
+    if needs.config.state_cache_gib is not None:
+        return nbytes + int(needs.config.state_cache_gib * GIB)
+    return nbytes + max(needs.state_nbytes, -(-nbytes // (STATES_SHARE - 1)))
+
+
+def _sizes(needs: GroupNeeds, num_blocks: int, num_seqs: int, num_checkpoints: int) -> GroupSizes:
+    """Returns the sizes of all groups, with each one's part of the swap space, and logs them."""
+    found, held = [num_blocks], [num_blocks]
+    if needs.window is not None:
+        found.append(min(num_blocks, needs.num_window_blocks(num_seqs)))
+        held.append(found[-1])
+    if needs.state is not None:
+        found.append(num_seqs + num_checkpoints)
+        held.append(num_seqs)
+    sizes = [layout.block_nbytes * count for layout, count in zip(needs.layouts, held, strict=True)]
+    parts = [size / sum(sizes) for size in sizes]
+    swapped = [num_swap_blocks(needs.config, *each) for each in zip(needs.layouts, parts, strict=True)]
+    size = needs.layouts[0].block_size
+    log.info(
+        "KV pools: %d tokens%s%s",
+        num_blocks * size,
+        "" if needs.window is None else f", {found[1] * size} of them where windows of {needs.window.window} are seen",
+        ""
+        if needs.state is None
+        else f", {num_seqs} sequences at once and {num_checkpoints} checkpoints, with states of "
+        f"{needs.state_nbytes / 2**20:.2f} MiB",
+    )
+    return GroupSizes(tuple(found), tuple(swapped), num_seqs, num_checkpoints)

@@ -1,0 +1,52 @@
+"""Refuses settings that do not go together with several groups of layers by name, or leaves windows whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.model.planning.load_plan import LoadPlan
+
+
+def splits_windows(plan: LoadPlan) -> bool:
+    """Whether layers that see a window may have a group of their own, if others see everything.
+
+    Kernels of accelerators, lower tiers, draft models' twins and prefix tuning know one pool.
+    """
+    config = plan.config
+    is_plain = not (config.kv_host_cache_gib or config.adapters.enable_prompt_adapter or plan.checkpoint.is_unproven)
+    return is_plain and plan.draft is None and not plan.device.is_accelerator
+
+
+def check_states(plan: LoadPlan, is_fused: bool) -> None:
+    """Raises ConfigError for settings that do not go together with a model whose layers keep states.
+
+    `is_fused`: kernels compute its layers, not transformers' modules.
+    """
+    for setting, why in _refused(plan, is_fused):
+        raise ConfigError(f"{setting}: {plan.checkpoint.model_type} keeps states, {why}")
+
+
+def _refused(plan: LoadPlan, is_fused: bool) -> Iterator[tuple[str, str]]:
+    """Yields each setting that is refused, with its value, and why."""
+    config, adapters = plan.config, plan.config.adapters
+    if plan.device.is_accelerator and not is_fused:
+        backend = f"{called('attention_backend')} {config.attention_backend}"
+        yield f"{called('device')} {plan.device.kind}", f"for which it has no kernels here, with {backend}; use cpu"
+    if config.kv_host_cache_gib:
+        yield f"{called('kv_host_cache')} {config.kv_host_cache_gib:g}", "which no lower tier holds; leave it out"
+    if config.speculation.methods:
+        methods = ", ".join(config.speculation.methods)
+        yield f"{called('speculative_config')}: {methods}", "which wrong drafts would change; leave it out"
+    if adapters.enable_prompt_adapter:
+        yield called("enable_prompt_adapter"), "which no prompt adapter gives; leave it out"
+    if adapters.enable_lora:
+        yield called("enable_lora"), "whose layers are computed without adapters; leave it out"
+    if plan.checkpoint.is_unproven:
+        yield f"{called('try_unlisted')} {plan.checkpoint.model_type}", "and only listed types with them are served"
+    keeps = config.enable_prefix_caching and config.mamba_cache_mode == "align"
+    if keeps and config.mamba_block_size is not None and config.mamba_block_size % plan.block_size:
+        yield (
+            f"{called('mamba_block_size')} {config.mamba_block_size}",
+            f"which end with blocks: give a multiple of {called('block_size')} {plan.block_size}",
+        )

@@ -1,0 +1,76 @@
+"""Decides whether a step of few tokens uses cores that are lent to it, by what such steps took. No clock of its own.
+
+Such a step reads all weights at the memory's speed, which few cores nearly reach, and each of its parts waits for all
+threads. So where other programs, or the answering of these very tokens, use the lent cores now and then, it takes
+longer with them than without.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+MOST_TOKENS = 64  # steps of more are bound by arithmetic, and always borrow
+GAIN = 0.9  # of the time without is what a step with lent cores may take
+NUM_TRIED = 4  # steps in a row, for each of both ways
+TRIED_AGAIN_S = 20.0
+MOST_TRYING_S = 5.0  # where no step is offered cores from its beginning to its end
+WEIGHT = 0.3  # of the newest step
+
+
+@dataclass(slots=True)
+class _Way:
+    """Steps of about the same number of tokens, with lent cores or without."""
+
+    tried_s: float
+    step_s: float = 0.0
+    num_left: int = NUM_TRIED  # to be tried, until it is judged
+
+    def try_again(self, now_s: float) -> None:
+        self.step_s, self.num_left, self.tried_s = 0.0, NUM_TRIED, now_s
+
+    def add(self, took_s: float, now_s: float) -> None:
+        self.step_s = took_s if not self.step_s else WEIGHT * took_s + (1 - WEIGHT) * self.step_s
+        self.num_left = max(0, self.num_left - 1)
+        self.tried_s = now_s
+
+
+@dataclass(slots=True)
+class CoreLending:
+    """The steps of one rank. `begin`, `takes` before each layer or so, `end`; times are in seconds, by any clock."""
+
+    _ways: dict[int, tuple[_Way, _Way]] = field(default_factory=dict)  # without and with, by size
+    _pair: tuple[_Way, _Way] | None = None
+    _is_wanted: bool = True
+    _is_clean: bool = False  # the whole step was offered more cores
+    _began_s: float = 0.0
+
+    def begin(self, num_tokens: int, now_s: float) -> None:
+        self._pair = None
+        self._is_wanted = True
+        if num_tokens > MOST_TOKENS:
+            return
+        own, lent = self._pair = self._ways.setdefault(num_tokens.bit_length(), (_Way(now_s), _Way(now_s)))
+        self._is_clean = True
+        self._began_s = now_s
+        for each in (lent, own):
+            if each.num_left and now_s - each.tried_s < MOST_TRYING_S:
+                self._is_wanted = each is lent
+                return
+        if not own.step_s or not lent.step_s:
+            self._is_wanted = True
+        else:
+            self._is_wanted = lent.step_s < GAIN * own.step_s
+        other = own if self._is_wanted else lent
+        if now_s - other.tried_s > TRIED_AGAIN_S:
+            other.try_again(now_s)
+            self._is_wanted = not self._is_wanted
+
+    def takes(self, is_offered: bool) -> bool:
+        """Returns whether this step uses cores that are lent to it, as `is_offered` says they are."""
+        self._is_clean = self._is_clean and is_offered
+        return is_offered and self._is_wanted
+
+    def end(self, now_s: float) -> None:
+        """Counts a step that could have borrowed from its beginning to its end."""
+        if self._pair is not None and self._is_clean:
+            self._pair[self._is_wanted].add(now_s - self._began_s, now_s)

@@ -1,0 +1,154 @@
+"""Measures the memory of the largest step on an accelerator by running one before the KV pool is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from pd_cluster.devices.device import Device, peak_nbytes, reserved_nbytes, reset_peak, synchronize
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.kv.kv_layout import DTYPE_NBYTES, KVLayout
+from pd_cluster.kv.kv_pool import NUM_EXTRA_BLOCKS, KVPool
+from pd_cluster.media.image_rules import ImageRules
+from pd_cluster.model.inputs.forward_batch import build_batch
+from pd_cluster.model.kernels.cuda.attention.attention_plan import most_splits
+from pd_cluster.model.language_model.causal_lm import CausalLM
+from pd_cluster.model.layers.attention.latent_attention import workspace_nbytes
+from pd_cluster.model.vision.vision_tower import Tower
+from pd_cluster.settings.lora_settings import AdapterSettings
+from pd_cluster.types import Request, RequestSpec, Sampling
+
+
+def peak_of_a_step(
+    model: CausalLM, layouts: Sequence[KVLayout], num_tokens: int, num_seqs: int, max_model_len: int, device: Device
+) -> int:
+    """Returns the bytes that weights and the largest step take together; 0 on CPU. Raises ConfigError if too many.
+
+    The step has `num_tokens` and up to `num_seqs` sequences.
+    """
+    if not device.is_accelerator:
+        return 0
+    chunks = largest_step(num_tokens, num_seqs, max_model_len, layouts)
+    nums_blocks = [1 + max(request.tables[group][-1] for request, _ in chunks) for group in range(len(layouts))]
+    pools = [KVPool(layout, num_blocks, device) for layout, num_blocks in zip(layouts, nums_blocks, strict=True)]
+    reset_peak(device)
+    try:
+        with torch.inference_mode():
+            logits = model(build_batch(chunks, pools[0], pools[1:])).float()
+        synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{called('max_num_batched_tokens')} {num_tokens}: a step of so many tokens does not "
+            f"fit {device.torch_name} beside the weights; give fewer, or more devices"
+        ) from error
+    del logits
+    of_pools = sum(pool.layout.block_nbytes * (pool.num_blocks + NUM_EXTRA_BLOCKS) for pool in pools)
+    return max(0, peak_nbytes(device) - of_pools)
+
+
+def peak_of_images(tower: Tower | None, device: Device) -> int:
+    """Returns the bytes that weights, the largest picture and kept features take together; 0 on CPU.
+
+    Raises ConfigError if they are too many.
+    """
+    if tower is None or not device.is_accelerator:
+        return 0
+    reset_peak(device)
+    largest = tower.rules.largest()
+    try:
+        features = tower.encode(largest)
+        synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"a picture of {largest.num_rows} x {largest.num_columns} does not fit {device.torch_name} beside the "
+            f"weights; lower the sizes in preprocessor_config.json, or give {called('language_model_only')}"
+        ) from error
+    num_kept = max(tower.num_kept_tokens, features.shape[1]) if tower.num_kept_tokens else 0
+    return peak_nbytes(device) + num_kept * (features.nbytes // features.shape[1])
+
+
+def check_pictures_fit(rules: ImageRules, num_tokens: int, num_seqs: int) -> None:
+    """Raises ConfigError if pictures stay in one piece, and one does not fit a step beside all others' next tokens."""
+    most = rules.num_tokens(rules.most())
+    if rules.sees_whole and most + num_seqs - 1 > num_tokens:
+        raise ConfigError(
+            f"{called('max_num_batched_tokens')} {num_tokens}: a picture's {most} tokens are computed in one step with "
+            f"this model, beside one of each other sequence; give at least {most + num_seqs - 1}, or a lower "
+            f"{called('max_num_seqs')}"
+        )
+
+
+def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device, num_tokens: int = 0) -> int:
+    """Returns the bytes that graphs of up to `num_seqs` sequences take: the largest one's, which all share, and logits.
+
+    `num_tokens`: of a step, if it is more than one for each sequence.
+
+    A graph's intermediate results lie in memory of its own, which other steps cannot use meanwhile. The driver's part
+    of each graph is not in it; `sizing.UNSEEN_NBYTES` is for that. Raises ConfigError if there is no room.
+    """
+    num_tokens = max(num_tokens, num_seqs)
+    chunks = largest_step(num_tokens, num_seqs, num_tokens, [layout])
+    pool = KVPool(layout, sum(len(request.tables[0]) for request, _ in chunks), device)
+    held = reserved_nbytes(device)
+    reset_peak(device)
+    try:
+        with torch.inference_mode():
+            logits = model(build_batch(chunks, pool))
+        synchronize(device)
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"{called('max_num_seqs')}: decode graphs of {num_seqs} sequences do not fit {device.torch_name}; give "
+            f"fewer, smaller {called('graph_sizes')}, or {called('enforce_eager')}"
+        ) from error
+    return max(0, peak_nbytes(device) - held) + logits.nbytes
+
+
+def nbytes_of_adapters(config: Any, adapters: AdapterSettings, dtype: str) -> int:
+    """Returns the bytes of as many LoRA adapters of the largest rank as may be in memory, beside all linear layers.
+
+    A rank that has a share of the model keeps less.
+    """
+    if not adapters.enable_lora:
+        return 0
+    num = adapters.max_cpu_loras or max(adapters.max_loras, len(adapters.lora_modules))
+    hidden, inner = int(config.hidden_size), int(config.intermediate_size)
+    dim = int(getattr(config, "head_dim", None) or hidden // config.num_attention_heads)
+    queries, keys = config.num_attention_heads * dim, config.num_key_value_heads * dim
+    features = 2 * (hidden + queries) + 2 * (hidden + keys) + 3 * (hidden + inner)
+    return int(num * adapters.max_lora_rank * features * config.num_hidden_layers * DTYPE_NBYTES[dtype])
+
+
+def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, max_model_len: int) -> int:
+    """Returns the bytes that the splits of the largest decode step take; graphs hold them beside the peak.
+
+    With latents: those that a step over the longest past takes, since the peak's step has no past.
+    """
+    if layout.has_latents:
+        return workspace_nbytes(max_model_len, sum(plane.width for plane in layout.planes))
+    if model.attention != "Triton":
+        return 0
+    num_heads: int = model.config.num_attention_heads  # this rank's: its config is that of its share
+    return 4 * num_seqs * num_heads * most_splits(max_model_len) * (layout.head_dim + 1)
+
+
+def largest_step(
+    num_tokens: int, num_seqs: int, max_model_len: int, layouts: Sequence[KVLayout]
+) -> list[tuple[Request, int]]:
+    """Returns prompts that fill a step: as many as may run, all of them sampled.
+
+    They have one state among them: so many may not fit, and none is more work for it.
+    """
+    num_seqs = max(1, min(num_seqs, num_tokens))
+    lens = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]
+    chunks, first = [], [0] * len(layouts)
+    for i, length in enumerate(min(length, max_model_len) for length in lens):
+        stops = [
+            1 if layout.holds.is_state else start + layout.num_blocks_for(length)
+            for layout, start in zip(layouts, first, strict=True)
+        ]
+        tables = [list(range(start, stop)) for start, stop in zip(first, stops, strict=True)]
+        first = [0 if layout.holds.is_state else stop for layout, stop in zip(layouts, stops, strict=True)]
+        chunks.append((Request(f"profile {i}", RequestSpec([0] * length, Sampling()), tables=tables), length))
+    return chunks

@@ -1,0 +1,139 @@
+"""Log-probabilities of tokens under the model's own logits. Knows nothing of sampling parameters.
+
+They are computed either at once, or in two halves: the large part runs where the logits are, without waiting, and the
+host completes its result to exactly what it would have computed at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pd_cluster.model.sampling.row_passes import (
+    Floats,
+    Ints,
+    at_least,
+    leading,
+    log_totals,
+    mended,
+    num_better,
+    weights_of,
+)
+from pd_cluster.types import Logprobs
+
+NUM_COLUMNS = 3  # that `numbers_there` writes for each row before the most likely tokens
+
+
+def logprobs_of(logits: Tensor, best: Floats, token_ids: Ints, num_top: Sequence[int]) -> list[Logprobs]:
+    """Returns one entry per row of logits [num_rows, vocab_size]; all other arguments have one entry per row.
+
+    `best` holds the rows' largest logits. `rank` is 1 more than the number of tokens with a strictly larger logit.
+    Among equal tokens the lowest ids come first.
+    """
+    totals = log_totals(logits, best)  # [num_rows]
+    values = logits[np.arange(len(logits)), token_ids].cpu().numpy()
+    return _entries(values, totals, num_better(logits, values), leading_logprobs(logits, totals, num_top))
+
+
+def _entries(
+    values: Floats, totals: Floats, nums_better: list[int], top: list[list[tuple[int, float]]]
+) -> list[Logprobs]:
+    logprobs: list[float] = (values - totals).tolist()
+    ranks = [1 + num for num in nums_better]
+    return [Logprobs(*entry) for entry in zip(logprobs, ranks, top, strict=True)]
+
+
+class PendingLogprobs(NamedTuple):
+    """Logprobs that are still where the logits are."""
+
+    rows: list[int]  # the rows they belong to
+    nums: list[int]  # number of most likely tokens of each
+    vocab_size: int
+    numbers: Tensor  # the result of `numbers_there`, one row each
+
+
+def counts_of(nums: Sequence[int], vocab_size: int) -> list[int]:
+    """Returns `nums`, limited to the vocabulary's size."""
+    return [min(max(num, 0), vocab_size) for num in nums]
+
+
+def numbers_there(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int) -> Tensor:
+    """Computes all that `logprobs_from` needs, where the logits are, without waiting; [num_rows, num_numbers] int32.
+
+    Takes rows of logits [num_rows, vocab_size], a token of each and `nums` of the most likely ones, both [num_rows]
+    int64; `most` is the largest of `nums`. Floats are stored by their bits:
+
+        best │ the token's logit │ number of better ones │ most logits │ their ids │ most equals │ sums of blocks
+
+    Equals are the lowest ids of tokens that equal the last of the most likely ones, counted from the vocabulary's end,
+    and 0 if there are no more: among equal tokens topk finds any.
+    """
+    table = mended(logits)
+    best = table.amax(1, keepdim=True)
+    is_left = best > -math.inf
+    best = torch.where(is_left, best, 0.0)
+    table[:, :1] = torch.where(is_left, table[:, :1], 0.0)  # as `peaks` mends a row without candidates
+    values = table.gather(1, token_ids[:, None])
+    better = (table > values).sum(1, keepdim=True)
+    parts = [best.view(torch.int32), values.view(torch.int32), better.int()]
+    if most:
+        vocab_size = table.shape[1]
+        top, ids = table.topk(most)
+        edge = top.gather(1, (nums[:, None] - 1).clamp(min=0))
+        from_end = torch.arange(vocab_size, 0, -1, dtype=torch.float32, device=table.device)  # exact up to 2 ** 24
+        equals = torch.where(table == edge, from_end, 0.0).topk(most).values
+        parts += [top.view(torch.int32), ids.int(), equals.int()]
+    sums = weights_of(table, best, math.log2(math.e)).sum(-1)
+    return torch.cat([*parts, sums.view(torch.int32)], 1)
+
+
+def logprobs_from(numbers: NDArray[np.int32], telling: PendingLogprobs) -> list[Logprobs]:
+    """Returns the result of `logprobs_of` for the rows of a telling, from numbers that have reached the host."""
+    nums, vocab_size = telling.nums, telling.vocab_size
+    floats, most = numbers.view(np.float32), max(nums)
+    tops, ids, equals, sums = np.split(numbers, NUM_COLUMNS + most * np.arange(4), axis=1)[1:]
+    totals = floats[:, 0] + np.log(sums.view(np.float32).astype(np.float64).sum(1))
+    top: list[list[tuple[int, float]]] = [[] for _ in nums]
+    for row in np.flatnonzero(nums).tolist():
+        values = tops[row].view(np.float32)
+        edge = _edge(values, nums[row])
+        equal = vocab_size - equals[row][equals[row] > 0]
+        is_above = values > edge
+        candidates = np.concatenate([values[is_above], np.full(len(equal), edge)])
+        top[row] = _best(candidates, np.concatenate([ids[row][is_above], equal]), nums[row], totals[row])
+    return _entries(floats[:, 1], totals, numbers[:, 2].tolist(), top)
+
+
+def leading_logprobs(logits: Tensor, totals: Floats, nums: Sequence[int]) -> list[list[tuple[int, float]]]:
+    """Returns ids and log-probabilities of the `nums` best tokens of each row; `totals` are log_totals."""
+    counts = counts_of(nums, logits.shape[1])
+    top: list[list[tuple[int, float]]] = [[] for _ in counts]
+    if any(counts):
+        candidates, ids = leading(logits, max(counts))
+        for row in np.flatnonzero(counts).tolist():
+            top[row] = _top(logits, row, candidates[row], ids[row], counts[row], totals[row])
+    return top
+
+
+def _top(logits: Tensor, row: int, values: Floats, ids: Ints, num: int, log_total: float) -> list[tuple[int, float]]:
+    """Returns ids and log-probabilities of the `num` best tokens of a row, given at least that many candidates."""
+    edge = _edge(values, num)
+    if edge == values.min() and len(values) < logits.shape[1]:  # others equal to it may not be among the candidates
+        values, ids = at_least(logits, row, edge)
+    return _best(values, ids, num, log_total)
+
+
+def _edge(values: Floats, num: int) -> float:
+    """Returns the `num`th largest value."""
+    return float(np.partition(values, len(values) - num)[-num])
+
+
+def _best(values: Floats, ids: NDArray[Any], num: int, log_total: float) -> list[tuple[int, float]]:
+    order = np.lexsort((ids, -values))[:num]
+    return list(zip(ids[order].tolist(), (values[order] - log_total).tolist(), strict=True))

@@ -1,0 +1,59 @@
+"""M-RoPE in the place of a text model's rotary embedding, for prompts that have pictures."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.devices.device import Device
+from pd_cluster.errors import ModelError
+from pd_cluster.model.vision.multimodal_config import whole_config
+from pd_cluster.model.vision.vision_classes import CLASSES, class_of
+
+
+class SectionsRotaryEmbedding(torch.nn.Module):
+    """Turns sections of a head by time, height and width; by one row of positions, as the text model alone does."""
+
+    def __init__(self, one: torch.nn.Module, three: torch.nn.Module, pairs_neighbours: bool = False) -> None:
+        """`pairs_neighbours`: of the tables of `three`; those of `one` have all angles twice."""
+        super().__init__()
+        self._pairs_neighbours = pairs_neighbours
+        self._one, self._three = (one,), (three,)  # not among its modules: loaders look for rotary embeddings there
+        self.mrope_section = three.mrope_section
+        self.rope_type = getattr(three, "rope_type", "")
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`position_ids`: [1, num_tokens], or [3, 1, num_tokens]."""
+        (module,) = self._one if position_ids.dim() == 2 else self._three
+        cos, sin = module(x, position_ids)
+        if self._pairs_neighbours and position_ids.dim() > 2:
+            cos, sin = (torch.cat((table[..., ::2], table[..., ::2]), dim=-1) for table in (cos, sin))
+        return cos, sin
+
+
+def put_sections(model: Any, checkpoint: Checkpoint, device: Device) -> None:
+    """Replaces a text model's rotary embedding, before it is fused, if pictures turn by sections. Raises ModelError."""
+    assert checkpoint.vision is not None
+    classes = CLASSES[checkpoint.vision.model_type]
+    if not classes.rotary:
+        return
+    if checkpoint.rope.kind:
+        raise ModelError(
+            f"{checkpoint.path / 'config.json'}: rope_type {checkpoint.rope.kind}: its frequencies follow a request's "
+            f"tokens, and pictures have positions of their own; give another rope_type"
+        )
+    whole = whole_config(checkpoint)
+    sections = {name: value for name, value in whole.text_config.rope_parameters.items() if "mrope" in name}
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = {**config.rope_parameters, **sections}
+    config.head_dim = model.model.layers[0].self_attn.head_dim
+    three = class_of(checkpoint.vision, classes.rotary)(config).to(device.torch_name)
+    if sum(three.mrope_section) != len(three.inv_freq):
+        raise ModelError(
+            f"{checkpoint.path / 'config.json'}: mrope_section {list(three.mrope_section)}: must add up to half of "
+            f"the features that are rotated, {len(three.inv_freq)}"
+        )
+    model.model.rotary_emb = SectionsRotaryEmbedding(model.model.rotary_emb, three, classes.pairs_neighbours)

@@ -1,0 +1,180 @@
+"""A checkpoint's vision tower: one picture a call, so that its features depend on nothing but its pixels.
+
+Each picture is computed by one of the ranks that share a model, and all of them keep its features: the most recently
+used. Knows nothing of requests, nor of how a tower is built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from msgspec import structs
+
+from pd_cluster.checkpoints.vision_config import VisionPart
+from pd_cluster.devices.device import Device
+from pd_cluster.errors import InstanceLost
+from pd_cluster.media.image_rules import ImageRules
+from pd_cluster.model.inputs.forward_batch import EncoderTotals, on_device
+from pd_cluster.model.inputs.image_rows import ImagePart, ImageRows
+from pd_cluster.model.parallel.rank_group import Group
+from pd_cluster.model.vision.pixel_values import Pixels
+from pd_cluster.model.vision.vision_classes import CLASSES
+from pd_cluster.types import Image
+
+
+class Tower:
+    """Computes pictures, and keeps the features of up to `num_kept_tokens` tokens, least recently used out first.
+
+    Ranks that share a model compute the same steps, so they keep the same features: docs/protocol/handover.md,
+    "Images".
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        part: VisionPart,
+        device: Device,
+        dtype: torch.dtype,
+        num_kept_tokens: int,
+        widths: tuple[int, int],
+        group: Group,
+    ) -> None:
+        """`dtype`: that in which features are kept, the activations' own. `widths`: 1 + num_deep, hidden_size."""
+        self.rules: ImageRules = part.rules
+        self.encoded = EncoderTotals()
+        self.num_encoded = 0  # by this rank
+        self._module, self._part, self._device, self._dtype = module, part, device, dtype
+        self._pixels = Pixels(part)
+        self.kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # by ImagePart.key, see `encode`
+        self.num_kept_tokens = num_kept_tokens
+        # On the host, on rank 0: what an encoder has computed and no step has used, see engine/encode/encoder_stage.py.
+        self.landed: dict[bytes, torch.Tensor] = {}
+        self._widths, self.group = widths, group
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._dtype
+
+    def shape_of(self, image: Image) -> tuple[int, int, int]:
+        """Returns the shape of a picture's features, [1 + num_deep, num_features, hidden_size]."""
+        num_layers, hidden_size = self._widths
+        return num_layers, len(self.rules.places(image)), hidden_size
+
+    def marked(self, parts: Sequence[ImagePart]) -> tuple[ImagePart, ...]:
+        """Returns a step's parts for all ranks, with marks at those whose features have landed at this one."""
+        if not self.landed:
+            return tuple(parts)
+        return tuple(part._replace(is_landed=part.key in self.landed) for part in parts)
+
+    def sparing_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
+        """Returns a step's parts for another rank, with the pixels of no other pictures than it computes."""
+        own = {key for key, owner in self._owners(parts).items() if owner == rank}
+        return [
+            part if part.key in own else part._replace(image=structs.replace(part.image, pixels=b"")) for part in parts
+        ]
+
+    def _owners(self, parts: Sequence[ImagePart]) -> dict[bytes, int]:
+        """Returns the rank that computes each picture that is not kept, by its key."""
+        missing = {part.key: part.image for part in parts if part.key not in self.kept and not part.is_landed}
+        nums_pixels = [math.prod(self.rules.shape(image)) for image in missing.values()]
+        landed = {part.key: 0 for part in parts if part.key not in self.kept and part.is_landed}
+        return landed | dict(zip(missing, shared(nums_pixels, self.group.size), strict=True))
+
+    def rows(self, parts: Sequence[ImagePart], num_tokens: int) -> ImageRows:
+        """Returns the features of a step's rows; pictures that are not kept are computed, from their pixels.
+
+        Features that are kept before the step serve all of it, whatever gives way in it. Raises InstanceLost if another
+        rank cannot compute its pictures.
+        """
+        found = {part.key: self.kept[part.key] for part in parts if part.key in self.kept}
+        if owners := self._owners(parts):
+            found |= self._compute({part.key: part.image for part in parts if part.key in owners}, owners)
+        taken, rows = [], []
+        for part in parts:
+            places = np.array(self.rules.places(part.image), dtype=np.int64)
+            first, last = np.searchsorted(places, (part.start, part.start + part.num_tokens))
+            features = found[part.key]
+            assert features.shape[1] == len(places), "a tower's features are not those that its rules count"
+            taken.append(features[:, first:last])
+            rows.append(places[first:last] + (part.row - part.start))
+        self._keep({part.key: found[part.key] for part in parts})
+        arrays = {"rows": np.concatenate(rows)}
+        if self.rules.marks:
+            arrays["seen"] = np.concatenate([np.arange(part.row, part.row + part.num_tokens) for part in parts])
+            arrays["read"] = np.setdiff1d(np.arange(num_tokens), arrays["seen"])
+        there = on_device(arrays, self._device)
+        features = taken[0] if len(taken) == 1 else torch.cat(taken, dim=1)
+        return ImageRows(there["rows"], features, (there["seen"], there["read"]) if self.rules.marks else None)
+
+    def _keep(self, features: Mapping[bytes, torch.Tensor]) -> None:
+        """Keeps a step's features as the most recently used, as many as there is room for.
+
+        The last picture is kept however large it is: chunks of its prompt follow.
+        """
+        for key, each in features.items():
+            self.kept[key] = each
+            self.kept.move_to_end(key)
+        num_tokens = sum(each.shape[1] for each in self.kept.values())
+        least = 1 if self.num_kept_tokens else 0
+        while num_tokens > self.num_kept_tokens and len(self.kept) > least:
+            _, dropped = self.kept.popitem(last=False)
+            num_tokens -= dropped.shape[1]
+
+    def _compute(self, images: Mapping[bytes, Image], owners: Mapping[bytes, int]) -> dict[bytes, torch.Tensor]:
+        """Computes this rank's share of pictures, and exchanges features with the others in the pictures' order.
+
+        Ranks exchange nothing before each of them has its share. So one that cannot compute a picture keeps no other
+        rank waiting; it raises its own error, and the others name it.
+        """
+        begun_s = time.monotonic()
+        rank, size = self.group.rank, self.group.size
+        found: dict[bytes, torch.Tensor] = {}
+        num_landed = 0
+        try:
+            for key, image in images.items():
+                if key in self.landed:
+                    found[key] = self.landed.pop(key).to(self._device.torch_name)
+                    num_landed += 1
+                elif owners[key] == rank:
+                    found[key] = self.encode(image)
+                    self.num_encoded += 1
+                else:
+                    found[key] = self._empty(image)
+        except Exception:
+            with contextlib.suppress(InstanceLost):  # this rank's own error says more
+                self.group.least(rank)
+            raise
+        if (failed := self.group.least(size)) < size:
+            raise InstanceLost(f"rank {failed} of {size} could not compute a picture")
+        if size > 1:
+            for key in images:
+                found[key] = self.group.spread(found[key], owners[key])
+        took_s = time.monotonic() - begun_s
+        self.encoded = EncoderTotals(self.encoded.num_images + len(images) - num_landed, self.encoded.seconds + took_s)
+        return found
+
+    def _empty(self, image: Image) -> torch.Tensor:
+        return torch.empty(self.shape_of(image), dtype=self._dtype, device=self._device.torch_name)
+
+    @torch.inference_mode()
+    def encode(self, image: Image) -> torch.Tensor:
+        """Computes a picture's features, [1 + num_deep, num_features, hidden_size]."""
+        assert image.pixels, "a picture that is to be computed came without pixels"
+        layers = CLASSES[self._part.model_type].encode(self._module, self._pixels, image, self._device)
+        return torch.stack(layers).to(self._dtype)
+
+
+def shared(sizes: Sequence[int], num_ranks: int) -> list[int]:
+    """Returns the rank of each item: the largest first, each to the rank that has least so far, then to the lowest."""
+    loads, found = [0] * num_ranks, [0] * len(sizes)
+    for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
+        found[at] = loads.index(min(loads))
+        loads[found[at]] += sizes[at]
+    return found

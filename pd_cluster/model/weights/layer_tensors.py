@@ -1,0 +1,106 @@
+"""The tensors of one quantized linear layer on their way to the parts of a form: taken one by one, and checked."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from pd_cluster.errors import ModelError
+from pd_cluster.model.layers.linear_weight import Tensors
+
+Parts = dict[str, torch.Tensor]
+FP8 = torch.float8_e4m3fn
+# Scales of activations and of the KV cache, which stay in the model's precision: nothing is lost without them.
+MORE_PRECISE = (
+    *("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"),
+    *("kv_cache_scale", "kv_cache_offset"),
+)
+
+
+class LayerTensors:
+    """The tensors of one layer, taken one by one; `finish` refuses what is left over."""
+
+    def __init__(self, place: str, tensors: Tensors) -> None:
+        self.place = place
+        self._left = dict(tensors)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._left
+
+    def take(self, name: str) -> torch.Tensor:
+        """Raises ModelError if it is missing."""
+        if name not in self._left:
+            beside = ", ".join(sorted(self._left))
+            raise ModelError(f"{self.place}: {name} is missing beside {beside}; copy the folder or make it again")
+        return self._left.pop(name)
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        found = self._left.get(name)
+        return None if found is None else found.dtype
+
+    def get(self, name: str) -> torch.Tensor | None:
+        return self._left.pop(name, None)
+
+    def scales(self, name: str) -> torch.Tensor:
+        """Takes scales, or offsets, as float32 numbers. Raises ModelError unless they are finite floats."""
+        found = self.take(name)
+        if not found.is_floating_point():
+            raise self.wrong(f"{name} of {found.dtype}")
+        return self.finite(name, found.to(torch.float32))
+
+    def finite(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
+        """Returns `numbers`. Raises ModelError if there is NaN or infinity among them."""
+        wrong = numbers[~numbers.isfinite()]
+        if len(wrong):
+            raise self.wrong(f"{name} has {float(wrong[0])} in {len(wrong)} of {numbers.numel()} places")
+        return numbers
+
+    def wrong(self, what: str) -> ModelError:
+        return ModelError(f"{self.place}: {what}; the file does not fit its description, copy or make it again")
+
+    def finish(self) -> None:
+        for name in MORE_PRECISE:
+            self._left.pop(name, None)
+        if self._left:
+            left = sorted(self._left)[0]
+            raise ModelError(f"{self.place}: {left} has no meaning here and would be left out; make the folder again")
+
+
+def grouped(
+    layer: LayerTensors, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, of: torch.Tensor
+) -> Parts:
+    """`of` [K]: the group of each input feature, of scales and zeros [..., N, G]."""
+    num_inputs = codes.shape[-1]
+    if len(of) != num_inputs or int(of.max()) >= scales.shape[-1] or int(of.min()) < 0:
+        raise layer.wrong(f"{num_inputs} input features, and {scales.shape[-1]} groups of scales")
+    if scales.shape[:-1] != codes.shape[:-1]:
+        raise layer.wrong(f"{codes.shape[-2]} output features, and scales for {scales.shape[-2]}")
+    starts = (of[1:] != of[:-1]).nonzero().flatten() + 1
+    size = math.gcd(num_inputs, *starts.tolist())
+    chosen = of[::size].to(torch.int64)
+    if codes.dtype == FP8 and bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise layer.wrong("a weight has NaN among its eight-bit floats")
+    return {
+        "codes": codes,
+        "code_scales": scales[..., chosen],
+        "code_zeros": zeros.to(torch.float32)[..., chosen],
+    }
+
+
+def runs(layer: LayerTensors, num_inputs: int, num_groups: int, size: int = -1) -> torch.Tensor:
+    """Returns the groups of input features: of `size`, the last ones fewer, if that fits; otherwise equal ones."""
+    if size > 0 and -(-num_inputs // size) == num_groups:
+        return torch.arange(num_inputs) // size
+    if num_groups < 1 or num_inputs % num_groups:
+        raise layer.wrong(f"{num_inputs} input features cannot have {num_groups} groups of scales")
+    return torch.arange(num_inputs) // (num_inputs // num_groups)
+
+
+def inputs_of(layer: LayerTensors, step: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+    """Returns scale and zero point of activations, [2] float32."""
+    zero = torch.zeros(()) if zero is None else zero.to(torch.float32).reshape(())
+    step = layer.finite("input_scale", step.to(torch.float32)).reshape(())
+    if not float(step) > 0:
+        raise layer.wrong(f"input_scale {float(step)}")
+    return torch.stack((step, layer.finite("input_offset", zero)))

@@ -1,0 +1,67 @@
+"""Quantizes weights as they are read, without data: each output feature, or each group of its inputs, for itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from pd_cluster.errors import ModelError
+from pd_cluster.model.weights.layer_tensors import FP8, Parts
+
+MOST_IN_GROUP = 128  # input features that share a scale of four bits
+LARGEST_FP8 = 448.0
+
+
+def _steps(groups: torch.Tensor, most: float) -> torch.Tensor:
+    """Returns scales [N, G] of weights [N, G, group], whose largest magnitude becomes `most`."""
+    steps = groups.abs().amax(-1) / most
+    return torch.where(steps > 0, steps, 1.0)
+
+
+def _int8(weight: torch.Tensor) -> Parts:
+    steps = _steps(weight.unsqueeze(1), 127)
+    return {"int8_codes": (weight / steps).round().to(torch.int8), "int8_scales": steps[:, 0]}
+
+
+def _int8_wo(weight: torch.Tensor) -> Parts:
+    parts = _int8(weight)
+    scales = parts["int8_scales"].unsqueeze(1)
+    return {"codes": parts["int8_codes"], "code_scales": scales, "code_zeros": torch.zeros_like(scales)}
+
+
+def _int4_wo(weight: torch.Tensor) -> Parts:
+    """From -8 to 7, where the largest magnitude is 7.5 steps."""
+    groups = weight.reshape(len(weight), -1, math.gcd(weight.shape[1], MOST_IN_GROUP))
+    steps = _steps(groups, 7.5)
+    codes = (groups / steps.unsqueeze(-1)).round().clamp(-8, 7).to(torch.int8)
+    return {"codes": codes.flatten(1), "code_scales": steps, "code_zeros": torch.zeros_like(steps)}
+
+
+def _w4a8(weight: torch.Tensor) -> Parts:
+    parts = _int4_wo(weight)
+    return {"w4a8_codes": parts["codes"], "w4a8_scales": parts["code_scales"]}
+
+
+def _fp8(weight: torch.Tensor) -> Parts:
+    steps = _steps(weight.unsqueeze(1), LARGEST_FP8)
+    codes = (weight / steps).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8)
+    return {"codes": codes, "code_scales": steps, "code_zeros": torch.zeros_like(steps)}
+
+
+SCHEMES: dict[str, Callable[[torch.Tensor], Parts]] = {
+    "int8": _int8,
+    "int8_wo": _int8_wo,
+    "int4_wo": _int4_wo,
+    "w4a8": _w4a8,
+    "fp8": _fp8,
+}
+
+
+def encoded(weight: torch.Tensor, scheme: str, place: str = "a layer") -> Parts:
+    """Returns the parts of a form for a weight [N, K]. Raises ModelError, naming `place`, for NaN and infinities."""
+    weight = weight.to(torch.float32)
+    if not torch.stack(weight.aminmax()).isfinite().all():
+        raise ModelError(f"{place}: weight has NaN or infinities; copy the folder or make it again")
+    return {name: part.contiguous() for name, part in SCHEMES[scheme](weight).items()}

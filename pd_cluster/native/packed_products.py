@@ -1,0 +1,318 @@
+"""Linear layers in C with weights of 16, 8 or 4 bits: codes packed once, multiplied as packed_weights.h describes.
+
+A row's numbers depend neither on the rows beside it nor on the number of threads. Activations and results are float32;
+each function says to what activations are rounded first. Every function returns None if the kernels cannot run here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch.nn.functional import pad
+
+from pd_cluster.errors import ModelError
+from pd_cluster.native import build
+
+Linear = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, in_features] to [num_rows, out_features]
+Activations = Literal["float32", "bfloat16", "int8"]  # the form in which they are multiplied
+Way = Literal["float32", "dot products", "tiles"]
+
+PANEL = 16  # packed_weights.h
+MOST_DECODED = 128  # inputs of a span whose weights are decoded for many rows
+MOST_NUMBERS = 256  # the same where they become float32 numbers
+MOST_EXACT_INPUTS = 65_536  # sums of products of codes stay below 2^31
+LEAST_MAGNITUDE = 2.0**-100  # codes of smaller rows are zeros
+
+_ACTIVATIONS: dict[Activations, int] = {"float32": 0, "bfloat16": 1, "int8": 2}
+_WAYS: tuple[Way, ...] = ("float32", "dot products", "tiles")
+_TILE_INPUTS: dict[Activations, int] = {"bfloat16": 32, "int8": 64}  # of one instruction
+_Pointer, _Int = ctypes.c_void_p, ctypes.c_int64
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedForm:
+    code: int
+    word_inputs: int  # in 32 bits
+
+
+_FLOAT32, _BF16 = _PackedForm(0, 1), _PackedForm(1, 2)
+_INT8, _INT4, _E4M3 = _PackedForm(2, 4), _PackedForm(3, 8), _PackedForm(4, 4)
+
+
+class ProductCall(ctypes.Structure):
+    """Product in packed_weights.h."""
+
+    _fields_ = (
+        *((name, _Int) for name in ("num_rows", "inputs", "outputs", "num_threads", "form", "activations")),
+        *((name, _Int) for name in ("group", "span_inputs", "span_padded", "spans_of_group", "num_groups")),
+        *((name, _Pointer) for name in ("x", "words", "scales", "zeros", "bias", "out", "scratch")),
+    )
+
+
+_libraries: dict[tuple[str, ...], ctypes.CDLL | None] = {}
+_loading = threading.Lock()
+
+
+def _library(flags: tuple[str, ...]) -> ctypes.CDLL | None:
+    """Returns the kernels compiled with these flags; None if they are not wanted or cannot be had."""
+    if not build.are_wanted():
+        return None
+    with _loading:
+        if flags not in _libraries:
+            try:
+                library = build.load(flags)
+            except build.KernelsUnavailable:  # the model's loader has logged why
+                _libraries[flags] = None
+            else:
+                for function in (library.pd_product, library.pd_scratch_nbytes, library.pd_way):
+                    function.argtypes = [_Pointer]
+                    function.restype = _Int
+                library.pd_product.restype = None
+                _libraries[flags] = library
+        return _libraries[flags]
+
+
+def _way(library: ctypes.CDLL, product: ProductCall) -> Way:
+    way: int = library.pd_way(ctypes.addressof(product))
+    return _WAYS[way]
+
+
+def bf16_way(flags: tuple[str, ...] = build.FLAGS) -> Way | None:
+    """Returns how bfloat16 weights are multiplied here; None without kernels."""
+    library = _library(flags)
+    if library is None:
+        return None
+    product = ProductCall(num_rows=1, form=_BF16.code, activations=_ACTIVATIONS["bfloat16"])
+    return _way(library, product)
+
+
+def multiplies_bf16() -> bool:
+    """Whether this processor has instructions for products of bfloat16, and the kernels use them."""
+    return bf16_way() in ("dot products", "tiles")
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns int8 codes [..., inputs] and float32 scales [..., 1] of rows x: codes x scales are about x.
+
+    Symmetric, one scale for each row: its largest magnitude is code 127, ties go to even. A row
+    that holds an infinity or NaN has scale NaN and codes 0. The kernels compute the same bits.
+    """
+    most = x.abs().amax(dim=-1, keepdim=True)
+    is_finite = most.isfinite()
+    inverse = torch.full_like(most, 127.0) / most  # 127.0 / most would be rounded twice
+    inverse = torch.where(is_finite & (most >= LEAST_MAGNITUDE), inverse, 0.0)
+    codes = torch.where(inverse > 0, x * inverse, 0.0).round().to(torch.int8)
+    return codes, torch.where(is_finite, most / 127.0, torch.nan)
+
+
+def float32_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, *, flags: tuple[str, ...] = build.FLAGS
+) -> Linear | None:
+    """Makes a layer of weight [N, K] float32, bias [N]."""
+    assert weight.dtype == torch.float32
+    return _pack(_FLOAT32, weight, None, None, bias, None, "float32", flags)
+
+
+def bf16_linear(
+    weight: torch.Tensor, bias: torch.Tensor | None, *, flags: tuple[str, ...] = build.FLAGS
+) -> Linear | None:
+    """Makes a layer of weight [N, K] bfloat16, bias [N]: activations are rounded to bfloat16, sums are float32."""
+    assert weight.dtype == torch.bfloat16
+    return _pack(_BF16, weight, None, None, bias, None, "bfloat16", flags)
+
+
+def int8_linear(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    group: int | None = None,
+    flags: tuple[str, ...] = build.FLAGS,
+) -> Linear | None:
+    """Makes a layer of int8 codes [N, K] and float32 scales [N, G]; activations become codes by `quantize_rows`.
+
+    Sums of products of codes are exact integers for each of the G groups of inputs; float32 after that. `group`: the
+    inputs of a group, if the last one is shorter; K / G otherwise.
+    """
+    return _pack(_INT8, codes, scales, None, bias, group, "int8", flags)
+
+
+def int8_weight_only_linear(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    activations: Activations = "float32",
+    group: int | None = None,
+    flags: tuple[str, ...] = build.FLAGS,
+) -> Linear | None:
+    """Makes a layer of (codes - zeros) x scales: int8 codes [N, K], float32 scales and zeros [N, G].
+
+    Activations stay float32 unless `activations` says otherwise. `group` as in `int8_linear`.
+    """
+    return _pack(_INT8, codes, scales, zeros, bias, group, activations, flags)
+
+
+def int4_linear(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    *,
+    activations: Activations = "float32",
+    group: int | None = None,
+    flags: tuple[str, ...] = build.FLAGS,
+) -> Linear | None:
+    """Makes a layer of (codes - zeros) x scales: int8 codes [N, K] from -8 to 7, or 0 to 15 with zeros [N, G].
+
+    Activations stay float32 unless `activations` says otherwise; sums over parts of a group of more than 128 inputs
+    are added in float32. `group` as in `int8_linear`. Raises ModelError if a code has more than four bits.
+    """
+    least, most = (int(code) for code in codes.aminmax()) if codes.numel() else (0, 0)
+    if most > 7 and zeros is not None:
+        codes, zeros = codes - 8, zeros - 8
+        least, most = least - 8, most - 8
+    if least < -8 or most > 7:
+        raise ModelError(f"codes from {least} to {most} are no codes of 4 bits, -8 to 7, or 0 to 15 with zeros")
+    return _pack(_INT4, codes, scales, zeros, bias, group, activations, flags)
+
+
+def fp8_weight_only_linear(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    activations: Literal["float32", "bfloat16"] = "float32",
+    group: int | None = None,
+    flags: tuple[str, ...] = build.FLAGS,
+) -> Linear | None:
+    """Makes a layer of codes x scales: float8_e4m3fn codes [N, K], float32 scales [N, G].
+
+    Raises ModelError if a code is NaN.
+    """
+    assert codes.dtype == torch.float8_e4m3fn
+    codes = codes.view(torch.int8)
+    if bool((codes & 0x7F == 0x7F).any()):
+        raise ModelError("a weight of float8_e4m3fn is NaN")
+    return _pack(
+        _E4M3, codes, scales * 256.0, None, bias, group, activations, flags
+    )  # packed_weights.h: numbers are times 2^-8
+
+
+class PackedProduct:
+    """x [..., K] times packed weights, transposed, plus the bias: [..., N] of x's dtype, computed in float32."""
+
+    __slots__ = ("_kept", "_product", "in_features", "library", "out_features")
+
+    def __init__(self, library: ctypes.CDLL, product: ProductCall, kept: tuple[torch.Tensor | None, ...]) -> None:
+        """`kept`: the tensors to which `product` points."""
+        self.library, self._product, self._kept = library, product, kept
+        self.in_features, self.out_features = int(product.inputs), int(product.outputs)
+
+    @property
+    def call(self) -> ProductCall:
+        """The product without its rows; it points to memory of this layer."""
+        return self._product
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype != torch.float32:  # transformers' modules
+            return self(x.float()).to(x.dtype)
+        assert x.shape[-1] == self.in_features
+        x = x.contiguous()
+        out = torch.empty(*x.shape[:-1], self.out_features)
+        if not out.numel():
+            return out
+        product = ProductCall.from_buffer_copy(self._product)  # other threads may compute with this layer
+        product.num_rows = x.numel() // self.in_features
+        product.num_threads = torch.get_num_threads()
+        address = ctypes.addressof(product)
+        scratch = torch.empty(self.library.pd_scratch_nbytes(address), dtype=torch.uint8)
+        product.x, product.out, product.scratch = x.data_ptr(), out.data_ptr(), scratch.data_ptr()
+        self.library.pd_product(address)
+        return out
+
+
+def _pack(
+    form: _PackedForm,
+    codes: torch.Tensor,
+    scales: torch.Tensor | None,
+    zeros: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    group: int | None,
+    activations: Activations,
+    flags: tuple[str, ...],
+) -> Linear | None:
+    library = _library(flags)
+    if library is None:
+        return None
+    outputs, inputs = codes.shape
+    assert outputs
+    assert inputs
+    num_groups = 1 if scales is None else scales.shape[1]
+    group = group or -(-inputs // num_groups)
+    if -(-inputs // group) != num_groups:
+        raise ModelError(f"{num_groups} scales of {group} inputs each for {inputs} inputs")
+    product = ProductCall(
+        num_rows=1, inputs=inputs, outputs=outputs, form=form.code, group=group, num_groups=num_groups
+    )
+    product.activations = _ACTIVATIONS[activations]
+    way = _way(library, product)
+    is_decoded = form not in (_INT8, _BF16) or way == "float32" or (form is _INT8 and activations == "bfloat16")
+    if activations == "int8" and group > MOST_EXACT_INPUTS:
+        raise ModelError(f"a scale of {group} inputs: sums of their products of codes need more than 32 bits")
+    most = (MOST_NUMBERS if way == "float32" else MOST_DECODED) if is_decoded else group
+    decoded = (4 if way == "float32" else 8) if is_decoded else 1
+    num_spans, span, padded = _spans(group, math.lcm(form.word_inputs, decoded), activations, most)
+    product.spans_of_group, product.span_inputs, product.span_padded = num_spans, span, padded
+    if activations == "int8":
+        codes = codes + 8 if form is _INT4 else codes.view(torch.uint8) ^ 0x80
+    kept = (
+        _panels(_words(_padded(codes, group, num_spans, span, padded), form)),
+        None if scales is None else _panels(scales.float()),
+        None if zeros is None else _panels(zeros.float()),
+        None if bias is None else pad(bias.detach().float(), (0, -outputs % PANEL)).contiguous(),
+    )
+    product.words, product.scales, product.zeros, product.bias = (
+        None if each is None else each.data_ptr() for each in kept
+    )
+    return PackedProduct(library, product, kept)
+
+
+def _spans(group: int, unit: int, activations: Activations, most: int) -> tuple[int, int, int]:
+    """Returns the spans of a group, the inputs of one, and those with zeros: multiples of `unit`, equal tiles."""
+    span = _round_up(-(-group // -(-group // most)), unit)
+    num_tiles = -(-span // _TILE_INPUTS.get(activations, span))
+    return -(-group // span), span, num_tiles * _round_up(-(-span // num_tiles), unit)
+
+
+def _round_up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+def _padded(codes: torch.Tensor, group: int, num_spans: int, span: int, padded: int) -> torch.Tensor:
+    """Returns codes [N, K] with zeros after each span, [N, all spans of all groups]."""
+    outputs, inputs = codes.shape
+    codes = pad(codes, (0, -inputs % group)).view(outputs, -1, group)
+    codes = pad(codes, (0, num_spans * span - group)).view(outputs, -1, span)
+    return pad(codes, (0, padded - span)).view(outputs, -1)
+
+
+def _words(codes: torch.Tensor, form: _PackedForm) -> torch.Tensor:
+    """Returns codes [N, K] as int32 words [N, K / word_inputs]."""
+    if form is _INT4:  # bytes of inputs 0 to 3 in their low halves, 4 to 7 in the high ones
+        low, high = codes.view(len(codes), -1, 2, 4).to(torch.uint8).unbind(2)
+        codes = (low & 0xF | high << 4).view(len(codes), -1)
+    return codes.contiguous().view(torch.int32)
+
+
+def _panels(rows: torch.Tensor) -> torch.Tensor:
+    """Returns rows [N, K] of 32 bits as [panel, K, PANEL], with zeros for outputs that are missing."""
+    rows = pad(rows, (0, 0, 0, -len(rows) % PANEL))
+    return rows.view(-1, PANEL, rows.shape[1]).transpose(1, 2).contiguous()

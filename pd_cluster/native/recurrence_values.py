@@ -1,0 +1,83 @@
+"""The recurrent layers that kernels compute, as values: a short convolution, a recurrence, the norm behind it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+Gate = Literal["none", "silu after", "sigmoid after", "silu before"]
+GATES: tuple[Gate, ...] = ("none", "silu after", "sigmoid after", "silu before")  # state_segments.h
+
+
+class ConvHeads(NamedTuple):
+    """Consecutive channels of a convolution whose last inputs are one plane: those of `num_heads` heads."""
+
+    num_heads: int
+    channels: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Convolution:
+    """A causal convolution of each channel; `has_silu`: what it returns is multiplied by its own sigmoid."""
+
+    weight: torch.Tensor  # [num_channels, kernel]
+    bias: torch.Tensor | None  # [num_channels]
+    parts: tuple[ConvHeads, ...]
+    has_silu: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedNorm:
+    """A root-mean-square norm of each head, or of each group of heads, and a gate before or after it.
+
+    `weight` [num_features] of a head, or of all heads; None: nothing is normed.
+    """
+
+    gate: Gate = "none"
+    weight: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GatedDelta:
+    """The gated delta rule. A decay is exp(-rate * softplus(decay + bias)), for a head or for each channel of its keys.
+
+    Source: "Gated Delta Networks" (Yang et al., 2024); by channel: "Kimi Linear" (2025).
+    """
+
+    num_heads: int
+    num_key_heads: int
+    key_width: int
+    value_width: int
+    decay_bias: torch.Tensor  # [num_heads], or [num_heads * key_width]
+    rates: torch.Tensor  # [num_heads]: exp(A_log)
+    norm: GatedNorm
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mamba2:
+    """Mamba-2's recurrence, whose steps are softplus(step + bias), limited.
+
+    Source: "Transformers are SSMs" (Dao, Gu, 2024).
+    """
+
+    num_heads: int
+    num_groups: int
+    head_width: int
+    state_size: int
+    step_bias: torch.Tensor  # [num_heads]; likewise
+    rates: torch.Tensor  # exp(A_log)
+    skips: torch.Tensor  # D
+    step_limits: tuple[float, float]
+    norm: GatedNorm
+
+
+class StateInputs(NamedTuple):
+    """The parts of what a layer's projections give the rows of a step; each [num_rows, …], and rows may be strided."""
+
+    convolved: torch.Tensor  # [num_rows, num_channels]
+    decays: torch.Tensor | None = None  # [num_rows, num_heads] or [num_rows, num_heads * key_width]; Mamba-2's steps
+    betas: torch.Tensor | None = None  # [num_rows, num_heads]
+    gate: torch.Tensor | None = None  # as what the layer returns

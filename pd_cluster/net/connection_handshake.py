@@ -1,0 +1,178 @@
+"""Opens connections: greets a peer as the end that connects, and admits one as the end that listens.
+
+The tables are in docs/protocol/pairs.md, "Opening a connection"; peer_admission.py decides. Knows no messages that
+follow the greetings.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import zmq
+
+from pd_cluster import wire
+from pd_cluster.errors import ConfigError
+from pd_cluster.host import open_files
+from pd_cluster.net import zmq_sockets
+from pd_cluster.net.mailbox_connections import CLOSED, Connections
+from pd_cluster.net.node_proofs import NODE_REFUSED, Nodes, ProvenNode, plain
+from pd_cluster.net.peer_admission import Admission, peer_key
+from pd_cluster.net.zmq_sockets import Connection, KeyPair, next_event, open_dealer
+from ranktable_tools.host_addresses import bracketed
+
+log = logging.getLogger(__name__)
+
+NOT_OPENED = "the connection did not open: nobody listens there"
+CUT_SHORT = "the other end closed the connection while it opened: it has another key, or is another program"
+NO_HANDSHAKE = "the other end said nothing while the connection opened: it stands still, or is another program"
+NOT_ADMITTED = "the other end does not admit this process's key"
+OTHER_SECRET = "the other end has another secret"
+REFUSALS = (NOT_ADMITTED, OTHER_SECRET)  # between S and a worker these last as long as both live
+PERIOD_S, MOST_LINES = 10.0, 20  # in the log, about peers that were not accepted: they choose how often they come
+
+
+@dataclass(frozen=True, slots=True)
+class LocalIdentity:
+    """How this process greets others, and whom it admits."""
+
+    kind: Literal["scheduler", "worker"]
+    keys: KeyPair
+    admission: Admission
+    nodes: Nodes
+
+
+class Handshake:
+    """`table` returns the digest of the global rank table; the scheduler's changes while it runs."""
+
+    def __init__(
+        self,
+        connections: Connections,
+        own: LocalIdentity,
+        table: Callable[[], bytes],
+        connect_timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        self._connections = connections
+        self._kind, self._keys, self._admission, self._nodes = own.kind, own.keys, own.admission, own.nodes
+        self._table = table
+        self._connect_timeout_s = connect_timeout_s
+        self._clock = clock
+        self._since_s, self._num_refused = clock(), 0  # of the period that runs
+
+    def accept(self, identity: bytes, key: bytes, envelope: wire.Envelope, hello: wire.Hello) -> Connection | None:
+        """Answers a Hello that arrived at the ROUTER; None: the peer is not admitted, or already gone."""
+        peer = peer_key(envelope.from_name, envelope.from_epoch)
+        if hello.version != wire.PROTOCOL_VERSION:
+            own = wire.PROTOCOL_VERSION
+            self._note("%s speaks protocol %d, this is %d: not accepted", plain(peer), hello.version, own)
+            return None
+        if not self._admission.admits(key, peer, hello.kind):
+            self._note(
+                "%s claims to be a %s, but its key belongs to another process: not accepted", plain(peer), hello.kind
+            )
+            return None
+        node = ProvenNode()
+        if hello.kind == "scheduler":
+            self._admission.fence.heard(hello.term)
+        else:
+            try:
+                node = self._nodes.believe(hello.node, hello.node_proofs, peer, key, "client")
+            except ConfigError as error:
+                self._note("not accepted: %s", error)
+                self._connections.say_gone(identity, envelope, str(error))
+                return None
+        conn, epoch = f"in:{identity.decode(errors='replace')}", envelope.from_epoch
+        connection = Connection(
+            conn, peer, epoch, self._clock(), identity, key, kind=hello.kind, node=node, is_open=True
+        )
+        self._connections.add(connection)
+        proof, proofs = self._admission.proof_to(peer, key), self._nodes.proofs_to(peer, key, "server")
+        welcome = wire.Welcome(proof, self._table(), *proofs)
+        self._connections.send(connection, wire.encode_body(welcome))
+        if connection not in self._connections:
+            return None
+        self._connections.handler.on_opened(conn, peer, hello.kind)
+        return connection
+
+    def _note(self, refusal: str, *of: object) -> None:
+        """Logs why a peer was not accepted: MOST_LINES in a period, then how many more there were in it."""
+        if (now_s := self._clock()) - self._since_s > PERIOD_S:
+            if (num_untold := self._num_refused - MOST_LINES) > 0:
+                log.error("%d more were not accepted", num_untold)
+            self._since_s, self._num_refused = now_s, 0
+        self._num_refused += 1
+        if self._num_refused <= MOST_LINES:
+            log.error(refusal, *of)
+
+    def connect(self, context: Any, conn: str, name: str, epoch: int, host: str, port: int, key: bytes) -> None:
+        peer = peer_key(name, epoch)
+        try:
+            socket, monitor = open_dealer(context, self._keys, key, conn.encode(), host, self._connect_timeout_s)
+        except zmq.ZMQError as error:
+            soft, hard = open_files()
+            self._note("no connection to %s: %s (of %d; ulimit -n, at most %d)", plain(peer), error, soft, hard)
+            self._connections.handler.on_closed(conn, peer, f"cannot connect to {host}:{port}: {error}")
+            return
+        connection = Connection(
+            conn, peer, epoch, self._clock(), peer_key=key, host=host, socket=socket, monitor=monitor
+        )
+        self._connections.add(connection)
+        try:
+            socket.connect(f"tcp://{bracketed(host)}:{port}")
+        except zmq.ZMQError as error:
+            self._connections.lose(connection, f"cannot connect to {host}:{port}: {error}")
+
+    def read_events(self, connection: Connection) -> None:
+        """Reads what the monitor of a connection's DEALER reports."""
+        if connection.is_open:
+            self._connections.check_closed(connection)
+            return
+        while connection in self._connections and (event := next_event(connection.monitor)) is not None:
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._greet(connection)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._connections.lose(connection, NOT_ADMITTED)
+            else:
+                self._connections.lose(connection, self._why_not_opened(connection, event))
+
+    def _why_not_opened(self, connection: Connection, event: int) -> str:
+        if event != zmq.EVENT_DISCONNECTED:
+            return NOT_OPENED
+        waited_s = self._clock() - connection.last_seen_s  # since it began to open
+        return NO_HANDSHAKE if waited_s >= zmq_sockets.HANDSHAKE_TIMEOUT_S else CUT_SHORT
+
+    def _greet(self, connection: Connection) -> None:
+        node, proofs = self._nodes.proofs_to(connection.peer, connection.peer_key, "client")
+        greeting = wire.Hello(kind=self._kind, term=self._admission.fence.term, node=node, node_proofs=proofs)
+        hello = self._connections.seal(connection, wire.encode_body(greeting))
+        try:
+            connection.socket.send(hello, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._connections.lose(connection, f"{CLOSED}: {error}")
+
+    def welcomed(self, connection: Connection, welcome: wire.Welcome) -> None:
+        """Opens a connection whose listening end has answered, if the answer proves the secret, and its node."""
+        if not self._admission.is_proof(welcome.proof, connection.peer, connection.peer_key):
+            self._connections.lose(connection, OTHER_SECRET)
+            return
+        if self._admission.is_worker(connection.peer_key):
+            peer, key = connection.peer, connection.peer_key
+            try:
+                connection.node = self._nodes.believe(
+                    welcome.node, welcome.node_proofs, peer, key, "server", connection.host
+                )
+            except ConfigError as error:
+                self._connections.lose(connection, f"{NODE_REFUSED}{error}")
+                return
+        table = welcome.table
+        if self._kind == "scheduler" and (own := self._table()) and table and table != own:
+            log.warning("%s was started with another global rank table than the scheduler's", connection.peer)
+        connection.is_open = True
+        connection.last_seen_s = self._clock()
+        pending, connection.pending = connection.pending, []
+        for frame in pending:
+            self._connections.send_frame(connection, frame)
+        self._connections.handler.on_opened(connection.id, connection.peer, connection.kind)

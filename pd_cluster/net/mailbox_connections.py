@@ -1,0 +1,126 @@
+"""The connections of one mailbox: which there are, sending over them, losing them.
+
+Used on the mailbox's thread. Knows nothing of how a connection opens, nor when its peer is believed dead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+
+from pd_cluster import wire
+from pd_cluster.net.zmq_sockets import HIGH_WATER_MARK, Connection, next_event
+
+CLOSED = "the connection was closed"
+MAX_PENDING = 10_000  # messages kept while a connection opens
+
+
+class Handler(Protocol):
+    """Callbacks of a mailbox, made on its thread: they must return quickly and never block."""
+
+    def on_opened(self, conn: str, peer: str, kind: str) -> None: ...
+    def on_message(self, conn: str, peer: str, body: wire.Body) -> None: ...
+    def on_closed(self, conn: str, peer: str, reason: str) -> None: ...
+    def on_fatal(self, error: BaseException) -> None: ...
+    def load(self) -> wire.Load | None: ...
+
+
+class Connections:
+    """Those of the process with this name and epoch. `router` and `handler` are set before the first one."""
+
+    router: Any
+    handler: Handler
+
+    def __init__(self, name: str, epoch: int) -> None:
+        self.name, self.epoch = name, epoch
+        self.poller = zmq.Poller()
+        self.heard = threading.Condition()  # notified when a heartbeat came or a connection went
+        self._by_id: dict[str, Connection] = {}
+        self._by_identity: dict[bytes, Connection] = {}
+
+    def __iter__(self) -> Iterator[Connection]:
+        return iter(list(self._by_id.values()))  # of a copy: connections are lost in loops over them
+
+    def __contains__(self, connection: Connection) -> bool:
+        return connection.id in self._by_id
+
+    def get(self, conn: str) -> Connection | None:
+        return self._by_id.get(conn)
+
+    def arrived(self, identity: bytes) -> Connection | None:
+        """Returns the connection that arrived at the ROUTER with this identity."""
+        return self._by_identity.get(identity)
+
+    def add(self, connection: Connection) -> None:
+        self._by_id[connection.id] = connection
+        if connection.socket is None:
+            self._by_identity[connection.identity] = connection
+        else:
+            self.poller.register(connection.socket, zmq.POLLIN)
+            self.poller.register(connection.monitor, zmq.POLLIN)
+
+    def send(self, connection: Connection, encoded: msgspec.Raw) -> None:
+        """Sends a message, or keeps it until the connection is open. A peer that does not read is lost."""
+        self.send_frame(connection, self.seal(connection, encoded))
+
+    def seal(self, connection: Connection, encoded: msgspec.Raw) -> bytes:
+        return wire.seal(self.name, self.epoch, connection.epoch, encoded)
+
+    def send_frame(self, connection: Connection, frame: bytes) -> None:
+        if not connection.is_open:
+            connection.pending.append(frame)
+            if len(connection.pending) > MAX_PENDING:
+                self.lose(connection, "too much is queued for a connection that does not open")
+            return
+        try:
+            if connection.socket is not None:
+                connection.socket.send(frame, zmq.NOBLOCK)
+            else:
+                self.router.send_multipart([connection.identity, frame], zmq.NOBLOCK)
+        except zmq.Again:
+            if connection.socket is not None:
+                self.check_closed(connection)  # a socket whose peer is gone accepts nothing, either
+            if connection in self:
+                self.lose(connection, f"it does not read: {HIGH_WATER_MARK} messages are queued")
+        except zmq.ZMQError as error:
+            self.lose(connection, CLOSED if error.errno == zmq.EHOSTUNREACH else str(error))
+
+    def say_gone(self, identity: bytes, envelope: wire.Envelope, reason: str = "") -> None:
+        """Replies to a peer that uses a connection given up here, or not admitted, so that it does not wait in vain."""
+        gone = wire.Gone(reason[: wire.MOST_TEXT])
+        frame = wire.seal(self.name, self.epoch, envelope.from_epoch, wire.encode_body(gone))
+        with contextlib.suppress(zmq.ZMQError):  # the peer is gone, too
+            self.router.send_multipart([identity, frame], zmq.NOBLOCK)
+
+    def check_closed(self, connection: Connection) -> None:
+        """Loses an open connection whose monitor reports something: it can only be that the socket was closed."""
+        if next_event(connection.monitor) is not None:
+            self.lose(connection, CLOSED)
+
+    def lose(self, connection: Connection, reason: str) -> None:
+        if self.drop(connection.id):
+            self.handler.on_closed(connection.id, connection.peer, reason)
+
+    def drop(self, conn: str) -> bool:
+        """Closes a connection without a word to its owner. Returns whether there was one."""
+        connection = self._by_id.pop(conn, None)
+        if connection is None:
+            return False
+        self._by_identity.pop(connection.identity, None)
+        self.tell_waiting()
+        if connection.socket is not None:
+            self.poller.unregister(connection.socket)
+            self.poller.unregister(connection.monitor)
+            connection.socket.disable_monitor()
+            connection.monitor.close(linger=0)
+            connection.socket.close(linger=0)
+        return True
+
+    def tell_waiting(self) -> None:
+        with self.heard:
+            self.heard.notify_all()

@@ -1,0 +1,109 @@
+"""Authentication of peers: which key may connect, under which name, and how the listening end proves itself.
+
+The tables are in docs/protocol/pairs.md, "Opening a connection". Knows nothing of sockets.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from pd_cluster import wire
+from pd_cluster.settings.process_configs import Credentials
+from ranktable_tools import public_keys
+
+JOIN_PORT, JOIN_EPOCH = "join", 0  # a worker cannot know the epoch of a scheduler that it has never met
+SCHEDULER = ""  # in place of a worker's name@epoch
+
+
+class Life(NamedTuple):
+    """One life of a process: after a restart it is another peer."""
+
+    name: str
+    epoch: int
+
+
+def peer_key(name: str, epoch: int) -> str:
+    """Returns the name of one life of a process; after a restart it is another peer."""
+    return f"{name}@{epoch:x}"
+
+
+def join_key(secret: bytes) -> bytes:
+    """Returns the private key with which every worker of this secret opens a scheduler's join port."""
+    return hmac.digest(secret, b"pd-cluster join key 1", "sha256")
+
+
+class Fence:
+    """Tells orders of the scheduler that owns membership from those of an earlier owner, by their fencing numbers."""
+
+    def __init__(self) -> None:
+        self.term = 0  # the highest that was heard of, in this life
+        self.num_stale = 0
+
+    def heard(self, term: int) -> None:
+        """Some scheduler knows of this term, whether its owner has given an order yet or not."""
+        self.term = max(self.term, term)
+
+    def admits(self, term: int) -> bool:
+        """Returns whether an order of this term holds; older ones are counted, and never hold again."""
+        if term < self.term:
+            self.num_stale += 1
+            return False
+        self.term = term
+        return True
+
+
+class Admission:
+    """Decides which peers are admitted. `own` is this process's name@epoch, `public_key` its key."""
+
+    def __init__(self, credentials: Credentials, own: str, public_key: bytes) -> None:
+        self._secret = hashlib.sha256(b"pd-cluster welcome 1" + credentials.secret).digest()
+        self._own, self._public_key = own, public_key
+        self._schedulers: Mapping[bytes, str] = dict.fromkeys(credentials.schedulers, SCHEDULER)
+        self._admitted = self._schedulers  # public key -> name@epoch; replaced, never changed
+        self.fence = Fence()
+
+    def may_connect(self, key: bytes) -> bool:
+        """Answers ZAP, on a thread of its own: may a client with this public key connect at all?"""
+        return key in self._admitted
+
+    def hear(self, peers: Sequence[wire.PeerInfo]) -> None:
+        """Admits from now on only the peers that a scheduler names in an order that holds, and the schedulers."""
+        named = {each.public_key: peer_key(each.name, each.epoch) for each in peers}
+        self._admitted = {**named, **self._schedulers}
+
+    def admits(self, key: bytes, peer: str, kind: Literal["scheduler", "worker"]) -> bool:
+        """Returns whether the owner of this key may use this name."""
+        return self._admitted.get(key) == (SCHEDULER if kind == "scheduler" else peer)
+
+    def is_worker(self, key: bytes) -> bool:
+        """Returns whether the owner of this key, which this process has connected to, is no scheduler."""
+        return key not in self._schedulers
+
+    def proof_to(self, client: str, client_key: bytes) -> bytes:
+        """Returns this process's answer to a Hello."""
+        return self._proof(self._own, self._public_key, client, client_key)
+
+    def is_proof(self, proof: bytes, server: str, server_key: bytes) -> bool:
+        """Checks that the end this process connected to has the cluster's secret."""
+        return hmac.compare_digest(proof, self._proof(server, server_key, self._own, self._public_key))
+
+    def _proof(self, server: str, server_key: bytes, client: str, client_key: bytes) -> bytes:
+        of = "\n".join((server, server_key.hex(), client, client_key.hex()))
+        return hmac.digest(self._secret, of.encode(), "sha256")
+
+
+class JoinAdmission(Admission):
+    """A join port's: admits the join key alone, as a worker, under any name."""
+
+    def __init__(self, credentials: Credentials, own: str, own_key: bytes) -> None:
+        super().__init__(credentials, own, own_key)
+        self._joining = public_keys.public_key(join_key(credentials.secret))
+
+    def may_connect(self, key: bytes) -> bool:
+        return key == self._joining
+
+    def admits(self, key: bytes, peer: str, kind: Literal["scheduler", "worker"]) -> bool:
+        return key == self._joining and kind == "worker"

@@ -1,0 +1,25 @@
+"""Lets requests of a program wait where a server's clients would be asked to try again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from pd_cluster.errors import NoCapacity
+
+T = TypeVar("T")
+
+MOST_S = 3600.0
+
+
+async def when_capacity_frees(work: Callable[[], Awaitable[T]]) -> T:
+    """Returns what `work` returns. Tries again, for an hour at most, while it raises NoCapacity."""
+    end_s = asyncio.get_running_loop().time() + MOST_S
+    while True:
+        try:
+            return await work()
+        except NoCapacity as error:
+            if asyncio.get_running_loop().time() >= end_s:
+                raise
+            await asyncio.sleep(error.retry_after_s)

@@ -1,0 +1,98 @@
+"""Texts to calibrate with, and how near a quantized model is to its original: perplexity and next tokens."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pd_cluster.errors import ConfigError
+from pd_cluster.offline.llm_sampling import SamplingParams
+from pd_cluster.offline.offline_llm import LLM
+
+Samples = list[list[int]]
+TEXT_FIELDS = ("text", "prompt", "content")
+LEAST_TOKENS = 2  # of a sample: one to predict
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """`logprobs` of the samples' tokens, and the most probable token in each place."""
+
+    logprobs: list[float]
+    chosen: list[int]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-sum(self.logprobs) / len(self.logprobs))
+
+    def agreement(self, other: Quality) -> float:
+        """Returns the share of places where both find the same token the most probable."""
+        pairs = list(zip(self.chosen, other.chosen, strict=True))
+        return sum(own == others for own, others in pairs) / len(pairs)
+
+
+def texts_of(file: Path, render: Any) -> list[str]:
+    """Reads a text file, or JSON lines of texts or conversations, which `render` makes texts of. Raises ConfigError."""
+    try:
+        whole = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--calibration {file}: cannot be read: {error}") from None
+    if file.suffix != ".jsonl":
+        return [whole]
+    found = []
+    for number, line in enumerate(whole.splitlines(), 1):
+        if not line.strip():
+            continue
+        place = f"--calibration {file}: line {number}"
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{place}: no JSON: {error}") from None
+        if isinstance(entry, str):
+            found.append(entry)
+        elif isinstance(entry, dict) and isinstance(entry.get("messages"), list):
+            found.append(render(entry["messages"]))
+        elif isinstance(entry, dict) and (name := next((n for n in TEXT_FIELDS if isinstance(entry.get(n), str)), "")):
+            found.append(entry[name])
+        else:
+            raise ConfigError(f"{place}: expected a text, or an object with text or messages")
+    return found
+
+
+def samples_of(texts: list[str], encode: Any, num_samples: int, num_tokens: int) -> Samples:
+    """Cuts texts into samples of at most `num_tokens` tokens. Raises ConfigError if there is none."""
+    found: Samples = []
+    for text in texts:
+        ids = encode(text)
+        found += [ids[start : start + num_tokens] for start in range(0, len(ids), num_tokens)]
+        if len(found) >= num_samples:
+            break
+    found = [ids for ids in found[:num_samples] if len(ids) >= LEAST_TOKENS]
+    if not found:
+        raise ConfigError("--calibration: no text of two tokens or more")
+    return found
+
+
+def own_samples(llm: LLM, vocab_size: int, num_samples: int, num_tokens: int) -> Samples:
+    """Draws samples from the model itself, each after another first token."""
+    prompts = [[number * 7919 % vocab_size] for number in range(num_samples)]
+    drawn = SamplingParams(temperature=1.0, max_tokens=num_tokens - 1, seed=0)
+    outputs = llm.generate(prompt_token_ids=prompts, sampling_params=drawn, use_tqdm=False)
+    found = [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
+    return [ids for ids in found if len(ids) >= LEAST_TOKENS]
+
+
+def quality_of(llm: LLM, samples: Samples) -> Quality:
+    """Reads each sample once."""
+    reading = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1)
+    outputs = llm.generate(prompt_token_ids=samples, sampling_params=reading, use_tqdm=False)
+    logprobs, chosen = [], []
+    for ids, output in zip(samples, outputs, strict=True):
+        for token_id, entries in zip(ids[1:], (output.prompt_logprobs or [])[1:], strict=True):
+            assert entries is not None, "only the first token has none"
+            logprobs.append(float(entries[token_id].logprob))
+            chosen.append(next(each for each, entry in entries.items() if entry.rank == 1))
+    return Quality(logprobs, chosen)

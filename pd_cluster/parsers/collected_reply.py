@@ -1,0 +1,249 @@
+"""The parts of one reply as they are collected, and the JSON object that most formats use for one call.
+
+Knows nothing of the markup around calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import groupby
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pd_cluster.parsers.json_scan import StringDecoder, read_string, scan_string, scan_value, take_sign
+from pd_cluster.parsers.reasoning import Unwrapped
+from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pd_cluster.parsers.text_stream import BLANKS, Emit, Steps, TextStream, ignore
+
+NO_SCHEMAS: Mapping[str, Any] = MappingProxyType({})
+ARGUMENTS = ("arguments", "parameters")
+
+# none: not a call; whole: the arguments are complete; torn: the arguments began but did not stay valid JSON
+Outcome = Literal["none", "whole", "torn"]
+
+
+class CollectedReply:
+    """The parts in order. Blanks that stand alone before, between or after calls are markup, not content.
+
+    Calls beyond `most_calls` leave no trace.
+    """
+
+    def __init__(self, most_calls: int | None = None, schemas: Mapping[str, Mapping[str, Any]] = NO_SCHEMAS) -> None:
+        """`schemas`: tool -> the JSON schema of its arguments, which some markup needs to tell texts from numbers."""
+        self._parts: list[Part] = []
+        self._schemas = schemas
+        self._most_calls = most_calls
+        self._num_seen = 0
+        self.is_cut = False  # the text has ended within the latest call
+        self.in_call = False  # its arguments may go on behind content
+        self.is_damaged = False  # an end marker was missing
+        self._unwrapped: Unwrapped | None = None
+        self._thought: Emit | None = None  # takes the text before the first call, if it is reasoning
+        self._blanks: list[str] = []  # leading blanks of the current stretch of content
+        self._has_text = False  # whether that stretch has anything but blanks
+
+    def schema_of(self, name: str) -> Mapping[str, Any]:
+        """Returns the schema of a tool's arguments; empty for a tool that the request does not have."""
+        return self._schemas.get(name, NO_SCHEMAS)
+
+    def has_tool(self, name: str) -> bool:
+        """Returns whether a call of this name is one of the request's tools, as far as they are known."""
+        return bool(name) and (not self._schemas or name in self._schemas)
+
+    @property
+    def num_seen(self) -> int:
+        return self._num_seen
+
+    @property
+    def num_calls(self) -> int:
+        return self._num_seen if self._most_calls is None else min(self._num_seen, self._most_calls)
+
+    def reasoning(self, text: str) -> None:
+        self._parts.append(Reasoning(text))
+
+    def think(self, thought: Emit) -> None:
+        """Gives the text before the first call to `thought`: it is reasoning that a call ends."""
+        self._thought = thought
+
+    def unwrap(self, wraps: tuple[str, str]) -> None:
+        """From now on content is shown without these texts around it."""
+        self._unwrapped = Unwrapped(wraps, self._content)
+
+    def content(self, text: str) -> None:
+        if self._thought is not None and not self._num_seen:
+            self._thought(text)
+        elif self._unwrapped is not None:
+            self._unwrapped.add(text)
+        else:
+            self._content(text)
+
+    def _content(self, text: str) -> None:
+        if not self._has_text:
+            self._blanks.append(text)
+            if not text.strip(BLANKS):
+                return
+            text = "".join(self._blanks)
+        self._blanks, self._has_text = [], True
+        self._parts.append(Content(text))
+
+    def begin(self, name: str) -> None:
+        self._flush()
+        self._blanks, self._has_text = [], False
+        self._num_seen += 1
+        if self._num_seen == self.num_calls:
+            self._parts.append(CallBegin(self._num_seen - 1, name))
+
+    def arguments(self, text: str) -> None:
+        """Adds text to the arguments of the latest call."""
+        if self._num_seen == self.num_calls:
+            self._parts.append(CallArguments(self._num_seen - 1, text))
+
+    def cut(self) -> None:
+        """Says that the text has ended within the latest call."""
+        self.is_cut = True
+
+    def end(self) -> None:
+        """Ends the reply. A reply of nothing but blanks is content."""
+        self._flush()
+        if not self._num_seen and (text := "".join(self._blanks)):
+            self._parts.append(Content(text))
+
+    def _flush(self) -> None:
+        if self._unwrapped is not None:
+            self._unwrapped.flush()
+
+    @property
+    def num_held(self) -> int:
+        """Characters of content that may yet turn out to be what stands around it."""
+        num_blanks = 0 if self._has_text else sum(map(len, self._blanks))
+        return num_blanks + (self._unwrapped.num_held if self._unwrapped is not None else 0)
+
+    def take(self) -> list[Part]:
+        """Returns the parts collected since the last call; neighbours of one kind become one part."""
+        taken, self._parts = self._parts, []
+        joined: list[Part] = []
+        for _, run in groupby(taken, lambda part: (type(part), part[:-1])):
+            joined.append(_joined(list(run)))
+        return joined
+
+
+def _joined(run: list[Part]) -> Part:
+    match run[0]:
+        case CallBegin() as begin:
+            return begin
+        case CallArguments(index, _):
+            return CallArguments(index, "".join(part[-1] for part in run))
+        case first:
+            return type(first)("".join(part[-1] for part in run))
+
+
+class _Call:
+    """A call whose object is still being read; it begins once its name and its first arguments are known."""
+
+    def __init__(self, stream: TextStream, out: CollectedReply) -> None:
+        self._stream = stream
+        self._out = out
+        self._early: list[str] = []  # arguments that came before the name
+        self._has_begun = False
+        self._is_whole = False
+        self.name = ""
+        self.has_arguments = False
+        self.has_others = False  # members that no call has
+
+    @property
+    def outcome(self) -> Outcome:
+        return "none" if not self._has_begun else "whole" if self._is_whole else "torn"
+
+    def set_name(self, name: str) -> None:
+        self.name = name
+        if self.has_arguments:
+            self._begin()
+            self.arguments("".join(self._early))
+
+    def begin_arguments(self) -> None:
+        self.has_arguments = True
+        if self.name:
+            self._begin()
+
+    def arguments(self, text: str) -> None:
+        if self._has_begun:
+            self._out.arguments(text)
+        else:
+            self._early.append(text)
+
+    def end_arguments(self) -> None:
+        self._is_whole = True
+
+    def _begin(self) -> None:
+        self._stream.kept()
+        self._has_begun = True
+        self._out.begin(self.name)
+
+
+def read_call(stream: TextStream, out: CollectedReply, needs_arguments: bool = False) -> Steps[Outcome]:
+    """Reads `{"name": "…", "arguments": {…}}`; members may have any order, and unknown ones are skipped.
+
+    Arguments may be called parameters, may be a string that holds an object, and may be missing, unless
+    `needs_arguments`, from an object of nothing but a name, an id and a type. If this
+    is not a call, the text taken is in the stream, provided that it `keep`s.
+    """
+    call = _Call(stream, out)
+    if not (yield from take_sign(stream, "{")):
+        return "none"
+    while (yield from _member(stream, call)):
+        if (yield from take_sign(stream, ",")):
+            continue
+        is_bare = bool(call.name) and not (call.has_arguments or call.has_others or needs_arguments)
+        if (yield from take_sign(stream, "}")) and is_bare:
+            call.begin_arguments()
+            call.arguments("{}")
+            call.end_arguments()
+        break
+    return call.outcome
+
+
+def _member(stream: TextStream, call: _Call) -> Steps[bool]:
+    key = yield from read_string(stream)
+    if key is None or not (yield from take_sign(stream, ":")):
+        return False
+    yield from stream.blanks()
+    char = yield from stream.peek()
+    if key == "name" and char == '"' and not call.name:
+        name = yield from read_string(stream)
+        if name:
+            call.set_name(name)
+        return bool(name)
+    if key in ARGUMENTS and not call.has_arguments:
+        is_whole = yield from (_quoted_arguments if char == '"' else _plain_arguments)(stream, call)
+        if is_whole:
+            call.end_arguments()
+        return is_whole
+    call.has_others = call.has_others or key not in ("id", "type", "index")
+    return (yield from scan_value(stream, ignore))
+
+
+def _plain_arguments(stream: TextStream, call: _Call) -> Steps[bool]:
+    if (yield from stream.peek()) != "{":
+        return False
+    call.begin_arguments()
+    return (yield from scan_value(stream, call.arguments))
+
+
+def _quoted_arguments(stream: TextStream, call: _Call) -> Steps[bool]:
+    """Reads an object that is written as a string."""
+    is_other = False
+
+    def add(text: str) -> None:
+        nonlocal is_other
+        if not call.has_arguments:
+            text = text.lstrip(BLANKS)
+            is_other = is_other or not "{".startswith(text[:1])
+            if is_other or not text:
+                return
+            call.begin_arguments()
+        call.arguments(text)
+
+    decoder = StringDecoder(add)
+    is_string = yield from scan_string(stream, decoder.feed)
+    decoder.finish()
+    return is_string and call.has_arguments

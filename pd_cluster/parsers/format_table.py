@@ -1,0 +1,138 @@
+"""The formats of tool calls and of reasoning by name, each as the chat template of the models' card writes it."""
+
+from __future__ import annotations
+
+from pd_cluster.parsers.call_format import Format
+from pd_cluster.parsers.harmony import CHANNEL, MESSAGE, ChannelCalls, Channels
+from pd_cluster.parsers.irregular_formats import ArrayCalls, Llama3Calls, MistralCalls
+from pd_cluster.parsers.irregular_readers import TOOL_CALLS
+from pd_cluster.parsers.json_markup import JsonCalls, NamedCalls
+from pd_cluster.parsers.pythonic import PythonicCalls
+from pd_cluster.parsers.reasoning import Thinking
+from pd_cluster.parsers.xml_markup import XmlCalls
+
+
+def begins_of(form: Format) -> tuple[str, ...]:
+    """Returns the texts that only a call begins with, as far as the format has such."""
+    match form:
+        case JsonCalls(begin=begin, begins=others, is_word=False):
+            return (begin, *others)
+        case NamedCalls(begin=begin, opening=opening):
+            return (opening, begin) if opening else (begin,)
+        case XmlCalls(begin=begin, name=name, lone=lone):
+            return (begin, name[0]) if lone else (begin,)
+        case MistralCalls():
+            return (TOOL_CALLS,)
+    return ()
+
+
+HERMES = JsonCalls("<tool_call>", "</tool_call>")
+QWEN_XML = XmlCalls(
+    begin="<tool_call>",
+    end="</tool_call>",
+    name=("<function=", ">"),
+    close="</function>",
+    key=("<parameter=", ">"),
+    value=("", "</parameter>"),
+    line="\n",
+    lone=True,
+)
+GLM = XmlCalls(
+    begin="<tool_call>",
+    end="</tool_call>",
+    name=("", ""),
+    close="",
+    key=("<arg_key>", "</arg_key>"),
+    value=("<arg_value>", "</arg_value>"),
+)
+UNMARKED = ArrayCalls()
+CHANNEL_CALLS = ChannelCalls()
+FORMATS: dict[str, Format] = {
+    "deepseek_v3": NamedCalls(
+        begin="<｜tool▁call▁begin｜>",
+        head=(["text", "function"], ["exact", "<｜tool▁sep｜>"]),
+        tail=(["text", "\n"],),
+        separator="```json",
+        fence="```",
+        end="<｜tool▁call▁end｜>",
+        opening="<｜tool▁calls▁begin｜>",
+        closing="<｜tool▁calls▁end｜>",
+        around=r"^\s*function<｜tool▁sep｜>",
+    ),
+    "deepseek_v31": NamedCalls(
+        begin="<｜tool▁call▁begin｜>",
+        separator="<｜tool▁sep｜>",
+        end="<｜tool▁call▁end｜>",
+        opening="<｜tool▁calls▁begin｜>",
+        closing="<｜tool▁calls▁end｜>",
+    ),
+    "glm45": GLM,
+    "glm47": GLM,
+    "granite": JsonCalls("<|tool_call|>", is_array=True, begins=("<tool_call>",)),
+    "granite4": HERMES,
+    "hermes": HERMES,
+    "hunyuan_a13b": JsonCalls("<tool_calls>", "</tool_calls>", is_array=True),
+    "internlm": JsonCalls(
+        "<|action_start|><|plugin|>", "<|action_end|>", key="parameters", pieces=("<|action_start|>", "<|plugin|>")
+    ),
+    "kimi_k2": NamedCalls(
+        begin="<|tool_call_begin|>",
+        head=(["text", "functions."],),
+        tail=(["pattern", ":[0-9]{1,4}"],),
+        separator="<|tool_call_argument_begin|>",
+        end="<|tool_call_end|>",
+        opening="<|tool_calls_section_begin|>",
+        closing="<|tool_calls_section_end|>",
+        around=r"^\s*functions\.|:[0-9]+\s*$",
+    ),
+    "llama3_json": Llama3Calls(),
+    "llama4_pythonic": PythonicCalls("<|python_start|>", "<|python_end|>"),
+    "minimax_m2": XmlCalls(
+        begin="<minimax:tool_call>",
+        end="</minimax:tool_call>",
+        name=('<invoke name="', '">'),
+        close="</invoke>",
+        key=('<parameter name="', '">'),
+        value=("", "</parameter>"),
+        is_section=True,
+    ),
+    "mistral": MistralCalls(),
+    "openai": CHANNEL_CALLS,
+    "phi4_mini": JsonCalls("functools", is_array=True, is_word=True),
+    "pythonic": PythonicCalls(),
+    "qwen3": HERMES,
+    "qwen3_coder": QWEN_XML,
+    "qwen3_xml": QWEN_XML,
+    "seed_oss": XmlCalls(
+        begin="<seed:tool_call>",
+        end="</seed:tool_call>",
+        name=("<function=", ">"),
+        close="</function>",
+        key=("<parameter=", ">"),
+        value=("", "</parameter>"),
+        line="\n",
+    ),
+}
+THINKING: dict[str, Thinking] = {
+    "deepseek_r1": Thinking("reasoning"),
+    "deepseek_v3": Thinking("content"),
+    "ernie45": Thinking("reasoning", wraps=("<response>", "</response>")),
+    "ernie-45-vl": Thinking("perhaps"),
+    "ernie-45-vl-thinking": Thinking("reasoning"),
+    "gemma": Thinking("perhaps", opens=("<|channel>thought", "<|channel>"), closes=("<channel|>",)),
+    "glm45": Thinking("perhaps"),
+    "granite": Thinking(
+        "perhaps",
+        opens=("Here is my thought process:", "Here's my thought process:"),
+        closes=("Here is my response:", "Here's my response:"),
+    ),
+    "hunyuan_a13b": Thinking("perhaps", wraps=("<answer>", "</answer>")),
+    "kimi_k2": Thinking("perhaps", ends=("<|tool_calls_section_begin|>",)),
+    "minimax_m2": Thinking("reasoning"),
+    "mistral": Thinking("perhaps", opens=("[THINK]",), closes=("[/THINK]",)),
+    "olmo3": Thinking("reasoning"),
+    "openai_gptoss": Channels("perhaps", opens=(f"{CHANNEL}analysis{MESSAGE}",), closes=(f"{CHANNEL}final{MESSAGE}",)),
+    "qwen3": Thinking("perhaps"),
+    "seed_oss": Thinking("perhaps", opens=("<seed:think>",), closes=("</seed:think>",)),
+    "step3": Thinking("reasoning"),
+}

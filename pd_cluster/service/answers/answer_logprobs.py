@@ -1,0 +1,138 @@
+"""Logprobs in the shapes of chat, of completions and, for prompts, of vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple, cast
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from pd_cluster.service.generation.text_sequence import TokenLogprobs
+from pd_cluster.text.tokenizer import Tokenizer
+from pd_cluster.types import Logprobs
+
+_encode = msgspec.json.Encoder().encode
+LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes this instead
+
+
+class PromptLogprob(Struct):
+    logprob: float
+    rank: Annotated[int, Meta(description="1 is the most likely token.")]
+    decoded_token: str
+
+
+class TokenLogprob(Struct):
+    token: str
+    logprob: float
+    bytes: Annotated[
+        list[int] | UnsetType, Meta(description="Of the token's text in UTF-8; a token may be half a character.")
+    ]
+
+
+class ChatTokenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatTokenLogprob]
+
+
+class CompletionLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: Annotated[list[int], Meta(description="Where each token's text begins, in characters.")]
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+
+
+class Entries(NamedTuple):
+    """Logprobs of a text's tokens as chats have them, and without the tokens' bytes.
+
+    Each entry is encoded once: it is a msgspec.Raw of its type.
+    """
+
+    full: list[ChatTokenLogprob]
+    brief: list[dict[str, Any]]
+
+
+class LogprobsFormat:
+    """`as_token_ids` shows tokens as "token_id:5", which distinguishes tokens with the same text."""
+
+    def __init__(self, tokenizer: Tokenizer, as_token_ids: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._as_token_ids = as_token_ids
+
+    def chat(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
+        return ChatLogprobs(
+            [
+                ChatTokenLogprob(
+                    self._text(entry.token_id),
+                    finite(entry.logprobs.logprob),
+                    list(self._tokenizer.token_bytes(entry.token_id)),
+                    [
+                        TokenLogprob(self._text(token_id), finite(value), list(self._tokenizer.token_bytes(token_id)))
+                        for token_id, value in entry.logprobs.top
+                    ],
+                )
+                for entry in entries
+                if entry.logprobs is not None
+            ]
+        )
+
+    def encode(self, entries: Sequence[TokenLogprobs], found: Entries) -> None:
+        """Adds the entries, as `chat` has them, to those that were found before."""
+        for entry in self.chat(entries).content:
+            found.full.append(cast(ChatTokenLogprob, msgspec.Raw(_encode(entry))))
+            for each in (entry, *entry.top_logprobs):
+                each.bytes = UNSET
+            found.brief.append(cast(dict[str, Any], msgspec.Raw(_encode(entry))))
+
+    def completion(self, entries: list[TokenLogprobs]) -> CompletionLogprobs:
+        """A prompt's first token has none."""
+        return CompletionLogprobs(
+            tokens=[self._text(entry.token_id) for entry in entries],
+            token_logprobs=[None if e.logprobs is None else finite(e.logprobs.logprob) for e in entries],
+            top_logprobs=[None if e.logprobs is None else self._top(e.token_id, e.logprobs) for e in entries],
+            text_offset=[entry.text_offset for entry in entries],
+        )
+
+    def prompt(self, token_ids: list[int], found: list[Logprobs | None]) -> PromptLogprobs:
+        """Returns for each token itself, by its id, and then the most likely ones."""
+        answer: PromptLogprobs = []
+        for token_id, logprobs in zip(token_ids, found, strict=False):
+            if logprobs is None:
+                answer.append(None)
+                continue
+            ranked = [(token_id, logprobs.logprob, logprobs.rank)]
+            ranked += [(other, value, at) for at, (other, value) in enumerate(logprobs.top, 1) if other != token_id]
+            answer.append(
+                {str(other): PromptLogprob(finite(value), rank, self._decoded(other)) for other, value, rank in ranked}
+            )
+        return answer
+
+    def _top(self, token_id: int, logprobs: Logprobs) -> dict[str, float]:
+        """Returns the chosen token and the most likely ones. The likelier of two tokens with the same text is kept."""
+        found = {self._text(token_id): finite(logprobs.logprob)}
+        for other, value in logprobs.top:
+            found.setdefault(self._text(other), finite(value))
+        return found
+
+    def _text(self, token_id: int) -> str:
+        return f"token_id:{token_id}" if self._as_token_ids else self._decoded(token_id)
+
+    def _decoded(self, token_id: int) -> str:
+        """Decodes a token; bytes that form no character by themselves become U+FFFD."""
+        return self._tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def behind(entries: list[TokenLogprobs], num_chars: int) -> list[TokenLogprobs]:
+    """Returns an answer's logprobs with their offsets in a text that has so many characters before the answer."""
+    return [entry._replace(text_offset=entry.text_offset + num_chars) for entry in entries]
+
+
+def finite(logprob: float) -> float:
+    """Returns at least LEAST_LOGPROB, also for NaN."""
+    return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB

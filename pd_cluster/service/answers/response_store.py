@@ -1,0 +1,185 @@
+"""Responses that are kept for their clients: an SQLite database in a folder that all API processes of a host share.
+
+A response is found by its owner and its id only: another owner's id is as unknown as a made-up one. Knows nothing of
+HTTP, nor of what a response means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+
+from pd_cluster.errors import ConfigError, RequestNotFound, called
+from pd_cluster.private_files import check_folder, open_own
+from pd_cluster.service.concurrency.fair_thread_pool import FairThreadPool
+from pd_cluster.settings.response_settings import KeptResponses
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+ID = re.compile(r"resp_[0-9a-f]{48}")
+FILE = "responses.sqlite3"
+NUM_THREADS = 4
+BUSY_TIMEOUT_S = 10.0  # for another process's write
+MOST_EXPIRED = 64  # removed by one call, so that none takes long
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS responses (owner BLOB, id TEXT, made_s REAL, nbytes INTEGER, body BLOB);
+CREATE UNIQUE INDEX IF NOT EXISTS by_id ON responses (owner, id);
+CREATE INDEX IF NOT EXISTS by_age ON responses (owner, made_s);
+CREATE INDEX IF NOT EXISTS by_time ON responses (made_s);
+CREATE TABLE IF NOT EXISTS owners (owner BLOB PRIMARY KEY, nbytes INTEGER) WITHOUT ROWID;
+CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses BEGIN
+    INSERT INTO owners VALUES (NEW.owner, NEW.nbytes) ON CONFLICT DO UPDATE SET nbytes = nbytes + NEW.nbytes;
+END;
+CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses BEGIN
+    UPDATE owners SET nbytes = nbytes - OLD.nbytes WHERE owner = OLD.owner;
+    DELETE FROM owners WHERE owner = OLD.owner AND nbytes <= 0;
+END;
+"""
+
+Json = dict[str, Any]
+
+
+class KeptResponse(msgspec.Struct):
+    """`items`: all that the response answered, earlier turns included."""
+
+    response: Json
+    items: list[Json]
+
+    @property
+    def conversation(self) -> list[Json]:
+        return [*self.items, *self.response["output"]]
+
+
+class ResponseStore:
+    """`keep`, `find` and `remove` wait for the disk: an event loop calls them through `on_thread`.
+
+    A call costs the same however many responses there are. A response is gone `ttl_s` after it was kept; each `keep`
+    removes some of those that have expired, of all owners.
+    """
+
+    def __init__(self, config: KeptResponses, clock: Callable[[], float] = time.time) -> None:
+        """Makes the folder, or takes it over. Raises ConfigError if it is not this user's alone."""
+        self._config, self._clock = config, clock
+        self.file = Path(config.folder) / FILE
+        self._local = threading.local()  # a connection for each thread
+        self._threads = FairThreadPool(NUM_THREADS, name="responses")
+        named = f"{called('response_store')} {config.folder}"
+        try:
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            check_folder(self.file.parent, called("response_store"), (FILE, f"{FILE}-wal", f"{FILE}-shm"))
+            os.close(open_own(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC))
+            self._connection.executescript(SCHEMA)
+            while self._expire():
+                pass
+        except OSError as error:
+            raise ConfigError(f"{named}: cannot be used: {error.strerror or error}; give another folder") from None
+        except sqlite3.Error as error:
+            raise ConfigError(f"{named}: {FILE} cannot be used: {error}; remove it, or give another folder") from None
+
+    async def on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Returns the call's result; it runs on a thread of the store's own, and so delays nothing else."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
+
+    def keep(self, owner: str, kept: KeptResponse) -> bool:
+        """Keeps a response under its id. Returns False if it has no room or cannot be written."""
+        body, most_nbytes, key = msgspec.json.encode(kept), self._config.tenant_mib << 20, _key(owner)
+        if len(body) > most_nbytes:
+            return False
+        row = (key, kept.response["id"], self._clock(), len(body), body)
+        try:
+            with self._writing() as connection:
+                connection.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
+                self._evict_oldest(connection, key, most_nbytes)
+            self._expire()
+        except sqlite3.Error as error:
+            log.error("a response cannot be kept in %s: %s", self.file, error)
+            return False
+        return True
+
+    def find(self, owner: str, response_id: str) -> KeptResponse:
+        """Raises RequestNotFound for any id that is not a live one of this owner."""
+        asked = "SELECT body FROM responses WHERE owner = ? AND id = ? AND made_s > ?"
+        since_s = self._clock() - self._config.ttl_s
+        with contextlib.suppress(sqlite3.Error, msgspec.MsgspecError):
+            row = self._connection.execute(asked, (_key(owner), response_id, since_s)).fetchone()
+            if row is not None:
+                return msgspec.json.decode(row[0], type=KeptResponse)
+        raise not_found(response_id)
+
+    def remove(self, owner: str, response_id: str) -> None:
+        """Raises RequestNotFound like `find`."""
+        self.find(owner, response_id)
+        with contextlib.suppress(sqlite3.Error), self._writing() as connection:
+            asked = "DELETE FROM responses WHERE owner = ? AND id = ?"
+            if connection.execute(asked, (_key(owner), response_id)).rowcount:
+                return
+        raise not_found(response_id)
+
+    def close(self) -> None:
+        """Ends the calling thread's use of the file."""
+        self._connection.close()
+        del self._local.connection
+
+    @property
+    def _connection(self) -> sqlite3.Connection:
+        """This thread's own. Raises sqlite3.Error."""
+        found: sqlite3.Connection | None = getattr(self._local, "connection", None)
+        if found is None:
+            found = sqlite3.connect(self.file, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+            found.execute("PRAGMA journal_mode = WAL")  # readers do not wait for writers
+            found.execute("PRAGMA synchronous = NORMAL")
+            found.execute("PRAGMA secure_delete = ON")  # a removed text is not left in the file
+            self._local.connection = found
+        return found
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[sqlite3.Connection]:
+        """One transaction, or nothing of it. Raises sqlite3.Error."""
+        connection = self._connection
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            yield connection
+            connection.execute("COMMIT")
+        except BaseException:
+            connection.rollback()
+            raise
+
+    def _evict_oldest(self, connection: sqlite3.Connection, key: bytes, most_nbytes: int) -> None:
+        """Removes an owner's oldest responses until the rest has room."""
+        oldest = "SELECT rowid FROM responses WHERE owner = ? ORDER BY made_s, rowid LIMIT 1"
+        while connection.execute("SELECT nbytes FROM owners WHERE owner = ?", (key,)).fetchone()[0] > most_nbytes:
+            connection.execute(f"DELETE FROM responses WHERE rowid = ({oldest})", (key,))
+
+    def _expire(self) -> int:
+        """Removes some of what has expired, of all owners; returns how many. Raises sqlite3.Error."""
+        expired = "SELECT rowid FROM responses WHERE made_s <= ? ORDER BY made_s LIMIT ?"
+        bounds = (self._clock() - self._config.ttl_s, MOST_EXPIRED)
+        if self._connection.execute(expired, bounds).fetchone() is None:
+            return 0
+        with self._writing() as connection:
+            return connection.execute(f"DELETE FROM responses WHERE rowid IN ({expired})", bounds).rowcount
+
+
+def not_found(response_id: str) -> RequestNotFound:
+    shown = response_id if ID.fullmatch(response_id) else "of this form"
+    return RequestNotFound(
+        f"there is no response {shown}; it may have expired, or belong to another key", code="response_not_found"
+    )
+
+
+def _key(owner: str) -> bytes:
+    return hashlib.sha256(owner.encode()).digest()

@@ -1,0 +1,60 @@
+"""The sender of a request: its fair share, how long it waits, its permitted models and its cached prompts.
+
+Knows nothing of keys (api_key_auth.py) or of how prompts are cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pd_cluster.cluster.streams.request_origin import PromptGroup, RequestOwner
+from pd_cluster.service.callers.usage_meter import Meter
+
+
+def nothing() -> None:
+    """Ignores the event."""
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """`client`: an API key's tenant, or a peer's address. `tenant`: "" where all callers share cached prompts.
+
+    `client_timeout_s`: how long it waits for an answer to begin. `arrived` is called when the router has the request.
+    `group`: the group of its prompts. `models`: the served names that it may use; None: all. `meter` counts this
+    request; None where there are no keys. `batch`: the name of a group of answers of which none is needed early; "":
+    there is none. `session`: of a request that names none.
+    """
+
+    client: str = ""
+    tenant: str = ""
+    client_timeout_s: float = math.inf
+    arrived: Callable[[], None] = field(default=nothing, compare=False)
+    group: PromptGroup | None = field(default=None, compare=False, repr=False)
+    models: tuple[str, ...] | None = None
+    meter: Meter | None = field(default=None, compare=False, repr=False)
+    batch: str = ""
+    session: str = ""
+
+    @property
+    def owner(self) -> RequestOwner:
+        return RequestOwner(self.client, self.client_timeout_s, self.group)
+
+    def may_use(self, model: str) -> bool:
+        return self.models is None or model in self.models
+
+    def salt(self, own: str | None) -> str:
+        """Returns the salt of cached prompts. `own` is the request's, within its tenant; no two pairs share a salt."""
+        if not self.tenant:
+            return own or ""
+        return hashlib.sha256(json.dumps([self.tenant, own or ""]).encode()).hexdigest()
+
+    def own_salt(self, own: str | None) -> str:
+        """Returns the salt of what is never shared with other callers, even where these share cached prompts."""
+        return hashlib.sha256(json.dumps(["client", self.client, own or ""]).encode()).hexdigest()
+
+
+NOBODY = Caller()

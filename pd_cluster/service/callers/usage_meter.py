@@ -1,0 +1,185 @@
+"""The metering of one request of one API key, from first byte to last: count, admission and settlement.
+
+Routes call it when a request counts (before its body is read) and when its size is known (before anything is computed).
+However the request ends, unused tokens go back. Knows nothing of keys, of how limits are kept, or of routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits
+from pd_cluster.cluster.tenancy.tenant_counts import Limit, Outcome, TenantCounts
+from pd_cluster.cluster.tenancy.token_buckets import Bucket, KeyBuckets
+from pd_cluster.errors import RateLimited, RequestError, Unauthorized, Unavailable
+from pd_cluster.service.generation.prompt_generation import Generation
+from pd_cluster.service.schema.error_bodies import CLIENT_CLOSED_REQUEST
+from pd_cluster.types import MOST_UNTOLD
+
+REFUSALS = (429, 503)  # besides the client's own faults
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """Access to a key's limits. `key_id` is the key's public name."""
+
+    memory: SharedRateLimits
+    slot: int
+    tag: int
+    key_id: str
+
+    def take(self, num_requests: int, num_tokens: int) -> tuple[bool, KeyBuckets]:
+        """Takes requests and tokens from the limits. Raises Unauthorized when the key is gone, or Unavailable."""
+        found = self.memory.take(self.slot, self.tag, num_requests, num_tokens)
+        if found is None:
+            raise Unauthorized("the API key is not known any more", code="invalid_api_key")
+        return found
+
+    def give_back(self, num_tokens: int) -> KeyBuckets | None:
+        """Returns the new state, or None if the key is gone or its state unavailable; time restores lost tokens."""
+        try:
+            return self.memory.give_back(self.slot, self.tag, num_tokens)
+        except Unavailable:
+            return None
+
+
+class Meter:
+    """`account` None: the key has no limits, and its requests are only counted."""
+
+    def __init__(self, tenant: str, counts: TenantCounts, account: Account | None = None) -> None:
+        self._tenant = tenant
+        self._counts = counts
+        self._account = account
+        self._generations: list[Generation] = []
+        self._num_reserved = 0
+        self._buckets: KeyBuckets | None = None  # as last seen
+        self._is_counted = False
+        self._limit: Limit | None = None  # the one that refused it
+        self._status = 0
+        self._is_whole = False  # the answer's last byte has been sent
+        self._has_failed = False
+        self._is_left = False  # its client did not wait for its end
+
+    def count(self) -> None:
+        """Counts the request, once. Raises RateLimited, Unauthorized, Unavailable."""
+        if self._is_counted:
+            return
+        self._is_counted = True
+        if self._account is None:
+            return
+        is_let_in, self._buckets = self._account.take(1, 0)
+        if not is_let_in:
+            raise self._refused("requests", self._buckets.requests, self._buckets.wait_ns(1, 0), "")
+
+    def reserve(self, generations: Sequence[Generation]) -> None:
+        """Takes all tokens that they may use. Raises RateLimited, RequestError, Unauthorized, Unavailable."""
+        self._generations += generations
+        if self._account is None:
+            return
+        wanted = sum(map(most_tokens, generations))
+        is_let_in, self._buckets = self._account.take(0, wanted)
+        if is_let_in:
+            self._num_reserved = wanted
+            return
+        limit = self._buckets.tokens.limit
+        asked = f"prompts and max_tokens of all sequences are {wanted} tokens"
+        if wanted > limit:
+            raise RequestError(
+                f"{asked}, and the API key {self._account.key_id!r} has {limit} a minute: it can never be served; send "
+                f"less, or lower max_tokens, n or best_of",
+                param="max_tokens",
+                code="larger_than_rate_limit",
+            )
+        raise self._refused("tokens", self._buckets.tokens, self._buckets.wait_ns(1, wanted), f"; {asked}")
+
+    def settle(self) -> None:
+        """Gives back unused tokens, once."""
+        generations, self._generations = self._generations, []
+        if not generations:
+            return
+        used = [(each, used_tokens(each)) for each in generations]
+        self._has_failed = any(
+            each.stream is not None and not each.is_prompt_only and not each.stream.is_over for each in generations
+        )
+        sent = [(len(each.prompt_token_ids), number) for each, number in used if each.stream is not None]
+        self._counts.computed(self._tenant, sum(prompt for prompt, _ in sent), sum(number for _, number in sent))
+        if self._account is not None and self._num_reserved:
+            left = self._num_reserved - sum(charged_tokens(each, number, self._is_left) for each, number in used)
+            self._num_reserved = 0
+            self._buckets = self._account.give_back(left) or self._buckets
+
+    def answers(self, status: int, is_computed: bool) -> KeyBuckets | None:
+        """Notes that the answer begins; returns the limits to report, if any. `is_computed`: nothing follows it."""
+        self._status = status
+        self._is_left = status == CLIENT_CLOSED_REQUEST
+        if is_computed:
+            self.settle()
+        return self._buckets if self._is_counted else None
+
+    def has_answered(self) -> None:
+        self.settle()
+        self._is_whole = True
+
+    def is_left(self) -> None:
+        """Notes that the client did not wait for the end."""
+        self._is_left = True
+
+    def ends(self) -> None:
+        """Notes that the request has ended, in whatever way."""
+        self.settle()
+        if self._is_counted:
+            self._counts.ended(self._tenant, self._outcome())
+
+    def _refused(self, limit: Limit, bucket: Bucket, wait_ns: int, more: str) -> RateLimited:
+        assert self._account is not None
+        self._limit = limit
+        self._counts.limited(self._tenant, limit)
+        wait_s = max(1, -(-wait_ns // 10**9))
+        return RateLimited(
+            f"the API key {self._account.key_id!r} has {bucket.limit} {limit} a minute, and {bucket.remaining} left"
+            f"{more}; try again in {wait_s} s",
+            retry_after_s=wait_s,
+        )
+
+    def _outcome(self) -> Outcome:
+        if self._limit is not None:
+            return "limited"
+        if self._is_left or (self._status and not self._is_whole):
+            return "aborted"
+        if 400 <= self._status < 500 or self._status in REFUSALS:
+            return "refused"
+        return "failed" if self._has_failed or not 200 <= self._status < 400 else "finished"
+
+
+def most_tokens(generation: Generation) -> int:
+    """Returns the most tokens that it may use: its prompt once, and the longest answer of each computed sequence."""
+    order = generation.order
+    return len(order.prompt_token_ids) + order.num_decoding * order.most_output_tokens
+
+
+def used_tokens(generation: Generation) -> int:
+    """Returns the output tokens so far, of all sequences. Tokens after a stop string do not count, though computed."""
+    if generation.stream is None:
+        return 0
+    return sum(each.num_taken if each.is_over else each.num_delivered for each in generation.stream.sequences)
+
+
+def charged_tokens(generation: Generation, num_output_tokens: int, is_left: bool = False) -> int:
+    """Returns the tokens that it has used so far; none before it was sent to an instance.
+
+    All beams of a beam search count as long as its longest hypothesis. A search without an answer may be at its end: it
+    is charged in full. So are tokens that may wait to be sent together, if `is_left` (the client did not wait for
+    them).
+    """
+    if generation.stream is None:
+        return 0
+    if is_left and generation.stream.order.gathers:  # the first token is sent at once
+        begun = [each for each in generation.stream.sequences if each.num_delivered and not each.is_over]
+        most = generation.sampling.max_tokens
+        num_output_tokens += sum(min(MOST_UNTOLD, max(0, most - each.num_delivered)) for each in begun)
+    if width := generation.sampling.beam_width:
+        if not num_output_tokens:
+            return most_tokens(generation)
+        num_output_tokens = width * max(each.num_delivered for each in generation.stream.sequences)
+    return len(generation.prompt_token_ids) + num_output_tokens

@@ -1,0 +1,1 @@
+"""From token ids to final text: one request's prompts, sequences and streams."""

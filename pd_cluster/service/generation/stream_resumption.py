@@ -1,0 +1,113 @@
+"""Streams that clients can resume: their tokens, and what a scheduler needs to write the same chunks again.
+
+docs/protocol/requests.md, "Streams that resume". Knows nothing of HTTP or of events' format.
+"""
+
+from __future__ import annotations
+
+import hmac
+import itertools
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import msgspec
+
+from pd_cluster import wire
+from pd_cluster.cluster.streams.stream_records import KeptStream, RecordPlace
+from pd_cluster.errors import RequestError
+from pd_cluster.service.generation.prompt_generation import Generation
+from pd_cluster.settings.resume_settings import ResumeSettings
+
+TOKEN_NBYTES = 16
+PURPOSE = b"pd-cluster stream "
+Kind = Literal["chat", "completions"]
+
+
+class StreamNotFound(RequestError):
+    status = 404
+
+    def __init__(self) -> None:
+        super().__init__(
+            "no such stream: the token is wrong or another key's, or the stream could be resumed no longer",
+            code="stream_not_found",
+        )
+
+
+class ResumeRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Everything besides the order that an answer's chunks depend on. `body`: the request's, as it came."""
+
+    kind: Kind
+    body: bytes
+    id: str
+    created: int
+
+    def __repr__(self) -> str:
+        return "ResumeRecord(…)"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamTicket:
+    """A client's right to resume one stream. `after`: the index of the last event that it has; -1: none.
+
+    `owner` stands for the tenant of its API key, where tenants share room.
+    """
+
+    token: str = field(repr=False)
+    digest: bytes = field(repr=False)
+    after: int = -1
+    owner: bytes = b""
+
+    @classmethod
+    def of(cls, token: str, owner: str, after: int = -1) -> StreamTicket:
+        """`owner`: the tenant of the client's API key."""
+        digest = hmac.digest(token.encode(), PURPOSE + owner.encode(), "sha256")
+        return cls(token, digest, after, wire.owner_of(owner))
+
+    @classmethod
+    def new(cls, owner: str) -> StreamTicket:
+        return cls.of(secrets.token_hex(TOKEN_NBYTES), owner)
+
+    def draws(self) -> Callable[[int], bytes]:
+        """Returns a source of bytes that is the same whenever the stream is written."""
+        count = itertools.count()
+        return lambda nbytes: hmac.digest(self.digest, f"draw {next(count)}".encode(), "sha256")[:nbytes]
+
+    def fix_call_ids(self, generation: Generation) -> None:
+        """Makes the ids of calls those of every other reader, before an answer is made of the generation."""
+        generation.new_call_id = partial(generation.new_call_id, draw=self.draws())
+
+
+class StreamResumption:
+    def __init__(self, settings: ResumeSettings) -> None:
+        self._window_s, self._capacity_nbytes = settings.window_s, settings.memory_mib << 20
+        self._outlives_client = not settings.is_for_schedulers
+
+    @property
+    def is_on(self) -> bool:
+        return self._window_s > 0
+
+    def keep(
+        self, generation: Generation, ticket: StreamTicket, recipe: ResumeRecord, place: RecordPlace | None = None
+    ) -> None:
+        """Has the generation's stream kept. `place`: where it was found, for one that resumes."""
+        written = msgspec.msgpack.encode(recipe)
+        keep = wire.Keep(ticket.digest, self._window_s, self._capacity_nbytes, written, owner=ticket.owner)
+        generation.kept = KeptStream(keep, place, outlives_client=self._outlives_client)
+        if place is not None and place.found.order is not None:
+            generation.resume(place.found.order)
+
+    def recipe_of(self, place: RecordPlace) -> ResumeRecord:
+        return msgspec.msgpack.decode(place.found.recipe, type=ResumeRecord)
+
+
+def may_resume(generations: list[Generation]) -> bool:
+    """Whether chunks follow from one sequence's tokens alone, and memory for them is small."""
+    if len(generations) != 1:
+        return False
+    (generation,) = generations
+    order, sampling = generation.order, generation.sampling
+    is_single = sampling.n == 1 and not sampling.beam_width and sampling.prompt_logprobs is None
+    return is_single and not order.images and not generation.is_prompt_only

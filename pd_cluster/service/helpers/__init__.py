@@ -1,1 +1,0 @@
-"""Threads and child processes for work on text."""

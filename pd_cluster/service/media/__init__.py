@@ -1,0 +1,1 @@
+"""Pictures and videos of prompts: fetched, prepared and held within bounds."""

@@ -1,0 +1,115 @@
+"""Bounds the memory of pictures whose prompts are not answered yet. Knows nothing of what is in them.
+
+Beyond the limit, pixels go to files if there is a folder for them: of mode 0600, without a name from the moment they
+are opened, mapped into memory, and gone with the request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from msgspec import structs
+
+from pd_cluster.errors import ConfigError, NoCapacity, RequestError
+from pd_cluster.service.concurrency.fair_byte_budget import FairByteBudget
+from pd_cluster.service.concurrency.fair_slots import current_client
+from pd_cluster.types import Image
+
+MAX_HELD_NBYTES = 2 << 30  # kept in case an instance is lost
+
+
+class PixelBudget:
+    """Counts the bytes of all pictures that this process holds, in memory and in files of a folder, if any."""
+
+    def __init__(self, most: int = MAX_HELD_NBYTES, folder: str = "", most_in_files: int = 0) -> None:
+        """Raises ConfigError for a folder in which no file can be made."""
+        self._folder = folder
+        self.in_memory, self.in_files = _Shares(most), _Shares(most_in_files if folder else 0)
+        if folder:
+            try:
+                os.close(_nameless(folder))
+            except OSError as error:
+                raise ConfigError(f"--media-spill-path {folder}: no file can be made there: {error.strerror}") from None
+
+    def take(self, nbytes: int) -> PixelHold:
+        """Raises NoCapacity if the current client has no memory left now, RequestError if it never will."""
+        client, memory = current_client.get(), self.in_memory
+        if not memory.has_capacity(client, nbytes):
+            if not memory.taken_nbytes:
+                raise RequestError(
+                    f"{nbytes} bytes of pictures are more than this server holds; send fewer, or smaller"
+                )
+            raise NoCapacity(
+                f"{memory.taken_nbytes} bytes of pictures are waiting for their answers, {memory.of(client)} of them "
+                f"yours; try again"
+            )
+        return PixelHold(memory, client, nbytes)
+
+    async def hold(self, images: Sequence[Image]) -> tuple[tuple[Image, ...], PixelHold]:
+        """Returns the images, with pixels in memory or in a file, and their place. Raises NoCapacity without room."""
+        nbytes = sum(len(image.pixels) for image in images)
+        client = current_client.get()
+        if self.in_memory.has_capacity(client, nbytes) or not self.in_files.has_capacity(client, nbytes):
+            return tuple(images), self.take(nbytes)
+        held = PixelHold(self.in_files, client, nbytes)
+        try:
+            return await asyncio.to_thread(_in_file, images, self._folder), held
+        except OSError as error:
+            held.release()
+            raise NoCapacity(f"pictures cannot be kept in a file: {error.strerror}; try again") from None
+
+
+class _Shares(FairByteBudget):
+    def has_capacity(self, client: str, nbytes: int) -> bool:
+        """A caller in this process, "", may have all."""
+        return super().has_capacity(client, nbytes + (0 if client else -self.of("")))
+
+
+class PixelHold:
+    """Bytes of pictures that a prompt keeps until it is answered."""
+
+    def __init__(self, shares: FairByteBudget, client: str, nbytes: int) -> None:
+        self._shares: FairByteBudget | None = shares
+        self._client, self._nbytes = client, nbytes
+        shares.take(client, nbytes)
+
+    def release(self) -> None:
+        """Further calls do nothing."""
+        if self._shares is not None:
+            self._shares.give_back(self._client, self._nbytes)
+            self._shares = None
+
+    def __del__(self) -> None:
+        self.release()
+
+
+def _in_file(images: Sequence[Image], folder: str) -> tuple[Image, ...]:
+    """Writes all pixels to one file, and returns images that read them from there. Raises OSError."""
+    descriptor = _nameless(folder)
+    with os.fdopen(descriptor, "w+b") as file:
+        for image in images:
+            file.write(image.pixels)
+        file.flush()
+        mapped = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    found, start = [], 0
+    for image in images:
+        stop = start + len(image.pixels)
+        found.append(structs.replace(image, pixels=cast(bytes, mapped[start:stop])))
+        start = stop
+    return tuple(found)
+
+
+def _nameless(folder: str) -> int:
+    """Opens a file of mode 0600 that no path leads to. Raises OSError."""
+    try:
+        return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    except OSError:  # file systems that have none
+        descriptor, name = tempfile.mkstemp(prefix="pd-cluster-media-", dir=folder)
+        Path(name).unlink()
+        return descriptor

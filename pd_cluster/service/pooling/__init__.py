@@ -1,0 +1,1 @@
+"""Prompts that are computed and not continued: embeddings, scores, reranking."""

@@ -1,0 +1,122 @@
+"""Prompts to vectors: tokens, limits, and the checkpoint's way to pool. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from pd_cluster.checkpoints.pooling_config import pooling_kind_of
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.errors import ModelError, RequestError
+from pd_cluster.service.generation.generation_log import RequestLog
+from pd_cluster.service.generation.prompt_generation import Generation
+from pd_cluster.service.pooling.pooled_prompts import (
+    PoolingInput,
+    check_length,
+    kept_tokens,
+    numbers_of,
+    pooled,
+    pooled_generation,
+)
+from pd_cluster.service.preprocessing.request_limits import check_priority
+from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
+from pd_cluster.types import INT32_MAX, PooledOutput, Pooling, PoolingKind
+
+PROMPTS_A_TURN = 16  # that are prepared before other tasks have their turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingInput(PoolingInput):
+    """A prompt to be pooled: text or token ids.
+
+    `dimensions`: how many of the first numbers are kept; None: all. `truncate_prompt_tokens`: how many of the last
+    tokens are kept; -1: as many as the context has; None: a prompt that is too long is refused. `field`: its name in
+    errors.
+    """
+
+    prompt: str | list[int]
+    dimensions: int | None = None
+    normalizes: bool = True
+    special: bool = True  # the tokenizer adds its special tokens to a text
+    field: str = "prompt"
+
+
+class Embedding(NamedTuple):
+    """`values`: [dimensions] float32 numbers."""
+
+    prompt_token_ids: list[int]
+    values: list[float]
+    num_cached_tokens: int
+
+
+class Embedder:
+    """`folder` is the checkpoint's."""
+
+    def __init__(
+        self,
+        router: Router,
+        encoder: PromptEncoder,
+        vocab_size: int,
+        folder: Path,
+        has_priorities: bool,
+        log: RequestLog | None = None,
+    ) -> None:
+        self._router, self._encoder, self._log = router, encoder, log
+        self._vocab_size, self._folder, self._has_priorities = vocab_size, folder, has_priorities
+
+    @cached_property
+    def kind(self) -> PoolingKind:
+        """The checkpoint's kind of pooling. Raises RequestError for one that is not supported."""
+        try:
+            return pooling_kind_of(self._folder)
+        except ModelError as error:
+            raise RequestError(f"this model cannot embed: {error}") from error
+
+    async def token_ids(self, ask: EmbeddingInput) -> list[int]:
+        """Returns the prompt's tokens, cut where that is asked for. Raises RequestError."""
+        limit, keep, prompt, place = self._encoder.limit(), ask.truncate_prompt_tokens, ask.prompt, ask.field
+        if isinstance(prompt, str):
+            param = place.partition("[")[0]
+            (prompt,) = await self._encoder.encode([prompt], ask.special, keep is not None, param, ask.caller)
+        if keep is not None:
+            prompt = prompt[-kept_tokens(keep, limit) :]
+        check_length(len(prompt), limit, place)
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+            raise RequestError(
+                f"{place}: token ids must be in 0 to {self._vocab_size - 1}", param=place.partition("[")[0]
+            )
+        return prompt
+
+    async def generation(self, ask: EmbeddingInput) -> Generation:
+        """Prepares one prompt. Raises RequestError."""
+        if ask.dimensions is not None and not 1 <= ask.dimensions <= INT32_MAX:
+            raise RequestError(f"dimensions: {ask.dimensions}; must be in 1 to {INT32_MAX}", param="dimensions")
+        check_priority(ask.priority, self._has_priorities)
+        pooling = Pooling(kind=self.kind, dimensions=ask.dimensions, normalizes=ask.normalizes)
+        return pooled_generation(ask, await self.token_ids(ask), pooling)
+
+    async def generations(self, asks: Sequence[EmbeddingInput]) -> list[Generation]:
+        """Prepares the prompts of a request. Raises RequestError."""
+        found = []
+        for at, ask in enumerate(asks):
+            found.append(await self.generation(ask))
+            if at % PROMPTS_A_TURN == PROMPTS_A_TURN - 1:
+                await asyncio.sleep(0)
+        return found
+
+    async def vectors(self, generations: Sequence[Generation]) -> list[PooledOutput]:
+        """Returns the vectors of prepared prompts, in their order. Raises what `Router.pool` raises."""
+        if self._log is not None:
+            self._log.begins(generations)
+        return await pooled(self._router, generations)
+
+    async def embed(self, ask: EmbeddingInput) -> Embedding:
+        """Returns the vector of a prompt. Raises RequestError, and what `Router.pool` raises."""
+        generation = await self.generation(ask)
+        (found,) = await self.vectors([generation])
+        values = numbers_of(found.vector, ask.dimensions)
+        return Embedding(generation.prompt_token_ids, values, found.num_cached_tokens)

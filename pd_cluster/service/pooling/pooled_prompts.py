@@ -1,0 +1,107 @@
+"""Prompts that are computed and not continued, over the router: terms of a request, limits, vectors back.
+
+Knows nothing of HTTP, nor of what the numbers of a vector mean.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.errors import GenerationError, RequestError
+from pd_cluster.service.callers.caller import NOBODY, Caller
+from pd_cluster.service.generation.merged_streams import together
+from pd_cluster.service.generation.prompt_generation import Generation
+from pd_cluster.types import NO_SAMPLING, PooledOutput, Pooling, PromptOutput, RequestSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolingInput:
+    """The terms that requests for vectors share.
+
+    `received_s`: the arrival time, for the request's timeline, and `client_id` its name there. `variant`: the digest
+    of an adapter.
+    """
+
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
+    variant: str = ""
+    priority: int = 0
+    session: str = ""
+    client_id: str = ""
+    received_s: float | None = None
+    caller: Caller = field(default=NOBODY)
+
+
+def pooled_generation(ask: PoolingInput, token_ids: list[int], pooling: Pooling) -> Generation:
+    """Returns a prompt's progress; it has no sequences, because nothing is generated."""
+    caller = ask.caller
+    order = RequestSpec(
+        token_ids,
+        NO_SAMPLING,
+        caller.salt(ask.cache_salt),
+        ask.variant,
+        session=ask.session,
+        priority=ask.priority,
+        pooling=pooling,
+    )
+    return Generation(
+        order,
+        sequences=[],
+        num_choices=0,
+        client_id=ask.client_id,
+        received_s=ask.received_s,
+        owner=caller.owner,
+        arrived=caller.arrived,
+    )
+
+
+async def pooled(router: Router, generations: Sequence[Generation]) -> list[PooledOutput]:
+    """Returns the vectors of all prompts in their order. The first error ends all. Raises what `Router.pool` raises."""
+    return await together([_pooled(router, generation) for generation in generations])
+
+
+async def _pooled(router: Router, generation: Generation) -> PooledOutput:
+    generation.arrived()
+    found = await router.pool(generation.order, generation.routed, generation.origin)
+    generation.prompted(PromptOutput(found.request_id, found.attempt, found.num_cached_tokens))
+    return found
+
+
+def numbers_of(vector: bytes, num_numbers: int | None) -> list[float]:
+    """Returns the numbers of a PooledOutput. Raises GenerationError for bytes that are not so many float32."""
+    found = array("f")
+    if len(vector) % found.itemsize or not vector or num_numbers not in (None, len(vector) // found.itemsize):
+        raise GenerationError(f"an instance sent {len(vector)} bytes in place of a vector")
+    found.frombytes(vector)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found.tolist()
+
+
+def kept_tokens(truncate_prompt_tokens: int, limit: int) -> int:
+    """Returns how many tokens of a prompt are kept at most. Raises RequestError."""
+    keep = limit if truncate_prompt_tokens == -1 else truncate_prompt_tokens
+    if not 0 < keep <= limit:
+        raise RequestError(
+            f"truncate_prompt_tokens: {truncate_prompt_tokens}; must be -1 or in 1 to {limit}, this model's context",
+            param="truncate_prompt_tokens",
+        )
+    return keep
+
+
+def check_length(num_tokens: int, limit: int, place: str) -> None:
+    """Raises RequestError for an empty prompt and for one that is longer than the context. `place`: the field."""
+    param = place.partition("[")[0]
+    if not num_tokens:
+        raise RequestError(f"{place}: no tokens", param=param)
+    if num_tokens > limit:
+        raise RequestError(
+            f"{place}: the prompt is too long: {num_tokens} tokens; this model's maximum context length is {limit} "
+            f"tokens; send less, or truncate_prompt_tokens",
+            param=param,
+            code="context_length_exceeded",
+        )

@@ -1,0 +1,96 @@
+"""How near a document is to a query: by a model that judges pairs (reranking.py), or by the angle of two vectors.
+
+A checkpoint with sentence-transformers' pooling file is an embedding model and compares vectors. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+
+from pd_cluster.checkpoints.pooling_config import POOLING_FILE
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.errors import RequestError
+from pd_cluster.service.generation.generation_log import RequestLog
+from pd_cluster.service.generation.prompt_generation import Generation
+from pd_cluster.service.pooling.embedder import Embedder, EmbeddingInput
+from pd_cluster.service.pooling.pooled_prompts import numbers_of
+from pd_cluster.service.pooling.reranking import Reranker, ScoreInput
+from pd_cluster.service.preprocessing.request_preprocessor import RequestPreprocessor
+from pd_cluster.service.prompts.guarded_prompt import ControlTokenGuard
+from pd_cluster.types import PooledOutput
+
+
+class Scorer:
+    """`folder` is the checkpoint's."""
+
+    def __init__(self, embedder: Embedder, reranker: Reranker, folder: Path) -> None:
+        self.embedder, self._reranker, self._folder = embedder, reranker, folder
+
+    @cached_property
+    def judges(self) -> bool:
+        """Whether scores are probabilities, not cosines."""
+        return not (self._folder / POOLING_FILE).exists() and self._reranker.is_able
+
+    async def generations(self, ask: ScoreInput) -> list[Generation]:
+        """Prepares the prompts of all pairs. Raises RequestError."""
+        if self.judges:
+            return await self._reranker.generations(ask)
+        if ask.instruction is not None:
+            raise RequestError(
+                "instruction: this model compares the vectors of texts; put it into the queries", param="instruction"
+            )
+        if not ask.is_probability:
+            raise RequestError(
+                "use_activation: false has no effect on the cosines that this model scores by; leave it out",
+                param="use_activation",
+            )
+        query, document = ask.fields
+        names = {text: name for pair in ask.pairs for text, name in zip(pair, (query, document), strict=True)}
+        return await self.embedder.generations(
+            [
+                EmbeddingInput(
+                    prompt=text,
+                    field=names[text],
+                    truncate_prompt_tokens=ask.truncate_prompt_tokens,
+                    cache_salt=ask.cache_salt,
+                    variant=ask.variant,
+                    priority=ask.priority,
+                    session=ask.session,
+                    client_id=ask.client_id,
+                    received_s=ask.received_s,
+                    caller=ask.caller,
+                )
+                for text in _texts(ask)
+            ]
+        )
+
+    def scores(self, ask: ScoreInput, vectors: Sequence[PooledOutput]) -> list[float]:
+        """Returns a score for each pair. `vectors`: those of the prepared prompts. Raises GenerationError."""
+        if self.judges:
+            return self._reranker.scores(ask, vectors)
+        found = [numbers_of(each.vector, None) for each in vectors]
+        by_text = dict(zip(_texts(ask), found, strict=True))
+        return [cosine(by_text[query], by_text[document]) for query, document in ask.pairs]
+
+
+def cosine(one: Sequence[float], other: Sequence[float]) -> float:
+    """Returns the cosine of the angle between two vectors of length 1."""
+    products: list[float] = list(map(operator.mul, one, other))
+    return sum(products)
+
+
+def _texts(ask: ScoreInput) -> list[str]:
+    """Returns each text of the pairs once, in order."""
+    return list(dict.fromkeys(text for pair in ask.pairs for text in pair))
+
+
+def scorer_of(
+    router: Router, intake: RequestPreprocessor, guard: ControlTokenGuard | None, folder: Path, log: RequestLog | None
+) -> Scorer:
+    """Makes the scorer of a process, and its embedder. `folder` is the checkpoint's."""
+    encoder, has_priorities = intake.encoder, intake.has_priorities
+    embedder = Embedder(router, encoder, intake.limits.vocab_size, folder, has_priorities, log)
+    return Scorer(embedder, Reranker(encoder, guard, has_priorities), folder)

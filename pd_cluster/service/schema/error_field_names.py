@@ -1,0 +1,24 @@
+"""Errors of a chat that was made of another API's request, with the fields' names of that API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from pd_cluster.errors import RequestError
+
+
+@contextmanager
+def with_field_names(names: Mapping[str, str]) -> Iterator[None]:
+    """Renames the fields in RequestErrors of the block. `names`: a chat's field -> what the client calls it."""
+    try:
+        yield
+    except RequestError as error:
+        field, message = error.param or "", str(error)
+        if field not in names:
+            raise
+        name = names[field]
+        if message.startswith(field):
+            message = name + message.removeprefix(field)
+        raise RequestError(message, param=re.split(r"[.\[]", name)[0], code=error.code) from None

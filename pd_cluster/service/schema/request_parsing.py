@@ -1,0 +1,189 @@
+"""From a request's body to a request: JSON, refusals by name, conflicting fields."""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+from collections.abc import Collection
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import BaseModel, ValidationError
+
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
+from pd_cluster.service.schema.completion_protocol import (
+    CHAT_ONLY,
+    HARMLESS,
+    MIN_TEMPERATURE,
+    NOT_YET,
+    SGLANGS,
+    GenerateRequest,
+    GenerationRequest,
+)
+from pd_cluster.service.schema.json_body import decoded
+from pd_cluster.service.schema.lax_numbers import with_numbers
+from pd_cluster.types import Sampling, ShapesDraws
+
+log = logging.getLogger(__name__)
+
+MAX_FIELDS = 1024  # of a request: unknown ones are kept, too, one by one
+_NEUTRAL = {  # of fields that beam search, which draws nothing, refuses otherwise
+    name: mark.neutral
+    for name, hint in get_type_hints(Sampling, include_extras=True).items()
+    for mark in getattr(hint, "__metadata__", ())
+    if isinstance(mark, ShapesDraws)
+}
+_logged_fields: set[str] = set()
+HANDLE = "kv_transfer_params"  # refused by routes that do not honour it
+
+CHECKED = frozenset(
+    {*NOT_YET, *SGLANGS, *CHAT_ONLY, *HARMLESS}
+)  # where such a name has been given, it asks for nothing
+_NOT_YET_BUT_HANDLES = {name: neutral for name, neutral in NOT_YET.items() if name != HANDLE}
+
+RequestT = TypeVar("RequestT", bound=BaseModel)
+
+
+def parse(
+    body: bytes,
+    kind: type[RequestT],
+    has_own_names: bool = False,
+    takes_handles: bool = False,
+    vocab_size: int | None = None,
+) -> RequestT:
+    """Parses a body. Raises RequestError that names the field, for anything that is not a valid request.
+
+    `has_own_names`: its fields are another API's, so that the names of this one mean nothing in it. `takes_handles`:
+    the route honours kv_transfer_params. `vocab_size`: ids outside are then refused beside all that are none.
+    """
+    return checked(decoded(body), kind, has_own_names, takes_handles, vocab_size)
+
+
+def checked(
+    data: Any,
+    kind: type[RequestT],
+    has_own_names: bool = False,
+    takes_handles: bool = False,
+    vocab_size: int | None = None,
+) -> RequestT:
+    """Validates a decoded body."""
+    if not isinstance(data, dict):
+        raise RequestError("the body must be a JSON object")
+    if len(data) > MAX_FIELDS:
+        raise RequestError(f"the body has {len(data)} fields; at most {MAX_FIELDS} are allowed")
+    if not has_own_names:
+        _refuse(data, _NOT_YET_BUT_HANDLES if takes_handles else NOT_YET, "is not supported yet by this server")
+        for name in [each for each in data if each in SGLANGS]:
+            neutral, way_out = SGLANGS[name]
+            _refuse(data, {name: neutral}, f"is not a name here; {way_out}")
+        if not issubclass(kind, ChatFields):
+            others = {name: neutral for name, neutral in CHAT_ONLY.items() if name not in kind.model_fields}
+            _refuse(data, others, "is for chats; use /v1/chat/completions")
+    try:
+        request = kind.model_validate(with_numbers(data, kind))
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = [reprlib.repr(part)[1:-1] if isinstance(part, str) else str(part) for part in first["loc"]]
+        value = first["input"]
+        shown = f"{reprlib.repr(value)}: " if value is None or isinstance(value, bool | int | float | str) else ""
+        raise RequestError(f"{'.'.join(place)}: {shown}{first['msg']}", param=place[0] if place else None) from None
+    if isinstance(request, GenerationRequest):
+        _check_together(request, vocab_size)
+    _log_unknown(request, HARMLESS if has_own_names else CHECKED)
+    return request
+
+
+def _refuse(data: dict[str, Any], names: dict[str, tuple[Any, ...]], why: str) -> None:
+    """Raises RequestError for one of these parameters that asks for something."""
+    for name, neutral in names.items() if not names.keys().isdisjoint(data) else ():
+        value = data.get(name)
+        if value is not None and not any(value == n and type(value) in _kin(n) for n in neutral):
+            raise RequestError(f"{name}: {reprlib.repr(value)} {why}", param=name)
+
+
+def _check_together(request: GenerationRequest, vocab_size: int | None) -> None:
+    """Raises RequestError for fields that conflict with each other."""
+    request.check_biases(vocab_size)
+    _ = request.stops, request.asked
+    n, best_of = request.num_choices, request.num_sequences
+    if best_of < n:
+        raise RequestError(f"best_of: {best_of} is less than n, {n}; give at least n, or leave it out", param="best_of")
+    _check_beams(request)
+    if request.stream and best_of > n and not request.beam_width:
+        raise RequestError(
+            f"best_of: {best_of} with n {n} cannot be streamed, since the best are known at the end; "
+            f"leave out stream or best_of",
+            param="best_of",
+        )
+    if request.stream and request.prompt_logprobs is not None:
+        raise RequestError(
+            f"prompt_logprobs: {request.prompt_logprobs} is not available with stream; leave out one of the two",
+            param="prompt_logprobs",
+        )
+    if request.stream_options is not None and not request.stream:
+        raise RequestError("stream_options: only beside stream: true; leave it out", param="stream_options")
+    if isinstance(request, GenerateRequest) and request.stream_options is not None:
+        raise RequestError(
+            "stream_options: this API tells no usage; leave it out, or use a server with USE_OPENAI=1",
+            param="stream_options",
+        )
+    if request.truncate_prompt_tokens == 0:
+        raise RequestError(
+            "truncate_prompt_tokens: 0 would leave nothing; give how many of the last tokens to keep, or -1 for as "
+            "many as fit",
+            param="truncate_prompt_tokens",
+        )
+    _check_top_logprobs(request)
+
+
+def _check_beams(request: GenerationRequest) -> None:
+    """Refuses values that beam search determines itself, and values that mean nothing without it."""
+    if not request.use_beam_search:
+        for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
+            if (value := getattr(request, name)) not in (None, neutral):
+                raise RequestError(f"{name}: {value} has no effect without use_beam_search: true", param=name)
+        return
+    if (asked := request.asked) is not None:
+        raise RequestError(
+            f"{asked.field}: a beam search cannot follow a guide; leave out one of the two",
+            param=asked.field.partition(".")[0],
+        )
+    if isinstance(request, ChatCompletionRequest) and request.thinking_token_budget is not None:
+        raise RequestError(
+            f"thinking_token_budget: {request.thinking_token_budget}: a beam search cannot follow it; leave out one",
+            param="thinking_token_budget",
+        )
+    if request.beam_width < 2:
+        name = "best_of" if request.best_of is not None else "n" if request.n is not None else "use_beam_search"
+        value = True if name == "use_beam_search" else request.beam_width
+        raise RequestError(f"{name}: {value} is no beam search without n or best_of of at least 2", param=name)
+    for name, neutral in _NEUTRAL.items():
+        value = getattr(request, name)
+        is_greedy = name == "temperature" and value is not None and value < MIN_TEMPERATURE
+        if value not in (None, neutral) and not is_greedy:
+            raise RequestError(
+                f"{name}: {value} is not for beam search, which draws nothing; give {neutral:g}, or none", param=name
+            )
+
+
+def _check_top_logprobs(request: GenerationRequest) -> None:
+    """Checks chat's `logprobs`, a switch beside `top_logprobs`; elsewhere it is the number."""
+    if isinstance(request, ChatCompletionRequest):
+        if request.top_logprobs and not request.logprobs:
+            raise RequestError(
+                f"top_logprobs: {request.top_logprobs} needs logprobs: true beside it", param="top_logprobs"
+            )
+    elif top := (request.model_extra or {}).get("top_logprobs"):
+        raise RequestError(f"top_logprobs: {reprlib.repr(top)} is chat's; here use logprobs: N", param="top_logprobs")
+
+
+def _kin(value: Any) -> tuple[type, ...]:
+    """Returns the types that equal values may have: JSON writes 0.0 as 0, but True is not 1."""
+    return (int, float) if isinstance(value, int | float) and not isinstance(value, bool) else (type(value),)
+
+
+def _log_unknown(request: BaseModel, known: Collection[str]) -> None:
+    for name in request.model_extra or {}:
+        if name not in known and name not in _logged_fields and len(_logged_fields) < 1000:
+            _logged_fields.add(name)
+            log.warning("request field %r is unknown and has no effect", name[:80])

@@ -1,0 +1,92 @@
+"""The items of /v1/responses: what a request has as its input, and how a kept response lists it.
+
+Every refusal is a RequestError that names the item.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+from pd_cluster.errors import RequestError
+from pd_cluster.service.schema.responses.responses_item_types import (
+    PARTS,
+    InputImagePart,
+    RefusalPart,
+    TextPart,
+    kind_of,
+)
+from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
+
+Json = dict[str, Any]
+PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+
+
+def items_of(request: ResponsesRequest) -> list[Json]:
+    """Returns the input as items; a text is a user's message. Without an input, nothing follows a previous response;
+    the model answers an empty text where there is none.
+    """
+    given = request.input
+    if given is None:
+        given = [] if request.previous_response_id is not None else ""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": given}]}]
+    return given
+
+
+def listed(items: list[Json]) -> list[Json]:
+    """Returns items that a chat was made of as a list of them shows them: each has an id, and contents are parts."""
+    return [_listed(item) for item in items]
+
+
+def without_logprobs(items: list[Json]) -> list[Json]:
+    """Returns a kept response's items for those that follow it, which need the texts alone."""
+    return [
+        {**item, "content": [{**part, "logprobs": []} if part.get("logprobs") else part for part in item["content"]]}
+        if item.get("type") == "message"
+        else item
+        for item in items
+    ]
+
+
+def _listed(item: Json) -> Json:
+    kind, own = kind_of(item), item.get("id")
+    named = {"type": kind, "id": own if isinstance(own, str) else f"{PREFIXES[kind]}_{secrets.token_hex(24)}"}
+    if kind != "message":
+        more: Json = {"summary": []} if kind == "reasoning" else {}
+        return {"status": "completed", **more, **item, **named}
+    is_ours = item["role"] == "assistant"
+    more = {"annotations": [], "logprobs": []} if is_ours else {}
+    parts = [
+        {"type": "input_image", "detail": "auto", "image_url": part["image_url"]["url"]}
+        if part["type"] == "image_url"
+        else {"type": "output_text" if is_ours else "input_text", "text": part["text"], **more}
+        for part in parts_of(item["content"], "input", takes_images=item["role"] == "user")
+    ]
+    return {"status": "completed", **item, **named, "content": parts}
+
+
+def parts_of(content: Any, place: str, takes_images: bool = False) -> list[Json]:
+    """Returns text parts, and images where they are taken, as chats have them."""
+    if isinstance(content, str):
+        return text_parts(content)
+    if not isinstance(content, list):
+        raise RequestError(f"{place}: must be a string or a list of parts", param="input")
+    return [part for at, each in enumerate(content) for part in _part(each, f"{place}[{at}]", takes_images)]
+
+
+def _part(part: Any, place: str, takes_images: bool) -> list[Json]:
+    match PARTS.read(part, place):
+        case TextPart(text=text) | RefusalPart(refusal=text):
+            return text_parts(text)
+        case InputImagePart(image_url=url) if (
+            takes_images
+        ):  # the place is kept for errors that are found when it is read
+            return [{"type": "image_url", "image_url": {"url": url}, "place": place}]
+        case other:
+            way_out = "images go into messages of the user and outputs of calls"
+            raise PARTS.refusal(getattr(other, "type", None), place, way_out)
+
+
+def text_parts(text: str) -> list[Json]:
+    return [{"type": "text", "text": text}]

@@ -1,0 +1,91 @@
+"""Objects that are told apart by a field called `type`: items, parts of contents, blocks.
+
+A type that is not served is refused by its name, with a way out; so is a field that asks for something else.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic_core import PydanticCustomError
+
+from pd_cluster.errors import RequestError
+
+Harmless = Any  # the type of a field that says nothing about the answer
+
+
+def _unless_number(value: Any) -> Any:
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        raise PydanticCustomError("literal_error", "Input should be False")
+    return value
+
+
+Off = Annotated[Literal[False], BeforeValidator(_unless_number)]  # a Literal alone takes 0 and 0.0, too
+
+
+class TypedFields(BaseModel):
+    """The fields of one type, or of a few. Others are clients' own, and have no effect."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+
+def unless_empty(way_out: str) -> Callable[[Any], Any]:
+    """Returns a validator that refuses all but null and what is empty. `way_out`: why, and what to do instead."""
+
+    def check(value: Any) -> Any:
+        if any(value.values()) if isinstance(value, Mapping) else value:
+            raise PydanticCustomError("unserved", "{way_out}", {"way_out": way_out})
+        return value
+
+    return check
+
+
+@dataclass(frozen=True, eq=False)  # its hash is its own: annotations are hashed
+class TaggedTypes:
+    """`noun`: what one is called. `refused`: a known type that is not served -> what to do instead.
+
+    As the metadata of a field it says what is in the field, which is read later, one by one.
+    """
+
+    noun: str
+    served: Mapping[str, type[TypedFields]]
+    refused: Mapping[str, str] = field(default_factory=dict)
+    way_out: str = "leave it out"  # of types that nobody knew
+
+    def check(self, kind: Any, place: str) -> type[TypedFields]:
+        """Returns the type's fields. Raises RequestError."""
+        model = self.served.get(kind) if isinstance(kind, str) else None
+        if model is None:
+            way_out = self.refused.get(kind, self.way_out) if isinstance(kind, str) else self.way_out
+            raise self.refusal(kind, place, way_out)
+        return model
+
+    def refusal(self, kind: Any, place: str, way_out: str) -> RequestError:
+        shown = repr(kind) if isinstance(kind, str) and kind in self.refused else reprlib.repr(kind)
+        what = f"{self.noun} of type {shown} is not supported here"
+        return RequestError(f"{place}: {what}; {way_out}", param=field_of(place))
+
+    def read(self, value: Any, place: str) -> TypedFields:
+        """Returns the object at this place of the request. Raises RequestError."""
+        return read_as(self.check(value.get("type") if isinstance(value, dict) else None, place), value, place)
+
+
+def read_as(model: type[TypedFields], value: Any, place: str) -> TypedFields:
+    """Raises RequestError."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+        given = first["input"]
+        shown = f"{reprlib.repr(given)}: " if given is None or isinstance(given, bool | int | float | str) else ""
+        raise RequestError(f"{place}{where}: {shown}{first['msg']}", param=field_of(place)) from None
+
+
+def field_of(place: str) -> str:
+    """Returns the field of the request that a place is in."""
+    return place.partition("[")[0]

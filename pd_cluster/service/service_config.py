@@ -1,0 +1,44 @@
+"""The settings of a text service, and what it knows of the instances behind it. Knows nothing of requests."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.settings.process_configs import ApiConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceConfig:
+    """`settings`: of the process. `max_model_len`: its own limit of a request's tokens.
+
+    `seed`: of the seeds of requests without one; None: any. `sampling_defaults`: the result of sampling_defaults.py.
+    `adapters`: the digest of each, by its name, as they are at any time. `handle_secret`: the same in all processes
+    that serve the cluster.
+    """
+
+    settings: ApiConfig
+    max_model_len: int
+    seed: int | None = None
+    sampling_defaults: Mapping[str, int | float] = field(default_factory=dict)
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    handle_secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+
+class ServingInstances:
+    """`most`: the process's own limit of a request's tokens."""
+
+    def __init__(self, router: Router, most: int) -> None:
+        self._membership, self._most = router.membership, most
+
+    def max_model_len(self) -> int:
+        """Returns the smallest limit of this process and the ready workers; encoders have none."""
+        ready = [i for i in self._membership.instances if i.is_ready and i.role != "encode"]
+        infos = [i.info for i in ready if i.info is not None]
+        return min([self._most, *(info.max_model_len for info in infos)])
+
+    def addresses(self) -> set[str]:
+        infos = (instance.info for instance in self._membership.instances)
+        return {info.server_ip for info in infos if info is not None and info.server_ip}

@@ -1,0 +1,266 @@
+"""How requests are read and answered: names, logprobs, sampling defaults, chats."""
+
+from __future__ import annotations
+
+import reprlib
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.parsers.format_table import FORMATS, THINKING
+from pd_cluster.settings.model_names import fault_of_name
+from pd_cluster.settings.sampling_override import OVERRIDE
+from pd_cluster.settings.setting import OBJECT, TEXTS, Check, Form, Panel, Scope, Setting, at_least, one_of
+
+# One library does it, whichever vLLM name is given.
+GUIDED_BACKENDS = ("auto", "guidance", "llguidance", "outlines", "lm-format-enforcer", "xgrammar")
+# Request fields that are also variables of chat templates, and so may not be given twice.
+OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
+
+TEXT = partial(Setting, panel=Panel.REQUESTS, scope=Scope.TEXT)
+SERVER = partial(Setting, panel=Panel.REQUESTS, scope=Scope.SERVER)
+
+
+ContentFormat = Literal["auto", "string", "openai"]
+DraftMetrics = Literal["none", "summary", "detailed"]
+
+
+def _names(name: str, written: list[str]) -> list[str]:
+    for each in written:
+        if fault := fault_of_name(each):
+            raise ConfigError(f"{called(name)} {reprlib.repr(each)}: {fault}")
+    return list(written)
+
+
+NAMES = Form(TEXTS.kind, _names, TEXTS.write)
+
+
+def _template_kwargs(name: str, written: str) -> dict[str, Any]:
+    found: dict[str, Any] = OBJECT.read(name, written)
+    for each in (each for each in OWN_VARIABLES if each in found):
+        raise ConfigError(f"{called(name)}: {each}: is a field of requests; leave it out here")
+    return found
+
+
+TEMPLATE_KWARGS = OBJECT._replace(read=_template_kwargs)
+
+
+class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's settings of guided output. `disable_any_whitespace`: guided JSON has no blanks between its parts."""
+
+    backend: str = "auto"
+    disable_fallback: bool = False  # there is one library
+    disable_any_whitespace: bool = False
+    reasoning_parser: str = ""
+
+
+class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's settings of reasoning. The parser knows the marks."""
+
+    reasoning_parser: str = ""
+
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+
+def _object_of(kind: type[T]) -> Form:
+    """Returns the form of a JSON object with the struct's fields."""
+
+    def read(name: str, written: str) -> T:
+        try:
+            return msgspec.convert(OBJECT.read(name, written), kind)
+        except msgspec.ValidationError as error:
+            known = ", ".join(kind.__struct_fields__)
+            what = str(error).partition(" - at `$")[0]
+            raise ConfigError(f"{called(name)}: {what[:1].lower()}{what[1:]}; known are {known}") from None
+
+    return Form(str, read, lambda value: msgspec.json.encode(value).decode() if value != kind() else "{}", True)
+
+
+class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The common settings of answers. `sampling_override` takes precedence over the defaults of generation_config."""
+
+    served_model_names: Annotated[
+        list[str],
+        Setting(
+            "Names of the model for clients; default: the last part of its path. The path itself always works.",
+            Panel.BASIC,
+            Scope.SERVER,
+            name="served_model_name",
+            form=NAMES,
+            is_several=True,
+            after="port",
+        ),
+    ] = []
+    max_logprobs: Annotated[
+        int,
+        TEXT(
+            "Most logprobs beside each token; -1: the whole vocabulary.",
+            checks=(at_least(-1),),
+        ),
+    ] = 20
+    sampling_override: Annotated[
+        dict[str, int | float | None],
+        TEXT(
+            "JSON object over these defaults: temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens.",
+            name="override_generation_config",
+            form=OVERRIDE,
+        ),
+    ] = {}
+    requires_model: Annotated[
+        bool,
+        SERVER(
+            "Refuse requests that do not name a model.",
+            name="require_model",
+            has_off=True,
+        ),
+    ] = False
+    returns_tokens_as_token_ids: Annotated[
+        bool,
+        SERVER(
+            "Logprobs show tokens as token_id:5 by default.",
+            name="return_tokens_as_token_ids",
+        ),
+    ] = False
+    forces_usage: Annotated[
+        bool,
+        SERVER(
+            "Give usage in every chunk of a stream.",
+            name="enable_force_include_usage",
+        ),
+    ] = False
+    shows_tokenizer: Annotated[
+        bool,
+        SERVER(
+            "Show the tokenizer's configuration and the chat template at /tokenizer_info.",
+            name="enable_tokenizer_info_endpoint",
+        ),
+    ] = False
+    structured_outputs: Annotated[
+        StructuredOutputs,
+        TEXT(
+            "JSON object with backend, disable_any_whitespace, disable_fallback and reasoning_parser.",
+            name="structured_outputs_config",
+            form=_object_of(StructuredOutputs),
+        ),
+    ] = StructuredOutputs()
+    stream_interval: Annotated[
+        int,
+        SERVER(
+            "Tokens of a choice in each chunk of a stream after the first.",
+            checks=(at_least(1),),
+        ),
+    ] = 1
+    spec_decode_metrics: Annotated[
+        DraftMetrics,
+        SERVER(
+            "Counts of drafts in answers: none, summary or detailed.",
+            name="per_request_spec_decode_metrics",
+        ),
+    ] = "none"
+
+
+class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How a chat becomes a prompt, and a model's text becomes a message.
+
+    `template`: a source that replaces the model folder's; "" for that one. The parsers' names are those of
+    parsers/reply_format.py; without a name answers are not read for calls or reasoning. `template_kwargs`: variables of
+    the template, unless a request has its own. `allows_control_tokens`: a control token's text in a message is that
+    token.
+    """
+
+    template: Annotated[
+        str,
+        TEXT("File of a chat template, or the template itself; default: the model folder's.", name="chat_template"),
+    ] = ""
+    template_kwargs: Annotated[
+        dict[str, Any],
+        TEXT(
+            "JSON object of default variables for the chat template, such as enable_thinking.",
+            name="default_chat_template_kwargs",
+            form=TEMPLATE_KWARGS,
+        ),
+    ] = {}
+    content_format: Annotated[
+        ContentFormat,
+        TEXT(
+            "A message's content for templates: string (auto), or openai, a list of text parts.",
+            name="chat_template_content_format",
+        ),
+    ] = "auto"
+    trusts_request_templates: Annotated[
+        bool, SERVER("Allow requests to bring a chat template.", name="trust_request_chat_template")
+    ] = False
+    allows_control_tokens: Annotated[
+        bool,
+        TEXT(
+            "Let the text of a control token, such as <|im_start|>, become that token in chat messages.",
+            name="allow_control_tokens",
+        ),
+    ] = False
+    response_role: Annotated[
+        str,
+        TEXT(
+            "The role of a chat's answers.",
+            checks=(Check(str.strip, "must not be empty; leave it out for assistant"),),
+        ),
+    ] = "assistant"
+    tool_parser: Annotated[
+        str,
+        TEXT(f"How the model writes tool calls: {', '.join(sorted(FORMATS))}.", name="tool_call_parser"),
+    ] = ""
+    excludes_barred_tools: Annotated[
+        bool,
+        TEXT(
+            "Leave tools out of the prompt where tool_choice is none.",
+            name="exclude_tools_when_tool_choice_none",
+            has_off=True,
+        ),
+    ] = False
+    tool_parser_plugin: Annotated[
+        str,
+        TEXT("Python file whose FORMATS adds names to --tool-call-parser; it runs in the server."),
+    ] = ""
+    reasoning_parser: Annotated[str, TEXT(f"How the model marks its reasoning: {', '.join(sorted(THINKING))}.")] = ""
+
+
+class Assurances(msgspec.Struct, frozen=True, kw_only=True):
+    """vLLM's settings for behaviour that is always on, or that another setting determines."""
+
+    guided_decoding_backend: Annotated[
+        str,
+        TEXT(
+            "auto, or one of vLLM's names; always llguidance.",
+            checks=(one_of(GUIDED_BACKENDS),),
+        ),
+    ] = "auto"
+    enable_auto_tool_choice: Annotated[
+        bool,
+        TEXT("Needs --tool-call-parser, which alone allows tool_choice auto.", after="tool_call_parser"),
+    ] = False
+    enable_reasoning: Annotated[
+        bool,
+        TEXT("Needs --reasoning-parser, which alone has the same effect.", after="reasoning_parser"),
+    ] = False
+
+    reasoning: Annotated[
+        ReasoningConfig,
+        TEXT(
+            "JSON object with reasoning_parser.",
+            name="reasoning_config",
+            form=_object_of(ReasoningConfig),
+            after="reasoning_parser",
+        ),
+    ] = ReasoningConfig()
+
+    def check_parsers(self, chat: ChatConfig) -> None:
+        """Raises ConfigError where a setting lacks the parser that it needs."""
+        for switch, is_on, needed, parser in (
+            ("enable_auto_tool_choice", self.enable_auto_tool_choice, "tool_call_parser", chat.tool_parser),
+            ("enable_reasoning", self.enable_reasoning, "reasoning_parser", chat.reasoning_parser),
+        ):
+            if is_on and not parser:
+                why = "which says what the model's answers look like"
+                raise ConfigError(f"{called(switch)}: needs {called(needed)} NAME, {why}")

@@ -1,0 +1,235 @@
+"""How the scheduler chooses among instances, admits clients, and is administered."""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import partial
+from typing import Annotated
+
+import msgspec
+
+from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.setting import CHOICES, Form, Panel, Scope, Setting, at_least, check, finite, one_of, within
+
+MAX_API_WORKERS = 64
+MAX_SCHEDULERS = 64
+MAX_TRACE_REQUESTS = 1_000_000
+SCHEDULING_POLICIES = ("fcfs", "priority")
+HOST_NAME = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
+
+SCHEDULER = partial(Setting, panel=Panel.SCHEDULER, scope=Scope.SERVER)
+PROMISE = (finite("must be a number of seconds, 0 for no promise"),)
+
+
+def _is_priority(name: str, written: str) -> bool:
+    known = one_of(SCHEDULING_POLICIES)
+    if not known.accepts(written):
+        raise ConfigError(f"{called(name)} {written!r}: {known.says}")
+    return written == "priority"
+
+
+def _auto_role(name: str, written: str) -> str:
+    """Reads the value; a switch's words stand for the usual way and for none."""
+    found = AUTO_ROLES.get(written.lower())
+    if found is None:
+        raise ConfigError(f"{called(name)} {written!r}: expected cost or rules")
+    return found
+
+
+AUTO_ROLES = {
+    **dict.fromkeys(("", "off", "false", "no", "0"), ""),
+    **dict.fromkeys(("cost", "on", "true", "yes", "1"), "cost"),
+    "rules": "rules",
+}
+AUTO_ROLE = Form(str, _auto_role, lambda value: value, bare="cost")
+FIRST_TOKENS = ("with-decode", "at-once")
+PRIORITIES = Form(str, _is_priority, lambda has_priorities: SCHEDULING_POLICIES[has_priorities])
+
+
+def _host_names(name: str, written: str) -> frozenset[str]:
+    found = [each.strip().lower() for each in written.split(",") if each.strip()]
+    for each in found:
+        if not HOST_NAME.fullmatch(each):
+            raise ConfigError(f"{called(name)} {each!r}: expected names without a port, such as pd.example,10.0.0.5")
+    return frozenset(found)
+
+
+HOST_NAMES = Form(str, _host_names, lambda names: ",".join(sorted(names)))
+
+
+class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the scheduler chooses, and its latency promises; 0: no promise. The router defines the policies."""
+
+    policy: Annotated[
+        str,
+        SCHEDULER(
+            f"{CHOICES}: which workers get a request.",
+            name="routing_policy",
+        ),
+    ] = "prefix-aware"
+    has_priorities: Annotated[
+        bool,
+        SCHEDULER(
+            "fcfs, or priority: requests may have one, lower numbers come first.",
+            name="scheduling_policy",
+            form=PRIORITIES,
+        ),
+    ] = False
+    slo_ttft_s: Annotated[
+        float,
+        SCHEDULER("Seconds to the first token; requests that would miss it get a 429. 0: any.", checks=PROMISE),
+    ] = 0.0
+    slo_tpot_s: Annotated[
+        float,
+        SCHEDULER("Seconds for each further token; requests that would miss it get a 429. 0: any.", checks=PROMISE),
+    ] = 0.0
+    # None: a request waits at an instance
+    max_queue_s: Annotated[
+        float | None,
+        SCHEDULER(
+            "Seconds that a request may wait for capacity before it gets a 429; 0: any.",
+            name="max_queue_time",
+            checks=(finite("must be a number of seconds, 0 for no limit"),),
+        ),
+    ] = 60.0
+    first_token: Annotated[
+        str,
+        SCHEDULER(
+            "with-decode: a first token waits at most 0.1 s for the decode instance's step, for an even "
+            "stream. at-once: never.",
+            checks=(one_of(FIRST_TOKENS),),
+        ),
+    ] = "with-decode"
+    max_attempts: Annotated[
+        int,
+        SCHEDULER(
+            "How often a request may continue on other instances after a loss.",
+            checks=(at_least(0, "must not be negative"),),
+        ),
+    ] = 6
+    trace_requests: Annotated[
+        int,
+        SCHEDULER(
+            "Requests of the last 24 hours whose lengths and block hashes `pd-cluster trace --export` has. 0: none.",
+            checks=(within(0, MAX_TRACE_REQUESTS),),
+        ),
+    ] = 0
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The processes at the public port, and whether instances change their roles."""
+
+    api_workers: Annotated[
+        int,
+        SCHEDULER(
+            "Processes that serve the public port.",
+            checks=(within(1, MAX_API_WORKERS),),
+            also=("api_server_count",),
+        ),
+    ] = 1
+    uds: Annotated[
+        str,
+        SCHEDULER("Unix socket to serve in place of the public port.", after="api_workers"),
+    ] = ""
+    scheduler_lease: Annotated[
+        str,
+        SCHEDULER(
+            "Shared by several schedulers, of which one owns membership: a folder (0700), or "
+            "kubernetes:NAMESPACE/NAME.",
+            after="uds",
+        ),
+    ] = ""
+    scheduler_index: Annotated[
+        int,
+        SCHEDULER(
+            "With --scheduler-lease: this scheduler's number.",
+            checks=(within(0, MAX_SCHEDULERS - 1),),
+            after="scheduler_lease",
+        ),
+    ] = 0
+    auto_role: Annotated[
+        str,
+        SCHEDULER(
+            "Let roles follow the load: cost (also without a value) or rules, by fixed thresholds.",
+            form=AUTO_ROLE,
+            after="scheduling_policy",
+        ),
+    ] = ""
+
+
+class ConnectionLimits(msgspec.Struct, frozen=True):
+    """Connections with requests at one port of one process. `per_host` counts those of one address; 0: no limit.
+
+    Another `spare` connections may be open without a request, or with a probe's. `num_kept_descriptors` are for others
+    than the clients of this port: instances, children, and the admin port, which may have taken low numbers before.
+    """
+
+    total: Annotated[
+        int,
+        SCHEDULER(
+            "Maximum number of connections with requests, over all API processes.",
+            name="max_connections",
+            also=("max_num_queued_reqs",),
+            checks=(at_least(1),),
+            after="api_workers",
+        ),
+    ] = 8192
+    per_host: Annotated[
+        int,
+        SCHEDULER(
+            "The same from one address; 0: no such limit.",
+            name="max_connections_per_host",
+            checks=(at_least(0, "give 0 for no such limit"),),
+            after="max_connections",
+        ),
+    ] = 6144
+    spare: int = 64
+    num_kept_descriptors: int = 40  # 24 are the admin port's
+
+    def share(self, num_processes: int) -> ConnectionLimits:
+        """Returns the limits of one of several processes at one port, which together have the whole."""
+        per_host = max(1, self.per_host // num_processes) if self.per_host else 0
+        return msgspec.structs.replace(self, total=max(1, self.total // num_processes), per_host=per_host)
+
+
+ADMIN_CONNECTIONS = ConnectionLimits(total=16, per_host=0, spare=8, num_kept_descriptors=16)
+
+
+class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """The admin port, and further names by which it may be read."""
+
+    admin_port: Annotated[int | None, SCHEDULER("Admin port; default: port + 1.", checks=(within(1, 65535),))] = None
+    admin_host: Annotated[str, SCHEDULER("Address to bind the admin port to.")] = "127.0.0.1"
+    admin_hosts: Annotated[
+        frozenset[str],
+        SCHEDULER(
+            "Further host names of the admin port and dashboards, separated by commas.",
+            name="admin_allowed_hosts",
+            form=HOST_NAMES,
+        ),
+    ] = frozenset()
+    allow_runtime_lora: Annotated[
+        bool,
+        SCHEDULER(
+            "Let the admin port load and unload LoRA adapters, from folders below --lora-root.", after="admin_host"
+        ),
+    ] = False
+    lora_root: Annotated[
+        str,
+        SCHEDULER(
+            "Folder below which the admin port may load adapters; the same on every host.", after="allow_runtime_lora"
+        ),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.allow_runtime_lora and not self.lora_root:
+            raise ConfigError(f"{called('allow_runtime_lora')}: needs {called('lora_root')}")
+        if self.lora_root and not self.allow_runtime_lora:
+            raise ConfigError(f"{called('lora_root')}: needs {called('allow_runtime_lora')}")
+        if self.lora_root and not os.path.isdir(self.lora_root):
+            raise ConfigError(f"{called('lora_root')} {self.lora_root}: no such folder")

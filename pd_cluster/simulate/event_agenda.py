@@ -1,0 +1,47 @@
+"""Plans what happens at which simulated time. Events of one time happen in the order in which they were planned."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+from pd_cluster.simulate.virtual_time_loop import RESOLUTION_S, VirtualTimeLoop
+
+
+class Agenda:
+    """One timer of the event loop for all that is planned: asyncio's own timers keep no order among equals."""
+
+    def __init__(self, loop: VirtualTimeLoop) -> None:
+        self._loop = loop
+        self._order = itertools.count()
+        self._planned: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = math.inf
+        self.now: Callable[[], float] = loop.time
+
+    def at(self, when_s: float, do: Callable[..., object], *args: Any) -> None:
+        heapq.heappush(self._planned, (when_s, next(self._order), do, args))
+        if when_s < self._due_s:
+            self._arm(when_s)
+
+    def after(self, seconds: float, do: Callable[..., object], *args: Any) -> None:
+        self.at(self._loop.time() + seconds, do, *args)
+
+    def _arm(self, when_s: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_s, self._timer = when_s, self._loop.call_at(when_s, self._fire)
+
+    def _fire(self) -> None:
+        planned, loop = self._planned, self._loop
+        self._due_s, self._timer = -math.inf, None  # what is planned meanwhile is seen below
+        while planned and (planned[0][0] <= loop.time() + RESOLUTION_S or loop.jump(planned[0][0])):
+            _, _, do, args = heapq.heappop(planned)
+            do(*args)
+        self._due_s = math.inf
+        if planned:
+            self._arm(planned[0][0])

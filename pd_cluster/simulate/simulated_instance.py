@@ -1,0 +1,303 @@
+"""One life of an instance: a real worker and its loop, whose steps take the time that costs say.
+
+A turn of the loop runs at the moment when its step begins; what the step leads to leaves when it has ended. In between
+mail waits, as it does beside a real step; what a real mailbox answers at once is answered at once.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from pd_cluster import wire
+from pd_cluster.costs.linear_costs import StepWork
+from pd_cluster.engine.handover.engine_events import ConnClosed, ConnOpened, Event, Mail
+from pd_cluster.engine.step.step_timing import work_of
+from pd_cluster.engine.worker.worker import IDLE_WAIT_S, TICK_S, Worker
+from pd_cluster.engine.worker.worker_loop import Loop
+from pd_cluster.simulate.equal_steps import num_equal_steps, take_equal_steps
+from pd_cluster.simulate.event_agenda import Agenda
+from pd_cluster.simulate.shared_host import SharedHost
+from pd_cluster.simulate.simulated_lanes import Wires
+from pd_cluster.simulate.simulated_mailboxes import SimulatedMailboxes, SimulatedPost
+from pd_cluster.simulate.simulated_runner import Chunks, SimulatedRunner
+from pd_cluster.simulate.simulation_records import Notes
+from pd_cluster.simulate.step_progress import RunProgress, StepRun
+from pd_cluster.types import TokenOutput
+
+BEAT_GAP_S = 0.02  # as net/mailbox.py has it
+NO_STEP, SOON_S = -1.0, 1e-12
+NUM_TIMED = 2  # of a run's steps, about
+LEAST_RUN = 3  # equal steps that are worth a run
+MOST_RUN_S = 0.5  # of equal steps, without a turn: as often as heartbeats tell the load
+
+
+class StepClock:
+    """The simulated time; during a turn behind its step, the time at which that will have ended."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now, self.ahead_s = now, 0.0
+
+    def __call__(self) -> float:
+        return self._now() + self.ahead_s
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationContext:
+    """The parts that instances share. `host`: with those beside it; None: it slows nobody."""
+
+    agenda: Agenda
+    mail: SimulatedMailboxes
+    notes: Notes
+    host: SharedHost | None = None
+
+
+class InstancePost(SimulatedPost):
+    """Satisfies links.Post. Messages behind a step wait for its end."""
+
+    def __init__(self, owner: SimulatedInstance) -> None:
+        super().__init__(owner.around.mail, owner.peer)
+        self._owner, self._agenda = owner, owner.around.agenda
+        self._beaten_s, self._beats_soon = float("-inf"), False
+
+    def send(self, conn: str, body: wire.Body) -> None:
+        self._owner.later(lambda: self._send(conn, body))
+
+    def _send(self, conn: str, body: wire.Body) -> None:
+        if isinstance(body, wire.Outputs):
+            self._owner.around.notes.sent(self._owner.name, body.tokens, self._agenda.now())
+        super().send(conn, body)
+
+    def beat(self) -> None:
+        self._owner.later(self._beat)
+
+    def beat_soon(self) -> None:
+        self._owner.later(self._plan_beat)
+
+    def _plan_beat(self) -> None:
+        if not self._beats_soon:
+            self._beats_soon = True
+            self._agenda.at(max(self._agenda.now(), self._beaten_s + BEAT_GAP_S), self._beat)
+
+    def _beat(self) -> None:
+        self._beaten_s, self._beats_soon = self._agenda.now(), False
+        for conn in self._owner.schedulers:
+            super().send(conn, wire.Heartbeat(self._owner.worker.load))
+
+
+class SimulatedInstance:
+    """Satisfies mail.SimulatedPeer. `power_on` makes it whole; until then it has no worker."""
+
+    kind: Literal["worker"] = "worker"
+
+    def __init__(self, name: str, peer: str, around: SimulationContext, slowdown: float = 1.0) -> None:
+        self.name, self.peer, self.around, self.slowdown = name, peer, around, slowdown
+        self.clock, self.wires = StepClock(around.agenda.now), Wires()
+        self.inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.schedulers: list[str] = []  # connections
+        self.post = InstancePost(self)
+        self.is_dead = False
+        self._later: list[Callable[[], None]] | None = None  # what the step under way leads to; None: there is none
+        self._step_s = NO_STEP  # of the turn that runs, at full speed
+        self._progress: RunProgress | None = None
+        self._sampling: list[str] = []  # requests that the step under way gives a token
+        self._has_news = False  # that only a later tick tells
+        self._num_prompt_tokens = 0  # computed here, of which a tick has told
+        self._end = 0  # counts planned ends and wakes: of several, the last one holds
+        self._wakes_s = float("inf")
+
+    def power_on(self, worker: Worker, runner: SimulatedRunner) -> None:
+        self.worker, self._runner = worker, runner
+        self._loop = Loop(self.inbox, worker)
+        self.around.mail.add(self)
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.worker.handover.is_prefill
+
+    # ---- mail
+
+    def on_opened(self, conn: str, peer: str, kind: str) -> None:
+        if kind == "scheduler":
+            self.schedulers.append(conn)
+        self.put(ConnOpened(conn, peer, kind))
+
+    def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
+        if isinstance(body, wire.Credit):
+            self.wires.credited_s[body.transfer_id] = self.around.agenda.now()
+        if isinstance(body, wire.Submit) and body.leg == "decode" and self._progress is not None:
+            self.inbox.put(Mail(conn, peer, body))  # alone it changes no step: the offer of its KV cache follows
+        elif not self.worker.intercept(conn, body):
+            self.put(Mail(conn, peer, body))
+
+    def on_closed(self, conn: str, peer: str, reason: str) -> None:
+        if conn in self.schedulers:
+            self.schedulers.remove(conn)
+        self.put(ConnClosed(conn, peer, reason))
+
+    def put(self, event: Event) -> None:
+        """Takes an event to the loop, which reads it before its next step."""
+        self.inbox.put(event)
+        self._has_news = True
+        if self._progress is None:
+            self._wake_at(self.around.agenda.now())
+        elif self._later is None:  # equal steps: they end with the one under way
+            self._progress.cut(self.around.agenda.now())
+            self._plan_end()
+
+    def later(self, do: Callable[[], None]) -> None:
+        """Does it when the step of the turn that runs has ended; at once where there is none."""
+        if self.clock.ahead_s and self._later is not None:
+            self._later.append(do)
+        else:
+            do()
+
+    # ---- turns and steps
+
+    def began(self, chunks: Chunks, seconds: float) -> None:
+        """Hears from the runner which step the turn computes."""
+        now_s = self.around.agenda.now()
+        self._step_s, self._later, self.wires.step_s = seconds, [], now_s
+        self.clock.ahead_s = seconds * self._factor or SOON_S
+        self._sampling = [request.request_id for request, num in chunks if num >= request.num_behind]
+        for request, _ in chunks:
+            request.gathers = True  # no reader's timing is simulated: a token in its middle need not be sent alone
+        self._has_news = True
+
+    def _turn(self) -> None:
+        self._step_s, self._wakes_s = NO_STEP, float("inf")
+        self._loop.turn(wait_s=0.0)
+        self.clock.ahead_s = 0.0
+        if self._step_s == NO_STEP:
+            self._rest()
+        else:
+            self._begin(StepRun(self._step_s))
+
+    def _begin(self, run: StepRun) -> None:
+        self._progress = RunProgress(run, self.around.agenda.now(), self._factor)
+        if self.around.host is not None:
+            self.around.host.changed(self, computes=True)
+        self._plan_end()
+
+    @property
+    def _factor(self) -> float:
+        """By how much steps are slowed now."""
+        return self.slowdown * (self.around.host.factor(self) if self.around.host is not None else 1.0)
+
+    def set_speed(self, slowdown: float) -> None:
+        """Slows every step from now on, the one under way included."""
+        self.slowdown = slowdown
+        self.change_pace()
+
+    def change_pace(self) -> None:
+        """Continues what is under way at the speed that holds now, as others begin or end to compute beside it."""
+        if self._progress is not None:
+            self._progress.slow(self.around.agenda.now(), self._factor)
+            self._plan_end()
+
+    def _plan_end(self) -> None:
+        assert self._progress is not None
+        self._end += 1
+        self.around.agenda.at(self._progress.end_s, self._ended, self._end)
+
+    def _ended(self, number: int) -> None:
+        if number != self._end or self.is_dead or (progress := self._progress) is None:
+            return
+        was_run, self._progress = self._later is None, None
+        if was_run:
+            self._take(progress, progress.run.num_steps)
+        self._release()
+        if self.around.host is not None:
+            self.around.host.changed(self, computes=False)
+        if not was_run and self.inbox.empty() and (run := self._equal_run()) is not None:
+            self._begin(run)
+        else:
+            self._turn()
+
+    def _release(self) -> None:
+        """Lets what the step has led to happen."""
+        now_s, notes = self.around.agenda.now(), self.around.notes
+        for request_id in self._sampling:
+            notes.sampled(self.name, request_id, now_s)
+        self._sampling = []
+        waiting, self._later = self._later or [], None
+        for do in waiting:
+            do()
+
+    def _equal_run(self) -> StepRun | None:
+        """Returns the equal steps that the loop would take now, as long as no mail comes; None: it takes a turn."""
+        core = self.worker.core
+        if self.worker.handover.imports.imminent_s is not None:
+            return None
+        if (most := num_equal_steps(core.scheduler)) < LEAST_RUN:
+            return None
+        work = self._decode_work()
+        first_s, next_s = (self._runner.seconds(_behind(work, at)) for at in range(2))
+        run = StepRun(first_s, max(0.0, next_s - first_s), most)
+        num_prompt_tokens = core.scheduler.num_prefix_query_tokens
+        limit_s = MOST_RUN_S if num_prompt_tokens == self._num_prompt_tokens else TICK_S  # a tick tells of their blocks
+        self._num_prompt_tokens = num_prompt_tokens
+        return StepRun(run.first_s, run.growth_s, min(most, run.num_within(limit_s)))
+
+    def _decode_work(self) -> StepWork:
+        return work_of([(request, 1) for request in self.worker.core.scheduler.running], is_computed=False)
+
+    def _take(self, progress: RunProgress, num_steps: int) -> None:
+        """Records equal steps as computed. The worker's own fit of their costs reads some of them."""
+        worker, run, now_s = self.worker, progress.run, self.around.agenda.now()
+        work, timing = self._decode_work(), worker.timing
+        gaps_s = [(run.first_s + run.growth_s * at) * progress.factor for at in range(num_steps)]
+        for at in range(0, num_steps, 1 + num_steps // NUM_TIMED):
+            timing.computed(_behind(work, at), gaps_s[at], work.num_rows)
+        names = [request.request_id for request in worker.core.scheduler.running]
+        take_equal_steps(worker.core.scheduler, num_steps)
+        worker.core.num_steps += num_steps
+        self.around.notes.sampled_often(self.name, names, now_s, gaps_s)
+
+    def die(self) -> None:
+        """Ends this life; all that its steps have computed so far was sent."""
+        if self._progress is not None and self._later is None:
+            self._progress.cut(self.around.agenda.now())
+            if num_steps := self._progress.run.num_steps - 1:
+                self._take(self._progress, num_steps)
+        for request in self.worker.core.scheduler.running:
+            if num := request.num_untold:
+                *earlier, last = request.output_token_ids[-num:]
+                position = len(request.output_token_ids) - 1
+                token = TokenOutput(
+                    request.request_id, request.attempt, request.index, position, last, earlier=tuple(earlier)
+                )
+                self.around.mail.send(self.peer, request.client, wire.Outputs([token]))
+        self.is_dead = True
+        self.around.mail.remove(self.peer)
+        if self.around.host is not None:
+            self.around.host.changed(self, computes=False)
+
+    def _rest(self) -> None:
+        """Plans the next turn of a loop that has nothing to compute; a loop without news needs none."""
+        now_s, wait_s = self.around.agenda.now(), self.worker.wait_s
+        links = self.worker.handover.out_links.states().values()
+        if not self.inbox.empty():
+            self._wake_at(now_s)
+        elif wait_s < IDLE_WAIT_S:
+            self._wake_at(now_s + wait_s)
+        elif self._has_news or not all(link.is_up for link in links):
+            self._has_news = False
+            self._wake_at(now_s + TICK_S)
+
+    def _wake_at(self, when_s: float) -> None:
+        if when_s < self._wakes_s:
+            self._wakes_s = when_s
+            self._end += 1
+            self.around.agenda.at(when_s, self._wake, self._end)
+
+    def _wake(self, number: int) -> None:
+        if number == self._end and not self.is_dead and self._progress is None:
+            self._turn()
+
+
+def _behind(work: StepWork, num_steps: int) -> StepWork:
+    """Returns the work of a decode step so many equal steps later."""
+    return work._replace(num_context_tokens=work.num_context_tokens + num_steps * work.num_rows)

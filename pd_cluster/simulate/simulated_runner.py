@@ -1,0 +1,79 @@
+"""A model that computes nothing: it says how long a step takes, and makes up its tokens.
+
+Knows nothing of neighbours, of messages or of when steps begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pd_cluster.costs.linear_costs import Costs, StepWork
+from pd_cluster.engine.scheduling.step_plan import Move
+from pd_cluster.engine.step.drafting import Drafting
+from pd_cluster.engine.step.step_timing import work_of
+from pd_cluster.model.inputs.forward_batch import EncoderTotals, OnLayer, RunnerOutput
+from pd_cluster.model.inputs.step_input import NO_DRAFTS, Drafts
+from pd_cluster.model.sampling.device_tokens import After
+from pd_cluster.model.sampling.sampler import Sampled
+from pd_cluster.simulate.equal_steps import MADE_UP_TOKEN
+from pd_cluster.types import Request, StateCopy
+
+VOCAB_SIZE = 1 << 31
+MADE_UP = Sampled(MADE_UP_TOKEN, None)
+
+Chunks = Sequence[tuple[Request, int]]
+
+
+class MadeUpTokens:
+    """Satisfies model.sampling.tokens.Tokens."""
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+
+    def wait(self) -> list[Sampled]:
+        return [MADE_UP] * self._num_rows
+
+
+class HostPlans(Drafting):
+    """Lets the host plan every step, once it has the tokens of the one before, and adds no drafts."""
+
+    def wants_host(self, requests: Sequence[Request]) -> bool:
+        return True
+
+
+class SimulatedRunner:
+    """Satisfies core.Runner. `began` hears of each step before its outputs exist: its chunks and seconds.
+
+    Steps take the way of a device's: their tokens come without logits, and so without tensors.
+    """
+
+    eos_token_ids: frozenset[int] = frozenset()
+    vocab_size = VOCAB_SIZE
+    goes_ahead = True
+    encoded = EncoderTotals()
+
+    def __init__(self, costs: Costs, began: Callable[[Chunks, float], None]) -> None:
+        self._costs, self._began = costs, began
+
+    def move(self, moves: Sequence[Move]) -> None:
+        """Copies nothing."""
+
+    def can_launch(self, requests: Sequence[Request]) -> bool:
+        return True
+
+    def launch(self, chunks: Chunks, after: After | None = None, on_layer: OnLayer | None = None) -> MadeUpTokens:
+        """Leaves `on_layer` alone: simulated_lanes.py knows what can leave while a step runs."""
+        self._began(chunks, self.seconds(work_of(chunks, is_computed=False)))
+        return MadeUpTokens(sum(num_tokens >= request.num_behind for request, num_tokens in chunks))
+
+    def seconds(self, work: StepWork) -> float:
+        return self._costs.step.seconds(work) + self._costs.host.step_s
+
+    def forward(
+        self,
+        chunks: list[tuple[Request, int]],
+        on_layer: OnLayer | None = None,
+        drafts: Drafts = NO_DRAFTS,
+        keeps: Sequence[StateCopy] = (),
+    ) -> RunnerOutput:
+        raise AssertionError("a simulated step has no logits; its requests must not need the host")

@@ -1,0 +1,221 @@
+"""Serves a list of arrivals by a simulated cluster. Start reading at `simulate`.
+
+The same arguments give the same answer: nothing here reads a clock, a random number or the order of a set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from pd_cluster.bench.outcomes import InstanceSample, Outcome
+from pd_cluster.bench.request_arrivals import Arrival
+from pd_cluster.cluster.streams.request_origin import RequestOrigin
+from pd_cluster.cluster.streams.request_stream import RequestStream
+from pd_cluster.costs.linear_costs import Costs
+from pd_cluster.errors import PdClusterError
+from pd_cluster.simulate.event_script import ScriptLine
+from pd_cluster.simulate.instance_assembly import Assembly
+from pd_cluster.simulate.simulated_cluster import SimulatedCluster
+from pd_cluster.simulate.simulated_layout import Simulated, SimulatedLayout
+from pd_cluster.simulate.virtual_time_loop import VirtualTimeLoop
+from pd_cluster.types import RequestSpec, Sampling
+
+RARELY = 200_000, 20, 100  # objects, and collections of each younger generation
+LEAST_SAMPLE_S, NUM_SAMPLES = 1.0, 300  # between two samples of all instances, and how many at most
+
+Progressed = Callable[[], None]
+
+
+def simulate(
+    layout: SimulatedLayout,
+    costs: Costs,
+    arrivals: Sequence[Arrival],
+    script: Sequence[ScriptLine] = (),
+    progressed: Progressed = lambda: None,
+) -> Simulated:
+    """Returns what each request saw, and what instances did.
+
+    `progressed` is called when a request has ended. Raises ConfigError for a layout or a script that cannot be.
+    """
+    layout.check()
+    with _rare_collections(), asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(Simulation(layout, costs, arrivals, progressed).run(script))
+
+
+@contextlib.contextmanager
+def silent() -> Iterator[None]:
+    """Keeps back what processes would log that do not exist; a simulation's events tell of them."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+@contextlib.contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Lets garbage be looked for rarely: what a simulation holds grows all the time, and little of it is in cycles."""
+    usual = gc.get_threshold()
+    gc.set_threshold(*RARELY)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*usual)
+
+
+@dataclass(slots=True)
+class ReadRequest:
+    """One request, as its reader sees it. Times are the event loop's."""
+
+    sent_s: float
+    first_s: float | None = None
+    last_s: float | None = None
+    num_tokens: int = 0
+    stream: RequestStream | None = None
+    error: str = ""
+
+
+class Simulation:
+    def __init__(
+        self, layout: SimulatedLayout, costs: Costs, arrivals: Sequence[Arrival], progressed: Progressed
+    ) -> None:
+        self._layout, self._costs = layout, costs
+        self._arrivals = sorted(arrivals, key=lambda each: each.at_s)
+        self._progressed = progressed
+        self._answer = Simulated()
+        self._outcomes: dict[int, Outcome] = {}
+
+    async def run(self, script: Sequence[ScriptLine]) -> Simulated:
+        assembly = Assembly(self._layout, self._costs)
+        self._cluster = cluster = SimulatedCluster(self._layout, assembly)
+        await cluster.begin()
+        self._begun_s = cluster.agenda.now()
+        failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        for line in script:
+            cluster.agenda.at(self._begun_s + line.at_s, _or_fail, failed, cluster.happens, line)
+        sampling = asyncio.ensure_future(self._sample())
+        serving = asyncio.ensure_future(self._serve_all())
+        await asyncio.wait([serving, failed], return_when=asyncio.FIRST_COMPLETED)
+        (failed if failed.done() else serving).result()
+        sampling.cancel()
+        await cluster.end()
+        answer = self._answer
+        answer.outcomes = [self._outcomes[number] for number in range(len(self._arrivals))]
+        answer.events = [(at_s - self._begun_s, what) for at_s, what in cluster.events]
+        answer.gaps = cluster.notes.gaps
+        answer.duration_s = max((each.last_s or each.sent_s for each in answer.outcomes), default=0.0)
+        return answer
+
+    async def _serve_all(self) -> None:
+        loop, mail = asyncio.get_running_loop(), self._cluster.mail
+        async with asyncio.TaskGroup() as group:
+            for number, arrival in enumerate(self._arrivals):
+                due_s = self._begun_s + arrival.at_s
+                if due_s > loop.time():
+                    await asyncio.sleep(due_s - loop.time())
+                read_s = mail.handled_s(self._costs.host.request_s)
+                group.create_task(self._serve(number, arrival, read_s))
+
+    async def _serve(self, number: int, arrival: Arrival, read_s: float) -> None:
+        """Serves one request, which the scheduler begins to handle at `read_s`."""
+        loop = asyncio.get_running_loop()
+        seen = ReadRequest(sent_s=self._begun_s + arrival.at_s)
+        if read_s > loop.time():
+            await asyncio.sleep(read_s - loop.time())
+
+        def routed(stream: RequestStream) -> None:
+            seen.stream = stream
+            self._cluster.notes.open(stream.request_id)
+
+        try:
+            async for token in self._cluster.router.serve(order_of(arrival, number), routed, origin=RequestOrigin()):
+                seen.last_s = loop.time()
+                if seen.first_s is None:
+                    seen.first_s = seen.last_s
+                seen.num_tokens += 1 + len(token.earlier)
+        except PdClusterError as error:
+            seen.error = str(error)
+        self._outcomes[number] = self._outcome(number, arrival, seen)
+        self._progressed()
+
+    def _outcome(self, number: int, arrival: Arrival, seen: ReadRequest) -> Outcome:
+        stream, begun_s = seen.stream, self._begun_s
+        prefill_s = handover_s = None
+        gap_s, names, num_cached = 0.0, ("", ""), 0
+        if stream is not None:
+            notes = self._cluster.notes.close(stream.request_id)
+            names, num_cached = (stream.prefill.name, stream.decode.name), stream.num_cached_tokens or 0
+            computed = [at_s for name, at_s in notes.first_tokens if name == names[0]]
+            joined = [at_s for name, at_s in notes.first_tokens if name == names[1] != names[0]]
+            prefill_s = computed[-1] - seen.sent_s if computed else None
+            handover_s = joined[-1] - computed[-1] if joined and computed else None
+            gap_s = notes.longest_gap_s(seen.first_s) if seen.first_s is not None else 0.0
+        return Outcome(
+            request_id=f"r{number}",
+            sent_s=seen.sent_s - begun_s,
+            first_s=None if seen.first_s is None else seen.first_s - begun_s,
+            last_s=None if seen.last_s is None else seen.last_s - begun_s,
+            num_prompt_tokens=arrival.num_prompt_tokens,
+            num_cached_tokens=num_cached,
+            num_output_tokens=seen.num_tokens,
+            longest_gap_s=gap_s,
+            prefill_s=prefill_s,
+            handover_s=handover_s,
+            prefill=names[0],
+            decode=names[1],
+            error=seen.error,
+        )
+
+    async def _sample(self) -> None:
+        last_s = self._arrivals[-1].at_s if self._arrivals else 0.0
+        period_s = max(LEAST_SAMPLE_S, last_s / NUM_SAMPLES)
+        while True:
+            self._answer.samples += self._samples(asyncio.get_running_loop().time() - self._begun_s)
+            await asyncio.sleep(period_s)
+
+    def _samples(self, at_s: float) -> list[InstanceSample]:
+        found = []
+        for name, life in self._cluster.lives.items():
+            scheduler = life.worker.core.scheduler
+            found.append(
+                InstanceSample(
+                    at_s=at_s,
+                    name=name,
+                    role="prefill" if life.is_prefill else "hybrid" if self._layout.num_hybrid else "decode",
+                    num_running=len(scheduler.running),
+                    num_waiting=len(scheduler.waiting) + life.worker.handover.imports.num_queued,
+                    num_held_blocks=scheduler.blocks.num_held,
+                    num_blocks=scheduler.blocks.num_blocks,
+                )
+            )
+        return found
+
+
+def _or_fail(failed: asyncio.Future[None], do: Callable[[ScriptLine], None], line: ScriptLine) -> None:
+    try:
+        do(line)
+    except PdClusterError as error:
+        if not failed.done():
+            failed.set_exception(error)
+
+
+MOST_IDS = 1 << 30  # ids of blocks; as many tokens more stand for prompts without any
+
+
+def order_of(arrival: Arrival, number: int) -> RequestSpec:
+    """Returns what the router is asked for: a block's tokens are all its id, so equal ids make equal prefixes."""
+    num, size = arrival.num_prompt_tokens, arrival.block_tokens
+    token_ids: list[int] = []
+    for hash_id in arrival.hash_ids:
+        token_ids += [hash_id % MOST_IDS] * size
+    if len(token_ids) < num:
+        token_ids += [MOST_IDS + number % (MOST_IDS - 1)] * (num - len(token_ids))
+    del token_ids[num:]
+    sampling = Sampling(max_tokens=arrival.num_output_tokens, temperature=0.0, ignore_eos=True)
+    return RequestSpec(token_ids, sampling, session=arrival.session)

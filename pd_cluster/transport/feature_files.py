@@ -1,0 +1,174 @@
+"""Features of images between processes of one host: a sealed memfd each, handed over an abstract Unix socket.
+
+A file that was handed over is never written again, so its reader depends on nothing that happens at the other end.
+Knows nothing of images, nor of who may have which file.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+
+import torch
+
+from pd_cluster.errors import LinkError
+from pd_cluster.transport import unix_server
+from pd_cluster.transport.device_pair import Backend
+from pd_cluster.transport.transport_interface import Checksum, buffer_of
+from pd_cluster.transport.transport_table import allowed
+from pd_cluster.wire import TOKEN_NBYTES, TransportName
+
+SHM: TransportName = "shm"
+PAIRS: dict[TransportName, Backend] = {"dist": "gloo", "curve": "curve"}  # between hosts, in order of preference
+
+NOBODYS = bytes(TOKEN_NBYTES)  # a token that asks only whether the socket can be reached
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
+HERE = b"features"
+WHAT = "socket for features"
+
+
+def ways(kv_transport: str) -> list[TransportName]:
+    """Returns how features may travel under a --kv-transport: within a host, and between hosts over a pair."""
+    rows = [each for each in allowed(kv_transport) if each.choice]
+    found = [SHM] if any(each.is_same_host for each in rows) else []
+    return found + [name for name in PAIRS if any(each.name == name for each in rows)]
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturePlace:
+    """Where this process sends or receives, and how long it waits."""
+
+    host: str
+    connect_s: float
+    transfer_s: float
+    checksum: Checksum
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """Features in a file that nobody can change. `nbytes`, and their checksum."""
+
+    fd: int
+    nbytes: int
+    checksum: int
+
+    @classmethod
+    def of(cls, features: torch.Tensor, checksum: Checksum) -> Sealed:
+        """Copies a contiguous tensor on the host. Raises OSError where no file or memory is left."""
+        data = features.view(torch.uint8).reshape(-1)
+        fd = os.memfd_create("pd-cluster-features", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            rest = buffer_of(data)
+            while rest:
+                rest = rest[os.write(fd, rest) :]
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)
+        except BaseException:
+            os.close(fd)
+            raise
+        return cls(fd, data.numel(), checksum.of(data))
+
+    def twin(self) -> Sealed:
+        """Returns the same file with a life of its own."""
+        return Sealed(os.dup(self.fd), self.nbytes, self.checksum)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+class FeatureServer(unix_server.UnixServer):
+    """Gives each file once, to a process of the same user that names its token. `offer` and `withdraw`: any thread."""
+
+    def __init__(self) -> None:
+        self._files: dict[bytes, Sealed] = {}
+        self._lock = threading.Lock()
+        self.given_nbytes = 0
+        super().__init__()
+
+    def close(self) -> None:
+        super().close()
+        for token in list(self._files):
+            self.withdraw(token)
+
+    def offer(self, file: Sealed) -> bytes:
+        """Takes the file; returns its token."""
+        token = secrets.token_bytes(TOKEN_NBYTES)
+        with self._lock:
+            self._files[token] = file
+        return token
+
+    def withdraw(self, token: bytes) -> None:
+        """From now on the token is worth nothing, if it has not been used."""
+        if (file := self._take(token)) is not None:
+            file.close()
+
+    def __contains__(self, token: bytes) -> bool:
+        return token in self._files
+
+    def _take(self, token: bytes) -> Sealed | None:
+        with self._lock:
+            return self._files.pop(token, None)
+
+    def _give(self, peer: socket.socket) -> None:
+        token = peer.recv(TOKEN_NBYTES, socket.MSG_WAITALL)
+        if token == NOBODYS:
+            peer.sendall(HERE)
+        elif (file := self._take(token)) is not None:
+            try:
+                peer.sendmsg([HERE], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fd]))])
+                self.given_nbytes += file.nbytes
+            finally:
+                file.close()
+
+
+def reach(address: str, timeout_s: float) -> None:
+    """Asks whether the socket answers. Raises LinkError."""
+    _ask(address, NOBODYS, timeout_s)
+
+
+def fetch(
+    address: str,
+    token: bytes,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    checksum: Checksum,
+    wanted: int,
+    timeout_s: float,
+) -> torch.Tensor:
+    """Reads features of this shape into a tensor on the host, whose checksum must be `wanted`. Raises LinkError."""
+    fds = _ask(address, token, timeout_s)
+    if len(fds) != 1:
+        raise LinkError("the encoder does not have the features any more")
+    try:
+        features = torch.empty(shape, dtype=dtype)
+        data = features.view(torch.uint8).reshape(-1)
+        if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & SEALS != SEALS:
+            raise LinkError("the encoder's features could change while they are read")
+        if (nbytes := os.fstat(fds[0]).st_size) != data.numel():
+            raise LinkError(f"the encoder's features are {nbytes} bytes, not {data.numel()}")
+        at, rest = 0, buffer_of(data)
+        while rest:
+            num_read = os.preadv(fds[0], [rest], at)
+            at, rest = at + num_read, rest[num_read:]
+    except OSError as error:
+        raise LinkError(f"the encoder's features cannot be read: {error}") from error
+    finally:
+        os.close(fds[0])
+    if checksum.of(data) != wanted:
+        raise LinkError("the encoder's features have another checksum than announced")
+    return features
+
+
+def _ask(address: str, token: bytes, timeout_s: float) -> list[int]:
+    """Returns the files that the socket gives for a token."""
+    with unix_server.connect(address, WHAT, timeout_s, "encoder") as peer:
+        try:
+            peer.sendall(token)
+            _, fds, _, _ = socket.recv_fds(peer, len(HERE), 1)
+        except OSError as error:
+            raise LinkError(f"the encoder's {WHAT} does not answer: {error}", retry=True) from error
+    return list(fds)

@@ -1,0 +1,63 @@
+"""Copies of one end of a link on its device, alongside computation: a separate stream, in order.
+
+On CPU a copy has ended when its call returns, and nothing here does anything. Knows nothing of what is copied.
+docs/protocol/handover.md, "Blocks on devices", lists which wait guards which block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+from pd_cluster.devices.device import Device
+from pd_cluster.devices.device_streams import REACHED, CopyStream, Marker
+from pd_cluster.errors import LinkError, first_line
+
+log = logging.getLogger(__name__)
+
+SETTLE_S = 30.0
+
+
+class Copies:
+    """Used only by the link's own thread."""
+
+    def __init__(self, device: Device, settle_s: float = SETTLE_S) -> None:
+        self._stream = CopyStream(device)
+        self._settle_s = settle_s
+        self._last: Marker = REACHED
+
+    def after(self, marker: Marker) -> None:
+        """Delays later launches until the marker is reached, without blocking the host."""
+        self._stream.after(marker)
+
+    @contextlib.contextmanager
+    def launch(self) -> Iterator[None]:
+        """Runs launches inside as copies in this order; they may not be finished when this ends."""
+        with self._stream:
+            try:
+                yield
+            finally:  # launches before an error are under way, too
+                self._last = self._stream.mark()
+
+    @contextlib.contextmanager
+    def beside(self) -> Iterator[None]:
+        """Makes waits for the current stream inside wait for this one, not for computation."""
+        with self._stream:
+            yield
+
+    def settle(self) -> None:
+        """Waits until all launched copies have ended. Raises LinkError."""
+        try:
+            if self._last.wait(self._settle_s):
+                return
+        except RuntimeError as error:
+            raise LinkError(f"copying KV cache on the device failed: {first_line(error)}", retry=True) from error
+        raise LinkError(f"the device has not copied KV cache within {self._settle_s:g} s", retry=True)
+
+    def drain(self) -> None:
+        """Waits like `settle`, but without a limit: afterwards the blocks go to other requests."""
+        try:
+            self._last.wait()
+        except RuntimeError as error:  # the device is unusable: it writes nothing any more
+            log.error("copying KV cache on the device failed: %s", first_line(error))

@@ -1,0 +1,124 @@
+"""Everything that a request asks for, carried whole from validation to the engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from pd_cluster.types.request_sampling import Sampling
+
+PoolingKind = Literal["last", "mean"]
+PooledKind = Literal["last", "mean", "logits"]
+MAX_POOLED_TOKEN_IDS = 64
+
+
+class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How a prompt becomes one vector instead of an answer.
+
+    `kind`: the final hidden state (after the last norm) of the last token, or the mean of all tokens'. `dimensions`:
+    only so many of the first numbers are kept; None: all. Then `normalizes` divides the vector by its length (L2).
+
+    For kind "logits" the vector is the model's logits of `token_ids` as the token after the prompt, in their order;
+    a caller computes from them how likely each is beside the others. Nothing is cut off or normalized.
+    """
+
+    kind: PooledKind = "last"
+    dimensions: int | None = None
+    normalizes: bool = True
+    token_ids: tuple[int, ...] = ()
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Prompt tokens [start, stop) that stand for content of another kind, whose hash is `digest`."""
+
+    start: int
+    stop: int
+    digest: bytes
+
+
+class Image(msgspec.Struct, frozen=True, array_like=True):
+    """A picture of a prompt, resized for its model: so many rows and columns of patches.
+
+    `pixels`: 8-bit RGB, [height, width, 3]; empty for a leg that receives the picture's KV from another instance.
+    Frames of a video that a model reads together are a picture with `num_frames` of them: [num_frames, height, width,
+    3]. `opens` and `closes`: whether it is the first and the last of its video; a picture alone is both.
+    """
+
+    num_rows: int
+    num_columns: int
+    pixels: bytes = b""
+    num_frames: int = 1
+    opens: bool = True
+    closes: bool = True
+
+
+class RopePositions(msgspec.Struct, frozen=True, array_like=True):
+    """Rotary positions of a prompt's tokens that differ from the tokens' indices.
+
+    Each of the `rows` has a position for every prompt token: one row, or three (time, height, width) for models with
+    M-RoPE. The token at index i after the prompt has position i + `delta` in every row. Slots of the KV cache, causal
+    masks, windows and limits of a context count tokens, whatever the positions are.
+    """
+
+    rows: tuple[tuple[int, ...], ...]
+    delta: int = 0
+
+    def between(self, start: int, stop: int) -> list[list[int]]:
+        """Returns [num_rows][stop - start]: the positions of tokens [start, stop) of prompt and output together."""
+        num_prompt = len(self.rows[0])
+        later = range(max(start, num_prompt) + self.delta, max(stop, num_prompt) + self.delta)
+        return [[*row[start:stop], *later] for row in self.rows]
+
+
+class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A request's parameters, carried whole from validation to the engines and never changed.
+
+    A field that is added here reaches every sequence of every attempt. Requests share cached KV only with those of the
+    same `cache_salt` and `variant`. `variant` names an adapted form of the model (variants.py); "" is the model
+    itself. `spans`, in order and disjoint, are shared only if their contents are equal, too. `images` are the pictures
+    that the spans stand for, one for each; without any, the tokens of spans are computed as they are. `rope_positions`
+    None: each token's rotary position is its index; blocks are shared only if their positions are equal, too.
+    """
+
+    prompt_token_ids: list[int]
+    sampling: Sampling
+    cache_salt: str = ""
+    variant: str = ""
+    session: str = ""  # requests of one session prefer the instance that has their caches
+    priority: int = 0  # lower values come first
+    gathers: bool = False  # nobody reads its tokens one by one, so many may be sent together
+    batch: str = ""  # the name of a group of answers of which the caller needs none early; "": not in a group
+    spans: tuple[Span, ...] = ()
+    images: tuple[Image, ...] = ()
+    rope_positions: RopePositions | None = None
+    prediction: tuple[int, ...] = ()  # tokens that the answer is expected to have; a wrong one costs only time
+    may_draft: bool = True  # False: every token is computed in a step of its own
+    reports_drafts: bool = False  # outputs report the drafts of every step; see DraftReport
+    pooling: Pooling | None = None  # the prompt becomes a vector, and `sampling` is NO_SAMPLING; None: it is continued
+
+    @property
+    def most_output_tokens(self) -> int:
+        """Returns the most output tokens that a sequence may ever have."""
+        return self.sampling.max_tokens if self.pooling is None else 0
+
+    @property
+    def most_tokens(self) -> int:
+        """Returns the most tokens that a sequence may ever have: the same in every engine, after any interruption."""
+        return len(self.prompt_token_ids) + self.most_output_tokens
+
+    @property
+    def num_decoding(self) -> int:
+        """Returns the most sequences that are decoded at a time."""
+        return self.sampling.num_sequences if self.pooling is None else 0
+
+    @property
+    def num_pixel_bytes(self) -> int:
+        return sum(len(image.pixels) for image in self.images)
+
+    def without_pixels(self) -> RequestSpec:
+        """Returns the order for an engine that receives the KV cache of its pictures from another one."""
+        if not self.images:
+            return self
+        images = tuple(msgspec.structs.replace(image, pixels=b"") for image in self.images)
+        return msgspec.structs.replace(self, images=images)

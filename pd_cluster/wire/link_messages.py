@@ -1,0 +1,146 @@
+"""Messages that open and close a link between a prefill and a decode instance."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from pd_cluster.numerics import Numerics
+from pd_cluster.wire.message_base import (
+    MAX_OFFER_NBYTES,
+    MOST_GROUPS,
+    KVWireDtype,
+    Message,
+    PairWish,
+    ShortText,
+    TransportName,
+)
+
+RuleName = Literal["all", "window", "state"]  # of what a request holds in a group of layers; see kv/group_rule.py
+
+
+class Plane(msgspec.Struct, frozen=True, array_like=True):
+    """A named part of a layer's cache: a token has `width` numbers in it for each of its heads.
+
+    `num_heads` counts the whole model's; 0: as many as the layout has KV heads.
+    """
+
+    name: str
+    width: int
+    num_heads: int = 0
+
+
+class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The layout of a pool; kv/kv_layout.py says what two of them must agree on."""
+
+    num_layers: int
+    num_kv_heads: int
+    planes: tuple[Plane, ...]
+    block_size: int
+    dtype: str
+    tp_size: int
+    tp_rank: int
+    plane_layers: tuple[tuple[int, ...], ...] = ()
+    num_draft_layers: int = 0
+    draft_head: ShortText = ""
+    rule: RuleName = "all"
+    window: int = 0
+    layers: tuple[int, ...] = ()
+
+
+class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options that must be equal at both ends of a link."""
+
+    wire_dtype: KVWireDtype = "auto"
+    checksum: bool = True
+    hmac: bool = True
+    mixed: bool = False  # the pools may hold numbers in different ways
+
+
+class LinkOpen(Message, frozen=True):
+    """`layouts` and `num_blocks` are those of the pools of P's rank 0, one for each group of layers.
+
+    `lanes` are those of kv/layer_groups.py: a lane is named by its index among them.
+    `pair`: whether D may open it over a pair: if it has a place free, not at all, or as soon as it has one.
+    """
+
+    link_id: str
+    model_identity: str
+    numerics: Numerics
+    layouts: Annotated[list[LayoutInfo], msgspec.Meta(min_length=1, max_length=MOST_GROUPS)]
+    num_blocks: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MOST_GROUPS)]
+    options: KVOptions
+    lanes: list[LaneOffer]
+    pair: PairWish = "free"
+
+
+class LaneOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """Sent by one rank of P to one of D. `offers`: for each transport that P allows, its addresses for D's rank.
+
+    `probe_seed`: determines the contents of the probe block of the pool of this group of layers at P's rank.
+    """
+
+    source_rank: int = 0
+    target_rank: int = 0
+    group: int = 0
+    offers: list[TransportOffer]
+    probe_seed: int
+
+
+class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
+    """`data` belongs to the transport: what D's end needs to know about P's (see pd_cluster/transport)."""
+
+    transport: TransportName
+    data: Annotated[bytes, msgspec.Meta(max_length=MAX_OFFER_NBYTES)] = b""
+
+
+class LinkAnswer(Message, frozen=True):
+    """D tries this transport in a lane; `layout` is that of its rank's pool for the lane's group of layers."""
+
+    link_id: str
+    transport: TransportName
+    layout: LayoutInfo
+    lane: int = 0
+
+
+class LinkReady(Message, frozen=True):
+    """P's probe has arrived through a lane. `precision`: see kv.route.Route ("" when KV is exact)."""
+
+    link_id: str
+    transport: TransportName
+    precision: str = ""
+    lane: int = 0
+
+
+class LinkValue(Message, frozen=True):
+    """A key that a library has set at the sender's end of a lane, for the other end; see transport/meeting.py."""
+
+    transport: TransportName
+    key: Annotated[str, msgspec.Meta(max_length=256)]
+    value: Annotated[bytes, msgspec.Meta(max_length=64 << 10)]
+    lane: int = 0
+
+
+class LinkRest(Message, frozen=True):
+    """From P: its end of the link is closed. From D: its end is closed, or is not opened now."""
+
+    link_id: str
+
+
+class LinkYield(Message, frozen=True):
+    """D needs this link's place for another one: P lets it rest when its transfers have ended."""
+
+    link_id: str
+
+
+class LinkQueued(Message, frozen=True):
+    """D opens the link when another one has given up its place."""
+
+    link_id: str
+
+
+class LinkRefused(Message, frozen=True):
+    link_id: str
+    reason: str
+    retry: bool

@@ -1,0 +1,75 @@
+"""Messages of requests: from a scheduler to a worker and back."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pd_cluster.types import Leg, LegEnd, PooledOutput, PromptOutput, RequestSpec, Resumed, Tier, TokenOutput
+from pd_cluster.wire.message_base import Message, Owner
+from pd_cluster.wire.resume_messages import Keep
+
+
+class Submit(Message, frozen=True):
+    """One leg of one attempt at an order.
+
+    `weight`: the work that the sender expects of this leg, in tokens; loads report the sums to all schedulers.
+    `may_be_full`: the receiver may refuse it because too many legs wait there already (`LegEnd.is_full`). `keep`: a
+    record that outlives the sender's connection. `owner`: stands for the client of a request with an adapter; clients
+    take turns where adapters are loaded.
+    """
+
+    request_id: str
+    attempt: int
+    transfer_id: str
+    leg: Leg
+    peer: str  # "name@epoch" of the other leg's worker; "" for a hybrid leg
+    order: RequestSpec
+    deadline_s: float  # seconds from now; 0: none
+    resumed: list[Resumed] = []  # of a hybrid leg: the sequences that resume; empty: all, from the beginning
+    weight: int = 0
+    may_be_full: bool = False
+    encoders: list[str] = []  # "name@epoch" of an encoder for each image of the order, "" for none; empty: none at all
+    keep: Keep | None = None
+    owner: Owner = b""
+
+
+class Abort(Message, frozen=True):
+    request_id: str
+    attempt: int
+    index: int = -1  # one sequence of it; -1: all
+
+
+class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
+    """An event of a transfer on a worker, with its time by that worker's monotonic clock."""
+
+    transfer_id: str
+    at_s: float
+    what: str
+    numbers: dict[str, int] = {}
+
+
+class Outputs(Message, frozen=True):
+    """Output of one step for one scheduler: tokens, vectors of prompts, and the legs that ended.
+
+    `now_s` is the clock of the events.
+    """
+
+    tokens: list[TokenOutput] = []
+    ended: list[LegEnd] = []
+    prompts: list[PromptOutput] = []
+    events: list[TraceEvent] = []
+    now_s: float = 0.0
+    pooled: list[PooledOutput] = []
+
+
+class CacheKeys(Message, frozen=True):
+    """Changes in which full blocks a worker can share (`added`, `removed`), the final state of each.
+
+    A key is the first 8 bytes of a block's hash (kv/prefix_index.py); keys are concatenated. `is_whole` replaces all
+    sent before. `tier`: the quickest place that has the added ones.
+    """
+
+    added: bytes = b""
+    removed: bytes = b""
+    is_whole: bool = False
+    tier: Tier = "device"

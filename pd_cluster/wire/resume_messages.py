@@ -1,0 +1,79 @@
+"""Messages of streams that resume: between schedulers and the instance that keeps a stream's record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+import msgspec
+
+from pd_cluster.types import PromptOutput, RequestSpec, TokenOutput
+from pd_cluster.wire.message_base import Message, Owner
+
+DIGEST_NBYTES = 32
+Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_NBYTES, max_length=DIGEST_NBYTES)]
+PROMPT_TOKEN_NBYTES, TOKEN_NBYTES, LOGPROB_NBYTES = 40, 160, 112  # of memory, about
+
+
+class Keep(msgspec.Struct, frozen=True):
+    """Asks the instance that decodes for a record. `digest`: of the stream's token and the tenant of its API key.
+
+    `window_s`: how long the record stays without a reader. `capacity_nbytes`: of all records there. `recipe`: what a
+    scheduler needs besides the order to write the same answer. `prompt` and `tokens`: of earlier attempts. `owner`:
+    stands for the tenant, among whom the capacity is shared.
+    """
+
+    digest: Digest
+    window_s: float
+    capacity_nbytes: int
+    recipe: bytes
+    prompt: PromptOutput | None = None
+    tokens: list[TokenOutput] = []
+    owner: Owner = b""
+
+    def __repr__(self) -> str:
+        return "Keep(…)"
+
+
+class Release(Message, frozen=True):
+    """The sender no longer reads a kept stream. `then`: its leg goes on; or it stops; or all is forgotten."""
+
+    request_id: str
+    attempt: int
+    then: Literal["go on", "stop", "forget"]
+
+
+class Find(Message, frozen=True):
+    digest: Digest
+
+
+class Found(Message, frozen=True):
+    """Answers `Find`. `order` None: there is no such record here. `num_tokens`: the output tokens that it has."""
+
+    digest: Digest
+    request_id: str = ""
+    attempt: int = 0
+    order: RequestSpec | None = None
+    recipe: bytes = b""
+    num_tokens: int = 0
+
+    def __repr__(self) -> str:
+        return "Found(…)"
+
+
+class Attach(Message, frozen=True):
+    """The sender reads the stream from now on, from its first token; an earlier reader's stream ends."""
+
+    digest: Digest
+    request_id: str
+    attempt: int
+
+
+def nbytes_of(tokens: Iterable[TokenOutput]) -> int:
+    """Estimates the memory of kept tokens, each an output of its own."""
+    return sum(
+        TOKEN_NBYTES
+        + (TOKEN_NBYTES + LOGPROB_NBYTES * len(token.logprobs.top) if token.logprobs is not None else 0)
+        + (TOKEN_NBYTES * (1 + len(token.drafts.steps)) if token.drafts is not None else 0)
+        for token in tokens
+    )

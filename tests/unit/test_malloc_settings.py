@@ -1,0 +1,52 @@
+"""Memory freed by a step serves the next step: none of its pages comes from the kernel again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from pd_cluster.native.malloc_settings import CHOICES
+
+PROGRAM = """
+import resource, sys
+import torch
+from pd_cluster.native.malloc_settings import keep_what_is_freed
+
+print(keep_what_is_freed())
+for step in range(10):
+    if step == 5:  # by then the heap is as large as it gets
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    parts = [torch.empty(6 << 20).fill_(1.0) for _ in range(6)]  # 24 MiB each
+    del parts
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def run(**environment: str) -> tuple[bool, int]:
+    env = {name: value for name, value in os.environ.items() if name not in CHOICES}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**env, **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    is_set, num_faults = done.stdout.split()
+    return is_set == "True", int(num_faults)
+
+
+def test_large_temporaries_cost_no_page_faults() -> None:
+    is_set, num_faults = run()
+    if not is_set:
+        pytest.skip("this system's malloc is not glibc's")
+    assert num_faults < 1000
+
+
+def test_who_has_chosen_for_himself_is_left_alone() -> None:
+    is_set, num_faults = run(MALLOC_TRIM_THRESHOLD_="131072")
+    assert not is_set
+    assert num_faults > 10_000

@@ -1,0 +1,164 @@
+"""When a decode step waits for more sequences, and what ends the wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from pd_cluster.engine.handover.tail_latency import TailLatency
+from pd_cluster.engine.scheduling import step_delay
+from pd_cluster.engine.scheduling.group_holdings import LayerGroup
+from pd_cluster.engine.scheduling.scheduler import StepScheduler, StepSizes
+from pd_cluster.engine.scheduling.step_delay import LandingWait, StepDelay
+from pd_cluster.kv.block_pool import BlockPool
+from pd_cluster.transport.link_events import Arrived, Drained, Landed, LandFault
+from pd_cluster.types import Request, RequestSpec, Sampling
+
+
+@dataclass
+class PendingLandings:
+    num: int = 0
+    num_landings: int = 0
+
+    def num_on_their_way(self, batch: str) -> int:
+        return self.num if batch == "a 0" else 0
+
+
+class World:
+    def __init__(self, num_running: int, num_coming: int) -> None:
+        self.now_s = 100.0
+        self.scheduler = StepScheduler([LayerGroup(BlockPool(100))], StepSizes(4, 100, 1000))
+        self.coming = PendingLandings(num_coming)
+        self.step_delay = StepDelay(self.scheduler, self.coming, lambda: self.now_s)
+        for at in range(num_running):
+            self.land(f"r{at}")
+
+    def land(self, name: str, batch: str = "a") -> Request:
+        request = Request(name, RequestSpec([1, 2, 3], Sampling(max_tokens=4), batch=batch), leg="decode")
+        self.scheduler.land(request, 4)
+        self.scheduler.landed(request)
+        request.output_token_ids.append(5)
+        self.coming.num_landings += 1
+        assert self.step_delay.waits is not None  # it looks before every step
+        return request
+
+
+def test_a_step_waits_while_many_more_are_on_their_way() -> None:
+    for num_running, num_coming in ((1, step_delay.MOST_COMING + 1), (4, 4 * step_delay.MOST_COMING + 1), (1, 50)):
+        world = World(num_running, num_coming)
+        assert world.step_delay.waits
+        world.coming.num = step_delay.MOST_COMING * num_running
+        assert not world.step_delay.waits
+    assert not World(0, 50).step_delay.waits, "nobody waits where nobody runs"
+
+
+def test_one_who_is_read_along_and_prompts_to_compute_here_end_the_wait() -> None:
+    world = World(3, 50)
+    assert world.step_delay.waits
+    world.land("streamed", batch="")
+    assert not world.step_delay.waits
+    world = World(3, 50)
+    world.scheduler.add(Request("resumed", RequestSpec([1, 2, 3], Sampling(max_tokens=4), batch="a")))
+    assert not world.step_delay.waits
+    world.scheduler.plan()  # admitted: it runs, and has its prompt still before it
+    assert not world.scheduler.waiting
+    assert not world.step_delay.waits
+
+
+def test_the_wait_has_an_end() -> None:
+    world = World(3, 50)
+    world.now_s += step_delay.MOST_WAIT_S
+    assert world.step_delay.waits
+    world.now_s += 0.01
+    assert not world.step_delay.waits
+    world.land("late")
+    assert world.step_delay.waits
+
+
+# ---- for a landing
+
+
+@dataclass
+class Waiting:
+    """A LandingWait with a clock, for an instance whose next landing is expected after `imminent_s`."""
+
+    imminent_s: float | None = None
+    now_s: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.wait = LandingWait(self, lambda: self.now_s)
+
+    def await_no_longer(self) -> None:
+        self.imminent_s = None
+
+    def left_s(self, step_s: float, num_running: int = 2) -> float:
+        return self.wait.left_s(step_s, num_running)
+
+
+def test_a_step_waits_a_moment_for_what_is_about_to_join() -> None:
+    world = Waiting()
+    assert world.left_s(0.04) == 0
+    world.imminent_s = 0.0
+    assert Waiting(0.0).left_s(0.0) == 0, "no step waits before one has been measured"
+    assert world.left_s(0.04) == pytest.approx(0.04 * step_delay.MOST_LANDING_SHARE)
+    world.now_s += 0.004
+    assert world.left_s(0.04) == pytest.approx(0.04 * step_delay.MOST_LANDING_SHARE - 0.004)
+    world.imminent_s = None  # it has joined
+    assert world.left_s(0.04) == 0
+    world = Waiting(0.003)
+    assert world.left_s(0.04, 20) == 0, "many lose no more than one gains"
+    assert world.left_s(0.04, 10) == pytest.approx(0.004)
+
+
+def test_a_late_one_is_not_waited_for_again() -> None:
+    """Otherwise an instance that stands still there would slow every step of this one."""
+    world = Waiting(0.0)
+    assert world.left_s(9.0) == pytest.approx(step_delay.MOST_LANDING_S)
+    world.now_s += step_delay.MOST_LANDING_S
+    assert world.left_s(9.0) == 0
+    assert world.imminent_s is None
+    world.imminent_s = 0.0  # another one
+    assert world.left_s(9.0) == pytest.approx(step_delay.MOST_LANDING_S)
+
+
+def test_no_step_waits_in_vain() -> None:
+    """What is expected too late for this step is not waited for, and may be at the next one."""
+    world = Waiting(0.012)
+    assert world.left_s(0.04) == 0
+    world.imminent_s = 0.008
+    assert world.left_s(0.04) == pytest.approx(0.04 * step_delay.MOST_LANDING_SHARE)
+    world.now_s += 0.009
+    world.imminent_s = 0.0  # overdue
+    assert world.left_s(0.04) == pytest.approx(0.001)
+    world.imminent_s = 0.012  # the first has joined, and this is another one
+    assert world.left_s(0.04) == 0
+
+
+def test_the_end_of_a_transfer_takes_as_long_as_those_before() -> None:
+    now_s = [100.0]
+    tail_latency = TailLatency(lambda: now_s[0])
+
+    def comes(name: str, tail_s: float) -> None:
+        tail_latency.note(Arrived(name))
+        now_s[0] += tail_s
+        tail_latency.note(Landed(name, [], 0))
+
+    tail_latency.note(Arrived("first"))
+    assert tail_latency.left_s("first") == 0  # nothing is known
+    now_s[0] += 0.01
+    tail_latency.note(Landed("first", [], 0))
+    tail_latency.note(Arrived("second"))
+    assert tail_latency.left_s("second") == pytest.approx(0.01)
+    now_s[0] += 0.004
+    assert tail_latency.left_s("second") == pytest.approx(0.006)
+    now_s[0] += 0.1
+    assert tail_latency.left_s("second") == 0  # overdue
+    tail_latency.note(LandFault("second", "cut"))
+    for _ in range(50):
+        comes("slower", 0.02)
+    tail_latency.note(Arrived("last"))
+    assert tail_latency.left_s("last") == pytest.approx(0.02, rel=0.01)
+    tail_latency.note(Drained("last"))
+    assert not len(tail_latency)
+    assert tail_latency.left_s("last") == 0

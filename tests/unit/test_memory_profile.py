@@ -20,7 +20,7 @@ from pd_cluster.model.kernels.cuda.attention.attention_configs import configs_fo
 from pd_cluster.model.kernels.cuda.attention.attention_plan import plan_decode
 from pd_cluster.model.language_model.causal_lm import CausalLM
 from pd_cluster.model.planning import pool_sizing
-from pd_cluster.model.runner.model_runner import memory_profile
+from pd_cluster.model.runner import memory_profile
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.wire import Plane
 from tests.support.fake_device import install

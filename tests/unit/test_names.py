@@ -58,8 +58,8 @@ FIELD_TERMS = {
 }
 FOLDERS = ("cluster", "engine", "model", "service", "api")
 MAX_ENTRIES = 15
-# Files that implement one interface, or have one job in each package, share a name.
-SHARED_NAMES = {"__init__", "build", "worker", "ops", "grouped_experts"}
+SHARED_NAMES = {"__init__", "build", "worker"}  # files with one job in each package
+DEVICES = re.compile(r"pd_cluster/model/(?:kernels/\w+|layers)/")  # implementations of one interface share a name, too
 
 
 def words_of(name: str) -> list[str]:
@@ -103,8 +103,8 @@ def test_no_folder_has_too_many_entries() -> None:
     full = {}
     for top in FOLDERS:
         for folder in [ROOT / "pd_cluster" / top, *(ROOT / "pd_cluster" / top).rglob("*/")]:
-            entries = [e for e in folder.iterdir() if e.name not in ("__init__.py", "__pycache__")]
-            if folder.name not in ("__pycache__", "static") and len(entries) > MAX_ENTRIES:
+            entries = [e for e in folder.iterdir() if e.is_file() or any(e.glob("*.*"))]
+            if folder.name != "static" and len(entries) > MAX_ENTRIES + (folder / "__init__.py").exists():
                 full[place_of(folder)] = len(entries)
     assert not full
 
@@ -113,5 +113,9 @@ def test_no_two_files_share_a_name() -> None:
     places = defaultdict(list)
     for path in (ROOT / "pd_cluster").rglob("*.py"):
         places[path.stem].append(place_of(path))
-    repeated = {name: found for name, found in places.items() if len(found) > 1 and name not in SHARED_NAMES}
+    repeated = {
+        name: found
+        for name, found in places.items()
+        if len(found) > 1 and name not in SHARED_NAMES and not all(map(DEVICES.match, found))
+    }
     assert not repeated

@@ -1,0 +1,1 @@
+"""Draft heads: layers behind a model that guess its next tokens."""

@@ -1,0 +1,1 @@
+"""Steps captured as graphs and replayed."""

@@ -1,0 +1,1 @@
+"""One step's input to the model, as arrays and tensors."""

@@ -1,0 +1,1 @@
+"""Runs the steps of a loaded model on one rank."""

@@ -1,0 +1,1 @@
+"""Rotary positions: tables, scaling by length, and the limit of positions."""

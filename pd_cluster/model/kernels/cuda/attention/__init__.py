@@ -1,0 +1,1 @@
+"""Paged attention on CUDA: plans, launches and Triton kernels, or FlashInfer."""

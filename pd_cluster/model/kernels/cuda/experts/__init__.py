@@ -1,0 +1,1 @@
+"""Sparse MLPs on CUDA: routing and grouped products."""

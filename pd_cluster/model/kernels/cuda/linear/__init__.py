@@ -1,0 +1,1 @@
+"""Linear layers on CUDA: plain, quantized, for few rows, and with adapters."""

@@ -1,0 +1,1 @@
+"""Greedy and drawn tokens on CUDA, without the host."""

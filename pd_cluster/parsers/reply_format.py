@@ -101,7 +101,7 @@ class ReplyFormat:
         are_some: bool = False,
     ) -> Guide | None:
         """Returns the guide for a whole reply, whose content must follow `answer`; None: anything goes. `are_some`: the
-        model is shown other irregular_readers, too. Raises RequestError.
+        model is shown other tools, too. Raises RequestError.
         """
         start = self._start(prompt_end)
         return reply_guides.guide_of(self._calls, self._thinking, start, tools, choice, most_calls, answer, are_some)

@@ -15,6 +15,7 @@ PdClusterError
 │   └── NoCapacity         this process has no capacity left; some is freed soon
 ├── Overloaded             too much to serve in time right now: HTTP 429 with Retry-After
 │   └── RateLimited        a key has used up its limit for this minute
+├── StorageFull            the disk takes no more: HTTP 507
 ├── GenerationError        a request that had begun and cannot be finished
 │   ├── InstanceLost       its worker died, stalled or became unreachable
 │   ├── TransferFailed     its KV cache did not arrive
@@ -154,6 +155,10 @@ class RateLimited(Overloaded):
     """The API key's limit is exceeded; the same request alone is let in after `retry_after_s`."""
 
     code = "rate_limit_exceeded"
+
+
+class StorageFull(NamesSettings):
+    """The folder of kept files cannot be written: its disk is full, or fails."""
 
 
 class GenerationError(PdClusterError):

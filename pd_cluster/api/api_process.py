@@ -20,9 +20,10 @@ import uvloop
 from pd_cluster.api.admin.metrics_routes import busy_of
 from pd_cluster.api.admin.timeline_routes import timeline_app
 from pd_cluster.api.connections.http_server import make_server, serve_until_signal
+from pd_cluster.api.files.files_api import most_nbytes_of
 from pd_cluster.api.middleware.drain_middleware import Drain
 from pd_cluster.api.middleware.file_keys import FileKeys
-from pd_cluster.api.public_app import public_app
+from pd_cluster.api.public_app import in_background, public_app
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.members.membership_mirror import Mirror
 from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits
@@ -59,7 +60,9 @@ async def serve(channel: socket.socket) -> None:
         app = public_app(service, mirror.instances, drain, lambda: mirror.totals, file_keys)
         servers = [
             (
-                make_server(app, http.connections, http.root_path, http.tls, http.max_header_fields),
+                make_server(
+                    app, http.connections, http.root_path, http.tls, http.max_header_fields, most_nbytes_of(http)
+                ),
                 socket.socket(fileno=config.listener_fd),
             ),
             (make_server(timelines, ADMIN_CONNECTIONS), socket.socket(fileno=config.admin_fd)),
@@ -85,7 +88,8 @@ async def serve(channel: socket.socket) -> None:
         listening = _listen(mirror, reader, stops, file_keys, steer)
         reporting = partial(mirror.run, own=own, busy=lambda: busy_of(context.router, drain))
         until = _until(reporting, listening, writer, context.handler.fatal)
-        await serve_until_signal(servers, until, drain.begin, drain, stops.append)
+        async with in_background(app):
+            await serve_until_signal(servers, until, drain.begin, drain, stops.append)
     finally:
         await service.close()
         context.mailbox.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Request
@@ -16,6 +18,7 @@ from starlette.routing import Route
 from pd_cluster import __version__
 from pd_cluster.api.admin.metrics_routes import ONLY_ONE, AdapterNaming, Owner, Totals, metrics_routes
 from pd_cluster.api.dashboard.public_dashboard import PublicDashboard, PublicView, public_pages
+from pd_cluster.api.files.files_api import FILE_PATHS, FilesApi
 from pd_cluster.api.middleware.access_log import AccessLog
 from pd_cluster.api.middleware.api_key_auth import ApiKeys
 from pd_cluster.api.middleware.cors import EXPOSED_HEADERS, Cors
@@ -37,6 +40,8 @@ from pd_cluster.cluster.routing.request_admission import ASLEEP, RequestAdmissio
 from pd_cluster.cluster.tenancy.tenant_counts import with_names
 from pd_cluster.service.answers.response_store import ResponseStore
 from pd_cluster.service.text_service import TextService
+
+log = logging.getLogger(__name__)
 
 TITLE = "pd-cluster"
 
@@ -73,16 +78,42 @@ def public_app(
     assert bool(http.key_file) == (file_keys is not None), "keys that nobody asks for"
     service.router.stats.tenants.named |= {*with_names((), http.tenants)}
     app = _app(service)
-    install_error_handlers(app)
+    keeps_files = openai and bool(http.files.folder)
+    install_error_handlers(app, FILE_PATHS if keeps_files else ())
     pages = public_pages(view, http.api_keys, file_keys) if view is not None else None
     _put_in_front(app, service, drain, file_keys, pages)
     store = ResponseStore(http.responses) if openai and http.responses.folder else None
     for routes in api_routes(service, store) if openai else (legacy_routes(service),):
         add_routes(app, routes)
+    app.state.background = []
+    if keeps_files:
+        files = FilesApi(service, lambda: drain.is_draining)
+        app.state.background.append(files.run)
+        for routes in files.routes:
+            add_routes(app, routes)
     add_routes(app, _common_routes(service.router.admission, instances, drain))
     name, adapters = service.names.own[0], _adapters(service)
     add_routes(app, metrics_routes(service.router, instances, name, drain, totals, adapters, owner))
     return app
+
+
+@contextlib.asynccontextmanager
+async def in_background(app: FastAPI) -> AsyncIterator[None]:
+    """Runs the app's own work meanwhile: its batches."""
+    running = [asyncio.ensure_future(run()) for run in app.state.background]
+    for task in running:
+        task.add_done_callback(_note_end)
+    try:
+        yield
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+def _note_end(task: asyncio.Future[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("work in the background has ended with an unexpected error", exc_info=error)
 
 
 def _adapters(service: TextService) -> AdapterNaming | None:

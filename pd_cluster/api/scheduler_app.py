@@ -31,10 +31,11 @@ from pd_cluster.api.dashboard.dashboard_routes import PublicLinks
 from pd_cluster.api.dashboard.dashboard_sessions import Sessions
 from pd_cluster.api.dashboard.playground_routes import PublicPort
 from pd_cluster.api.dashboard.public_dashboard import PublicView
+from pd_cluster.api.files.files_api import most_nbytes_of
 from pd_cluster.api.middleware.admin_access import AdminAccess, HostNames
 from pd_cluster.api.middleware.drain_middleware import Drain
 from pd_cluster.api.middleware.file_keys import FileKeys
-from pd_cluster.api.public_app import public_app
+from pd_cluster.api.public_app import in_background, public_app
 from pd_cluster.cluster.members.adapter_registry import AdapterBook, AdapterRules
 from pd_cluster.cluster.members.cluster_control import Control
 from pd_cluster.cluster.members.elastic_membership import Elastic
@@ -170,11 +171,12 @@ class SchedulerServer:
         instances, keys = self.membership.instances, self._file_keys
         app = public_app(service, instances, drain, file_keys=keys, view=view, owner=self._owner)
         public = (
-            make_server(app, http.connections, http.root_path, http.tls, http.max_header_fields),
+            make_server(app, http.connections, http.root_path, http.tls, http.max_header_fields, most_nbytes_of(http)),
             self._listeners[0],
         )
         try:
-            await serve_until_signal([public, admin], failure, drain.begin, drain)
+            async with in_background(app):
+                await serve_until_signal([public, admin], failure, drain.begin, drain)
         finally:
             await service.close()
 

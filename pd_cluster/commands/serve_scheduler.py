@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import socket
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from pd_cluster.cluster.members.rank_table_place import (
 )
 from pd_cluster.commands.serve_start import Start
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.file_settings import KeptFiles
 from pd_cluster.settings.http_settings import HttpConfig
 from pd_cluster.settings.log_files import folder_of
 from pd_cluster.settings.media_settings import MediaSettings
@@ -105,6 +107,8 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
     http = options.http(env)
     if http.allow_credentials and "*" in http.allowed_origins:
         log.warning("--allow-credentials: any web page may send its visitors' credentials; name --allowed-origins")
+    if http.files.folder:
+        _check_files(http.files, openai)
     if http.responses.folder:
         if not openai:
             named = f"{called('response_store')} {http.responses.folder}"
@@ -131,6 +135,18 @@ def _api_config(start: Start, env: Mapping[str, str]) -> ApiConfig:
         resume=resume,
         http=http,
     )
+
+
+def _check_files(files: KeptFiles, openai: bool) -> None:
+    """Raises ConfigError for a folder that cannot be used, before anything listens."""
+    named = f"{called('files_dir')} {files.folder}"
+    if not openai:
+        raise ConfigError(f"{named}: there is no /v1/files with USE_OPENAI=0; leave it out")
+    if importlib.util.find_spec("python_multipart") is None:
+        raise ConfigError(f"{named}: uploads need the package python-multipart; pip install 'pd-cluster[files]'")
+    from pd_cluster.service.files.file_store import FileStore
+
+    FileStore(files).close()
 
 
 def check_public_dashboard(http: HttpConfig, host: str, frontend: AdmissionSettings) -> None:

@@ -18,7 +18,11 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from pd_cluster.errors import ConfigError, InstanceLost, PdClusterError, Unavailable
-from pd_cluster.offline.batch_lines import (
+from pd_cluster.offline.batch_progress import shown
+from pd_cluster.offline.batch_runner import BatchRunner
+from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
+from pd_cluster.output_files import open_output
+from pd_cluster.service.files.batch_lines import (
     Answered,
     BatchEntry,
     BatchPlan,
@@ -28,10 +32,6 @@ from pd_cluster.offline.batch_lines import (
     entries_of,
     plan,
 )
-from pd_cluster.offline.batch_progress import shown
-from pd_cluster.offline.batch_runner import BatchRunner
-from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
-from pd_cluster.output_files import open_output
 
 STANDARD = "-"
 SYNC_EVERY_S = 1.0

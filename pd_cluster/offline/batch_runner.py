@@ -10,9 +10,9 @@ from uuid import uuid4
 
 from pd_cluster.api.routes.in_process_api import ApiAnswer, InProcessApi
 from pd_cluster.errors import InstanceLost, PdClusterError, Unavailable
-from pd_cluster.offline.batch_lines import BatchEntry, error_of, line_of
 from pd_cluster.offline.capacity_wait import when_capacity_frees
 from pd_cluster.service.callers.caller import Caller
+from pd_cluster.service.files.batch_lines import BatchEntry, error_of, line_of
 from pd_cluster.service.text_service import TextService
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,8 @@ class BatchRunner:
     """`write` receives each answer's line, in the order in which they are ready; its exceptions end the batch."""
 
     def __init__(self, service: TextService, write: Callable[[bytes], None], concurrency: int) -> None:
-        self._calls = InProcessApi(service, Caller(batch=uuid4().hex))
+        self._calls = InProcessApi(service)
+        self._caller = Caller(batch=uuid4().hex)
         self._write = write
         self._concurrency = concurrency
         self.counts = Counts()
@@ -82,7 +83,7 @@ class BatchRunner:
 
     async def _answer(self, entry: BatchEntry) -> ApiAnswer:
         """Raises RequestError and the like."""
-        return await when_capacity_frees(lambda: self._calls.call(entry.url, entry.body))
+        return await when_capacity_frees(lambda: self._calls.call(entry.url, entry.body, self._caller))
 
 
 async def _wait_for_one(running: dict[asyncio.Task[None], int]) -> None:

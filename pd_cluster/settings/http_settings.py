@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.settings.file_settings import KeptFiles
 from pd_cluster.settings.request_log_settings import RequestLogSettings
 from pd_cluster.settings.response_settings import KeptResponses
 from pd_cluster.settings.routing_settings import ConnectionLimits
@@ -195,6 +196,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     connections: ConnectionLimits = ConnectionLimits()
     tls: Tls | None = None
     responses: KeptResponses = KeptResponses()
+    files: KeptFiles = KeptFiles()
     log: RequestLogSettings = RequestLogSettings()
 
     def __repr__(self) -> str:

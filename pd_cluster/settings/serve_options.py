@@ -16,6 +16,7 @@ from pd_cluster.errors import ConfigError, called
 from pd_cluster.parsers.parser_plugin import formats_of
 from pd_cluster.parsers.reply_format import ReplyFormat
 from pd_cluster.settings.engine_config import EngineConfig, RopeSettings
+from pd_cluster.settings.file_settings import KeptFiles
 from pd_cluster.settings.http_settings import KEY_VARIABLE, HttpConfig, Tls
 from pd_cluster.settings.lora_settings import AdapterSettings
 from pd_cluster.settings.media_settings import MediaSettings
@@ -49,6 +50,7 @@ GROUPS: tuple[type[msgspec.Struct], ...] = (
     ResumeSettings,
     *(HttpConfig, Tls),
     KeptResponses,
+    KeptFiles,
     RequestLogSettings,
     Timeouts,
 )
@@ -185,6 +187,7 @@ class ServeOptions(Mapping[str, Any]):
             connections=self.read(ConnectionLimits),
             tls=self.read(Tls).checked(),
             responses=self.read(KeptResponses),
+            files=self.read(KeptFiles),
             log=self.read(RequestLogSettings).checked(),
         )
         return given.with_tenants(source, keys, has_origins=self["allowed_origins"] is not None)

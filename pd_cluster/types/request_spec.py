@@ -12,6 +12,8 @@ PoolingKind = Literal["last", "mean"]
 PooledKind = Literal["last", "mean", "logits"]
 MAX_POOLED_TOKEN_IDS = 64
 
+BATCH_PRIORITY = 1 << 32  # of requests of batches; clients' own are 32-bit numbers
+
 
 class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a prompt becomes one vector instead of an answer.
@@ -86,7 +88,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     cache_salt: str = ""
     variant: str = ""
     session: str = ""  # requests of one session prefer the instance that has their caches
-    priority: int = 0  # lower values come first
+    priority: int = 0  # lower values come first; batches' are above BATCH_PRIORITY / 2
     gathers: bool = False  # nobody reads its tokens one by one, so many may be sent together
     batch: str = ""  # the name of a group of answers of which the caller needs none early; "": not in a group
     spans: tuple[Span, ...] = ()

@@ -16,6 +16,7 @@ MAX_MODEL_LEN = 256
 FLAGS = [f"--max-model-len={MAX_MODEL_LEN}", "--num-blocks=128", "--trust-request-chat-template"]
 KEYS = {"one": "sk-first-0123456789", "two": "sk-second_0123456789"}  # by their tenants
 METRICS_KEY = "mk-0123456789"
+MAX_FILE_MIB = 33  # more than other bodies may have
 GUARDED_FLAGS = [
     *("--api-workers=2", "--root-path=/llm", "--enable-request-id-headers", "--max-logprobs=-1"),
     *('--allowed-origins=["https://a.example"]', *(f"--api-key-tenant={name}" for name in KEYS)),
@@ -61,9 +62,10 @@ def plain(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Liv
 
 @pytest.fixture(scope="session")
 def guarded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
-    """Two API processes with keys and a folder of responses. The keys are in the environment, as under `up`."""
+    """Two API processes with keys, and folders of responses and files. Keys are in the environment, as under `up`."""
     folder = tmp_path_factory.mktemp("guarded")
-    flags = [*FLAGS, *GUARDED_FLAGS, f"--response-store={folder / 'kept'}"]
+    flags = [*FLAGS, *GUARDED_FLAGS, f"--response-store={folder / 'kept'}", f"--files-dir={folder / 'files'}"]
+    flags += [f"--max-file-size={MAX_FILE_MIB}", "--files-tenant-mib=200"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PD_CLUSTER_SERVE_API_KEY", " ".join(KEYS.values()))
         patch.setenv("PD_CLUSTER_SERVE_METRICS_KEY", METRICS_KEY)

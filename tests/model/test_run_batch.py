@@ -31,10 +31,9 @@ from pd_cluster.commands.cli import main
 from pd_cluster.errors import InstanceLost, NoCapacity, Unavailable
 from pd_cluster.offline import batch_runner as batch_module
 from pd_cluster.offline.batch_job import BatchJob
-from pd_cluster.offline.batch_lines import BatchEntry, Output, OutputFailed, entry_of
 from pd_cluster.offline.batch_runner import BatchRunner
 from pd_cluster.offline.offline_service import OfflineConfig, OfflineService
-from pd_cluster.service.callers.caller import NOBODY
+from pd_cluster.service.files.batch_lines import BatchEntry, Output, OutputFailed, entry_of
 from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import RequestSpec
@@ -149,7 +148,7 @@ def test_a_wrong_line_does_not_stop_the_rest(offline: OfflineService) -> None:
     for url in nowhere:
         each = found[f"nowhere {url[:99]}"]
         assert (each["response"]["status_code"], each["error"]["param"]) == (404, "url")
-        assert each["error"]["message"].endswith(", ".join(InProcessApi(offline.service, NOBODY).paths))
+        assert each["error"]["message"].endswith(", ".join(InProcessApi(offline.service).paths))
         assert len(each["error"]["message"]) < 600
 
 

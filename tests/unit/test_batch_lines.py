@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.offline import batch_lines
 from pd_cluster.offline.batch_job import opened_source, opened_target
-from pd_cluster.offline.batch_lines import (
+from pd_cluster.service.files import batch_lines
+from pd_cluster.service.files.batch_lines import (
     BatchEntry,
     Output,
     OutputFailed,

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping
 from enum import Enum
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -27,6 +28,7 @@ MAX_FIELDS = 256
 MAX_TRAILERS_NBYTES = 16 << 10
 MAX_TRAILERS = 64
 MAX_FRAMING_NBYTES = 64 << 10  # around the chunks of a body, without a byte of the body itself
+LEAST_NBYTES = 1 << 20  # of an upload, in the time that other bodies have
 PIECE_NBYTES = 16 << 10  # of a chunked body at once
 MAX_IGNORED_NBYTES = 1 << 20  # that a client may still send after it was turned away
 END_OF_HEAD = b"\r\n\r\n"
@@ -37,6 +39,14 @@ PROBES = (b"/health", b"/ping", b"/live")
 def probes_under(root_path: str) -> frozenset[bytes]:
     """Returns the paths, as clients write them, that are answered however many connections there are."""
     return frozenset(root + path for path in PROBES for root in (b"", root_path.encode()))
+
+
+class RequestLimits(NamedTuple):
+    """`probes`: paths that are always answered. `uploads`: paths of bodies that may be larger than others, in bytes."""
+
+    probes: frozenset[bytes]
+    most_fields: int = MAX_FIELDS
+    uploads: Mapping[bytes, int] = {}
 
 
 class Reading(Enum):
@@ -51,25 +61,17 @@ class GuardedProtocol(HttpToolsProtocol):
 
     __slots__ = (  # thousands of connections are open, and uvicorn's own attributes already fill a dict
         *("_body_left", "_limiter", "_framing_nbytes", "_has_begun", "_head_nbytes", "_held", "_ignored_nbytes"),
-        *("_last_bytes", "_most_fields", "_most_ignored_nbytes", "_num_trailers", "_probes", "_reading", "_refusals"),
-        *("_trailers_nbytes",),
+        *("_last_bytes", "_limits", "_most_ignored_nbytes", "_num_trailers", "_reading", "_refusals"),
+        *("_trailers_nbytes", "_uploaded_nbytes"),
         *("opening", "admitted"),
     )
     admitted: AdmittedConnection
 
-    def __init__(
-        self,
-        limiter: ConnectionLimiter,
-        refusals: RefusalLog,
-        probes: frozenset[bytes],
-        most_fields: int,
-        **uvicorn: Any,
-    ) -> None:
+    def __init__(self, limiter: ConnectionLimiter, refusals: RefusalLog, limits: RequestLimits, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self._limiter = limiter
         self._refusals = refusals
-        self._probes = probes
-        self._most_fields = most_fields
+        self._limits = limits
         self.opening: asyncio.Task[None] | None = None  # ends when the connection is made
         self._reading = Reading.HEAD
         self._held = b""  # input after a request that waits for another's answer
@@ -80,6 +82,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._framing_nbytes = 0
         self._trailers_nbytes = 0
         self._num_trailers = 0
+        self._uploaded_nbytes = -1  # of an upload, since its deadline was last put off; -1: it is none
         self._ignored_nbytes = 0
         self._most_ignored_nbytes = MAX_BODY_NBYTES
 
@@ -95,6 +98,9 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._reading is Reading.NOTHING:
             self.transport.abort()
         elif self._is_answering and (self._reading is Reading.HEAD or self.flow.read_paused):
+            return False
+        elif self._reading is Reading.BODY and self._uploaded_nbytes >= LEAST_NBYTES:
+            self._uploaded_nbytes = 0
             return False
         elif self._has_begun:
             self._turn_away(Refusal(408, "the request's headers did not arrive in time", "request_timeout"))
@@ -247,8 +253,8 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._reading is not Reading.HEAD:
             self._ignore_trailer(name, value)
             return
-        if len(self.headers) == self._most_fields:
-            raise Refusal(431, f"the request has more than {self._most_fields} header fields")
+        if len(self.headers) == self._limits.most_fields:
+            raise Refusal(431, f"the request has more than {self._limits.most_fields} header fields")
         super().on_header(name, value)
 
     def _ignore_trailer(self, name: bytes, value: bytes) -> None:
@@ -263,10 +269,12 @@ class GuardedProtocol(HttpToolsProtocol):
         upgrades = self.parser.should_upgrade()
         if upgrades and (self._body_left < 0 or self.parser.get_method() == b"CONNECT"):
             raise Refusal(400, "this server upgrades no connection", "malformed_request")
-        if self._body_left > MAX_BODY_NBYTES:
-            raise Refusal(413, TOO_LARGE)
         path = self.url.partition(b"?")[0]
-        is_probe = path in self._probes and self.parser.get_method() in (b"GET", b"HEAD")
+        most_nbytes = self._limits.uploads.get(path, -1)
+        self._uploaded_nbytes = min(0, most_nbytes)
+        if self._body_left > max(most_nbytes, MAX_BODY_NBYTES):
+            raise Refusal(413, TOO_LARGE if most_nbytes < 0 else f"the body is larger than {most_nbytes >> 20} MiB")
+        is_probe = path in self._limits.probes and self.parser.get_method() in (b"GET", b"HEAD")
         try:
             self._limiter.begin_request(self.admitted, is_probe)
         except (Overloaded, Unavailable) as full:
@@ -308,6 +316,8 @@ class GuardedProtocol(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         self._framing_nbytes = 0
+        if self._uploaded_nbytes >= 0:
+            self._uploaded_nbytes += len(body)
         if self.cycle.response_complete:  # a route has answered without reading it
             self._ignored_nbytes += len(body)
             if self._ignored_nbytes > self._most_ignored_nbytes:

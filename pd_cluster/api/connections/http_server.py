@@ -11,8 +11,9 @@ import logging
 import signal
 import socket
 import stat
-from collections.abc import Awaitable, Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Protocol
 
 import uvicorn
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp
 
 from pd_cluster import host
 from pd_cluster.api.connections.connection_limiter import ConnectionLimiter
-from pd_cluster.api.connections.http_protocol import MAX_FIELDS, GuardedProtocol, probes_under
+from pd_cluster.api.connections.http_protocol import MAX_FIELDS, GuardedProtocol, RequestLimits, probes_under
 from pd_cluster.api.connections.listener import Listener
 from pd_cluster.api.connections.refusals import RefusalLog
 from pd_cluster.errors import ConfigError, called, listening_fault
@@ -120,16 +121,14 @@ class Server(uvicorn.Server):
         self,
         config: uvicorn.Config,
         limiter: ConnectionLimiter,
-        probes: frozenset[bytes],
+        limits: RequestLimits,
         tls: TlsFiles | None,
-        most_fields: int = MAX_FIELDS,
     ) -> None:
         super().__init__(config)
         self.limiter = limiter
         self._refusals = RefusalLog()
-        self._probes = probes
+        self._limits = limits
         self._tls = tls
-        self._most_fields = most_fields
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -158,8 +157,7 @@ class Server(uvicorn.Server):
         return GuardedProtocol(
             self.limiter,
             self._refusals,
-            self._probes,
-            self._most_fields,
+            self._limits,
             config=self.config,
             server_state=self.server_state,
             app_state=self.lifespan.state,
@@ -172,6 +170,7 @@ def make_server(
     root_path: str = "",
     tls: Tls | None = None,
     most_fields: int = MAX_FIELDS,
+    uploads: Mapping[bytes, int] = MappingProxyType({}),
 ) -> Server:
     """Creates a server. Raises ConfigError for unusable TLS files."""
     config = uvicorn.Config(
@@ -190,7 +189,8 @@ def make_server(
     )
     num_descriptors, _ = host.open_files()
     files = TlsFiles(tls) if tls is not None else None
-    return Server(config, ConnectionLimiter(limits, num_descriptors), probes_under(root_path), files, most_fields)
+    requests = RequestLimits(probes_under(root_path), most_fields, uploads)
+    return Server(config, ConnectionLimiter(limits, num_descriptors), requests, files)
 
 
 def raise_descriptor_limit(limits: ConnectionLimits) -> None:

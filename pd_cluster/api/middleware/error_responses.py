@@ -6,7 +6,7 @@ Does without FastAPI, whose import would be most of a worker's start-up time.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import msgspec
 from starlette.applications import Starlette
@@ -19,12 +19,12 @@ from pd_cluster.service.schema.error_bodies import Error, MessageError, error_bo
 
 log = logging.getLogger(__name__)
 
-BATCHES = "batches and files are not kept here; `pd-cluster run-batch` answers a file of requests"
+BATCHES = "files and batches are kept with --files-dir only; `pd-cluster run-batch` answers a file of requests"
 NOT_HERE = {  # part of a path that other servers have -> what to do instead
     "/v1/batches": BATCHES,
     "/v1/files": BATCHES,
-    "/v1/uploads": BATCHES,
-    "/v1/messages/batches": BATCHES,
+    "/v1/uploads": "files are uploaded whole, to /v1/files",
+    "/v1/messages/batches": "batches are OpenAI's here, at /v1/batches",
     "/v1/conversations": "conversations are not kept here; send all items to /v1/responses, or a previous_response_id",
     "/v1/moderations": "nothing is moderated here",
     "/v1/audio/": "this server makes and hears no sound",
@@ -41,14 +41,17 @@ def _response(body: Error | MessageError, status: int, headers: Mapping[str, str
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-def install_error_handlers(app: Starlette) -> None:
+def install_error_handlers(app: Starlette, here: Collection[str] = ()) -> None:
+    """`here`: paths of NOT_HERE that this app has."""
+    not_here = {part: way for part, way in NOT_HERE.items() if part not in here}
+
     async def known(request: Request, error: Exception) -> Response:
         return error_response(error, request.url.path)
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         code = {404: "unknown_url", 405: "method_not_supported"}.get(error.status_code)
-        why = next((f"; {way}" for part, way in NOT_HERE.items() if part in request.url.path), "") if code else ""
+        why = next((f"; {way}" for part, way in not_here.items() if part in request.url.path), "") if code else ""
         told = RequestError(f"{request.method} {request.url.path}: {error.detail}{why}", code=code)
         body = error_body_at(request.url.path, told, error.status_code)
         return _response(body, error.status_code, error.headers)

@@ -1,4 +1,4 @@
-"""The API's routes without connections: a body in, the body of the answer out, as over HTTP. For `run-batch`."""
+"""The API's routes without connections: a body in, the body of the answer out, as over HTTP. For batches."""
 
 from __future__ import annotations
 
@@ -50,18 +50,17 @@ class _Answered(msgspec.Struct):
 class InProcessApi:
     """Every route that has instances compute something, by its path. Nothing is kept between calls."""
 
-    def __init__(self, service: TextService, caller: Caller) -> None:
+    def __init__(self, service: TextService) -> None:
         routes = [route for router in api_routes(service, None) for route in router.routes]
         self._endpoints: dict[str, Callable[[Request], Coroutine[Any, Any, Response]]] = {
             route.path: route.endpoint for route in routes if isinstance(route, GeneratingRoute)
         }
-        self._caller = caller
 
     @property
     def paths(self) -> list[str]:
         return sorted(self._endpoints)
 
-    async def call(self, path: str, body: bytes) -> ApiAnswer:
+    async def call(self, path: str, body: bytes, caller: Caller) -> ApiAnswer:
         """Answers as a POST to the path would. Raises NoSuchUrl, RequestError and what the service raises."""
         endpoint = self._endpoints.get(path)
         if endpoint is None:
@@ -70,7 +69,7 @@ class InProcessApi:
         if _streams(body):
             raise RequestError("stream: true has no place in a batch, whose answers are whole; leave it out", "stream")
         scope: Scope = {"type": "http", "method": "POST", "path": path, "headers": [], "client": None}
-        response = await endpoint(Request({**scope, SCOPE: self._caller, BODY: body}, _never))
+        response = await endpoint(Request({**scope, SCOPE: caller, BODY: body}, _never))
         answer = bytes(response.body)
         usage = msgspec.json.decode(answer, type=_Answered).usage or _Counted()
         return ApiAnswer(answer, usage.completion_tokens + usage.output_tokens)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pd_cluster.cluster.queueing.abandonment import AbandonmentTimes
+from pd_cluster.types import INT32_MAX
 
 RECENT_S = 30.0  # clients seen within this time count among those that share
 MAX_CLIENTS = 4096  # remembered without work in progress
@@ -30,7 +31,7 @@ class Client:
     num_sequences: int = 0  # begun and not ended
     num_begun: int = 0  # requests, likewise
     num_arriving_tokens: int = 0  # of requests being read and tokenized, estimated by their size
-    num_waiting_tokens: int = 0
+    num_waiting_tokens: int = 0  # of requests that may come before others', so none of batches
     waiting: list[tuple[int, int, QueueEntry]] = field(default_factory=list)  # a heap: by priority, then by arrival
     seen_s: float = 0.0
     leave_times: AbandonmentTimes = field(default_factory=AbandonmentTimes, repr=False)
@@ -69,6 +70,11 @@ class QueueEntry:
     has_begun: bool = False
     arrived_s: float = 0.0
     begun_s: float = 0.0
+
+    @property
+    def num_tokens_ahead(self) -> int:
+        """The tokens that others may have to wait for: none of a batch's request, which comes after all of theirs."""
+        return self.num_tokens if self.priority <= INT32_MAX else 0
 
 
 class PlaceShares(NamedTuple):
@@ -110,7 +116,7 @@ class FairQueue:
         self._num_joined += 1
         self._waiting[entry.client.name] = entry.client
         heapq.heappush(entry.client.waiting, (entry.priority, self._num_joined, entry))
-        entry.client.num_waiting_tokens += entry.num_tokens
+        entry.client.num_waiting_tokens += entry.num_tokens_ahead
         self.num_waiting += 1
         self.num_tokens += entry.num_tokens
 
@@ -120,7 +126,7 @@ class FairQueue:
             return
         entry.is_waiting = False
         client = entry.client
-        client.num_waiting_tokens -= entry.num_tokens
+        client.num_waiting_tokens -= entry.num_tokens_ahead
         self.num_waiting -= 1
         self.num_tokens -= entry.num_tokens
         while client.waiting and not client.waiting[0][2].is_waiting:

@@ -10,20 +10,18 @@ import asyncio
 import contextlib
 import hashlib
 import logging
-import os
 import re
 import sqlite3
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from pd_cluster.errors import ConfigError, RequestNotFound, called
-from pd_cluster.private_files import check_folder, open_own
 from pd_cluster.service.concurrency.fair_thread_pool import FairThreadPool
+from pd_cluster.service.files.private_database import PrivateDatabase
 from pd_cluster.settings.response_settings import KeptResponses
 
 log = logging.getLogger(__name__)
@@ -33,7 +31,6 @@ T = TypeVar("T")
 ID = re.compile(r"resp_[0-9a-f]{48}")
 FILE = "responses.sqlite3"
 NUM_THREADS = 4
-BUSY_TIMEOUT_S = 10.0  # for another process's write
 MOST_EXPIRED = 64  # removed by one call, so that none takes long
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (owner BLOB, id TEXT, made_s REAL, nbytes INTEGER, body BLOB);
@@ -75,14 +72,10 @@ class ResponseStore:
         """Makes the folder, or takes it over. Raises ConfigError if it is not this user's alone."""
         self._config, self._clock = config, clock
         self.file = Path(config.folder) / FILE
-        self._local = threading.local()  # a connection for each thread
         self._threads = FairThreadPool(NUM_THREADS, name="responses")
         named = f"{called('response_store')} {config.folder}"
         try:
-            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            check_folder(self.file.parent, called("response_store"), (FILE, f"{FILE}-wal", f"{FILE}-shm"))
-            os.close(open_own(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC))
-            self._connection.executescript(SCHEMA)
+            self._database = PrivateDatabase(self.file, called("response_store"), SCHEMA)
             while self._expire():
                 pass
         except OSError as error:
@@ -101,7 +94,7 @@ class ResponseStore:
             return False
         row = (key, kept.response["id"], self._clock(), len(body), body)
         try:
-            with self._writing() as connection:
+            with self._database.writing() as connection:
                 connection.execute("INSERT INTO responses VALUES (?, ?, ?, ?, ?)", row)
                 self._evict_oldest(connection, key, most_nbytes)
             self._expire()
@@ -115,7 +108,7 @@ class ResponseStore:
         asked = "SELECT body FROM responses WHERE owner = ? AND id = ? AND made_s > ?"
         since_s = self._clock() - self._config.ttl_s
         with contextlib.suppress(sqlite3.Error, msgspec.MsgspecError):
-            row = self._connection.execute(asked, (_key(owner), response_id, since_s)).fetchone()
+            row = self._database.connection.execute(asked, (_key(owner), response_id, since_s)).fetchone()
             if row is not None:
                 return msgspec.json.decode(row[0], type=KeptResponse)
         raise not_found(response_id)
@@ -123,7 +116,7 @@ class ResponseStore:
     def remove(self, owner: str, response_id: str) -> None:
         """Raises RequestNotFound like `find`."""
         self.find(owner, response_id)
-        with contextlib.suppress(sqlite3.Error), self._writing() as connection:
+        with contextlib.suppress(sqlite3.Error), self._database.writing() as connection:
             asked = "DELETE FROM responses WHERE owner = ? AND id = ?"
             if connection.execute(asked, (_key(owner), response_id)).rowcount:
                 return
@@ -131,32 +124,7 @@ class ResponseStore:
 
     def close(self) -> None:
         """Ends the calling thread's use of the file."""
-        self._connection.close()
-        del self._local.connection
-
-    @property
-    def _connection(self) -> sqlite3.Connection:
-        """This thread's own. Raises sqlite3.Error."""
-        found: sqlite3.Connection | None = getattr(self._local, "connection", None)
-        if found is None:
-            found = sqlite3.connect(self.file, timeout=BUSY_TIMEOUT_S, isolation_level=None)
-            found.execute("PRAGMA journal_mode = WAL")  # readers do not wait for writers
-            found.execute("PRAGMA synchronous = NORMAL")
-            found.execute("PRAGMA secure_delete = ON")  # a removed text is not left in the file
-            self._local.connection = found
-        return found
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, or nothing of it. Raises sqlite3.Error."""
-        connection = self._connection
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            yield connection
-            connection.execute("COMMIT")
-        except BaseException:
-            connection.rollback()
-            raise
+        self._database.close()
 
     def _evict_oldest(self, connection: sqlite3.Connection, key: bytes, most_nbytes: int) -> None:
         """Removes an owner's oldest responses until the rest has room."""
@@ -168,9 +136,9 @@ class ResponseStore:
         """Removes some of what has expired, of all owners; returns how many. Raises sqlite3.Error."""
         expired = "SELECT rowid FROM responses WHERE made_s <= ? ORDER BY made_s LIMIT ?"
         bounds = (self._clock() - self._config.ttl_s, MOST_EXPIRED)
-        if self._connection.execute(expired, bounds).fetchone() is None:
+        if self._database.connection.execute(expired, bounds).fetchone() is None:
             return 0
-        with self._writing() as connection:
+        with self._database.writing() as connection:
             return connection.execute(f"DELETE FROM responses WHERE rowid IN ({expired})", bounds).rowcount
 
 

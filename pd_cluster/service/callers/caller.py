@@ -26,7 +26,7 @@ class Caller:
     `client_timeout_s`: how long it waits for an answer to begin. `arrived` is called when the router has the request.
     `group`: the group of its prompts. `models`: the served names that it may use; None: all. `meter` counts this
     request; None where there are no keys. `batch`: the name of a group of answers of which none is needed early; "":
-    there is none. `session`: of a request that names none.
+    there is none. `session`: of a request that names none. `base_priority` is added to a request's own.
     """
 
     client: str = ""
@@ -38,10 +38,15 @@ class Caller:
     meter: Meter | None = field(default=None, compare=False, repr=False)
     batch: str = ""
     session: str = ""
+    base_priority: int = 0
 
     @property
     def owner(self) -> RequestOwner:
         return RequestOwner(self.client, self.client_timeout_s, self.group)
+
+    def priority(self, own: int | None) -> int:
+        """Returns the priority of a request that has, or has not, its own; lower numbers come first."""
+        return self.base_priority + (own or 0)
 
     def may_use(self, model: str) -> bool:
         return self.models is None or model in self.models

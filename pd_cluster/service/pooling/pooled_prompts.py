@@ -45,7 +45,7 @@ def pooled_generation(ask: PoolingInput, token_ids: list[int], pooling: Pooling)
         caller.salt(ask.cache_salt),
         ask.variant,
         session=ask.session,
-        priority=ask.priority,
+        priority=caller.priority(ask.priority),
         pooling=pooling,
     )
     return Generation(

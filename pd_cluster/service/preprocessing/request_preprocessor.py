@@ -141,7 +141,7 @@ class RequestPreprocessor:
             shared.caller.salt(request.cache_salt),
             shared.variant,
             session=request.prompt_cache_key or request.session_id or shared.caller.session,
-            priority=request.priority or 0,
+            priority=shared.caller.priority(request.priority),
             batch=shared.caller.batch,
             spans=prompt.spans,
             images=prompt.images,

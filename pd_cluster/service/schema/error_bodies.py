@@ -8,7 +8,15 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, PdClusterError, RequestError, Unavailable
+from pd_cluster.errors import (
+    DeadlineExceeded,
+    GenerationError,
+    Overloaded,
+    PdClusterError,
+    RequestError,
+    StorageFull,
+    Unavailable,
+)
 
 MAX_BODY_NBYTES = 32 << 20  # also the most that is read and ignored of a body after the answer
 TOO_LARGE = f"the body is larger than {MAX_BODY_NBYTES >> 20} MiB"
@@ -66,6 +74,8 @@ def status_of(error: Exception) -> int:
         return 503
     if isinstance(error, Overloaded):
         return 429
+    if isinstance(error, StorageFull):
+        return 507
     return 504 if isinstance(error, DeadlineExceeded) else 500
 
 
@@ -79,6 +89,8 @@ def error_body(error: Exception) -> Error:
         kind, code = "service_unavailable", "no_instance"
     elif isinstance(error, Overloaded):
         kind, code = "rate_limit_error", error.code
+    elif isinstance(error, StorageFull):
+        kind, code = "server_error", "storage_full"
     elif isinstance(error, DeadlineExceeded):
         kind, code = "timeout_error", "deadline_exceeded"
     elif isinstance(error, GenerationError):

@@ -188,6 +188,13 @@ def error_of(entry: BatchEntry, error: Exception) -> bytes:
     return line_of(entry, status_of(error), msgspec.json.encode(error_body_at(entry.url, error)))
 
 
+def unanswered_line(entry: BatchEntry, code: str, message: str) -> bytes:
+    """Returns the line of a request that was never tried, as OpenAI writes it."""
+    error = {"code": code, "message": message}
+    line = {"id": ID_PREFIX + secrets.token_hex(12), "custom_id": entry.custom_id, "response": None, "error": error}
+    return msgspec.json.encode(line) + b"\n"
+
+
 def answered_in(file: BinaryIO, name: str) -> Answered:
     """Reads an existing output. Raises ConfigError when it is not a batch's, so that no other file is truncated."""
     keys: set[bytes] = set()

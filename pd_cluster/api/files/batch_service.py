@@ -1,0 +1,106 @@
+"""Runs the batches of a folder beside the public port, in each process that serves it; each batch in one of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sqlite3
+from collections import Counter
+from collections.abc import Sequence
+
+from pd_cluster.api.files.batch_execution import BatchExecution
+from pd_cluster.api.files.line_answers import LineAnswers
+from pd_cluster.errors import PdClusterError
+from pd_cluster.service.files.batch_store import BatchStore, RunningBatch
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 1.0
+RETRY_S = 10.0  # after a batch could not go on: a full disk
+MOST_AT_ONCE = 8  # batches; those that are to end are extra
+
+
+class BatchService:
+    def __init__(self, store: BatchStore, answers: LineAnswers) -> None:
+        self._store, self._answers = store, answers
+        self._mine: dict[str, RunningBatch] = {}
+        self._not_before_s: dict[str, float] = {}
+        self._has_news = asyncio.Event()
+        self._last_problem = ""
+
+    def look_now(self) -> None:
+        """Notes that there is a new batch."""
+        self._has_news.set()
+
+    async def run(self) -> None:
+        """Runs until cancelled; what runs then is left to the next owner."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._has_news.clear()
+                try:
+                    await self._look(group)
+                    self._last_problem = ""
+                except (PdClusterError, sqlite3.Error) as error:
+                    self._told(error)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_EVERY_S):
+                        await self._has_news.wait()
+
+    async def _look(self, group: asyncio.TaskGroup) -> None:
+        """Begins batches that no process runs."""
+        files, now_s = self._store.files, asyncio.get_running_loop().time()
+        running = await files.on_thread(self._store.running)
+        known = {batch.id for batch in running}
+        self._not_before_s = {each: at_s for each, at_s in self._not_before_s.items() if each in known}
+        idle = [each for each in running if self._not_before_s.get(each.id, 0.0) <= now_s]
+        for batch in chosen(idle, self._mine, MOST_AT_ONCE):
+            lock = await files.on_thread(self._store.take, batch.id)
+            if lock is not None:
+                self._mine[batch.id] = batch
+                group.create_task(self._execute(batch.id, lock))
+            if not batch.is_due and self._num_at_once >= MOST_AT_ONCE:
+                break
+
+    @property
+    def _num_at_once(self) -> int:
+        return sum(not batch.is_due for batch in self._mine.values())
+
+    async def _execute(self, batch_id: str, lock: int) -> None:
+        has_ended = False
+        try:
+            log.info("%s: this process runs it", batch_id)
+            execution = BatchExecution(self._store, batch_id, self._answers, self._store.files.config.batch_concurrency)
+            await execution.run()
+            has_ended = True
+            log.info("%s: it has ended", batch_id)
+        except (PdClusterError, sqlite3.Error, OSError) as error:
+            self._not_before_s[batch_id] = asyncio.get_running_loop().time() + RETRY_S
+            log.error("%s: it goes on in %g s: %s", batch_id, RETRY_S, error)
+        finally:
+            del self._mine[batch_id]
+            self._store.release(batch_id, lock, has_ended)
+            self._has_news.set()
+
+    def _told(self, error: Exception) -> None:
+        if str(error) != self._last_problem:
+            log.error("batches cannot be looked for: %s", error)
+        self._last_problem = str(error)
+
+
+def chosen(running: Sequence[RunningBatch], mine: dict[str, RunningBatch], most: int) -> list[RunningBatch]:
+    """Returns the batches to begin, as far as other processes do not run them: owners take turns, the oldest first.
+
+    Those that are to end come first, and in any number.
+    """
+    counts = Counter(batch.owner for batch in mine.values() if not batch.is_due)
+    rest = [batch for batch in running if batch.id not in mine]
+    due = [batch for batch in rest if batch.is_due]
+    if sum(counts.values()) >= most:
+        return due
+    ranked = []
+    for batch in rest:
+        if not batch.is_due:
+            ranked.append((counts[batch.owner], batch))
+            counts[batch.owner] += 1
+    return due + [batch for _, batch in sorted(ranked, key=lambda each: each[0])]

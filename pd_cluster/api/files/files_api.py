@@ -1,0 +1,48 @@
+"""The parts of /v1/files and /v1/batches in each process that serves the public port."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fastapi import APIRouter
+
+from pd_cluster.api.files.batch_routes import BATCHES, batch_routes
+from pd_cluster.api.files.batch_service import BatchService
+from pd_cluster.api.files.file_routes import FILES, file_routes
+from pd_cluster.api.files.file_upload import FORM_NBYTES
+from pd_cluster.api.files.line_admission import LineAdmission
+from pd_cluster.api.files.line_answers import LineAnswers
+from pd_cluster.api.routes.in_process_api import InProcessApi
+from pd_cluster.service.files.batch_store import BatchStore
+from pd_cluster.service.files.batch_throttle import BatchThrottle
+from pd_cluster.service.files.file_store import FileStore
+from pd_cluster.service.text_service import TextService
+from pd_cluster.settings.http_settings import HttpConfig
+
+FILE_PATHS = (FILES, BATCHES)
+
+
+class FilesApi:
+    """`run` answers batches until it is cancelled."""
+
+    def __init__(self, service: TextService, is_ending: Callable[[], bool]) -> None:
+        """`is_ending`: this server stops, so no request of a batch begins any more. Raises ConfigError."""
+        http, router = service.settings.http, service.router
+        files = FileStore(http.files)
+        batches = BatchStore(files)
+        admission = LineAdmission(router, BatchThrottle(http.files.batch_concurrency), lambda: not is_ending())
+        answers = LineAnswers(InProcessApi(service), admission, http, router.stats.tenants, is_ending)
+        running = BatchService(batches, answers)
+        self.run = running.run
+        self.routes: list[APIRouter] = [
+            file_routes(files, http.allowed_origins),
+            batch_routes(batches, running.look_now),
+        ]
+
+
+def most_nbytes_of(http: HttpConfig) -> dict[bytes, int]:
+    """Returns the largest bodies of paths where these may be larger than usual."""
+    if not http.files.folder:
+        return {}
+    most_nbytes = (http.files.max_file_mib << 20) + FORM_NBYTES
+    return {(root + FILES).encode(): most_nbytes for root in ("", http.root_path)}

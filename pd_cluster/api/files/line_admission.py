@@ -1,0 +1,74 @@
+"""Lets requests of batches begin, one after another, when the cluster has capacity beside interactive requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+
+from pd_cluster.cluster.placement.spare_capacity import ANYTHING_FITS, spare_capacity
+from pd_cluster.cluster.routing.router import Router
+from pd_cluster.cluster.streams.request_stream import RequestStream
+from pd_cluster.cluster.streams.stream_table import StreamEnd
+from pd_cluster.service.files.batch_throttle import BatchThrottle, ClusterCapacity
+from pd_cluster.types.request_spec import BATCH_PRIORITY
+
+POLL_S = 0.01  # while a request of a batch waits
+
+
+class LineAdmission:
+    """Listens to the streams of a router. `may_begin` False: no request begins any more."""
+
+    def __init__(
+        self,
+        router: Router,
+        throttle: BatchThrottle,
+        may_begin: Callable[[], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._router, self._throttle, self._may_begin, self._clock = router, throttle, may_begin, clock
+        self._first = asyncio.Lock()  # its holder is next
+        streams = router.streams
+        streams.on_opened.append(self._on_opened)
+        streams.on_begun.append(self._on_begun)
+        streams.on_ended.append(self._on_ended)
+
+    @contextlib.asynccontextmanager
+    async def admitted(self) -> AsyncIterator[None]:
+        """Waits until a request may begin, and notes its end."""
+        async with self._first:
+            while not (self._may_begin() and self._throttle.may_begin(self._clock(), self._capacity())):
+                await asyncio.sleep(POLL_S)
+            self._throttle.begins()
+        try:
+            yield
+        finally:
+            self._throttle.ends()
+
+    def _capacity(self) -> ClusterCapacity:
+        instances = [each for each in self._router.membership.instances if each.takes_requests]
+        free = spare_capacity(instances)
+        prefills = [each for each in instances if each.role == "prefill"] or instances
+        places = sum(each.num_places for each in instances if each.role != "prefill")
+        is_free = bool(instances) and free == ANYTHING_FITS and not self._router.num_waiting
+        return ClusterCapacity(len(prefills), places, is_free)
+
+    def _on_opened(self, stream: RequestStream) -> None:
+        if _is_of_batch(stream):
+            self._throttle.sent(stream.request_id, self._clock())
+        else:
+            self._throttle.interactive_begins(self._clock())
+
+    def _on_begun(self, stream: RequestStream) -> None:
+        self._throttle.has_token(stream.request_id, self._clock())
+
+    def _on_ended(self, stream: RequestStream, end: StreamEnd) -> None:
+        if _is_of_batch(stream):
+            self._throttle.has_token(stream.request_id, self._clock())
+        else:
+            self._throttle.interactive_ends(self._clock())
+
+
+def _is_of_batch(stream: RequestStream) -> bool:
+    return stream.order.priority > BATCH_PRIORITY // 2

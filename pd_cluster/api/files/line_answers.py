@@ -1,0 +1,94 @@
+"""Answers requests of batches as the API would, after all interactive ones. Knows nothing of files."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pd_cluster.api.files.line_admission import LineAdmission
+from pd_cluster.api.routes.in_process_api import InProcessApi
+from pd_cluster.cluster.tenancy.tenant_counts import OTHERS, TenantCounts
+from pd_cluster.errors import GenerationError, Overloaded, PdClusterError, Unavailable
+from pd_cluster.service.callers.caller import Caller
+from pd_cluster.service.callers.usage_meter import Meter
+from pd_cluster.service.files.batch_lines import BatchEntry, error_of, line_of
+from pd_cluster.service.files.batch_states import KeptBatch
+from pd_cluster.settings.http_settings import HttpConfig
+from pd_cluster.types.request_spec import BATCH_PRIORITY
+
+log = logging.getLogger(__name__)
+
+NAMED = "name:"  # begins the owners whose keys have a tenant's name
+MOST_TRIES = 3  # of a request whose instances are lost, or that is not done in time
+LONGEST_WAIT_S = 30
+
+
+class LineAnswer(NamedTuple):
+    """A line of one of a batch's files. `is_complete`: an answer, not an error."""
+
+    line: bytes
+    is_complete: bool
+
+
+class LineAnswers:
+    """`is_ending`: this server stops, and what fails now is no answer."""
+
+    def __init__(
+        self,
+        calls: InProcessApi,
+        admission: LineAdmission,
+        http: HttpConfig,
+        counts: TenantCounts,
+        is_ending: Callable[[], bool],
+    ) -> None:
+        self._calls, self._admission, self._http, self._counts = calls, admission, http, counts
+        self._is_ending = is_ending
+
+    async def answer(self, kept: KeptBatch, entry: BatchEntry) -> LineAnswer:
+        """Tries until there is an answer or an error that is the request's own. Ends only when cancelled otherwise."""
+        num_failed = num_waits = 0
+        while True:
+            try:
+                async with self._admission.admitted():
+                    return await self._tried(kept, entry)
+            except (Unavailable, Overloaded) as error:
+                wait_s = min(LONGEST_WAIT_S, max(error.retry_after_s, 2**num_waits))
+                num_waits = min(num_waits + 1, 5)
+            except GenerationError as error:
+                num_failed += 1
+                if num_failed >= MOST_TRIES and not self._is_ending():
+                    return LineAnswer(error_of(entry, error), is_complete=False)
+                wait_s = 1
+            except PdClusterError as error:
+                return LineAnswer(error_of(entry, error), is_complete=False)
+            except Exception as error:  # as in the API: an error affects only its own request
+                log.error("%s, custom_id %r: %s", kept.batch.id, entry.custom_id, error, exc_info=error)
+                return LineAnswer(error_of(entry, error), is_complete=False)
+            await asyncio.sleep(wait_s)
+
+    async def _tried(self, kept: KeptBatch, entry: BatchEntry) -> LineAnswer:
+        meter = self._meter(kept.owner)
+        try:
+            called = await self._calls.call(entry.url, entry.body, self._caller(kept, meter))
+        finally:
+            if meter is not None:
+                meter.ends()
+        return LineAnswer(line_of(entry, 200, called.body), is_complete=True)
+
+    def _caller(self, kept: KeptBatch, meter: Meter | None) -> Caller:
+        """Has the owner's prompts and models. Its turns are its own: a batch costs its owner's other requests none."""
+        return Caller(
+            client=f"batches of {kept.owner}",
+            tenant="" if self._http.shares_prefix_cache or not self._http.has_keys else kept.owner,
+            models=kept.models,
+            meter=meter,
+            base_priority=BATCH_PRIORITY,
+        )
+
+    def _meter(self, owner: str) -> Meter | None:
+        """Counts what is computed for the owner. The limits of its keys are not those of batches."""
+        if not self._http.has_keys:
+            return None
+        return Meter(owner.removeprefix(NAMED) if owner.startswith(NAMED) else OTHERS, self._counts)

@@ -1,0 +1,79 @@
+"""Decides when a request of a batch may begin, so that interactive requests are hardly delayed. Pure.
+
+Engines serve interactive requests first, but a step that has begun runs to its end. While there are interactive
+requests, batches therefore compute prompts for a small share of the time only, whatever a prompt takes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+QUIET_S = 5.0  # without interactive requests, until batches may take the whole cluster
+PAUSE = 4.0  # times the time of a prompt, after it, beside interactive requests: prompts take a fifth of the time
+PLACES_SHARE = 4  # of the cluster's sequences, a quarter at most, likewise
+PROMPTS_PER_INSTANCE = 2  # at a time: one being computed, and the next
+
+
+class ClusterCapacity(NamedTuple):
+    """`is_free`: nobody waits, and the last places are not reached. `num_places` 0: unknown."""
+
+    num_prefills: int
+    num_places: int
+    is_free: bool
+
+
+class BatchThrottle:
+    """Times are of one clock, which the caller reads. A stream is one prompt of a request."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: requests of batches at a time."""
+        self._most = most
+        self.num_running = 0
+        self._num_unsent = 0  # running requests without a stream yet
+        self._sent_s: dict[str, float] = {}  # streams that have no token yet, and when they were sent
+        self._paused_until_s = 0.0
+        self._num_interactive = 0
+        self._interactive_s = float("-inf")  # when there last was one
+
+    def may_begin(self, now_s: float, capacity: ClusterCapacity) -> bool:
+        if not capacity.is_free or self.num_running >= self._most:
+            return False
+        num_prompts = self._num_unsent + len(self._sent_s)
+        if not self.is_beside_others(now_s):
+            return num_prompts < PROMPTS_PER_INSTANCE * max(1, capacity.num_prefills)
+        most = max(1, (capacity.num_places or self._most) // PLACES_SHARE)
+        return not num_prompts and now_s >= self._paused_until_s and self.num_running < most
+
+    def is_beside_others(self, now_s: float) -> bool:
+        """Whether there are interactive requests, or were some just now."""
+        return self._num_interactive > 0 or now_s - self._interactive_s < QUIET_S
+
+    # ---- events of requests of batches
+
+    def begins(self) -> None:
+        self.num_running += 1
+        self._num_unsent += 1
+
+    def ends(self) -> None:
+        self.num_running -= 1
+        self._num_unsent = min(self._num_unsent, self.num_running)
+
+    def sent(self, stream_id: str, now_s: float) -> None:
+        self._num_unsent = max(0, self._num_unsent - 1)
+        self._sent_s[stream_id] = now_s
+
+    def has_token(self, stream_id: str, now_s: float) -> None:
+        """Notes that a prompt has been computed, or has ended. A second call does nothing."""
+        sent_s = self._sent_s.pop(stream_id, None)
+        if sent_s is not None:
+            self._paused_until_s = now_s + PAUSE * (now_s - sent_s)
+
+    # ---- events of interactive requests
+
+    def interactive_begins(self, now_s: float) -> None:
+        self._num_interactive += 1
+        self._interactive_s = now_s
+
+    def interactive_ends(self, now_s: float) -> None:
+        self._num_interactive -= 1
+        self._interactive_s = now_s

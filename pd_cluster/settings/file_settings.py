@@ -1,0 +1,37 @@
+"""Settings of files and batches that are kept for clients."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated
+
+import msgspec
+
+from pd_cluster.settings.setting import POSITIVE, Panel, Scope, Setting, at_least
+
+HTTP = partial(Setting, panel=Panel.HTTP, scope=Scope.SERVER)
+
+
+class KeptFiles(msgspec.Struct, frozen=True):
+    """`folder` "" keeps nothing. `tenant_mib`: the files of one tenant together."""
+
+    folder: Annotated[
+        str,
+        HTTP(
+            "Keep files and batches in this folder, for /v1/files and /v1/batches; default: keep none.",
+            name="files_dir",
+        ),
+    ] = ""
+    max_file_mib: Annotated[
+        int, HTTP("MiB that an uploaded file may have.", name="max_file_size", checks=(at_least(1),))
+    ] = 512
+    tenant_mib: Annotated[
+        int, HTTP("MiB that the files of each tenant may take.", name="files_tenant_mib", checks=(at_least(1),))
+    ] = 4096
+    ttl_s: Annotated[
+        float, HTTP("Seconds until a file or a finished batch is removed.", name="files_ttl", checks=(POSITIVE,))
+    ] = 2_592_000.0
+    batch_concurrency: Annotated[
+        int,
+        HTTP("Requests of batches that are answered at once while there are no others.", checks=(at_least(1),)),
+    ] = 64

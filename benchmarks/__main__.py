@@ -186,6 +186,22 @@ def overload(
     _run(run(seconds, shapes, seed, quick, json))
 
 
+@app.command("batches")
+def batches(
+    lines: Annotated[int, typer.Option(min=1, help="Of the batch.")] = 5000,
+    rate: Annotated[float, typer.Option(help="Interactive requests a second.")] = 4.0,
+    seconds: Annotated[float, typer.Option(help="Of interactive requests, without the batch and beside it.")] = 60.0,
+    seed: Seed = 0,
+    quick: Quick = False,
+    json: Json = "",
+) -> None:
+    """First tokens of interactive requests beside a batch of /v1/batches, against those without it."""
+    from benchmarks.router.interactive_beside_batch import BatchLoad, run
+
+    load = BatchLoad(60, rate, 5.0, seed) if quick else BatchLoad(lines, rate, seconds, seed)
+    _run(run(load, quick, json))
+
+
 @app.command("hog")
 def hog(
     seconds: Annotated[float, typer.Option(help="Of each attack.")] = 20.0,

@@ -116,7 +116,7 @@ async def _interactive(client: httpx.AsyncClient, load: BatchLoad, seconds: floa
         return _chat(draw, CHAT_MAX_TOKENS)
 
     async def send(body: Mapping[str, Any]) -> Sample:
-        return await measure(client, f"{client.base_url}v1/chat/completions", body, deadline_s=TIMEOUT_S)
+        return await measure(client, URL, body, deadline_s=TIMEOUT_S)
 
     sending = Load(body_of, poisson(draw, load.rate), send)
     await sending.run(lambda _: time.monotonic() - started_s >= seconds)

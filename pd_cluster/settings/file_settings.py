@@ -18,20 +18,20 @@ class KeptFiles(msgspec.Struct, frozen=True):
     folder: Annotated[
         str,
         HTTP(
-            "Keep files and batches in this folder, for /v1/files and /v1/batches; default: keep none.",
+            "Folder to keep files and batches of /v1/files and /v1/batches in; default: none. Extra files.",
             name="files_dir",
         ),
     ] = ""
-    max_file_mib: Annotated[
-        int, HTTP("MiB that an uploaded file may have.", name="max_file_size", checks=(at_least(1),))
-    ] = 512
+    max_file_mib: Annotated[int, HTTP("Most MiB of an uploaded file.", name="max_file_size", checks=(at_least(1),))] = (
+        512
+    )
     tenant_mib: Annotated[
-        int, HTTP("MiB that the files of each tenant may take.", name="files_tenant_mib", checks=(at_least(1),))
+        int, HTTP("Most MiB of a tenant's files.", name="files_tenant_mib", checks=(at_least(1),))
     ] = 4096
     ttl_s: Annotated[
         float, HTTP("Seconds until a file or a finished batch is removed.", name="files_ttl", checks=(POSITIVE,))
     ] = 2_592_000.0
     batch_concurrency: Annotated[
         int,
-        HTTP("Requests of batches that are answered at once while there are no others.", checks=(at_least(1),)),
+        HTTP("Requests of batches to answer at a time while there are no others.", checks=(at_least(1),)),
     ] = 64

@@ -69,10 +69,10 @@ def test_an_image_ends_as_a_user_who_is_not_root(kind: str) -> None:
 
 def test_images_install_extras_that_exist() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-    assert {"cuda", "npu", "otel", "gateway", "node-keys"} <= extras.keys()
-    wanted = {"cpu": '".[otel,gateway,node-keys]"', "npu": '".[npu,otel,gateway,node-keys]"'}
+    assert {"cuda", "npu", "otel", "gateway", "node-keys", "files"} <= extras.keys()
+    wanted = {"cpu": '".[otel,gateway,node-keys,files]"', "npu": '".[npu,otel,gateway,node-keys,files]"'}
     for kind in KINDS:
-        assert wanted.get(kind, "requirements.py cuda otel gateway node-keys") in dockerfile(kind)
+        assert wanted.get(kind, "requirements.py cuda otel gateway node-keys files") in dockerfile(kind)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,7 @@ ONLY_IN = {
     "tqdm": ("offline.progress_bar",),
     "triton": ("model.kernels.cuda", "kv.copy_kernel"),
     "PIL": ("media",),
+    "python_multipart": ("api.files.multipart_form",),
     "cryptography": ("kv.block_seal", "net.node_proofs"),
     "redis": ("kv.shared_store",),
     "grpc": ("gateway.picker_server",),
@@ -108,7 +109,7 @@ TRACES = {"opentelemetry.sdk", "opentelemetry.exporter"}  # imported once --otlp
 NOT_IN_A_RANK = {"sympy", "torch._dynamo.convert_frame", "torch.distributed.fsdp", "torch.distributed.tensor"}
 # Optional packages that the libraries above import if they are installed.
 CHANCE = {"PIL", "accelerate", "charset_normalizer", "cython_runtime", "dill", "h11", "httpcore", "httpx", "orjson"}
-CHANCE |= {"psutil", "sklearn", "sniffio", "triton", "zstandard", "opentelemetry", "google"}
+CHANCE |= {"psutil", "python_multipart", "sklearn", "sniffio", "triton", "zstandard", "opentelemetry", "google"}
 CHANCE |= {"sitecustomize"}  # of Debian's Python
 
 

@@ -28,23 +28,33 @@ class LineAdmission:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._router, self._throttle, self._may_begin, self._clock = router, throttle, may_begin, clock
+        self._without_token: dict[str, RequestStream] = {}
         self._first = asyncio.Lock()  # its holder is next
         streams = router.streams
         streams.on_opened.append(self._on_opened)
-        streams.on_begun.append(self._on_begun)
         streams.on_ended.append(self._on_ended)
 
     @contextlib.asynccontextmanager
     async def admitted(self) -> AsyncIterator[None]:
         """Waits until a request may begin, and notes its end."""
         async with self._first:
-            while not (self._may_begin() and self._throttle.may_begin(self._clock(), self._capacity())):
+            while not self._may_begin_now():
                 await asyncio.sleep(POLL_S)
             self._throttle.begins()
         try:
             yield
         finally:
             self._throttle.ends()
+
+    def _may_begin_now(self) -> bool:
+        for stream in [*self._without_token.values()]:
+            if stream.heard_s:  # its reader may get this token later, together with others
+                self._note_token(stream, stream.heard_s)
+        return self._may_begin() and self._throttle.may_begin(self._clock(), self._capacity())
+
+    def _note_token(self, stream: RequestStream, at_s: float) -> None:
+        self._without_token.pop(stream.request_id, None)
+        self._throttle.has_token(stream.request_id, at_s)
 
     def _capacity(self) -> ClusterCapacity:
         instances = [each for each in self._router.membership.instances if each.takes_requests]
@@ -56,16 +66,14 @@ class LineAdmission:
 
     def _on_opened(self, stream: RequestStream) -> None:
         if _is_of_batch(stream):
+            self._without_token[stream.request_id] = stream
             self._throttle.sent(stream.request_id, self._clock())
         else:
             self._throttle.interactive_begins(self._clock())
 
-    def _on_begun(self, stream: RequestStream) -> None:
-        self._throttle.has_token(stream.request_id, self._clock())
-
     def _on_ended(self, stream: RequestStream, end: StreamEnd) -> None:
         if _is_of_batch(stream):
-            self._throttle.has_token(stream.request_id, self._clock())
+            self._note_token(stream, stream.heard_s or self._clock())
         else:
             self._throttle.interactive_ends(self._clock())
 

@@ -24,7 +24,7 @@ NOT_HERE = {  # part of a path that other servers have -> what to do instead
     "/v1/batches": BATCHES,
     "/v1/files": BATCHES,
     "/v1/uploads": "files are uploaded whole, to /v1/files",
-    "/v1/messages/batches": "batches are OpenAI's here, at /v1/batches",
+    "/v1/messages/batches": "batches have OpenAI's form here: /v1/batches, or `pd-cluster run-batch`",
     "/v1/conversations": "conversations are not kept here; send all items to /v1/responses, or a previous_response_id",
     "/v1/moderations": "nothing is moderated here",
     "/v1/audio/": "this server makes and hears no sound",

@@ -16,6 +16,7 @@ from openai.types import Batch
 
 from tests.api.conftest import KEYS, MAX_FILE_MIB
 from tests.support.cluster import LiveCluster
+from tests.support.documented import answer_validator
 
 CHAT_URL, TEXT_URL, RESPONSES_URL, EMBEDDINGS_URL = (
     *("/v1/chat/completions", "/v1/completions"),
@@ -243,6 +244,23 @@ def test_batches_that_are_refused(one: openai.OpenAI) -> None:
             one.batches.create(**asked)
     with pytest.raises(openai.BadRequestError, match="limit"):
         one.batches.list(limit=101)
+
+
+def test_answers_are_as_documented(one: openai.OpenAI, guarded: LiveCluster) -> None:
+    batch = run(one, lines(1))
+    headers = {"Authorization": f"Bearer {KEYS['one']}"}
+    with httpx.Client(base_url=guarded.url, headers=headers, trust_env=False) as client:
+        document = client.get("/openapi.json").json()
+        for path, name in (
+            *(("/v1/files", "FileList"), (f"/v1/files/{batch.input_file_id}", "FileObject")),
+            *(("/v1/batches", "BatchList"), (f"/v1/batches/{batch.id}", "BatchObject")),
+        ):
+            answer = client.get(path)
+            assert answer.status_code == 200, answer.text
+            answer_validator(document, {"$ref": f"#/components/schemas/{name}"}).validate(answer.json())
+        paths = document["paths"]
+        assert {"post", "get"} == paths["/v1/files"].keys() == paths["/v1/batches"].keys()
+        assert "multipart/form-data" in paths["/v1/files"]["post"]["requestBody"]["content"]
 
 
 def test_without_a_folder_the_routes_say_so(client: openai.OpenAI) -> None:

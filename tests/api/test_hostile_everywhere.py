@@ -30,6 +30,7 @@ from pd_cluster.cluster.members.cluster_credentials import ADMIN_TOKEN_FILE
 from pd_cluster.cluster.overview.cluster_overview import Overview
 from pd_cluster.cluster.records.request_stats import RequestStats
 from pd_cluster.process_messages import Busy
+from pd_cluster.settings.file_settings import KeptFiles
 from pd_cluster.settings.http_settings import HttpConfig
 from pd_cluster.settings.response_settings import KeptResponses
 from pd_cluster.settings.routing_settings import RoutingConfig
@@ -77,7 +78,7 @@ def _rerank() -> Good:
 NONE = Good()
 COMMAND = Good(query=BAD_QUERY)  # acts on the whole cluster and reads no body: only a wrong query is refused
 SESSION = Good({"code": "x"})
-DATA = "/dashboard/api"
+DATA, TEXT = "/dashboard/api", "/v1/completions"
 CHANGES: dict[tuple[Port, str, str], Good] = {
     ("public", "POST", "/ping"): NONE,
     ("public", "POST", "/v1/completions"): _completion(stop=["b"], logit_bias={"5": 1}, stream_options=None),
@@ -90,6 +91,10 @@ CHANGES: dict[tuple[Port, str, str], Good] = {
     ("public", "POST", "/v1/responses/compact"): NONE,
     ("public", "DELETE", "/v1/responses/{response_id}"): NONE,
     ("public", "POST", "/v1/responses/{response_id}/cancel"): NONE,
+    ("public", "POST", "/v1/files"): NONE,
+    ("public", "DELETE", "/v1/files/{file_id}"): NONE,
+    ("public", "POST", "/v1/batches"): Good({"input_file_id": NOBODY, "endpoint": TEXT, "completion_window": "24h"}),
+    ("public", "POST", "/v1/batches/{batch_id}/cancel"): NONE,
     ("public", "POST", "/v1/messages"): _chat(system="b", tools=[]),
     ("public", "POST", "/v1/messages/count_tokens"): Good({"messages": SAID, "system": "b"}),
     ("public", "POST", "/inference/v1/generate"): Good({"token_ids": [5], "sampling_params": {"max_tokens": 2}}),
@@ -146,7 +151,8 @@ def all_routes(folder: Path) -> set[tuple[Port, str, str]]:
     stats = RequestStats(lambda: 0.0)
     overview = Overview(world.membership, lambda: (stats.snapshot(), Busy()), RoutingConfig())
     view = PublicView(overview, list, "a model", Sessions(), "", HostNames())
-    http = HttpConfig(responses=KeptResponses(folder=str(folder / "kept")), has_public_dashboard=True)
+    responses, files = KeptResponses(folder=str(folder / "kept")), KeptFiles(folder=str(folder / "files"))
+    http = HttpConfig(responses=responses, files=files, has_public_dashboard=True)
     control = control_routes(Control(world.membership, world.mailbox, world.router, 0.2), {})
     shown = ShownCluster(overview, "a model", folder, PublicPort("127.0.0.1", 9))
     book = cast(AdapterBook, object())
@@ -239,7 +245,7 @@ class Asker:
     def ask(self, route: tuple[Port, str, str], query: str, content: bytes) -> httpx.Response:
         port, method, path = route
         headers = self._headers if path.startswith(DATA) and port == "admin" else {}
-        for name in ("{name}", "{name:path}", "{response_id}", "{request_id}"):
+        for name in ("{name}", "{name:path}", "{response_id}", "{request_id}", "{file_id}", "{batch_id}"):
             path = path.replace(name, NOBODY)
         target = f"{path}?{query}" if query else path
         return self._clients[port].request(method, target, content=content, headers=headers)
@@ -290,7 +296,7 @@ def open_wide(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPath
     (folder / "adapters").mkdir()
     flags = [
         *FLAGS,
-        f"--response-store={folder / 'kept'}",
+        *(f"--response-store={folder / 'kept'}", f"--files-dir={folder / 'files'}"),
         *("--enable-lora", "--allow-runtime-lora", f"--lora-root={folder / 'adapters'}"),
         *("--enable-tokenizer-info-endpoint", "--public-dashboard", "--host=127.0.0.1"),
     ]

@@ -79,6 +79,7 @@ def make_app(
         stats=RequestStats(),
         num_streams=0,
         num_waiting=0,
+        streams=SimpleNamespace(on_opened=[], on_ended=[]),
         admission=admission or admission_of(),
         serve=_unavailable,
     )

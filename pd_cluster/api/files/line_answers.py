@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 NAMED = "name:"  # begins the owners whose keys have a tenant's name
 MOST_TRIES = 3  # of a request whose instances are lost, or that is not done in time
-LONGEST_WAIT_S = 30
+RETRY_S, LONGEST_WAIT_S = 1.0, 30.0
 
 
 class LineAnswer(NamedTuple):
@@ -60,7 +60,7 @@ class LineAnswers:
                 num_failed += 1
                 if num_failed >= MOST_TRIES and not self._is_ending():
                     return LineAnswer(error_of(entry, error), is_complete=False)
-                wait_s = 1
+                wait_s = RETRY_S
             except PdClusterError as error:
                 return LineAnswer(error_of(entry, error), is_complete=False)
             except Exception as error:  # as in the API: an error affects only its own request

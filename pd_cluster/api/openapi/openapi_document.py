@@ -26,7 +26,9 @@ NUMBER_IN_STRING = {"type": "string", "pattern": PATTERN}
 ERRORS = {
     "400": ("BadRequest", "The request cannot be served; `param` names the field."),
     "401": ("Unauthorized", "No API key, or a wrong one."),
+    "403": ("Forbidden", "A page of another site may not do this."),
     "404": ("NotFound", "There is no such model here."),
+    "409": ("Conflict", "Its state does not allow this."),
     "410": ("Aborted", "The server's operator has ended it."),
     "413": ("TooLarge", f"The body has more than {MAX_BODY_NBYTES >> 20} MiB."),
     "429": (
@@ -39,6 +41,7 @@ ERRORS = {
     ),
     "503": ("Unavailable", "No instance can take it now; try again after `Retry-After` seconds."),
     "504": ("TimedOut", "It was not done in time."),
+    "507": ("StorageFull", "The disk of kept files takes no more."),
 }
 OF_MESSAGES = "Messages"  # begins the names of errors in Anthropic's shape; the HTTP protocol answers in OpenAI's
 OF_ALL = (

@@ -178,10 +178,9 @@ class Reference:
 
     def plan(self) -> ReferencePlan:
         plan = ReferencePlan()
-        for job in sorted(self.of("running"), key=lambda j: (j.behind > 1, j.order)):
-            left = self.budget - sum(plan.chunks.values())
-            if left and job.status == "running" and self.grow(job, min(left, job.behind), plan):
-                plan.chunks[job.key] = min(left, job.behind)
+        due, first = sorted(self.of("running"), key=lambda j: (j.behind > 1, j.order)), self.of("waiting")[:1]
+        later = [j for j in due if j.behind > 1 and any(other.order[0] < j.order[0] for other in first)]
+        self.go_on([j for j in due if j not in later], plan)
         while not plan.preempted and sum(plan.chunks.values()) < self.budget:
             is_full = self.further() >= self.most_further()
             able = [j for j in self.of("waiting") if not (is_full and j.order[-1])]
@@ -192,8 +191,16 @@ class Reference:
                 break
             plan.admitted.append(job.key)
             plan.chunks[job.key] = min(job.behind, self.budget - sum(plan.chunks.values()))
+        if not plan.preempted:
+            self.go_on(later, plan)
         self.plan_keeps(plan)
         return plan
+
+    def go_on(self, due: list[Job], plan: ReferencePlan) -> None:
+        for job in due:
+            left = self.budget - sum(plan.chunks.values())
+            if left and job.status == "running" and self.grow(job, min(left, job.behind), plan):
+                plan.chunks[job.key] = min(left, job.behind)
 
     def enter(self, job: Job, plan: ReferencePlan) -> bool:
         is_swapped = any(job.swapped)

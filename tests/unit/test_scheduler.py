@@ -13,6 +13,7 @@ from pd_cluster.kv.block_pool import BlockPool
 from pd_cluster.kv.prefix_index import PrefixScope
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Request, RequestSpec, Sampling, Span, Status
+from pd_cluster.types.request_spec import BATCH_PRIORITY
 
 
 def make(num_blocks: int = 32, block_size: int = 4, max_num_seqs: int = 8, budget: int = 16) -> StepScheduler:
@@ -133,3 +134,26 @@ def test_kv_that_lost_precision_serves_only_its_like(landed_as: str, asked_as: s
     scheduler.add(local)
     scheduler.plan()
     assert local.num_cached_tokens == (0 if landed_as else 8)
+
+
+def test_a_prompt_that_has_begun_gives_way_to_a_higher_priority() -> None:
+    """It goes on with the rest of each step's tokens; among equals nobody overtakes."""
+    scheduler = make(num_blocks=64)
+    long = request("batch", 60)
+    scheduler.add(Request("batch", replace(long.order, priority=BATCH_PRIORITY)))
+    assert chunks(step(scheduler)) == {"batch": 16}
+    scheduler.add(request("one", 10, arrival_s=1.0, max_tokens=2))
+    assert chunks(step(scheduler)) == {"one": 10, "batch": 6}
+    scheduler.add(request("two", 20, arrival_s=2.0, max_tokens=1))
+    assert chunks(step(scheduler)) == {"one": 1, "two": 15}
+    assert chunks(step(scheduler)) == {"two": 5, "batch": 11}
+    scheduler.add(Request("later", replace(request("later", 4).order, priority=BATCH_PRIORITY), arrival_s=3.0))
+    assert chunks(step(scheduler)) == {"batch": 16}
+
+
+def test_a_prompt_that_has_begun_goes_on_while_a_higher_priority_finds_no_place() -> None:
+    scheduler = make(num_blocks=20, max_num_seqs=1)
+    scheduler.add(Request("batch", replace(request("batch", 40).order, priority=BATCH_PRIORITY)))
+    assert chunks(step(scheduler)) == {"batch": 16}
+    scheduler.add(request("one", 10, arrival_s=1.0))
+    assert [chunks(step(scheduler)) for _ in range(2)] == [{"batch": 16}, {"batch": 8}]

@@ -15,7 +15,7 @@ from pd_cluster.engine.scheduling.block_allocator import BlockAllocator
 from pd_cluster.engine.scheduling.block_holdings import Holdings
 from pd_cluster.engine.scheduling.count_histogram import CountHistogram
 from pd_cluster.engine.scheduling.group_holdings import GroupHoldings, LayerGroup
-from pd_cluster.engine.scheduling.lora_rotation import LoraRotation
+from pd_cluster.engine.scheduling.lora_rotation import LoraRotation, StepAdapters
 from pd_cluster.engine.scheduling.sequence_limit import SequenceLimit
 from pd_cluster.engine.scheduling.state_checkpoints import Checkpoints, KeepRule
 from pd_cluster.engine.scheduling.step_plan import (
@@ -202,13 +202,31 @@ class StepScheduler:
     # ---- a step
 
     def plan(self) -> StepPlan:
-        """Plans the next step: decodes first, so that none waits for a prompt; then prompts; then waiting requests."""
+        """Plans the next step: decodes first, so that none waits for a prompt; then prompts; then waiting requests.
+
+        Prompts that have begun come after a waiting request of a higher priority.
+        """
         plan = StepPlan()
         self._begin_moves(plan.moves)
         budget = self.max_num_batched_tokens
         due = sorted(self.running, key=lambda r: (r.num_behind > 1, *service_order(r)))
         first = self.places.next(self.waiting)
         turn = None if self._turns is None else self._turns.next([*due, *self.waiting[first : first + 1]])
+        later = [request for request in due if self._gives_way(request)] if self.waiting else []
+        budget = self._continue([r for r in due if r not in later] if later else due, plan, budget, turn)
+        if not plan.preempted:
+            self._admit(plan, budget, may_enter=turn.admits if turn is not None else lambda request: True)
+        if later and budget and not plan.preempted:
+            self._continue(later, plan, self.max_num_batched_tokens - plan.num_tokens, turn)
+        plan.keeps = self._checkpoints.plan(plan.chunks)
+        return plan
+
+    def _gives_way(self, request: Request) -> bool:
+        """Whether a prompt that has begun comes after a request that waits."""
+        return request.num_behind > 1 and self.waiting[0].priority < request.priority
+
+    def _continue(self, due: Sequence[Request], plan: StepPlan, budget: int, turn: StepAdapters | None) -> int:
+        """Adds chunks of running requests, in this order; returns the rest of the budget."""
         for request in due:
             if not budget:
                 break
@@ -218,24 +236,20 @@ class StepScheduler:
                 continue
             num_tokens = self._chunk(request, budget, plan)
             if not num_tokens and (request.pooling is not None or self._keeps_pictures):
-                budget = 0
-                break
+                return 0
             if num_tokens and self.allocator.grow(request, request.num_computed_tokens + num_tokens, plan):
                 plan.add(request, num_tokens)
                 budget = self.max_num_batched_tokens - plan.num_tokens if plan.preempted else budget - num_tokens
-        if not plan.preempted:
-            self._admit(plan, budget, may_enter=turn.admits if turn is not None else lambda request: True)
-        plan.keeps = self._checkpoints.plan(plan.chunks)
-        return plan
+        return budget
 
     def plan_ahead(self, leaving: Sequence[Request], may_go: Callable[[Request], bool]) -> StepPlan | None:
         """Plans the step behind one that is recorded as computed, but whose tokens are not known yet.
 
         Follows the rules of `plan`. A sequence whose next token is being chosen computes that token; those in `leaving`
         end with it, so their places are free, but not yet their blocks. Returns None where the host must plan: a
-        sequence that is due may not go ahead, a block must be copied or swapped, there are too few blocks, the first
-        that waits could enter only with blocks that are about to be free, or there are states, of which steps keep
-        some.
+        sequence that is due may not go ahead or gives way, a block must be copied or swapped, there are too few blocks,
+        the first that waits could enter only with blocks that are about to be free, or there are states, of which steps
+        keep some.
         """
         if self._holdings.states is not None:
             return None
@@ -246,6 +260,8 @@ class StepScheduler:
             if not budget:
                 break
             num_tokens = self._whole(request, min(max(1, request.num_behind), budget), budget)
+            if self.waiting and self._gives_way(request):
+                return None
             if not num_tokens or not may_go(request) or not self.allocator.grow_ahead(request, num_tokens):
                 return None
             plan.add(request, num_tokens)

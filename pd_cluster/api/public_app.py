@@ -87,7 +87,7 @@ def public_app(
         add_routes(app, routes)
     app.state.background = []
     if keeps_files:
-        files = FilesApi(service, lambda: drain.is_draining)
+        files = FilesApi(service, lambda: drain.is_draining, file_keys)
         app.state.background.append(files.run)
         for routes in files.routes:
             add_routes(app, routes)

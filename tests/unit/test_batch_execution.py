@@ -74,8 +74,14 @@ def create(store: BatchStore, data: bytes, owner: str = "one") -> BatchObject:
     return store.create(batch, owner, None, None)
 
 
+def execution(store: BatchStore, batch: BatchObject, answers: Answers, most: int = 4) -> BatchExecution:
+    made = BatchExecution(store, batch.id, answers)  # type: ignore[arg-type]
+    made._most = most
+    return made
+
+
 def execute(store: BatchStore, batch: BatchObject, answers: Answers, most: int = 4) -> BatchObject:
-    asyncio.run(BatchExecution(store, batch.id, answers, most).run())  # type: ignore[arg-type]
+    asyncio.run(execution(store, batch, answers, most).run())
     return store.find("one", batch.id)
 
 
@@ -172,7 +178,7 @@ def test_a_cancelled_batch_keeps_its_answers(store: BatchStore) -> None:
     answers = Answers(lambda number: asyncio.Event().wait() if number == 10 else None)
 
     async def run() -> None:
-        executing = asyncio.ensure_future(BatchExecution(store, made.id, answers, 1).run())  # type: ignore[arg-type]
+        executing = asyncio.ensure_future(execution(store, made, answers, 1).run())
         while len(answers.asked) < 10:
             await asyncio.sleep(0.01)
         assert store.cancel("one", made.id).status == "cancelling"
@@ -286,7 +292,7 @@ def test_two_services_over_one_folder(store: BatchStore, clock: Clock) -> None:
     mine, theirs = Answers(), Answers()
 
     async def run() -> None:
-        services = [BatchService(store, mine), BatchService(other, theirs)]  # type: ignore[arg-type]
+        services = [BatchService(each, by, lambda owner: True) for each, by in ((store, mine), (other, theirs))]  # type: ignore[arg-type]
         running = [asyncio.ensure_future(service.run()) for service in services]
         async with asyncio.timeout(30):
             while any(store.find("one", batch.id).is_running for batch in made):
@@ -300,6 +306,27 @@ def test_two_services_over_one_folder(store: BatchStore, clock: Clock) -> None:
     for batch in made:
         ids = ids_in(store, store.find("one", batch.id))
         assert sorted(ids) == sorted(f"c{at}" for at in range(10))
+
+
+def test_batches_of_an_owner_without_a_key_stand_still(store: BatchStore) -> None:
+    made, keys = create(store, lines(20)), {"one"}
+    answers = Answers(lambda number: asyncio.Event().wait() if number else None)
+
+    async def run() -> None:
+        service = BatchService(store, answers, lambda owner: owner in keys)  # type: ignore[arg-type]
+        running = asyncio.ensure_future(service.run())
+        async with asyncio.timeout(30):
+            while not answers.asked:
+                await asyncio.sleep(0.01)
+            keys.clear()
+            while os.listdir(Path(store.files.config.folder) / batch_store.LOCKS) and store.take(made.id) is None:
+                await asyncio.sleep(0.05)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+    asyncio.run(run())
+    batch = store.find("one", made.id)
+    assert (batch.status, batch.request_counts.completed < 20) == ("in_progress", True)
 
 
 def test_an_owner_has_a_bounded_number_of_unfinished_batches(

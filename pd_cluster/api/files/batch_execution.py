@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, BinaryIO, ParamSpec, TypeVar
 
 from pd_cluster.api.files.line_answers import LineAnswer, LineAnswers
-from pd_cluster.errors import RequestNotFound
+from pd_cluster.errors import RequestNotFound, Unauthorized
 from pd_cluster.service.files.batch_journal import BatchJournal
 from pd_cluster.service.files.batch_lines import BatchEntry, entries_of, unanswered_line
 from pd_cluster.service.files.batch_states import BatchError, BatchObject, KeptBatch, RequestCounts
@@ -28,11 +28,21 @@ GIVEN_UP = {"expired": ("batch_expired", WHY_EXPIRED), "cancelled": ("batch_canc
 
 
 class BatchExecution:
-    """`run` raises StorageFull when the disk is full; nothing is lost then, and another execution goes on."""
+    """`run` raises StorageFull when the disk is full, and Unauthorized when the owner's last key is gone.
 
-    def __init__(self, store: BatchStore, batch_id: str, answers: LineAnswers, most: int) -> None:
-        """`most`: requests at a time."""
-        self._store, self._id, self._answers, self._most = store, batch_id, answers, most
+    Nothing is lost then, and another execution continues.
+    """
+
+    def __init__(
+        self,
+        store: BatchStore,
+        batch_id: str,
+        answers: LineAnswers,
+        may_run: Callable[[str], bool] = lambda owner: True,
+    ) -> None:
+        """`may_run`: whether its owner has a key."""
+        self._store, self._id, self._answers, self._may_run = store, batch_id, answers, may_run
+        self._most = store.files.config.batch_concurrency
         self._most_nbytes = 0  # of the batch's files, by its owner's quota
         self._pending: set[asyncio.Future[Any]] = set()  # calls on threads
 
@@ -100,14 +110,16 @@ class BatchExecution:
 
     async def _watch(self, journal: BatchJournal) -> None:
         """Returns when the batch is to end early."""
-        while not self._is_over(await self._on_thread(self._note_progress, journal)):
+        while not self._is_over((kept := await self._on_thread(self._note_progress, journal)).batch):
+            if not self._may_run(kept.owner):
+                raise Unauthorized("its owner has no key any more")
             await asyncio.sleep(LOOK_EVERY_S)
 
-    def _note_progress(self, journal: BatchJournal) -> BatchObject:
+    def _note_progress(self, journal: BatchJournal) -> KeptBatch:
         """Ensures that answers so far are on the disk, and shows their number."""
         journal.sync()
         kept, self._most_nbytes = self._store.note_progress(self._id, journal.counts, journal.nbytes)
-        return kept.batch
+        return kept
 
     async def _answer_all(self, kept: KeptBatch, journal: BatchJournal, source: BinaryIO) -> None:
         running: dict[asyncio.Task[None], int] = {}

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import sqlite3
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pd_cluster.api.files.batch_execution import BatchExecution
 from pd_cluster.api.files.line_answers import LineAnswers
@@ -22,8 +22,9 @@ MOST_AT_ONCE = 8  # batches; those that are to end are extra
 
 
 class BatchService:
-    def __init__(self, store: BatchStore, answers: LineAnswers) -> None:
-        self._store, self._answers = store, answers
+    def __init__(self, store: BatchStore, answers: LineAnswers, may_run: Callable[[str], bool]) -> None:
+        """`may_run`: whether the batches of an owner run."""
+        self._store, self._answers, self._may_run = store, answers, may_run
         self._mine: dict[str, RunningBatch] = {}
         self._not_before_s: dict[str, float] = {}
         self._has_news = asyncio.Event()
@@ -54,6 +55,7 @@ class BatchService:
         known = {batch.id for batch in running}
         self._not_before_s = {each: at_s for each, at_s in self._not_before_s.items() if each in known}
         idle = [each for each in running if self._not_before_s.get(each.id, 0.0) <= now_s]
+        idle = [each for each in idle if each.is_due or self._may_run(each.owner)]
         for batch in chosen(idle, self._mine, MOST_AT_ONCE):
             lock = await files.on_thread(self._store.take, batch.id)
             if lock is not None:
@@ -70,8 +72,7 @@ class BatchService:
         has_ended = False
         try:
             log.info("%s: this process runs it", batch_id)
-            execution = BatchExecution(self._store, batch_id, self._answers, self._store.files.config.batch_concurrency)
-            await execution.run()
+            await BatchExecution(self._store, batch_id, self._answers, self._may_run).run()
             has_ended = True
             log.info("%s: it has ended", batch_id)
         except (PdClusterError, sqlite3.Error, OSError) as error:

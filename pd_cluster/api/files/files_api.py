@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from fastapi import APIRouter
 
@@ -12,6 +13,8 @@ from pd_cluster.api.files.file_routes import FILES, file_routes
 from pd_cluster.api.files.file_upload import FORM_NBYTES
 from pd_cluster.api.files.line_admission import LineAdmission
 from pd_cluster.api.files.line_answers import LineAnswers
+from pd_cluster.api.middleware.api_key_auth import NAMED, owners_of
+from pd_cluster.api.middleware.file_keys import FileKeys
 from pd_cluster.api.routes.in_process_api import InProcessApi
 from pd_cluster.service.files.batch_store import BatchStore
 from pd_cluster.service.files.batch_throttle import BatchThrottle
@@ -25,19 +28,29 @@ FILE_PATHS = (FILES, BATCHES)
 class FilesApi:
     """`run` answers batches until it is cancelled."""
 
-    def __init__(self, service: TextService, is_ending: Callable[[], bool]) -> None:
-        """`is_ending`: this server stops, so no request of a batch begins any more. Raises ConfigError."""
+    def __init__(self, service: TextService, is_ending: Callable[[], bool], file_keys: FileKeys | None) -> None:
+        """`is_ending`: this server stops, so no request of a batch begins any more. Raises ConfigError.
+
+        Batches of owners without a key in effect do not run.
+        """
         http, router = service.settings.http, service.router
         files = FileStore(http.files)
         batches = BatchStore(files)
         admission = LineAdmission(router, BatchThrottle(http.files.batch_concurrency), lambda: not is_ending())
         answers = LineAnswers(InProcessApi(service), admission, http, router.stats.tenants, is_ending)
-        running = BatchService(batches, answers)
+        running = BatchService(batches, answers, partial(_is_known, {*owners_of(http)}, http.has_keys, file_keys))
         self.run = running.run
         self.routes: list[APIRouter] = [
             file_routes(files, http.allowed_origins),
             batch_routes(batches, running.look_now),
         ]
+
+
+def _is_known(owners: set[str], has_keys: bool, file_keys: FileKeys | None, owner: str) -> bool:
+    if not has_keys:
+        return owner == ""
+    is_in_file = file_keys is not None and owner.startswith(NAMED) and file_keys.has_tenant(owner.removeprefix(NAMED))
+    return owner in owners or is_in_file
 
 
 def most_nbytes_of(http: HttpConfig) -> dict[bytes, int]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pd_cluster.api.files.line_admission import LineAdmission
+from pd_cluster.api.middleware.api_key_auth import NAMED
 from pd_cluster.api.routes.in_process_api import InProcessApi
 from pd_cluster.cluster.tenancy.tenant_counts import OTHERS, TenantCounts
 from pd_cluster.errors import GenerationError, Overloaded, PdClusterError, Unavailable
@@ -20,7 +21,6 @@ from pd_cluster.types.request_spec import BATCH_PRIORITY
 
 log = logging.getLogger(__name__)
 
-NAMED = "name:"  # begins the owners whose keys have a tenant's name
 MOST_TRIES = 3  # of a request whose instances are lost, or that is not done in time
 RETRY_S, LONGEST_WAIT_S = 1.0, 30.0
 

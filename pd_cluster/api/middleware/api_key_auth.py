@@ -27,7 +27,15 @@ from pd_cluster.service.schema.error_bodies import MESSAGES_PATHS
 from pd_cluster.settings.http_settings import HttpConfig
 
 OPEN_PATHS = ("/health", "/ping", "/live")  # for probes, read-only
+NAMED = "name:"  # begins the owners whose keys have a tenant's name
 METRICS_PATH, LOAD_PATH = "/metrics", "/load"
+
+
+def owners_of(http: HttpConfig) -> list[str]:
+    """Returns the owner of each key of the settings, in their order; without tenants, each key is its own."""
+    return [f"{NAMED}{name}" for name in http.tenants] or [
+        f"key:{digest_of_key(key.encode()).hex()}" for key in http.api_keys
+    ]
 
 
 class ApiKeys:
@@ -45,8 +53,7 @@ class ApiKeys:
         self._app, self._counts, self._file_keys = app, counts, file_keys
         self._shares_prefix_cache, root_path = http.shares_prefix_cache, http.root_path
         self._digests = [digest_of_key(key.encode()) for key in http.api_keys]
-        names = [f"name:{name}" for name in http.tenants] or [f"key:{digest.hex()}" for digest in self._digests]
-        self._callers = [self._caller(name) for name in names]
+        self._callers = [self._caller(name) for name in owners_of(http)]
         self._tenants = http.tenants or [OTHERS for _ in http.api_keys]
         self._metrics_digests = [digest_of_key(http.metrics_key.encode())] if http.metrics_key else []
         self._open = {root_path + path for path in OPEN_PATHS}
@@ -89,7 +96,7 @@ class ApiKeys:
         known = self._file_keys.find(key) if self._file_keys is not None and key is not None else None
         if known is None:
             return None
-        caller = replace(self._caller(f"name:{known.key.tenant}"), models=known.key.models)
+        caller = replace(self._caller(f"{NAMED}{known.key.tenant}"), models=known.key.models)
         return caller, Meter(known.key.tenant, self._counts, known.account)
 
     def _caller(self, name: str) -> Caller:

@@ -49,6 +49,10 @@ class FileKeys:
             raise Unauthorized(f"the API key {found.key.id!r} has expired", code="invalid_api_key")
         return found
 
+    def has_tenant(self, name: str) -> bool:
+        """Whether a key of this tenant is in effect."""
+        return any(known.key.tenant == name and not self._has_expired(known) for known in self._known.values())
+
     def validity(self, key: bytes) -> Callable[[], bool] | None:
         """Returns what says whether the key is still in effect, without keeping it; None for an unknown key.
 

@@ -6,10 +6,11 @@ Deadlines are shortened, and only end what would otherwise never end.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import pytest
 
-from pd_cluster.api.connections import connection_limiter
+from pd_cluster.api.connections import connection_limiter, http_protocol
 from pd_cluster.api.connections.connection_limiter import NUM_SPARE_PER_HOST
 from pd_cluster.settings.routing_settings import ConnectionLimits
 from tests.support.http_protocol import GET, HELD, POST, PROBE, Client, Serving, said, serving, status
@@ -121,3 +122,26 @@ async def test_one_address_does_not_take_the_others_places() -> None:
 
 
 # ---- the log
+
+
+async def test_an_upload_has_time_while_it_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other bodies do not, and neither has an upload that stands still."""
+    monkeypatch.setattr(connection_limiter, "BODY_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_protocol, "LEAST_NBYTES", 1000)
+    async with serving(uploads={b"/up": 64 << 20}) as at:
+        for path, sends, wanted in (("up", True, 200), ("up", False, 0), ("other", True, 0)):
+            client = await at.connect()
+            await client.send(f"POST /{path} HTTP/1.1\r\nHost: x\r\nContent-Length: 12000\r\n\r\n".encode())
+            for _ in range(12 if sends else 1):
+                with contextlib.suppress(ConnectionError):
+                    await client.send(b"x" * (1000 if sends else 12))
+                await asyncio.sleep(0.2)
+            assert status(await client.answer()) == wanted, path
+            client.close()
+
+
+async def test_an_upload_may_be_larger_than_other_bodies() -> None:
+    async with serving(uploads={b"/up": 40 << 20}) as at:
+        for path, nbytes, wanted in (("up", 40 << 20, 200), ("up", (40 << 20) + 1, 413), ("u", 40 << 20, 413)):
+            head = f"POST /{path}?a=b HTTP/1.1\r\nHost: x\r\nContent-Length: {nbytes}\r\n\r\n".encode()
+            assert status(await at.ask(head, *[b"x" * (1 << 20)] * (40 if wanted == 200 else 0))) == wanted

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -112,10 +112,12 @@ class Client:
 
 
 @contextlib.asynccontextmanager
-async def serving(limits: ConnectionLimits | None = None, tls: Tls | None = None) -> AsyncIterator[Serving]:
+async def serving(
+    limits: ConnectionLimits | None = None, tls: Tls | None = None, uploads: Mapping[bytes, int] | None = None
+) -> AsyncIterator[Serving]:
     listener = http_server.bind("127.0.0.1", 0)
     app = App()
-    made = http_server.make_server(app, limits or ConnectionLimits(), tls=tls)
+    made = http_server.make_server(app, limits or ConnectionLimits(), tls=tls, uploads=uploads or {})
     running = asyncio.ensure_future(made.serve(sockets=[listener]))
     try:
         yield Serving(app, made, listener.getsockname()[1])

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 QUICK = ("kv --quick --transports=shm --rounds=1",)
 SLOW = (
+    "batches --quick",
     "engine --quick --threads=1",
     "engine --parts=unit --quick",
     "engine --shape=hybrid-1B --quick --threads=1 --rounds=1",

@@ -26,7 +26,7 @@ from pd_cluster.service.files.batch_store import BatchStore, RunningBatch
 from pd_cluster.service.files.file_store import CONTENT, FileStore
 from pd_cluster.settings.file_settings import KeptFiles
 from tests.support.full_disks import full_disk
-from tests.unit.test_file_store import Clock, content_of, put
+from tests.unit.test_file_store import ALL, Clock, content_of, put
 
 URL = "/v1/completions"
 
@@ -269,6 +269,19 @@ def test_a_closed_journal_takes_no_late_answer(store: BatchStore) -> None:
     journal.write(BatchEntry(2, "c1", URL, b"1"), b"late\n", True)
     assert journal.counts.completed == 1
     assert journal.counts.failed == 0
+
+
+def test_late_news_of_a_batch_changes_nothing(store: BatchStore) -> None:
+    made = create(store, lines(2))
+    store.note_begun(made.id, 2)
+    kept = store.load(made.id)
+    journal = BatchJournal(store.files, kept)
+    journal.close()
+    batch = execute(store, made, Answers())
+    store.note_progress(made.id, journal.counts, {kept.output_id: 0, kept.error_id: 0})
+    assert store.find("one", made.id) == batch
+    assert sorted(ids_in(store, batch)) == ["c0", "c1"]
+    assert len(store.files.files_of("one", "batch_output", ALL)) == 1
 
 
 def test_one_process_owns_a_batch(store: BatchStore, tmp_path: Path, clock: Clock) -> None:

@@ -54,10 +54,13 @@ class BatchExecution:
             await self._on_thread(self._fail, kept)
             return
         with os.fdopen(fd, "rb") as source:
-            if kept.batch.status == "validating" and not self._is_over(kept.batch):
-                kept = await self._on_thread(self._validated, kept.batch, source)
-            if kept.batch.is_running:
-                await self._executed(kept, source)
+            try:
+                if kept.batch.status == "validating" and not self._is_over(kept.batch):
+                    kept = await self._on_thread(self._validated, kept.batch, source)
+                if kept.batch.is_running:
+                    await self._executed(kept, source)
+            finally:
+                await self._settled()
 
     def _validated(self, batch: BatchObject, source: BinaryIO) -> KeptBatch:
         num_lines, errors = check_entries(entries_of(source), batch.endpoint)
@@ -84,8 +87,12 @@ class BatchExecution:
                 await self._until_over(kept, journal, source)
             await self._on_thread(self._end, journal, source)
         finally:
-            await asyncio.gather(*self._pending, return_exceptions=True)  # none may write when another process does
+            await self._settled()
             journal.close()
+
+    async def _settled(self) -> None:
+        """Waits for calls that have begun: none may write when the batch ends here, or continues in another process."""
+        await asyncio.gather(*self._pending, return_exceptions=True)
 
     async def _on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Returns the call's result. A call that has begun runs to its end, even if its caller is cancelled."""
@@ -107,6 +114,7 @@ class BatchExecution:
             answering.cancel()
             watching.cancel()
             await asyncio.gather(answering, watching, return_exceptions=True)
+            await self._settled()
 
     async def _watch(self, journal: BatchJournal) -> None:
         """Returns when the batch is to end early."""

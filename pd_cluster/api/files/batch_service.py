@@ -75,9 +75,10 @@ class BatchService:
             await BatchExecution(self._store, batch_id, self._answers, self._may_run).run()
             has_ended = True
             log.info("%s: it has ended", batch_id)
-        except (PdClusterError, sqlite3.Error, OSError) as error:
+        except Exception as error:  # it affects only this batch
+            expected = isinstance(error, PdClusterError | sqlite3.Error | OSError)
             self._not_before_s[batch_id] = asyncio.get_running_loop().time() + RETRY_S
-            log.error("%s: it goes on in %g s: %s", batch_id, RETRY_S, error)
+            log.error("%s: it continues in %g s: %s", batch_id, RETRY_S, error, exc_info=None if expected else error)
         finally:
             del self._mine[batch_id]
             self._store.release(batch_id, lock, has_ended)

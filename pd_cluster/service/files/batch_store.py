@@ -151,10 +151,14 @@ class BatchStore:
             lock = open_own(batch_id, LOCK, self._locks)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            is_running = self.load(batch_id).batch.is_running  # only now is it certain that no other process runs it
+        except BlockingIOError:
             os.close(lock)
             return None
-        if self.load(batch_id).batch.is_running:  # only now is it certain that no other process runs it
+        except BaseException:
+            os.close(lock)
+            raise
+        if is_running:
             return lock
         self.release(batch_id, lock, has_ended=True)
         return None
@@ -188,11 +192,14 @@ class BatchStore:
 
     def note_progress(self, batch_id: str, counts: RequestCounts, nbytes: dict[str, int]) -> tuple[KeptBatch, int]:
         """Records how far a batch is. `nbytes`: its files' sizes. Returns the most that these may be, in bytes."""
-        kept = self._change(batch_id, lambda batch: replace(batch, request_counts=counts))
         with self.files.storing(), self._database.writing() as connection:
-            for file_id, size in nbytes.items():
-                row = (file_id, key_of(kept.owner), "batch_output", "", size, self._clock(), NEVER_S, 0)
-                connection.execute(INSERT_FILE, row)
+            kept = self._read(connection, batch_id)
+            if kept.batch.is_running:  # a call that is late changes nothing
+                kept = replace(kept, batch=replace(kept.batch, request_counts=counts))
+                self._save(connection, kept)
+                for file_id, size in nbytes.items():
+                    row = (file_id, key_of(kept.owner), "batch_output", "", size, self._clock(), NEVER_S, 0)
+                    connection.execute(INSERT_FILE, row)
             num_kept = self.files.num_kept(connection, kept.owner)
         return kept, self.files.quota_nbytes - num_kept + sum(nbytes.values())
 

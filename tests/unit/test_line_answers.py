@@ -49,6 +49,8 @@ class Calls:
 
     async def call(self, path: str, body: bytes, caller: Caller) -> ApiAnswer:
         self.callers.append(caller)
+        if caller.meter is not None:
+            caller.meter.count()
         if self._errors:
             raise self._errors.pop(0)
         return ApiAnswer(b'"answer"', 1)
@@ -118,6 +120,15 @@ def test_it_is_its_owners_and_comes_after_all_others(monkeypatch: pytest.MonkeyP
     assert (caller.tenant, caller.meter) == ("", None)
     _, (caller,) = answered([], monkeypatch, HttpConfig(api_keys=("k",), shares_prefix_cache=True))
     assert caller.tenant == ""
+
+
+def test_each_try_counts_by_its_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[tuple[str, str]] = []
+    monkeypatch.setattr(TenantCounts, "ended", lambda self, tenant, outcome: ended.append((tenant, outcome)))
+    errors = [Overloaded("busy"), RequestError("wrong")]
+    answered(errors, monkeypatch, HttpConfig(api_keys=("k",)))
+    answered([GenerationError("lost")], monkeypatch, HttpConfig(api_keys=("k",)), owner="key:1")
+    assert ended == [("t", "refused"), ("t", "refused"), ("other", "failed"), ("other", "finished")]
 
 
 def test_a_server_that_stops_writes_no_errors(monkeypatch: pytest.MonkeyPatch) -> None:

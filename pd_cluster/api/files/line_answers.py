@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from pd_cluster.api.files.line_admission import LineAdmission
@@ -16,6 +17,7 @@ from pd_cluster.service.callers.caller import Caller
 from pd_cluster.service.callers.usage_meter import Meter
 from pd_cluster.service.files.batch_lines import BatchEntry, error_of, line_of
 from pd_cluster.service.files.batch_states import KeptBatch
+from pd_cluster.service.schema.error_bodies import status_of
 from pd_cluster.settings.http_settings import HttpConfig
 from pd_cluster.types.request_spec import BATCH_PRIORITY
 
@@ -70,11 +72,8 @@ class LineAnswers:
 
     async def _tried(self, kept: KeptBatch, entry: BatchEntry) -> LineAnswer:
         meter = self._meter(kept.owner)
-        try:
+        with _metered(meter) if meter is not None else contextlib.nullcontext():
             called = await self._calls.call(entry.url, entry.body, self._caller(kept, meter))
-        finally:
-            if meter is not None:
-                meter.ends()
         return LineAnswer(line_of(entry, 200, called.body), is_complete=True)
 
     def _caller(self, kept: KeptBatch, meter: Meter | None) -> Caller:
@@ -92,3 +91,20 @@ class LineAnswers:
         if not self._http.has_keys:
             return None
         return Meter(owner.removeprefix(NAMED) if owner.startswith(NAMED) else OTHERS, self._counts)
+
+
+@contextlib.contextmanager
+def _metered(meter: Meter) -> Iterator[None]:
+    """Counts a request by its outcome, as that of a client."""
+    try:
+        yield
+        meter.answers(200, is_computed=True)
+    except asyncio.CancelledError:
+        meter.is_left()
+        raise
+    except Exception as error:
+        meter.answers(status_of(error), is_computed=True)
+        raise
+    finally:
+        meter.has_answered()
+        meter.ends()

@@ -65,7 +65,7 @@ class CollectedReply:
         """Gives the text before the first call to `thought`: it is reasoning that a call ends."""
         self._thought = thought
 
-    def unwrap(self, wraps: tuple[str, str]) -> None:
+    def unwrap(self, wraps: tuple[str, ...]) -> None:
         """From now on content is shown without these texts around it."""
         self._unwrapped = Unwrapped(wraps, self._content)
 
@@ -200,6 +200,28 @@ def read_call(stream: TextStream, out: CollectedReply, needs_arguments: bool = F
             call.end_arguments()
         break
     return call.outcome
+
+
+def read_keyed_call(stream: TextStream, out: CollectedReply) -> Steps[Outcome]:
+    """Reads `{"NAME": {ARGUMENTS}}`. If this is not a call, the text taken is in the stream, which must `keep`."""
+    if not (yield from take_sign(stream, "{")):
+        return "none"
+    name = yield from read_string(stream)
+    if not name or not (yield from take_sign(stream, ":")):
+        return "none"
+    yield from stream.blanks()
+    if (yield from stream.peek()) != "{":
+        return "none"
+    stream.kept()
+    out.begin(name)
+    if not (yield from scan_value(stream, out.arguments)):
+        return "torn"
+    stream.keep()
+    if (yield from take_sign(stream, "}")):
+        stream.kept()
+    else:
+        stream.put_back()
+    return "whole"
 
 
 def _member(stream: TextStream, call: _Call) -> Steps[bool]:

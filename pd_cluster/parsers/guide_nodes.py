@@ -33,18 +33,15 @@ def array_schema(given: Sequence[Tool], key: str, most: int) -> dict[str, Any]:
 
 
 def call_schema(given: Sequence[Tool], key: str) -> dict[str, Any]:
-    """Returns the schema of one call of any of the tools. An `$id` keeps a schema's references local to it."""
-    return {
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.name}, key: {**object_of(tool), "$id": f"tool:{at}"}},
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-            for at, tool in enumerate(given)
-        ]
-    }
+    """Returns the schema of one call of any of the tools, with their arguments in the member `key`, or in the one of
+    the tool's name if `key` is empty. An `$id` keeps a schema's references local to it.
+    """
+    found: list[dict[str, Any]] = []
+    for at, tool in enumerate(given):
+        name: dict[str, Any] = {"name": {"const": tool.name}} if key else {}
+        members = {**name, key or tool.name: {**object_of(tool), "$id": f"tool:{at}"}}
+        found.append({"type": "object", "properties": members, "required": [*members], "additionalProperties": False})
+    return {"anyOf": found}
 
 
 def object_of(tool: Tool) -> dict[str, Any]:

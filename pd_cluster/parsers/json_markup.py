@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pd_cluster.parsers.collected_reply import CollectedReply
+from pd_cluster.parsers.collected_reply import CollectedReply, read_call, read_keyed_call
 from pd_cluster.parsers.guide_nodes import BLANK, FREE, MAX_CALLS, Node, Tool, array_schema, call_schema, object_of
 from pd_cluster.parsers.irregular_readers import close_calls, read_objects, read_torn
 from pd_cluster.parsers.json_scan import scan_value
@@ -27,7 +27,7 @@ class JsonCalls:
 
     `begins`: other texts that a model writes in place of `begin`. `key`: the member that guides write. `pieces`: the
     tokens that some tokenizers make of `begin`. `is_word`: other texts have `begin`, too, so it begins calls only right
-    before their array.
+    before their array. Without a `key` a call is `{NAME: ARGUMENTS}`.
     """
 
     begin: str
@@ -63,12 +63,12 @@ class JsonCalls:
         if self.is_word and (yield from stream.peek()) != "[":
             stream.put_back()
             return False
-        return (yield from read_objects(stream, out, ends))
+        return (yield from read_objects(stream, out, ends, read_one=read_call if self.key else read_keyed_call))
 
     def calls(self, given: Sequence[Tool], most: int) -> Node:
         if self.is_array:
-            return ["seq", ["marker", self.begin], *self._array(given, most)]
-        return ["repeat", 1, most, ["seq", ["marker", self.begin], *self._one(given)]]
+            return ["seq", self._begin(), *self._array(given, most)]
+        return ["repeat", 1, most, ["seq", self._begin(), *self._one(given)]]
 
     def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
         if self.is_word:
@@ -76,6 +76,9 @@ class JsonCalls:
             return ["seq", ["repeat", 0, most, ["seq", ["until", f"{self.begin}["], *self._items(given, most)]], FREE]
         body = self._array(given, most or MAX_CALLS) if self.is_array else self._one(given)
         return ["seq", ["repeat", 0, most, ["seq", ["until", self.begin, *self.begins], *body]], FREE]
+
+    def _begin(self) -> Node:
+        return ["any", *(["marker", text] for text in (self.begin, *self.begins))]
 
     def _one(self, given: Sequence[Tool]) -> list[Node]:
         return [BLANK, ["json", call_schema(given, self.key)], *self._end()]

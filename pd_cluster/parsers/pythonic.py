@@ -208,6 +208,11 @@ def as_json(written: str) -> str | None:
             text = json.dumps(ast.literal_eval(written), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
+    return encodable(text)
+
+
+def encodable(text: str) -> str:
+    """Returns the text with U+FFFD for surrogates that are not paired, which cannot be encoded."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 

@@ -28,19 +28,23 @@ class Thinking:
 
     `unmarked`: how a reply starts if the generation prompt has no mark. `opens` and `closes`: the first of each is the
     one that stands for it in a prompt; models write the others, too. `ends`: texts that end the reasoning and begin the
-    content. `wraps`: the texts around the content, which are not shown.
+    content. `wraps`: the texts around the content, which are not shown: one before it, and those that may stand
+    behind it, in this order. `may_close`: a reply without reasoning may begin with a mark that closes it. `pieces`:
+    the tokens that these texts are made of.
     """
 
     unmarked: Start
     opens: tuple[str, ...] = (OPEN,)
     closes: tuple[str, ...] = (CLOSE,)
     ends: tuple[str, ...] = ()
-    wraps: tuple[str, str] | None = None
+    wraps: tuple[str, ...] = ()
+    may_close: bool = False
+    pieces: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that must reach the reader even if the tokenizer has them as special tokens."""
-        return (*self.opens, *self.closes, *self.ends, *(self.wraps or ()))
+        return (*self.opens, *self.closes, *self.ends, *self.wraps, *self.pieces)
 
     def start_of(self, prompt_end: str) -> Start:
         """Reads the start from the last mark of the generation prompt, whatever text stands behind it."""
@@ -70,23 +74,18 @@ class Thinking:
             "repeat",
             0,
             None,
-            ["until", *self.opens, *(self.wraps or ())],
+            ["until", *self.opens, *self.wraps],
         ]  # marks that are text within the reasoning
         thought: list[Node] = [again, ["until", *self.closes, *(self.ends if ends_early else ())], BLANK]
         if start == "perhaps":
-            return [["repeat", 0, 1, ["seq", opening, *thought]]]
+            closing: list[Node] = [["marker", mark] for mark in self.closes] if self.may_close else []
+            return [["repeat", 0, 1, ["any", ["seq", opening, *thought], *closing]]]
         return [["repeat", 0, 1, opening], *thought]
 
     def around(self, content: Node) -> list[Node]:
         """Allows the texts that a model writes around its content."""
-        if self.wraps is None:
-            return [content]
-        before, after = self.wraps
-        return [
-            ["repeat", 0, 1, ["seq", ["marker", before], BLANK]],
-            content,
-            ["repeat", 0, 1, ["seq", ["marker", after], BLANK]],
-        ]
+        texts: list[Node] = [["repeat", 0, 1, ["seq", ["marker", text], BLANK]] for text in self.wraps]
+        return [*texts[:1], content, *texts[1:]]
 
     def answer(self, start: Start, node: Node) -> Node:
         """Returns the node of an answer with the mark that tells it from calls, if the model has such a mark."""
@@ -117,7 +116,8 @@ def read_reasoning(
         stream.take(len(opened))
         yield from stream.blanks()
     elif start == "perhaps":
-        stream.put_back()
+        if not (thinking.may_close and (yield from _takes_close(stream, thinking))):
+            stream.put_back()
         return None
     stream.kept()
     thought, ends = Trimmed(emit), (*thinking.closes, *thinking.ends)
@@ -144,16 +144,28 @@ def _opened(stream: TextStream, thinking: Thinking) -> Steps[str]:
     return ""
 
 
-class Unwrapped:
-    """Emits content without the texts around it: the first at its beginning, the last at its end, with blanks."""
+def _takes_close(stream: TextStream, thinking: Thinking) -> Steps[bool]:
+    """Takes a closing mark and the blanks around it, if one comes next."""
+    for mark in thinking.closes:
+        if (yield from stream.begins(mark)):
+            stream.take(len(mark))
+            yield from stream.blanks()
+            stream.kept()
+            return True
+    return False
 
-    def __init__(self, wraps: tuple[str, str], emit: Emit) -> None:
-        self._before, after = wraps
-        begun = ""
-        for char in reversed(after[:-1]):
-            begun = f"(?:{re.escape(char)}{begun})?"
-        some, ending = f"[{BLANKS}]{{0,{MOST_BLANKS}}}", rf"{re.escape(after)}[{BLANKS}]*"
-        self._may_end = re.compile(rf"{some}(?:{ending}|{begun})\Z")  # the end of a text that may be markup
+
+class Unwrapped:
+    """Emits content without the texts around it: the first at its beginning, the others at its end, with blanks."""
+
+    def __init__(self, wraps: Sequence[str], emit: Emit) -> None:
+        self._before = wraps[0]
+        some, ending, may_end = f"[{BLANKS}]{{0,{MOST_BLANKS}}}", "", ""
+        for after in reversed(wraps[1:]):
+            whole, others = rf"{re.escape(after)}[{BLANKS}]*", "|" if ending else ""
+            may_end = f"(?:{_begun(after)}|{whole}{may_end}{others}{may_end})"
+            ending = f"(?:{whole}(?:{ending})?{others}{ending})"
+        self._may_end = re.compile(rf"{some}{may_end}\Z")  # the end of a text that may be markup
         self._ends = re.compile(rf"{some}{ending}\Z")
         self._emit = emit
         self._state: Literal["before", "blanks", "within"] = "before"
@@ -191,6 +203,14 @@ class Unwrapped:
         if num_chars:
             shown, self._held = self._held[:num_chars], self._held[num_chars:]
             self._emit(shown)
+
+
+def _begun(text: str) -> str:
+    """Returns a pattern of the text's beginnings, of which the empty one is the shortest."""
+    begun = ""
+    for char in reversed(text[:-1]):
+        begun = f"(?:{re.escape(char)}{begun})?"
+    return begun
 
 
 class Trimmed:

@@ -19,9 +19,9 @@ from pd_cluster.errors import ConfigError, RequestError, called, told
 from pd_cluster.parsers import irregular_readers, reasoning, reply_guides
 from pd_cluster.parsers.call_format import Format
 from pd_cluster.parsers.collected_reply import NO_SCHEMAS, CollectedReply
-from pd_cluster.parsers.format_table import CHANNEL_CALLS, FORMATS, THINKING, UNMARKED, begins_of
+from pd_cluster.parsers.format_table import CHANNEL_CALLS, FORMATS, THINKING, TURN_MARKS, UNMARKED, begins_of
 from pd_cluster.parsers.guide_nodes import Tool
-from pd_cluster.parsers.harmony import MARKS, ChannelCalls, Channels, read_channels
+from pd_cluster.parsers.harmony import ChannelCalls, Channels, read_channels
 from pd_cluster.parsers.reasoning import NONE, Start, Thinking
 from pd_cluster.parsers.reply_guides import ToolChoice
 from pd_cluster.parsers.reply_parts import CallBegin, Part
@@ -76,7 +76,7 @@ class ReplyFormat:
         """
         calls = FORMATS.values() if self._calls is None else (self._calls,)
         thinking = THINKING.values() if self._thinking is None else (self._thinking,)
-        return frozenset(mark for each in (*calls, *thinking) for mark in each.markers).difference(MARKS)
+        return frozenset(mark for each in (*calls, *thinking) for mark in each.markers).difference(TURN_MARKS)
 
     def reader(
         self, choice: ToolChoice, prompt_end: str, most_calls: int | None = None, given: Sequence[Tool] = ()
@@ -217,7 +217,7 @@ class ReplyReader:
             unclosed(self._stream.take(self._stream.num_held))
         elif unclosed is not None:
             self._out.think(unclosed)
-        if thinking.wraps is not None:
+        if thinking.wraps:
             self._out.unwrap(thinking.wraps)
         self.is_reasoning = False
         yield from read_content(self._stream, self._out)

@@ -14,8 +14,12 @@ PYTHON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number",
 def types_of(parameters: Mapping[str, Any], name: str) -> Types:
     """Returns the types that a parameter may have; empty: not known, or any."""
     properties = parameters.get("properties")
-    given = properties.get(name) if isinstance(properties, dict) else None
-    return _types(given, parameters, 0)
+    return types_in(properties.get(name) if isinstance(properties, dict) else None, parameters)
+
+
+def types_in(given: Any, root: Mapping[str, Any]) -> Types:
+    """Returns the types of a schema's values. `root`: the schema that it may refer to."""
+    return _types(given, root, 0)
 
 
 def _types(given: Any, root: Mapping[str, Any], depth: int) -> Types:

@@ -364,7 +364,7 @@ class _ReplySource:
                 return f"BLANKS? {tokens}" if tokens else self._lazy(f"BLANKS? {json.dumps(text)}")
             case ["until", *texts]:
                 found = self._lazy(f"TEXT ({' | '.join(map(json.dumps, texts))})")
-                others = [f"TEXT {tokens}" for text in texts if (tokens := self._of_tokens(text))]
+                others = [self._text_and(tokens) for text in texts if (tokens := self._of_tokens(text))]
                 return f"({' | '.join([found, *others])})" if others else found
             case ["exact", str(text)]:
                 return self._of_tokens(text) or json.dumps(text)
@@ -384,6 +384,18 @@ class _ReplySource:
         if not any(piece in self._special for piece in pieces):
             return ""
         return " ".join(f"<[{self._special[p]}]>" if p in self._special else json.dumps(p) for p in pieces)
+
+    def _text_and(self, tokens: str) -> str:
+        """Returns free text and then a marker of tokens. Text before the first token is the end of the free text, which
+        would take it otherwise.
+        """
+        if tokens.startswith("<["):
+            return f"TEXT {tokens}"
+        begin, end = json.JSONDecoder().raw_decode(tokens)
+        name = f"TEXT_{len(self._rules)}"
+        escaped = re.escape(begin).replace("/", r"\/").replace("\\\n", r"\n")
+        self._rules.append(rf"{name}: /(.|\n)*{escaped}/")
+        return f"{name} {tokens[end:]}"
 
     def _lazy(self, body: str) -> str:
         name = f"lazy_{len(self._rules)}"

@@ -75,7 +75,7 @@ class NestedCalls(NestedTags):
             stream.put_back()
             return False
         stream.kept()
-        call = _Call(out.schema_of(name), out)
+        call = _ElementCall(out.schema_of(name), out)
         out.begin(name)
         out.arguments("{")
         out.in_call = True
@@ -85,7 +85,7 @@ class NestedCalls(NestedTags):
         out.in_call = False
         return True
 
-    def _argument(self, stream: TextStream, call: _Call) -> Steps[bool]:
+    def _argument(self, stream: TextStream, call: _ElementCall) -> Steps[bool]:
         """Reads one argument, or the call's end. Returns whether more may follow."""
         yield from stream.blanks()
         if not (yield from stream.until((self.tag,), call.out.content, drops_cut=True)):
@@ -184,7 +184,7 @@ class _Element:
 
 
 @dataclass
-class _Call:
+class _ElementCall:
     """The call that is being read."""
 
     schema: Mapping[str, Any]

@@ -10,6 +10,9 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.parsers.auto_format import AUTO, BY_TEMPLATE, BY_TYPE, formats_of_model
 from pd_cluster.parsers.format_table import FORMATS, THINKING
 from pd_cluster.parsers.reply_format import ReplyFormat, check_names, resolved_names
+from pd_cluster.service.preprocessing.chat_preprocessor import reply_format_of
+from pd_cluster.settings.request_settings import ChatConfig
+from pd_cluster.text.tokenizer import Tokenizer
 
 QWEN3 = "{{- '<tool_call>\\n{\"name\": \"' }}{{- '</tool_call>' }}{{ '<think>\\n\\n</think>\\n\\n' }}"
 CODER = "{{- '<tool_call>\\n<function=' + tool_call.name + '>\\n' }}{{- '<parameter=' + name + '>\\n' }}"
@@ -63,6 +66,19 @@ def test_the_choice_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.clear()
     assert resolved_names("mistral", "", "", "llama") == ("mistral", "")
     assert not caplog.records
+
+
+def test_a_server_s_replies_are_read_in_the_model_s_format() -> None:
+    chat = ChatConfig(tool_parser=AUTO, reasoning_parser=AUTO)
+    form = reply_format_of(chat, Tokenizer(None), "minimax_m3")
+    assert (form.tool_parser, form.reasoning_parser) == ("minimax_m3", "minimax_m3")
+
+
+def test_tokens_that_turns_share_with_calls_are_text_in_earlier_replies() -> None:
+    for form in (ReplyFormat(), ReplyFormat("kimi_k3", "kimi_k3"), ReplyFormat("gigachat3")):
+        assert not form.history_marks & {"<|open|>", "<|close|>", "<|sep|>", "<|role_sep|>\n", "<|message_sep|>\n\n"}
+    assert {"<|open|>", "<|sep|>"} <= ReplyFormat("kimi_k3").markers
+    assert "<|function_call|>" in ReplyFormat("gigachat3").history_marks
 
 
 def test_unknown_names_beside_auto_are_refused() -> None:

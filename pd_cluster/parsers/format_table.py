@@ -10,7 +10,7 @@ from pd_cluster.parsers.json_markup import JsonCalls, NamedCalls
 from pd_cluster.parsers.nested_markup import NestedCalls
 from pd_cluster.parsers.pythonic import PythonicCalls
 from pd_cluster.parsers.reasoning import Thinking
-from pd_cluster.parsers.tag_formats import TAGGED, XTML, XTML_MESSAGE_END, XTML_RESPONSE
+from pd_cluster.parsers.tag_formats import DSML_V4, DSML_V41, TAGGED, XTML, XTML_MESSAGE_END, XTML_RESPONSE
 from pd_cluster.parsers.xml_markup import XmlCalls
 
 
@@ -94,8 +94,8 @@ THINKING: dict[str, Thinking] = {
     ),
     "deepseek_r1": Thinking("reasoning"),
     "deepseek_v3": Thinking("content"),
-    "deepseek_v4": Thinking("perhaps"),
-    "deepseek_v41": Thinking("perhaps"),
+    "deepseek_v4": Thinking("perhaps", ends=DSML_V4.all_begins),
+    "deepseek_v41": Thinking("perhaps", ends=DSML_V41.all_begins),
     "ernie45": Thinking("reasoning", wraps=("<response>", "</response>")),
     "ernie-45-vl": Thinking("perhaps"),
     "ernie-45-vl-thinking": Thinking("reasoning"),

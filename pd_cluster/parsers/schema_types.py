@@ -8,6 +8,8 @@ from typing import Any
 Types = frozenset[str]
 ANY: Types = frozenset()
 MAX_DEPTH = 8  # of references and alternatives
+# Names of types that some clients use in place of JSON schema's own.
+NAMES = {"str": "string", "bool": "boolean", "int": "integer", "float": "number", "list": "array", "dict": "object"}
 PYTHON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
@@ -28,9 +30,9 @@ def _types(given: Any, root: Mapping[str, Any], depth: int) -> Types:
         return ANY
     named = schema.get("type")
     if isinstance(named, str):
-        return frozenset([named])
+        return frozenset([NAMES.get(named, named)])
     if isinstance(named, list):
-        return frozenset(map(str, named))
+        return frozenset(NAMES.get(str(each), str(each)) for each in named)
     fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(fixed, list):
         return frozenset("null" if value is None else PYTHON_TYPES.get(type(value), "object") for value in fixed)

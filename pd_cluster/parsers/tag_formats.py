@@ -50,13 +50,15 @@ def dsml(section: str, gap: str = "", begins: tuple[str, ...] = ()) -> XmlCalls:
     )
 
 
+DSML_V4 = dsml("tool_calls", begins=("toolcalls",))
+DSML_V41 = dsml("calls", " ")
 XTML = ("<|open|>", "<|close|>", "<|sep|>")  # Kimi K3's tokens
 XTML_RESPONSE = ("<|open|>response<|sep|>", "<|close|>response<|sep|>")
 XTML_MESSAGE_END = "<|close|>message<|sep|>"
 TAGGED: dict[str, Format] = {
     "deepseek_v32": dsml("function_calls"),
-    "deepseek_v4": dsml("tool_calls", begins=("toolcalls",)),
-    "deepseek_v41": dsml("calls", " "),
+    "deepseek_v4": DSML_V4,
+    "deepseek_v41": DSML_V41,
     "glm45": GLM,
     "glm47": GLM,
     "hy_v3": XmlCalls(

@@ -324,6 +324,7 @@ THOUGHTS = [
     ("apertus", "", "<|inner_prefix|>so<|inner_suffix|>it is", "so", "it is"),
     ("deepseek_v4", "<think>", "so</think>it is", "so", "it is"),
     ("deepseek_v41", "</think>", "it is", "", "it is"),
+    ("deepseek_v4", "<think>", "so\n\n<｜DSML｜tool_calls>", "so", "<｜DSML｜tool_calls>"),
     ("hy_v3", "<think>", "so\nfar</think>it is", "so\nfar", "it is"),
     ("kimi_k3", "", f"{XTML_THOUGHT}<|open|>response<|sep|>it is", "so", "it is"),
     ("kimi_k3", "", f"{XTML_THOUGHT}<|open|>response<|sep|>it is<|close|>response<|sep|>", "so", "it is"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pd_cluster.parsers.brace_markup import BraceCalls
 from pd_cluster.parsers.call_format import Format
 from pd_cluster.parsers.harmony import CHANNEL, MARKS, MESSAGE, ChannelCalls, Channels
 from pd_cluster.parsers.irregular_formats import ArrayCalls, Llama3Calls, MistralCalls
 from pd_cluster.parsers.irregular_readers import TOOL_CALLS
+from pd_cluster.parsers.json_formats import JSON_FORMATS, JSON_THINKING
 from pd_cluster.parsers.json_markup import JsonCalls, NamedCalls
 from pd_cluster.parsers.nested_markup import NestedCalls
 from pd_cluster.parsers.pythonic import PythonicCalls
+from pd_cluster.parsers.pythonic_sections import PythonicSections
 from pd_cluster.parsers.reasoning import Thinking
 from pd_cluster.parsers.tag_formats import DSML_V4, DSML_V41, TAGGED, XTML, XTML_MESSAGE_END, XTML_RESPONSE
 from pd_cluster.parsers.xml_markup import XmlCalls
@@ -29,12 +32,16 @@ def begins_of(form: Format) -> tuple[str, ...]:
             return (begin,)
         case MistralCalls():
             return (TOOL_CALLS,)
+        case BraceCalls(begin=begin) | PythonicSections(begin=begin):
+            return (begin,)
     return ()
 
 
 HERMES = JsonCalls("<tool_call>", "</tool_call>")
 # Tokens that calls share with turns. In an earlier reply they are text: they could begin a turn of another role.
-TURN_MARKS = frozenset((*MARKS, *XTML, "<|message_sep|>", "<|message_sep|>\n\n", "<|role_sep|>", "<|role_sep|>\n"))
+TURN_MARKS = frozenset(
+    (*MARKS, *XTML, "<|plamo:msg|>", "<|message_sep|>", "<|message_sep|>\n\n", "<|role_sep|>", "<|role_sep|>\n")
+)
 UNMARKED = ArrayCalls()
 CHANNEL_CALLS = ChannelCalls()
 FORMATS: dict[str, Format] = {
@@ -101,7 +108,7 @@ THINKING: dict[str, Thinking] = {
     "ernie-45-vl-thinking": Thinking("reasoning"),
     "gemma": Thinking("perhaps", opens=("<|channel>thought", "<|channel>"), closes=("<channel|>",)),
     "glm45": Thinking("perhaps"),
-    "glm47": Thinking("perhaps"),
+    "glm47": Thinking("reasoning"),
     "granite": Thinking(
         "perhaps",
         opens=("Here is my thought process:", "Here's my thought process:"),
@@ -130,3 +137,15 @@ THINKING: dict[str, Thinking] = {
     "step3": Thinking("reasoning"),
     "step3p5": Thinking("reasoning"),
 }
+FORMATS |= JSON_FORMATS
+THINKING |= JSON_THINKING
+
+# names that vLLM has for formats above
+CALL_ALIASES = {
+    "ernie45": "hermes",
+    "jamba": "hunyuan_a13b",
+    "llama4_json": "llama3_json",
+    "phi4_mini_json": "phi4_mini",
+    "qwen3_json": "hermes",
+}
+FORMATS |= {name: FORMATS[other] for name, other in CALL_ALIASES.items()}

@@ -28,18 +28,20 @@ class Tool:
     strict: bool = False
 
 
-def array_schema(given: Sequence[Tool], key: str, most: int) -> dict[str, Any]:
-    return {"type": "array", "items": call_schema(given, key), "minItems": 1, "maxItems": most}
+def array_schema(given: Sequence[Tool], key: str, most: int, name: str = "name", call_id: str = "") -> dict[str, Any]:
+    return {"type": "array", "items": call_schema(given, key, name, call_id), "minItems": 1, "maxItems": most}
 
 
-def call_schema(given: Sequence[Tool], key: str) -> dict[str, Any]:
+def call_schema(given: Sequence[Tool], key: str, name: str = "name", call_id: str = "") -> dict[str, Any]:
     """Returns the schema of one call of any of the tools, with their arguments in the member `key`, or in the one of
-    the tool's name if `key` is empty. An `$id` keeps a schema's references local to it.
+    the tool's name if `key` is empty. `name` is the member with the tool's name, and `call_id`, if any, the one with
+    the call's number. An `$id` keeps a schema's references local to it.
     """
+    numbered: dict[str, Any] = {call_id: {"type": "string", "pattern": "^[0-9]{1,3}$"}} if call_id else {}
     found: list[dict[str, Any]] = []
     for at, tool in enumerate(given):
-        name: dict[str, Any] = {"name": {"const": tool.name}} if key else {}
-        members = {**name, key or tool.name: {**object_of(tool), "$id": f"tool:{at}"}}
+        named: dict[str, Any] = {**numbered, name: {"const": tool.name}} if key else {}
+        members = {**named, key or tool.name: {**object_of(tool), "$id": f"tool:{at}"}}
         found.append({"type": "object", "properties": members, "required": [*members], "additionalProperties": False})
     return {"anyOf": found}
 

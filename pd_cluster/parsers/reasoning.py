@@ -17,6 +17,8 @@ from pd_cluster.parsers.text_stream import BLANKS, Emit, Steps, TextStream, igno
 
 OPEN, CLOSE = "<think>", "</think>"
 MOST_BLANKS = 64  # before a text that closes the content, and belong to it
+_CITATION = re.compile(r"<(?:co>|/co:[ 0-9:,\[\]]{0,256}>)")
+_BEGUN_CITATION = re.compile(r"<(?:|co?|/(?:|co?|co:[ 0-9:,\[\]]{0,256}))\Z")
 
 # The model's first text is reasoning (maybe after its own opening mark), is reasoning only after one, or is content.
 Start = Literal["reasoning", "perhaps", "content"]
@@ -30,7 +32,9 @@ class Thinking:
     one that stands for it in a prompt; models write the others, too. `ends`: texts that end the reasoning and begin the
     content. `wraps`: the texts around the content, which are not shown: one before it, and those that may stand
     behind it, in this order. `may_close`: a reply without reasoning may begin with a mark that closes it. `pieces`:
-    the tokens that these texts are made of.
+    the tokens that these texts are made of. `bare`: the text that opens the reasoning where a model leaves out the
+    mark. `cites`: texts may have marks of citations, which are not shown. `also_wraps`: other texts that a model writes
+    in place of `wraps`.
     """
 
     unmarked: Start
@@ -40,11 +44,14 @@ class Thinking:
     wraps: tuple[str, ...] = ()
     may_close: bool = False
     pieces: tuple[str, ...] = ()
+    bare: str = ""
+    cites: bool = False
+    also_wraps: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that must reach the reader even if the tokenizer has them as special tokens."""
-        return (*self.opens, *self.closes, *self.ends, *self.wraps, *self.pieces)
+        return (*self.opens, *self.closes, *self.ends, *self.wraps, *self.also_wraps, *self.pieces)
 
     def start_of(self, prompt_end: str) -> Start:
         """Reads the start from the last mark of the generation prompt, whatever text stands behind it."""
@@ -69,12 +76,13 @@ class Thinking:
         """
         if start == "content":
             return []
-        opening: Node = ["any", *(["marker", mark] for mark in self.opens)]
+        bare: list[Node] = [["marker", self.bare]] if self.bare else []
+        opening: Node = ["any", *(["marker", mark] for mark in self.opens), *bare]
         again: Node = [
             "repeat",
             0,
             None,
-            ["until", *self.opens, *self.wraps],
+            ["until", *self.opens, *self.wraps, *self.also_wraps],
         ]  # marks that are text within the reasoning
         thought: list[Node] = [again, ["until", *self.closes, *(self.ends if ends_early else ())], BLANK]
         if start == "perhaps":
@@ -84,8 +92,11 @@ class Thinking:
 
     def around(self, content: Node) -> list[Node]:
         """Allows the texts that a model writes around its content."""
-        texts: list[Node] = [["repeat", 0, 1, ["seq", ["marker", text], BLANK]] for text in self.wraps]
-        return [*texts[:1], content, *texts[1:]]
+        nodes = [content]
+        for wraps in (self.wraps, self.also_wraps):
+            texts: list[Node] = [["repeat", 0, 1, ["seq", ["marker", text], BLANK]] for text in wraps]
+            nodes = [*texts[:1], *nodes, *texts[1:]]
+        return nodes
 
     def answer(self, start: Start, node: Node) -> Node:
         """Returns the node of an answer with the mark that tells it from calls, if the model has such a mark."""
@@ -120,16 +131,22 @@ def read_reasoning(
             stream.put_back()
         return None
     stream.kept()
-    thought, ends = Trimmed(emit), (*thinking.closes, *thinking.ends)
+    think, cited = Trimmed(emit).add, None
+    if thinking.cites:
+        cited = Uncited(think)
+        think = cited.add
+    ends = (*thinking.closes, *thinking.ends)
     begins = [text for text in begins if text not in ends]
-    marker = yield from stream.until((*ends, *begins), thought.add)
+    marker = yield from stream.until((*ends, *begins), think)
     if marker in begins:
         stream.keep()
         marker = yield from stream.until(ends, ignore)
         if not marker:
             stream.put_back()
-            return thought.add
-        thought.add(stream.kept())
+            return think
+        think(stream.kept())
+    if cited is not None:
+        cited.flush()
     if marker in thinking.closes:
         stream.take(len(marker))
         yield from stream.blanks()
@@ -138,7 +155,7 @@ def read_reasoning(
 
 def _opened(stream: TextStream, thinking: Thinking) -> Steps[str]:
     """Returns the opening mark that comes next; "" if none does."""
-    for mark in thinking.opens:  # a mark that another one begins with comes after it
+    for mark in filter(None, (*thinking.opens, thinking.bare)):  # one that another begins with comes after it
         if (yield from stream.begins(mark)):
             return mark
     return ""
@@ -211,6 +228,31 @@ def _begun(text: str) -> str:
     for char in reversed(text[:-1]):
         begun = f"(?:{re.escape(char)}{begun})?"
     return begun
+
+
+class Uncited:
+    """Emits text without the marks of citations in it, `<co>` and `</co: 0:[1,2]>`."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._held = ""
+
+    def add(self, text: str) -> None:
+        text = _CITATION.sub("", self._held + text)
+        begun = _BEGUN_CITATION.search(text)
+        self._held = begun[0] if begun is not None else ""
+        if shown := text[: len(text) - len(self._held)]:
+            self._emit(shown)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def flush(self) -> None:
+        """Emits what was held back: nothing follows."""
+        if self._held:
+            self._emit(self._held)
+        self._held = ""
 
 
 class Trimmed:

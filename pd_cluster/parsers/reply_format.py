@@ -249,8 +249,10 @@ class ReplyReader:
             unclosed(self._stream.take(self._stream.num_held))
         elif unclosed is not None:
             self._out.think(unclosed)
-        if thinking.wraps:
-            self._out.unwrap(thinking.wraps)
+        for wraps in filter(None, (thinking.wraps, thinking.also_wraps)):
+            self._out.unwrap(wraps)
+        if thinking.cites:
+            self._out.leave_out_citations()
         self.is_reasoning = False
         yield from read_content(self._stream, self._out)
 

@@ -32,6 +32,7 @@ WHITESPACE = r"( |\n {0,32}|\n\t{0,8})?"
 # Lets models escape any character by its number; by default only control characters could be written so.
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
 MAX_ERROR_NUM_CHARS = 300
+MAX_NESTING = 8  # of expressions in one rule; the library allows a few more
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 DIRECTIVES = ("%ignore", "%import")  # allowed in a grammar; the library's others reach into its internals
 _NOISE = re.compile(  # positions in a source that the client did not write, the whole pattern, the whole vocabulary
@@ -344,12 +345,23 @@ class _ReplySource:
         self._tokens = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
         self._rules = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"BLANKS: /[ \n]{1,4}/"]
         self._others: list[dict[str, Any]] = []
+        self._depth = 0
 
     def of(self, tree: list[Any]) -> str:
         self._rules.append(f"start: {self._expression(tree)}")
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(self._rules)}, *self._others]})
 
     def _expression(self, node: list[Any]) -> str:
+        """Returns a node's expression, or the name of a rule for it: the library limits how deeply a rule is nested."""
+        self._depth += 1
+        made = self._nested(node)
+        self._depth -= 1
+        if self._depth % MAX_NESTING or not self._depth or not made.startswith("("):
+            return made
+        self._rules.append(f"nested_{len(self._rules)}: {made}")
+        return f"nested_{len(self._rules) - 1}"
+
+    def _nested(self, node: list[Any]) -> str:
         match node:
             case ["seq", *inner]:
                 return f"({' '.join(map(self._expression, inner))})"

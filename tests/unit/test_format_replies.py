@@ -1,4 +1,4 @@
-"""Twenty replies in each format that writes calls between tags, read whole and in any pieces."""
+"""Twenty replies in each format, and what is special to some of them, read whole and in any pieces."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import pytest
 
 from pd_cluster.parsers.reply_format import ReplyFormat
 from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part, Reasoning
-from tests.support.format_replies import REPLIES, TOOLS, WRITERS, Call, Reply, Writer
+from tests.support.format_replies import REPLIES, TOOLS, Call, Reply, Writer
+from tests.support.format_replies import WRITERS as TAG_WRITERS
+from tests.support.json_writers import JSON_WRITERS
 from tests.unit.test_parsers import joined
 
+WRITERS = TAG_WRITERS | JSON_WRITERS
 Found = list[tuple[str, str, str]]  # kind, name, text
 
 

@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import RequestError
-from pd_cluster.parsers.format_table import FORMATS, begins_of
+from pd_cluster.parsers.format_table import CALL_ALIASES, FORMATS, begins_of
 from pd_cluster.parsers.reply_format import ReplyFormat, Tool, ToolChoice
 from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pd_cluster.parsers.xml_markup import XmlCalls
 from pd_cluster.text.tokenizer import Tokenizer as TextTokenizer
+from tests.support.json_writers import JSON_WRITERS
 from tests.unit.test_parsers_families import CASES
 from tests.unit.test_tool_guides import ADDER, World, calls_of, content_of, must_fit
 
-PARSERS = sorted(CASES)
+PARSERS = sorted({*CASES, *JSON_WRITERS} - {*CALL_ALIASES})
 XML = [name for name in PARSERS if isinstance(FORMATS[name], XmlCalls)]
 BOOKER: dict[str, Any] = {
     "type": "object",
@@ -61,7 +62,7 @@ def parts_of(form: ReplyFormat, text: str) -> list[Part]:
 def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: str) -> None:
     form = ReplyFormat(parser, "qwen3")
     num_calls = 0
-    for seed in range(24):
+    for seed in range(96):
         most = [None, 1, 3][seed % 3]
         guide = form.guide(TOOLS[:2], "required", "", most)
         assert guide is not None
@@ -180,7 +181,7 @@ def test_a_word_before_an_array_begins_calls(world: World) -> None:
     assert world.verdict(once, f"functools[{one},") == f"functools[{one}"
 
 
-@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize("parser", sorted(CASES))
 def test_the_card_s_own_example_may_follow(world: World, parser: str) -> None:
     """Guides permit what the model writes by itself: each first case, whose calls have arguments of any kind."""
     free = [Tool("f", {}), Tool("g-x.y" if parser == "kimi_k2" else "g", {})]

@@ -53,10 +53,21 @@ class PythonicSections:
             if (yield from stream.begins(self.end)):
                 stream.take(len(self.end))
                 stream.kept()
-            elif (yield from self._read_section(stream, out)):
+                continue
+            stream.record()
+            is_section = yield from self._read_section(stream, out)
+            section = stream.recorded()
+            if is_section:
                 yield from close_calls(stream, out, self.end, (self.begin,))
+                yield from self._take_echo(stream, section)
             else:
                 out.content(stream.take(len(self.begin)))
+
+    def _take_echo(self, stream: TextStream, section: str) -> Steps[None]:
+        """Takes a section's text and end where they come once more without its beginning: models slip."""
+        echo = f"{section.strip()}{self.end}"
+        if (yield from stream.begins_after_blanks(echo)):
+            stream.take(len(echo))
 
     def _read_section(self, stream: TextStream, out: CollectedReply) -> Steps[bool]:
         """Reads the calls of a section. Returns whether it is one; otherwise the text is put back."""

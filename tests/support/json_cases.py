@@ -113,6 +113,7 @@ def python_replies(begin: str, end: str, comma: str) -> tuple[Reply, ...]:
     )
 
 
+ECHO = "[f(city='a]')]<|tool_call_end|>"
 LFM2_JSON = (
     Reply(
         '<|tool_call_start|>[{"name":"f","arguments":{"days": 1}},{"name":"g","arguments":{}}]<|tool_call_end|> So.',
@@ -120,6 +121,8 @@ LFM2_JSON = (
         (("f", {"days": 1}), ("g", G)),
     ),
     Reply("<|tool_call_start|> [ f(days=1) , ] <|tool_call_end|>", calls=(("f", {"days": 1}),)),
+    Reply(f"<|tool_call_start|>{ECHO}{ECHO}So.", "So.", (("f", {"city": "a]"}),)),
+    Reply(f"<|tool_call_start|>{ECHO}\n{ECHO[:-1]}", f"\n{ECHO[:-1]}", (("f", {"city": "a]"}),)),
 )
 
 

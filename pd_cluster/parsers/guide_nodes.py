@@ -2,8 +2,9 @@
 
 A guide of kind "reply" is a JSON tree: ["seq", node…], ["any", node…], ["repeat", least, most or null, node],
 ["marker", text] (blanks may come before it), ["exact", text] (none may), ["until", marker…] (anything up to and with
-the first of them), ["text", text], ["pattern", regex], ["json", schema], ["guide", kind, text]. Markers are given as
-text, whether or not the model's tokenizer has a token for them. Knows nothing of the library that follows guides.
+the first of them), ["text", text], ["pattern", regex], ["json", schema], ["guide", kind, text], and ["rules", {name:
+node}, node], within which ["rule", name] stands for a node that may have itself in it. Markers are given as text,
+whether or not the model's tokenizer has a token for them. Knows nothing of the library that follows guides.
 """
 
 from __future__ import annotations

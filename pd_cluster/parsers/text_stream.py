@@ -187,8 +187,12 @@ class TextStream:
     def put_back(self) -> None:
         """Returns the text taken since `keep` to the stream."""
         kept = self.kept()
-        if self._record is not None:
-            self._record = ["".join(self._record)[: -len(kept) or None]]
+        num_more = len(kept)
+        while self._record and num_more:
+            last = self._record.pop()
+            if len(last) > num_more:
+                self._record.append(last[:-num_more])
+            num_more -= min(len(last), num_more)
         if len(kept) > self._at:  # some of it is no longer at hand
             self._text, self._at = kept + self._text[self._at :], 0
         else:

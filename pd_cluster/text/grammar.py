@@ -346,6 +346,7 @@ class _ReplySource:
         self._rules = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"BLANKS: /[ \n]{1,4}/"]
         self._others: list[dict[str, Any]] = []
         self._depth = 0
+        self._named: dict[str, str] = {}  # of the tree's own rules, to those of the grammar
 
     def of(self, tree: list[Any]) -> str:
         self._rules.append(f"start: {self._expression(tree)}")
@@ -367,7 +368,7 @@ class _ReplySource:
                 return f"({' '.join(map(self._expression, inner))})"
             case ["any", *inner]:
                 return f"({' | '.join(map(self._expression, inner))})"
-            case ["repeat", _, 0, _]:
+            case ["repeat", _, 0, _] | ["text", ""]:
                 return '""'
             case ["repeat", least, most, inner]:
                 return f"({self._expression(inner)}){{{least},{'' if most is None else most}}}"
@@ -388,7 +389,21 @@ class _ReplySource:
                 return f"%json {json.dumps(_with_whitespace(schema))}"
             case ["guide", kind, text]:
                 return self._other(Guide(kind, text))
+            case ["rules", dict(rules), inner]:
+                return self._with_rules(rules, inner)
+            case ["rule", str(name)]:
+                return self._named[name]
         raise ValueError(f"{node[0]}: no such node")
+
+    def _with_rules(self, rules: dict[str, Any], inner: list[Any]) -> str:
+        outer = self._named
+        first = len(self._rules)
+        self._named = {**outer, **{name: f"own_{first}_{at}" for at, name in enumerate(rules)}}
+        for name, node in rules.items():
+            self._rules.append(f"{self._named[name]}: {self._expression(node)}")
+        made = self._expression(inner)
+        self._named = outer
+        return made
 
     def _of_tokens(self, text: str) -> str:
         """Returns a text with tokens that are not text; "" if it has none."""

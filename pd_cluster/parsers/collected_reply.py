@@ -11,12 +11,13 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from pd_cluster.parsers.json_scan import StringDecoder, read_string, scan_string, scan_value, take_sign
-from pd_cluster.parsers.reasoning import Unwrapped
+from pd_cluster.parsers.reasoning import Uncited, Unwrapped
 from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pd_cluster.parsers.text_stream import BLANKS, Emit, Steps, TextStream, ignore
 
 NO_SCHEMAS: Mapping[str, Any] = MappingProxyType({})
 ARGUMENTS = ("arguments", "parameters")
+IDS = ("id", "type", "index", "tool_call_id")
 
 # none: not a call; whole: the arguments are complete; torn: the arguments began but did not stay valid JSON
 Outcome = Literal["none", "whole", "torn"]
@@ -37,7 +38,8 @@ class CollectedReply:
         self.is_cut = False  # the text has ended within the latest call
         self.in_call = False  # its arguments may go on behind content
         self.is_damaged = False  # an end marker was missing
-        self._unwrapped: Unwrapped | None = None
+        self._unwrapped: list[Unwrapped] = []  # the outermost first
+        self._uncited: Uncited | None = None
         self._thought: Emit | None = None  # takes the text before the first call, if it is reasoning
         self._blanks: list[str] = []  # leading blanks of the current stretch of content
         self._has_text = False  # whether that stretch has anything but blanks
@@ -65,15 +67,25 @@ class CollectedReply:
         """Gives the text before the first call to `thought`: it is reasoning that a call ends."""
         self._thought = thought
 
-    def unwrap(self, wraps: tuple[str, str]) -> None:
+    def unwrap(self, wraps: tuple[str, ...]) -> None:
         """From now on content is shown without these texts around it."""
-        self._unwrapped = Unwrapped(wraps, self._content)
+        self._unwrapped.insert(0, Unwrapped(wraps, self._unwrapped[0].add if self._unwrapped else self._content))
+
+    def leave_out_citations(self) -> None:
+        """From now on content is shown without marks of citations."""
+        self._uncited = Uncited(self._unmarked)
 
     def content(self, text: str) -> None:
         if self._thought is not None and not self._num_seen:
             self._thought(text)
-        elif self._unwrapped is not None:
-            self._unwrapped.add(text)
+        elif self._uncited is not None:
+            self._uncited.add(text)
+        else:
+            self._unmarked(text)
+
+    def _unmarked(self, text: str) -> None:
+        if self._unwrapped:
+            self._unwrapped[0].add(text)
         else:
             self._content(text)
 
@@ -109,14 +121,17 @@ class CollectedReply:
             self._parts.append(Content(text))
 
     def _flush(self) -> None:
-        if self._unwrapped is not None:
-            self._unwrapped.flush()
+        if self._uncited is not None:
+            self._uncited.flush()
+        for each in self._unwrapped:
+            each.flush()
 
     @property
     def num_held(self) -> int:
         """Characters of content that may yet turn out to be what stands around it."""
         num_blanks = 0 if self._has_text else sum(map(len, self._blanks))
-        return num_blanks + (self._unwrapped.num_held if self._unwrapped is not None else 0)
+        num_marks = sum(each.num_held for each in self._unwrapped)
+        return num_blanks + num_marks + (self._uncited.num_held if self._uncited is not None else 0)
 
     def take(self) -> list[Part]:
         """Returns the parts collected since the last call; neighbours of one kind become one part."""
@@ -180,17 +195,19 @@ class _Call:
         self._out.begin(self.name)
 
 
-def read_call(stream: TextStream, out: CollectedReply, needs_arguments: bool = False) -> Steps[Outcome]:
+def read_call(
+    stream: TextStream, out: CollectedReply, needs_arguments: bool = False, name: str = "name"
+) -> Steps[Outcome]:
     """Reads `{"name": "…", "arguments": {…}}`; members may have any order, and unknown ones are skipped.
 
     Arguments may be called parameters, may be a string that holds an object, and may be missing, unless
-    `needs_arguments`, from an object of nothing but a name, an id and a type. If this
-    is not a call, the text taken is in the stream, provided that it `keep`s.
+    `needs_arguments`, from an object of nothing but a name, an id and a type. `name`: the member with the tool's name.
+    If this is not a call, the text taken is in the stream, provided that it `keep`s.
     """
     call = _Call(stream, out)
     if not (yield from take_sign(stream, "{")):
         return "none"
-    while (yield from _member(stream, call)):
+    while (yield from _member(stream, call, name)):
         if (yield from take_sign(stream, ",")):
             continue
         is_bare = bool(call.name) and not (call.has_arguments or call.has_others or needs_arguments)
@@ -202,13 +219,35 @@ def read_call(stream: TextStream, out: CollectedReply, needs_arguments: bool = F
     return call.outcome
 
 
-def _member(stream: TextStream, call: _Call) -> Steps[bool]:
+def read_keyed_call(stream: TextStream, out: CollectedReply) -> Steps[Outcome]:
+    """Reads `{"NAME": {ARGUMENTS}}`. If this is not a call, the text taken is in the stream, which must `keep`."""
+    if not (yield from take_sign(stream, "{")):
+        return "none"
+    name = yield from read_string(stream)
+    if not name or not (yield from take_sign(stream, ":")):
+        return "none"
+    yield from stream.blanks()
+    if (yield from stream.peek()) != "{":
+        return "none"
+    stream.kept()
+    out.begin(name)
+    if not (yield from scan_value(stream, out.arguments)):
+        return "torn"
+    stream.keep()
+    if (yield from take_sign(stream, "}")):
+        stream.kept()
+    else:
+        stream.put_back()
+    return "whole"
+
+
+def _member(stream: TextStream, call: _Call, name_key: str) -> Steps[bool]:
     key = yield from read_string(stream)
     if key is None or not (yield from take_sign(stream, ":")):
         return False
     yield from stream.blanks()
     char = yield from stream.peek()
-    if key == "name" and char == '"' and not call.name:
+    if key == name_key and char == '"' and not call.name:
         name = yield from read_string(stream)
         if name:
             call.set_name(name)
@@ -218,7 +257,7 @@ def _member(stream: TextStream, call: _Call) -> Steps[bool]:
         if is_whole:
             call.end_arguments()
         return is_whole
-    call.has_others = call.has_others or key not in ("id", "type", "index")
+    call.has_others = call.has_others or key not in IDS
     return (yield from scan_value(stream, ignore))
 
 

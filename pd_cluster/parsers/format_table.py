@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pd_cluster.parsers.brace_markup import BraceCalls
 from pd_cluster.parsers.call_format import Format
-from pd_cluster.parsers.harmony import CHANNEL, MESSAGE, ChannelCalls, Channels
+from pd_cluster.parsers.harmony import CHANNEL, MARKS, MESSAGE, ChannelCalls, Channels
 from pd_cluster.parsers.irregular_formats import ArrayCalls, Llama3Calls, MistralCalls
 from pd_cluster.parsers.irregular_readers import TOOL_CALLS
+from pd_cluster.parsers.json_formats import JSON_FORMATS, JSON_THINKING
 from pd_cluster.parsers.json_markup import JsonCalls, NamedCalls
+from pd_cluster.parsers.nested_markup import NestedCalls
 from pd_cluster.parsers.pythonic import PythonicCalls
+from pd_cluster.parsers.pythonic_sections import PythonicSections
 from pd_cluster.parsers.reasoning import Thinking
+from pd_cluster.parsers.tag_formats import DSML_V4, DSML_V41, TAGGED, XTML, XTML_MESSAGE_END, XTML_RESPONSE
 from pd_cluster.parsers.xml_markup import XmlCalls
 
 
@@ -19,35 +24,29 @@ def begins_of(form: Format) -> tuple[str, ...]:
             return (begin, *others)
         case NamedCalls(begin=begin, opening=opening):
             return (opening, begin) if opening else (begin,)
-        case XmlCalls(begin=begin, name=name, lone=lone):
-            return (begin, name[0]) if lone else (begin,)
+        case XmlCalls(lone=True, is_section=False, name=name):
+            return (*form.all_begins, name[0])
+        case XmlCalls():
+            return form.all_begins
+        case NestedCalls(begin=begin):
+            return (begin,)
         case MistralCalls():
             return (TOOL_CALLS,)
+        case BraceCalls(begin=begin) | PythonicSections(begin=begin):
+            return (begin,)
     return ()
 
 
 HERMES = JsonCalls("<tool_call>", "</tool_call>")
-QWEN_XML = XmlCalls(
-    begin="<tool_call>",
-    end="</tool_call>",
-    name=("<function=", ">"),
-    close="</function>",
-    key=("<parameter=", ">"),
-    value=("", "</parameter>"),
-    line="\n",
-    lone=True,
-)
-GLM = XmlCalls(
-    begin="<tool_call>",
-    end="</tool_call>",
-    name=("", ""),
-    close="",
-    key=("<arg_key>", "</arg_key>"),
-    value=("<arg_value>", "</arg_value>"),
+# Tokens that calls share with turns. In an earlier reply they are text: they could begin a turn of another role.
+TURN_MARKS = frozenset(
+    (*MARKS, *XTML, "<|plamo:msg|>", "<|message_sep|>", "<|message_sep|>\n\n", "<|role_sep|>", "<|role_sep|>\n")
 )
 UNMARKED = ArrayCalls()
 CHANNEL_CALLS = ChannelCalls()
 FORMATS: dict[str, Format] = {
+    **TAGGED,
+    "apertus": JsonCalls("<|tools_prefix|>", "<|tools_suffix|>", is_array=True, key=""),
     "deepseek_v3": NamedCalls(
         begin="<｜tool▁call▁begin｜>",
         head=(["text", "function"], ["exact", "<｜tool▁sep｜>"]),
@@ -66,8 +65,11 @@ FORMATS: dict[str, Format] = {
         opening="<｜tool▁calls▁begin｜>",
         closing="<｜tool▁calls▁end｜>",
     ),
-    "glm45": GLM,
-    "glm47": GLM,
+    "gigachat3": JsonCalls(
+        "<|function_call|>",
+        begins=("<|message_sep|>\n\nfunction call<|role_sep|>\n",),
+        pieces=("<|message_sep|>", "<|message_sep|>\n\n", "<|role_sep|>", "<|role_sep|>\n"),
+    ),
     "granite": JsonCalls("<|tool_call|>", is_array=True, begins=("<tool_call>",)),
     "granite4": HERMES,
     "hermes": HERMES,
@@ -87,52 +89,63 @@ FORMATS: dict[str, Format] = {
     ),
     "llama3_json": Llama3Calls(),
     "llama4_pythonic": PythonicCalls("<|python_start|>", "<|python_end|>"),
-    "minimax_m2": XmlCalls(
-        begin="<minimax:tool_call>",
-        end="</minimax:tool_call>",
-        name=('<invoke name="', '">'),
-        close="</invoke>",
-        key=('<parameter name="', '">'),
-        value=("", "</parameter>"),
-        is_section=True,
-    ),
     "mistral": MistralCalls(),
     "openai": CHANNEL_CALLS,
     "phi4_mini": JsonCalls("functools", is_array=True, is_word=True),
     "pythonic": PythonicCalls(),
     "qwen3": HERMES,
-    "qwen3_coder": QWEN_XML,
-    "qwen3_xml": QWEN_XML,
-    "seed_oss": XmlCalls(
-        begin="<seed:tool_call>",
-        end="</seed:tool_call>",
-        name=("<function=", ">"),
-        close="</function>",
-        key=("<parameter=", ">"),
-        value=("", "</parameter>"),
-        line="\n",
-    ),
 }
 THINKING: dict[str, Thinking] = {
+    "apertus": Thinking(
+        "perhaps", opens=("<|inner_prefix|>",), closes=("<|inner_suffix|>",), ends=("<|tools_prefix|>",)
+    ),
     "deepseek_r1": Thinking("reasoning"),
     "deepseek_v3": Thinking("content"),
+    "deepseek_v4": Thinking("perhaps", ends=DSML_V4.all_begins),
+    "deepseek_v41": Thinking("perhaps", ends=DSML_V41.all_begins),
     "ernie45": Thinking("reasoning", wraps=("<response>", "</response>")),
     "ernie-45-vl": Thinking("perhaps"),
     "ernie-45-vl-thinking": Thinking("reasoning"),
     "gemma": Thinking("perhaps", opens=("<|channel>thought", "<|channel>"), closes=("<channel|>",)),
     "glm45": Thinking("perhaps"),
+    "glm47": Thinking("reasoning"),
     "granite": Thinking(
         "perhaps",
         opens=("Here is my thought process:", "Here's my thought process:"),
         closes=("Here is my response:", "Here's my response:"),
     ),
     "hunyuan_a13b": Thinking("perhaps", wraps=("<answer>", "</answer>")),
+    "hy_v3": Thinking("perhaps"),
     "kimi_k2": Thinking("perhaps", ends=("<|tool_calls_section_begin|>",)),
+    "kimi_k3": Thinking(
+        "perhaps",
+        opens=("<|open|>think<|sep|>",),
+        closes=("<|close|>think<|sep|>",),
+        wraps=(*XTML_RESPONSE, XTML_MESSAGE_END),
+        pieces=XTML,
+    ),
+    "ling3": Thinking("perhaps"),
+    "mimo": Thinking("perhaps"),
     "minimax_m2": Thinking("reasoning"),
+    "minimax_m3": Thinking("perhaps", opens=("<mm:think>",), closes=("</mm:think>",), may_close=True),
     "mistral": Thinking("perhaps", opens=("[THINK]",), closes=("[/THINK]",)),
     "olmo3": Thinking("reasoning"),
     "openai_gptoss": Channels("perhaps", opens=(f"{CHANNEL}analysis{MESSAGE}",), closes=(f"{CHANNEL}final{MESSAGE}",)),
+    "poolside_v1": Thinking("content"),
     "qwen3": Thinking("perhaps"),
     "seed_oss": Thinking("perhaps", opens=("<seed:think>",), closes=("</seed:think>",)),
     "step3": Thinking("reasoning"),
+    "step3p5": Thinking("reasoning"),
 }
+FORMATS |= JSON_FORMATS
+THINKING |= JSON_THINKING
+
+# names that vLLM has for formats above
+CALL_ALIASES = {
+    "ernie45": "hermes",
+    "jamba": "hunyuan_a13b",
+    "llama4_json": "llama3_json",
+    "phi4_mini_json": "phi4_mini",
+    "qwen3_json": "hermes",
+}
+FORMATS |= {name: FORMATS[other] for name, other in CALL_ALIASES.items()}

@@ -2,8 +2,9 @@
 
 A guide of kind "reply" is a JSON tree: ["seq", node…], ["any", node…], ["repeat", least, most or null, node],
 ["marker", text] (blanks may come before it), ["exact", text] (none may), ["until", marker…] (anything up to and with
-the first of them), ["text", text], ["pattern", regex], ["json", schema], ["guide", kind, text]. Markers are given as
-text, whether or not the model's tokenizer has a token for them. Knows nothing of the library that follows guides.
+the first of them), ["text", text], ["pattern", regex], ["json", schema], ["guide", kind, text], and ["rules", {name:
+node}, node], within which ["rule", name] stands for a node that may have itself in it. Markers are given as text,
+whether or not the model's tokenizer has a token for them. Knows nothing of the library that follows guides.
 """
 
 from __future__ import annotations
@@ -28,23 +29,22 @@ class Tool:
     strict: bool = False
 
 
-def array_schema(given: Sequence[Tool], key: str, most: int) -> dict[str, Any]:
-    return {"type": "array", "items": call_schema(given, key), "minItems": 1, "maxItems": most}
+def array_schema(given: Sequence[Tool], key: str, most: int, name: str = "name", call_id: str = "") -> dict[str, Any]:
+    return {"type": "array", "items": call_schema(given, key, name, call_id), "minItems": 1, "maxItems": most}
 
 
-def call_schema(given: Sequence[Tool], key: str) -> dict[str, Any]:
-    """Returns the schema of one call of any of the tools. An `$id` keeps a schema's references local to it."""
-    return {
-        "anyOf": [
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.name}, key: {**object_of(tool), "$id": f"tool:{at}"}},
-                "required": ["name", key],
-                "additionalProperties": False,
-            }
-            for at, tool in enumerate(given)
-        ]
-    }
+def call_schema(given: Sequence[Tool], key: str, name: str = "name", call_id: str = "") -> dict[str, Any]:
+    """Returns the schema of one call of any of the tools, with their arguments in the member `key`, or in the one of
+    the tool's name if `key` is empty. `name` is the member with the tool's name, and `call_id`, if any, the one with
+    the call's number. An `$id` keeps a schema's references local to it.
+    """
+    numbered: dict[str, Any] = {call_id: {"type": "string", "pattern": "^[0-9]{1,3}$"}} if call_id else {}
+    found: list[dict[str, Any]] = []
+    for at, tool in enumerate(given):
+        named: dict[str, Any] = {**numbered, name: {"const": tool.name}} if key else {}
+        members = {**named, key or tool.name: {**object_of(tool), "$id": f"tool:{at}"}}
+        found.append({"type": "object", "properties": members, "required": [*members], "additionalProperties": False})
+    return {"anyOf": found}
 
 
 def object_of(tool: Tool) -> dict[str, Any]:

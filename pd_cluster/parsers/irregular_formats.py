@@ -1,4 +1,4 @@
-"""Formats that no description covers: Llama 3's bare JSON, Mistral's two ways, and an array without any markup."""
+"""Formats that no description covers: Llama 3's bare JSON, the two ways of Mistral and of dots, a bare array."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pd_cluster.parsers import irregular_readers
 from pd_cluster.parsers.collected_reply import CollectedReply
 from pd_cluster.parsers.guide_nodes import BLANK, FREE, MAX_CALLS, Node, Tool, array_schema, call_schema, object_of
 from pd_cluster.parsers.text_stream import Steps, TextStream
+from pd_cluster.parsers.xml_markup import XmlCalls
 
 _NO_OBJECT: Node = ["pattern", r"[ \t\r\n]*([^ \t\r\n{<]|<[^|])"]  # the beginning of a reply that has text first
 
@@ -65,6 +66,15 @@ class MistralCalls:
     def _named(self, given: Sequence[Tool]) -> list[Node]:
         args: Node = ["repeat", 0, 1, ["marker", irregular_readers.ARGS]]
         return [["seq", ["text", tool.name], args, ["json", object_of(tool)]] for tool in given]
+
+
+class DotsCalls(XmlCalls):
+    """Calls of parameters between tags, or as a JSON object between the same markers."""
+
+    def _read_one(self, stream: TextStream, out: CollectedReply) -> Steps[bool]:
+        if (yield from stream.peek()) == "{":
+            return (yield from irregular_readers.read_objects(stream, out, (self.end, self.begin)))
+        return (yield from super()._read_one(stream, out))
 
 
 class ArrayCalls:

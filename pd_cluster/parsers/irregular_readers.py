@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from pd_cluster.parsers.collected_reply import CollectedReply, read_call
+from pd_cluster.parsers.collected_reply import CollectedReply, Outcome, read_call
 from pd_cluster.parsers.json_scan import scan_value, take_sign
 from pd_cluster.parsers.text_stream import BLANKS, Steps, TextStream
 
@@ -86,7 +86,13 @@ def read_array(stream: TextStream, out: CollectedReply) -> Steps[None]:
     yield from stream.until((), out.content)
 
 
-def read_objects(stream: TextStream, out: CollectedReply, ends: Sequence[str], is_marked: bool = True) -> Steps[bool]:
+def read_objects(
+    stream: TextStream,
+    out: CollectedReply,
+    ends: Sequence[str],
+    is_marked: bool = True,
+    read_one: Callable[[TextStream, CollectedReply], Steps[Outcome]] = read_call,
+) -> Steps[bool]:
     """Reads calls as objects: one, several, or an array of them. The stream must keep its text.
 
     Returns whether there was a call, or `is_marked` and an array of none; otherwise the text is put back. A torn call
@@ -98,7 +104,7 @@ def read_objects(stream: TextStream, out: CollectedReply, ends: Sequence[str], i
         stream.kept()
         return True
     while True:
-        outcome = yield from read_call(stream, out)
+        outcome = yield from read_one(stream, out)
         if outcome == "torn":
             yield from read_torn(stream, out, ends)
             return True

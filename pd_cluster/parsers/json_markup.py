@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from pd_cluster.parsers.collected_reply import CollectedReply
+from pd_cluster.parsers.collected_reply import CollectedReply, read_call, read_keyed_call
 from pd_cluster.parsers.guide_nodes import BLANK, FREE, MAX_CALLS, Node, Tool, array_schema, call_schema, object_of
 from pd_cluster.parsers.irregular_readers import close_calls, read_objects, read_torn
 from pd_cluster.parsers.json_scan import scan_value
@@ -27,7 +28,8 @@ class JsonCalls:
 
     `begins`: other texts that a model writes in place of `begin`. `key`: the member that guides write. `pieces`: the
     tokens that some tokenizers make of `begin`. `is_word`: other texts have `begin`, too, so it begins calls only right
-    before their array.
+    before their array. Without a `key` a call is `{NAME: ARGUMENTS}`. `name`: the member with the tool's name.
+    `call_id`: one with the call's number, if there is any.
     """
 
     begin: str
@@ -37,6 +39,8 @@ class JsonCalls:
     key: str = "arguments"
     pieces: tuple[str, ...] = ()
     is_word: bool = False
+    name: str = "name"
+    call_id: str = ""
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -63,12 +67,16 @@ class JsonCalls:
         if self.is_word and (yield from stream.peek()) != "[":
             stream.put_back()
             return False
-        return (yield from read_objects(stream, out, ends))
+        return (
+            yield from read_objects(
+                stream, out, ends, read_one=partial(read_call, name=self.name) if self.key else read_keyed_call
+            )
+        )
 
     def calls(self, given: Sequence[Tool], most: int) -> Node:
         if self.is_array:
-            return ["seq", ["marker", self.begin], *self._array(given, most)]
-        return ["repeat", 1, most, ["seq", ["marker", self.begin], *self._one(given)]]
+            return ["seq", self._begin(), *self._array(given, most)]
+        return ["repeat", 1, most, ["seq", self._begin(), *self._one(given)]]
 
     def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
         if self.is_word:
@@ -77,16 +85,19 @@ class JsonCalls:
         body = self._array(given, most or MAX_CALLS) if self.is_array else self._one(given)
         return ["seq", ["repeat", 0, most, ["seq", ["until", self.begin, *self.begins], *body]], FREE]
 
+    def _begin(self) -> Node:
+        return ["any", *(["marker", text] for text in (self.begin, *self.begins))]
+
     def _one(self, given: Sequence[Tool]) -> list[Node]:
-        return [BLANK, ["json", call_schema(given, self.key)], *self._end()]
+        return [BLANK, ["json", call_schema(given, self.key, self.name, self.call_id)], *self._end()]
 
     def _array(self, given: Sequence[Tool], most: int) -> list[Node]:
         gap = [] if self.is_word else [BLANK]
-        return [*gap, ["json", array_schema(given, self.key, most)], *self._end()]
+        return [*gap, ["json", array_schema(given, self.key, most, self.name, self.call_id)], *self._end()]
 
     def _items(self, given: Sequence[Tool], most: int) -> list[Node]:
         """Returns what follows the bracket that opens an array."""
-        call: list[Node] = [BLANK, ["json", call_schema(given, self.key)], BLANK]
+        call: list[Node] = [BLANK, ["json", call_schema(given, self.key, self.name, self.call_id)], BLANK]
         return [*call, ["repeat", 0, most - 1, ["seq", ["text", ","], *call]], ["text", "]"], *self._end()]
 
     def _end(self) -> list[Node]:
@@ -98,7 +109,8 @@ class NamedCalls:
     """Each call is `begin`, `head`, the name, `tail`, `separator`, arguments, `fence` and `end`.
 
     All calls of a reply stand between `opening` and `closing`, if those are given. `head` and `tail` are nodes of the
-    guide around the name, and `around` removes from the text before the separator what is not the name.
+    guide around the name, and `around` removes from the text before the separator what is not the name. `pieces`: the
+    tokens that some tokenizers make of these texts.
     """
 
     begin: str
@@ -110,13 +122,13 @@ class NamedCalls:
     tail: tuple[Node, ...] = ()
     around: str = ""  # a regular expression
     fence: str = ""
+    pieces: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
         inner = [node[1] for node in (*self.head, *self.tail) if node[0] == "marker"]
-        return tuple(
-            text for text in (self.opening, self.begin, self.separator, self.end, self.closing, *inner) if text
-        )
+        tags = (self.opening, self.begin, self.separator, self.end, self.closing, *inner, *self.pieces)
+        return tuple(text for text in tags if text)
 
     def read(self, stream: TextStream, out: CollectedReply) -> Steps[None]:
         starts = tuple(text for text in (self.opening, self.begin) if text)
@@ -142,10 +154,8 @@ class NamedCalls:
 
     def _read_one(self, stream: TextStream, out: CollectedReply, marker: str, others: Sequence[str]) -> Steps[bool]:
         """Reads the first call of a section, or one that stands alone. Returns whether it is one."""
-        if marker != self.begin:
-            if marker == self.closing or not (yield from stream.begins(self.begin)):
-                return False
-            stream.take(len(self.begin))
+        if marker != self.begin and (marker == self.closing or not (yield from self._begins(stream))):
+            return False
         name = yield from self._name(stream)
         if name:
             yield from stream.blanks()
@@ -160,6 +170,14 @@ class NamedCalls:
         elif (yield from read_torn(stream, out, (self.end, *others))) == self.end:
             stream.take(len(self.end))
         return True
+
+    def _begins(self, stream: TextStream) -> Steps[bool]:
+        """Takes what begins a call, which models leave out where a mark before the name follows."""
+        if (yield from stream.begins(self.begin)):
+            stream.take(len(self.begin))
+            return True
+        marks = [node[1] for node in self.head[:1] if node[0] == "marker"]
+        return bool(marks) and (yield from stream.begins(marks[0]))
 
     def _name(self, stream: TextStream) -> Steps[str]:
         """Takes the text up to the separator, and with it. Returns the name in it; "" if there is none."""

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from pd_cluster.parsers.pythonic import as_json
+from pd_cluster.parsers.pythonic import as_json, encodable
 from pd_cluster.parsers.schema_types import Types
 from pd_cluster.parsers.text_stream import BLANKS, Emit
 
@@ -49,6 +49,15 @@ def value_of(text: str, types: Types, line: str) -> str:
         if _is_one_of(written, types):
             return written
     return json.dumps(text.removeprefix(line).removesuffix(line) if line else text, ensure_ascii=False)
+
+
+def members_of(text: str) -> dict[str, str]:
+    """Returns the members of a JSON object, or of a dict of Python, with their JSON texts; {} if it is none."""
+    written = as_json(text.strip())
+    value = json.loads(written, parse_constant=_no_constant) if written is not None else None
+    if not isinstance(value, dict):
+        return {}
+    return {encodable(str(key)): encodable(json.dumps(each, ensure_ascii=False)) for key, each in value.items()}
 
 
 def _readings(shown: str, types: Types) -> Iterator[str]:

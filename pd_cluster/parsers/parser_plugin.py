@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from pd_cluster.errors import ConfigError, called
+from pd_cluster.parsers.auto_format import AUTO
 from pd_cluster.parsers.call_format import Format
 from pd_cluster.parsers.format_table import FORMATS
 
@@ -39,7 +40,7 @@ def formats_of(path: str) -> Mapping[str, Format]:
     if not isinstance(found, dict) or not found:
         raise ConfigError(f"{where}: must define FORMATS, a dict from names to formats (docs/extending.md)")
     for name, each in found.items():
-        if not isinstance(name, str) or name in FORMATS:
+        if not isinstance(name, str) or name in (AUTO, *FORMATS):
             raise ConfigError(f"{where}: FORMATS has {name!r}; a name must be a text that no built-in parser has")
         missing = [member for member in MEMBERS if not callable(getattr(each, member, None))]
         if missing or not isinstance(getattr(each, "markers", None), tuple):

@@ -18,15 +18,15 @@ from pd_cluster.parsers.guide_nodes import MAX_CALLS, Node, Tool
 from pd_cluster.parsers.irregular_readers import read_torn
 from pd_cluster.parsers.json_scan import take_sign
 from pd_cluster.parsers.text_stream import Steps, TextStream
-from pd_cluster.parsers.tool_schema import must_be_plain, schema_of
+from pd_cluster.parsers.tool_schema import listed, must_be_plain, schema_of
 
 MAX_DEPTH = 64  # of brackets in one value
 BRACKETS = {"(": ")", "[": "]", "{": "}"}
 
-_NAME = re.compile(r"[\w.-]*")
-_KEY = re.compile(r"\w*")
+PYTHON_NAME = re.compile(r"[\w.-]*")
+PYTHON_KEY = re.compile(r"\w*")
 _PLAIN = re.compile(r"[^\"'()\[\]{},]*")
-_IN_QUOTES = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
+IN_QUOTES = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 _COMMA: Node = ["pattern", ", ?"]
 _ANY_VALUE: Node = ["any", ["json", {}], ["pattern", r"'([^'\\\n]|\\.)*'|True|False|None"]]
 
@@ -63,7 +63,7 @@ class PythonicCalls:
         """Reads the calls after the bracket that opens their list, if there is one."""
         while is_open:
             num_seen = out.num_seen
-            if not (yield from _read_call(stream, out)):
+            if not (yield from read_python_call(stream, out)):
                 if out.num_seen > num_seen:
                     yield from read_torn(stream, out, (self.end,) if self.end else ())
                 break
@@ -77,7 +77,7 @@ class PythonicCalls:
     # ---- guides
 
     def calls(self, given: Sequence[Tool], most: int) -> Node:
-        one: Node = ["any", *map(_tool, given)]
+        one: Node = ["any", *map(python_call, given)]
         more: list[Node] = [["repeat", 0, most - 1, ["seq", _COMMA, one]]] if most > 1 else []
         begin, end = ([["repeat", 0, 1, ["marker", mark]]] if mark else [] for mark in (self.begin, self.end))
         return ["seq", *begin, ["text", "["], one, *more, ["text", "]"], *end]
@@ -87,7 +87,8 @@ class PythonicCalls:
         return ["any", self.calls(given, most or MAX_CALLS), ["pattern", rf"[ \t\r\n]*({first})?"]]
 
 
-def _tool(tool: Tool) -> Node:
+def python_call(tool: Tool) -> Node:
+    """Returns the guide of one call. Raises RequestError."""
     if not tool.parameters:  # anything goes
         one: Node = ["seq", ["pattern", r"[A-Za-z_][A-Za-z0-9_]{0,63}"], ["text", "="], _ANY_VALUE]
         given: Node = ["repeat", 0, 1, ["seq", one, ["repeat", 0, None, ["seq", _COMMA, one]]]]
@@ -101,28 +102,62 @@ def _tool(tool: Tool) -> Node:
     }
     needed = [by_name[name] for name in required]
     others = [node for name, node in by_name.items() if name not in required]
-    return ["seq", ["text", f"{tool.name}("], *_listed(needed, others), ["text", ")"]]
-
-
-def _listed(needed: Sequence[Node], others: Sequence[Node]) -> list[Node]:
-    """Returns the nodes of a list with all that are needed and any of the others, in their order."""
-    if needed:
-        more: list[Node] = [["seq", _COMMA, node] for node in needed[1:]]
-        return [needed[0], *more, *(["repeat", 0, 1, ["seq", _COMMA, node]] for node in others)]
-    if not others:
-        return []
-    firsts: list[Node] = [["seq", *_listed(others[at : at + 1], others[at + 1 :])] for at in range(len(others))]
-    return [["repeat", 0, 1, ["any", *firsts]]]
+    return ["seq", ["text", f"{tool.name}("], *listed(needed, others, _COMMA), ["text", ")"]]
 
 
 # ---- one call
 
 
-def _read_call(stream: TextStream, out: CollectedReply) -> Steps[bool]:
+class PythonValues:
+    """Reads values, and shows them as JSON."""
+
+    def read(self, stream: TextStream, pieces: list[str]) -> Steps[bool]:
+        """Takes the text of a value up to the sign behind it. Returns whether that sign comes."""
+        closers: list[str] = []
+        while True:
+            yield from stream.run(_PLAIN, pieces.append)
+            char = yield from stream.peek()
+            if not char or len(closers) > MAX_DEPTH:
+                return False
+            if not closers and char in ",)":
+                return True
+            if char in IN_QUOTES:
+                if not (yield from self._quoted(stream, pieces, closers)):
+                    return False
+                continue
+            if char in BRACKETS:
+                closers.append(BRACKETS[char])
+            elif char != "," and (not closers or char != closers.pop()):
+                return False
+            pieces.append(stream.take(1))
+
+    def as_json(self, written: str) -> str | None:
+        return as_json(written)
+
+    def _quoted(self, stream: TextStream, pieces: list[str], closers: Sequence[str]) -> Steps[bool]:
+        """Takes a string with its quotes. `closers`: those of the brackets that are open around it."""
+        quote = stream.take(1)
+        pieces.append(quote)
+        while True:
+            yield from stream.run(IN_QUOTES[quote], pieces.append)
+            match (yield from stream.peek()):
+                case "\\":
+                    pieces.append((yield from stream.take_pair()))
+                case "":
+                    return False
+                case _:
+                    pieces.append(stream.take(1))
+                    return True
+
+
+STRICT = PythonValues()
+
+
+def read_python_call(stream: TextStream, out: CollectedReply, values: PythonValues = STRICT) -> Steps[bool]:
     """Reads `name(key=value, …)`. Returns whether it is whole; it has begun if the stream no longer keeps its text."""
     yield from stream.blanks()
     name: list[str] = []
-    yield from stream.run(_NAME, name.append)
+    yield from stream.run(PYTHON_NAME, name.append)
     if not name or not (yield from take_sign(stream, "(")):
         return False
     key = yield from _key(stream)
@@ -135,9 +170,9 @@ def _read_call(stream: TextStream, out: CollectedReply) -> Steps[bool]:
     while key:
         out.arguments(f"{comma}{json.dumps(key, ensure_ascii=False)}: ")
         pieces: list[str] = []
-        is_whole = yield from _value(stream, pieces)
+        is_whole = yield from values.read(stream, pieces)
         written = "".join(pieces).strip()
-        shown = as_json(written) if is_whole else None
+        shown = values.as_json(written) if is_whole else None
         out.arguments(written if shown is None else shown)
         if shown is None:
             return False
@@ -156,43 +191,8 @@ def _key(stream: TextStream) -> Steps[str | None]:
     """Takes `key=` and the blanks before it; "" if no name follows, None if a name without `=` does."""
     yield from stream.blanks()
     pieces: list[str] = []
-    yield from stream.run(_KEY, pieces.append)
+    yield from stream.run(PYTHON_KEY, pieces.append)
     return "".join(pieces) if not pieces or (yield from take_sign(stream, "=")) else None
-
-
-def _value(stream: TextStream, pieces: list[str]) -> Steps[bool]:
-    """Takes the text of a value up to the sign behind it. Returns whether that sign comes."""
-    closers: list[str] = []
-    while True:
-        yield from stream.run(_PLAIN, pieces.append)
-        char = yield from stream.peek()
-        if not char or len(closers) > MAX_DEPTH:
-            return False
-        if not closers and char in ",)":
-            return True
-        if char in _IN_QUOTES:
-            if not (yield from _quoted(stream, char, pieces)):
-                return False
-            continue
-        if char in BRACKETS:
-            closers.append(BRACKETS[char])
-        elif char != "," and (not closers or char != closers.pop()):
-            return False
-        pieces.append(stream.take(1))
-
-
-def _quoted(stream: TextStream, quote: str, pieces: list[str]) -> Steps[bool]:
-    pieces.append(stream.take(1))
-    while True:
-        yield from stream.run(_IN_QUOTES[quote], pieces.append)
-        match (yield from stream.peek()):
-            case "\\":
-                pieces.append((yield from stream.take_pair()))
-            case "":
-                return False
-            case _:
-                pieces.append(stream.take(1))
-                return True
 
 
 def as_json(written: str) -> str | None:
@@ -208,6 +208,11 @@ def as_json(written: str) -> str | None:
             text = json.dumps(ast.literal_eval(written), ensure_ascii=False, allow_nan=False)
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
+    return encodable(text)
+
+
+def encodable(text: str) -> str:
+    """Returns the text with U+FFFD for surrogates that are not paired, which cannot be encoded."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 

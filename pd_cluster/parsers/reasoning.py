@@ -17,6 +17,8 @@ from pd_cluster.parsers.text_stream import BLANKS, Emit, Steps, TextStream, igno
 
 OPEN, CLOSE = "<think>", "</think>"
 MOST_BLANKS = 64  # before a text that closes the content, and belong to it
+_CITATION = re.compile(r"<(?:co>|/co:[ 0-9:,\[\]]{0,256}>)")
+_BEGUN_CITATION = re.compile(r"<(?:|co?|/(?:|co?|co:[ 0-9:,\[\]]{0,256}))\Z")
 
 # The model's first text is reasoning (maybe after its own opening mark), is reasoning only after one, or is content.
 Start = Literal["reasoning", "perhaps", "content"]
@@ -28,19 +30,28 @@ class Thinking:
 
     `unmarked`: how a reply starts if the generation prompt has no mark. `opens` and `closes`: the first of each is the
     one that stands for it in a prompt; models write the others, too. `ends`: texts that end the reasoning and begin the
-    content. `wraps`: the texts around the content, which are not shown.
+    content. `wraps`: the texts around the content, which are not shown: one before it, and those that may stand
+    behind it, in this order. `may_close`: a reply without reasoning may begin with a mark that closes it. `pieces`:
+    the tokens that these texts are made of. `bare`: the text that opens the reasoning where a model leaves out the
+    mark. `cites`: texts may have marks of citations, which are not shown. `also_wraps`: other texts that a model writes
+    in place of `wraps`.
     """
 
     unmarked: Start
     opens: tuple[str, ...] = (OPEN,)
     closes: tuple[str, ...] = (CLOSE,)
     ends: tuple[str, ...] = ()
-    wraps: tuple[str, str] | None = None
+    wraps: tuple[str, ...] = ()
+    may_close: bool = False
+    pieces: tuple[str, ...] = ()
+    bare: str = ""
+    cites: bool = False
+    also_wraps: tuple[str, ...] = ()
 
     @property
     def markers(self) -> tuple[str, ...]:
         """Texts that must reach the reader even if the tokenizer has them as special tokens."""
-        return (*self.opens, *self.closes, *self.ends, *(self.wraps or ()))
+        return (*self.opens, *self.closes, *self.ends, *self.wraps, *self.also_wraps, *self.pieces)
 
     def start_of(self, prompt_end: str) -> Start:
         """Reads the start from the last mark of the generation prompt, whatever text stands behind it."""
@@ -65,28 +76,27 @@ class Thinking:
         """
         if start == "content":
             return []
-        opening: Node = ["any", *(["marker", mark] for mark in self.opens)]
+        bare: list[Node] = [["marker", self.bare]] if self.bare else []
+        opening: Node = ["any", *(["marker", mark] for mark in self.opens), *bare]
         again: Node = [
             "repeat",
             0,
             None,
-            ["until", *self.opens, *(self.wraps or ())],
+            ["until", *self.opens, *self.wraps, *self.also_wraps],
         ]  # marks that are text within the reasoning
         thought: list[Node] = [again, ["until", *self.closes, *(self.ends if ends_early else ())], BLANK]
         if start == "perhaps":
-            return [["repeat", 0, 1, ["seq", opening, *thought]]]
+            closing: list[Node] = [["marker", mark] for mark in self.closes] if self.may_close else []
+            return [["repeat", 0, 1, ["any", ["seq", opening, *thought], *closing]]]
         return [["repeat", 0, 1, opening], *thought]
 
     def around(self, content: Node) -> list[Node]:
         """Allows the texts that a model writes around its content."""
-        if self.wraps is None:
-            return [content]
-        before, after = self.wraps
-        return [
-            ["repeat", 0, 1, ["seq", ["marker", before], BLANK]],
-            content,
-            ["repeat", 0, 1, ["seq", ["marker", after], BLANK]],
-        ]
+        nodes = [content]
+        for wraps in (self.wraps, self.also_wraps):
+            texts: list[Node] = [["repeat", 0, 1, ["seq", ["marker", text], BLANK]] for text in wraps]
+            nodes = [*texts[:1], *nodes, *texts[1:]]
+        return nodes
 
     def answer(self, start: Start, node: Node) -> Node:
         """Returns the node of an answer with the mark that tells it from calls, if the model has such a mark."""
@@ -117,19 +127,26 @@ def read_reasoning(
         stream.take(len(opened))
         yield from stream.blanks()
     elif start == "perhaps":
-        stream.put_back()
+        if not (thinking.may_close and (yield from _takes_close(stream, thinking))):
+            stream.put_back()
         return None
     stream.kept()
-    thought, ends = Trimmed(emit), (*thinking.closes, *thinking.ends)
+    think, cited = Trimmed(emit).add, None
+    if thinking.cites:
+        cited = Uncited(think)
+        think = cited.add
+    ends = (*thinking.closes, *thinking.ends)
     begins = [text for text in begins if text not in ends]
-    marker = yield from stream.until((*ends, *begins), thought.add)
+    marker = yield from stream.until((*ends, *begins), think)
     if marker in begins:
         stream.keep()
         marker = yield from stream.until(ends, ignore)
         if not marker:
             stream.put_back()
-            return thought.add
-        thought.add(stream.kept())
+            return think
+        think(stream.kept())
+    if cited is not None:
+        cited.flush()
     if marker in thinking.closes:
         stream.take(len(marker))
         yield from stream.blanks()
@@ -138,22 +155,34 @@ def read_reasoning(
 
 def _opened(stream: TextStream, thinking: Thinking) -> Steps[str]:
     """Returns the opening mark that comes next; "" if none does."""
-    for mark in thinking.opens:  # a mark that another one begins with comes after it
+    for mark in filter(None, (*thinking.opens, thinking.bare)):  # one that another begins with comes after it
         if (yield from stream.begins(mark)):
             return mark
     return ""
 
 
-class Unwrapped:
-    """Emits content without the texts around it: the first at its beginning, the last at its end, with blanks."""
+def _takes_close(stream: TextStream, thinking: Thinking) -> Steps[bool]:
+    """Takes a closing mark and the blanks around it, if one comes next."""
+    for mark in thinking.closes:
+        if (yield from stream.begins(mark)):
+            stream.take(len(mark))
+            yield from stream.blanks()
+            stream.kept()
+            return True
+    return False
 
-    def __init__(self, wraps: tuple[str, str], emit: Emit) -> None:
-        self._before, after = wraps
-        begun = ""
-        for char in reversed(after[:-1]):
-            begun = f"(?:{re.escape(char)}{begun})?"
-        some, ending = f"[{BLANKS}]{{0,{MOST_BLANKS}}}", rf"{re.escape(after)}[{BLANKS}]*"
-        self._may_end = re.compile(rf"{some}(?:{ending}|{begun})\Z")  # the end of a text that may be markup
+
+class Unwrapped:
+    """Emits content without the texts around it: the first at its beginning, the others at its end, with blanks."""
+
+    def __init__(self, wraps: Sequence[str], emit: Emit) -> None:
+        self._before = wraps[0]
+        some, ending, may_end = f"[{BLANKS}]{{0,{MOST_BLANKS}}}", "", ""
+        for after in reversed(wraps[1:]):
+            whole, others = rf"{re.escape(after)}[{BLANKS}]*", "|" if ending else ""
+            may_end = f"(?:{_begun(after)}|{whole}{may_end}{others}{may_end})"
+            ending = f"(?:{whole}(?:{ending})?{others}{ending})"
+        self._may_end = re.compile(rf"{some}{may_end}\Z")  # the end of a text that may be markup
         self._ends = re.compile(rf"{some}{ending}\Z")
         self._emit = emit
         self._state: Literal["before", "blanks", "within"] = "before"
@@ -191,6 +220,39 @@ class Unwrapped:
         if num_chars:
             shown, self._held = self._held[:num_chars], self._held[num_chars:]
             self._emit(shown)
+
+
+def _begun(text: str) -> str:
+    """Returns a pattern of the text's beginnings, of which the empty one is the shortest."""
+    begun = ""
+    for char in reversed(text[:-1]):
+        begun = f"(?:{re.escape(char)}{begun})?"
+    return begun
+
+
+class Uncited:
+    """Emits text without the marks of citations in it, `<co>` and `</co: 0:[1,2]>`."""
+
+    def __init__(self, emit: Emit) -> None:
+        self._emit = emit
+        self._held = ""
+
+    def add(self, text: str) -> None:
+        text = _CITATION.sub("", self._held + text)
+        begun = _BEGUN_CITATION.search(text)
+        self._held = begun[0] if begun is not None else ""
+        if shown := text[: len(text) - len(self._held)]:
+            self._emit(shown)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def flush(self) -> None:
+        """Emits what was held back: nothing follows."""
+        if self._held:
+            self._emit(self._held)
+        self._held = ""
 
 
 class Trimmed:

@@ -7,6 +7,7 @@ supported.
 from __future__ import annotations
 
 import difflib
+import logging
 import secrets
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,16 +18,19 @@ import msgspec
 
 from pd_cluster.errors import ConfigError, RequestError, called, told
 from pd_cluster.parsers import irregular_readers, reasoning, reply_guides
+from pd_cluster.parsers.auto_format import AUTO, formats_of_model
 from pd_cluster.parsers.call_format import Format
 from pd_cluster.parsers.collected_reply import NO_SCHEMAS, CollectedReply
-from pd_cluster.parsers.format_table import CHANNEL_CALLS, FORMATS, THINKING, UNMARKED, begins_of
+from pd_cluster.parsers.format_table import CHANNEL_CALLS, FORMATS, THINKING, TURN_MARKS, UNMARKED, begins_of
 from pd_cluster.parsers.guide_nodes import Tool
-from pd_cluster.parsers.harmony import MARKS, ChannelCalls, Channels, read_channels
+from pd_cluster.parsers.harmony import ChannelCalls, Channels, read_channels
 from pd_cluster.parsers.reasoning import NONE, Start, Thinking
 from pd_cluster.parsers.reply_guides import ToolChoice
 from pd_cluster.parsers.reply_parts import CallBegin, Part
 from pd_cluster.parsers.text_stream import Steps, TextStream
 from pd_cluster.types import Guide
+
+log = logging.getLogger(__name__)
 
 BUDGET = "thinking_token_budget"  # the field of a request
 
@@ -37,6 +41,34 @@ def own_tool_parser(tokenizer_config: Mapping[str, Any]) -> str:
     """Returns the format of calls that a tokenizer_config.json names (tool_call_parser); "" if it names none."""
     named = tokenizer_config.get("tool_call_parser")
     return named if isinstance(named, str) and named in FORMATS else ""
+
+
+def resolved_names(tool_parser: str, reasoning_parser: str, template: str, model_type: str) -> tuple[str, str]:
+    """Returns the names of both parsers, with the model's own in place of `auto`, and logs them."""
+    if AUTO not in (tool_parser, reasoning_parser):
+        return tool_parser, reasoning_parser
+    formats, because = formats_of_model(template, model_type)
+    calls = formats.tool_parser if tool_parser == AUTO else tool_parser
+    is_one = calls == "openai" and reasoning_parser == ""
+    thinking = formats.reasoning_parser if reasoning_parser == AUTO or is_one else reasoning_parser
+    for setting, given, name in (
+        ("tool_call_parser", tool_parser, calls),
+        ("reasoning_parser", reasoning_parser, thinking),
+    ):
+        if given == AUTO and name:
+            log.info("%s auto: %s, because of %s", told(called(setting)), name, because)
+        elif given == AUTO:
+            log.warning("%s auto: the model has no known format, so none is read; name one", told(called(setting)))
+    return calls, thinking
+
+
+def check_names(tool_parser: str, reasoning_parser: str, more: Mapping[str, Format]) -> None:
+    """Raises ConfigError for an unknown name, and for two that do not go together."""
+    if AUTO not in (tool_parser, reasoning_parser):
+        ReplyFormat(tool_parser, reasoning_parser, more)
+        return
+    _must_be_known(called("tool_call_parser"), tool_parser, {AUTO, *FORMATS, *more})
+    _must_be_known(called("reasoning_parser"), reasoning_parser, {AUTO, *THINKING})
 
 
 class ReplyFormat:
@@ -76,7 +108,7 @@ class ReplyFormat:
         """
         calls = FORMATS.values() if self._calls is None else (self._calls,)
         thinking = THINKING.values() if self._thinking is None else (self._thinking,)
-        return frozenset(mark for each in (*calls, *thinking) for mark in each.markers).difference(MARKS)
+        return frozenset(mark for each in (*calls, *thinking) for mark in each.markers).difference(TURN_MARKS)
 
     def reader(
         self, choice: ToolChoice, prompt_end: str, most_calls: int | None = None, given: Sequence[Tool] = ()
@@ -217,8 +249,10 @@ class ReplyReader:
             unclosed(self._stream.take(self._stream.num_held))
         elif unclosed is not None:
             self._out.think(unclosed)
-        if thinking.wraps is not None:
-            self._out.unwrap(thinking.wraps)
+        for wraps in filter(None, (thinking.wraps, thinking.also_wraps)):
+            self._out.unwrap(wraps)
+        if thinking.cites:
+            self._out.leave_out_citations()
         self.is_reasoning = False
         yield from read_content(self._stream, self._out)
 

@@ -8,14 +8,20 @@ from typing import Any
 Types = frozenset[str]
 ANY: Types = frozenset()
 MAX_DEPTH = 8  # of references and alternatives
+# Names of types that some clients use in place of JSON schema's own.
+NAMES = {"str": "string", "bool": "boolean", "int": "integer", "float": "number", "list": "array", "dict": "object"}
 PYTHON_TYPES = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
 
 
 def types_of(parameters: Mapping[str, Any], name: str) -> Types:
     """Returns the types that a parameter may have; empty: not known, or any."""
     properties = parameters.get("properties")
-    given = properties.get(name) if isinstance(properties, dict) else None
-    return _types(given, parameters, 0)
+    return types_in(properties.get(name) if isinstance(properties, dict) else None, parameters)
+
+
+def types_in(given: Any, root: Mapping[str, Any]) -> Types:
+    """Returns the types of a schema's values. `root`: the schema that it may refer to."""
+    return _types(given, root, 0)
 
 
 def _types(given: Any, root: Mapping[str, Any], depth: int) -> Types:
@@ -24,9 +30,9 @@ def _types(given: Any, root: Mapping[str, Any], depth: int) -> Types:
         return ANY
     named = schema.get("type")
     if isinstance(named, str):
-        return frozenset([named])
+        return frozenset([NAMES.get(named, named)])
     if isinstance(named, list):
-        return frozenset(map(str, named))
+        return frozenset(NAMES.get(str(each), str(each)) for each in named)
     fixed = schema.get("enum", [schema["const"]] if "const" in schema else None)
     if isinstance(fixed, list):
         return frozenset("null" if value is None else PYTHON_TYPES.get(type(value), "object") for value in fixed)

@@ -30,6 +30,7 @@ class TextStream:
         self._at = 0  # everything before it was taken
         self._kept: list[str] | None = None
         self._num_kept = 0  # characters of it
+        self._record: list[str] | None = None
         self._is_ended = False
 
     # ---- for the writer
@@ -80,6 +81,8 @@ class TextStream:
         if self._kept is not None:
             self._kept.append(taken)
             self._num_kept += len(taken)
+        if self._record is not None:
+            self._record.append(taken)
         return taken
 
     def take_pair(self) -> Steps[str]:
@@ -184,10 +187,25 @@ class TextStream:
     def put_back(self) -> None:
         """Returns the text taken since `keep` to the stream."""
         kept = self.kept()
+        num_more = len(kept)
+        while self._record and num_more:
+            last = self._record.pop()
+            if len(last) > num_more:
+                self._record.append(last[:-num_more])
+            num_more -= min(len(last), num_more)
         if len(kept) > self._at:  # some of it is no longer at hand
             self._text, self._at = kept + self._text[self._at :], 0
         else:
             self._at -= len(kept)
+
+    def record(self) -> None:
+        """Starts recording the text taken, whatever a `keep` does in the meantime."""
+        self._record = []
+
+    def recorded(self) -> str:
+        """Returns the text taken since `record`, without what was put back, and forgets it."""
+        record, self._record = self._record or [], None
+        return "".join(record)
 
 
 def without_cut(text: str, markers: Sequence[str]) -> str:

@@ -5,12 +5,14 @@ Knows nothing of the markup around arguments.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pd_cluster.errors import RequestError
-from pd_cluster.parsers.guide_nodes import Tool
-from pd_cluster.parsers.schema_types import as_object
+from pd_cluster.parsers.guide_nodes import Node, Tool
+from pd_cluster.parsers.schema_types import as_object, plain_texts
 
+FOLLOWED_IN_TEXT = {"type", "enum", "const", "minLength", "maxLength", "pattern", "format", "default", "examples"}
 FOLLOWED = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "$schema", "$id"}
 DEFINITIONS = ("$defs", "definitions")
 REMARKS = {"title", "description"}
@@ -34,3 +36,30 @@ def schema_of(tool: Tool, given: Any) -> dict[str, Any]:
     """Returns one argument's schema with the definitions that it may refer to."""
     definitions = {name: tool.parameters[name] for name in DEFINITIONS if name in tool.parameters}
     return {**as_object(given), **definitions}
+
+
+def listed(needed: Sequence[Node], others: Sequence[Node], comma: Node) -> list[Node]:
+    """Returns the nodes of a list with all that are needed and any of the others, in their order."""
+    if needed:
+        more: list[Node] = [["seq", comma, node] for node in needed[1:]]
+        return [needed[0], *more, *(["repeat", 0, 1, ["seq", comma, node]] for node in others)]
+    if not others:
+        return []
+    firsts: list[Node] = [["seq", *listed(others[at : at + 1], others[at + 1 :], comma)] for at in range(len(others))]
+    return [["repeat", 0, 1, ["any", *firsts]]]
+
+
+def text_between(tool: Tool, name: str, schema: dict[str, Any], end: str) -> list[Node]:
+    """Returns the nodes of a string that follows its schema, and of the text that ends it. Raises RequestError."""
+    if others := sorted(set(schema) - FOLLOWED_IN_TEXT - REMARKS):
+        raise refused(tool, f"{others[0]} of {name}")
+    if (texts := plain_texts(schema)) is not None:
+        return [["any", *(["text", text] for text in texts)], ["exact", end]]
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if pattern := schema.get("pattern"):
+        if least or most is not None or not (pattern.startswith("^") and pattern.endswith("$")):
+            raise refused(tool, f"pattern of {name}, unless it is from ^ to $ and has no lengths beside it,")
+        return [["pattern", pattern[1:-1].replace("/", r"\/")], ["exact", end]]
+    if least or most is not None:
+        return [["pattern", f"[^<\\n]{{{least},{'' if most is None else most}}}"], ["exact", end]]
+    return [["until", end]]

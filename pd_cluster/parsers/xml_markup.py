@@ -1,7 +1,7 @@
-"""Calls whose arguments are parameters between tags, as Qwen3-Coder, GLM, Seed-OSS and MiniMax write them.
+"""Calls whose arguments are parameters between tags, as Qwen3-Coder, GLM, DeepSeek V3.2 and many others write them.
 
-A parameter's text is a string if its schema says so, and is then passed on as it comes, as JSON; any other is read
-whole, and is JSON if its schema allows that, otherwise a string (parameter_values.py). A value without its
+A parameter's text is a string if its schema or its tag says so, and is then passed on as it comes, as JSON; any other
+is read whole, and is JSON if its schema allows that, otherwise a string (parameter_values.py). A value without its
 end marker ends where the next parameter begins or the call ends. Text between parameters is content. A
 call that never ends has no closing brace, so clients see that it is incomplete.
 """
@@ -9,70 +9,74 @@ call that never ends has no closing brace, so clients see that it is incomplete.
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from pd_cluster.parsers.collected_reply import CollectedReply
-from pd_cluster.parsers.guide_nodes import BLANK, FREE, Node, Tool
+from pd_cluster.parsers.guide_nodes import Node, Tool
 from pd_cluster.parsers.irregular_readers import close_calls
-from pd_cluster.parsers.parameter_values import TextValue, value_of
-from pd_cluster.parsers.schema_types import Types, plain_texts, resolved, types_of
+from pd_cluster.parsers.parameter_values import TextValue, members_of, value_of
+from pd_cluster.parsers.schema_types import Types, types_of
 from pd_cluster.parsers.text_stream import Emit, Steps, TextStream, ignore, without_cut
-from pd_cluster.parsers.tool_schema import REMARKS, must_be_plain, refused, schema_of
+from pd_cluster.parsers.xml_guides import optional_calls, required_calls
+from pd_cluster.parsers.xml_tags import TEXT, XmlTags, present
 
 MAX_NAME_NUM_CHARS = 256
-FOLLOWED_IN_TEXT = {"type", "enum", "const", "minLength", "maxLength", "pattern", "format", "default", "examples"}
 
 
 @dataclass(frozen=True)
-class XmlCalls:
-    """`begin`, then calls, then `end`. A call: the name between `name`'s texts, parameters, `close`.
+class XmlCalls(XmlTags):
+    """Reads such calls, and makes their guides."""
 
-    A parameter: its key between `key`'s texts, its value between `value`'s. `line`: a newline that is written around a
-    value and is not part of it. `lone`: models also write a call without `begin`.
-    """
+    def calls(self, given: Sequence[Tool], most: int) -> Node:
+        return required_calls(self, given, most)
 
-    begin: str
-    end: str
-    name: tuple[str, str]
-    close: str
-    key: tuple[str, str]
-    value: tuple[str, str]
-    line: str = ""
-    lone: bool = False
-    is_section: bool = False  # several calls may stand between `begin` and `end`
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        tags = (self.begin, self.end, self.close, *self.name, *self.key, *self.value)
-        return tuple(text for text in tags if text.startswith("<") and text.endswith(">"))
-
-    # ---- reading
+    def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
+        return optional_calls(self, given, most)
 
     def read(self, stream: TextStream, out: CollectedReply) -> Steps[None]:
-        starts = (self.begin, self.name[0]) if self.lone else (self.begin,)
+        starts = present(*self.all_begins, self.name[0] if self.lone else "", *self.fillers)
         while marker := (yield from stream.until(starts, out.content)):
             stream.keep()
-            if marker == self.begin:
+            if marker in self.all_begins:
                 stream.take(len(marker))
-                yield from stream.blanks()
+                yield from self._fillers(stream)
                 if (yield from stream.begins(self.end)):
                     stream.take(len(self.end))
                     stream.kept()
                     continue
+            elif marker in self.fillers:
+                stream.take(len(marker))
+                stream.kept()
+                continue
             if not (yield from self._read_one(stream, out)):
                 out.content(stream.take(len(marker)))
-            elif marker == self.begin:
+            elif marker in self.all_begins:
                 yield from self._read_more(stream, out)
             else:
                 yield from stream.take_after_blanks(self.end)
 
+    def _fillers(self, stream: TextStream) -> Steps[None]:
+        """Takes blanks and fillers."""
+        is_more = True
+        while is_more:
+            yield from stream.blanks()
+            is_more = False
+            for text in self.fillers:
+                if (yield from stream.begins(text)):
+                    stream.take(len(text))
+                    is_more = True
+
     def _read_more(self, stream: TextStream, out: CollectedReply) -> Steps[None]:
         """Reads up to the end of what `begin` has opened: perhaps more calls."""
-        starts = tuple(text for text in (self.begin, self.name[0]) if text)
-        while (marker := (yield from close_calls(stream, out, self.end, starts))) and marker != self.begin:
+        starts = present(*self.fillers, *(text for text in self.all_begins if text not in self.fillers), self.name[0])
+        while marker := (yield from close_calls(stream, out, self.end, starts)):
+            if marker in self.fillers:
+                stream.take(len(marker))
+                continue
+            if marker in self.all_begins:
+                return
             stream.keep()
             if not (yield from self._read_one(stream, out)):
                 out.content(stream.take(len(marker)))
@@ -80,7 +84,7 @@ class XmlCalls:
     def _read_one(self, stream: TextStream, out: CollectedReply) -> Steps[bool]:
         """Reads one call. Returns False if there is none; then what the stream keeps is put back."""
         name = yield from self._name(stream)
-        if not name or (out.is_damaged and not out.has_tool(name)):
+        if not name or ((out.is_damaged or self.needs_tool) and not out.has_tool(name)):
             stream.put_back()
             return False
         stream.kept()
@@ -88,8 +92,10 @@ class XmlCalls:
         out.begin(name)
         out.arguments("{")
         out.in_call = True
-        while (marker := (yield from self._between(stream, out))) == self.key[0]:
-            yield from self._parameter(stream, call)
+        marker = yield from self._between(stream, out)
+        while marker and marker in (*self.all_keys, self.body[0]):
+            yield from (self._parameter if marker in self.all_keys else self._body)(stream, call, marker)
+            marker = yield from self._between(stream, out)
         if marker:
             out.arguments("}")
         else:
@@ -102,12 +108,12 @@ class XmlCalls:
     def _between(self, stream: TextStream, out: CollectedReply) -> Steps[str]:
         """Takes text up to a tag of a call: content, but for blanks before it and a tag that the end cuts short."""
         yield from stream.blanks()
-        return (yield from stream.until(self._tags, out.content, drops_cut=True))
+        return (yield from stream.until(present(*self._tags, self.body[0]), out.content, drops_cut=True))
 
     @property
     def _tags(self) -> tuple[str, ...]:
         """Returns what may follow within a call, or end it."""
-        return tuple(text for text in (self.key[0], self.close, self.end, self.begin, self.name[0]) if text)
+        return present(*self.all_keys, self.close, self.end, *self.all_begins, self.name[0])
 
     def _name(self, stream: TextStream) -> Steps[str]:
         """Takes the name and the texts around it; "" if there is none."""
@@ -120,29 +126,35 @@ class XmlCalls:
         if not (yield from stream.short_until(ends, MAX_NAME_NUM_CHARS, pieces.append)):
             return ""
         stream.take(len(after))
-        name = "".join(pieces).strip()
-        return name if name and not re.search(r"[\s<>{}\"]", name) else ""
+        return self.name_in("".join(pieces))
 
-    def _parameter(self, stream: TextStream, call: _TagCall) -> Steps[None]:
+    # ---- parameters
+
+    def _parameter(self, stream: TextStream, call: _TagCall, marker: str) -> Steps[None]:
         """Reads one parameter. Its key alone is text between parameters, or at the end of everything torn arguments."""
         stream.keep()
-        key = yield from self._key(stream)
+        key = yield from self._key(stream, marker)
         if key is None:
             is_over = not (yield from stream.peek())
             stream.put_back()
-            before = stream.take(len(self.key[0]))
+            before = stream.take(len(marker))
             if is_over:
-                yield from stream.until((), lambda text: call.torn_key(without_cut(text, self.key[1:])))
+                yield from stream.until(
+                    (), lambda text: call.torn_key(self.cut_key_in(without_cut(text, self.key[1:])))
+                )
             else:
                 call.out.content(before)
             return
         stream.kept()
-        types = call.begin_value(key)
-        if types == {"string"}:
+        name, said = key
+        if name in self.wrappers and call.has_others(name):
+            return (yield from self._wrapped(stream, call, name))
+        types = self.types_of_value(call.begin_value(name), said)
+        if types == TEXT:
             call.out.arguments('"')
             text = TextValue(self.line, call.add_text)
             end = yield from self._value_end(stream, call, text.add)
-            if end == "closed":
+            if end == "closed" or (end and self.kind is not None):
                 text.close()
             call.out.arguments('"' if end else "")
         else:
@@ -151,16 +163,35 @@ class XmlCalls:
             shown = "".join(pieces)
             call.out.arguments(value_of(shown, types, self.line) if end else shown.strip())
 
-    def _key(self, stream: TextStream) -> Steps[str | None]:
-        """Takes a parameter's text up to its value; None if this is none."""
-        stream.take(len(self.key[0]))
+    def _wrapped(self, stream: TextStream, call: _TagCall, name: str) -> Steps[None]:
+        """Reads a parameter that may be all arguments as one object."""
+        pieces: list[str] = []
+        end = yield from self._value_end(stream, call, pieces.append)
+        text = "".join(pieces)
+        if not end or not call.add_members(text, lambda key: not call.has_others(key)):
+            call.begin_value(name)
+            call.out.arguments(value_of(text, frozenset(), self.line) if end else text.strip())
+
+    def _body(self, stream: TextStream, call: _TagCall, marker: str) -> Steps[None]:
+        """Reads all arguments as one object. Text that is none is content."""
+        stream.take(len(marker))
+        pieces: list[str] = []
+        end = yield from stream.until((self.body[1],), pieces.append)
+        stream.take(len(end))
+        text = "".join(pieces)
+        if text.strip() != "{}" and not call.add_members(text, lambda key: True):
+            call.out.content(f"{marker}{text}{end}")
+
+    def _key(self, stream: TextStream, marker: str) -> Steps[tuple[str, str] | None]:
+        """Takes a parameter's text up to its value, and returns its key and its kind; None if this is none."""
+        stream.take(len(marker))
         pieces: list[str] = []
         if not (yield from stream.short_until(self.key[1], MAX_NAME_NUM_CHARS, pieces.append)):
             if (yield from stream.ends_within(MAX_NAME_NUM_CHARS)):
                 yield from stream.until((), ignore)
             return None
-        key = "".join(pieces).strip()
-        if not key or re.search(r"[<>\n]", key):
+        key = self.key_in("".join(pieces))
+        if key is None:
             return None
         stream.take(len(self.key[1]))
         if self.value[0]:
@@ -174,6 +205,13 @@ class XmlCalls:
         the end.
         """
         closing = self.value[1]
+        if self.quote[0] and (yield from stream.begins_after_blanks(self.quote[0])):
+            stream.take(len(self.quote[0]))
+            if not (yield from stream.until((self.quote[1],), emit)):
+                return ""
+            stream.take(len(self.quote[1]))
+            if (yield from stream.take_after_blanks(closing)):
+                return "closed"
         while marker := (yield from stream.until((closing, *self._tags), emit)):
             if marker == closing:
                 stream.take(len(closing))
@@ -191,94 +229,21 @@ class XmlCalls:
         """Returns whether a tag within a value is one of the call's, and not text of the value: it leads to a parameter
         or a call that there can be, or to the end of this one.
         """
-        if marker == self.key[0]:
-            key = yield from self._key(stream)
-            return key is not None and call.may_have(key)
+        if marker in self.all_keys:
+            key = yield from self._key(stream, marker)
+            return key is not None and call.may_have(key[0])
         if marker in (self.close, self.end):
             stream.take(len(marker))
-            yield from stream.blanks()
-            following = (self.begin, *((self.end, self.name[0]) if marker == self.close else ()))
+            yield from self._fillers(stream)
+            following = (*self.all_begins, *((self.end, self.name[0]) if marker == self.close else ()))
             for tag in filter(None, following):
                 if (yield from stream.begins(tag)):
                     return True
             return not (yield from stream.peek())
-        if marker == self.begin:
+        if marker in self.all_begins:
             stream.take(len(marker))
-            yield from stream.blanks()
+            yield from self._fillers(stream)
         return call.out.has_tool((yield from self._name(stream)))
-
-    # ---- guides
-
-    def calls(self, given: Sequence[Tool], most: int) -> Node:
-        if self.is_section:
-            many: Node = ["repeat", 1, most, self._one(given)]
-            return ["seq", ["marker", self.begin], many, ["marker", self.end]]
-        return ["repeat", 1, most, ["seq", ["marker", self.begin], self._one(given), ["marker", self.end]]]
-
-    def perhaps(self, given: Sequence[Tool], most: int | None) -> Node:
-        if self.is_section:
-            many: Node = ["repeat", 1, most, self._one(given)]
-            section: Node = ["seq", ["until", self.begin], many, ["marker", self.end]]
-            return ["seq", ["repeat", 0, most, section], FREE]
-        begun: Node = ["seq", ["until", self.begin], *self._opening]
-        end: Node = ["marker", self.end]
-        if self.lone:
-            begun, end = ["any", begun, ["until", self.name[0]]], ["repeat", 0, 1, end]
-        return ["seq", ["repeat", 0, most, ["seq", begun, self._named(given), end]], FREE]
-
-    def _one(self, given: Sequence[Tool]) -> Node:
-        return ["seq", *self._opening, self._named(given)]
-
-    def _named(self, given: Sequence[Tool]) -> Node:
-        """Returns the node of a call from its name on."""
-        return ["any", *map(self._tool, given)]
-
-    def _tool(self, tool: Tool) -> Node:
-        parameters: list[Node] = []
-        if not tool.parameters:  # anything goes
-            key = self._key_of(["pattern", r"[A-Za-z0-9_.-]{1,64}"])
-            parameters = [["repeat", 0, None, ["seq", *key, ["until", self.value[1]]]]]
-        else:
-            must_be_plain(tool)
-            required = tool.parameters.get("required", [])
-            properties: dict[str, Any] = tool.parameters.get("properties", {})
-            for name in dict.fromkeys((*properties, *required)):
-                value = self._value(tool, name, properties.get(name, True))
-                one: Node = ["seq", *self._key_of(["text", name]), *value]
-                parameters.append(one if name in required else ["repeat", 0, 1, one])
-        close: list[Node] = [["marker", self.close]] if self.close else []
-        return ["seq", ["text", f"{tool.name}{self.name[1]}"], *parameters, *close]
-
-    def _key_of(self, name: Node) -> list[Node]:
-        """Returns the nodes up to the value's first character, without a line's newline."""
-        before, after = self.key
-        opening: list[Node] = [["marker", self.value[0]]] if self.value[0] else []
-        return [["marker", before], name, ["exact", after], *opening]
-
-    @property
-    def _opening(self) -> list[Node]:
-        """Returns what comes before a name. Blanks belong to a marker: elsewhere a guide would have to look ahead."""
-        return [["marker", self.name[0]]] if self.name[0] else [BLANK]
-
-    def _value(self, tool: Tool, name: str, given: Any) -> list[Node]:
-        """Returns the nodes of a value and of its end."""
-        schema = resolved(given, tool.parameters)
-        line: list[Node] = [["text", self.line]] if self.line else []
-        end: Node = ["exact", self.value[1]]
-        if types_of(tool.parameters, name) != {"string"}:
-            return [*line, ["json", schema_of(tool, given)], *line, end]
-        if others := sorted(set(schema) - FOLLOWED_IN_TEXT - REMARKS):
-            raise refused(tool, f"{others[0]} of {name}")
-        if (texts := plain_texts(schema)) is not None:
-            return [*line, ["any", *(["text", text] for text in texts)], *line, end]
-        least, most = schema.get("minLength", 0), schema.get("maxLength")
-        if pattern := schema.get("pattern"):
-            if least or most is not None or not (pattern.startswith("^") and pattern.endswith("$")):
-                raise refused(tool, f"pattern of {name}, unless it is from ^ to $ and has no lengths beside it,")
-            return [*line, ["pattern", pattern[1:-1].replace("/", r"\/")], *line, end]
-        if least or most is not None:
-            return [*line, ["pattern", f"[^<\\n]{{{least},{'' if most is None else most}}}"], *line, end]
-        return [*line, ["until", f"{self.line}{self.value[1]}"]] if self.line else [["until", self.value[1]]]
 
 
 class _TagCall:
@@ -291,8 +256,12 @@ class _TagCall:
 
     def may_have(self, key: str) -> bool:
         """Returns whether a parameter of this name may follow."""
+        return key not in self._keys and not self.has_others(key)
+
+    def has_others(self, key: str) -> bool:
+        """Returns whether the schema names parameters, and not this one."""
         known = self._schema.get("properties")
-        return key not in self._keys and (not isinstance(known, dict) or not known or key in known)
+        return isinstance(known, dict) and bool(known) and key not in known
 
     def begin_value(self, key: str) -> Types:
         """Writes a parameter's name. Returns its types."""
@@ -307,3 +276,13 @@ class _TagCall:
 
     def add_text(self, text: str) -> None:
         self.out.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    def add_members(self, text: str, is_known: Callable[[str], bool]) -> bool:
+        """Writes the members of an object as arguments. Returns False if it is none, or has unknown members."""
+        members = members_of(text)
+        if not members or not all(is_known(key) and key not in self._keys for key in members):
+            return False
+        for key, value in members.items():
+            self.begin_value(key)
+            self.out.arguments(value)
+        return True

@@ -50,7 +50,7 @@ class TextService:
         self._instances = ServingInstances(router, config.max_model_len)
         self.tokenizer = tokenizer = Tokenizer(checkpoint.tokenizer_path, settings.chat.template, checkpoint.path)
         self.shows_token_ids = settings.returns_tokens_as_token_ids or not tokenizer.has_text
-        form = reply_format_of(settings.chat, tokenizer)
+        form = reply_format_of(settings.chat, tokenizer, str(checkpoint.config.get("model_type", "")))
         self.reads_reasoning = bool(form.reasoning_parser)  # a reply's reasoning is told apart from its content
         self.names = ServedNames(
             settings.engine.model, settings.served_model_names, config.adapters, settings.requires_model

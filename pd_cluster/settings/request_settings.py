@@ -17,6 +17,7 @@ from pd_cluster.settings.setting import OBJECT, TEXTS, Check, Form, Panel, Scope
 # One library does it, whichever vLLM name is given.
 GUIDED_BACKENDS = ("auto", "guidance", "llguidance", "outlines", "lm-format-enforcer", "xgrammar")
 # Request fields that are also variables of chat templates, and so may not be given twice.
+BY_MODEL = "auto: by the chat template and model_type"
 OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
 
 TEXT = partial(Setting, panel=Panel.REQUESTS, scope=Scope.TEXT)
@@ -209,7 +210,7 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = "assistant"
     tool_parser: Annotated[
         str,
-        TEXT(f"How the model writes tool calls: {', '.join(sorted(FORMATS))}.", name="tool_call_parser"),
+        TEXT(f"How the model writes tool calls: {', '.join(sorted(FORMATS))}; {BY_MODEL}.", name="tool_call_parser"),
     ] = ""
     excludes_barred_tools: Annotated[
         bool,
@@ -223,7 +224,9 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
         str,
         TEXT("Python file whose FORMATS adds names to --tool-call-parser; it runs in the server."),
     ] = ""
-    reasoning_parser: Annotated[str, TEXT(f"How the model marks its reasoning: {', '.join(sorted(THINKING))}.")] = ""
+    reasoning_parser: Annotated[
+        str, TEXT(f"How the model marks its reasoning: {', '.join(sorted(THINKING))}; {BY_MODEL}.")
+    ] = ""
 
 
 class Assurances(msgspec.Struct, frozen=True, kw_only=True):

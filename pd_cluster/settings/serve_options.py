@@ -14,7 +14,7 @@ import msgspec
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.parsers.parser_plugin import formats_of
-from pd_cluster.parsers.reply_format import ReplyFormat
+from pd_cluster.parsers.reply_format import check_names
 from pd_cluster.settings.engine_config import EngineConfig, RopeSettings
 from pd_cluster.settings.file_settings import KeptFiles
 from pd_cluster.settings.http_settings import KEY_VARIABLE, HttpConfig, Tls
@@ -216,7 +216,7 @@ class ServeOptions(Mapping[str, Any]):
         if chat.tool_parser_plugin and not has_files:
             return chat
         formats = formats_of(chat.tool_parser_plugin)
-        ReplyFormat(chat.tool_parser, chat.reasoning_parser, formats)  # raises for unknown names
+        check_names(chat.tool_parser, chat.reasoning_parser, formats)
         return chat
 
 

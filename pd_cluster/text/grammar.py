@@ -32,6 +32,7 @@ WHITESPACE = r"( |\n {0,32}|\n\t{0,8})?"
 # Lets models escape any character by its number; by default only control characters could be written so.
 JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "json_allow_general_unicode_escapes": True}
 MAX_ERROR_NUM_CHARS = 300
+MAX_NESTING = 8  # of expressions in one rule; the library allows a few more
 NO_TOKENS: Mapping[str, int] = MappingProxyType({})
 DIRECTIVES = ("%ignore", "%import")  # allowed in a grammar; the library's others reach into its internals
 _NOISE = re.compile(  # positions in a source that the client did not write, the whole pattern, the whole vocabulary
@@ -344,18 +345,30 @@ class _ReplySource:
         self._tokens = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if longest_first else None
         self._rules = ["%llguidance {}", r"TEXT: /(.|\n)*/", r"BLANKS: /[ \n]{1,4}/"]
         self._others: list[dict[str, Any]] = []
+        self._depth = 0
+        self._named: dict[str, str] = {}  # of the tree's own rules, to those of the grammar
 
     def of(self, tree: list[Any]) -> str:
         self._rules.append(f"start: {self._expression(tree)}")
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(self._rules)}, *self._others]})
 
     def _expression(self, node: list[Any]) -> str:
+        """Returns a node's expression, or the name of a rule for it: the library limits how deeply a rule is nested."""
+        self._depth += 1
+        made = self._nested(node)
+        self._depth -= 1
+        if self._depth % MAX_NESTING or not self._depth or not made.startswith("("):
+            return made
+        self._rules.append(f"nested_{len(self._rules)}: {made}")
+        return f"nested_{len(self._rules) - 1}"
+
+    def _nested(self, node: list[Any]) -> str:
         match node:
             case ["seq", *inner]:
                 return f"({' '.join(map(self._expression, inner))})"
             case ["any", *inner]:
                 return f"({' | '.join(map(self._expression, inner))})"
-            case ["repeat", _, 0, _]:
+            case ["repeat", _, 0, _] | ["text", ""]:
                 return '""'
             case ["repeat", least, most, inner]:
                 return f"({self._expression(inner)}){{{least},{'' if most is None else most}}}"
@@ -364,7 +377,7 @@ class _ReplySource:
                 return f"BLANKS? {tokens}" if tokens else self._lazy(f"BLANKS? {json.dumps(text)}")
             case ["until", *texts]:
                 found = self._lazy(f"TEXT ({' | '.join(map(json.dumps, texts))})")
-                others = [f"TEXT {tokens}" for text in texts if (tokens := self._of_tokens(text))]
+                others = [self._text_and(tokens) for text in texts if (tokens := self._of_tokens(text))]
                 return f"({' | '.join([found, *others])})" if others else found
             case ["exact", str(text)]:
                 return self._of_tokens(text) or json.dumps(text)
@@ -376,7 +389,21 @@ class _ReplySource:
                 return f"%json {json.dumps(_with_whitespace(schema))}"
             case ["guide", kind, text]:
                 return self._other(Guide(kind, text))
+            case ["rules", dict(rules), inner]:
+                return self._with_rules(rules, inner)
+            case ["rule", str(name)]:
+                return self._named[name]
         raise ValueError(f"{node[0]}: no such node")
+
+    def _with_rules(self, rules: dict[str, Any], inner: list[Any]) -> str:
+        outer = self._named
+        first = len(self._rules)
+        self._named = {**outer, **{name: f"own_{first}_{at}" for at, name in enumerate(rules)}}
+        for name, node in rules.items():
+            self._rules.append(f"{self._named[name]}: {self._expression(node)}")
+        made = self._expression(inner)
+        self._named = outer
+        return made
 
     def _of_tokens(self, text: str) -> str:
         """Returns a text with tokens that are not text; "" if it has none."""
@@ -384,6 +411,18 @@ class _ReplySource:
         if not any(piece in self._special for piece in pieces):
             return ""
         return " ".join(f"<[{self._special[p]}]>" if p in self._special else json.dumps(p) for p in pieces)
+
+    def _text_and(self, tokens: str) -> str:
+        """Returns free text and then a marker of tokens. Text before the first token is the end of the free text, which
+        would take it otherwise.
+        """
+        if tokens.startswith("<["):
+            return f"TEXT {tokens}"
+        begin, end = json.JSONDecoder().raw_decode(tokens)
+        name = f"TEXT_{len(self._rules)}"
+        escaped = re.escape(begin).replace("/", r"\/").replace("\\\n", r"\n")
+        self._rules.append(rf"{name}: /(.|\n)*{escaped}/")
+        return f"{name} {tokens[end:]}"
 
     def _lazy(self, body: str) -> str:
         name = f"lazy_{len(self._rules)}"

@@ -38,7 +38,7 @@ def test_a_guide_permits_a_text_where_its_content_fits(world: World, parser: str
     form, thinking = ReplyFormat("", parser), THINKING[parser]
     rng = random.Random(parser)
     marks = [*thinking.opens, *thinking.closes]
-    bits = [*WORDS, *WORDS, *marks, *marks, "\n", *(thinking.wraps or ())]
+    bits = [*WORDS, *WORDS, *marks, *marks, "\n", *thinking.wraps, *thinking.also_wraps]
     num_permitted = 0
     for prompt_end in ("", f"a {thinking.opens[0]}", f"{thinking.closes[0]}\n"):
         guide = form.guide([], "none", prompt_end, answer=ANSWER)

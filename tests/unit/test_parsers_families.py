@@ -10,6 +10,7 @@ import pytest
 
 from pd_cluster.parsers.reply_format import ReplyFormat, Tool
 from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part, Reasoning
+from tests.support.tag_cases import TAG_CASES
 from tests.unit.test_parsers import call
 from tests.unit.test_parsers import read as read_parts
 
@@ -229,6 +230,7 @@ CASES: dict[str, Cases] = {
     "pythonic": PYTHONIC,
     "qwen3_coder": QWEN,
     "seed_oss": SEED,
+    **TAG_CASES,
 }
 
 
@@ -289,6 +291,7 @@ def test_a_string_comes_as_it_is_written() -> None:
 
 # ---- reasoning
 
+XTML_THOUGHT = "<|open|>think<|sep|>so<|close|>think<|sep|>"
 THOUGHTS = [
     ("deepseek_v3", "", "so", "", "so"),
     ("deepseek_v3", "<think>", "so</think>it is", "so", "it is"),
@@ -318,6 +321,24 @@ THOUGHTS = [
     ("ernie45", "<think>\n", "so\n</think>\n\nit is", "so", "it is"),
     ("step3", "", "so</think>it is", "so", "it is"),
     ("olmo3", "<think>", "so\n</think>it is", "so", "it is"),
+    ("apertus", "", "<|inner_prefix|>so<|inner_suffix|>it is", "so", "it is"),
+    ("deepseek_v4", "<think>", "so</think>it is", "so", "it is"),
+    ("deepseek_v41", "</think>", "it is", "", "it is"),
+    ("deepseek_v4", "<think>", "so\n\n<｜DSML｜tool_calls>", "so", "<｜DSML｜tool_calls>"),
+    ("hy_v3", "<think>", "so\nfar</think>it is", "so\nfar", "it is"),
+    ("kimi_k3", "", f"{XTML_THOUGHT}<|open|>response<|sep|>it is", "so", "it is"),
+    ("kimi_k3", "", f"{XTML_THOUGHT}<|open|>response<|sep|>it is<|close|>response<|sep|>", "so", "it is"),
+    ("kimi_k3", "", "it is<|close|>response<|sep|>\n<|close|>message<|sep|>", "", "it is"),
+    ("kimi_k3", "", "it is<|close|>message<|sep|>", "", "it is"),
+    ("kimi_k3", "<|open|>think<|sep|>", "so <|open|>response<|sep|>", "so <|open|>response<|sep|>", ""),
+    ("ling3", "<think>", "only reasoning", "only reasoning", ""),
+    ("mimo", "", "<think>so</think>it is", "so", "it is"),
+    ("minimax_m3", "", "<mm:think>so</mm:think>it is", "so", "it is"),
+    ("minimax_m3", "", "</mm:think>it is", "", "it is"),
+    ("minimax_m3", "", "it</mm:think>is", "", "it</mm:think>is"),
+    ("minimax_m3", "<mm:think>", "so</mm:think>it is", "so", "it is"),
+    ("poolside_v1", "", "it is", "", "it is"),
+    ("step3p5", "", "so\n</think>\nit is", "so", "it is"),
 ]
 
 
@@ -332,7 +353,9 @@ def test_reasoning_of_the_cards(parser: str, prompt_end: str, text: str, reasoni
         assert read(form, cut(text, rng), prompt_end=prompt_end) == expected
 
 
-@pytest.mark.parametrize("parser", ["qwen3_coder", "glm45", "kimi_k2", "deepseek_v31", "minimax_m2", "seed_oss"])
+@pytest.mark.parametrize(
+    "parser", ["qwen3_coder", "glm45", "kimi_k2", "deepseek_v31", "minimax_m2", "minimax_m3", "seed_oss", "hy_v3"]
+)
 def test_calls_of_every_markup_end_reasoning_that_is_never_closed(parser: str) -> None:
     text, parts = CASES[parser][0]
     assert parts is not None

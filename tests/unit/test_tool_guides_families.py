@@ -10,15 +10,16 @@ from typing import Any
 import pytest
 
 from pd_cluster.errors import RequestError
-from pd_cluster.parsers.format_table import FORMATS
+from pd_cluster.parsers.format_table import CALL_ALIASES, FORMATS, begins_of
 from pd_cluster.parsers.reply_format import ReplyFormat, Tool, ToolChoice
 from pd_cluster.parsers.reply_parts import CallArguments, CallBegin, Content, Part, Reasoning
 from pd_cluster.parsers.xml_markup import XmlCalls
 from pd_cluster.text.tokenizer import Tokenizer as TextTokenizer
+from tests.support.json_writers import JSON_WRITERS
 from tests.unit.test_parsers_families import CASES
 from tests.unit.test_tool_guides import ADDER, World, calls_of, content_of, must_fit
 
-PARSERS = sorted(CASES)
+PARSERS = sorted({*CASES, *JSON_WRITERS} - {*CALL_ALIASES})
 XML = [name for name in PARSERS if isinstance(FORMATS[name], XmlCalls)]
 BOOKER: dict[str, Any] = {
     "type": "object",
@@ -36,7 +37,13 @@ BOOKER: dict[str, Any] = {
     "$defs": {"stop": {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "additionalProperties": False}},
 }
 TOOLS = [Tool("book", BOOKER, strict=True), Tool("add", ADDER, strict=True), Tool("free-1.x", {})]
-REASONING = ("granite", "hunyuan_a13b", "mistral", "seed_oss", "gemma", "ernie45", "kimi_k2")
+REASONING = ("granite", "hunyuan_a13b", "mistral", "seed_oss", "gemma", "ernie45", "kimi_k2", "kimi_k3", "minimax_m3")
+TOKENS = {  # of which these models make their tags
+    "deepseek_v4": ["｜DSML｜"],
+    "deepseek_v41": ["｜DSML｜"],
+    "kimi_k3": ["<|open|>", "<|close|>", "<|sep|>"],
+    "minimax_m3": ["]<]minimax[>["],
+}
 
 
 @pytest.fixture(scope="module", params=["text", "special"])
@@ -55,7 +62,7 @@ def parts_of(form: ReplyFormat, text: str) -> list[Part]:
 def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: str) -> None:
     form = ReplyFormat(parser, "qwen3")
     num_calls = 0
-    for seed in range(24):
+    for seed in range(96):
         most = [None, 1, 3][seed % 3]
         guide = form.guide(TOOLS[:2], "required", "", most)
         assert guide is not None
@@ -75,8 +82,9 @@ def test_required_calls_are_found_and_fit_their_schemas(world: World, parser: st
 def test_calls_in_free_text_fit_where_a_tool_is_strict(world: World, parser: str) -> None:
     """There is one at most where the request wants no parallel calls."""
     form = ReplyFormat(parser)
-    marks = sorted(mark for mark in form.markers if mark.startswith("<"))
-    goals = [*marks, "text ", " {", "functools", "functools[", *("[" for _ in range(6))]
+    marks = sorted(mark for mark in form.markers if mark.startswith(("<", "]<")))
+    others = filter(None, (*begins_of(FORMATS[parser]), getattr(FORMATS[parser], "close", "")))
+    goals = [*dict.fromkeys((*marks, *others)), "text ", " {", "functools", "functools[", *("[" for _ in range(6))]
     guide, once = form.guide(TOOLS, "auto", ""), form.guide(TOOLS[:2], "auto", "", 1)
     assert guide is not None
     assert once is not None
@@ -130,6 +138,27 @@ def test_two_tokens_that_begin_a_call_reach_its_reader(internlm: World, tmp_path
     ]
 
 
+@pytest.mark.parametrize("parser", TOKENS)
+def test_tags_of_several_tokens_are_guided(parser: str, tmp_path: Path) -> None:
+    world, form = World(tmp_path, "special", TOKENS[parser]), ReplyFormat(parser)
+    text, parts = CASES[parser][0]
+    city = {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "list": {"type": "array"}}}
+    given = [Tool("f", {**city, "required": ["city", "days"]}, strict=True), Tool("g", {}, strict=True)]
+    guide = form.guide(given, "auto", "")
+    whole = text.replace("007", "7")
+    assert world.verdict(guide, whole.rstrip("\n")) == "whole", parts
+    assert world.verdict(guide, "no call") == "whole"
+    for wrong in (whole.replace("days", "hours", 1), whole.replace('"f"', '"h"')):
+        refused = world.verdict(guide, wrong)
+        assert wrong.startswith(refused)
+        assert refused not in ("", wrong)
+    for seed in range(8):
+        guide = form.guide(TOOLS[:2], "required", "", 2)
+        assert guide is not None
+        written = world.walk(guide, random.Random(seed), [" {"])
+        must_fit(calls_of(parts_of(form, written)), TOOLS)
+
+
 @pytest.mark.parametrize("text", ["import functools\n", "functools.reduce(f, [1])", "a functools [{}]", "functools"])
 def test_a_word_that_may_begin_calls_is_one_in_other_texts(world: World, text: str) -> None:
     form = ReplyFormat("phi4_mini")
@@ -152,7 +181,7 @@ def test_a_word_before_an_array_begins_calls(world: World) -> None:
     assert world.verdict(once, f"functools[{one},") == f"functools[{one}"
 
 
-@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize("parser", sorted(CASES))
 def test_the_card_s_own_example_may_follow(world: World, parser: str) -> None:
     """Guides permit what the model writes by itself: each first case, whose calls have arguments of any kind."""
     free = [Tool("f", {}), Tool("g-x.y" if parser == "kimi_k2" else "g", {})]
@@ -160,7 +189,8 @@ def test_the_card_s_own_example_may_follow(world: World, parser: str) -> None:
         free[0] = Tool("f", {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}}})
     guide = ReplyFormat(parser).guide(free, "required", "")
     for text, parts in CASES[parser][:1]:
-        calls = text[min((text.index(mark) for mark in FORMATS[parser].markers if mark in text), default=0) :]
+        marks = (*begins_of(FORMATS[parser]), *FORMATS[parser].markers)
+        calls = text[min((text.index(mark) for mark in marks if mark in text), default=0) :]
         assert world.verdict(guide, calls.rstrip("\n")) == "whole", (calls, parts)
 
 
@@ -185,7 +215,9 @@ def test_reasoning_is_guided_in_its_own_marks(world: World, reasoning: str) -> N
     form = ReplyFormat("hunyuan_a13b", reasoning)
     guide = form.guide(TOOLS[1:2], "required", "", 1)
     assert guide is not None
-    goals = sorted(mark for mark in form.markers if mark.startswith(("</", "[/", "<channel", "Here is my resp")))
+    goals = sorted(
+        mark for mark in form.markers if mark.startswith(("</", "[/", "<channel", "<|close", "Here is my resp"))
+    )
     for seed in range(6):
         text = world.walk(guide, random.Random(seed), goals)
         parts = parts_of(form, text)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from pd_cluster.parsers.parser_plugin import formats_of
-from pd_cluster.parsers.reply_format import BUDGET, ReplyFormat, own_tool_parser
+from pd_cluster.parsers.reply_format import BUDGET, ReplyFormat, own_tool_parser, resolved_names
 from pd_cluster.service.callers.caller import NOBODY, Caller
 from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.service.media.media_preparation import MediaPreparation, PromptWithMedia, Source
@@ -183,10 +183,12 @@ class ChatPreprocessor:
         return self._form.last_mark(whole, num_shared)[0]
 
 
-def reply_format_of(chat: ChatConfig, tokenizer: Tokenizer) -> ReplyFormat:
+def reply_format_of(chat: ChatConfig, tokenizer: Tokenizer, model_type: str) -> ReplyFormat:
     """Returns how the model's replies are read. Raises ConfigError."""
     tool_parser = chat.tool_parser or own_tool_parser(tokenizer.config)
-    return ReplyFormat(tool_parser, chat.reasoning_parser, formats_of(chat.tool_parser_plugin))
+    template = tokenizer.template.source if tokenizer.template is not None else ""
+    tool_parser, reasoning_parser = resolved_names(tool_parser, chat.reasoning_parser, template, model_type)
+    return ReplyFormat(tool_parser, reasoning_parser, formats_of(chat.tool_parser_plugin))
 
 
 def chats_of(

@@ -1,0 +1,149 @@
+"""A description of calls whose arguments are parameters between tags. Knows how to read a tag's inside, and no more."""
+
+from __future__ import annotations
+
+import html
+import re
+from dataclasses import dataclass
+
+from pd_cluster.parsers.schema_types import Types
+
+TEXT: Types = frozenset({"string"})
+OTHER_TYPES = ("number", "boolean", "object", "array", "null")
+TYPES = ("string", "integer", *OTHER_TYPES)
+NUMBER: dict[str, str] = {"integer": "number"}  # tags know one kind of numbers
+
+_UNCLEAN = re.compile(r"[\s<>{}\"]")
+_UNCLEAN_KEY = re.compile(r"[<>\n]")
+_ATTRIBUTE = re.compile(r'(?P<text>[^"\n]*)(?:" (?P<attribute>[a-z]+)="(?P<value>[^"\n]*))?')
+_CUT_ATTRIBUTE = re.compile(r'" ?[a-z]*(?:="[a-z]*"?)?$')
+
+
+@dataclass(frozen=True)
+class ValueKind:
+    """The attribute behind a key that says what its value is.
+
+    `text`: its value for a text, which stands as it is. `other`: its value for JSON; "": the JSON type's own name.
+    """
+
+    attribute: str
+    text: str
+    other: str = ""
+
+    def of(self, json_type: str) -> str:
+        """Returns the attribute's value for a type."""
+        if json_type == "string":
+            return self.text
+        return self.other or NUMBER.get(json_type, json_type)
+
+    def may_be(self, said: str) -> bool:
+        """Returns whether the attribute may have this value."""
+        return said in ((self.text, self.other) if self.other else TYPES)
+
+    def values(self, types: Types) -> list[str]:
+        """Returns the values for all of these types but strings; for no types, those for any."""
+        return list(dict.fromkeys(self.of(each) for each in sorted(types or OTHER_TYPES) if each != "string"))
+
+
+@dataclass(frozen=True)
+class XmlTags:
+    """`begin`, then calls, then `end`. A call: the name between `name`'s texts, parameters, `close`.
+
+    A parameter: its key between `key`'s texts, its value between `value`'s. `line`: a newline that is written around a
+    value and is not part of it. `lone`: models also write a call without `begin`.
+
+    `begins`, `keys`: texts that models write in place of `begin` and of the first of `key`. `around`: what a guide
+    writes around each call of a section, and `leads` what it permits before the first. `fillers`: markup without a
+    meaning of its own, which is dropped outside of calls. `kind`: the attribute behind a key that says its value's
+    type, and `index` the one behind a name that counts calls. `escapes`: names and keys are escaped as in XML. `quote`:
+    texts around a value that may have tags in it. `body`: texts around all arguments as one JSON object. `wrappers`:
+    keys under which models write all arguments as one object. `needs_tool`: only a call of a tool that was given is
+    one. `pieces`: the tokens that tags are made of.
+    """
+
+    begin: str
+    end: str
+    name: tuple[str, str]
+    close: str
+    key: tuple[str, str]
+    value: tuple[str, str]
+    line: str = ""
+    lone: bool = False
+    is_section: bool = False  # several calls may stand between `begin` and `end`
+    begins: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    around: tuple[str, str] = ("", "")
+    fillers: tuple[str, ...] = ()
+    leads: tuple[str, ...] = ()
+    kind: ValueKind | None = None
+    index: str = ""
+    escapes: bool = False
+    quote: tuple[str, str] = ("", "")
+    body: tuple[str, str] = ("", "")
+    wrappers: tuple[str, ...] = ()
+    needs_tool: bool = False
+    pieces: tuple[str, ...] = ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        own = (self.begin, *self.begins, self.end, self.close, *self.name, *self.key, *self.value)
+        tags = (*own, *self.around, *self.fillers, *self.quote, *self.body)
+        return (*(text for text in tags if text.startswith("<") and text.endswith(">")), *self.pieces)
+
+    @property
+    def all_begins(self) -> tuple[str, ...]:
+        """Returns the texts that open a section, or a call where there are no sections."""
+        return (self.begin, *self.begins)
+
+    @property
+    def all_keys(self) -> tuple[str, ...]:
+        return (self.key[0], *self.keys)
+
+    def written(self, text: str) -> str:
+        """Returns a name or a key as a tag has it."""
+        return html.escape(text, quote=False).replace('"', "&quot;") if self.escapes else text
+
+    def name_in(self, text: str) -> str:
+        """Returns the name in a tag's inside; "" if it is none."""
+        text = text.strip()
+        if self.index:
+            found = _ATTRIBUTE.fullmatch(text)
+            if found is None or found["attribute"] not in (None, self.index) or not (found["value"] or "0").isdigit():
+                return ""
+            text = found["text"]
+        if self.escapes:
+            return html.unescape(text) if text and not re.search(r"\s", text) else ""
+        return text if text and not _UNCLEAN.search(text) else ""
+
+    def key_in(self, text: str) -> tuple[str, str] | None:
+        """Returns the key in a tag's inside, and what the attribute says of its value; None if it is no key."""
+        if self.kind is None:
+            text = text.strip()
+            return (text, "") if text and not _UNCLEAN_KEY.search(text) else None
+        found = _ATTRIBUTE.fullmatch(text)
+        if found is None or not found["text"] or found["attribute"] not in (None, self.kind.attribute):
+            return None
+        if found["attribute"] is not None and not self.kind.may_be(found["value"]):
+            return None
+        key = html.unescape(found["text"]) if self.escapes else found["text"]
+        return (key, found["value"] or "") if self.escapes or not _UNCLEAN_KEY.search(key) else None
+
+    def cut_key_in(self, text: str) -> str:
+        """Returns the beginning of a key in a tag that the end of everything cuts short."""
+        return _CUT_ATTRIBUTE.sub("", text) if self.kind is not None else text
+
+    def types_of_value(self, types: Types, said: str) -> Types:
+        """Returns a value's types. `types`: those of the schema. `said`: what the attribute says, "" if it is missing.
+
+        The schema decides; where it leaves strings and others open, the attribute does.
+        """
+        if self.kind is None or not said or types == TEXT:
+            return types
+        if said == self.kind.text:
+            return TEXT if not types or "string" in types else types
+        return types
+
+
+def present(*texts: str) -> tuple[str, ...]:
+    """Returns the texts that a description has."""
+    return tuple(text for text in texts if text)

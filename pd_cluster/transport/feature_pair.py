@@ -1,8 +1,8 @@
-"""Features of images between hosts: a pair of an encoder, which sends, and a prefill instance, which receives.
+"""Sends images' features between hosts over a pair: an encoder sends, a prefill instance receives.
 
-The two meet by keys that travel over their connection (meeting.py): no outsider takes part. Payloads come in the order
-in which that connection announces them, in pieces; any fault or timeout ends the pair, so that none is taken for
-another. Their content is checked against the announced checksum; gloo sends it in the clear.
+The ends meet by keys that travel over their connection (meeting.py), so nobody else can take part. Payloads arrive in
+pieces, in the order in which the connection announces them; any fault or timeout ends the pair, so that payloads are
+never mixed up. Their content is checked against the announced checksum; gloo does not encrypt it.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ PIECE_NBYTES = 8 << 20
 
 
 def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yields the place and the length of each piece."""
+    """Yields the offset and the length of each piece."""
     for at in range(0, nbytes, PIECE_NBYTES):
         yield at, min(PIECE_NBYTES, nbytes - at)
 
 
 class PairSender:
-    """The encoder's end. `post`: sends a key of the meeting; `failed`: hears, on its thread, why it is unusable."""
+    """The encoder's end. `post` sends a key of the meeting; `failed` gets the reason, on its thread, if one fails."""
 
     def __init__(
         self,
@@ -60,13 +60,13 @@ class PairSender:
         return self._num_waiting
 
     def open(self) -> None:
-        """Meets the other end, and sends from then on; only the first call has an effect."""
+        """Meets the other end and then starts to send; only the first call has an effect."""
         if not self.is_open:
             self.is_open = True
             threading.Thread(target=self._run, name="feature-pair", daemon=True).start()
 
     def put(self, file: Sealed) -> None:
-        """Sends a file after those before it; takes it over."""
+        """Sends a file after the earlier ones, and takes ownership of it."""
         self._num_waiting += 1
         self._files.put(file)
 
@@ -97,7 +97,7 @@ class PairSender:
         for at, length in pieces(file.nbytes):
             piece = buffer[:length]
             if os.preadv(file.fd, [buffer_of(piece)], at) != length:
-                raise OSError("a file of features is cut short")
+                raise OSError("a file of features is truncated")
             group.send([piece], RECEIVER, 0).wait(timedelta(seconds=self._place.transfer_s))
 
     def _drop(self) -> None:
@@ -114,12 +114,12 @@ class PairReceiver:
     """The prefill instance's end, used by one thread."""
 
     def __init__(self, name: str, transport: TransportName, meeting: Meeting, place: FeaturePlace) -> None:
-        """Waits until the other end is there. Raises LinkError."""
+        """Waits until the other end is connected. Raises LinkError."""
         self._timeout = timedelta(seconds=place.transfer_s)
         self._group = _make(name, transport, meeting, RECEIVER, place)
 
     def receive(self, nbytes: int) -> torch.Tensor:
-        """Returns the bytes of the next payload. Raises LinkError: the pair is unusable."""
+        """Returns the bytes of the next payload. Raises LinkError when the pair is unusable."""
         payload = torch.empty(nbytes, dtype=torch.uint8)
         try:
             for at, length in pieces(nbytes):
@@ -135,5 +135,5 @@ class PairReceiver:
 def _make(name: str, transport: TransportName, meeting: Meeting, rank: int, place: FeaturePlace) -> Any:
     """Raises LinkError."""
     if transport not in PAIRS:
-        raise LinkError(f"features cannot come over {transport!r}")
+        raise LinkError(f"features cannot be sent over {transport!r}")
     return make_group(PAIRS[transport], meeting, name, rank, PairPlace(place.host, place.connect_s, CPU))

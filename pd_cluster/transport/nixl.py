@@ -1,8 +1,8 @@
 """NIXL: the decode instance reads the prefill instance's memory over UCX, by RDMA, TCP or the host's own memory.
 
-A pool in host memory or on a CUDA device is registered whole, and equal pools are read from block to block. Everything
-else (other heads, block sizes or dtypes, pools on NPUs) is packed into a registered buffer, and read from there.
-docs/protocol/handover.md, "Reads over NIXL", has the state × event tables.
+A pool in host memory or on a CUDA device is registered whole, and pools of equal layouts are read block by block. In
+all other cases (other heads, block sizes or dtypes, pools on NPUs) P packs pieces into a registered buffer, which D
+reads. docs/protocol/handover.md, "Reads over NIXL", has the state × event tables.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_PAYLOAD_NBYTES = 8 << 20
 
 
 class NixlSender:
-    """P's end: packs where D cannot read the pool itself; D reads."""
+    """P's end: packs what D cannot read from the pool itself; D reads."""
 
     name: TransportName = "nixl"
     meeting = None
@@ -66,7 +66,7 @@ class NixlSender:
         self._lane = secrets.token_bytes(16)
         self._kind = kind_of(place.pool.device)
         self._slots: list[int] = []
-        self._turn = 0  # payloads so far
+        self._turn = 0  # the number of payloads so far
         self._route: PoolRoute | None = None
         self._staging: Staging | None = None
 
@@ -110,7 +110,7 @@ class NixlSender:
     def send(self, sequence: int, prepared: Prepared) -> None: ...
 
     def close(self) -> None:
-        """Gives the buffers back. D may still read them: what it reads then belongs to a link that has ended."""
+        """Returns the buffers. D may still read them, but its link has ended."""
         self._copies.drain()
         for turn in range(max(0, self._turn - NUM_OF_LANE), self._turn):
             self._agent.forget_notice(notice_of(self._lane, turn))
@@ -118,7 +118,7 @@ class NixlSender:
             self._agent.slots.release(self._slots.pop())
 
     def _next_buffer(self) -> torch.Tensor:
-        """Returns the buffer of the next payload, once D has read the one before in it. Raises LinkError."""
+        """Returns the buffer of the next payload, once D has read the previous one in it. Raises LinkError."""
         turn, limit_s = self._turn, self._place.transfer_s
         before = notice_of(self._lane, turn - NUM_OF_LANE) if turn >= NUM_OF_LANE else None
         if before is not None and not poll(lambda: self._agent.was_noticed(before), limit_s):
@@ -129,7 +129,7 @@ class NixlSender:
 
 
 class NixlReceiver:
-    """D's end: reads into pool blocks, or into a buffer and unpacks. `copies` covers the reads, too."""
+    """D's end: reads into pool blocks, or into a buffer that it unpacks. `copies` also covers the reads."""
 
     name: TransportName = "nixl"
 
@@ -159,7 +159,7 @@ class NixlReceiver:
     def expect(self, sequence: int, chunk: KVChunk) -> None: ...
 
     def arrive(self, sequence: int, chunk: KVChunk, timeout_s: float) -> None:
-        """Reads a payload into a buffer of this end's."""
+        """Reads a payload into a buffer at this end."""
         self._fetched = self._reads.fetch(self._source(chunk), chunk, timeout_s)
 
     def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
@@ -176,7 +176,7 @@ class NixlReceiver:
         self._reads.close()
 
     def _source(self, chunk: KVChunk) -> ReadSource:
-        """Checks a header; returns where its payload lies. Raises TransferFailed, LinkError."""
+        """Checks a header; returns the location of its payload. Raises TransferFailed, LinkError."""
         piece, offer, layout = chunk.piece, self._offer, self.route.source
         problem = ""
         if not all(is_block(block, self._num_peer_blocks) for block in piece.block_ids):
@@ -195,7 +195,7 @@ class NixlReceiver:
         return ReadSource(offer.buffers, [(at, chunk.nbytes)], HOST, 0, notice_of(offer.lane, turn))
 
     def _skip(self) -> None:
-        """Lets P fill the buffer of a payload that nobody wants. Raises LinkError."""
+        """Lets P fill the buffer of a payload that nobody needs. Raises LinkError."""
         if not self._reads_pool:
             turn, self._turn = self._turn, self._turn + 1
             self._reads.notice(notice_of(self._offer.lane, turn))
@@ -208,7 +208,7 @@ class NixlReceiver:
         except (RuntimeError, msgspec.DecodeError) as error:
             raise LinkError(f"the prefill instance names no buffers: {first_line(error)}", retry=True) from error
         if not all(0 <= slot < self._offer.num_buffers for slot in slots):
-            raise LinkError(f"the prefill instance names buffers {slots} of {self._offer.num_buffers}")
+            raise LinkError(f"the prefill instance names buffers {slots}, but has {self._offer.num_buffers}")
         return slots
 
 
@@ -227,7 +227,7 @@ def ends(name: TransportName, place: LinkContext) -> NixlEnds:
 
 
 class NixlEnds:
-    """Starts one agent for the pool, with the first link, for any number of them."""
+    """Starts one agent for the pool when the first link needs it; all links use it."""
 
     def __init__(self, place: LinkContext) -> None:
         self._place = place

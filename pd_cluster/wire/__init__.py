@@ -1,7 +1,7 @@
 """Every message between processes: msgspec structs, msgpack on the wire, nothing else.
 
-The pages of docs/protocol describe when each is sent and what follows. Decoding checks types and sizes; a
-frame that is not one of these raises `msgspec.DecodeError` and is dropped by the mailbox.
+The pages of docs/protocol describe when each is sent and what follows. Decoding checks types and sizes; the mailbox
+drops a frame that raises `msgspec.DecodeError`.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def test_features_arrive_once_and_as_they_were(server: FeatureServer, dtype: tor
     found = fetch(server.name, token, SHAPE, dtype, checksum, file.checksum, 5)
     assert found.dtype == dtype
     assert torch.equal(found, sent)
-    with pytest.raises(LinkError, match="does not have the features any more"):
+    with pytest.raises(LinkError, match="no longer has the features"):
         fetch(server.name, token, SHAPE, dtype, checksum, file.checksum, 5)
 
 
@@ -124,10 +124,10 @@ def test_wrong_features_are_refused(server: FeatureServer) -> None:
     withdrawn = server.offer(file.twin())
     server.withdraw(withdrawn)
     for token, dtype, announced, said in (
-        (server.offer(file.twin()), torch.float32, file.checksum ^ 1, "another checksum than announced"),
+        (server.offer(file.twin()), torch.float32, file.checksum ^ 1, "do not have the announced checksum"),
         (server.offer(file.twin()), torch.bfloat16, file.checksum, "are 192 bytes, not 96"),
-        (server.offer(replace(file, fd=open_fd)), torch.float32, file.checksum, "could change while they are read"),
-        (withdrawn, torch.float32, file.checksum, "does not have the features any more"),
+        (server.offer(replace(file, fd=open_fd)), torch.float32, file.checksum, "could change while it is read"),
+        (withdrawn, torch.float32, file.checksum, "no longer has the features"),
     ):
         with pytest.raises(LinkError, match=said):
             fetch(server.name, token, SHAPE, dtype, checksum, announced, 5)

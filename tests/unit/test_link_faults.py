@@ -203,7 +203,7 @@ def test_what_came_before_a_missing_frame_still_counts() -> None:
     for frame in (frames[0], frames[1], frames[3]):
         incoming.queue.put(frame)
     assert [incoming.next(None, WAIT_S)[0] for _ in range(2)] == [0, 1]  # type: ignore[index]
-    with pytest.raises(LinkError, match="came when 2 was next"):
+    with pytest.raises(LinkError, match="arrived, but 2 was expected"):
         incoming.next(None, WAIT_S)
 
 

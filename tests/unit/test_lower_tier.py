@@ -171,10 +171,10 @@ def test_writing_is_bounded_and_drops_the_oldest() -> None:
 
 def test_settings_that_cannot_work_are_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
     for settings, host_gib, told in (
-        (HandoverSettings(kv_disk_cache="/tmp/x"), 0.0, "--kv-disk-cache: blocks go through host memory"),
+        (HandoverSettings(kv_disk_cache="/tmp/x"), 0.0, "--kv-disk-cache: blocks pass through host memory"),
         (HandoverSettings(kv_shared_cache="s3://bucket"), 1.0, "--kv-shared-cache: expected redis://"),
-        (HandoverSettings(kv_disk_cache_size_gib=3.0), 1.0, "--kv-disk-cache-size: there are no files to bound"),
-        (HandoverSettings(kv_cache_key_file="/tmp/x"), 1.0, "--kv-cache-key-file: nothing is encrypted with it"),
+        (HandoverSettings(kv_disk_cache_size_gib=3.0), 1.0, "--kv-disk-cache-size: it has no effect without"),
+        (HandoverSettings(kv_cache_key_file="/tmp/x"), 1.0, "--kv-cache-key-file: it has no effect without"),
     ):
         with pytest.raises(ConfigError, match=told):
             check_tiers(settings, host_gib)
@@ -186,7 +186,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path) -> None:  # type: ignor
     file.write_text(f"{'n' * 32}\n{'o' * 40}\n")
     assert read_secrets(str(file)) == [b"n" * 32, b"o" * 40]
     file.chmod(0o644)
-    with pytest.raises(ConfigError, match="others may read it"):
+    with pytest.raises(ConfigError, match="other users may read it"):
         read_secrets(str(file))
 
 

@@ -114,7 +114,7 @@ def test_only_an_end_or_a_dead_peer_ends_a_read(monkeypatch: pytest.MonkeyPatch)
     assert not second.is_over, "another read of this peer's is under way, and its agent in use"
     with pytest.raises(LinkError, match="failed"):
         read(agent, peer)
-    with pytest.raises(LinkError, match="being given up"):
+    with pytest.raises(LinkError, match="being closed"):
         agent.attach(NAME, NAME.encode() + b"rest")
     fake.states["h2"] = disconnected()
     agent.look_at(third)

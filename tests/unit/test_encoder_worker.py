@@ -112,10 +112,10 @@ def test_what_is_refused(encoder: Encoder) -> None:
     step(encoder, image_of(1))
     assert encoder.post.sent == [], "nobody who has not opened is answered"
     step(encoder, OPEN, image_of(1, image=Image(3, 2, b"pp")), image_of(1, image=Image(2, 2)))
-    assert failed(encoder) == [(1, "too many rows"), (1, "it came without pixels")]
+    assert failed(encoder) == [(1, "too many rows"), (1, "the image came without pixels")]
     put(encoder, *(image_of(at, A) for at in range(MOST_WAITING + 1)))
     step(encoder, ConnClosed("p", "prefill-0@1", "gone"))
-    assert failed(encoder) == [(MOST_WAITING, f"{MOST_WAITING} images wait at the encoder")]
+    assert failed(encoder) == [(MOST_WAITING, f"{MOST_WAITING} images already wait at the encoder")]
     assert encoder.tower.num_encoded == 0
     step(encoder, mail(replace(OPENING, model_identity="another"), "q"))
     assert "another model" in encoder.post.take(wire.EncoderAnswer)[-1].problem
@@ -186,7 +186,7 @@ def test_an_image_that_cannot_be_computed_or_given_ends_no_encoder(
         with pytest.raises(torch.AcceleratorError):
             step(encoder, image_of(5, B))
     assert num_files() == before
-    no_room = "the encoder has no room: Too many open files"
+    no_room = "the encoder is full: Too many open files"
     assert failed(encoder) == [(2, no_room), (3, no_room), (4, "the encoder cannot compute it: no memory")]
     step(encoder, image_of(6, A))
     assert done(encoder) == [1, 6]
@@ -199,7 +199,7 @@ def test_sleep_adapters_and_an_empty_store(encoder: Encoder) -> None:
     assert encoder.post.take(wire.AdapterStates) == [wire.AdapterStates(["l" * 64])]
     step(encoder, mail(wire.Sleep(2), "s"))
     step(encoder, image_of(2, A))
-    assert failed(encoder) == [(2, "the encoder sleeps")]
+    assert failed(encoder) == [(2, "the encoder is asleep")]
     step(encoder, mail(wire.Sleep(0), "s"))
     step(encoder, image_of(3, A))
     assert done(encoder) == [1, 3]
@@ -247,7 +247,7 @@ def test_an_image_that_crosses_the_word_of_a_drain_is_computed(encoder: Encoder)
 
     encoder.loop.run(came_round)
     assert (received, encoder.tower.num_encoded) == ([1], 1)
-    assert encoder.post.take(wire.EncodeFailed) == [wire.EncodeFailed(item, "the encoder stops") for item in (2, 3)]
+    assert encoder.post.take(wire.EncodeFailed) == [wire.EncodeFailed(at, "the encoder is stopping") for at in (2, 3)]
 
 
 def test_what_comes_during_the_last_image_before_an_encoder_closes_is_answered(encoder: Encoder) -> None:

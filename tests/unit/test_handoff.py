@@ -72,8 +72,8 @@ def explore_on_all_cores(seeds: range) -> Counter[str]:
 OF_BOTH = ("P handed over", "P died", "D finished")
 PLAIN = (
     *("P the link to decode is down", "P decode did not take the transfer within 10 s"),
-    *("P decode did not finish the transfer within 30 s", "P decode gave the transfer up", "D aborted", "D dropped"),
-    *("D died", "D the link from prefill is down", "D the transfer stood still for 30 s", "D waits"),
+    *("P decode did not finish the transfer within 30 s", "P decode abandoned the transfer", "D aborted", "D dropped"),
+    *("D died", "D the link from prefill is down", "D the transfer made no progress for 30 s", "D waits"),
     *("D waits for a landing", "D drafts cold"),
 )
 ORDERS: list[tuple[type[World], int, tuple[str, ...]]] = [

@@ -120,7 +120,7 @@ def test_a_request_that_crosses_the_word_of_a_drain_is_served(world: World) -> N
     assert rounds == [True] * len(rounds)
     assert (beats[1], beats[2]) == (1, 2)
     assert len(found(world, "early")[0]) == sampling(1).max_tokens
-    assert ["takes nothing more" in (end.error or "") for end in world.post.ended if end.request_id == "late"] == [True]
+    assert ["no more requests" in (end.error or "") for end in world.post.ended if end.request_id == "late"] == [True]
 
 
 @pytest.mark.parametrize("drain_timeout_s", [30.0, 0.5])

@@ -1,4 +1,4 @@
-"""Puts a worker together: engine, links, stages, mailbox, loop. The order is that of the values: each is finished."""
+"""Builds a worker: engine, links, stages, mailbox, loop, in an order in which each value is complete when passed on."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def build_worker(
 ) -> tuple[Loop, Mailbox, RankReport]:
     """Binds and loads a worker of any role, and opens its mailbox; the caller runs the loop.
 
-    `tell` takes reports to the parent: that a member of a unit forms, and which rank or member is lost and why, on
-    another thread, because this process may end before its loop reports it.
+    `tell` sends reports to the parent: that a member of a unit forms, and which rank or member is lost and why. Another
+    thread may call it, because this process may end before its loop reports the loss.
     """
     device = device_of(config)
     if config.role == "encode":

@@ -1,4 +1,4 @@
-"""Puts an encoder together: tower, socket, mailbox. Also what a prefill instance needs to ask encoders."""
+"""Builds an encoder: tower, socket, mailbox. Also builds the parts with which a prefill instance uses encoders."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def terms_of(config: WorkerConfig, model_identity: str, numerics: Numerics) -> E
 def build_encoder(
     config: WorkerConfig, device: Device, report: Callable[[Event], None]
 ) -> tuple[EncodeWorker, Mailbox, RankReport]:
-    """Binds and loads an encoder. Its model takes images. `report` takes events to the loop's thread.
+    """Binds and loads an encoder of a model that takes images. `report` passes events to the loop's thread.
 
-    Raises ModelError for weights that do not fit.
+    Raises ModelError for weights that do not match.
     """
     engine = config.engine
     checkpoint = Checkpoint.of(engine)

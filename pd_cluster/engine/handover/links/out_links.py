@@ -1,6 +1,6 @@
 """The links of a worker to decode instances. State × event table in docs/protocol/pairs.md.
 
-Runs on the engine's thread, except for `meet`, which passes on what the mailbox receives.
+Runs on the engine's thread, except for `meet`, which passes on the mailbox's messages.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class LinkUsers(Protocol):
         """Whether a transfer is under way over this connection."""
 
     def link_up(self, peer: str, conn: str) -> None:
-        """A link for which transfers wait is up."""
+        """Handles that a link is up for which transfers wait."""
 
     def link_lost(self, peer: str, reason: str) -> None:
-        """A link for which transfers wait will not come up."""
+        """Handles that a link for which transfers wait will not open."""
 
     def on_link_down(self, conn: str, reason: str) -> None:
         """Called before the link's state is lost."""
@@ -60,7 +60,7 @@ class OutLinks:
         wanted = {peer_key(info.name, info.epoch): info for info in peers}
         for peer in [p for p in self._links if p not in wanted]:
             link = self._links.pop(peer)
-            self._close(link, "the scheduler wants it no more: it is gone, or roles have changed")
+            self._close(link, "the scheduler has removed it: the peer is gone, or roles have changed")
         for peer, info in wanted.items():
             self._links.setdefault(peer, OutLink(info))
         self.tick()
@@ -102,7 +102,7 @@ class OutLinks:
             self._announce(link)
 
     def on_offered(self, conn: str) -> None:
-        """Announces the link if another rank's offers were the last missing."""
+        """Announces the link if only this rank's offers were missing."""
         link = self._by_conn.get(conn)
         if link is not None:
             self._announce(link)
@@ -147,7 +147,7 @@ class OutLinks:
             self._is_ready(link, tuple(sorted({each.transport for each in chosen})))
 
     def on_rest(self, conn: str, rest: wire.LinkRest) -> None:
-        """D has closed its end, or does not open it before a transfer needs it."""
+        """Handles that D has closed its end, or does not open it until a transfer needs it."""
         link = self._find(conn, rest.link_id)
         if link is None or link.state.is_open:
             return
@@ -156,9 +156,9 @@ class OutLinks:
         self._leave(link)
 
     def on_yield(self, conn: str, wish: wire.LinkYield) -> None:
-        """D wants another link to have this one's place."""
+        """Handles that D needs this link's capacity for another link."""
         link = self._find(conn, wish.link_id)
-        if link is not None and link.has_place:  # it may still be opening here: what waits for it is sent first
+        if link is not None and link.has_place:  # it may still be opening here: its waiting transfers are sent first
             link.must_rest = True
 
     def on_queued(self, conn: str, queued: wire.LinkQueued) -> None:
@@ -184,7 +184,7 @@ class OutLinks:
     def knows(self, conn: str) -> bool:
         return conn in self._by_conn
 
-    # ---- inside
+    # ---- internal
 
     def _start(self, link: OutLink) -> None:
         wish = self._limit.wish(link, self._links.values())
@@ -204,7 +204,7 @@ class OutLinks:
         link.link_id = secrets.token_hex(8)
         link.lanes, link.is_connected, link.is_announced = [], False, False
         self._by_conn[conn] = link
-        # Until this attempt ends, the reason for the end of the last one is worth showing.
+        # Until this attempt ends, the reason for the end of the previous one is worth showing.
         link.state = LinkState("opening", reason=link.state.reason)
         self._set_timeout(link, 3 * self._timeouts.connect_timeout_s)
         peer = peer_key(info.name, info.epoch)
@@ -216,7 +216,7 @@ class OutLinks:
             (self._retry if error.retry else self._refuse)(link, error.text)
 
     def _is_ready(self, link: OutLink, over: tuple[wire.TransportName, ...]) -> None:
-        """Takes a link into use: the probe has passed all its lanes."""
+        """Starts to use a link: the probe has passed over all its lanes."""
         try:
             precision = link.precision
         except LinkError as error:
@@ -234,7 +234,7 @@ class OutLinks:
             self._users.link_up(peer_key(link.info.name, link.info.epoch), link.conn)
 
     def _announce(self, link: OutLink) -> None:
-        """Sends LinkOpen once the connection is up and all ranks have reported what they offer."""
+        """Sends LinkOpen once the connection is up and all ranks have reported their offers."""
         offers = [lane.end.offers for lane in link.lanes]
         if link.is_announced or not link.is_connected or not offers or None in offers:
             return
@@ -252,7 +252,7 @@ class OutLinks:
         link.timeout_s, link.due_s = seconds, self._clock() + seconds
 
     def _rest(self, link: OutLink) -> None:
-        """Closes this end, and asks D to close its own; the connection stays until D has."""
+        """Closes this end, and asks D to close its own; the connection stays open until D has."""
         self._lay_down(link)
         link.due_s = self._clock() + self._timeouts.connect_timeout_s
         self._post.send(link.conn, wire.LinkRest(link.link_id))
@@ -262,14 +262,14 @@ class OutLinks:
         self.table.closed_nbytes += link.close_lanes()
 
     def _leave(self, link: OutLink) -> None:
-        """Ends the connection of a link that rests."""
+        """Ends the connection of a link at rest."""
         self._by_conn.pop(link.conn, None)
         self._post.disconnect(link.conn)
         self._progress.forget(link.conn)
         link.conn = ""
 
     def _refuse(self, link: OutLink, reason: str) -> None:
-        log.error("%s and this instance cannot be a pair: %s", link.info.name, told(reason))
+        log.error("%s and this instance cannot be linked: %s", link.info.name, told(reason))
         self._close(link, reason)
         link.state = LinkState("refused", reason=reason)
 

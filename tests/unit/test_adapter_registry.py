@@ -289,7 +289,7 @@ def test_a_worker_says_why_not_and_tries_again_when_it_is_told_again(tmp_path: P
     assert world.sent[-1] == wire.AdapterStates([digest])
     world.want(folder, digest="0" * 64)
     world.take()
-    assert "another content" in world.sent[-1].problems["0" * 64]
+    assert "differs from the scheduler" in world.sent[-1].problems["0" * 64]
     world.want(tmp_path / "one", tmp_path / "one")
     assert not world.events
 

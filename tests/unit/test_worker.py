@@ -250,7 +250,7 @@ def test_what_the_engine_cannot_do_ends_that_leg_only(world: World) -> None:
         ({"allowed_token_ids": (-1,)}, "token ids in sampling parameters must be in 0 to"),
         ({"bad_words": ((),)}, "token ids in sampling parameters must be in 0 to"),
         ({"logprobs": -1}, "logprobs, prompt_logprobs and min_tokens must not be negative"),
-        ({"prompt_logprobs": 10**6}, "prompt_logprobs 1000000 for 5 tokens are too many to tell"),
+        ({"prompt_logprobs": 10**6}, "prompt_logprobs 1000000 for 5 tokens are too many to return"),
         ({"max_tokens": 36}, "5 prompt tokens and max_tokens 36 exceed max_model_len 40"),
     ]
     world.submit("good", PROMPT, sampling())
@@ -268,7 +268,7 @@ def test_only_logprobs_of_a_prompt_limit_its_length() -> None:
     limits, prompt = EngineLimits(VOCAB_SIZE, 2_000_000, RopeLimit()), [1] * 1_000_001
     assert limits.problem(Request("r", RequestSpec(prompt, sampling()))) is None
     told = limits.problem(Request("r", RequestSpec(prompt, sampling(prompt_logprobs=0))))
-    assert told == "prompt_logprobs 0 for 1000001 tokens are too many to tell"
+    assert told == "prompt_logprobs 0 for 1000001 tokens are too many to return"
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -49,7 +49,7 @@ class _RemoteEnd:
 
 
 class RemoteSend(_RemoteEnd):
-    """P's end of a lane on another rank. See links.SendEnd."""
+    """P's end of a lane on another rank. See link_ends.SendEnd."""
 
     calls = SEND_CALLS
 
@@ -78,7 +78,7 @@ class RemoteSend(_RemoteEnd):
 
 
 class RemoteReceive(_RemoteEnd):
-    """D's end of a lane on another rank. See links.ReceiveEnd."""
+    """D's end of a lane on another rank. See link_ends.ReceiveEnd."""
 
     calls = RECEIVE_CALLS
     precision = ""  # only the local lane reports its precision
@@ -115,7 +115,7 @@ class RemoteReceive(_RemoteEnd):
 
 
 class RankLanes:
-    """Creates the ends of lanes on their ranks, and reads the followers' messages. Implements links.LaneEnds."""
+    """Creates the ends of lanes on their ranks, and reads the followers' messages. Implements link_ends.LaneEnds."""
 
     def __init__(
         self,

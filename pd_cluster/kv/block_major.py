@@ -152,7 +152,7 @@ class HostBlocks(BlockMajor):
             to_blocks, of_blocks = there[start : start + count], here[first : first + count]
             are_whole = to_blocks.is_contiguous() and of_blocks.is_contiguous()  # one pool may have more layers
             pairs = zip(*(_contiguous(each, are_whole) for each in (to_blocks, of_blocks)), strict=True)
-            for to, of in _hot(pairs) if seen is not None else pairs:
+            for to, of in _cached_parts(pairs) if seen is not None else pairs:
                 if copy is not None:
                     copy(to, of)
                 else:
@@ -228,7 +228,7 @@ def _contiguous(blocks: torch.Tensor, is_whole: bool) -> list[torch.Tensor]:
     return [blocks.view(-1)] if is_whole else [block.view(-1) for block in blocks]
 
 
-def _hot(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _cached_parts(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for to, of in pairs:
         for at in range(0, len(of), HOT_NBYTES):
             yield to[at : at + HOT_NBYTES], of[at : at + HOT_NBYTES]

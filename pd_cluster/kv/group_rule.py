@@ -35,4 +35,4 @@ def within(window: int | None) -> Rule:
 
 
 ALL, STATE = Rule(), Rule("state")
-MOST_PEER_BLOCK = 256  # tokens; a decode instance with larger blocks cannot be a peer if a group has a window
+MAX_PEER_BLOCK_SIZE = 256  # tokens; a decode instance with larger blocks cannot be a peer if a group has a window

@@ -28,11 +28,11 @@ class LoadCost:
         self._block_s = self._token_s = 0.0  # 0: not measured
 
     def loaded(self, num_blocks: int, took_s: float) -> None:
-        self._block_s = _mixed(self._block_s, took_s / num_blocks)
+        self._block_s = _smoothed(self._block_s, took_s / num_blocks)
 
     def computed(self, num_tokens: int, took_s: float) -> None:
         """Records a step that mostly computed prompts."""
-        self._token_s = _mixed(self._token_s, took_s / num_tokens)
+        self._token_s = _smoothed(self._token_s, took_s / num_tokens)
         self._block_s *= FADING
 
     @property
@@ -49,7 +49,7 @@ class LoadCost:
         return not self._token_s or self._block_s < self._block_size * self._token_s
 
 
-def _mixed(before: float, new: float) -> float:
+def _smoothed(before: float, new: float) -> float:
     return new if not before else (1 - WEIGHT) * before + WEIGHT * new
 
 
@@ -64,7 +64,7 @@ class TierCounts:
     num_bad: dict[int, int] = field(default_factory=dict)  # by rank: blocks that did not have the written content
 
 
-class Below(Protocol):
+class TierBelow(Protocol):
     """The interface of a tier below host memory, see kv/lower_tier.py."""
 
     kind: LowerKind
@@ -78,7 +78,7 @@ class Below(Protocol):
 
     def place(self, content: bytes) -> Tier | None: ...
 
-    def has_or_gets(self, content: bytes) -> bool: ...
+    def has_or_will_have(self, content: bytes) -> bool: ...
 
     def changes(self) -> set[bytes]: ...
 
@@ -103,7 +103,7 @@ class HostTier:
         self._filling: set[int] = set()  # slots that a lower tier writes
         self._kept: set[int] = set()  # slots that were filled for a request that has not been admitted yet
         self._retired: set[int] = set()  # slots without a content that are still read
-        self.lower: list[Below] = []
+        self.lower: list[TierBelow] = []
         self._emit: Emit | None = None
         self._changed: set[bytes] = set()
         self.num_stored = self.num_loaded = 0
@@ -237,12 +237,12 @@ class HostTier:
             taken.append(slot)
         return taken
 
-    def is_lacking(self, content: bytes) -> bool:
+    def is_missing_below(self, content: bytes) -> bool:
         """Whether the lower tiers neither have this content nor will get it."""
-        return any(not lower.has_or_gets(content) for lower in self.lower)
+        return any(not lower.has_or_will_have(content) for lower in self.lower)
 
     def filled(self, content: bytes, slot: int) -> None:
-        """Assigns the content to a reserved slot, and keeps it until a request loads it or `let_go` is called."""
+        """Assigns the content to a reserved slot, and keeps it until a request loads it or `unpin` is called."""
         self._filling.discard(slot)
         if content in self._slot_of:
             self._slot_of.move_to_end(content)
@@ -256,7 +256,7 @@ class HostTier:
         self._filling.discard(slot)
         self._free.append(slot)
 
-    def let_go(self, content: bytes) -> None:
+    def unpin(self, content: bytes) -> None:
         """Allows a filled slot to be replaced, although no request has loaded it."""
         if (slot := self._slot_of.get(content)) is not None:
             self._kept.discard(slot)

@@ -70,7 +70,7 @@ class KVPool:
     def _allocated(self) -> Memory:
         """Allocates on an accelerator."""
         dtype, name = TORCH_DTYPES[self.layout.dtype], self.device.torch_name
-        way = way_of(self.device)
+        way = memory_class_of(self.device)
         shapes = way.shapes(self.layout, self.num_blocks + NUM_EXTRA_BLOCKS)
         return way(self.layout, [torch.zeros(shape, dtype=dtype, device=name) for shape in shapes])
 
@@ -194,7 +194,7 @@ class KVPool:
         self.close()
 
 
-def way_of(device: Device) -> type[HostBlocks | DeviceBlocks | LayerMajor]:
+def memory_class_of(device: Device) -> type[HostBlocks | DeviceBlocks | LayerMajor]:
     """Returns the class of pool memory that such a device uses."""
     if not device.is_accelerator:
         return HostBlocks

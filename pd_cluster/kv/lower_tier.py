@@ -15,12 +15,12 @@ from pd_cluster.kv.tier_commands import AnyTierCommand, Clear, Discard, Fetch, L
 from pd_cluster.types import Tier
 
 FETCH_BLOCKS = 16  # blocks of one job; a request can use them before later jobs are done
-KEPT_S = 30.0  # how long fetched blocks stay in host memory for their request
+KEEP_FETCHED_S = 30.0  # how long fetched blocks stay in host memory for their request
 
 
 @dataclass(slots=True)
 class _TierJob:
-    order: Write | Fetch | Look
+    command: Write | Fetch | Look
     since_s: float
     num_missing: int  # ranks that have not reported
     generation: int
@@ -51,7 +51,7 @@ class LowerTier:
         self._fetching: dict[bytes, int] = {}
         self._jobs: dict[int, _TierJob] = {}
         self._kept: dict[bytes, float] = {}  # fetched content -> when host memory may drop it
-        self._orders: list[AnyTierCommand] = []
+        self._commands: list[AnyTierCommand] = []
         self._changed: set[bytes] = set()
         self._waits_for: set[int] | None = set(range(num_ranks)) if capacity else None  # ranks without a report
         self._next_job = self._generation = 0
@@ -85,10 +85,10 @@ class LowerTier:
         changed, self._changed = self._changed, set()
         return changed if self.kind == "disk" else set()
 
-    def take_orders(self) -> list[AnyTierCommand]:
+    def take_commands(self) -> list[AnyTierCommand]:
         """Returns the new commands for the ranks, which follow all moves so far."""
-        orders, self._orders = self._orders, []
-        return orders
+        commands, self._commands = self._commands, []
+        return commands
 
     # ---- contents at the start
 
@@ -125,7 +125,7 @@ class LowerTier:
             self._backlog.move_to_end(content)
             self._write_some()
 
-    def has_or_gets(self, content: bytes) -> bool:
+    def has_or_will_have(self, content: bytes) -> bool:
         return content in self._index or content in self._writing or content in self._backlog
 
     def _write_some(self) -> None:
@@ -137,8 +137,8 @@ class LowerTier:
                 self.counts.num_dropped += 1
                 continue
             self._evict_for(1)
-            order = Write(self._next_job, content, self._host.begin_read(content))
-            self._writing[content] = self._begin(order)
+            command = Write(self._next_job, content, self._host.begin_read(content))
+            self._writing[content] = self._begin(command)
         while len(self._backlog) > self._host.num_slots:
             self._backlog.popitem(last=False)
             self.counts.num_dropped += 1
@@ -155,7 +155,7 @@ class LowerTier:
 
     def _discard(self, contents: Sequence[bytes]) -> None:
         if contents:
-            self._orders.append(Discard(list(contents)))
+            self._commands.append(Discard(list(contents)))
 
     # ---- reads
 
@@ -193,50 +193,50 @@ class LowerTier:
             return [], False
         del self._jobs[report.job]
         found: list[bytes] = []
-        match job.order:
+        match job.command:
             case Write():
-                self._written(job, job.order)
+                self._written(job, job.command)
             case Fetch():
-                self._fetched(job, job.order)
+                self._fetched(job, job.command)
             case Look(contents=contents):
                 found = contents[: max(0, job.num)]
         return found, True
 
-    def _written(self, job: _TierJob, order: Write) -> None:
-        self._host.end_read(order.slot)
-        if self._writing.get(order.content) == order.job:
-            del self._writing[order.content]
+    def _written(self, job: _TierJob, command: Write) -> None:
+        self._host.end_read(command.slot)
+        if self._writing.get(command.content) == command.job:
+            del self._writing[command.content]
         if job.num == 1 and job.generation == self._generation:
-            self._index[order.content] = None
-            self._changed.add(order.content)
+            self._index[command.content] = None
+            self._changed.add(command.content)
             self.counts.num_written += 1
             self._evict_for(0)
         else:
             self.counts.num_failed += job.num != 1
-            is_newer = order.content in self._index or order.content in self._writing  # a later job writes it
+            is_newer = command.content in self._index or command.content in self._writing  # a later job writes it
             if self._capacity and not is_newer:  # other ranks have written their shares
-                self._discard([order.content])
+                self._discard([command.content])
         self._write_some()
 
-    def _fetched(self, job: _TierJob, order: Fetch) -> None:
+    def _fetched(self, job: _TierJob, command: Fetch) -> None:
         now_s = self._clock()
         began_s, self._last_s = max(job.since_s, self._last_s), now_s  # jobs run in sequence, so it may have queued
-        for at, (content, slot) in enumerate(zip(order.contents, order.slots, strict=True)):
-            if self._fetching.get(content) == order.job:
+        for at, (content, slot) in enumerate(zip(command.contents, command.slots, strict=True)):
+            if self._fetching.get(content) == command.job:
                 del self._fetching[content]
             if at < job.num and job.generation == self._generation:
                 self._host.filled(content, slot)
-                self._kept[content] = now_s + KEPT_S
+                self._kept[content] = now_s + KEEP_FETCHED_S
             else:
                 self._host.not_filled(slot)
-        num = max(0, min(job.num, len(order.contents)))
+        num = max(0, min(job.num, len(command.contents)))
         if num:
             self.counts.num_fetched += num
             self.cost.loaded(num, now_s - began_s)
-        if num < len(order.contents):
+        if num < len(command.contents):
             self.counts.num_failed += 1
             if job.num >= 0 and job.generation == self._generation:
-                self._lose(order.contents[num])
+                self._lose(command.contents[num])
 
     def _lose(self, content: bytes) -> None:
         """Forgets a content that a rank could not read."""
@@ -251,7 +251,7 @@ class LowerTier:
         now_s = self._clock()
         for content in [each for each, until_s in self._kept.items() if until_s < now_s]:
             del self._kept[content]
-            self._host.let_go(content)
+            self._host.unpin(content)
 
     # ---- forgetting
 
@@ -268,11 +268,11 @@ class LowerTier:
         self._changed.update(self._index)
         self._index.clear()
         self._generation += 1
-        self._orders.append(Clear())
+        self._commands.append(Clear())
 
-    def _begin(self, order: Write | Fetch | Look) -> int:
+    def _begin(self, command: Write | Fetch | Look) -> int:
         """Begins a job under the next number, and returns this number."""
         self._next_job += 1
-        self._jobs[order.job] = _TierJob(order, self._clock(), self._num_ranks, self._generation)
-        self._orders.append(order)
-        return order.job
+        self._jobs[command.job] = _TierJob(command, self._clock(), self._num_ranks, self._generation)
+        self._commands.append(command)
+        return command.job

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pd_cluster.kv.disk_store import DiskStore
     from pd_cluster.kv.shared_store import SharedStore
 
-LEAST_SECRET_LENGTH = 32
+MIN_SECRET_LENGTH = 32
 
 
 def check_tiers(settings: HandoverSettings, host_cache_gib: float) -> None:
@@ -60,9 +60,9 @@ def read_secrets(file: str) -> list[bytes]:
     if stat.S_IMODE(mode) & 0o077:
         raise ConfigError(f"--kv-cache-key-file {file}: other users may read it; chmod 600")
     secrets = [line.strip() for line in lines if line.strip()]
-    if not secrets or min(map(len, secrets)) < LEAST_SECRET_LENGTH:
+    if not secrets or min(map(len, secrets)) < MIN_SECRET_LENGTH:
         raise ConfigError(
-            f"--kv-cache-key-file {file}: expected secrets of {LEAST_SECRET_LENGTH} characters or more, one a line, as "
+            f"--kv-cache-key-file {file}: expected secrets of {MIN_SECRET_LENGTH} characters or more, one a line, as "
             "`openssl rand -hex 32` makes them"
         )
     return secrets

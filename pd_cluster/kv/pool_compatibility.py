@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from pd_cluster.errors import LinkError, called
-from pd_cluster.kv.group_rule import MOST_PEER_BLOCK, Rule
+from pd_cluster.kv.group_rule import MAX_PEER_BLOCK_SIZE, Rule
 from pd_cluster.kv.kv_layout import DTYPE_NBYTES, KVLayout, can_hold, can_split_heads
 from pd_cluster.settings.engine_config import MAX_BLOCK_SIZE
 
@@ -15,22 +15,22 @@ def check_groups(source: Sequence[KVLayout], target: Sequence[KVLayout]) -> None
     theirs, ours = ([each.holds for each in layouts] for layouts in (source, target))
     if theirs != ours:
         raise LinkError(
-            f"groups of layers differ: {_lacking(theirs, ours)}; start both with the same model, on the same kind of "
+            f"groups of layers differ: {_missing(theirs, ours)}; start both with the same model, on the same kind of "
             f"device{_on_both(theirs, ours)}"
         )
     for each, other in zip(source, target, strict=True):
         check_pair(each, other)
-        if each.window and other.block_size > MOST_PEER_BLOCK:
+        if each.window and other.block_size > MAX_PEER_BLOCK_SIZE:
             raise LinkError(
                 f"{called('block_size')} {other.block_size} of the decode instance is too large for layers with a "
-                f"window; use at most {MOST_PEER_BLOCK}"
+                f"window; use at most {MAX_PEER_BLOCK_SIZE}"
             )
 
 
-def _lacking(theirs: Sequence[Rule], ours: Sequence[Rule]) -> str:
+def _missing(theirs: Sequence[Rule], ours: Sequence[Rule]) -> str:
     """Says which end lacks which group."""
-    lacks = [f"the decode instance has no group that {_told(rule)}" for rule in theirs if rule not in ours]
-    lacks += [f"the prefill instance has no group that {_told(rule)}" for rule in ours if rule not in theirs]
+    lacks = [f"the decode instance has no group that {_describe(rule)}" for rule in theirs if rule not in ours]
+    lacks += [f"the prefill instance has no group that {_describe(rule)}" for rule in ours if rule not in theirs]
     return " and ".join(lacks) or "their order differs"
 
 
@@ -42,7 +42,7 @@ def _on_both(theirs: Sequence[Rule], ours: Sequence[Rule]) -> str:
     return f", and both or neither with {called('kv_host_cache')}, a draft model or head, or {adapters}"
 
 
-def _told(rule: Rule) -> str:
+def _describe(rule: Rule) -> str:
     if rule.is_state:
         return "keeps a state"
     return f"attends to the last {rule.window} tokens" if rule.window else "attends to all tokens"
@@ -66,7 +66,7 @@ def check_pair(source: KVLayout, target: KVLayout) -> None:
                 f"instance; start both with the same model"
             )
     for layout in (source, target):
-        if why := _nonsense(layout):
+        if why := _inconsistency(layout):
             raise LinkError(f"KV layout is invalid: {why}")
 
 
@@ -85,7 +85,7 @@ def _compared(source: KVLayout, target: KVLayout) -> Iterator[tuple[str, object,
     yield "plane_layers", source.plane_layers, target.plane_layers
 
 
-def _nonsense(layout: KVLayout) -> str:
+def _inconsistency(layout: KVLayout) -> str:
     """Returns why no pool can have this layout, or ""."""
     for heads in dict.fromkeys((layout.num_kv_heads, *map(layout.num_heads_of, layout.planes))):
         if not can_split_heads(heads, layout.tp_size):

@@ -70,7 +70,7 @@ def chain_hashes(
     for start in range(0, len(data) - width + 1, width):
         contents = _contents(spans, first + start // 8, block_size) if spans else b""
         if rope_positions is not None:
-            contents += _turns(rope_positions, first + start // 8, block_size)
+            contents += _positions_hash(rope_positions, first + start // 8, block_size)
         parent = hashlib.sha256(parent + data[start : start + width] + contents).digest()
         hashes.append(parent)
     return hashes
@@ -83,7 +83,7 @@ def _contents(spans: Sequence[Span], start: int, block_size: int) -> bytes:
     return places.tobytes() + b"".join(hashlib.sha256(span.digest).digest() for span in here)
 
 
-def _turns(rope_positions: RopePositions, start: int, block_size: int) -> bytes:
+def _positions_hash(rope_positions: RopePositions, start: int, block_size: int) -> bytes:
     """Returns the hash of the rotary positions in a block that starts there; empty if they equal the tokens' indices.
 
     It has 32 bytes, and `_contents` a multiple of 48, so that no two combinations of them make the same bytes.

@@ -22,7 +22,7 @@ class ReachedBlocks:
         self._num_holders: dict[bytes, int] = {}  # the number of reached children, plus one for a kept state
         self._kept: set[bytes] = set()
         self._moved: set[bytes] = set()  # contents that became reached or unreached since the last `changes`
-        self._told: dict[bytes, Tier] | None = None  # the reported contents; None: nobody follows
+        self._reported: dict[bytes, Tier] | None = None  # the reported contents; None: nobody follows
         self._differing: set[bytes] = set()  # contents that followers may know differently
         states.follow()
 
@@ -64,7 +64,7 @@ class ReachedBlocks:
             content = self._parents.pop(content)
 
     def _note(self, content: bytes) -> None:
-        if self._told is not None:
+        if self._reported is not None:
             self._moved.add(content)
 
     def _is_reached(self, content: bytes) -> bool:
@@ -74,25 +74,25 @@ class ReachedBlocks:
         """Returns the known contents that are reached; from now on `changes` reports changes."""
         self._drop_gone()
         known = {content: tier for content, tier in self._tokens.follow().items() if self._is_reached(content)}
-        if self._told is None:
-            self._told = dict(known)
-        self._differing |= known.keys() ^ self._told.keys()
+        if self._reported is None:
+            self._reported = dict(known)
+        self._differing |= known.keys() ^ self._reported.keys()
         return known
 
     def changes(self) -> dict[bytes, Tier | None]:
         """Returns the contents that became reached or unreached since the last call; None: unreached."""
         self._drop_gone()
         moved, differing, self._moved, self._differing = self._moved, self._differing, set(), set()
-        if self._told is None:
+        if self._reported is None:
             return {}
         news: dict[bytes, Tier | None] = {}
         for content in moved | differing | self._tokens.changes().keys():
             place: Tier | None = "device" if self._is_reached(content) and content in self._tokens else None
-            if place == self._told.get(content) and content not in differing:
+            if place == self._reported.get(content) and content not in differing:
                 continue
             news[content] = place
             if place is None:
-                self._told.pop(content, None)
+                self._reported.pop(content, None)
             else:
-                self._told[content] = place
+                self._reported[content] = place
         return news

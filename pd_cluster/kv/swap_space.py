@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 GIB = 1 << 30
 
 
-def swap_words(nbytes: int, pinned: int) -> str:
+def swap_text(nbytes: int, pinned: int) -> str:
     """Describes swap space of that many bytes, and the bytes that were pinned on the host for it."""
     return f"swap space: {nbytes / GIB:.2f} GiB of blocks, {pinned / GIB:.2f} GiB of host memory pinned for them"
 
@@ -37,7 +37,7 @@ class SwapSpace:
         self._host = torch.empty(num_blocks, pool.layout.block_nbytes, dtype=torch.uint8, pin_memory=pinned)
         if before is not None:
             taken = (pinned_nbytes(pool.device) or 0) - before
-            log.info(swap_words(self._host.nbytes, taken))
+            log.info(swap_text(self._host.nbytes, taken))
 
     def bytes_of(self, block: int) -> memoryview:
         """Returns the memory of a block in host memory."""

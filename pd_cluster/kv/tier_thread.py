@@ -63,11 +63,11 @@ class TierThread:
         self._thread = threading.Thread(target=self._run, name=f"kv {kind}", daemon=True)
         self._thread.start()
 
-    def submit(self, orders: Sequence[AnyTierCommand], after: Marker) -> None:
+    def submit(self, commands: Sequence[AnyTierCommand], after: Marker) -> None:
         """Queues commands, which may use their slots once the device has reached `after`."""
         with self._changed:
-            for order in orders:
-                (self._reads if isinstance(order, (Fetch, Look)) else self._writes).append((order, after))
+            for command in commands:
+                (self._reads if isinstance(command, (Fetch, Look)) else self._writes).append((command, after))
             self._changed.notify_all()
 
     def settle(self) -> None:
@@ -76,13 +76,13 @@ class TierThread:
         Queued discards stay. Raises TierBusy.
         """
         with self._changed:
-            dropped = [order for order, _ in (*self._reads, *self._writes)]
+            dropped = [command for command, _ in (*self._reads, *self._writes)]
             discards = [each for each in self._writes if isinstance(each[0], (Discard, Clear))]
             self._reads.clear()
             self._writes = deque(discards)
             is_idle = self._changed.wait_for(lambda: not self._uses_slots, SETTLE_S)
-        for order in dropped:
-            self._tell(order, UNKNOWN)
+        for command in dropped:
+            self._tell(command, UNKNOWN)
         if not is_idle:
             raise TierBusy(f"the {self._kind} tier of KV blocks has not answered for {SETTLE_S:g} s")
 
@@ -101,26 +101,26 @@ class TierThread:
                 self._changed.wait_for(lambda: self._reads or self._writes or self._is_closed)
                 if not (queue := self._reads or self._writes):
                     return
-                order, after = queue.popleft()
-                self._uses_slots = isinstance(order, (Write, Fetch))
+                command, after = queue.popleft()
+                self._uses_slots = isinstance(command, (Write, Fetch))
             num = UNKNOWN
             try:
                 after.wait()
-                num = self._do(order)
+                num = self._do(command)
             except Exception:  # top of this thread: the command fails, but the next one may succeed
                 log.exception("a command for the %s tier failed", self._kind)
-            self._tell(order, num)
+            self._tell(command, num)
 
-    def _tell(self, order: AnyTierCommand, num: int) -> None:
-        if not isinstance(order, (Write, Fetch, Look)):
+    def _tell(self, command: AnyTierCommand, num: int) -> None:
+        if not isinstance(command, (Write, Fetch, Look)):
             return
         try:
-            self._report(TierDone(self._kind, order.job, self._rank, num, self._store.num_bad))
+            self._report(TierDone(self._kind, command.job, self._rank, num, self._store.num_bad))
         except Exception:  # the thread continues, so that no slot counts as in use forever
             log.exception("a report of the %s tier was lost", self._kind)
 
-    def _do(self, order: AnyTierCommand) -> int:
-        match order:
+    def _do(self, command: AnyTierCommand) -> int:
+        match command:
             case Write(content=content, slot=slot):
                 return int(self._store.put(content, self._slot(slot)))
             case Fetch(contents=contents, slots=slots):

@@ -30,7 +30,7 @@ IN_HOST_MEMORY: tuple[Backend, ...] = ("gloo", "curve")
 FAILED = "failed"  # a key of a meeting: one end has failed
 
 
-class PairPlace(NamedTuple):
+class PairEndpoint(NamedTuple):
     """The address of one end of a pair, and how long it waits for the other end."""
 
     host: str
@@ -38,7 +38,7 @@ class PairPlace(NamedTuple):
     device: Device
 
 
-def make_group(backend: Backend, meeting: Meeting, name: str, rank: int, place: PairPlace) -> Any:
+def make_group(backend: Backend, meeting: Meeting, name: str, rank: int, place: PairEndpoint) -> Any:
     """Creates a pair; `name` is unique to this attempt and the same at both ends. Raises LinkError."""
     host, connect_s, device = place
     try:

@@ -28,7 +28,7 @@ from pd_cluster.transport.device_pair import (
     RECEIVER,
     SENDER,
     Backend,
-    PairPlace,
+    PairEndpoint,
     close_group,
     make_group,
 )
@@ -87,7 +87,7 @@ class DistSender:
         route = PoolRoute(self._pool.layout, peer, self._place.wants_int8)
         self._staging = Staging(self._pool, route, self._copies, in_host_memory=self._backend in IN_HOST_MEMORY)
         self._staging.warm()
-        self._group = make_group(self._backend, self.meeting, self._group_name, SENDER, _pair_place(self._place))
+        self._group = make_group(self._backend, self.meeting, self._group_name, SENDER, _pair_endpoint(self._place))
 
     def prepare(self, piece: KVPiece) -> Prepared:
         assert self._staging is not None
@@ -134,7 +134,9 @@ class DistReceiver:
         if problem := _why_no_pair(self.name, self._offer, self._pool.device):
             raise LinkError(problem)
         self._staging.warm()
-        self._group = make_group(self._backend, self.meeting, self._offer.address, RECEIVER, _pair_place(self._place))
+        self._group = make_group(
+            self._backend, self.meeting, self._offer.address, RECEIVER, _pair_endpoint(self._place)
+        )
 
     def expect(self, sequence: int, chunk: KVChunk) -> None:
         self._announced.append((sequence, chunk))
@@ -194,8 +196,8 @@ class DistReceiver:
             self._under_way.append((sequence, work, buffer, payload))
 
 
-def _pair_place(place: LinkContext) -> PairPlace:
-    return PairPlace(place.bind_host, place.connect_s, place.pool.device)
+def _pair_endpoint(place: LinkContext) -> PairEndpoint:
+    return PairEndpoint(place.bind_host, place.connect_s, place.pool.device)
 
 
 def _backend_of(name: TransportName) -> Backend:

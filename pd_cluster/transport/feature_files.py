@@ -26,10 +26,10 @@ from pd_cluster.wire import TOKEN_NBYTES, TransportName
 SHM: TransportName = "shm"
 PAIRS: dict[TransportName, Backend] = {"dist": "gloo", "curve": "curve"}  # between hosts, in order of preference
 
-NOBODYS = bytes(TOKEN_NBYTES)  # a token that only checks whether the socket can be reached
+REACH_TOKEN = bytes(TOKEN_NBYTES)  # a token that only checks whether the socket can be reached
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 HERE = b"features"
-WHAT = "socket for features"
+SOCKET_KIND = "socket for features"
 
 
 def ways(kv_transport: str) -> list[TransportName]:
@@ -40,7 +40,7 @@ def ways(kv_transport: str) -> list[TransportName]:
 
 
 @dataclass(frozen=True, slots=True)
-class FeaturePlace:
+class FeatureEndpoint:
     """The host where this process sends or receives, and its time limits."""
 
     host: str
@@ -50,7 +50,7 @@ class FeaturePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
+class SealedFile:
     """Features in a file that nobody can change, with their size and checksum."""
 
     fd: int
@@ -58,7 +58,7 @@ class Sealed:
     checksum: int
 
     @classmethod
-    def of(cls, features: torch.Tensor, checksum: Checksum) -> Sealed:
+    def of(cls, features: torch.Tensor, checksum: Checksum) -> SealedFile:
         """Copies a contiguous tensor on the host. Raises OSError when no file or memory is left."""
         data = features.view(torch.uint8).reshape(-1)
         fd = os.memfd_create("pd-cluster-features", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -72,9 +72,9 @@ class Sealed:
             raise
         return cls(fd, data.numel(), checksum.of(data))
 
-    def twin(self) -> Sealed:
+    def duplicate(self) -> SealedFile:
         """Returns another descriptor of the same file, which is closed separately."""
-        return Sealed(os.dup(self.fd), self.nbytes, self.checksum)
+        return SealedFile(os.dup(self.fd), self.nbytes, self.checksum)
 
     def close(self) -> None:
         os.close(self.fd)
@@ -84,7 +84,7 @@ class FeatureServer(unix_server.UnixServer):
     """Serves each file once, to a process of the same user with its token. Any thread may `offer` and `withdraw`."""
 
     def __init__(self) -> None:
-        self._files: dict[bytes, Sealed] = {}
+        self._files: dict[bytes, SealedFile] = {}
         self._lock = threading.Lock()
         self.given_nbytes = 0
         super().__init__()
@@ -94,7 +94,7 @@ class FeatureServer(unix_server.UnixServer):
         for token in list(self._files):
             self.withdraw(token)
 
-    def offer(self, file: Sealed) -> bytes:
+    def offer(self, file: SealedFile) -> bytes:
         """Takes ownership of the file; returns its token."""
         token = secrets.token_bytes(TOKEN_NBYTES)
         with self._lock:
@@ -109,13 +109,13 @@ class FeatureServer(unix_server.UnixServer):
     def __contains__(self, token: bytes) -> bool:
         return token in self._files
 
-    def _take(self, token: bytes) -> Sealed | None:
+    def _take(self, token: bytes) -> SealedFile | None:
         with self._lock:
             return self._files.pop(token, None)
 
     def _give(self, peer: socket.socket) -> None:
         token = peer.recv(TOKEN_NBYTES, socket.MSG_WAITALL)
-        if token == NOBODYS:
+        if token == REACH_TOKEN:
             peer.sendall(HERE)
         elif (file := self._take(token)) is not None:
             try:
@@ -127,7 +127,7 @@ class FeatureServer(unix_server.UnixServer):
 
 def reach(address: str, timeout_s: float) -> None:
     """Asks whether the socket answers. Raises LinkError."""
-    _ask(address, NOBODYS, timeout_s)
+    _ask(address, REACH_TOKEN, timeout_s)
 
 
 def fetch(
@@ -165,10 +165,10 @@ def fetch(
 
 def _ask(address: str, token: bytes, timeout_s: float) -> list[int]:
     """Returns the files that the socket sends for a token."""
-    with unix_server.connect(address, WHAT, timeout_s, "encoder") as peer:
+    with unix_server.connect(address, SOCKET_KIND, timeout_s, "encoder") as peer:
         try:
             peer.sendall(token)
             _, fds, _, _ = socket.recv_fds(peer, len(HERE), 1)
         except OSError as error:
-            raise LinkError(f"the encoder's {WHAT} does not answer: {error}", retry=True) from error
+            raise LinkError(f"the encoder's {SOCKET_KIND} does not answer: {error}", retry=True) from error
     return list(fds)

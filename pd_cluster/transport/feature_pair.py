@@ -18,8 +18,8 @@ import torch
 
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import LinkError, first_line
-from pd_cluster.transport.device_pair import RECEIVER, SENDER, PairPlace, close_group, make_group
-from pd_cluster.transport.feature_files import PAIRS, FeaturePlace, Sealed
+from pd_cluster.transport.device_pair import RECEIVER, SENDER, PairEndpoint, close_group, make_group
+from pd_cluster.transport.feature_files import PAIRS, FeatureEndpoint, SealedFile
 from pd_cluster.transport.meeting import Meeting
 from pd_cluster.transport.transport_interface import buffer_of
 from pd_cluster.wire import TransportName
@@ -40,7 +40,7 @@ class PairSender:
         self,
         name: str,
         transport: TransportName,
-        place: FeaturePlace,
+        place: FeatureEndpoint,
         post: Callable[[str, bytes], None],
         failed: Callable[[str], None],
     ) -> None:
@@ -50,7 +50,7 @@ class PairSender:
         self.sent_nbytes = 0
         self._place = place
         self._failed = failed
-        self._files: queue.SimpleQueue[Sealed | None] = queue.SimpleQueue()
+        self._files: queue.SimpleQueue[SealedFile | None] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         self._num_waiting = 0
         self.is_open = False
@@ -65,7 +65,7 @@ class PairSender:
             self.is_open = True
             threading.Thread(target=self._run, name="feature-pair", daemon=True).start()
 
-    def put(self, file: Sealed) -> None:
+    def put(self, file: SealedFile) -> None:
         """Sends a file after the earlier ones, and takes ownership of it."""
         self._num_waiting += 1
         self._files.put(file)
@@ -92,7 +92,7 @@ class PairSender:
             close_group(group)
             self._drop()
 
-    def _send(self, group: Any, file: Sealed) -> None:
+    def _send(self, group: Any, file: SealedFile) -> None:
         buffer = torch.empty(min(PIECE_NBYTES, file.nbytes), dtype=torch.uint8)
         for at, length in pieces(file.nbytes):
             piece = buffer[:length]
@@ -113,7 +113,7 @@ class PairSender:
 class PairReceiver:
     """The prefill instance's end, used by one thread."""
 
-    def __init__(self, name: str, transport: TransportName, meeting: Meeting, place: FeaturePlace) -> None:
+    def __init__(self, name: str, transport: TransportName, meeting: Meeting, place: FeatureEndpoint) -> None:
         """Waits until the other end is connected. Raises LinkError."""
         self._timeout = timedelta(seconds=place.transfer_s)
         self._group = _make(name, transport, meeting, RECEIVER, place)
@@ -132,8 +132,8 @@ class PairReceiver:
         close_group(self._group)
 
 
-def _make(name: str, transport: TransportName, meeting: Meeting, rank: int, place: FeaturePlace) -> Any:
+def _make(name: str, transport: TransportName, meeting: Meeting, rank: int, place: FeatureEndpoint) -> Any:
     """Raises LinkError."""
     if transport not in PAIRS:
         raise LinkError(f"features cannot be sent over {transport!r}")
-    return make_group(PAIRS[transport], meeting, name, rank, PairPlace(place.host, place.connect_s, CPU))
+    return make_group(PAIRS[transport], meeting, name, rank, PairEndpoint(place.host, place.connect_s, CPU))

@@ -13,7 +13,7 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.errors import LinkError
-from pd_cluster.transport.feature_files import SHM, FeaturePlace, fetch, reach
+from pd_cluster.transport.feature_files import SHM, FeatureEndpoint, fetch, reach
 from pd_cluster.transport.feature_pair import PairReceiver
 from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
 from pd_cluster.transport.meeting import Meeting
@@ -45,7 +45,7 @@ class FeatureReader:
         self,
         conn: str,
         answer: wire.EncoderAnswer,
-        place: FeaturePlace,
+        place: FeatureEndpoint,
         post: Callable[[wire.Body], None],
         report: Callable[[FeatureEvent], None],
     ) -> None:

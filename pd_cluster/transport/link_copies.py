@@ -41,7 +41,7 @@ class Copies:
                 self._last = self._stream.mark()
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
+    def as_current(self) -> Iterator[None]:
         """Makes this stream the current one, so that waits for the current stream do not wait for computation."""
         with self._stream:
             yield

@@ -25,14 +25,14 @@ from pd_cluster.transport.nixl_agent import Agent, ReadBuffers
 from pd_cluster.transport.nixl_offer import (
     DEVICE,
     HOST,
-    NUM_OF_LANE,
+    NUM_LANE_BUFFERS,
     PACKED,
     SLOTS,
     AgentOffer,
     LaneBuffers,
+    byte_ranges_of,
     kind_of,
     notice_of,
-    places_of,
 )
 from pd_cluster.transport.nixl_reads import ReadLanding, Reads, ReadSource
 from pd_cluster.transport.staging import Staging
@@ -91,7 +91,7 @@ class NixlSender:
             return
         self._staging = Staging(self._pool, self._route, self._copies, in_host_memory=True)
         self._staging.warm()
-        while len(self._slots) < NUM_OF_LANE:
+        while len(self._slots) < NUM_LANE_BUFFERS:
             self._slots.append(self._agent.slots.take(self._place.connect_s))
         self._post(SLOTS, msgspec.msgpack.encode(self._slots))
 
@@ -112,7 +112,7 @@ class NixlSender:
     def close(self) -> None:
         """Returns the buffers. D may still read them, but its link has ended."""
         self._copies.drain()
-        for turn in range(max(0, self._turn - NUM_OF_LANE), self._turn):
+        for turn in range(max(0, self._turn - NUM_LANE_BUFFERS), self._turn):
             self._agent.forget_notice(notice_of(self._lane, turn))
         while self._slots:
             self._agent.slots.release(self._slots.pop())
@@ -120,12 +120,12 @@ class NixlSender:
     def _next_buffer(self) -> torch.Tensor:
         """Returns the buffer of the next payload, once D has read the previous one in it. Raises LinkError."""
         turn, limit_s = self._turn, self._place.transfer_s
-        before = notice_of(self._lane, turn - NUM_OF_LANE) if turn >= NUM_OF_LANE else None
+        before = notice_of(self._lane, turn - NUM_LANE_BUFFERS) if turn >= NUM_LANE_BUFFERS else None
         if before is not None and not poll(lambda: self._agent.was_noticed(before), limit_s):
             raise LinkError(f"the decode instance has not read KV cache within {limit_s:g} s", retry=True)
         self._turn += 1
         self._agent.await_notice(notice_of(self._lane, turn))
-        return self._agent.slots.buffers[self._slots[turn % NUM_OF_LANE]]
+        return self._agent.slots.buffers[self._slots[turn % NUM_LANE_BUFFERS]]
 
 
 class NixlReceiver:
@@ -154,7 +154,7 @@ class NixlReceiver:
             raise LinkError("the prefill instance's buffers are smaller than its blocks")
         self._reads.attach(self._agent.attach(offer.agent, offer.metadata))
         if not self._reads_pool:
-            self._slots = self._told_slots()
+            self._slots = self._receive_slots()
 
     def expect(self, sequence: int, chunk: KVChunk) -> None: ...
 
@@ -189,9 +189,9 @@ class NixlReceiver:
             self._skip()
             raise TransferFailed(problem)
         if self._reads_pool:
-            return ReadSource(offer.pool, places_of(layout, piece, piece.block_ids), offer.kind, offer.device)
+            return ReadSource(offer.pool, byte_ranges_of(layout, piece, piece.block_ids), offer.kind, offer.device)
         turn, self._turn = self._turn, self._turn + 1
-        at = self._slots[turn % NUM_OF_LANE] * offer.buffer_nbytes
+        at = self._slots[turn % NUM_LANE_BUFFERS] * offer.buffer_nbytes
         return ReadSource(offer.buffers, [(at, chunk.nbytes)], HOST, 0, notice_of(offer.lane, turn))
 
     def _skip(self) -> None:
@@ -200,7 +200,7 @@ class NixlReceiver:
             turn, self._turn = self._turn, self._turn + 1
             self._reads.notice(notice_of(self._offer.lane, turn))
 
-    def _told_slots(self) -> list[int]:
+    def _receive_slots(self) -> list[int]:
         """Waits until P names the buffers of this lane. Raises LinkError."""
         try:
             value: bytes = self.meeting.store.get(SLOTS)

@@ -23,7 +23,7 @@ import torch
 from pd_cluster.devices.device_streams import poll
 from pd_cluster.errors import LinkError, first_line
 from pd_cluster.transport.nixl_network import bind_ucx
-from pd_cluster.transport.nixl_offer import DEVICE, HOST, Places
+from pd_cluster.transport.nixl_offer import DEVICE, HOST, ByteRanges
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Ranges:
     rows: np.ndarray[Any, np.dtype[np.uint64]]
 
 
-def ranges_at(base: int, places: Places, kind: str, device: int) -> Ranges:
+def ranges_at(base: int, places: ByteRanges, kind: str, device: int) -> Ranges:
     """Returns the memory ranges at these byte ranges from a base address."""
     rows = np.array([(base + offset, nbytes, device) for offset, nbytes in places], dtype=np.uint64)
     return Ranges(kind, rows.reshape(-1, 3))
@@ -107,7 +107,7 @@ class ReadBuffers:
         with self._lock:
             self._free.append(slot)
 
-    def ranges(self, slot: int, places: Places) -> Ranges:
+    def ranges(self, slot: int, places: ByteRanges) -> Ranges:
         """Returns the memory ranges of byte ranges within a buffer."""
         return ranges_at(self.buffers[slot].data_ptr(), places, HOST, 0)
 

@@ -12,10 +12,10 @@ from pd_cluster.wire import KVPiece
 
 HOST, DEVICE = "DRAM", "VRAM"  # NIXL's names for kinds of memory
 PACKED = ""  # the kind of a pool that is not registered
-NUM_OF_LANE = 2  # buffers of a lane that packs its payloads: one is packed while the other is read
+NUM_LANE_BUFFERS = 2  # buffers of a lane that packs its payloads: one is packed while the other is read
 SLOTS = "slots"  # the key under which P sends the numbers of a lane's buffers
 
-Places = list[tuple[int, int]]  # (offset, bytes)
+ByteRanges = list[tuple[int, int]]  # (offset, bytes)
 
 
 class AgentOffer(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class AgentOffer(msgspec.Struct, frozen=True, kw_only=True):
     lane: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
-LaneBuffers = Annotated[list[int], msgspec.Meta(min_length=NUM_OF_LANE, max_length=NUM_OF_LANE)]
+LaneBuffers = Annotated[list[int], msgspec.Meta(min_length=NUM_LANE_BUFFERS, max_length=NUM_LANE_BUFFERS)]
 
 
 def kind_of(device: Device) -> str:
@@ -49,11 +49,11 @@ def notice_of(lane: bytes, turn: int) -> bytes:
     return lane + turn.to_bytes(8, "big")
 
 
-def places_of(layout: KVLayout, piece: KVPiece, blocks: list[int]) -> Places:
+def byte_ranges_of(layout: KVLayout, piece: KVPiece, blocks: list[int]) -> ByteRanges:
     """Returns the byte ranges of the piece's layers in these blocks of a block-major pool, in the payload's order."""
     at = layout.layers_nbytes(0, piece.first_layer)
     nbytes = layout.layers_nbytes(piece.first_layer, piece.stop_layer)
-    places: Places = []
+    places: ByteRanges = []
     for block in blocks:
         offset = block * layout.block_nbytes + at
         if places and sum(places[-1]) == offset:
@@ -63,9 +63,9 @@ def places_of(layout: KVLayout, piece: KVPiece, blocks: list[int]) -> Places:
     return places
 
 
-def cut(source: Places, target: Places) -> tuple[Places, Places]:
+def cut(source: ByteRanges, target: ByteRanges) -> tuple[ByteRanges, ByteRanges]:
     """Cuts two lists of byte ranges, equal in total length, so that corresponding ranges have equal lengths."""
-    pairs: tuple[Places, Places] = ([], [])
+    pairs: tuple[ByteRanges, ByteRanges] = ([], [])
     rest, others = list(reversed(source)), list(reversed(target))
     while rest:
         (of, most), (to, room) = rest.pop(), others.pop()

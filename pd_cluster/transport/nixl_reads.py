@@ -17,7 +17,7 @@ from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.pool_route import PoolRoute
 from pd_cluster.transport.link_copies import Copies
 from pd_cluster.transport.nixl_agent import Agent, Ranges, Read, ReadState, RemoteAgent, ranges_at
-from pd_cluster.transport.nixl_offer import DEVICE, Places, cut, places_of
+from pd_cluster.transport.nixl_offer import DEVICE, ByteRanges, byte_ranges_of, cut
 from pd_cluster.transport.staging import Staging
 from pd_cluster.transport.transport_interface import Checksum
 from pd_cluster.wire import KVChunk
@@ -30,7 +30,7 @@ class ReadSource:
     """The location of a payload at P; P gets `notice` when it has been read (b"": P does not wait for it)."""
 
     base: int
-    places: Places
+    places: ByteRanges
     kind: str
     device: int
     notice: bytes = b""
@@ -81,7 +81,7 @@ class Reads(Copies):
         if not self._is_free.wait(self._settle_s):
             raise LinkError(f"the device still uses blocks for KV cache after {self._settle_s:g} s", retry=True)
         super().settle()  # a read is not ordered after any stream
-        target = places_of(self._route.target, chunk.piece, into)
+        target = byte_ranges_of(self._route.target, chunk.piece, into)
         remote, local = cut(source.places, target)
         own = self._pool.memory.parts[0].data_ptr()
         read = self._read(source, remote, ranges_at(own, local, self._kind, self._device))
@@ -148,7 +148,7 @@ class Reads(Copies):
             raise
         return ReadLanding(read, chunk, into, slot)
 
-    def _read(self, source: ReadSource, remote: Places, local: Ranges) -> Read:
+    def _read(self, source: ReadSource, remote: ByteRanges, local: Ranges) -> Read:
         if self._error is not None:
             raise self._error
         assert self._peer is not None

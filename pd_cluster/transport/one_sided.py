@@ -148,5 +148,5 @@ class OneSidedReceiver(abc.ABC):
     def close(self) -> None:
         """Releases P's pool, once no copy reads it."""
         self.copies.drain()
-        with self.copies.beside():  # torch unmaps after the current stream
+        with self.copies.as_current():  # torch unmaps after the current stream
             self._reader = None

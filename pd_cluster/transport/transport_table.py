@@ -134,7 +134,7 @@ def are_pairs(names: Iterable[TransportName]) -> bool:
     return any(BY_NAME[name].is_pair for name in names if name in BY_NAME)
 
 
-def without_secrecy(name: TransportName) -> bool:
+def needs_trusted_network(name: TransportName) -> bool:
     """Whether this transport is used between hosts only if the network is trusted."""
     return name in BY_NAME and BY_NAME[name].needs_trust
 

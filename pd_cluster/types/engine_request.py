@@ -62,7 +62,7 @@ class Request:
 
     index: int = field(default=0, metadata=OWN)
     output_token_ids: list[int] = field(default_factory=list, metadata=OWN)
-    num_untold: int = field(default=0, metadata=OWN)  # its last output tokens that have not been sent
+    num_unsent: int = field(default=0, metadata=OWN)  # its last output tokens that have not been sent
     draft_report: DraftReport | None = field(default=None, metadata=OWN)  # drafts since its last output
     num_draft_tokens: int = field(default=0, metadata=OWN)  # tokens drafted here
     num_accepted_tokens: int = field(default=0, metadata=OWN)  # drafted tokens that were right

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-MOST_UNTOLD = 63  # unsent tokens that a sequence may have; they are recomputed when it resumes elsewhere
+MAX_UNSENT = 63  # unsent tokens that a sequence may have; they are recomputed when it resumes elsewhere
 INT32_MAX = 2**31 - 1
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
@@ -35,7 +35,7 @@ class DraftReport(msgspec.Struct, frozen=True, array_like=True):
 
     num_accepted: Count = 0
     num_rejected: Count = 0
-    steps: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MOST_UNTOLD + 1)] = ()
+    steps: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_UNSENT + 1)] = ()
 
     def plus(self, num_accepted: int = 0, num_rejected: int = 0, step: tuple[int, int] | None = None) -> DraftReport:
         steps = self.steps if step is None else (*self.steps, step)
@@ -58,9 +58,9 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
     score: float | None = None
-    earlier: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MOST_UNTOLD)] = ()
+    earlier: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_UNSENT)] = ()
     drafts: DraftReport | None = None
-    earlier_logprobs: Annotated[tuple[Logprobs, ...], msgspec.Meta(max_length=MOST_UNTOLD)] = ()
+    earlier_logprobs: Annotated[tuple[Logprobs, ...], msgspec.Meta(max_length=MAX_UNSENT)] = ()
 
     def apart(self) -> Iterator[TokenOutput]:
         """Yields an output for each of its tokens."""

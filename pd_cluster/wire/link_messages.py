@@ -8,8 +8,8 @@ import msgspec
 
 from pd_cluster.numerics import Numerics
 from pd_cluster.wire.message_base import (
+    MAX_GROUPS,
     MAX_OFFER_NBYTES,
-    MOST_GROUPS,
     KVWireDtype,
     Message,
     PairWish,
@@ -68,8 +68,8 @@ class LinkOpen(Message, frozen=True):
     link_id: str
     model_identity: str
     numerics: Numerics
-    layouts: Annotated[list[LayoutInfo], msgspec.Meta(min_length=1, max_length=MOST_GROUPS)]
-    num_blocks: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MOST_GROUPS)]
+    layouts: Annotated[list[LayoutInfo], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
+    num_blocks: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     options: KVOptions
     lanes: list[LaneOffer]
     pair: PairWish = "free"

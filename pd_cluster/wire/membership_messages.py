@@ -11,7 +11,7 @@ from pd_cluster.costs.linear_costs import HandoverCost, StepCost, StepWork
 from pd_cluster.types import LinkState, Role, Tier
 from pd_cluster.types.variants import ADAPTER
 from pd_cluster.wire.link_messages import RuleName
-from pd_cluster.wire.message_base import MOST_GROUPS, PROTOCOL_VERSION, Message, NodeProofs, PublicKey, ShortText
+from pd_cluster.wire.message_base import MAX_GROUPS, PROTOCOL_VERSION, Message, NodeProofs, PublicKey, ShortText
 
 # Upper bounds of the buckets of a Load's tallies: the same as vLLM's, since dashboards expect them.
 STEP_TOKENS_BOUNDS = (1, 8, *(1 << power for power in range(4, 15)))
@@ -66,7 +66,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     num_held_blocks: int = 0
-    groups: Annotated[tuple[GroupLoad, ...], msgspec.Meta(max_length=MOST_GROUPS)] = ()  # the groups after the first
+    groups: Annotated[tuple[GroupLoad, ...], msgspec.Meta(max_length=MAX_GROUPS)] = ()  # the groups after the first
     num_preemptions: int = 0
     num_swap_blocks: int = 0
     num_free_swap_blocks: int = 0
@@ -142,7 +142,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return self.prompt_work.num_prompt_tokens / took_s if took_s else 0.0
 
     @functools.cached_property
-    def beside_prompts_s(self) -> float:
+    def prompt_step_overhead_s(self) -> float:
         """Returns the time of a step that computes prompts, without the part that the prompt tokens cost."""
         beside = self.prompt_work._replace(num_prompt_tokens=0, num_prompt_pairs=0)
         return self.step_cost.seconds(beside) or self.step_cost.step_s
@@ -248,7 +248,7 @@ class PeerInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_forming: bool = False  # it has loaded its weights, and waits for its unit
 
 
-class AdapterPlace(msgspec.Struct, frozen=True, array_like=True):
+class AdapterLocation(msgspec.Struct, frozen=True, array_like=True):
     """An adapter (`digest` as in types/variants.py) and the folder where a worker finds it."""
 
     digest: Annotated[str, msgspec.Meta(pattern=ADAPTER)]
@@ -258,7 +258,7 @@ class AdapterPlace(msgspec.Struct, frozen=True, array_like=True):
 class WantedAdapters(Message, frozen=True):
     """All adapters that the receiver must have; it drops others once no request uses them."""
 
-    adapters: list[AdapterPlace]
+    adapters: list[AdapterLocation]
 
 
 class AdapterStates(Message, frozen=True):

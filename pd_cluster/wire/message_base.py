@@ -11,7 +11,7 @@ PROTOCOL_VERSION = 31
 MAX_MESSAGE_NBYTES = 64 << 20
 MAX_OFFER_NBYTES = 4096  # the size of a transport's data in an offer
 KEY_NBYTES = 32
-MOST_GROUPS = 3  # groups of layers of a model, each with its own pool
+MAX_GROUPS = 3  # groups of layers of a model, each with its own pool
 OWNER_NBYTES = 8  # the size of a client's pseudonym
 Owner = Annotated[bytes, msgspec.Meta(max_length=OWNER_NBYTES)]
 PublicKey = Annotated[bytes, msgspec.Meta(max_length=KEY_NBYTES)]  # of a process's CURVE key pair; b"": not known yet

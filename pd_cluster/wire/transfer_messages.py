@@ -7,7 +7,7 @@ from typing import Annotated
 import msgspec
 
 from pd_cluster.types import TokenOutput
-from pd_cluster.wire.message_base import MOST_GROUPS, Message, TransportName
+from pd_cluster.wire.message_base import MAX_GROUPS, Message, TransportName
 
 
 class Offer(Message, frozen=True):
@@ -29,7 +29,7 @@ class Credit(Message, frozen=True):
     """
 
     transfer_id: str
-    first_tokens: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MOST_GROUPS)]
+    first_tokens: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
 
 
 class Revoke(Message, frozen=True):

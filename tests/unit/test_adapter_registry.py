@@ -244,7 +244,7 @@ class WorkerWorld:
         self.pass_on()
 
     def want(self, *folders: Path, digest: str = "") -> None:
-        places = [wire.AdapterPlace(digest or digest_of(folder), str(folder)) for folder in folders]
+        places = [wire.AdapterLocation(digest or digest_of(folder), str(folder)) for folder in folders]
         self.adapters.read("s", wire.WantedAdapters(places), is_scheduler=True)
         self.pass_on()
 

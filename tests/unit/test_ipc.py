@@ -302,8 +302,8 @@ def test_blocks_are_copied_whatever_their_order(nbytes: int, first: int) -> None
 
 KERNEL = """
 import torch
-from pd_cluster.kv.copy_kernel import WORDS_A_PROGRAM, copy_pairs
-for words in (8, WORDS_A_PROGRAM, 2 * WORDS_A_PROGRAM + 24):
+from pd_cluster.kv.copy_kernel import WORDS_PER_PROGRAM, copy_pairs
+for words in (8, WORDS_PER_PROGRAM, 2 * WORDS_PER_PROGRAM + 24):
     source, target = torch.randint(-9, 9, (9, 2 * words)), torch.zeros(7, 2 * words, dtype=torch.int64)
     expected = target.clone()
     expected[[3, 0, 6], words:] = source[[8, 2, 1], words:]

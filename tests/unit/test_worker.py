@@ -57,7 +57,7 @@ def test_links_are_taken_from_those_that_the_scheduler_named(world: World, monke
     opened = wire.LinkOpen("l", "model", Numerics(), [LAYOUT.to_info()], [NUM_BLOCKS], wire.KVOptions(), [])
     told: list[bool] = []
     monkeypatch.setattr(
-        world.worker.handover.in_links, "on_open", lambda conn, peer, opened, is_told: told.append(is_told)
+        world.worker.handover.in_links, "on_open", lambda conn, peer, opened, is_announced: told.append(is_announced)
     )
     forming = msgspec.structs.replace(peer("prefill-1", 2, "prefill"), is_forming=True)
     world.mail(wire.Peers([peer("decode-0", 1, "decode"), peer("prefill-0", 2, "prefill"), forming]))
@@ -195,7 +195,7 @@ def test_candidates_are_handed_over_and_not_told(
 
 def test_tokens_with_many_logprobs_are_parted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message has a limited size. The prompts come first and the ends last."""
-    monkeypatch.setattr(output_batcher, "MOST_LOGPROBS", 10)
+    monkeypatch.setattr(output_batcher, "MAX_MESSAGE_LOGPROBS", 10)
     world = World()
     many = sampling(n=1, max_tokens=3, logprobs=6)
     for name in "abc":
@@ -273,7 +273,7 @@ def test_only_logprobs_of_a_prompt_limit_its_length() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_batcher, "MOST_UNTOLD", 3)
+    monkeypatch.setattr(output_batcher, "MAX_UNSENT", 3)
     rng = random.Random(seed)
     world = World()
     wanted: dict[str, tuple[list[int], Sampling]] = {}

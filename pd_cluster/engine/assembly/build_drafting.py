@@ -13,7 +13,7 @@ from pd_cluster.engine.draft.ngram_drafter import NgramDrafter
 from pd_cluster.engine.draft.prediction_drafter import PredictionDrafter
 from pd_cluster.engine.draft.suffix_drafter import SuffixDrafter
 from pd_cluster.engine.scheduling.scheduler import StepScheduler
-from pd_cluster.engine.step.drafting import MOST_ROWS, Drafting
+from pd_cluster.engine.step.drafting import MAX_DRAFT_ROWS, Drafting
 from pd_cluster.kv.twin_blocks import TwinBlocks
 from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.model.sampling.grammar_masks import Guides
@@ -38,7 +38,7 @@ def drafting_of(speculation: Speculation, scheduler: StepScheduler, guides: Guid
         return Drafting(scheduler, ())
     own = [_drafter(method, speculation, scheduler, runner) for method in speculation.methods]
     # An accelerator's graphs have a limited number of rows.
-    most_rows = scheduler.max_num_seqs if runner.goes_ahead else MOST_ROWS
+    most_rows = scheduler.max_num_seqs if runner.goes_ahead else MAX_DRAFT_ROWS
     drafters = [PredictionDrafter(), ForcedDrafter(guides), *own]
     return Drafting(scheduler, drafters, speculation, runner.vocab_size, most_rows)
 

@@ -66,7 +66,7 @@ def build_follower(config: WorkerConfig) -> Follower:
     return Follower(runner, channel, LocalLanes(endpoint_of(config, runner), transports, send_to_rank_0(channel)))
 
 
-def ears_of(
+def message_handler_of(
     runner: LeadRunner, lanes: RankLanes, put: Callable[[Event], None]
 ) -> Callable[[to.OfLanes | to.LoadedAdapter | to.TierReport], None]:
     """Returns the function that forwards a follower's messages; `put` takes events to the engine's thread."""
@@ -82,9 +82,7 @@ def ears_of(
     return hear
 
 
-def a_rank_is_lost(
-    size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[str], None], rank: int, why: str
-) -> None:
+def on_rank_lost(size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[str], None], rank: int, why: str) -> None:
     """Ends the engine's loop, or the process if the loop waits for that rank and never finishes its round.
 
     Nothing else would end it: NCCL's watchdog does not cover calls that a CUDA graph replays.
@@ -95,7 +93,7 @@ def a_rank_is_lost(
     tell_lost(str(error))
 
 
-def a_mate_is_lost(inbox: Inbox, tell_lost: Callable[[str], None], why: str) -> None:
+def on_mate_lost(inbox: Inbox, tell_lost: Callable[[str], None], why: str) -> None:
     """Ends the engine's loop, or on all ranks the process if the loop waits for that member of its unit."""
     inbox.put(StopEngine(InstanceLost(why)))
     end_within(MATE_END_S)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 END = -1  # surrounds texts; no token equals it
-MOST_STEPS = 128  # steps along one chain, whose bucket other contexts may share
+MAX_CHAIN_STEPS = 128  # steps along one chain, whose bucket other contexts may share
 FEW_TOKENS = 48  # so few tokens are added faster one by one than sorted
 _MULTIPLIER = 0x9E3779B97F4A7C15  # for Fibonacci hashing: the upper bits are the bucket
 _WORD = (1 << 64) - 1
@@ -173,7 +173,7 @@ class IndexedText:
             if place < self.first:
                 continue
             links, first = index.links[which], index.first
-            for _ in range(MOST_STEPS):
+            for _ in range(MAX_CHAIN_STEPS):
                 yield place
                 place = links[place - first]
                 if place < self.first:

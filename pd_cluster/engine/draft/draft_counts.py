@@ -24,7 +24,7 @@ class DraftTotals:
         for at in range(num_accepted):
             self._num_accepted_at[at] += 1
 
-    def told(self) -> DraftCounts:
+    def counts(self) -> DraftCounts:
         return DraftCounts(
             self.num_drafts,
             self.num_draft_tokens,

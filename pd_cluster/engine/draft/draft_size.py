@@ -16,7 +16,7 @@ PRIOR = 1.0  # the number of verified drafts that a drafter's usual chance count
 KEPT = 0.95  # the weight of a sequence's earlier hits after each step with new ones
 USUAL_CHANCES = {"prediction": 0.8, "forced": 0.9, "draft_model": 0.8}  # the chance that a draft is right, by drafter
 USUAL_CHANCE = 0.5
-USUALLY_KEPT = 0.98  # the same weight of all sequences' hits, for drafters that cost time
+USUAL_HIT_DECAY = 0.98  # the same weight of all sequences' hits, for drafters that cost time
 FADING = 0.995  # the weight after each step whose drafts were not worth their rows, so that they are tried again
 
 
@@ -157,7 +157,7 @@ class DraftSize:
         """Records how many of a sequence's drafts were right."""
         known = [(self._hits_of(request, drafter), KEPT)]
         if (of_all := self._usual.get(drafter)) is not None:
-            known.append((of_all, USUALLY_KEPT))
+            known.append((of_all, USUAL_HIT_DECAY))
         for hits, kept in known:
             hits.fade(kept)
             hits.num_hits += num_accepted

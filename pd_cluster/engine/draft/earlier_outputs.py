@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pd_cluster.engine.draft.context_index import END, IndexedText
 
 Scope = tuple[str, str]  # the cache salt and the variant of a request
-FEWEST_TOKENS = 256  # the smallest size of a text
+MIN_TEXT_TOKENS = 256  # the smallest size of a text
 MOST_TOKENS = 131072
 GROWTH = 4  # each text is so much larger than the one before it: few texts must be searched
 
@@ -51,13 +51,13 @@ class EarlierOutputs:
 
     def add(self, scope: Scope, token_ids: Sequence[int]) -> None:
         """Adds an output, or only its end if it is too long for a text; adds nothing if the limit allows no text."""
-        if self._most_tokens < FEWEST_TOKENS:
+        if self._most_tokens < MIN_TEXT_TOKENS:
             return
         token_ids = (*token_ids[1 - self._most_tokens :], END)
         texts = self._scopes.setdefault(scope, deque())
         self._scopes.move_to_end(scope)
         if not texts or texts[-1].num_left < len(token_ids):
-            wanted = GROWTH * len(texts[-1].text.tokens) if texts else FEWEST_TOKENS
+            wanted = GROWTH * len(texts[-1].text.tokens) if texts else MIN_TEXT_TOKENS
             texts.append(self._new(max(len(token_ids), min(wanted, self._most_tokens))))
         newest = texts[-1]
         newest.text.append(token_ids)

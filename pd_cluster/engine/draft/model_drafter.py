@@ -19,8 +19,8 @@ from pd_cluster.kv.twin_blocks import TwinBlocks
 from pd_cluster.model.inputs.step_input import RowCollector, StepInput
 from pd_cluster.types import Request
 
-MOST_BEHIND = 32  # tokens that a sequence catches up with in a drafting step, one row each
-LEAST_SLICE, MOST_SLICE = 16, 512  # tokens that a step catches up with, over all sequences
+MAX_CATCH_UP_ROWS = 32  # tokens that a sequence catches up with in a drafting step, one row each
+MIN_SLICE, MAX_SLICE = 16, 512  # tokens that a step catches up with, over all sequences
 FIRST_SLICE = 64  # before the time per token is known
 SPARE_SHARE = 0.5  # share of the spare time that a slice may take
 WEIGHT = 0.2  # the weight of the newest slice in the time per token
@@ -56,7 +56,7 @@ class ModelDrafter(ChainDrafter):
             if (depth := self._choice.most(request, most)) <= 0:
                 continue
             num_valid = self._twins.num_valid(request)
-            if request.num_tokens - num_valid > MOST_BEHIND:
+            if request.num_tokens - num_valid > MAX_CATCH_UP_ROWS:
                 late.append((request, num_valid))
             elif (depth := self._grow(request, depth)) > 0:
                 ready.append(_TwinChain(request, depth, num_valid=num_valid))
@@ -90,7 +90,7 @@ class ModelDrafter(ChainDrafter):
         """Computes a slice of the tokens that sequences lack, in order, except the last token of each."""
         most = FIRST_SLICE
         if self._token_s:
-            most = max(LEAST_SLICE, int(min(MOST_SLICE, SPARE_SHARE * spare_s / self._token_s)))
+            most = max(MIN_SLICE, int(min(MAX_SLICE, SPARE_SHARE * spare_s / self._token_s)))
         rows, left = RowCollector(self._twins.block_size), most
         for request, num_valid in late:
             if not left:

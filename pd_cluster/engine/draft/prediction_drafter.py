@@ -13,9 +13,9 @@ from pd_cluster.engine.draft.token_history import FollowedOutput
 from pd_cluster.types import Request
 
 LONGEST_MATCH = 8  # output tokens that are compared to find the position again
-MOST_PLACES = 32  # positions on either side of the last sure one
-NEAR = 16  # tokens after the last sure position in which a single token is searched
-SHORTLY = 8  # tokens after a deviation in which a single matching token counts
+MAX_POSITIONS = 32  # positions on either side of the last sure one
+SINGLE_MATCH_DISTANCE = 16  # tokens after the last sure position in which a single token is searched
+SINGLE_MATCH_TOKENS = 8  # tokens after a deviation in which a single matching token counts
 PART = 8192  # pairs of a prediction that are sorted in one call: about a millisecond
 
 Ints = NDArray[np.int64]
@@ -84,9 +84,9 @@ class _Follower:
         """Returns the position after the last output tokens."""
         if len(last) > 1 and (place := self._longest_match(last)):
             return place
-        if self._num_astray > SHORTLY:
+        if self._num_astray > SINGLE_MATCH_TOKENS:
             return None
-        near = self.prediction[self._sure : self._sure + NEAR]
+        near = self.prediction[self._sure : self._sure + SINGLE_MATCH_DISTANCE]
         if last[-1] in near:
             return self._sure + near.index(last[-1]) + 1
         return self._sure + self._num_astray
@@ -116,7 +116,7 @@ class PairIndex:
         self._parts: list[tuple[Ints, Ints]] = []  # pairs as integers, ascending; the positions after them
 
     def nearest(self, pair: Sequence[int], sure: int) -> list[int]:
-        """Returns the nearest positions at or after `sure`, then the nearest before it: at most MOST_PLACES of each."""
+        """Returns the nearest positions at or after `sure`, then the nearest before: at most MAX_POSITIONS of each."""
         if self._num_indexed < len(self._prediction) - 1:
             self._sort_part()
         wanted = np.int64((pair[0] << 32) + pair[1])
@@ -127,10 +127,10 @@ class PairIndex:
                 spans.append((places[start:stop], int(places[start:stop].searchsorted(sure))))
         behind: list[int] = []
         for places, at in spans:
-            behind += places[at : at + MOST_PLACES - len(behind)].tolist()
+            behind += places[at : at + MAX_POSITIONS - len(behind)].tolist()
         before: list[int] = []
         for places, at in reversed(spans):
-            before += places[max(0, at - MOST_PLACES + len(before)) : at][::-1].tolist()
+            before += places[max(0, at - MAX_POSITIONS + len(before)) : at][::-1].tolist()
         return behind + before
 
     def _sort_part(self) -> None:

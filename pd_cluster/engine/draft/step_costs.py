@@ -16,8 +16,8 @@ SIZES: tuple[int, ...] = (
     1024,
 )
 WEIGHT = 0.2  # the weight of the newest step
-KEPT_STEPS = 512  # a size that has not been measured for so many steps is measured again
-FIRST_KEPT_STEPS = 64  # the same for first measurements, which other work may have delayed; it doubles each time
+MAX_AGE_STEPS = 512  # a size that has not been measured for so many steps is measured again
+FIRST_MAX_AGE_STEPS = 64  # the same for first measurements, which other work may have delayed; it doubles each time
 NUM_TRIED = 3  # steps of a size whose minimum counts at first: any may be slow, and the first one initializes
 TRIED_FACTOR = 2  # sizes up to so many times the largest known size may be tried
 NEVER = float("inf")
@@ -52,7 +52,7 @@ class StepCosts:
         else:
             now_s += WEIGHT * (seconds - now_s)
         self._times[at] = now_s, self._num_steps
-        self._kept_steps[at] = min(KEPT_STEPS, 2 * self._kept_steps.get(at, FIRST_KEPT_STEPS // 2))
+        self._kept_steps[at] = min(MAX_AGE_STEPS, 2 * self._kept_steps.get(at, FIRST_MAX_AGE_STEPS // 2))
         self._estimates.clear()
 
     def passed(self) -> None:

@@ -18,7 +18,7 @@ from pd_cluster.engine.draft.earlier_outputs import EarlierOutputs
 from pd_cluster.engine.draft.token_history import TokenHistory
 from pd_cluster.types import Request
 
-MOST_PLACES = 16  # positions that are counted
+MAX_POSITIONS = 16  # positions that are counted
 
 Place = tuple[int, "array[int]"]  # how many of the last tokens match before it; the tokens from it on, padded with END
 
@@ -32,7 +32,7 @@ class SuffixDrafter(Drafter):
     """Drafts the tokens that most often followed the longest suffixes of the sequence.
 
     The class of a position is the largest of 1, 2, 4, 8, … tokens before it that equal the sequence's last tokens. The
-    MOST_PLACES positions of the highest classes are counted, the newest first in a class. For each length m below
+    MAX_POSITIONS positions of the highest classes are counted, the newest first in a class. For each length m below
     `max_tree_depth`, the positions that match m tokens or more give a draft. Each of its tokens is the most frequent
     continuation of these positions, on a tie that of the first; its probability is its share of the positions that
     continue, times the previous token's probability. The draft ends before a probability under `min_token_prob`, at
@@ -133,9 +133,9 @@ class SuffixDrafter(Drafter):
             if best.score >= min(most, self._limits[min(self._peak, above - 1)]):
                 break  # no shorter match allows more tokens
             tops = {above - 1} if places else set()
-            if len(places) < MOST_PLACES:
+            if len(places) < MAX_POSITIONS:
                 found = self._of_class(which, above, texts, newest_first, hashes[which])
-                places += islice(found, MOST_PLACES - len(places))
+                places += islice(found, MAX_POSITIONS - len(places))
                 tops.update(num_matched for num_matched, _ in places if num_matched < above)
             for top, next_top in pairwise([*sorted(tops, reverse=True), length - 1]):
                 # Matches of (next_top, top] tokens have the same positions: take the length that allows most drafts.

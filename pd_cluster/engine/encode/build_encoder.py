@@ -20,13 +20,13 @@ from pd_cluster.net.peer_admission import Life
 from pd_cluster.numerics import Numerics
 from pd_cluster.process_messages import RankReport
 from pd_cluster.settings.process_configs import WorkerConfig
-from pd_cluster.transport.feature_files import FeaturePlace
+from pd_cluster.transport.feature_files import FeatureEndpoint
 from pd_cluster.transport.transport_interface import Checksum
 
 
 def terms_of(config: WorkerConfig, model_identity: str, numerics: Numerics) -> EncoderTerms:
     times, checksum = config.timeouts, Checksum(config.kv.checksum)
-    place = FeaturePlace(config.bind_address, times.connect_timeout_s, times.transfer_timeout_s, checksum)
+    place = FeatureEndpoint(config.bind_address, times.connect_timeout_s, times.transfer_timeout_s, checksum)
     return EncoderTerms(model_identity, numerics, place, config.kv_transport)
 
 

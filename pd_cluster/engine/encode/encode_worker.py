@@ -23,7 +23,7 @@ from pd_cluster.engine.lifecycle.availability import Availability
 from pd_cluster.engine.lifecycle.engine_sleep import EngineSleep
 from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
 from pd_cluster.model.vision.vision_tower import Tower
-from pd_cluster.transport.feature_files import NOBODYS, PAIRS, SHM, FeatureServer, Sealed
+from pd_cluster.transport.feature_files import PAIRS, REACH_TOKEN, SHM, FeatureServer, SealedFile
 from pd_cluster.transport.feature_pair import PairSender
 from pd_cluster.transport.link_events import LinkFailed
 from pd_cluster.types import Image, LinkState
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 IDLE_WAIT_S = 0.05
-MOST_WAITING = 256  # images that are queued or offered; each offer is an open file
-MOST_KEPT = 256  # images; each is an open file, too
+MAX_WAITING = 256  # images that are queued or offered; each offer is an open file
+MAX_KEPT_IMAGES = 256  # images; each is an open file, too
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class EncodeWorker:
         self._server = FeatureServer()
         self._queue: deque[_Item] = deque()
         self._offers: dict[bytes, _Item] = {}  # by token
-        self._kept: OrderedDict[bytes, tuple[Sealed, int]] = OrderedDict()  # by key, with the number of tokens
+        self._kept: OrderedDict[bytes, tuple[SealedFile, int]] = OrderedDict()  # by key, with the number of tokens
         self._num_kept_tokens = num_kept_tokens
         self._peers: dict[str, str] = {}  # name@epoch of prefill instances that have opened a link, by connection
         self._pairs: dict[str, PairSender] = {}  # by connection; the mailbox's thread also reads it
@@ -140,18 +140,18 @@ class EncodeWorker:
             self._post.send(item.conn, wire.EncodeFailed(item.number, f"the encoder cannot compute it: {error}"))
             return
         if (pair := self._pairs.get(item.conn)) is not None and pair.is_open:
-            self._post.send(item.conn, wire.EncodeDone(item.number, NOBODYS, file.nbytes, file.checksum))
+            self._post.send(item.conn, wire.EncodeDone(item.number, REACH_TOKEN, file.nbytes, file.checksum))
             pair.put(file)
             return
         item.token, item.until_s = self._server.offer(file), self._clock() + self._terms.place.transfer_s
         self._offers[item.token] = item
         self._post.send(item.conn, wire.EncodeDone(item.number, item.token, file.nbytes, file.checksum))
 
-    def _features_of(self, item: _Item) -> Sealed:
+    def _features_of(self, item: _Item) -> SealedFile:
         """Returns an image's features, computed unless they were kept. Raises OSError, and the tower's errors."""
         found = self._kept.get(item.key)
         if found is not None:
-            file = found[0].twin()
+            file = found[0].duplicate()
             self._kept.move_to_end(item.key)
             self._num_hits += 1
             return file
@@ -160,7 +160,7 @@ class EncodeWorker:
         features = self._tower.encode(item.image).cpu().contiguous()
         self._num_encoded += 1
         self._encode_s += time.monotonic() - begun_s
-        file = Sealed.of(features, self._terms.place.checksum)
+        file = SealedFile.of(features, self._terms.place.checksum)
         try:
             self._keep(item.key, file, features.shape[1])
         except BaseException:
@@ -168,13 +168,13 @@ class EncodeWorker:
             raise
         return file
 
-    def _keep(self, key: bytes, file: Sealed, num_tokens: int) -> None:
+    def _keep(self, key: bytes, file: SealedFile, num_tokens: int) -> None:
         """Keeps a copy of an image as the most recently used, if there is space. Raises OSError."""
         if num_tokens > self._num_kept_tokens:
             return  # one image that is too large must not displace the others
-        self._kept[key] = file.twin(), num_tokens
+        self._kept[key] = file.duplicate(), num_tokens
         while self._kept and (
-            sum(num for _, num in self._kept.values()) > self._num_kept_tokens or len(self._kept) > MOST_KEPT
+            sum(num for _, num in self._kept.values()) > self._num_kept_tokens or len(self._kept) > MAX_KEPT_IMAGES
         ):
             _, (dropped, _) = self._kept.popitem(last=False)
             dropped.close()
@@ -197,8 +197,8 @@ class EncodeWorker:
             return "the encoder is stopping"
         if self.state.sleep.closed:
             return "the encoder is asleep"
-        if self._num_waiting >= MOST_WAITING:
-            return f"{MOST_WAITING} images already wait at the encoder"
+        if self._num_waiting >= MAX_WAITING:
+            return f"{MAX_WAITING} images already wait at the encoder"
         return self._rules.problem(asked.image) or ("" if asked.image.pixels else "the image came without pixels")
 
     def _ask(self, conn: str, asked: wire.Encode) -> None:

@@ -18,10 +18,10 @@ from pd_cluster.errors import told
 from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.feature_files import PAIRS, SHM, FeaturePlace, ways
+from pd_cluster.transport.feature_files import PAIRS, SHM, FeatureEndpoint, ways
 from pd_cluster.transport.feature_reader import FeatureReader, Shape
 from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, FeatureEvent
-from pd_cluster.transport.transport_table import AUTO, without_secrecy
+from pd_cluster.transport.transport_table import AUTO, needs_trusted_network
 from pd_cluster.types import LinkState
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class EncoderTerms:
 
     model_identity: str
     numerics: Numerics
-    place: FeaturePlace
+    place: FeatureEndpoint
     kv_transport: str = AUTO
     network_policy: NetworkPolicy = field(default_factory=NetworkPolicy)
 
@@ -185,7 +185,7 @@ class EncoderLinks:
     def _ways_to(self, link: _Link) -> list[wire.TransportName]:
         """Returns the transports over which features may come from this encoder."""
         problem = self._terms.network_policy.problem(peer_key(link.info.name, link.info.epoch))
-        return [each for each in self._terms.ways if not (problem and without_secrecy(each))]
+        return [each for each in self._terms.ways if not (problem and needs_trusted_network(each))]
 
     def _by_conn(self, conn: str) -> _Link | None:
         return next((link for link in self._links.values() if link.conn == conn), None) if conn else None

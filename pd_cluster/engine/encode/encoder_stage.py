@@ -32,8 +32,8 @@ from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, F
 from pd_cluster.types import Image, LinkState, Request
 
 log = logging.getLogger(__name__)
-MOST_WAIT = 6  # multiple of --encode-timeout for an image whose encoder is busy with others
-MOST_ASKED_TOKENS = 32_768  # tokens of images that are requested, or landed and not used yet
+MAX_WAIT_FACTOR = 6  # multiple of --encode-timeout for an image whose encoder is busy with others
+MAX_REQUESTED_TOKENS = 32_768  # tokens of images that are requested, or landed and not used yet
 
 
 @dataclass(slots=True)
@@ -139,7 +139,9 @@ class Encoders(Stage):
                     continue
                 ask = _Ask(next(self._items), conn, image, num_tokens, self._clock())
                 self._asks[key] = ask
-                self._post.send(conn, wire.Encode(ask.item, key, image, MOST_WAIT * self._timeouts.encode_timeout_s))
+                self._post.send(
+                    conn, wire.Encode(ask.item, key, image, MAX_WAIT_FACTOR * self._timeouts.encode_timeout_s)
+                )
             self._asks[key].legs.add(leg)
             waits.add(key)
         return waits
@@ -157,7 +159,7 @@ class Encoders(Stage):
     def _has_capacity_for(self, num_tokens: int, tower: Tower) -> bool:
         asked = sum(ask.num_tokens for ask in self._asks.values())
         asked += sum(features.shape[1] for features in tower.landed.values())
-        return not asked or asked + num_tokens <= MOST_ASKED_TOKENS
+        return not asked or asked + num_tokens <= MAX_REQUESTED_TOKENS
 
     def abort(self, conn: str, abort: wire.Abort) -> None:
         key, is_whole = (conn, abort.request_id, abort.attempt), abort.index == -1
@@ -241,7 +243,7 @@ class Encoders(Stage):
         """Whether the encoder has made no progress for a while, or its queue is too long."""
         limit_s = self._timeouts.encode_timeout_s
         still_s = now_s - max(ask.asked_s, self._links.progress_s(ask.conn))
-        return still_s > limit_s or now_s - ask.asked_s > MOST_WAIT * limit_s
+        return still_s > limit_s or now_s - ask.asked_s > MAX_WAIT_FACTOR * limit_s
 
     # ---- events and time
 

@@ -142,7 +142,7 @@ class Exports:
         export = self._find(conn, credit.transfer_id)
         if export is None or export.state is not ExportState.OFFERED:
             return
-        if not self.makes_sense(conn, credit):
+        if not self.is_valid_credit(conn, credit):
             self.abort(export.request)
             wanted = ", ".join(map(str, credit.first_tokens))
             self._ended(export.request, f"{export.request.peer} wants KV cache from token {wanted} on")
@@ -154,7 +154,7 @@ class Exports:
             self._note(credit.transfer_id, "credited", first_token=credit.first_tokens[0])
             self._ship(export)
 
-    def makes_sense(self, conn: str, credit: wire.Credit) -> bool:
+    def is_valid_credit(self, conn: str, credit: wire.Credit) -> bool:
         """Whether a credit is valid; an invalid credit ends its request, and so must wait until no step runs."""
         export = self._find(conn, credit.transfer_id)
         if export is None:

@@ -74,7 +74,7 @@ class Handover:
 
     def set_peers(self, peers: list[wire.PeerInfo]) -> None:
         """Sets the live workers and their current roles, including this worker's."""
-        self._context.endpoint.network_policy.hear(peers)
+        self._context.endpoint.network_policy.set_peers(peers)
         partners = [each for each in peers if not each.is_forming]
         self._peers = {peer_key(each.name, each.epoch) for each in partners}
         for own in [each for each in peers if peer_key(each.name, each.epoch) == self._context.endpoint.own]:
@@ -90,7 +90,7 @@ class Handover:
         odd = []
         while not self.credits.empty():
             conn, credit = self.credits.get_nowait()
-            if self.exports.makes_sense(conn, credit):
+            if self.exports.is_valid_credit(conn, credit):
                 self.exports.on_credit(conn, credit)
             else:
                 odd.append((conn, credit))

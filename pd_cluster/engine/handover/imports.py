@@ -143,7 +143,7 @@ class Imports:
         before_s = self._clock() - least_s
         return sum(len(group.held(i.request)) for i in draining if i.request is not None and i.since_s <= before_s)
 
-    def num_on_their_way(self, batch: str) -> int:
+    def num_incoming(self, batch: str) -> int:
         """Counts requests whose KV will land without further action; 0 if one lacks blocks or is of another batch."""
         total = 0
         for each in self._imports.values():
@@ -219,7 +219,7 @@ class Imports:
         found = [each for each in self._imports.values() if each.is_imminent and each.state in ABOUT_TO_JOIN]
         return min((self._ports.left_s(each.transfer_id) for each in found), default=None)
 
-    def await_no_longer(self) -> None:
+    def mark_late(self) -> None:
         """Marks the imminent transfers that should have joined by now as late, so that no step waits for them again."""
         for each in self._imports.values():
             if each.is_imminent and not self._ports.left_s(each.transfer_id):

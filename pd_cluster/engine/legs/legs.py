@@ -18,7 +18,7 @@ from pd_cluster.types import LegEnd, Request, Status, resume
 
 OTHERS = "this attempt already runs here, for another scheduler"
 ENDING = "an earlier leg of this attempt is still ending here"
-LEAST_WAITING = 16  # legs that may always wait, however few sequences a step may have
+MIN_WAITING = 16  # legs that may always wait, however few sequences a step may have
 
 
 class Legs:
@@ -75,7 +75,7 @@ class Legs:
         elsewhere = closed or self._limits.lacks(request) or (ENDING if is_ending else None)
         if is_fault := problem is None and elsewhere is not None:
             problem = elsewhere
-        if is_full := problem is None and self.turns_away(submit, num_held):
+        if is_full := problem is None and self.would_refuse(submit, num_held):
             problem, is_fault = f"as many requests wait here as it computes at a time ({self._most_waiting})", True
         self.notes.submitted(request, problem)
         if problem is not None:
@@ -96,7 +96,7 @@ class Legs:
         """Ends a leg that never began here."""
         self.output_batcher.add_end(conn, LegEnd(submit.request_id, submit.attempt, error))
 
-    def turns_away(self, submit: wire.Submit, num_held: int) -> bool:
+    def would_refuse(self, submit: wire.Submit, num_held: int) -> bool:
         """Whether a leg would be refused because as many wait here as a step may have.
 
         Legs that wait for another instance do not count; the `num_held` legs of stages do.
@@ -109,7 +109,7 @@ class Legs:
 
     @property
     def _most_waiting(self) -> int:
-        return max(LEAST_WAITING, self._core.scheduler.max_num_seqs)
+        return max(MIN_WAITING, self._core.scheduler.max_num_seqs)
 
     # ---- the end of a leg
 

@@ -13,10 +13,10 @@ import msgspec
 from pd_cluster import wire
 from pd_cluster.engine.handover.links.link_ends import Post
 from pd_cluster.engine.leg_trace import Tracer
-from pd_cluster.types import MOST_UNTOLD, LegEnd, PooledOutput, PromptOutput, Request, TokenOutput
+from pd_cluster.types import MAX_UNSENT, LegEnd, PooledOutput, PromptOutput, Request, TokenOutput
 
 NOBODY = ""  # in place of a connection: the reader of a stream that has none
-MOST_LOGPROBS = 1 << 18  # in a message, whose size is limited; those of one token are never split
+MAX_MESSAGE_LOGPROBS = 1 << 18  # in a message, whose size is limited; those of one token are never split
 
 
 class OutputBatcher:
@@ -42,12 +42,12 @@ class OutputBatcher:
     def add_token(self, request: Request, token: TokenOutput) -> None:
         """Adds a sequence's next token. A gathering sequence sends its first token at once, then many together."""
         if request.gathers and token.position:
-            num_untold = request.num_untold
-            if token.finish_reason is None and num_untold < MOST_UNTOLD:
-                request.num_untold = num_untold + 1
+            num_unsent = request.num_unsent
+            if token.finish_reason is None and num_unsent < MAX_UNSENT:
+                request.num_unsent = num_unsent + 1
                 return
-            request.num_untold = 0
-            earlier = tuple(request.output_token_ids[token.position - num_untold : token.position])
+            request.num_unsent = 0
+            earlier = tuple(request.output_token_ids[token.position - num_unsent : token.position])
             token = msgspec.structs.replace(token, earlier=earlier)
         self._add(request, token)
 
@@ -57,8 +57,8 @@ class OutputBatcher:
             for token in tokens:
                 self.add_token(request, token)
             return
-        for first in range(0, len(tokens), MOST_UNTOLD + 1):
-            *before, last = tokens[first : first + MOST_UNTOLD + 1]
+        for first in range(0, len(tokens), MAX_UNSENT + 1):
+            *before, last = tokens[first : first + MAX_UNSENT + 1]
             told = tuple(token.logprobs for token in before if token.logprobs is not None)
             earlier = tuple(token.token_id for token in before)
             self._add(request, msgspec.structs.replace(last, earlier=earlier, earlier_logprobs=told))
@@ -126,14 +126,14 @@ class OutputBatcher:
 def _parts(tokens: list[TokenOutput]) -> list[list[TokenOutput]]:
     """Returns the tokens in as few messages as their logprobs allow, at least one."""
     sizes = [sum(len(told.top) for told in (token.logprobs, *token.earlier_logprobs) if told) for token in tokens]
-    if sum(sizes) <= MOST_LOGPROBS:
+    if sum(sizes) <= MAX_MESSAGE_LOGPROBS:
         return [tokens]
     parts: list[list[TokenOutput]] = [[]]
-    room = MOST_LOGPROBS
+    room = MAX_MESSAGE_LOGPROBS
     for token, size in zip(tokens, sizes, strict=True):
         if size > room and parts[-1]:
             parts.append([])
-            room = MOST_LOGPROBS
+            room = MAX_MESSAGE_LOGPROBS
         parts[-1].append(token)
         room -= size
     return parts

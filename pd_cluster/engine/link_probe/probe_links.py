@@ -161,7 +161,7 @@ class SendingEnd(LinkEnd):
     def __init__(self, begin: BeginProbes, send: Send, pool: KVPool, options: wire.KVOptions = OPTIONS) -> None:
         super().__init__(begin, send.secret, pool, options)
         self._table = OutLinkTable(self.context, PeerProgress(time.monotonic))
-        self._links = OutLinks(self.context, self._table, _Users())
+        self._links = OutLinks(self.context, self._table, _SingleTransfer())
         self._peer = peer_key(send.name, send.epoch)
         self._is_credited = self._is_confirmed = self.was_connected = False
         key = self.mailbox.public_key
@@ -177,7 +177,7 @@ class SendingEnd(LinkEnd):
         info = wire.PeerInfo(
             name=send.name, epoch=send.epoch, role="decode", host=self._host, control_port=send.port, public_key=key
         )
-        self.endpoint.network_policy.hear([self._own, info])
+        self.endpoint.network_policy.set_peers([self._own, info])
         self._links.set_peers([info])
         self._wait(lambda: bool(self._table.link_to(self._peer) or self._reason()), self._take, "the link")
         if reason := self._reason():
@@ -235,7 +235,7 @@ class SendingEnd(LinkEnd):
         return str(state) if state.phase in ("refused", "waiting") else ""
 
 
-class _Users:
+class _SingleTransfer:
     """One transfer at a time, which ends with its link."""
 
     def uses(self, conn: str) -> bool:
@@ -249,7 +249,7 @@ class _Users:
         raise LinkError(reason)
 
 
-class _Patient:
+class _IgnoresLinkLoss:
     """Ignores the link's end, because the sender reports it."""
 
     def on_link_down(self, conn: str, reason: str) -> None: ...
@@ -261,7 +261,7 @@ class ReceivingEnd(LinkEnd):
     def __init__(self, begin: BeginProbes, listen: Listen, pool: KVPool, options: wire.KVOptions = OPTIONS) -> None:
         super().__init__(begin, listen.secret, pool, options, listen.port, listen.epoch)
         self._lanes = InLanes(self.context, PeerProgress(time.monotonic))
-        self._links = InLinks(self.context, self._lanes, _Patient())
+        self._links = InLinks(self.context, self._lanes, _IgnoresLinkLoss())
         self._pool = pool
         self._conns: dict[str, str] = {}  # transfer -> connection
         self._num_landed = 0
@@ -316,7 +316,7 @@ class ReceivingEnd(LinkEnd):
     def _take(self, event: Event) -> None:
         match event:
             case Mail(conn, peer, wire.LinkOpen() as opened):
-                self._links.on_open(conn, peer, opened, is_told=True)
+                self._links.on_open(conn, peer, opened, is_announced=True)
             case Mail(conn, _, wire.Offer(transfer_id, num_tokens)):
                 self._conns[transfer_id] = conn
                 self._lanes.begin(conn, transfer_id, [LANDING], [0], num_tokens)

@@ -53,11 +53,11 @@ def ends_when_hung(limit_s: float, clock: Callable[[], float] = time.monotonic) 
     """
     next_s = float("inf") if limit_s <= 0 else 0.0
 
-    def came_round() -> None:
+    def on_round() -> None:
         nonlocal next_s
         now_s = clock()
         if now_s >= next_s:
             next_s = now_s + min(AGAIN_S, limit_s / 4)
             _alarm.put_off(now_s, limit_s)
 
-    return came_round
+    return on_round

@@ -68,7 +68,7 @@ class BlockAllocator:
             if each.is_state:
                 self._begin_state(each, request, known, plan)
                 continue
-            before = [each.nobodys] * self._num_before(each, request, start)
+            before = [each.padding_block] * self._num_before(each, request, start)
             request.tables[each.at] = before + (
                 holdings.take_with(known, in_tier, num_blocks) if each.at == 0 else _take(each, known, num_blocks)
             )
@@ -90,7 +90,7 @@ class BlockAllocator:
             taken = each.blocks.take(num_blocks)
             plan.moves += [Move("in", source, target, each.at) for source, target in zip(swapped, taken, strict=False)]
             each.swap.release(swapped)
-            request.swap_tables[each.at], request.tables[each.at] = [], [each.nobodys] * num_before + taken
+            request.swap_tables[each.at], request.tables[each.at] = [], [each.padding_block] * num_before + taken
             if not each.is_state:
                 num_hashed.append(num_before)
         request.num_hashed_blocks = min(num_hashed)  # the earlier blocks' hashes are lost
@@ -127,7 +127,7 @@ class BlockAllocator:
         num_prompt, nums_known = len(request.prompt_token_ids), []
         for each, known, num_blocks in zip(self._groups, hit.tables, missing, strict=True):
             before = each.num_before(request, num_prompt)
-            request.tables[each.at] = [each.nobodys] * before + (
+            request.tables[each.at] = [each.padding_block] * before + (
                 self._holdings.take_with(known, in_tier, num_blocks) if each.at == 0 else _take(each, known, num_blocks)
             )
             nums_known.append(before + len(known))
@@ -174,7 +174,7 @@ class BlockAllocator:
         return (
             num_missing > self._blocks.num_free
             or bool(self._holdings.in_tier(request, request.num_tokens - 1, len(cached)))
-            or bool(self._holdings.not_below(request, len(cached)))
+            or bool(self._holdings.missing_below(request, len(cached)))
         )
 
     def grow_ahead(self, request: Request, num_tokens: int) -> bool:

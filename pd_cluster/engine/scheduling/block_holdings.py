@@ -46,9 +46,9 @@ class Holdings:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def let_pass(self, request: Request) -> None:
+    def free_passed_blocks(self, request: Request) -> None:
         for each in self._with_window:
-            each.let_pass(request)
+            each.free_passed_blocks(request)
 
     # ---- known contents
 
@@ -125,7 +125,7 @@ class Holdings:
         num_tokens = len(request.prompt_token_ids) - (request.leg != "decode")
         return self.hashes(request, num_tokens // self.block_size)
 
-    def not_below(self, request: Request, num_cached: int) -> list[int]:
+    def missing_below(self, request: Request, num_cached: int) -> list[int]:
         """Returns its cached blocks that lower tiers lack, since a block that is reused is worth keeping there.
 
         Blocks of common beginnings are never evicted, so lower tiers would lack them, and find nothing after them.
@@ -134,12 +134,12 @@ class Holdings:
         if tier is None or not tier.lower or not num_cached:
             return []
         hashes = request.block_hashes
-        return [at for at in range(num_cached) if hashes[at] not in tier and tier.is_lacking(hashes[at])]
+        return [at for at in range(num_cached) if hashes[at] not in tier and tier.is_missing_below(hashes[at])]
 
     def keep_below(self, request: Request, cached: Sequence[int]) -> None:
         """Copies cached blocks that lower tiers lack to host memory, which passes them on."""
         if (tier := self.blocks.tier) is not None:
-            for at in reversed(self.not_below(request, len(cached))):
+            for at in reversed(self.missing_below(request, len(cached))):
                 tier.store(cached[at], request.block_hashes[at])
 
     # ---- held blocks
@@ -167,7 +167,7 @@ class Holdings:
         for each in self._of_tokens:
             table = request.tables[each.at]
             for at in range(request.num_hashed_blocks, num_blocks):
-                if table[at] == each.nobodys or not each.blocks.remember(table[at], hashes[at]):
+                if table[at] == each.padding_block or not each.blocks.remember(table[at], hashes[at]):
                     continue
                 if each.at == 0 and log is not None:
                     first = at * self.block_size

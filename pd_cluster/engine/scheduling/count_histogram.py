@@ -20,5 +20,5 @@ class CountHistogram:
         self._counts[bisect_left(self._bounds, number)] += 1
         self._total += number
 
-    def told(self) -> wire.Tally:
+    def tally(self) -> wire.Tally:
         return wire.Tally(tuple(self._counts), self._total)

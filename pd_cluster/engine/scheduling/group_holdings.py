@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pd_cluster.kv.block_pool import BlockPool
-from pd_cluster.kv.group_rule import ALL, MOST_PEER_BLOCK, Rule
+from pd_cluster.kv.group_rule import ALL, MAX_PEER_BLOCK_SIZE, Rule
 from pd_cluster.types import Request
 
 
@@ -45,7 +45,7 @@ class GroupHoldings:
         """`step_tokens`: the most tokens of a step."""
         self.at, self.blocks, self.swap, self.rule = at, group.blocks, group.swap, group.rule
         self.is_state = group.rule.is_state
-        self.nobodys = group.blocks.num_blocks  # the pool's padding block
+        self.padding_block = group.blocks.num_blocks  # the pool's padding block
         self._block_size, self._step_tokens = block_size, step_tokens
 
     @property
@@ -73,7 +73,7 @@ class GroupHoldings:
     def held(self, request: Request) -> list[int]:
         """Returns its blocks, without the table's entries for freed ones."""
         table = request.tables[self.at]
-        return [block for block in table if block != self.nobodys] if self.rule.window else table
+        return [block for block in table if block != self.padding_block] if self.rule.window else table
 
     def num_passed(self, request: Request, num_computed: int) -> int:
         """Counts the first blocks that no token after `num_computed` attends to.
@@ -83,21 +83,21 @@ class GroupHoldings:
         """
         if not self.rule.window or (request.leg == "prefill" and self.at == 0):
             return 0
-        kept = MOST_PEER_BLOCK - 1 if request.leg == "prefill" else 0
+        kept = MAX_PEER_BLOCK_SIZE - 1 if request.leg == "prefill" else 0
         return self.rule.num_passed(num_computed - kept, self._block_size)
 
     def num_before(self, request: Request, num_computed: int) -> int:
         """Counts the first blocks that a request that begins there never takes."""
         return self.num_passed(request, num_computed) if self.slides else 0
 
-    def let_pass(self, request: Request) -> None:
+    def free_passed_blocks(self, request: Request) -> None:
         """Frees blocks that the window has passed; the prefix cache keeps known contents."""
         table = request.tables[self.at]
         first = stop = self.num_passed(request, request.num_computed_tokens)
-        while first and table[first - 1] != self.nobodys:
+        while first and table[first - 1] != self.padding_block:
             first -= 1
         self.blocks.release(table[first:stop])
-        table[first:stop] = [self.nobodys] * (stop - first)
+        table[first:stop] = [self.padding_block] * (stop - first)
 
     def lack(self, request: Request, num_tokens: int) -> Lack | None:
         """Returns what it lacks to compute its tokens up to `num_tokens`; None if it lacks nothing.
@@ -121,12 +121,12 @@ class GroupHoldings:
         if not (num_computed := request.num_computed_tokens):
             return []
         first, stop = self.num_passed(request, num_computed), self.num_blocks_for(num_computed)
-        return [block for block in request.tables[self.at][first:stop] if block != self.nobodys]
+        return [block for block in request.tables[self.at][first:stop] if block != self.padding_block]
 
     def share(self, request: Request, num_tokens: int) -> list[int]:
         """Returns a table of the same first tokens for another sequence, which becomes a holder of its blocks."""
         table = request.tables[self.at][: self.num_blocks_for(num_tokens)]
-        self.blocks.share([block for block in table if block != self.nobodys])
+        self.blocks.share([block for block in table if block != self.padding_block])
         return table
 
     def give_back(self, request: Request) -> None:

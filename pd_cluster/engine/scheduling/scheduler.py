@@ -286,7 +286,7 @@ class StepScheduler:
         request.num_computed_tokens += num_tokens
         if request.num_computed_tokens // self.block_size > request.num_hashed_blocks:
             self._holdings.remember(request)
-        self._holdings.let_pass(request)
+        self._holdings.free_passed_blocks(request)
 
     def forget(self) -> None:
         """Forgets every content, in all groups, so that nothing computed so far is reused."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from pd_cluster.types import Request, Status
 
-KEPT_SHARE = 8  # one of so many places is kept for requests that begin
+RESERVED_SHARE = 8  # one of so many places is kept for requests that begin
 
 
 class SequenceLimit:
@@ -19,7 +19,7 @@ class SequenceLimit:
     def __init__(self, most: int, requests: Mapping[str, Request]) -> None:
         """`requests`: the scheduler's own."""
         self.most = most
-        self._num_kept = max(1, most // KEPT_SHARE)
+        self._num_kept = max(1, most // RESERVED_SHARE)
         self._most_further = max(1, most - self._num_kept)
         self._requests = requests
 

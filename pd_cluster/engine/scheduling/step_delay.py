@@ -11,10 +11,10 @@ from typing import Protocol
 
 from pd_cluster.engine.scheduling.scheduler import StepScheduler
 
-MOST_COMING = 2  # incoming requests per running sequence; with more of them, a step waits
-MOST_LANDING_SHARE = 0.25  # of a step: the longest delay for a landing, less with many running sequences
-MOST_LANDING_S = 0.02  # the most seconds: only a token and two messages are missing
-MOST_WAIT_S = 2.0  # the most seconds since the last landing; then steps continue without delay until the next
+MAX_INCOMING = 2  # incoming requests per running sequence; with more of them, a step waits
+MAX_LANDING_DELAY_SHARE = 0.25  # of a step: the longest delay for a landing, less with many running sequences
+MAX_LANDING_DELAY_S = 0.02  # the most seconds: only a token and two messages are missing
+MAX_WAIT_S = 2.0  # the most seconds since the last landing; then steps continue without delay until the next
 
 
 class PendingLandings(Protocol):
@@ -22,7 +22,7 @@ class PendingLandings(Protocol):
 
     num_landings: int
 
-    def num_on_their_way(self, batch: str) -> int: ...
+    def num_incoming(self, batch: str) -> int: ...
 
 
 class StepDelay:
@@ -43,9 +43,9 @@ class StepDelay:
         running = self._scheduler.running
         if not running or not (batch := running[0].batch) or self._scheduler.waiting:
             return False
-        if self._clock() - self._landed_s > MOST_WAIT_S:
+        if self._clock() - self._landed_s > MAX_WAIT_S:
             return False
-        if self._coming.num_on_their_way(batch) <= MOST_COMING * len(running):
+        if self._coming.num_incoming(batch) <= MAX_INCOMING * len(running):
             return False
         return all(request.batch == batch and request.num_behind == 1 for request in running)
 
@@ -56,7 +56,7 @@ class ExpectedLanding(Protocol):
     @property
     def imminent_s(self) -> float | None: ...
 
-    def await_no_longer(self) -> None: ...
+    def mark_late(self) -> None: ...
 
 
 class LandingWait:
@@ -79,7 +79,7 @@ class LandingWait:
             return 0.0
         now_s = self._clock()
         if self._due_s is None:
-            most_s = min(MOST_LANDING_SHARE * step_s, MOST_LANDING_S, step_s / max(1, num_running))
+            most_s = min(MAX_LANDING_DELAY_SHARE * step_s, MAX_LANDING_DELAY_S, step_s / max(1, num_running))
             if expected_s > most_s:
                 return 0.0
             self._due_s = now_s + most_s
@@ -88,6 +88,6 @@ class LandingWait:
                 return self._due_s - now_s
             self._due_s = None  # the awaited sequence has joined, and no other will in time
             return 0.0
-        self._imports.await_no_longer()
+        self._imports.mark_late()
         self._due_s = None
         return 0.0

@@ -71,7 +71,7 @@ class WorkerAdapters(Stage):
         self._send, self._used = send, used
         self._conn = ""  # the connection of the scheduler whose list is valid
         self._paths: dict[str, str] = dict(source.named) if source is not None else {}  # by digest
-        self._is_told = False  # a list has arrived
+        self._has_list = False  # a list has arrived
         self._proven = set(self._paths)  # adapters that have been in memory
         present = [each for each in keeper.variants if lora_of(each)] if keeper is not None else []
         self._cache = None if most is None else AdapterCache(most, present)  # None: there is memory for all
@@ -92,7 +92,7 @@ class WorkerAdapters(Stage):
 
     def _follow(self, conn: str, news: wire.WantedAdapters) -> None:
         """Applies the list; loads that failed before are retried."""
-        self._conn, self._is_told = conn, True
+        self._conn, self._has_list = conn, True
         self._paths = {each.digest: each.path for each in news.adapters}
         self._proven &= self._paths.keys()
         self._problems = {}
@@ -129,14 +129,14 @@ class WorkerAdapters(Stage):
         lost = f"the adapter {digest[:12]} could not be read again; this instance's log says why"
         self._release(digest, lost if event.problem else "")
         self._go_on()
-        if self._is_told:
+        if self._has_list:
             self._report()
 
     def tick(self) -> None:
         """Drops adapters that are neither wanted nor used, and continues loads that wait for memory."""
         if self._keeper is None:
             return
-        if self._is_told and (unwanted := self._keeper.variants.keys() - self._paths.keys()):
+        if self._has_list and (unwanted := self._keeper.variants.keys() - self._paths.keys()):
             for digest in unwanted - self._in_use() - set(self._held):
                 self._drop(digest)
         for leg in self._held.take_expired():

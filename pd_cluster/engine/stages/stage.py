@@ -115,7 +115,7 @@ class StageChain:
     def enter(self, conn: str, submit: wire.Submit, closed: str, first: int = 0) -> None:
         """Begins a leg unless a stage from `first` on holds it. `closed`: why another instance should take it."""
         for stage in self.stages[first:]:
-            if closed or self._legs.turns_away(submit, self.num_held):
+            if closed or self._legs.would_refuse(submit, self.num_held):
                 break
             if not stage.admits(conn, submit):
                 return

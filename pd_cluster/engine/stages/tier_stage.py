@@ -23,7 +23,7 @@ from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.kv.tier_commands import AnyTierCommand, LowerKind, TierContents, TierDone
 from pd_cluster.types import Leg
 
-LEAST_WAIT_S, MOST_WAIT_S = 0.1, 5.0  # time limits for blocks that are being loaded
+MIN_WAIT_S, MAX_WAIT_S = 0.1, 5.0  # time limits for blocks that are being loaded
 HASH_NBYTES = 32
 
 At = tuple[LowerKind, int]  # a job
@@ -87,7 +87,7 @@ class EngineTiers(Stage):
         if not jobs:
             return True
         computing_s = max(each.cost.compute_s(num_blocks) for each in self._lower.values())
-        wait_s = min(MOST_WAIT_S, max(LEAST_WAIT_S, computing_s)) if computing_s else MOST_WAIT_S
+        wait_s = min(MAX_WAIT_S, max(MIN_WAIT_S, computing_s)) if computing_s else MAX_WAIT_S
         expires_s = now_s + submit.deadline_s if submit.deadline_s else math.inf
         held = HeldLeg(conn, submit, expires_s)
         self._held.append(_Held(held, min(now_s + wait_s, expires_s), jobs, hashes))
@@ -200,7 +200,7 @@ class EngineTiers(Stage):
     def flush(self) -> None:
         """Sends the new commands to the ranks, after all moves so far."""
         for kind, lower in self._lower.items():
-            if (orders := lower.take_orders()) and self._orders is not None:
+            if (orders := lower.take_commands()) and self._orders is not None:
                 self._orders.order(kind, orders)
 
     def cache_reset(self, is_external: bool) -> None:

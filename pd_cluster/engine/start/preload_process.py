@@ -166,7 +166,7 @@ class _Forks:
     def _fork(self, request: ForkRequest, files: list[int], answers: socket.socket) -> None:
         pid = os.fork()
         if not pid:
-            _be_a_rank(request, files, self._added)
+            _run_as_rank(request, files, self._added)
         try:
             pidfd = os.pidfd_open(pid)  # not reaped yet, so the pid still belongs to it
         except OSError:
@@ -198,7 +198,7 @@ def _tell(answers: socket.socket, answer: Answer, *files: int) -> None:
         answers.sendmsg([msgspec.json.encode(answer)], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
 
-def _be_a_rank(request: ForkRequest, files: list[int], added: dict[str, str]) -> NoReturn:
+def _run_as_rank(request: ForkRequest, files: list[int], added: dict[str, str]) -> NoReturn:
     """Runs in the fork. `added`: variables that imports have added to the environment."""
     code = 1
     try:

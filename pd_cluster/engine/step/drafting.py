@@ -17,8 +17,8 @@ from pd_cluster.settings.speculation import Speculation
 from pd_cluster.types import DraftReport, Request
 
 DEFAULTS = Speculation()
-MOST_ROWS = 256  # rows of drafts in a step: each has a row of logits
-LEAST_CHANCE = 0.3  # below it, the next drafters are tried
+MAX_DRAFT_ROWS = 256  # rows of drafts in a step: each has a row of logits
+MIN_CHANCE = 0.3  # below it, the next drafters are tried
 WAIT_STEPS = 16  # steps ahead of the host before it looks for drafts again; doubled each time that it finds none
 MOST_WAIT_STEPS = 256
 
@@ -32,7 +32,7 @@ class Drafting:
         drafters: Sequence[Drafter],
         speculation: Speculation = DEFAULTS,
         vocab_size: int = 0,
-        most_rows: int = MOST_ROWS,
+        most_rows: int = MAX_DRAFT_ROWS,
     ) -> None:
         """`most_rows`: the most rows of a step, if they are limited besides its tokens."""
         self._scheduler, self._drafters, self._speculation = scheduler, drafters, speculation
@@ -50,7 +50,7 @@ class Drafting:
             return
         started_s, num_rows = clock(), sum(num_tokens == 1 for _, num_tokens in plan.chunks)
         most_each = self._speculation.most_drafts(len(plan.chunks))
-        most = min(self._scheduler.max_num_batched_tokens - plan.num_tokens, MOST_ROWS, self._most_rows - num_rows)
+        most = min(self._scheduler.max_num_batched_tokens - plan.num_tokens, MAX_DRAFT_ROWS, self._most_rows - num_rows)
         drafting = [request for request, num_tokens in plan.chunks if num_tokens == 1 and self._may_draft(request)]
         if not drafting or most <= 0:
             return
@@ -89,7 +89,7 @@ class Drafting:
         """Whether to ask a drafter about a sequence that has this guess so far."""
         if not drafter.is_for(request):
             return False
-        return guess is None or guess.chance < min(LEAST_CHANCE, self.size.chance(request, drafter.name))
+        return guess is None or guess.chance < min(MIN_CHANCE, self.size.chance(request, drafter.name))
 
     def _known(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Returns the drafts before the first that the model has no embedding for."""

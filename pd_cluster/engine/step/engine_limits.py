@@ -22,7 +22,7 @@ from pd_cluster.types import (
 )
 from pd_cluster.types.variants import PLACEHOLDER
 
-MOST_SEQUENCES = 8 * MAX_SEQUENCES  # more than the API allows
+MAX_ENGINE_SEQUENCES = 8 * MAX_SEQUENCES  # more than the API allows
 # All images travel in one message; each takes about half a kilobyte while an answer is built.
 MAX_LOGPROB_ENTRIES = 1_000_000
 MAX_BEAM_WIDTH = MAX_SEQUENCES
@@ -116,8 +116,8 @@ class EngineLimits:
         return None
 
     def _sampling_problem(self, sampling: Sampling) -> str | None:
-        if not 1 <= sampling.n <= MOST_SEQUENCES:
-            return f"n {sampling.n} must be in 1 to {MOST_SEQUENCES}"
+        if not 1 <= sampling.n <= MAX_ENGINE_SEQUENCES:
+            return f"n {sampling.n} must be in 1 to {MAX_ENGINE_SEQUENCES}"
         for name, allowed in RANGES.items():
             if getattr(sampling, name) not in allowed:
                 return f"{name} {getattr(sampling, name)} must be in {allowed}"
@@ -150,9 +150,7 @@ class EngineLimits:
 def _pooling_problem(request: Request, resumed: Sequence[Resumed]) -> str | None:
     """Returns why a request cannot be pooled; its dimensions are compared with the model's when it is computed."""
     if request.leg != "hybrid" or resumed:
-        return (
-            f"a pooling request must be a hybrid leg that computes all of its prompt, not {request.leg} or resumed"
-        )
+        return f"a pooling request must be a hybrid leg that computes all of its prompt, not {request.leg} or resumed"
     for name in Sampling.__struct_fields__:
         if (value := getattr(request.sampling, name)) != getattr(NO_SAMPLING, name):
             return f"{name} {value}: a pooling request chooses no token; leave it out"

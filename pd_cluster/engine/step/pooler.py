@@ -17,7 +17,7 @@ from pd_cluster.types import Pooling, Request
 
 Doubles = npt.NDArray[np.float64]
 
-LEAST_LENGTH = 1e-12  # the least length that a vector is divided by, as in torch's `normalize`
+MIN_VECTOR_LENGTH = 1e-12  # the least length that a vector is divided by, as in torch's `normalize`
 NO_NUMBERS = np.empty(0, dtype=np.float32)
 NOT_KNOWN = "this model does not return its hidden states, so it cannot embed; use another"
 
@@ -80,5 +80,5 @@ def vector_of(pooled: Doubles, pooling: Pooling) -> PooledVector:
             return PooledVector(NO_NUMBERS, f"dimensions {wanted}: this model's vectors have {size}; ask for fewer")
         pooled = pooled[:wanted]
     if pooling.normalizes:
-        pooled = pooled / max(float(np.sqrt(np.square(pooled).sum())), LEAST_LENGTH)
+        pooled = pooled / max(float(np.sqrt(np.square(pooled).sum())), MIN_VECTOR_LENGTH)
     return PooledVector(pooled.astype(np.float32))

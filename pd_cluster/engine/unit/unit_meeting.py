@@ -47,7 +47,7 @@ def follower_group(config: WorkerConfig, device: Device) -> AnyUnitGroup | None:
     rank = config.ranks.rank
 
     def meet() -> UnitEnds:
-        with _told():
+        with _meeting_errors():
             between = _between(config)
             between.wait([BEGIN], FOREVER)
             ends = _ends(_store_of(config, rank), config, device)
@@ -82,7 +82,7 @@ class UnitMeeting:
 
     def meet(self) -> UnitEnds:
         """Returns rank 0's ends once all ranks have met theirs; all members must be connected. Raises InstanceLost."""
-        with _told(), contextlib.ExitStack() as held:
+        with _meeting_errors(), contextlib.ExitStack() as held:
             for meeting in self._meetings:
                 held.enter_context(meeting.held())
             if self._between is not None:
@@ -95,7 +95,7 @@ class UnitMeeting:
 
 
 @contextlib.contextmanager
-def _told() -> Any:
+def _meeting_errors() -> Any:
     try:
         yield
     except RuntimeError as error:

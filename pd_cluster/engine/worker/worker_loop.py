@@ -60,18 +60,18 @@ class Loop:
     def __init__(self, inbox: queue.SimpleQueue[Event], job: Job) -> None:
         self.inbox, self.job = inbox, job
 
-    def run(self, came_round: Callable[[], None] = lambda: None) -> None:
+    def run(self, on_round: Callable[[], None] = lambda: None) -> None:
         """Runs until `StopEngine`, or, after `StartDrain`, until nothing is left. Raises the error of mailbox or step.
 
-        `came_round` is called between steps, and several times a second while there are none.
+        `on_round` is called between steps, and several times a second while there are none.
         """
         try:
-            while self.turn(came_round):
+            while self.turn(on_round):
                 pass
         finally:
             self.job.close()
 
-    def turn(self, came_round: Callable[[], None] = lambda: None, wait_s: float | None = None) -> bool:
+    def turn(self, on_round: Callable[[], None] = lambda: None, wait_s: float | None = None) -> bool:
         """Handles mail, computes one step, and sends mail; returns False once the job has ended. Raises their errors.
 
         `wait_s`: the longest wait for mail; None: as long as there is nothing to compute.
@@ -79,7 +79,7 @@ class Loop:
         job = self.job
         if not handle_all(self.inbox, self._handle, job.wait_s if wait_s is None else wait_s):
             return False
-        came_round()
+        on_round()
         job.tick()
         if job.is_idle:
             job.state.settle()

@@ -24,7 +24,7 @@ from pd_cluster.transport.link_events import Landed, LinkEvent, Report
 log = logging.getLogger(__name__)
 
 
-class LinkLosers(Protocol):
+class InLinkUsers(Protocol):
     """The transfers that links carry: Imports."""
 
     def on_link_down(self, conn: str, reason: str) -> None:
@@ -37,23 +37,23 @@ class InLinks:
     The lanes' threads call the context's `report`, once for an event of a whole link.
     """
 
-    def __init__(self, context: HandoverContext, table: InLanes, users: LinkLosers) -> None:
+    def __init__(self, context: HandoverContext, table: InLanes, users: InLinkUsers) -> None:
         self.table = table
         self._users = users
         self._context = context
         self._endpoint, self._post, self._note = context.endpoint, context.post, context.note
         self._limit, self._lanes, self._link_ids = table.limit, table.lanes, table.link_ids
 
-    def on_open(self, conn: str, peer: str, opened: wire.LinkOpen, is_told: bool) -> None:
-        """Opens or refuses a link. `is_told`: the scheduler has announced this peer."""
+    def on_open(self, conn: str, peer: str, opened: wire.LinkOpen, is_announced: bool) -> None:
+        """Opens or refuses a link. `is_announced`: the scheduler has announced this peer."""
         if conn in self._lanes or self._limit.is_queued(conn):
             return
         try:
-            if not is_told:
+            if not is_announced:
                 raise LinkError(f"the scheduler has not announced {peer} to {self._endpoint.own}", retry=True)
             self._check(opened)
             opened = self._endpoint.network_policy.kept(peer, opened)
-            needs_place = self._needs_place(opened)
+            needs_place = self._needs_pair(opened)
         except LinkError as error:
             self._refuse(conn, peer, opened, error)
             return
@@ -120,7 +120,7 @@ class InLinks:
 
     # ---- internal
 
-    def _needs_place(self, opened: wire.LinkOpen) -> bool:
+    def _needs_pair(self, opened: wire.LinkOpen) -> bool:
         is_counted = self._limit.most or opened.pair == "none"
         return bool(is_counted) and self._context.ends.needs_pair(opened)
 

@@ -22,7 +22,7 @@ class OutLinkLimit:
 
     def wish(self, link: OutLink, links: Iterable[OutLink]) -> wire.PairWish | None:
         """Returns what to request in the link's LinkOpen; None: it must wait for capacity."""
-        has_capacity = not self.most or sum(each.has_place for each in links) < self.most
+        has_capacity = not self.most or sum(each.has_pair for each in links) < self.most
         if link.awaited_s is None and not link.is_unproven:
             return "free" if has_capacity else "none"
         return "now" if has_capacity else None
@@ -36,8 +36,8 @@ class OutLinkLimit:
         if not self.most:
             return
         every = list(links)
-        num_wanted = sum(each.has_place for each in every) + sum(each.waits_for_place(now_s) for each in every)
-        able = [each for each in every if each.state.is_open and each.has_place]
+        num_wanted = sum(each.has_pair for each in every) + sum(each.waits_for_pair(now_s) for each in every)
+        able = [each for each in every if each.state.is_open and each.has_pair]
         num_leaving = sum(each.must_rest for each in able)
         rest = sorted((each for each in able if not each.must_rest), key=lambda e: (uses(e.conn), e.used_s))
         for link in rest[: max(0, num_wanted - self.most - num_leaving)]:

@@ -12,7 +12,7 @@ import msgspec
 from pd_cluster import wire
 from pd_cluster.errors import LinkError, called
 from pd_cluster.net.peer_admission import peer_key
-from pd_cluster.transport.transport_table import without_secrecy
+from pd_cluster.transport.transport_table import needs_trusted_network
 from ranktable_tools.host_addresses import is_one_host
 
 
@@ -27,7 +27,7 @@ class NetworkPolicy:
         self._trusts_network = trusts_network
         self._hosts: dict[str, str] = {}  # by name@epoch
 
-    def hear(self, peers: Sequence[wire.PeerInfo]) -> None:
+    def set_peers(self, peers: Sequence[wire.PeerInfo]) -> None:
         self._hosts = {peer_key(each.name, each.epoch): each.host for each in peers}
 
     def problem(self, peer: str) -> str:
@@ -45,7 +45,9 @@ class NetworkPolicy:
         if not (problem := self.problem(peer)):
             return opened
         lanes = [
-            msgspec.structs.replace(lane, offers=[each for each in lane.offers if not without_secrecy(each.transport)])
+            msgspec.structs.replace(
+                lane, offers=[each for each in lane.offers if not needs_trusted_network(each.transport)]
+            )
             for lane in opened.lanes
         ]
         if any(lane.offers and not kept.offers for lane, kept in zip(opened.lanes, lanes, strict=True)):

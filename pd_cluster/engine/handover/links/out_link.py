@@ -43,7 +43,7 @@ class OutLink:
     probed_s: float = 0.0
     timeout_s: float = 0.0  # opening: the time that ends at `due_s`
     pair: wire.PairWish = "free"
-    has_place: bool = False  # it is one of the links over pairs that may be open
+    has_pair: bool = False  # it is one of the links over pairs that may be open
     must_rest: bool = False  # it will rest once no transfer is under way
     is_unproven: bool = False  # its pair has failed: requests are routed to it once a pair is up again
     is_rested: bool = False  # it rests, and opens again only for a transfer
@@ -108,10 +108,10 @@ class OutLink:
         sent_nbytes = self.sent_nbytes
         for lane in self.lanes:
             lane.end.close()
-        self.lanes, self.has_place, self.must_rest = [], False, False
+        self.lanes, self.has_pair, self.must_rest = [], False, False
         return sent_nbytes
 
-    def waits_for_place(self, now_s: float) -> bool:
+    def waits_for_pair(self, now_s: float) -> bool:
         if self.state.phase == "resting":
             return self.awaited_s is not None and not self.conn
         return self.state.phase == "waiting" and self.is_unproven and now_s >= self.due_s

@@ -27,7 +27,7 @@ from pd_cluster.types import LinkState
 log = logging.getLogger(__name__)
 
 
-class LinkUsers(Protocol):
+class OutLinkUsers(Protocol):
     """The transfers that links carry: Exports."""
 
     def uses(self, conn: str) -> bool:
@@ -46,7 +46,7 @@ class LinkUsers(Protocol):
 class OutLinks:
     """P's end of every link. Fills the table that it shares with its users."""
 
-    def __init__(self, context: HandoverContext, table: OutLinkTable, users: LinkUsers) -> None:
+    def __init__(self, context: HandoverContext, table: OutLinkTable, users: OutLinkUsers) -> None:
         self.table = table
         self._links, self._by_conn, self._progress = table.by_peer, table.by_conn, table.progress
         self._users = users
@@ -83,7 +83,7 @@ class OutLinks:
                 self._rest(link)
             elif link.is_closing and now_s >= link.due_s:
                 self._leave(link)
-            elif link.waits_for_place(now_s) or (link.state.phase == "waiting" and now_s >= link.due_s):
+            elif link.waits_for_pair(now_s) or (link.state.phase == "waiting" and now_s >= link.due_s):
                 self._start(link)
 
     def states(self) -> dict[str, LinkState]:
@@ -125,7 +125,7 @@ class OutLinks:
             self._refuse(link, str(error))
             return
         lane.peer = peer
-        link.has_place = link.has_place or are_pairs([answer.transport])
+        link.has_pair = link.has_pair or are_pairs([answer.transport])
         self._set_timeout(link, 3 * self._timeouts.connect_timeout_s)  # it opens, then the probe arrives
         lane.end.open(answer.transport, own, peer)
 
@@ -152,13 +152,13 @@ class OutLinks:
         if link is None or link.state.is_open:
             return
         if link.state.phase == "opening":
-            self._lay_down(link)
+            self._set_at_rest(link)
         self._leave(link)
 
     def on_yield(self, conn: str, wish: wire.LinkYield) -> None:
         """Handles that D needs this link's capacity for another link."""
         link = self._find(conn, wish.link_id)
-        if link is not None and link.has_place:  # it may still be opening here: its waiting transfers are sent first
+        if link is not None and link.has_pair:  # it may still be opening here: its waiting transfers are sent first
             link.must_rest = True
 
     def on_queued(self, conn: str, queued: wire.LinkQueued) -> None:
@@ -189,7 +189,7 @@ class OutLinks:
     def _start(self, link: OutLink) -> None:
         wish = self._limit.wish(link, self._links.values())
         if wish is not None:
-            link.has_place, link.pair = wish != "none", wish
+            link.has_pair, link.pair = wish != "none", wish
             self._open(link)
 
     def _open(self, link: OutLink) -> None:
@@ -225,7 +225,7 @@ class OutLinks:
         link.over = over
         link.state = LinkState("up", over, precision)
         link.backoff_s, link.used_s = FIRST_BACKOFF_S, self._clock()
-        link.has_place = are_pairs(over)
+        link.has_pair = are_pairs(over)
         link.is_rested = link.is_unproven = False
         shown = f"{link.state.over}, {precision}" if precision else link.state.over
         log.info("link to %s is up over %s", link.info.name, shown)
@@ -253,11 +253,11 @@ class OutLinks:
 
     def _rest(self, link: OutLink) -> None:
         """Closes this end, and asks D to close its own; the connection stays open until D has."""
-        self._lay_down(link)
+        self._set_at_rest(link)
         link.due_s = self._clock() + self._timeouts.connect_timeout_s
         self._post.send(link.conn, wire.LinkRest(link.link_id))
 
-    def _lay_down(self, link: OutLink) -> None:
+    def _set_at_rest(self, link: OutLink) -> None:
         link.state, link.is_rested, link.backoff_s = LinkState("resting"), True, FIRST_BACKOFF_S
         self.table.closed_nbytes += link.close_lanes()
 
@@ -275,7 +275,7 @@ class OutLinks:
 
     def _retry(self, link: OutLink, reason: str) -> None:
         has_tried = link.state.is_open or any(lane.answered for lane in link.lanes)
-        link.is_unproven = link.is_unproven or (has_tried and link.has_place and self._limit.most > 0)
+        link.is_unproven = link.is_unproven or (has_tried and link.has_pair and self._limit.most > 0)
         self._close(link, reason)
         link.wait(reason, self._clock())
 

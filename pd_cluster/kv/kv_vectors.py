@@ -21,7 +21,7 @@ INT4_OFFSET = 8
 
 
 def convert(stored: torch.Tensor, source: str, target: str) -> torch.Tensor:
-    """Returns vectors [..., width stored in dtype `source`] as those of a pool of dtype `target`."""
+    """Converts stored vectors [..., stored width] of a pool of dtype `source` to those of dtype `target`."""
     return stored if source == target else encode(decode(stored, source), target)
 
 

@@ -277,7 +277,7 @@ def test_a_peer_that_is_not_known_yet_may_come_again() -> None:
     links.on_open("c", "prefill-0@1", OPENED, is_announced=False)
     refused = post.queue.get(timeout=WAIT_S)
     assert isinstance(refused, wire.LinkRefused)
-    assert (refused.retry, refused.reason) == (True, "the scheduler has not told d@1 of prefill-0@1")
+    assert (refused.retry, refused.reason) == (True, "the scheduler has not announced prefill-0@1 to d@1")
     assert not links.table.is_open("c")
 
 

@@ -65,7 +65,7 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
             runner.max_num_seqs,
             runner.max_num_batched_tokens,
             config.adapters.max_loras if config.adapters.enable_lora else 0,
-            keeps_pictures=runner.tower is not None and runner.tower.rules.sees_whole,
+            keeps_images_whole=runner.tower is not None and runner.tower.rules.sees_whole,
         ),
         prefix,
         keep_rule_of(config, block_size),

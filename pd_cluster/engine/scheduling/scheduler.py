@@ -35,13 +35,13 @@ KEEP_ALIGNED = KeepRule()
 
 
 class StepSizes(NamedTuple):
-    """The limits of a step. `most_adapters`: 0: there are none. `keeps_pictures`: no chunk ends inside an image."""
+    """The limits of a step. `most_adapters`: 0: there are none. `keeps_images_whole`: no chunk ends inside an image."""
 
     block_size: int  # tokens
     max_num_seqs: int
     max_num_batched_tokens: int
     most_adapters: int = 0
-    keeps_pictures: bool = False
+    keeps_images_whole: bool = False
 
 
 class StepScheduler:
@@ -68,7 +68,7 @@ class StepScheduler:
         keep_rule: KeepRule = KEEP_ALIGNED,
     ) -> None:
         self.blocks, self.swap = groups[0].blocks, groups[0].swap
-        self.block_size, max_num_seqs, max_num_batched_tokens, most_adapters, keeps_pictures = sizes
+        self.block_size, max_num_seqs, max_num_batched_tokens, most_adapters, keeps_images_whole = sizes
         self._pooling_chunk = chunk = pooling_chunk_of(max_num_batched_tokens, self.block_size)
         self.groups = [
             GroupHoldings(at, group, self.block_size, max_num_batched_tokens) for at, group in enumerate(groups)
@@ -78,7 +78,7 @@ class StepScheduler:
         self.num_blocks_for = holdings.num_blocks_for
         self.known = self._checkpoints.reached or self.blocks  # contents after which other requests can begin
         self._turns = LoraRotation(most_adapters) if most_adapters else None
-        self._keeps_pictures = keeps_pictures
+        self._keeps_images_whole = keeps_images_whole
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.requests: dict[str, Request] = {}
@@ -219,7 +219,7 @@ class StepScheduler:
             if turn is not None and not turn.has(request):
                 continue
             num_tokens = self._chunk(request, budget, plan)
-            if not num_tokens and (request.pooling is not None or self._keeps_pictures):
+            if not num_tokens and (request.pooling is not None or self._keeps_images_whole):
                 budget = 0
                 break
             if num_tokens and self.allocator.grow(request, request.num_computed_tokens + num_tokens, plan):
@@ -370,7 +370,7 @@ class StepScheduler:
 
         0: the rest of the image that it begins with is too large.
         """
-        if not self._keeps_pictures:
+        if not self._keeps_images_whole:
             return num_tokens
         first = request.num_computed_tokens
         for span in request.order.spans:

@@ -5,22 +5,22 @@ PdClusterError
 │   └── ModelError         the model folder: missing, incomplete, of an architecture that is not supported
 ├── RequestError           the client must fix it: HTTP 4xx, never retried
 │   ├── ModelNotFound      404
-│   ├── RequestNotFound    404: not among the requests whose timelines are kept
-│   ├── InstanceNotFound   404
+│   ├── RequestNotFound    404: no timeline is kept of such a request
+│   ├── InstanceNotFound   404: no instance has this name
 │   ├── Refused            409: the cluster's state does not allow it
-│   ├── RequestAborted     410: the operator has ended it
-│   ├── Unauthorized       401: without an API key, or the admin port's token
-│   └── Forbidden          403: under a name that the admin port does not answer to
+│   ├── RequestAborted     410: the operator ended it
+│   ├── Unauthorized       401: the API key or the admin token is missing or wrong
+│   └── Forbidden          403: the admin port does not serve this Host name
 ├── Unavailable            no instance can serve it right now: HTTP 503 with Retry-After
-│   └── NoCapacity         this process has no capacity left; some is freed soon
-├── Overloaded             too much to serve in time right now: HTTP 429 with Retry-After
+│   └── NoCapacity         this process has no capacity left; some will be free soon
+├── Overloaded             the request cannot be served in time right now: HTTP 429 with Retry-After
 │   └── RateLimited        a key has used up its limit for this minute
 ├── StorageFull            the disk takes no more: HTTP 507
-├── GenerationError        a request that had begun and cannot be finished
+├── GenerationError        a request that began cannot be finished
 │   ├── InstanceLost       its worker died, stalled or became unreachable
 │   ├── TransferFailed     its KV cache did not arrive
 │   └── DeadlineExceeded   HTTP 504
-├── GuideError             a schema, regex or grammar for the output cannot be followed
+├── GuideError             a schema, regex or grammar for the output cannot be enforced
 ├── Closed                 the engine has already ended
 ├── LinkError              two workers cannot exchange KV cache; `retry` says whether a later attempt may succeed
 └── OutOfBlocks            the pool has fewer free blocks than wanted; internal to the engine
@@ -32,13 +32,13 @@ import errno
 from collections.abc import Callable
 from typing import Self
 
-MARK = "\0"  # on both sides of a setting's name in an error's text; no argument, path or variable can have it
-KEEPS_MARKS = "PD_CLUSTER_KEEPS_MARKS"  # set in a process whose errors are shown by the one that started it
-Naming = Callable[[str], str]  # a setting's name -> how its user wrote it
+MARK = "\0"  # encloses a setting's name in an error's text; no argument, path or variable can contain it
+KEEPS_MARKS = "PD_CLUSTER_KEEPS_MARKS"  # set in a process whose errors its parent shows
+Naming = Callable[[str], str]  # a setting's name -> the user's spelling of it
 
 
 def called(setting: str) -> str:
-    """Returns a placeholder for a setting in an error's text, which is shown as its user wrote it."""
+    """Returns a placeholder for a setting in an error's text, which is shown under the user's name for it."""
     return f"{MARK}{setting}{MARK}"
 
 
@@ -48,7 +48,7 @@ def flag_of(setting: str) -> str:
 
 
 def told(text: str, naming: Naming = flag_of) -> str:
-    """Returns the text with each `called` setting under its own name."""
+    """Returns the text with each `called` setting replaced by the user's name for it."""
     parts = text.split(MARK)
     parts[1::2] = map(naming, parts[1::2])
     return "".join(parts)
@@ -59,7 +59,7 @@ class PdClusterError(Exception):
 
     @property
     def text(self) -> str:
-        """Returns the text with settings as `called` leaves them, for use in another error's text."""
+        """Returns the text with placeholders of settings, for use in another error's text."""
         return Exception.__str__(self)
 
 
@@ -73,7 +73,7 @@ class NamesSettings(PdClusterError):
         return f"{type(self).__name__}({str(self)!r})"
 
     def named(self, naming: Naming) -> Self:
-        """Names the settings in its text for good, and returns the same error."""
+        """Replaces the placeholders in the text permanently, and returns the same error."""
         self.args = (told(self.text, naming),)
         return self
 
@@ -134,7 +134,7 @@ class Unavailable(PdClusterError):
 
 
 class NoCapacity(Unavailable):
-    """This process has no room to prepare the request now; nothing has been computed of it."""
+    """This process has no capacity to prepare the request now; nothing of it has been computed."""
 
 
 class LeaseUnavailable(PdClusterError):
@@ -142,7 +142,7 @@ class LeaseUnavailable(PdClusterError):
 
 
 class Overloaded(PdClusterError):
-    """The request would be served too late now; it may not be after `retry_after_s`."""
+    """The request would be served too late now, but may not be after `retry_after_s`."""
 
     code = "overloaded"
 
@@ -152,7 +152,7 @@ class Overloaded(PdClusterError):
 
 
 class RateLimited(Overloaded):
-    """The API key's limit is exceeded; the same request alone is let in after `retry_after_s`."""
+    """The API key's limit is exceeded; a single request is admitted after `retry_after_s`."""
 
     code = "rate_limit_exceeded"
 
@@ -186,7 +186,7 @@ class Closed(PdClusterError):
 
 
 class LinkError(NamesSettings):
-    """Says why a prefill and a decode instance cannot be paired. `retry=False`: a retry cannot succeed by itself."""
+    """Says why a prefill and a decode instance cannot be linked. `retry=False`: a later attempt would fail, too."""
 
     def __init__(self, message: str, retry: bool = False) -> None:
         super().__init__(message)
@@ -194,12 +194,12 @@ class LinkError(NamesSettings):
 
 
 class QuarantineFull(NamesSettings):
-    """Too many blocks wait for peers that neither end nor go on: only this process's end gets them back."""
+    """Too many blocks wait for peers that neither end nor make progress; only a restart reclaims them."""
 
     def __init__(self, num_blocks: int, most: int) -> None:
         super().__init__(
-            f"{num_blocks} KV blocks may still be written by transfers that were given up, more than the {most} of "
-            f"{called('kv_max_quarantine')}: this process ends, and its memory with it"
+            f"{num_blocks} KV blocks may still be written by abandoned transfers, more than the {most} of "
+            f"{called('kv_max_quarantine')}: this process ends to free them"
         )
 
 
@@ -211,11 +211,11 @@ class OutOfBlocks(PdClusterError):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of another library's error, cut to fit one line of an error of ours."""
+    """Returns the first line of another library's error, cut to fit into one line of our own error."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def listening_fault(error: Exception) -> str:
-    """Returns why an address cannot be listened at, and for a taken port the way out."""
+    """Returns why a socket cannot listen at an address; for a taken port, also how to resolve it."""
     is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-    return "the port is taken; stop what listens there or choose another" if is_taken else str(error)
+    return "the port is taken; stop the process that listens there or choose another port" if is_taken else str(error)

@@ -12,11 +12,11 @@ import msgspec
 
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import Role
-from pd_cluster.wire import MOST_GROUPS, LayoutInfo, PublicKey, ShortText
+from pd_cluster.wire import MAX_GROUPS, LayoutInfo, PublicKey, ShortText
 
 InstanceState = Literal["unreachable", "loading", "forming", "connecting", "ready", "failed"]
 Service = Literal["in", "out", "leaving"]
-Layouts = Annotated[list[LayoutInfo], msgspec.Meta(max_length=MOST_GROUPS)]
+Layouts = Annotated[list[LayoutInfo], msgspec.Meta(max_length=MAX_GROUPS)]
 Gate = Literal["open", "paused", "asleep"]  # what new requests meet: they begin, wait, or are refused
 
 

@@ -1,7 +1,7 @@
-"""Events of each transfer on a worker, noted where they occur and sent to schedulers now and then.
+"""Records each transfer's events on a worker where they occur; they are sent to schedulers from time to time.
 
-`Tracer` may be used from any thread; `LegNotes` belongs to the engine's thread. Knows nothing of the readers of the
-events or of other processes' clocks; the names of the events are in docs/protocol/requests.md.
+Any thread may use `Tracer`; only the engine's thread uses `LegNotes`. Knows nothing of the readers of the events or of
+other processes' clocks. docs/protocol/requests.md lists the names of the events.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from collections.abc import Callable
 from pd_cluster import wire
 from pd_cluster.types import Note, Request
 
-MAX_EVENTS = 20_000  # of all transfers, between two messages to a scheduler; beyond that the oldest are lost
+MAX_EVENTS = 20_000  # of all transfers between two messages to a scheduler; the oldest are dropped first
 
 
 class Tracer:
-    """A bounded list of events. Noting one costs an append: nothing is counted, looked up or waited for."""
+    """A bounded list of events. Recording one costs an append, without counting, searching or waiting."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -27,20 +27,20 @@ class Tracer:
         self._noted.append((transfer_id, self._clock(), what, numbers))
 
     def drain(self) -> list[wire.TraceEvent]:
-        """Returns the events since the last call, in order. For one thread only; others may note meanwhile."""
+        """Returns the events since the last call, in order. Only one thread may call it, while others record."""
         noted = self._noted
         return [wire.TraceEvent(*noted.popleft()) for _ in range(len(noted))]
 
 
 class LegNotes:
-    """A leg's own events, from its arrival to its end, which is noted once for any outcome."""
+    """A leg's own events, from its arrival to its end, which is recorded exactly once."""
 
     def __init__(self, note: Note, clock: Callable[[], float]) -> None:
         self._note = note
         self._clock = clock
         self._failed: set[str] = set()  # legs that have failed but not ended
         self._num_tokens: defaultdict[str, int] = defaultdict(int)  # output tokens of ended sequences, by leg
-        self._drafts: dict[str, tuple[int, int]] = {}  # draft tokens of ended sequences and accepted ones, by leg
+        self._drafts: dict[str, tuple[int, int]] = {}  # by leg: drafted and accepted tokens of ended sequences
 
     def submitted(self, request: Request, problem: str | None) -> None:
         self._note(request.transfer_id, "submitted")
@@ -52,7 +52,7 @@ class LegNotes:
         self._note(request.transfer_id, "admitted", num_tokens=num_tokens, num_cached=num_cached)
 
     def computed(self, chunks: list[tuple[Request, int]], started_s: float) -> None:
-        """Notes a step of a prefill instance that ran from `started_s` until now."""
+        """Records a step of a prefill instance that ran from `started_s` until now."""
         took_us = round((self._clock() - started_s) * 1e6)
         for request, num_tokens in [chunk for chunk in chunks if chunk[0].leg == "prefill"]:
             stop = request.num_computed_tokens
@@ -61,7 +61,7 @@ class LegNotes:
                 self._note(request.transfer_id, "first token")
 
     def joined(self, request: Request, num_ended: int) -> None:
-        """Notes that its sequences begin to decode, except those that ended with token one."""
+        """Records that its sequences begin to decode, except those that ended with their first token."""
         self._num_tokens[request.leg_key] += num_ended
         self._note(request.transfer_id, "decode start")
 
@@ -70,7 +70,7 @@ class LegNotes:
         self._note(request.transfer_id, "failed")
 
     def ended(self, request: Request, is_last: bool) -> None:
-        """Notes the end of a sequence; a leg ends with its last one."""
+        """Records the end of a sequence; a leg ends with its last sequence."""
         key = request.leg_key
         self._num_tokens[key] += len(request.output_token_ids)
         if request.num_draft_tokens:

@@ -1,1 +1,1 @@
-"""The KV cache: its blocks, their holders, and the memory that they lie in."""
+"""The KV cache: its blocks, their holders, and their memory."""

@@ -1,4 +1,4 @@
-"""Pools that lie block by block: a block is one contiguous range, in host memory or in a device's."""
+"""Pools in block-major order: each block is one contiguous range, in host or device memory."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from pd_cluster.kv.pool_memory import Memory, Move, Seen, ids_on, paired_runs, r
 from pd_cluster.native.streaming_copy import streaming_copy
 from pd_cluster.wire import KVPiece
 
-HOT_NBYTES = 1 << 20  # copied and checked in one go, while it is in the core's own cache
+HOT_NBYTES = 1 << 20  # bytes that are copied and checked at a time, while they are in the core's own cache
 
 
 class _AlikePlanes(NamedTuple):
-    """Alike layers [first, stop), and each of their planes: [num_blocks, stop - first, block_size, heads, width]."""
+    """Layers [first, stop) with equal planes, and each plane: [num_blocks, stop - first, block_size, heads, width]."""
 
     first: int
     stop: int
@@ -26,10 +26,10 @@ class _AlikePlanes(NamedTuple):
 
 
 class BlockMajor:
-    """The common part of both: one allocation, [num_blocks, numbers of a block], whose layers follow one another.
+    """The common part of both memories: one allocation, [num_blocks, block_numel], with a block's layers in order.
 
-    `data` is the same as [num_blocks, num_layers, num_planes, block_size, local_kv_heads, width] where all layers are
-    alike and all planes have one shape.
+    `data` views it as [num_blocks, num_layers, num_planes, block_size, local_kv_heads, width], if all layers are equal
+    and all planes have one shape.
     """
 
     def __init__(self, layout: KVLayout, parts: Sequence[torch.Tensor]) -> None:
@@ -38,7 +38,7 @@ class BlockMajor:
         num_blocks = len(whole)
         self._numbers = whole.view(num_blocks, -1)
         self.bytes = self._numbers.view(torch.uint8)  # [num_blocks, block_nbytes]
-        # Where each layer of a block begins, in bytes, and the block's end.
+        # The offset in bytes of each layer in a block, and of the block's end.
         self._starts = [layout.layers_nbytes(0, layer) for layer in range(layout.num_layers + 1)]
         self._alike = [self._planes_of(each) for each in layout.alike]
         self._planes = [
@@ -83,7 +83,7 @@ class BlockMajor:
         return list(self._planes[layer])
 
     def _alike_planes(self, piece: KVPiece) -> list[torch.Tensor]:
-        """Returns the planes of a piece's layers, which are alike, each [num_blocks, num_layers, …]."""
+        """Returns the planes of a piece's layers, which are equal, each [num_blocks, num_layers, …]."""
         found = next(each for each in self._alike if each.first <= piece.first_layer < each.stop)
         assert piece.stop_layer <= found.stop
         layers = slice(piece.first_layer - found.first, piece.stop_layer - found.first)
@@ -118,7 +118,7 @@ class BlockMajor:
 
 
 class HostBlocks(BlockMajor):
-    """Lies in host memory and copies past the processor's caches where the machine can. Calls return after the copy."""
+    """Host memory; copies bypass the processor's caches where the machine supports it. Calls return after the copy."""
 
     def gather(self, piece: KVPiece) -> torch.Tensor:
         layers = self._layers(piece)
@@ -127,7 +127,7 @@ class HostBlocks(BlockMajor):
         return whole.reshape(-1)  # copies if not contiguous
 
     def scatter(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
-        """Writes past the cache: the payload's buffer stays in it."""
+        """Writes past the cache, so that the payload's buffer stays in it."""
         copy = streaming_copy()
         at = 0
         for part in self._contiguous(piece, into):
@@ -144,7 +144,7 @@ class HostBlocks(BlockMajor):
     def copy_from(self, source: Memory, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
         """Passes each part to `seen` while it is in the core's own cache.
 
-        That is the written part, or the part that was read where the copy bypasses the cache.
+        That is the written part, or the source part if the copy bypasses the cache.
         """
         here, there = self._layers_of(source, piece), self._layers(piece)
         copy = streaming_copy()
@@ -152,7 +152,7 @@ class HostBlocks(BlockMajor):
             to_blocks, of_blocks = there[start : start + count], here[first : first + count]
             are_whole = to_blocks.is_contiguous() and of_blocks.is_contiguous()  # one pool may have more layers
             pairs = zip(*(_contiguous(each, are_whole) for each in (to_blocks, of_blocks)), strict=True)
-            for to, of in _hot(pairs) if seen is not None else pairs:
+            for to, of in _cached_parts(pairs) if seen is not None else pairs:
                 if copy is not None:
                     copy(to, of)
                 else:
@@ -163,7 +163,7 @@ class HostBlocks(BlockMajor):
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
         blocks, copy = self.bytes, streaming_copy() or torch.Tensor.copy_
         if kind in ("copy", "clear"):
-            for source, target in pairs:  # a state is too large for indexing to be quick
+            for source, target in pairs:  # a state is too large for indexing to be fast
                 if kind == "clear":
                     blocks[target].zero_()
                 else:
@@ -182,7 +182,7 @@ class HostBlocks(BlockMajor):
 
 
 class DeviceBlocks(BlockMajor):
-    """Lies in an accelerator's memory: calls launch their work, which may still run on return."""
+    """An accelerator's memory: calls launch their work, which may still run on return."""
 
     def gather(self, piece: KVPiece) -> torch.Tensor:
         layers, count = self._layers(piece), len(piece.block_ids)
@@ -205,7 +205,7 @@ class DeviceBlocks(BlockMajor):
         copy_blocks(self._layers_of(source, piece), self._layers(piece), ids, into, paired_runs(ids, into))
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
-        """Copies a block at a time to the host or back, as one large copy, and all at once within the memory."""
+        """Copies to and from the host block by block, each as one large copy; within the memory all at once."""
         blocks = self.bytes
         if kind == "copy":
             sources, targets = ([*each] for each in zip(*pairs, strict=True))
@@ -224,11 +224,11 @@ class DeviceBlocks(BlockMajor):
 
 
 def _contiguous(blocks: torch.Tensor, is_whole: bool) -> list[torch.Tensor]:
-    """Splits [n, nbytes] of a pool: whole when all layers are there, otherwise block by block."""
+    """Splits [n, nbytes] of a pool into contiguous parts: one if it has all layers, otherwise one per block."""
     return [blocks.view(-1)] if is_whole else [block.view(-1) for block in blocks]
 
 
-def _hot(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _cached_parts(pairs: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     for to, of in pairs:
         for at in range(0, len(of), HOT_NBYTES):
             yield to[at : at + HOT_NBYTES], of[at : at + HOT_NBYTES]

@@ -1,4 +1,4 @@
-"""Counts the holders of each block, and tracks blocks whose content is worth keeping. Knows nothing of tensors."""
+"""Counts the holders of each block, and tracks blocks whose content may be reused. Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pd_cluster.types import Tier
 class BlockPool:
     """A block is free (no holder, no content), cached (no holder, a known content) or held by one or more.
 
-    num_blocks = free + cached + held; `check()` proves it. The free block that was released first is taken first, so
-    that each rests; without `rests` the last one, whose memory is still cached and mapped. Cached ones come after all
-    free ones, least recently used first.
+    num_blocks = free + cached + held; `check()` proves it. With `rests`, the free block that was released first is
+    taken first, so that each block rests as long as possible; otherwise the last one, whose memory is still in caches.
+    Cached blocks are taken after all free ones, least recently used first.
     """
 
     def __init__(self, num_blocks: int, rests: bool = True, tier: HostTier | None = None) -> None:
-        """`tier`: where evicted blocks go."""
+        """`tier` receives evicted blocks."""
         self.num_blocks = num_blocks
         self._free = deque(range(num_blocks) if rests else reversed(range(num_blocks)))
         self._take_free = self._free.popleft if rests else self._free.pop
@@ -37,7 +37,7 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Counts blocks without a holder whose contents can still serve a prefix."""
+        """Counts blocks without a holder whose contents may be reused."""
         return self._index.num_unheld
 
     @property
@@ -60,7 +60,7 @@ class BlockPool:
         return taken
 
     def version(self, block: int) -> int:
-        """Returns how often the block was taken; content is only appended to it until it is taken again."""
+        """Returns how often the block was taken; until it is taken again, content is only appended."""
         return self._versions[block]
 
     def _evict(self) -> int:
@@ -77,7 +77,7 @@ class BlockPool:
             self._holders[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Removes one holder from each. Releasing a free block is a bug of the caller, not of a request.
+        """Removes one holder from each. Only a bug of the caller can release a free block.
 
         The last blocks are released first: the end of a cached prefix is evicted before its beginning.
         """
@@ -99,13 +99,13 @@ class BlockPool:
         return self._index.knows(block)
 
     def drop(self, content: bytes) -> None:
-        """Forgets a content: a block without holders is free then."""
+        """Forgets a content, so that its block is free if it has no holder."""
         block = self._index.remove(content)
         if block is not None and not self._holders[block]:
             self._free.append(block)
 
     def block_of(self, content: bytes) -> int | None:
-        """Returns the block with this content; `share` it before any other is taken."""
+        """Returns the block with this content; call `share` before other blocks are taken."""
         return self._index.block_of(content)
 
     # ---- contents
@@ -113,22 +113,22 @@ class BlockPool:
     def remember(self, block: int, content: bytes) -> bool:
         """Records the content of a full block, which must not be written while it keeps this content.
 
-        Returns False if another block is known for it.
+        Returns False if another block already has it.
         """
         return self._index.add(block, content)
 
     @property
     def log(self) -> KVEventLog | None:
-        """Hears of contents that come and go; its caller says what they are."""
+        """The log of contents that appear and disappear; the caller of `remember` describes them."""
         return self._index.log
 
     @log.setter
     def log(self, log: KVEventLog) -> None:
         self._index.log = log
-        self.follow()  # for what goes to lower tiers
+        self.follow()  # for lower tiers
 
     def find(self, hashes: Sequence[bytes]) -> list[int]:
-        """Returns the blocks of the longest prefix with known contents; `share` them before any other is taken."""
+        """Returns the blocks of the longest prefix with known contents; call `share` before other blocks are taken."""
         return self._index.find(hashes)
 
     def __contains__(self, content: bytes) -> bool:
@@ -136,21 +136,21 @@ class BlockPool:
         return content in self._index
 
     def forget(self) -> None:
-        """Forgets every content: cached blocks become free, and held ones will when they are released."""
+        """Forgets every content: cached blocks become free, held ones when they are released."""
         self._free.extend(self._index.forget())
         if self.tier is not None:
             self.tier.forget()
             if self.log is not None:
-                self.log.moved(self.tier.contents)  # what the disk keeps
+                self.log.moved(self.tier.contents)  # contents on disk stay
         self.num_resets += 1
 
     def follow(self) -> dict[bytes, Tier]:
-        """Returns every known content and where it is; from now on `changes` reports changes to them."""
+        """Returns every known content and its tier; from now on `changes` reports changes."""
         known: dict[bytes, Tier] = dict.fromkeys(self._index.follow(), "device")
         return known if self.tier is None else {**self.tier.contents, **known}
 
     def changes(self) -> dict[bytes, Tier | None]:
-        """Returns the contents that have come, gone or changed places since the last call; None: nowhere any more."""
+        """Returns the contents that appeared, disappeared or changed tiers since the last call; None: in no tier."""
         changes = self._index.changes()
         if self.tier is not None:
             changes |= self.tier.changes()
@@ -162,7 +162,7 @@ class BlockPool:
         return None if self.tier is None else self.tier.place(content)
 
     def num_unheld(self, blocks: Iterable[int]) -> int:
-        """Counts how many of these blocks would stop being available when shared."""
+        """Counts how many of these blocks would stop being available if shared."""
         return sum(1 for block in blocks if self._index.is_unheld(block))
 
     def check(self, block_tables: list[list[int]]) -> None:
@@ -173,12 +173,12 @@ class BlockPool:
                 counted[block] += 1
         if counted != self._holders:
             wrong = [block for block in range(self.num_blocks) if counted[block] != self._holders[block]]
-            raise AssertionError(f"holders of blocks {wrong[:8]} are wrong: requests hold {len(block_tables)} tables")
+            raise AssertionError(f"the holders of blocks {wrong[:8]} do not match the {len(block_tables)} block tables")
         self._index.check(self._holders)
         if self.tier is not None:
             self.tier.check()
         free = set(self._free)
         if len(free) != len(self._free) or any(self._holders[b] or self._index.knows(b) for b in free):
-            raise AssertionError("the free list has a block twice, or one that is held or cached")
+            raise AssertionError("the free list has a block twice, or a held or cached block")
         if len(free) + self.num_cached + self.num_blocks - counted.count(0) != self.num_blocks:
             raise AssertionError("a block is neither free nor cached nor held")

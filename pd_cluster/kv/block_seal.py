@@ -1,9 +1,9 @@
-"""Seals blocks of KV cache, and their names, for places outside the process: files and shared stores.
+"""Seals blocks of KV cache, and their names, for storage outside the process: files and shared stores.
 
-A block's hash covers model, numerics, variant, salt and all tokens (prefix_index.py). Its body is AES-256-GCM with a
-key of its own, which HKDF derives from the secret, the layout and this hash, so a body under another's name fails its
-check. Nonces are 96 random bits: a key seals one content, a few times at most. A name is the hash under AES-SIV:
-without the secret it tells nothing, with the secret it gives the hash back, and nobody else can make one.
+A block's hash covers model, numerics, variant, salt and all tokens (prefix_index.py). Its body is encrypted with
+AES-256-GCM. HKDF derives the key from the secret, the layout and this hash, so a body under another block's name fails
+authentication. Nonces are 96 random bits: a key seals one content, a few times at most. A name is the hash under
+AES-SIV: without the secret it reveals nothing and cannot be forged; with the secret it yields the hash.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class _Key:
 
 
 class Seal:
-    """`secrets`: the first one seals; the others, from before a rotation, still open what they have sealed.
+    """`secrets`: the first seals; the others, from before a rotation, only open what they have sealed.
 
-    `scope` tells apart what is not in a block's hash: the layout of the pool, which rank's share it is, every byte of
-    the weights, and the programs that computed it.
+    `scope` identifies what a block's hash does not cover: the layout of the pool, the rank's share, every byte of the
+    weights, and the programs that computed the block.
     """
 
     def __init__(self, secrets: Sequence[bytes], scope: bytes, block_nbytes: int) -> None:
@@ -54,11 +54,11 @@ class Seal:
         self.sealed_nbytes = block_nbytes + OVERHEAD_NBYTES
 
     def names(self, content: bytes) -> list[str]:
-        """Returns the names that a content may have: the one under which it is sealed now comes first."""
+        """Returns the names that a content may have; the name under which it is sealed now comes first."""
         return [key.name(content) for key in self._keys]
 
     def content_of(self, name: str) -> bytes | None:
-        """Returns the content that a name stands for; None: no secret here has made it."""
+        """Returns the content of a name; None: no secret here has made the name."""
         return next((found for key in self._keys if (found := key.content(name)) is not None), None)
 
     def seal(self, content: bytes, block: memoryview) -> bytearray:
@@ -70,7 +70,7 @@ class Seal:
         return sealed
 
     def open(self, content: bytes, name: str, sealed: bytes | bytearray | memoryview, into: memoryview) -> bool:
-        """Writes the block to `into`. False: these are not whole the bytes that were sealed under this name."""
+        """Writes the block to `into`. Returns False unless these are the bytes that were sealed under this name."""
         with memoryview(sealed) as whole:
             if len(whole) != self.sealed_nbytes or whole[: len(MAGIC)] != MAGIC:
                 return False

@@ -1,4 +1,4 @@
-"""Copies blocks of one pool into blocks of another in one launch, in Triton, instead of one launch per block.
+"""Copies blocks of one pool into blocks of another in one launch, in Triton, instead of one per block.
 
 Imported only where Triton is installed. Knows nothing of a block's content.
 """
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-WORDS_A_PROGRAM = 4096  # of 8 bytes
+WORDS_PER_PROGRAM = 4096  # words of 8 bytes
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -37,8 +37,8 @@ def _copy(
 def copy_pairs(source: torch.Tensor, target: torch.Tensor, pairs: torch.Tensor) -> None:
     """Copies `target[t] = source[s]` for every (s, t) of `pairs` [n, 2] int64, all on one device.
 
-    Both are [num_blocks, num_words] int64; a block's words are contiguous, blocks may lie apart.
+    Both are [num_blocks, num_words] int64. Each block is contiguous; blocks need not follow each other.
     """
     num_words = source.shape[1]
-    grid = (len(pairs), triton.cdiv(num_words, WORDS_A_PROGRAM))
-    _copy[grid](source, target, pairs, source.stride(0), target.stride(0), num_words, WORDS=WORDS_A_PROGRAM)
+    grid = (len(pairs), triton.cdiv(num_words, WORDS_PER_PROGRAM))
+    _copy[grid](source, target, pairs, source.stride(0), target.stride(0), num_words, WORDS=WORDS_PER_PROGRAM)

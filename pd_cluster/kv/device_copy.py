@@ -1,6 +1,6 @@
-"""Copies verbatim blocks from pool to pool on one device: in one launch where Triton is installed, else in few.
+"""Copies verbatim blocks from pool to pool on one device: in one launch where Triton is installed, otherwise in few.
 
-Launches only: the caller orders the copy and determines its end (transport/link_copies.py).
+It only launches: the caller orders the copy and determines its end (transport/link_copies.py).
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from pd_cluster.devices.device import has_triton
 from pd_cluster.kv.pool_memory import ids_on
 
 WORD_NBYTES = 8
-MAX_COPIES = 4  # up to this many stretches contiguous on both sides are copied one by one, by the driver
+MAX_COPIES = 4  # up to this many stretches that are contiguous at both ends are copied one by one, by the driver
 
 Runs = list[tuple[int, int, int]]
 CopyPairs = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def copy_blocks(source: torch.Tensor, target: torch.Tensor, ids: list[int], into: list[int], runs: Runs) -> None:
-    """Copies `target[into] = source[ids]`, [num_blocks, nbytes] uint8; `runs`: the same, joined."""
+    """Copies `target[into] = source[ids]`, [num_blocks, nbytes] uint8; `runs` has the same pairs, joined."""
     if _has_words(source) and _has_words(target):
         source, target = source.view(torch.int64), target.view(torch.int64)
     there = [target[start : start + count] for _, start, count in runs[:MAX_COPIES]]
@@ -41,7 +41,7 @@ def copy_blocks(source: torch.Tensor, target: torch.Tensor, ids: list[int], into
 
 
 def warm(device: torch.device) -> None:
-    """Compiles the kernel, if any: when a link opens rather than for its first transfer."""
+    """Compiles the kernel, if there is one, when a link opens, so that the first transfer need not wait."""
     kernel = _kernel(device.type)
     if kernel is not None:
         words = torch.zeros(2, 16, dtype=torch.int64, device=device)  # sizes with the properties of a pool's
@@ -49,7 +49,7 @@ def warm(device: torch.device) -> None:
 
 
 def _has_words(blocks: torch.Tensor) -> bool:
-    """Whether every block of [num_blocks, nbytes] begins and ends on a word of eight bytes."""
+    """Whether every block of [num_blocks, nbytes] begins and ends on an 8-byte word."""
     return not any(each % WORD_NBYTES for each in (blocks.shape[1], blocks.stride(0), blocks.storage_offset()))
 
 

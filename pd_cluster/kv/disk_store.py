@@ -1,8 +1,8 @@
-"""Sealed blocks as files: one rank's share of an instance's blocks, in a folder of its own.
+"""Sealed blocks as files: one rank's share of an instance's blocks, in its own folder.
 
-Files are written beside their place and renamed. Nothing is synchronised to the disk: what a crash of the host loses or
-tears is noticed by its length or its seal, and is computed again. Every folder and file is opened by its name in a
-folder that is open already, and no link is followed. Knows nothing of tokens, or of what other ranks have.
+Files are written under temporary names and renamed. Nothing is synchronised to the disk: a file that a host crash loses
+or tears is detected by its length or its seal, and its block is computed again. Every folder and file is opened by name
+relative to an open folder, without following links. Knows nothing of tokens, or of other ranks' files.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from pd_cluster.private_files import FOLDER, READ, open_folder, remove, write_wh
 log = logging.getLogger(__name__)
 
 NAME = re.compile(rf"[0-9a-f]{{{NAME_LENGTH}}}")
-SHARD = re.compile("[0-9a-f]{2}")  # a folder of the files whose names begin so
+SHARD = re.compile("[0-9a-f]{2}")  # a folder of the files whose names begin with it
 UNFINISHED = re.compile(rf"[0-9a-f]{{{NAME_LENGTH}}}\.tmp")
-LOCK_WAIT_S = 10.0  # for a predecessor that is about to end
+LOCK_WAIT_S = 10.0  # wait for a previous process that is about to end
 PAUSE_S = 0.05
-TOLD_EVERY_S = 60.0  # that blocks cannot be written
-GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # other errors say nothing about the file
+WARN_INTERVAL_S = 60.0  # the interval of warnings that blocks cannot be written
+GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # other errors do not prove that the file is gone
 
 
 class DiskStore:
-    """`num_bad` counts files that were there and not what was written: they are never used, and removed."""
+    """`num_bad` counts files that did not have the written content; they are never used, and removed."""
 
     def __init__(self, root: Path, place: str, seal: Seal) -> None:
-        """Opens or makes `root`/`place`. Raises ConfigError: it is not a folder of this user's alone, or is in use."""
+        """Opens or makes `root`/`place`. Raises ConfigError if it is in use, or not a folder of this user alone."""
         self._seal = seal
         self._path = root / place
         self.num_bad = 0
@@ -51,15 +51,15 @@ class DiskStore:
         self._name_of: dict[bytes, str] = {}
 
     def read_index(self) -> list[bytes]:
-        """Returns the contents that files have, the least recently used first. Reads names and lengths alone.
+        """Returns the contents that files have, the least recently used first. Reads only names and lengths.
 
-        Removes files that are not whole, or that no secret here has named.
+        Removes files that are incomplete, or whose names no secret here has made.
         """
         found: list[tuple[float, bytes]] = []
         for shard in sorted(name for name in os.listdir(self._folder) if SHARD.fullmatch(name)):
             with contextlib.suppress(OSError), self._shard(shard) as folder:
                 for name in os.listdir(folder):
-                    if NAME.fullmatch(name) or UNFINISHED.fullmatch(name):  # others are not ours
+                    if NAME.fullmatch(name) or UNFINISHED.fullmatch(name):  # other files are not ours
                         self._look(folder, name, found)
         return [content for _, content in sorted(found)]
 
@@ -76,13 +76,13 @@ class DiskStore:
         self._name_of[content] = name
 
     def put(self, content: bytes, block: memoryview) -> bool:
-        """Writes a block; False: it could not be written, as on a full disk."""
+        """Writes a block. Returns False if it could not be written, for example on a full disk."""
         name = self._seal.names(content)[0]
         try:
             with self._shard(name[:2], makes=True) as folder, memoryview(self._seal.seal(content, block)) as sealed:
                 write_whole(folder, name, sealed)
         except OSError as error:
-            if time.monotonic() > self._told_s + TOLD_EVERY_S:
+            if time.monotonic() > self._told_s + WARN_INTERVAL_S:
                 self._told_s = time.monotonic()
                 log.warning("--kv-disk-cache %s: blocks cannot be written: %s", self._path, error.strerror)
             return False
@@ -90,9 +90,9 @@ class DiskStore:
         return True
 
     def get(self, content: bytes, into: memoryview) -> bool:
-        """Reads a block; False: its file is gone, or not what was written, and then it is removed.
+        """Reads a block. Returns False if its file is gone, or does not have the written content; then it is removed.
 
-        Raises OSError where that cannot be told.
+        Raises OSError when it cannot be determined.
         """
         name = self._name_of.get(content)
         if name is None:
@@ -107,13 +107,13 @@ class DiskStore:
             return False
         if not self._seal.open(content, name, sealed, into):
             self.num_bad += 1
-            log.warning("a block in %s is not what was written there; it is removed", self._path)
+            log.warning("a block in %s does not have the content that was written; it is removed", self._path)
             self.discard([content])
             return False
         return True
 
     def _read(self, folder: int, name: str) -> bytes:
-        """Returns a whole file's bytes, and marks it as used; b"" for anything else. Raises OSError."""
+        """Returns a complete file's bytes, and marks the file as used; b"" for anything else. Raises OSError."""
         file = os.open(name, READ, dir_fd=folder)
         with os.fdopen(file, "rb", buffering=0) as stream:
             if not self._is_whole(os.fstat(file)):
@@ -138,7 +138,7 @@ class DiskStore:
         return next((at for at, content in enumerate(contents) if content not in self._name_of), len(contents))
 
     def get_leading(self, contents: list[bytes], into: list[memoryview]) -> int:
-        """Reads blocks in order, up to the first that cannot be had; returns how many."""
+        """Reads blocks in order, up to the first that is unavailable; returns how many."""
         for at, (content, block) in enumerate(zip(contents, into, strict=True)):
             if not self.get(content, block):
                 return at
@@ -150,7 +150,7 @@ class DiskStore:
 
     @contextlib.contextmanager
     def _shard(self, name: str, makes: bool = False) -> Iterator[int]:
-        """Opens one of the folders that hold the files. Raises OSError."""
+        """Opens one of the folders that contain the files. Raises OSError."""
         if makes:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=self._folder)
@@ -162,7 +162,7 @@ class DiskStore:
 
 
 def _locked(folder: int, path: Path) -> int:
-    """Returns the descriptor that keeps others from the folder. Raises ConfigError."""
+    """Locks the folder against other processes; returns the lock's descriptor. Raises ConfigError."""
     try:
         file = os.open("lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:

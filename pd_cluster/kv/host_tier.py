@@ -1,7 +1,7 @@
-"""Blocks that the prefix cache has evicted, kept in host memory under the same keys. Integers only: it moves no bytes.
+"""Keeps blocks that the prefix cache has evicted in host memory, by the same keys. Integers only: moves no bytes.
 
-A key is a block's chain hash, so its root (model, numerics, variant, salt) keeps tenants apart here as it does on the
-device. Copies are moves of a step, in its order, on every rank of the instance: all ranks have the same blocks here.
+A key is a block's chain hash, whose root (model, numerics, variant, salt) separates tenants here as on the device.
+Copies are moves of a step, in its order, on every rank of the instance, so all ranks have the same blocks here.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Literal, Protocol
 from pd_cluster.kv.tier_commands import LowerKind
 from pd_cluster.types import Tier
 
-WEIGHT = 0.2  # of the newest measurement
-FADING = 0.99  # of a load's cost with each step that computes: one that was too much is tried again some time
+WEIGHT = 0.2  # the weight of the newest measurement
+FADING = 0.99  # of a load's cost with each computing step, so that expensive loads are tried again
 
 Emit = Callable[[Literal["out", "in"], int, int], None]
 
@@ -28,16 +28,16 @@ class LoadCost:
         self._block_s = self._token_s = 0.0  # 0: not measured
 
     def loaded(self, num_blocks: int, took_s: float) -> None:
-        self._block_s = _mixed(self._block_s, took_s / num_blocks)
+        self._block_s = _smoothed(self._block_s, took_s / num_blocks)
 
     def computed(self, num_tokens: int, took_s: float) -> None:
-        """Notes a step that computed prompts, and nothing else worth mentioning."""
-        self._token_s = _mixed(self._token_s, took_s / num_tokens)
+        """Records a step that mostly computed prompts."""
+        self._token_s = _smoothed(self._token_s, took_s / num_tokens)
         self._block_s *= FADING
 
     @property
     def loading_token_s(self) -> float:
-        """Returns the time that a token's share of a block takes to load; 0: not measured."""
+        """Returns the time to load a token's share of a block; 0: not measured."""
         return self._block_s / self._block_size
 
     def compute_s(self, num_blocks: int) -> float:
@@ -45,11 +45,11 @@ class LoadCost:
         return num_blocks * self._block_size * self._token_s
 
     def is_worth_it(self) -> bool:
-        """Whether to load; where one of the two is not known yet, loading finds out."""
+        """Whether to load a block. While either time is unknown, it is loaded to measure it."""
         return not self._token_s or self._block_s < self._block_size * self._token_s
 
 
-def _mixed(before: float, new: float) -> float:
+def _smoothed(before: float, new: float) -> float:
     return new if not before else (1 - WEIGHT) * before + WEIGHT * new
 
 
@@ -59,13 +59,13 @@ class TierCounts:
 
     num_written: int = 0
     num_dropped: int = 0  # not written, because too many others waited
-    num_failed: int = 0  # writes and reads that a rank could not do
+    num_failed: int = 0  # writes and reads that failed on a rank
     num_fetched: int = 0
-    num_bad: dict[int, int] = field(default_factory=dict)  # by rank: not what had been written
+    num_bad: dict[int, int] = field(default_factory=dict)  # by rank: blocks that did not have the written content
 
 
-class Below(Protocol):
-    """A tier below host memory, as host memory needs it; see kv/lower_tier.py."""
+class TierBelow(Protocol):
+    """The interface of a tier below host memory, see kv/lower_tier.py."""
 
     kind: LowerKind
     cost: LoadCost
@@ -78,7 +78,7 @@ class Below(Protocol):
 
     def place(self, content: bytes) -> Tier | None: ...
 
-    def has_or_gets(self, content: bytes) -> bool: ...
+    def has_or_will_have(self, content: bytes) -> bool: ...
 
     def changes(self) -> set[bytes]: ...
 
@@ -88,9 +88,9 @@ class Below(Protocol):
 
 
 class HostTier:
-    """`num_slots` places for blocks in host memory, from `first_slot` on; the least recently used goes first.
+    """`num_slots` slots for blocks in host memory, starting at `first_slot`; the least recently used is replaced first.
 
-    `begin` starts the moves of a step. A slot that one of them names keeps its content until the next `begin`.
+    `begin` starts the moves of a step. A slot that a move names keeps its content until the next `begin`.
     """
 
     def __init__(self, num_slots: int, first_slot: int, cost: LoadCost) -> None:
@@ -99,11 +99,11 @@ class HostTier:
         self._free = list(reversed(range(first_slot, first_slot + num_slots)))
         self._slot_of: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._pinned: set[int] = set()
-        self._read: Counter[int] = Counter()  # slots that lower tiers read now -> by how many of them
+        self._read: Counter[int] = Counter()  # slots that lower tiers read now -> number of readers
         self._filling: set[int] = set()  # slots that a lower tier writes
-        self._kept: set[int] = set()  # slots that were filled for a request that has not entered yet
+        self._kept: set[int] = set()  # slots that were filled for a request that has not been admitted yet
         self._retired: set[int] = set()  # slots without a content that are still read
-        self.lower: list[Below] = []
+        self.lower: list[TierBelow] = []
         self._emit: Emit | None = None
         self._changed: set[bytes] = set()
         self.num_stored = self.num_loaded = 0
@@ -119,7 +119,7 @@ class HostTier:
 
     @property
     def contents(self) -> dict[bytes, Tier]:
-        """Returns all contents and where each is."""
+        """Returns all contents and the tier of each."""
         found: dict[bytes, Tier] = {}
         for lower in self.lower:
             found.update(lower.places)
@@ -132,7 +132,7 @@ class HostTier:
 
     @property
     def token_s(self) -> dict[Tier, float]:
-        """Returns the measured time to load a token's KV from each place."""
+        """Returns the measured time to load a token's KV from each tier."""
         found: dict[Tier, float] = {"host": self.cost.loading_token_s}
         for lower in self.lower:
             if lower.kind == "disk":
@@ -140,21 +140,21 @@ class HostTier:
         return {tier: token_s for tier, token_s in found.items() if token_s}
 
     def computed(self, num_tokens: int, took_s: float) -> None:
-        """Notes a step that computed prompts; see LoadCost."""
+        """Records a step that computed prompts; see LoadCost."""
         for cost in (self.cost, *(lower.cost for lower in self.lower)):
             cost.computed(num_tokens, took_s)
 
     def begin(self, emit: Emit | None) -> None:
-        """All moves so far are made; `emit` takes further ones, None: there can be none."""
+        """Call it when all moves so far have been made; `emit` takes further moves. None: there can be none."""
         self._pinned.clear()
         self._emit = emit
 
     def store(self, block: int, content: bytes) -> None:
-        """Takes an evicted block in, before another content is written to it."""
+        """Takes in an evicted block, before another content is written to it."""
         if content in self._slot_of:
             self._slot_of.move_to_end(content)
             return
-        assert self._emit is not None, "a block was evicted where it cannot be moved"
+        assert self._emit is not None, "a block was evicted when no move is possible"
         if (slot := self._free_slot()) is None:
             return
         self._slot_of[content] = slot
@@ -166,7 +166,7 @@ class HostTier:
             lower.entered(content)
 
     def find(self, hashes: Sequence[bytes]) -> list[bytes]:
-        """Returns those at the beginning that are here."""
+        """Returns the leading hashes whose blocks are here."""
         found = []
         for each in hashes:
             if each not in self._slot_of:
@@ -175,13 +175,13 @@ class HostTier:
         return found
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """Makes those of a prefix that are here the most recently used."""
-        for each in reversed(hashes):  # the end of a prefix goes before its beginning
+        """Makes the blocks of a prefix that are here the most recently used."""
+        for each in reversed(hashes):  # the end of a prefix is replaced before its beginning
             if each in self._slot_of:
                 self._slot_of.move_to_end(each)
 
     def pin(self, contents: Sequence[bytes]) -> list[int]:
-        """Keeps these for this step's moves; returns their slots."""
+        """Keeps these blocks for this step's moves; returns their slots."""
         self.touch(contents)
         slots = [self._slot_of[each] for each in contents]
         self._pinned.update(slots)
@@ -195,7 +195,7 @@ class HostTier:
         self.num_loaded += len(slots)
 
     def forget(self) -> None:
-        """Forgets every content, while no move is under way."""
+        """Forgets every content. Call it while no move is under way."""
         self._changed.update(self._slot_of)
         for slot in self._slot_of.values():
             self._drop(slot)
@@ -204,7 +204,7 @@ class HostTier:
             lower.host_forgot()
 
     def _drop(self, slot: int) -> None:
-        """Frees a slot whose content is forgotten, once nothing reads it any more."""
+        """Frees a slot whose content is forgotten, once nothing reads it."""
         self._kept.discard(slot)
         if self._read[slot]:
             self._retired.add(slot)
@@ -216,7 +216,7 @@ class HostTier:
     def begin_read(self, content: bytes) -> int:
         """Returns the slot of a content, which keeps it until `end_read`."""
         slot = self._slot_of[content]
-        self._slot_of.move_to_end(content)  # `_free_slot` looks from the other end for one that it can take
+        self._slot_of.move_to_end(content)  # `_free_slot` searches from the other end
         self._read[slot] += 1
         return slot
 
@@ -229,7 +229,7 @@ class HostTier:
                 self._free.append(slot)
 
     def reserve(self, num_slots: int) -> list[int]:
-        """Takes slots for a lower tier to write; fewer, or none, where half of all are filled or being filled."""
+        """Reserves slots that a lower tier will write; fewer, or none, if half of all are filled or being filled."""
         room = self.num_slots // 2 - len(self._filling) - len(self._kept)
         taken: list[int] = []
         while len(taken) < min(num_slots, room) and (slot := self._free_slot()) is not None:
@@ -237,12 +237,12 @@ class HostTier:
             taken.append(slot)
         return taken
 
-    def is_lacking(self, content: bytes) -> bool:
-        """Whether a lower tier neither has this content nor is about to."""
-        return any(not lower.has_or_gets(content) for lower in self.lower)
+    def is_missing_below(self, content: bytes) -> bool:
+        """Whether the lower tiers neither have this content nor will get it."""
+        return any(not lower.has_or_will_have(content) for lower in self.lower)
 
     def filled(self, content: bytes, slot: int) -> None:
-        """Makes a reserved slot the content's, and keeps it until a request loads it or `let_go`."""
+        """Assigns the content to a reserved slot, and keeps it until a request loads it or `unpin` is called."""
         self._filling.discard(slot)
         if content in self._slot_of:
             self._slot_of.move_to_end(content)
@@ -256,13 +256,13 @@ class HostTier:
         self._filling.discard(slot)
         self._free.append(slot)
 
-    def let_go(self, content: bytes) -> None:
-        """Lets a filled slot be taken again, although no request has loaded it."""
+    def unpin(self, content: bytes) -> None:
+        """Allows a filled slot to be replaced, although no request has loaded it."""
         if (slot := self._slot_of.get(content)) is not None:
             self._kept.discard(slot)
 
     def changes(self) -> set[bytes]:
-        """Returns the contents that have come or gone since the last call."""
+        """Returns the contents that appeared or disappeared since the last call."""
         changed, self._changed = self._changed, set()
         for lower in self.lower:
             changed |= lower.changes()

@@ -1,6 +1,6 @@
 """Describes what a prefix cache has stored and dropped, as events in the format of vLLM 0.32 (its kv_events.py).
 
-Each event is a tagged map, a batch is an array. A block's hash is the last 64 bits of its content's, as a number.
+Each event is a tagged map, a batch is an array. A block's hash is the last 64 bits of its content's hash, as a number.
 Knows nothing of sockets.
 """
 
@@ -18,9 +18,9 @@ MEDIA: Mapping[Tier, str] = {"device": DEVICE, "host": "CPU", "disk": "STORAGE"}
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks that follow each other in one prompt. `token_ids` of all of them; a lower tier's has none, and size 0.
+    """Successive blocks of one prompt, with the `token_ids` of all of them; a lower tier's have no tokens and size 0.
 
-    `parent_block_hash`: of the block before the first; None at a prompt's beginning.
+    `parent_block_hash`: the hash of the block before the first; None at a prompt's beginning.
     """
 
     block_hashes: list[int]
@@ -39,7 +39,7 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """Nothing is cached any more, in any medium; what a tier has kept is stored again behind it."""
+    """No medium caches anything any more; events that follow list what a tier has kept."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
@@ -52,17 +52,17 @@ class EventBatch(msgspec.Struct, array_like=True):
 
 
 def number_of(content: bytes) -> int:
-    """Returns the number by which events name a content."""
+    """Returns the number that identifies a content in events."""
     return int.from_bytes(content[-8:], "big")
 
 
 class KVEventLog:
-    """Collects events in their order, until `take`."""
+    """Collects events in order until `take`."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._events: list[Event] = []
-        self._lower: dict[bytes, str] = {}  # contents that only a lower tier has -> its medium, as was said last
+        self._lower: dict[bytes, str] = {}  # contents that only a lower tier has -> the medium in its last event
 
     def __bool__(self) -> bool:
         return bool(self._events)
@@ -75,7 +75,7 @@ class KVEventLog:
     def stored(
         self, content: bytes, parent: bytes | None, token_ids: Sequence[int], order: RequestSpec, first: int
     ) -> None:
-        """Adds a block whose first token has the place `first` in its prompt. `parent`: the content before it."""
+        """Adds a block; `first` is the position of its first token in the prompt, `parent` the content before it."""
         number, before = number_of(content), None if parent is None else number_of(parent)
         extra = _extra_keys(order, first, self._block_size)
         name = order.variant or None
@@ -103,7 +103,7 @@ class KVEventLog:
         self._events.append(AllBlocksCleared())
 
     def moved(self, places: Mapping[bytes, Tier | None]) -> None:
-        """Adds what changes of places mean for the tiers below the device. None: nowhere any more."""
+        """Adds events for the changed tiers of contents, if below the device. None: in no tier."""
         for content, place in places.items():
             medium = MEDIA[place] if place is not None and place != "device" else None
             if (before := self._lower.get(content)) == medium:
@@ -124,7 +124,7 @@ class KVEventLog:
 
 
 def _extra_keys(order: RequestSpec, first: int, block_size: int) -> tuple[Any, ...] | None:
-    """Returns what a block's hash covers besides tokens: adapter, pictures with their places in it, salt."""
+    """Returns what a block's hash covers besides tokens: adapter, images with their positions, salt."""
     if not (order.variant or order.spans or order.cache_salt):
         return None
     here = [each for each in order.spans if each.start < first + block_size and each.stop > first]

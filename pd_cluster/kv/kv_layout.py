@@ -1,4 +1,4 @@
-"""The shape of a KV cache block, and the ways from one pool into another.
+"""The shape of a KV cache block, and the lanes from one pool to another.
 
 Knows nothing of tensors: sizes are integers, dtypes are names.
 """
@@ -16,8 +16,8 @@ from pd_cluster.kv.group_rule import Rule
 from pd_cluster.settings.engine_config import MAX_TP_SIZE
 from pd_cluster.wire import KVPiece, LayoutInfo, Plane, RuleName
 
-CODE_BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4}  # of vectors that are codes with one scale behind them
-DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, **dict.fromkeys(CODE_BITS, 1)}  # codes lie as bytes
+CODE_BITS = {"int8": 8, "fp8_e4m3": 8, "int4": 4}  # bits per code of vectors that are stored as codes and one scale
+DTYPE_NBYTES = {"float32": 4, "float16": 2, "bfloat16": 2, **dict.fromkeys(CODE_BITS, 1)}  # codes are stored as bytes
 SCALE_NBYTES = 4  # one float32
 LATENT, INDEX = "latent", "index"
 COLD = "drafts cold"
@@ -33,17 +33,17 @@ class AlikeLayers(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """One rank's share of a block holds, in each layer, its planes in order, each [block_size, heads, width].
+    """One rank's share of a block has, in each layer, the layer's planes in order, each [block_size, heads, width].
 
-    `plane_layers`: for each plane the layers that have it, ascending. It is () where every layer has every plane.
-    num_kv_heads counts the whole model; planes whose `num_heads` is not 0 have their own number, which divides it. The
-    heads of each plane are split evenly over tp_size ranks; with more ranks than heads each head is replicated on
-    tp_size / heads ranks. `dtype` is the pool's, which may be narrower than the model's: see
-    `stored_width`. The last `num_draft_layers` layers are those of a draft head; `draft_head` identifies everything
-    that their contents follow from beside the model, and is "" without one.
+    `plane_layers`: for each plane the layers that have it, ascending; () if every layer has every plane. num_kv_heads
+    counts the whole model's heads; a plane whose `num_heads` is not 0 has its own number, which divides num_kv_heads.
+    The heads of each plane are split evenly over tp_size ranks; with more ranks than heads each head is replicated on
+    tp_size / heads ranks. `dtype` is the pool's, which may be narrower than the model's: see `stored_width`. The last
+    `num_draft_layers` layers belong to a draft head; `draft_head` identifies everything besides the model that
+    determines their contents, and is "" without a draft head.
 
-    The layout is that of one group of the model's layers: `layers` are their indices in the model, ascending, and () if
-    the group has all of them. `rule` says what a request holds of a group: blocks of all its tokens, those of the last
+    A layout describes one group of the model's layers: `layers` are their indices in the model, ascending; () if the
+    group has all of them. `rule` says what a request holds of a group: blocks of all its tokens, those of the last
     `window` tokens, or one block with a state, whose block size is 1.
     """
 
@@ -63,7 +63,7 @@ class KVLayout:
 
     @property
     def holds(self) -> Rule:
-        """Returns what a request holds of this group of layers."""
+        """Returns which blocks a request holds in this group of layers."""
         return Rule(self.rule, self.window)
 
     @property
@@ -87,7 +87,7 @@ class KVLayout:
 
     @property
     def alike(self) -> tuple[AlikeLayers, ...]:
-        """Returns all layers in order, in as few runs of alike ones as there are."""
+        """Returns all layers in order, in as few runs of layers with equal planes as possible."""
         return _alike(self.num_layers, self.planes, self.plane_layers)
 
     def parts_of(self, piece: KVPiece) -> Iterator[tuple[tuple[Plane, ...], KVPiece]]:
@@ -121,33 +121,33 @@ class KVLayout:
         return stop - start
 
     def can_split(self, tp_size: int) -> bool:
-        """Whether the heads of every plane can be spread over so many ranks."""
+        """Whether the heads of every plane can be split over so many ranks."""
         return all(can_split_heads(self.num_heads_of(plane), tp_size) for plane in self.planes)
 
     def width_of(self, name: str) -> int:
-        """Returns the width of the plane of this name."""
+        """Returns the width of the plane with this name."""
         return next(plane.width for plane in self.planes if plane.name == name)
 
     @property
     def head_dim(self) -> int:
-        """Returns the width of keys and of values, if these two are the planes."""
+        """Returns the width of keys and values, if the planes are these two."""
         keys, values = self.width_of("k"), self.width_of("v")
         assert keys == values
         return keys
 
     @property
     def has_one_width(self) -> bool:
-        """Whether all planes have vectors of the same width, as most kernels of attention need it."""
+        """Whether all planes have vectors of the same width, as most attention kernels require."""
         return len({plane.width for plane in self.planes}) == 1
 
     @property
     def has_latents(self) -> bool:
-        """Whether heads are made anew from what is kept, which no rank has a share of: one vector for all heads."""
+        """Whether the planes are latents: one vector for all heads, which ranks cannot split."""
         return self.planes[0].name == LATENT
 
     @property
     def has_index(self) -> bool:
-        """Whether some layers choose the keys that a token attends to."""
+        """Whether some layers have an index that chooses the keys a token attends to."""
         return any(plane.name == INDEX for plane in self.planes)
 
     def block_shapes(self, planes: Iterable[Plane]) -> list[tuple[int, int, int]]:
@@ -160,11 +160,11 @@ class KVLayout:
         return sum(map(math.prod, self.block_shapes(planes)))
 
     def local_layer(self, layer_idx: int) -> int:
-        """Returns the index in this group of a layer of the model; raises ValueError for one of another group."""
+        """Returns the index of a model's layer in this group. Raises ValueError if the layer is in another group."""
         return self.layers.index(layer_idx) if self.layers else layer_idx
 
     def layers_nbytes(self, first: int, stop: int) -> int:
-        """Counts the bytes of one block in layers [first, stop), which lie one behind the other, on this rank."""
+        """Counts the bytes of one block in layers [first, stop), which are consecutive, on this rank."""
         whole = KVPiece(0, 0, first, stop - first, [])
         numel = sum(part.num_layers * self.layer_numel(planes) for planes, part in self.parts_of(whole))
         return numel * DTYPE_NBYTES[self.dtype]
@@ -204,7 +204,7 @@ class KVLayout:
 
 
 def heads_of_rank(num_heads: int, tp_size: int, tp_rank: int) -> tuple[int, int]:
-    """Returns the heads [start, stop) on a rank: a share of them, or one that is replicated on several ranks."""
+    """Returns the heads [start, stop) on a rank: its share, or one head that several ranks have."""
     if tp_size <= num_heads:
         per_rank = num_heads // tp_size
         return tp_rank * per_rank, (tp_rank + 1) * per_rank
@@ -242,15 +242,15 @@ def keys_and_values(head_dim: int, value_dim: int = 0) -> tuple[Plane, ...]:
 
 
 def latents(width: int, rope_width: int) -> tuple[Plane, ...]:
-    """Returns the planes of latent attention (MLA): what keys and values are made of, and the rotated part of keys."""
+    """Returns the planes of latent attention (MLA): the latent of keys and values, and the rotary part of keys."""
     return Plane(LATENT, width), Plane("rope", rope_width)
 
 
 def stored_width(dtype: str, width: int) -> int:
-    """Returns the elements that a vector of `width` numbers takes in a pool of this dtype.
+    """Returns the elements that a vector of `width` values takes in a pool of this dtype.
 
-    Numbers are elements themselves. Codes are bytes, and the vector's scale follows them: so a token's bytes are final
-    once they are written, and heads, tokens, layers and blocks can be taken apart without their codes' company.
+    In a plain dtype each value is an element. Codes are bytes, followed by the vector's scale: so a token's bytes are
+    final once they are written, and heads, tokens, layers and blocks can be separated without decoding.
     """
     bits = CODE_BITS.get(dtype)
     return width if bits is None else width * bits // 8 + SCALE_NBYTES
@@ -263,17 +263,17 @@ def can_hold(planes: Iterable[Plane], dtype: str) -> bool:
 
 
 def vectors_nbytes(planes: Iterable[Plane], dtype: str) -> int:
-    """Counts the bytes that a token leaves in a layer with these planes for each KV head."""
+    """Counts the bytes that a token takes in a layer with these planes for each KV head."""
     return sum(stored_width(dtype, plane.width) for plane in planes) * DTYPE_NBYTES[dtype]
 
 
 def num_common_layers(source: KVLayout | LayoutInfo, target: KVLayout | LayoutInfo) -> int:
-    """Counts the first layers of a pair that travel: a draft head's only to a pool with the same head."""
+    """Counts the first layers that both layouts share: a draft head's only if both have the same head."""
     return source.num_layers - (source.num_draft_layers if source.draft_head != target.draft_head else 0)
 
 
 def token_nbytes_of(source: LayoutInfo, target: LayoutInfo) -> int:
-    """Counts the bytes of a token that travel from all ranks of an instance to another, each KV head once."""
+    """Counts the bytes of a token that all ranks of an instance send to another instance, each KV head once."""
     stop, nbytes = num_common_layers(source, target), 0
     for each in _alike(source.num_layers, source.planes, source.plane_layers):
         of_layer = sum(
@@ -289,7 +289,7 @@ def can_split_heads(num_kv_heads: int, tp_size: int) -> bool:
 
 
 class Lane(NamedTuple):
-    """Carries the KV heads of a group of layers that two ranks have in common from one to the other."""
+    """The KV heads of a group of layers that a rank of P and a rank of D have in common."""
 
     source_rank: int
     target_rank: int
@@ -299,7 +299,7 @@ class Lane(NamedTuple):
 def num_lanes(own: KVLayout, tp_sizes: Iterable[int]) -> int:
     """Counts the lanes of this rank to or from instances with so many ranks, in the direction that has more.
 
-    Instances over whose ranks the heads cannot be spread get none: they are refused when they link.
+    Instances over whose ranks the heads cannot be split get no lanes: their links are refused.
     """
     others = [replace(own, tp_size=size, tp_rank=0) for size in tp_sizes if own.can_split(size)]
     sent = sum(lane.source_rank == own.tp_rank for other in others for lane in lanes(own, other))
@@ -309,15 +309,15 @@ def num_lanes(own: KVLayout, tp_sizes: Iterable[int]) -> int:
 def lanes(source: KVLayout, target: KVLayout) -> list[Lane]:
     """Lists the senders and receivers between two instances: each rank of `target` gets each of its heads exactly once.
 
-    Where a head is replicated on several ranks of `source`, the ranks of `target` are spread over them. The first lane
-    is from rank 0 to rank 0. Planes with fewer heads than `num_kv_heads` take the same lanes: see `PoolRoute.heads_of`.
+    If a head is replicated on several ranks of `source`, the ranks of `target` are spread over them. The first lane is
+    from rank 0 to rank 0. Planes with fewer heads than `num_kv_heads` use the same lanes: see `PoolRoute.heads_of`.
     """
     found: list[Lane] = []
     num_replicas = max(1, source.tp_size // source.num_kv_heads)
     for rank in range(target.tp_size):
         start, stop = target.of_rank(rank).head_range
         for head in range(start, stop):
-            first = head * source.tp_size // source.num_kv_heads  # the first rank that has it
+            first = head * source.tp_size // source.num_kv_heads  # the first rank that has the head
             lane = Lane(first + rank % num_replicas, rank)
             if lane not in found:
                 found.append(lane)

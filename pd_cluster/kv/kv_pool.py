@@ -1,7 +1,7 @@
 """The KV cache itself: memory of a device, including a few blocks that no request uses.
 
-On CPU the memory is a memfd: another process can map it through its descriptor, and it is gone with the last process
-that has it, however that ended. On an accelerator it is allocated on the device. Knows nothing of blocks' holders.
+On CPU the memory is a memfd: another process can map it through its descriptor, and it is freed when the last process
+that has it ends in any way. On an accelerator it is allocated on the device. Knows nothing of blocks' holders.
 """
 
 from __future__ import annotations
@@ -28,38 +28,38 @@ from pd_cluster.kv.layer_major import LayerMajor
 from pd_cluster.kv.pool_memory import TORCH_DTYPES, Memory, runs
 from pd_cluster.wire import KVPiece
 
-NUM_EXTRA_BLOCKS = 3  # behind the pool's own: one receives the writes of padding, two prove links
+NUM_EXTRA_BLOCKS = 3  # after the pool's own: one receives the writes of padding, two prove links
 
 
 class KVPool:
     """`memory` has num_blocks + NUM_EXTRA_BLOCKS blocks; `num_blocks` counts those that requests can hold.
 
-    The content of the probe block depends only on `probe_seed` and never changes: the probes of others land in a
-    separate block. Usable in `with`.
+    The content of the probe block depends only on `probe_seed` and never changes: peers' probes land in a separate
+    block. Usable in `with`.
     """
 
     def __init__(self, layout: KVLayout, num_blocks: int, device: Device = CPU) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
         self.device = device
-        # By layer of the model, its place in the layout; None: the group has all of them.
+        # By layer of the model: its index in the layout; None: the group has all layers.
         self._places = {layer_idx: at for at, layer_idx in enumerate(layout.layers)} if layout.layers else None
-        self.fd = -1  # the memory's, on CPU
-        self._map: mmap.mmap | None = None  # likewise
+        self.fd = -1  # the memory's descriptor, on CPU
+        self._map: mmap.mmap | None = None  # its mapping, on CPU
         self.memory: Memory
         if device.is_accelerator:
             try:
                 self.memory = self._allocated()
             except torch.OutOfMemoryError as error:
                 raise ConfigError(
-                    f"{_described(layout, num_blocks)} does not fit {device.torch_name}: {error}; give it less"
+                    f"{_described(layout, num_blocks)} does not fit {device.torch_name}: {error}; use fewer blocks"
                 ) from None
         else:
             try:
                 self.memory = self._mapped()
             except (OSError, OverflowError) as error:
-                raise ConfigError(f"{_described(layout, num_blocks)} cannot be had: {error}; give it less") from None
-        self.probe_lock = threading.Lock()  # for the block where several links' probes land
+                raise ConfigError(f"{_described(layout, num_blocks)} cannot be mapped: {error}; use fewer") from None
+        self.probe_lock = threading.Lock()  # protects the block where several links' probes land
         self.probe_seed = secrets.randbits(62)
         try:
             self.put_block(self.probe_block, probe_content(layout, self.probe_seed))
@@ -70,7 +70,7 @@ class KVPool:
     def _allocated(self) -> Memory:
         """Allocates on an accelerator."""
         dtype, name = TORCH_DTYPES[self.layout.dtype], self.device.torch_name
-        way = way_of(self.device)
+        way = memory_class_of(self.device)
         shapes = way.shapes(self.layout, self.num_blocks + NUM_EXTRA_BLOCKS)
         return way(self.layout, [torch.zeros(shape, dtype=dtype, device=name) for shape in shapes])
 
@@ -113,7 +113,7 @@ class KVPool:
         return self.num_blocks + 2
 
     def has_layer(self, layer_idx: int) -> bool:
-        """Whether a layer of the model is of this pool's group."""
+        """Whether this pool's group has this layer of the model."""
         return self._places is None or layer_idx in self._places
 
     def planes(self, layer_idx: int) -> list[torch.Tensor]:
@@ -123,14 +123,14 @@ class KVPool:
     def layer(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the keys and values of a layer of the model, its first two planes, strided.
 
-        They are [num_blocks + extra, block_size, local_kv_heads, head_dim]. In a pool of codes their last dimension is
+        They are [num_blocks + extra, block_size, local_kv_heads, head_dim]. In a pool of codes the last dimension is
         the stored width, in bytes: see kv/kv_vectors.py.
         """
         keys, values, *_ = self.planes(layer_idx)
         return keys, values
 
     def block(self, block: int) -> torch.Tensor:
-        """Returns a copy of one block on the host, [1, numbers of a block]."""
+        """Returns a copy of one block on the host, [1, block_numel]."""
         layers = range(self.layout.num_layers)
         parts = [plane[block].reshape(-1) for layer in layers for plane in self.memory.planes(layer)]
         return torch.cat(parts).cpu().view(shape_of(self.layout, 1))
@@ -149,12 +149,12 @@ class KVPool:
                     plane[first : first + count] = 0
 
     def check_blocks(self, table: npt.NDArray[np.int64], wanted: int) -> None:
-        """Checks a table that kernels will trust; `wanted` is its required length. Raises ValueError."""
+        """Checks a table before kernels use it; `wanted` is its required length. Raises ValueError."""
         least, most = int(table.min()), int(table.max())
         if len(table) != wanted or least < 0 or most > self.num_blocks:  # `num_blocks` is the padding block
             raise ValueError(
                 f"block tables hold {len(table)} blocks from {least} to {most}, "
-                f"wanted {wanted} from 0 to {self.num_blocks}"
+                f"expected {wanted} from 0 to {self.num_blocks}"
             )
 
     def flat(self) -> torch.Tensor:
@@ -163,7 +163,7 @@ class KVPool:
         return self.memory.bytes
 
     def vacate(self) -> None:
-        """Returns the memory of all blocks that requests can hold to the system, on CPU; then they are zeros.
+        """Returns the memory of all blocks that requests can hold to the system, on CPU; they then read as zeros.
 
         The extra blocks keep their contents, since links are probed with them. Other processes' mappings stay valid.
         """
@@ -174,15 +174,15 @@ class KVPool:
     def close(self) -> None:
         """Returns the memory to the system; further calls do nothing, and uses of `memory` raise AttributeError.
 
-        The pages go at once. A tensor that still views them reads zeros and keeps the mapping, so links of other
-        processes must be closed before.
+        The pages are freed at once. A tensor that still views them reads zeros and keeps the mapping, so close other
+        processes' links before.
         """
         if hasattr(self, "memory"):
             del self.memory
         if self._map is not None:
-            with contextlib.suppress(OSError):  # then the pages go with the last view
+            with contextlib.suppress(OSError):  # otherwise the pages are freed with the last view
                 self._map.madvise(mmap.MADV_REMOVE)
-            self._map = None  # not closed: torch keeps it mapped for its views by a reference alone
+            self._map = None  # not closed: torch's views keep it mapped by a mere reference
         if self.fd >= 0:
             self._descriptor()
             self.fd = -1
@@ -194,8 +194,8 @@ class KVPool:
         self.close()
 
 
-def way_of(device: Device) -> type[HostBlocks | DeviceBlocks | LayerMajor]:
-    """Returns the order of pools in such a device's memory."""
+def memory_class_of(device: Device) -> type[HostBlocks | DeviceBlocks | LayerMajor]:
+    """Returns the class of pool memory that such a device uses."""
     if not device.is_accelerator:
         return HostBlocks
     return LayerMajor if device.traits.wants_layers_apart else DeviceBlocks
@@ -206,13 +206,13 @@ def _described(layout: KVLayout, num_blocks: int) -> str:
 
 
 def is_block(block: int, num_blocks_in_all: int) -> bool:
-    """Whether a peer may name this block of a pool of this size, extra ones included, but not the padding block."""
+    """Whether a peer may name this block of a pool of this size: extra blocks are allowed, the padding block is not."""
     num_blocks = num_blocks_in_all - NUM_EXTRA_BLOCKS
     return 0 <= block < num_blocks or block == num_blocks + 1
 
 
 def probe_content(layout: KVLayout, seed: int) -> torch.Tensor:
-    """Returns one block, [1, elements of a block], whose numbers are the same in every plain dtype."""
+    """Returns one block, [1, block_numel], whose values are the same in every plain dtype."""
     generator, found = torch.Generator().manual_seed(seed), []
     for first, stop, planes in layout.alike:
         num_vectors = [layout.block_size * layout.local_heads(plane) for plane in planes]
@@ -231,6 +231,6 @@ def view_blocks(buffer: mmap.mmap, layout: KVLayout, num_blocks: int) -> HostBlo
 
 
 def shape_of(layout: KVLayout, num_blocks: int) -> tuple[int, ...]:
-    """Returns [num_blocks, numbers of a block], the shape of consecutive blocks."""
+    """Returns [num_blocks, block_numel], the shape of consecutive blocks."""
     (shape,) = HostBlocks.shapes(layout, num_blocks)
     return shape

@@ -1,11 +1,11 @@
-"""Converts vectors of keys and values between numbers and the form in which a pool stores them.
+"""Converts vectors of keys and values between plain values and the form in which a pool stores them.
 
-A coded vector is its codes, then one float32 scale, as bytes: a number is code * scale. Scales are symmetric, one for
+A coded vector is its codes, then one float32 scale, as bytes: a value is code * scale. Scales are symmetric, one for
 each token and head, so a vector's bytes depend on that vector alone. native/pool_vectors.h makes the same bytes.
 
-- int8: codes -127 to 127; int4: -7 to 7, stored plus 8, those of the vector's first half in the low bits of the bytes
-  and those of its second half in the high bits; fp8_e4m3: numbers up to 448.
-- A vector with an infinity or NaN gets the scale NaN. One whose largest magnitude is below 2^-100 becomes zeros.
+- int8: codes -127 to 127; int4: -7 to 7, stored plus 8: codes of the vector's first half in the low bits of the bytes,
+  codes of its second half in the high bits; fp8_e4m3: codes up to 448.
+- A vector with an infinity or NaN gets the scale NaN. A vector whose largest magnitude is below 2^-100 becomes zeros.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ INT4_OFFSET = 8
 
 
 def convert(stored: torch.Tensor, source: str, target: str) -> torch.Tensor:
-    """Returns vectors [..., width stored in dtype `source`] as those of a pool of dtype `target`."""
+    """Converts stored vectors [..., stored width] of a pool of dtype `source` to those of dtype `target`."""
     return stored if source == target else encode(decode(stored, source), target)
 
 
 def encode(vectors: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Returns vectors of numbers [..., width] as a pool of this dtype stores them: [..., stored width]."""
+    """Returns plain vectors [..., width] as a pool of this dtype stores them: [..., stored width]."""
     if dtype not in CODE_BITS:
         return vectors.to(TORCH_DTYPES[dtype])
     x = vectors.float()
     most = x.abs().amax(-1, keepdim=True)
     is_finite = most.isfinite()
-    largest = torch.full_like(most, MOST[dtype])  # a quotient of a tensor and a number may be rounded twice
+    largest = torch.full_like(most, MOST[dtype])  # dividing a tensor by a Python number may round twice
     inverse = torch.where(is_finite & (most >= SMALLEST), largest / most, 0.0)
     scale = torch.where(is_finite, most / largest, torch.nan)
     codes = _codes(torch.where(inverse > 0, x * inverse, 0.0), dtype)
@@ -40,7 +40,7 @@ def encode(vectors: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def decode(stored: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Returns vectors that a pool of this dtype stores as numbers [..., width]: float32 if they are codes."""
+    """Returns the vectors that a pool of this dtype stores as plain values [..., width]: float32 if they are codes."""
     if dtype not in CODE_BITS:
         return stored
     codes = stored[..., :-SCALE_NBYTES]

@@ -1,6 +1,6 @@
-"""The groups of layers of two instances: their lanes, the tokens and bytes that travel, and what proves a lane.
+"""The groups of layers of two instances: their lanes, the tokens and bytes that travel, and the probe of a lane.
 
-Each function takes one layout a group, in the order of the groups. Knows nothing of tensors.
+Each function takes one layout per group, in the order of the groups. Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def lanes_of(sources: Sequence[KVLayout], targets: Sequence[KVLayout]) -> list[L
 
 
 def transfer_nbytes(sources: Sequence[LayoutInfo], targets: Sequence[LayoutInfo], num_tokens: int) -> int:
-    """Counts the bytes of a prompt of so many tokens that travel between all ranks of two instances.
+    """Counts the bytes that all ranks of an instance send to another for a prompt of so many tokens.
 
-    Nothing of it is cached at the target. See `first_token_of` for windows.
+    The target has cached none of it. See `first_token_of` for windows.
     """
     total = 0
     for source, target in zip(sources, targets, strict=False):
@@ -33,12 +33,12 @@ def transfer_nbytes(sources: Sequence[LayoutInfo], targets: Sequence[LayoutInfo]
 
 
 def first_token_of(rule: Rule, num_tokens: int, block_size: int) -> int:
-    """Returns the first token of a prompt that a receiver without cached blocks wants of a group."""
+    """Returns the first token of a prompt that a receiver without cached blocks needs in a group."""
     return rule.num_passed(num_tokens, block_size) * block_size
 
 
 def probe_layout(layout: KVLayout) -> KVLayout:
-    """Returns the layers of a block that prove a lane: all, or of a state, which is large, the first."""
+    """Returns the layout of the probe, which proves a lane: all layers, but only the first of a large state."""
     if not layout.holds.is_state:
         return layout
     first = layout.alike[0]

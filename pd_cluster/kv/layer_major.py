@@ -1,4 +1,4 @@
-"""Pools that lie layer by layer, one allocation each: some operators, such as NPUs', need every plane contiguous."""
+"""Pools in layer-major order, one allocation per layer, for operators that need contiguous planes, such as NPUs'."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ALL = slice(None)
 
 
 class LayerMajor:
-    """`layers[i]` holds the planes of layer i one after the other, each [num_blocks, block_size, heads, width].
+    """`layers[i]` has the planes of layer i in order, each [num_blocks, block_size, heads, width].
 
-    It is [num_planes, num_blocks, block_size, heads, width] where all planes have one shape, and flat otherwise.
+    It is [num_planes, num_blocks, block_size, heads, width] if all planes have one shape, and flat otherwise.
     """
 
     def __init__(self, layout: KVLayout, parts: Sequence[torch.Tensor]) -> None:
@@ -62,7 +62,7 @@ class LayerMajor:
         return self._gathered(self._ids(piece.block_ids), _layers_of(piece)).view(-1)
 
     def view_of(self, piece: KVPiece) -> None:
-        """A block's planes are apart in this memory."""
+        """Returns None: a block's planes are not contiguous in this memory."""
 
     def scatter(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
         blocks = payload.view(len(into), -1).to(self.device)
@@ -72,7 +72,7 @@ class LayerMajor:
         return [self.gather(piece)]
 
     def copy_from(self, source: Memory, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
-        """Copies layer by layer, without a detour through blocks."""
+        """Copies layer by layer, without gathering blocks first."""
         assert seen is None
         assert isinstance(source, LayerMajor)
         layers = _layers_of(piece)
@@ -88,7 +88,7 @@ class LayerMajor:
     ) -> None:
         block, offset = slots_of(self.layout, piece, into, self.device)
         slots = (block * self.layout.block_size + offset)[:, None]
-        rows: dict[tuple[int, int, int], torch.Tensor] = {}  # of the same heads of so many
+        rows: dict[tuple[int, int, int], torch.Tensor] = {}  # row indices, by the number of heads and their range
         for at, layer in enumerate(self._planes[_layers_of(piece)]):
             for plane, vectors, own in zip(layer, planes, heads, strict=True):
                 num_heads, width = plane.shape[2:]
@@ -118,10 +118,11 @@ class LayerMajor:
         return ids_on(self.device, torch.tensor(blocks))
 
     def _flat_planes(self, layers: slice) -> list[torch.Tensor]:
-        """Returns every plane of each of these layers, as [num_blocks, numbers].
+        """Returns every plane of each of these layers, as [num_blocks, elements per block].
 
-        Indexing always uses the first dimension of such a plane, or of a view of all of it. Along another, NPUs write
-        by copying the whole tensor out and back, over what a step has written meanwhile on another stream.
+        Indexing always uses the first dimension of such a plane, or of a view of all of it. Along another dimension
+        NPUs write by copying the whole tensor out and back, which overwrites what a step has written meanwhile on
+        another stream.
         """
         return [plane.flatten(1) for layer in self._planes[layers] for plane in layer]
 

@@ -1,7 +1,7 @@
-"""A tier below host memory, as rank 0 keeps it: what is there, what is on its way, and what each rank is to do.
+"""Rank 0's view of a tier below host memory: its contents, jobs under way, and commands for the ranks.
 
-The table is in docs/protocol/handover.md. Integers, hashes and an injected clock: it moves no bytes and opens no files.
-A content is there once every rank has its share of it; one rank that lacks its share makes it a miss for all.
+docs/protocol/handover.md has the state × event table. Integers, hashes and an injected clock: moves no bytes and opens
+no files. The tier has a content once every rank has stored its share; if one rank lacks it, all ranks miss.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from pd_cluster.kv.host_tier import HostTier, LoadCost, TierCounts
 from pd_cluster.kv.tier_commands import AnyTierCommand, Clear, Discard, Fetch, Look, LowerKind, TierDone, Write
 from pd_cluster.types import Tier
 
-FETCH_BLOCKS = 16  # in one job: the first are of use before the last are here
-KEPT_S = 30.0  # for which fetched blocks wait in host memory for their request
+FETCH_BLOCKS = 16  # blocks of one job; a request can use them before later jobs are done
+KEEP_FETCHED_S = 30.0  # how long fetched blocks stay in host memory for their request
 
 
 @dataclass(slots=True)
 class _TierJob:
-    order: Write | Fetch | Look
+    command: Write | Fetch | Look
     since_s: float
     num_missing: int  # ranks that have not reported
     generation: int
-    num: int = 1 << 30  # the least that a rank has reported
+    num: int = 1 << 30  # the smallest number that a rank has reported
 
 
 class LowerTier:
-    """`capacity`: the most blocks that it has; the least recently used ones are discarded. 0: it discards by itself,
-    others write to it too, and what is there must be asked (`look`).
+    """`capacity`: the most blocks that it keeps; the least recently used ones are discarded. 0: the store discards
+    blocks itself and is shared with others, so `look` must ask for its contents.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class LowerTier:
         self.cost = LoadCost(block_size)
         self.counts = TierCounts()
         self._host, self._capacity, self._num_ranks, self._clock = host, capacity, num_ranks, clock
-        self._index: OrderedDict[bytes, None] = OrderedDict()  # what is there; least recently used first
-        self._backlog: OrderedDict[bytes, None] = OrderedDict()  # in host memory, and to be written
+        self._index: OrderedDict[bytes, None] = OrderedDict()  # known contents; least recently used first
+        self._backlog: OrderedDict[bytes, None] = OrderedDict()  # contents in host memory that must be written
         self._writing: dict[bytes, int] = {}  # content -> job
         self._fetching: dict[bytes, int] = {}
         self._jobs: dict[int, _TierJob] = {}
-        self._kept: dict[bytes, float] = {}  # fetched -> when host memory need not keep it any more
-        self._orders: list[AnyTierCommand] = []
+        self._kept: dict[bytes, float] = {}  # fetched content -> when host memory may drop it
+        self._commands: list[AnyTierCommand] = []
         self._changed: set[bytes] = set()
-        self._waits_for: set[int] | None = set(range(num_ranks)) if capacity else None  # ranks' contents at the start
+        self._waits_for: set[int] | None = set(range(num_ranks)) if capacity else None  # ranks without a report
         self._next_job = self._generation = 0
-        self._last_s = 0.0  # when a fetch was over
+        self._last_s = 0.0  # the time when the last fetch ended
 
     def __len__(self) -> int:
         return len(self._index)
@@ -65,17 +65,17 @@ class LowerTier:
 
     @property
     def num_jobs(self) -> int:
-        """Counts what the ranks have been ordered and not all of them have reported."""
+        """Counts jobs that some rank has not reported yet."""
         return len(self._jobs)
 
     @property
     def is_asked(self) -> bool:
-        """Whether only the store knows what it has."""
+        """Whether its contents must be asked for."""
         return not self._capacity
 
     @property
     def places(self) -> dict[bytes, Tier]:
-        """Returns what schedulers hear of: not what every instance can get."""
+        """Returns the tier of each content that schedulers may know; "shared" contents are not reported."""
         return dict.fromkeys(self._index, "disk") if self.kind == "disk" else {}
 
     def place(self, content: bytes) -> Tier | None:
@@ -85,15 +85,15 @@ class LowerTier:
         changed, self._changed = self._changed, set()
         return changed if self.kind == "disk" else set()
 
-    def take_orders(self) -> list[AnyTierCommand]:
-        """Returns what the ranks are to do, after all moves so far."""
-        orders, self._orders = self._orders, []
-        return orders
+    def take_commands(self) -> list[AnyTierCommand]:
+        """Returns the new commands for the ranks, which follow all moves so far."""
+        commands, self._commands = self._commands, []
+        return commands
 
-    # ---- what is there at the start
+    # ---- contents at the start
 
     def opened(self, rank: int, contents: Sequence[bytes]) -> None:
-        """Takes a rank's contents, the least recently used first; once all are here, those of all ranks count."""
+        """Records a rank's contents, the least recently used first; after the last rank's, those of all ranks count."""
         if self._waits_for is None:
             return
         if len(self._waits_for) == self._num_ranks:
@@ -114,10 +114,10 @@ class LowerTier:
     def is_open(self) -> bool:
         return self._waits_for is None
 
-    # ---- blocks go down
+    # ---- writes
 
     def entered(self, content: bytes) -> None:
-        """A block has entered host memory: it is written here too, unless it is here already."""
+        """Schedules a block that has entered host memory to be written, unless it is already here."""
         if content in self._index:
             self._index.move_to_end(content)
         elif content not in self._writing:
@@ -125,11 +125,11 @@ class LowerTier:
             self._backlog.move_to_end(content)
             self._write_some()
 
-    def has_or_gets(self, content: bytes) -> bool:
+    def has_or_will_have(self, content: bytes) -> bool:
         return content in self._index or content in self._writing or content in self._backlog
 
     def _write_some(self) -> None:
-        """Writes as many as may keep their slots; of the rest, the oldest are dropped."""
+        """Writes as many blocks as may keep their slots; drops the oldest of the others."""
         most = max(1, self._host.num_slots // 2)
         while self._backlog and self.is_open and len(self._writing) < most:
             content, _ = self._backlog.popitem(last=False)
@@ -137,15 +137,15 @@ class LowerTier:
                 self.counts.num_dropped += 1
                 continue
             self._evict_for(1)
-            order = Write(self._next_job, content, self._host.begin_read(content))
-            self._writing[content] = self._begin(order)
+            command = Write(self._next_job, content, self._host.begin_read(content))
+            self._writing[content] = self._begin(command)
         while len(self._backlog) > self._host.num_slots:
             self._backlog.popitem(last=False)
             self.counts.num_dropped += 1
 
     def _evict_for(self, num_blocks: int) -> None:
         if not self._capacity:
-            while len(self._index) > 1 << 20:  # what this instance has written there
+            while len(self._index) > 1 << 20:  # contents that this instance has written
                 self._index.popitem(last=False)
             return
         num_over = len(self._index) + len(self._writing) + num_blocks - self._capacity
@@ -155,12 +155,12 @@ class LowerTier:
 
     def _discard(self, contents: Sequence[bytes]) -> None:
         if contents:
-            self._orders.append(Discard(list(contents)))
+            self._commands.append(Discard(list(contents)))
 
-    # ---- blocks come up
+    # ---- reads
 
     def fetch(self, contents: Sequence[bytes]) -> set[int]:
-        """Has blocks brought to host memory, as far as it has room; returns the jobs to wait for."""
+        """Fetches blocks to host memory, as many as it has slots for; returns the jobs to wait for."""
         jobs = {self._fetching[each] for each in contents if each in self._fetching}
         wanted = [each for each in contents if each not in self._fetching and each not in self._host]
         slots = self._host.reserve(len(wanted))
@@ -176,13 +176,13 @@ class LowerTier:
         return jobs
 
     def look(self, contents: Sequence[bytes]) -> int:
-        """Asks how many contents at the beginning are there; returns the job."""
+        """Asks how many of the leading contents the store has; returns the job."""
         return self._begin(Look(self._next_job, list(contents)))
 
     # ---- reports
 
     def done(self, report: TierDone) -> tuple[list[bytes], bool]:
-        """Takes a rank's report. Returns the contents that a look has found, and whether the job is over."""
+        """Processes a rank's report. Returns the contents that a look has found, and whether the job is over."""
         self.counts.num_bad[report.rank] = max(report.num_bad, self.counts.num_bad.get(report.rank, 0))
         job = self._jobs.get(report.job)
         if job is None:
@@ -193,50 +193,50 @@ class LowerTier:
             return [], False
         del self._jobs[report.job]
         found: list[bytes] = []
-        match job.order:
+        match job.command:
             case Write():
-                self._written(job, job.order)
+                self._written(job, job.command)
             case Fetch():
-                self._fetched(job, job.order)
+                self._fetched(job, job.command)
             case Look(contents=contents):
                 found = contents[: max(0, job.num)]
         return found, True
 
-    def _written(self, job: _TierJob, order: Write) -> None:
-        self._host.end_read(order.slot)
-        if self._writing.get(order.content) == order.job:
-            del self._writing[order.content]
+    def _written(self, job: _TierJob, command: Write) -> None:
+        self._host.end_read(command.slot)
+        if self._writing.get(command.content) == command.job:
+            del self._writing[command.content]
         if job.num == 1 and job.generation == self._generation:
-            self._index[order.content] = None
-            self._changed.add(order.content)
+            self._index[command.content] = None
+            self._changed.add(command.content)
             self.counts.num_written += 1
             self._evict_for(0)
         else:
             self.counts.num_failed += job.num != 1
-            is_newer = order.content in self._index or order.content in self._writing  # a later job has, or gets it
-            if self._capacity and not is_newer:  # on the other ranks
-                self._discard([order.content])
+            is_newer = command.content in self._index or command.content in self._writing  # a later job writes it
+            if self._capacity and not is_newer:  # other ranks have written their shares
+                self._discard([command.content])
         self._write_some()
 
-    def _fetched(self, job: _TierJob, order: Fetch) -> None:
+    def _fetched(self, job: _TierJob, command: Fetch) -> None:
         now_s = self._clock()
-        began_s, self._last_s = max(job.since_s, self._last_s), now_s  # one after the other: it may have queued
-        for at, (content, slot) in enumerate(zip(order.contents, order.slots, strict=True)):
-            if self._fetching.get(content) == order.job:
+        began_s, self._last_s = max(job.since_s, self._last_s), now_s  # jobs run in sequence, so it may have queued
+        for at, (content, slot) in enumerate(zip(command.contents, command.slots, strict=True)):
+            if self._fetching.get(content) == command.job:
                 del self._fetching[content]
             if at < job.num and job.generation == self._generation:
                 self._host.filled(content, slot)
-                self._kept[content] = now_s + KEPT_S
+                self._kept[content] = now_s + KEEP_FETCHED_S
             else:
                 self._host.not_filled(slot)
-        num = max(0, min(job.num, len(order.contents)))
+        num = max(0, min(job.num, len(command.contents)))
         if num:
             self.counts.num_fetched += num
             self.cost.loaded(num, now_s - began_s)
-        if num < len(order.contents):
+        if num < len(command.contents):
             self.counts.num_failed += 1
             if job.num >= 0 and job.generation == self._generation:
-                self._lose(order.contents[num])
+                self._lose(command.contents[num])
 
     def _lose(self, content: bytes) -> None:
         """Forgets a content that a rank could not read."""
@@ -247,16 +247,16 @@ class LowerTier:
                 self._discard([content])
 
     def tick(self) -> None:
-        """Lets host memory drop what was fetched for a request that did not take it in time."""
+        """Lets host memory drop blocks whose requests did not take them in time."""
         now_s = self._clock()
         for content in [each for each, until_s in self._kept.items() if until_s < now_s]:
             del self._kept[content]
-            self._host.let_go(content)
+            self._host.unpin(content)
 
-    # ---- the end of contents
+    # ---- forgetting
 
     def host_forgot(self) -> None:
-        """Host memory has forgotten every content: what was on its way down or up is of no use any more."""
+        """Handles that host memory has forgotten every content: writes and reads under way are useless."""
         self._backlog.clear()
         self._kept.clear()
         self._writing.clear()
@@ -268,11 +268,11 @@ class LowerTier:
         self._changed.update(self._index)
         self._index.clear()
         self._generation += 1
-        self._orders.append(Clear())
+        self._commands.append(Clear())
 
-    def _begin(self, order: Write | Fetch | Look) -> int:
-        """Orders a job, whose number is the next one; returns it."""
+    def _begin(self, command: Write | Fetch | Look) -> int:
+        """Begins a job under the next number, and returns this number."""
         self._next_job += 1
-        self._jobs[order.job] = _TierJob(order, self._clock(), self._num_ranks, self._generation)
-        self._orders.append(order)
-        return order.job
+        self._jobs[command.job] = _TierJob(command, self._clock(), self._num_ranks, self._generation)
+        self._commands.append(command)
+        return command.job

@@ -1,4 +1,4 @@
-"""Opens the stores below host memory that a worker's settings name. Imports their libraries when they are asked for."""
+"""Opens the stores below host memory that a worker's settings name. Imports their libraries on demand."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
     from pd_cluster.kv.disk_store import DiskStore
     from pd_cluster.kv.shared_store import SharedStore
 
-LEAST_SECRET_LENGTH = 32
+MIN_SECRET_LENGTH = 32
 
 
 def check_tiers(settings: HandoverSettings, host_cache_gib: float) -> None:
     """Checks what can be checked before the model is loaded. Raises ConfigError."""
     if settings.kv_disk_cache_size_gib != HandoverSettings().kv_disk_cache_size_gib and not settings.kv_disk_cache:
-        raise ConfigError("--kv-disk-cache-size: there are no files to bound; give --kv-disk-cache FOLDER, too")
+        raise ConfigError("--kv-disk-cache-size: it has no effect without --kv-disk-cache FOLDER")
     if settings.kv_cache_key_file and not (settings.kv_disk_cache or settings.kv_shared_cache):
         tiers = "--kv-disk-cache or --kv-shared-cache"
-        raise ConfigError(f"--kv-cache-key-file: nothing is encrypted with it; give {tiers}, too")
+        raise ConfigError(f"--kv-cache-key-file: it has no effect without {tiers}")
     asked = {"--kv-disk-cache": settings.kv_disk_cache, "--kv-shared-cache": settings.kv_shared_cache}
     for flag in (flag for flag, value in asked.items() if value):
         if not host_cache_gib:
-            raise ConfigError(f"{flag}: blocks go through host memory; give --kv-host-cache GIB, too")
+            raise ConfigError(f"{flag}: blocks pass through host memory; add --kv-host-cache GIB")
         extra, modules = ("disk-cache", ["cryptography"])
         if flag == "--kv-shared-cache":
             extra, modules = "shared-cache", ["cryptography", "redis"]
@@ -58,18 +58,18 @@ def read_secrets(file: str) -> list[bytes]:
     except OSError as error:
         raise ConfigError(f"--kv-cache-key-file {file}: {error.strerror}") from None
     if stat.S_IMODE(mode) & 0o077:
-        raise ConfigError(f"--kv-cache-key-file {file}: others may read it; chmod 600")
+        raise ConfigError(f"--kv-cache-key-file {file}: other users may read it; chmod 600")
     secrets = [line.strip() for line in lines if line.strip()]
-    if not secrets or min(map(len, secrets)) < LEAST_SECRET_LENGTH:
+    if not secrets or min(map(len, secrets)) < MIN_SECRET_LENGTH:
         raise ConfigError(
-            f"--kv-cache-key-file {file}: expected secrets of {LEAST_SECRET_LENGTH} characters or more, one a line, as "
+            f"--kv-cache-key-file {file}: expected secrets of {MIN_SECRET_LENGTH} characters or more, one a line, as "
             "`openssl rand -hex 32` makes them"
         )
     return secrets
 
 
 def seal_of(secrets: Sequence[bytes], layout: KVLayout, origin: Sequence[str]) -> Seal:
-    """`origin`: whatever the bits of blocks follow from, beside what their hashes cover."""
+    """`origin` identifies everything that determines the bits of blocks, besides what their hashes cover."""
     from pd_cluster.kv.block_seal import Seal
 
     parts = layout.to_info(), KV_VERSION, list(origin)

@@ -1,6 +1,6 @@
-"""Packs a piece of a prompt's KV cache as one payload, out of one pool into another of any block size, dtype and heads.
+"""Packs a piece of a prompt's KV cache as one payload, to unpack it in a pool of any block size, dtype and heads.
 
-The only place that converts. Payloads are the same however the pools lie in memory. Knows nothing of their transport.
+Only this module converts. Payloads do not depend on the order of a pool's memory. Knows nothing of transports.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pd_cluster.wire import KVPiece, Plane
 def pack(memory: Memory, piece: KVPiece, route: PoolRoute) -> torch.Tensor:
     """Returns the payload as bytes, [payload_nbytes] uint8; a view of the pool where possible.
 
-    A converted payload goes layer by layer, plane by plane, [num_tokens, num_heads of the plane, stored width].
+    A converted payload has layer after layer, in each plane after plane: [num_tokens, the plane's heads, stored width].
     """
     if route.is_verbatim:
         return memory.gather(piece)
@@ -36,7 +36,7 @@ def pack(memory: Memory, piece: KVPiece, route: PoolRoute) -> torch.Tensor:
 
 
 def unpack(payload: torch.Tensor, piece: KVPiece, route: PoolRoute, memory: Memory, into: list[int]) -> None:
-    """Writes a payload of `pack` to a pool: `into` are the blocks that hold the piece's tokens there."""
+    """Writes a payload of `pack` to a pool; `into` are the blocks of the piece's tokens there."""
     if route.is_verbatim:
         memory.scatter(payload, piece, into)
         return
@@ -58,7 +58,7 @@ def vectors_of(blocks: torch.Tensor, piece: KVPiece, layout: KVLayout) -> torch.
 
 
 def _joined(planes: list[torch.Tensor], piece: KVPiece, layout: KVLayout, dtype: torch.dtype) -> torch.Tensor:
-    """Joins the tokens of all planes, [num_layers, numbers of all], in one pass where they fill their blocks."""
+    """Joins the tokens of all planes, [num_layers, elements], in one pass if they fill their blocks."""
     is_whole = piece.num_tokens == len(piece.block_ids) * layout.block_size
     planes = planes if is_whole else [vectors_of(blocks, piece, layout) for blocks in planes]
     ends = list(itertools.accumulate(plane[0].numel() for plane in planes))

@@ -1,8 +1,8 @@
-"""Declares the interface of a pool's memory; block_major.py and layer_major.py implement its orders of blocks.
+"""Declares the interface of a pool's memory; block_major.py and layer_major.py implement it for two memory orders.
 
-Verbatim payloads are the same bytes from each of them: block by block, in each the layers, in each the planes, in each
-[block_size, heads, width]. Widths are those in which vectors are stored (kv/kv_vectors.py). Knows nothing of
-transports or of blocks' holders.
+Verbatim payloads have the same bytes in either order: block by block, in each the layers, in each the planes, in each
+[block_size, heads, width]. Widths are those of stored vectors (kv/kv_vectors.py). Knows nothing of transports or of
+blocks' holders.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from pd_cluster.kv.kv_layout import CODE_BITS, KVLayout
 from pd_cluster.wire import KVPiece
 
 MODEL_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-TORCH_DTYPES = {**MODEL_DTYPES, **dict.fromkeys(CODE_BITS, torch.uint8)}  # of a pool's elements
+TORCH_DTYPES = {**MODEL_DTYPES, **dict.fromkeys(CODE_BITS, torch.uint8)}  # the dtypes of a pool's elements
 
 Move = Literal["copy", "out", "in", "clear"]
-GroupMove = tuple[Move, int, int, int]  # source and target block, and the group of layers whose pool they are in
+GroupMove = tuple[Move, int, int, int]  # the kind, source and target block, and the index of the group of layers
 Seen = Callable[[torch.Tensor], None]
 
 
 class Memory(Protocol):
-    """Holds the blocks of one pool, extra ones included. Devices do their work in the current stream's order."""
+    """The blocks of one pool, including the extra ones. Devices work in the current stream's order."""
 
     layout: KVLayout
 
@@ -33,7 +33,7 @@ class Memory(Protocol):
 
     @classmethod
     def shapes(cls, layout: KVLayout, num_blocks: int) -> list[tuple[int, ...]]:
-        """Returns the shapes of the allocations for this many blocks, in numbers of the layout's dtype."""
+        """Returns the shapes of the allocations for this many blocks, in elements of the layout's dtype."""
 
     @property
     def parts(self) -> list[torch.Tensor]:
@@ -46,13 +46,13 @@ class Memory(Protocol):
         """Counts blocks."""
 
     def planes(self, layer: int) -> list[torch.Tensor]:
-        """Returns the planes of a layout's layer, each [num_blocks, block_size, heads, width], perhaps strided."""
+        """Returns the planes of a layer of the layout, each [num_blocks, block_size, heads, width], perhaps strided."""
 
     def gather(self, piece: KVPiece) -> torch.Tensor:
         """Returns the verbatim payload, [nbytes] uint8; a view of the memory where possible."""
 
     def view_of(self, piece: KVPiece) -> torch.Tensor | None:
-        """Returns the verbatim payload as a view; None: it is not contiguous."""
+        """Returns the verbatim payload as a view; None if it is not contiguous."""
 
     def scatter(self, payload: torch.Tensor, piece: KVPiece, into: list[int]) -> None:
         """Writes a payload of `gather` to these blocks."""
@@ -61,38 +61,38 @@ class Memory(Protocol):
         """Returns the verbatim payload in order, as contiguous bytes, without a copy where possible."""
 
     def copy_from(self, source: Memory, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
-        """Copies blocks of a memory of the same kind and layout to these. `seen` receives the bytes, in ordered parts.
+        """Copies blocks from a memory of the same kind and layout. `seen` receives the bytes, in ordered parts.
 
         Only host memory supports `seen`.
         """
 
     def heads_of(self, piece: KVPiece, heads: Sequence[slice]) -> list[torch.Tensor]:
-        """Returns a copy of each plane's heads, as `heads` has them, of the piece's blocks, possibly strided.
+        """Returns a copy of the heads that `heads` selects in each plane, of the piece's blocks, possibly strided.
 
-        Each is [num_layers, num_blocks, block_size, num_heads, width]; the layers are alike (`KVLayout.parts_of`).
+        Each is [num_layers, num_blocks, block_size, num_heads, width]; the layers are equal (`KVLayout.parts_of`).
         """
 
     def put_vectors(
         self, planes: Sequence[torch.Tensor], piece: KVPiece, into: list[int], heads: Sequence[slice]
     ) -> None:
-        """Writes vectors in the pool's own form to these heads of each plane, of the piece's tokens in `into`.
+        """Writes vectors, as the pool stores them, to these heads of each plane, for the piece's tokens in `into`.
 
-        There is a tensor for each plane: [num_layers, num_tokens, num_heads, width]; the layers are alike.
+        Each plane has a tensor [num_layers, num_tokens, num_heads, width]; the layers are equal.
         """
 
     def move(self, kind: Move, pairs: Sequence[tuple[int, int]], host: torch.Tensor) -> None:
-        """Copies blocks (source, target) within the memory, out to `host` or back in from it; or clears the targets.
+        """Copies blocks (source, target) within the memory, to `host` or from it; or clears the targets.
 
-        The order is free: no target is another one, or a source in the same memory. `host` is
-        [num_blocks, block_nbytes] uint8.
+        They may be copied in any order, since no target occurs twice or is also a source. `host` is [num_blocks,
+        block_nbytes] uint8.
         """
 
     def warm(self) -> None:
-        """Compiles what copies need: when a link opens rather than for its first transfer."""
+        """Compiles the copy kernels when a link opens, so that the first transfer need not wait."""
 
 
 def ids_on(device: torch.device, ids: torch.Tensor) -> torch.Tensor:
-    """Returns the host's numbers on a device, copied in the current stream's order without waiting for it."""
+    """Returns the host's integers on a device, copied in the current stream's order without waiting for it."""
     return ids if device.type == "cpu" else ids.pin_memory().to(device, non_blocking=True)
 
 
@@ -108,7 +108,7 @@ def runs(ids: list[int]) -> list[tuple[int, int]]:
 
 
 def paired_runs(source: list[int], target: list[int]) -> list[tuple[int, int, int]]:
-    """Returns (first source block, first target block, count) for stretches consecutive on both sides."""
+    """Returns (first source block, first target block, count) for stretches that are consecutive in both lists."""
     found: list[tuple[int, int, int]] = []
     for s, t in zip(source, target, strict=True):
         if found:
@@ -121,9 +121,9 @@ def paired_runs(source: list[int], target: list[int]) -> list[tuple[int, int, in
 
 
 def slots_of(layout: KVLayout, piece: KVPiece, into: list[int], device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Returns the places of the piece's tokens in a pool that holds them in these blocks, on `device`.
+    """Returns the block and the offset of each of the piece's tokens, in a pool that has them in these blocks.
 
-    They are the block and the offset of each.
+    Both tensors are on `device`.
     """
     tokens = torch.arange(piece.num_tokens) + piece.first_token % layout.block_size
     block = torch.tensor(into)[tokens // layout.block_size]

@@ -1,4 +1,4 @@
-"""The way from one pool into another: which heads travel, in which precision. Knows nothing of tensors."""
+"""Determines which heads travel from one pool to another, and in which precision. Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pd_cluster.wire import KVPiece, Plane
 
 @dataclass(frozen=True, slots=True)
 class PoolRoute:
-    """The way from one pool into another: the contents of a payload, and the cost in precision.
+    """The route from one pool to another: the contents of a payload, and the loss of precision.
 
-    `one_sided`: the receiver reads the sender's pool itself, so a smaller payload gains nothing.
+    `one_sided`: the receiver reads the sender's pool itself, so a smaller payload has no advantage.
     """
 
     source: KVLayout
@@ -39,9 +39,9 @@ class PoolRoute:
         return stop - start
 
     def heads_of(self, plane: Plane) -> tuple[int, int]:
-        """Returns the heads [start, stop) of a plane, counted over the whole model, that take this way.
+        """Returns the heads [start, stop) of a plane, counted over the whole model, that take this route.
 
-        A head that several ranks of the source could send to this one of the target comes from the first of them.
+        If several ranks of the source could send a head to this rank of the target, the first of them does.
         """
         if plane.num_heads in (0, self.source.num_kv_heads):
             return self.heads
@@ -50,7 +50,7 @@ class PoolRoute:
         return (first, last) if self._sends_first(plane, first) else (first, first)
 
     def _sends_first(self, plane: Plane, head: int) -> bool:
-        """Whether no rank before the source's, of those with a lane to the target's, has this head of a plane too."""
+        """Whether no earlier rank of the source with a lane to this rank of the target has this head of a plane."""
         source, target = self.source, self.target
         if source.tp_size <= plane.num_heads:
             return True
@@ -67,9 +67,9 @@ class PoolRoute:
 
     @property
     def wire_dtype(self) -> str:
-        """Returns the dtype of a payload: the narrowest of the two pools' and, where it is wanted, int8.
+        """Returns the dtype of a payload: the narrower of the two pools' dtypes, or int8 if configured.
 
-        States never become codes: all later tokens follow from them.
+        States never become codes: all later tokens depend on them.
         """
         is_coded = self.wants_int8 and not self.one_sided and not self.source.holds.is_state
         dtypes = [self.source.dtype, self.target.dtype, *(["int8"] if is_coded else [])]
@@ -77,9 +77,9 @@ class PoolRoute:
 
     @property
     def precision(self) -> str:
-        """Returns "" when the target holds just what it would have computed itself.
+        """Returns "" when the target gets exactly what it would have computed itself.
 
-        Otherwise it names the dtype on the way, and COLD where the target's draft head finds nothing of the prompt.
+        Otherwise it names the dtype on the way, and COLD if the target's draft head gets nothing of the prompt.
         """
         source, target, losses = self.source, self.target, list[str]()
         if self.wire_dtype not in (source.dtype, target.dtype):

@@ -1,8 +1,8 @@
-"""Hashes a block's content: the key under which another request finds it.
+"""Hashes a block's content; the hash is the key under which another request finds the block.
 
-A block's hash covers all tokens before it too (each is chained to its parent's), the model and pool that computed it,
-and the request's variant and salt. SHA-256: a client cannot make two prompts that collide. Knows nothing of a block's
-holders.
+A block's hash covers its tokens and all before them (it is chained to the parent's hash), the model and pool that
+computed it, and the request's variant and salt. It is SHA-256, so a client cannot make two prompts that collide. Knows
+nothing of a block's holders.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pd_cluster.kv.kv_event_log import KVEventLog
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import RequestSpec, RopePositions, Span
 
-KV_VERSION = 1  # raised with each change of a KV cache's bits: blocks in files and stores outlive who computed them
+KV_VERSION = 1  # raise it when a KV cache's bits change: blocks in files and stores outlive their process
 
 
 def root_hash(*parts: str) -> bytes:
-    """Returns the parent of every first block. KV whose root differs in any part never matches."""
+    """Returns the parent of every first block. KV whose roots differ in any part never matches."""
     return hashlib.sha256(b"".join(len(p.encode()).to_bytes(4, "big") + p.encode() for p in parts)).digest()
 
 
@@ -29,9 +29,9 @@ def root_hash(*parts: str) -> bytes:
 class PrefixScope:
     """Limits sharing of KV to requests with the same model, variant, numerics, transfer precision and salt.
 
-    Where positions depend on a request's length, that must be the same, too. Pooled prompts share only among
-    themselves, because they are computed in chunks of one size. Blocks with a draft head's layers are shared with none
-    that lack them or have those of another head (`KVLayout.draft_head`).
+    If positions depend on a request's length, the lengths must be equal, too. Pooled prompts share blocks only with
+    each other, because they are computed in chunks of one size. Blocks with a draft head's layers are shared only with
+    requests that have the same draft head (`KVLayout.draft_head`).
     """
 
     model_identity: str
@@ -44,7 +44,7 @@ class PrefixScope:
             numerics += f" through {kv_precision}"
         if length := self.numerics.rope.length(order.most_tokens):
             numerics += f" for {length}"
-        if order.pooling is not None:  # blocks of which every bit follows from the tokens
+        if order.pooling is not None:  # every bit of these blocks follows from the tokens
             numerics += " in fixed chunks"
         if self.draft_head:
             numerics += f" with {self.draft_head}"
@@ -60,9 +60,9 @@ def chain_hashes(
     spans: Sequence[Span] = (),
     rope_positions: RopePositions | None = None,
 ) -> list[bytes]:
-    """Returns one hash for each full block of these tokens, which follow those that `parent` covers.
+    """Returns one hash for each full block of these tokens, which follow the tokens that `parent` covers.
 
-    `first`: the place of the first token in its prompt, to which the places of `spans` and `rope_positions` refer.
+    `first`: the position of the first token in its prompt; positions in `spans` and `rope_positions` count from there.
     """
     data = memoryview(array("q", token_ids)).cast("B")
     width = 8 * block_size
@@ -70,23 +70,23 @@ def chain_hashes(
     for start in range(0, len(data) - width + 1, width):
         contents = _contents(spans, first + start // 8, block_size) if spans else b""
         if rope_positions is not None:
-            contents += _turns(rope_positions, first + start // 8, block_size)
+            contents += _positions_hash(rope_positions, first + start // 8, block_size)
         parent = hashlib.sha256(parent + data[start : start + width] + contents).digest()
         hashes.append(parent)
     return hashes
 
 
 def _contents(spans: Sequence[Span], start: int, block_size: int) -> bytes:
-    """Returns which contents are in a block that starts there, and where, in a form that no two blocks share."""
+    """Returns the other content of a block that starts at `start`, with its positions, in a collision-free form."""
     here = [span for span in spans if span.start < start + block_size and span.stop > start]
     places = array("q", (number for span in here for number in (span.start - start, span.stop - start)))
     return places.tobytes() + b"".join(hashlib.sha256(span.digest).digest() for span in here)
 
 
-def _turns(rope_positions: RopePositions, start: int, block_size: int) -> bytes:
-    """Returns the hash of the rotary positions in a block that starts there; empty where they are the tokens' indices.
+def _positions_hash(rope_positions: RopePositions, start: int, block_size: int) -> bytes:
+    """Returns the hash of the rotary positions in a block that starts there; empty if they equal the tokens' indices.
 
-    It has 32 bytes, and `_contents` a multiple of 48: no two pairs of them make the same bytes.
+    It has 32 bytes, and `_contents` a multiple of 48, so that no two combinations of them make the same bytes.
     """
     rows = rope_positions.between(start, start + block_size)
     if all(row == rows[0] for row in rows):
@@ -100,12 +100,12 @@ KEY_NBYTES = 8
 
 
 def keys_of(hashes: Iterable[bytes]) -> bytes:
-    """Returns the keys that others know blocks by: the beginnings of their hashes, joined."""
+    """Returns the keys by which other processes know blocks: the beginnings of their hashes, joined."""
     return b"".join(each[:KEY_NBYTES] for each in hashes)
 
 
 def read_keys(keys: bytes) -> array[int]:
-    """Returns the keys as numbers; bytes after the last whole key are ignored."""
+    """Returns the keys as integers; bytes after the last whole key are ignored."""
     numbers = array("Q")
     numbers.frombytes(keys[: len(keys) - len(keys) % KEY_NBYTES])
     return numbers
@@ -121,7 +121,7 @@ class PrefixIndex:
         self._block_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
         self._unheld: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._changes: set[bytes] | None = None  # contents that have come or gone; None: not followed
+        self._changes: set[bytes] | None = None  # contents that appeared or disappeared; None: not followed
         self.log: KVEventLog | None = None
 
     @property
@@ -139,7 +139,7 @@ class PrefixIndex:
         return found
 
     def add(self, block: int, content: bytes) -> bool:
-        """Records a content; the first block with it keeps it, and a second one stays unknown. Returns which it is."""
+        """Records a content, unless another block already has it. Returns whether it was recorded."""
         if content in self._block_of or block in self._hash_of:
             return False
         self._block_of[content] = block
@@ -155,7 +155,7 @@ class PrefixIndex:
         return block in self._unheld
 
     def dropped(self, block: int) -> None:
-        """Makes a block without holders evictable, after all that were dropped before."""
+        """Makes a block without holders evictable, after all blocks that were dropped before."""
         self._unheld[block] = None
 
     def held(self, block: int) -> None:
@@ -169,14 +169,14 @@ class PrefixIndex:
         return self._block_of.get(content)
 
     def evict(self) -> tuple[int, bytes]:
-        """Forgets the least recently used block without a holder; returns it and its content."""
+        """Forgets the least recently used block without a holder; returns the block and its content."""
         block = next(iter(self._unheld))
         content = self._hash_of[block]
         self.remove(content)
         return block, content
 
     def remove(self, content: bytes) -> int | None:
-        """Forgets a content; returns the block that had it, if there was one."""
+        """Forgets a content; returns the block that had it, if any."""
         if (block := self._block_of.pop(content, None)) is None:
             return None
         del self._hash_of[block]
@@ -200,13 +200,13 @@ class PrefixIndex:
         return blocks
 
     def follow(self) -> list[bytes]:
-        """Returns every known content; from now on `changes` reports changes to them."""
+        """Returns every known content; from now on `changes` reports changes."""
         if self._changes is None:
             self._changes = set()
         return list(self._block_of)
 
     def changes(self) -> set[bytes]:
-        """Returns the contents that have come or gone since the last call."""
+        """Returns the contents that appeared or disappeared since the last call."""
         if not self._changes:
             return set()
         changes, self._changes = self._changes, set()
@@ -220,4 +220,4 @@ class PrefixIndex:
         if {block: content for content, block in self._block_of.items()} != self._hash_of:
             raise AssertionError("hash to block and block to hash differ")
         if set(self._unheld) != {block for block in self._hash_of if holders[block] == 0}:
-            raise AssertionError("a cached block is held, or one that nobody holds cannot be evicted")
+            raise AssertionError("a cached block is held, or a block without holders cannot be evicted")

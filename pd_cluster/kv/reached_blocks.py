@@ -1,4 +1,4 @@
-"""Finds which blocks of tokens stand before a kept state: no prompt can begin behind others. Knows no requests."""
+"""Finds the blocks of tokens that precede a kept state, since a prompt can begin after no others. Knows no requests."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from pd_cluster.types import Tier
 
 
 class ReachedBlocks:
-    """The known contents of a pool of tokens as far as states are kept, told as `BlockPool` tells all.
+    """Reports the known contents of a pool of tokens that precede a kept state, in the form of `BlockPool`.
 
-    Contents form a tree. One is reached while a state is kept behind it or one of its children is reached, so keeping a
-    state further on, and dropping the one before, costs as much as the blocks between them.
+    Contents form a tree. A content is reached while a state after it is kept or one of its children is reached. So
+    replacing a state by a later one costs as much as the blocks between them.
     """
 
     def __init__(self, tokens: BlockPool, states: BlockPool) -> None:
-        """There are no tiers below `tokens`."""
+        """`tokens` must not have lower tiers."""
         self._tokens, self._states = tokens, states
         self._parents: dict[bytes, bytes | None] = {}  # of reached contents
-        self._num_holders: dict[bytes, int] = {}  # reached children, and one for a kept state
+        self._num_holders: dict[bytes, int] = {}  # the number of reached children, plus one for a kept state
         self._kept: set[bytes] = set()
-        self._moved: set[bytes] = set()  # contents that are reached, or are no longer, since the last `changes`
-        self._told: dict[bytes, Tier] | None = None  # None: nobody follows
-        self._differing: set[bytes] = set()  # contents of which not all followers know the same
+        self._moved: set[bytes] = set()  # contents that became reached or unreached since the last `changes`
+        self._reported: dict[bytes, Tier] | None = None  # the reported contents; None: nobody follows
+        self._differing: set[bytes] = set()  # contents that followers may know differently
         states.follow()
 
     def kept(self, chain: Sequence[bytes]) -> None:
-        """Adds a state that the pool of states now has; `chain`: the contents of all blocks before it, in order."""
+        """Records a state that the pool of states now has; `chain`: the contents of all blocks before it, in order."""
         self._drop_gone()
         content = chain[-1]
         if content in self._kept or content not in self._states:
@@ -38,7 +38,7 @@ class ReachedBlocks:
             at -= 1
 
     def _hold(self, chain: Sequence[bytes], at: int) -> bool:
-        """Adds a holder to the content there; returns whether it was reached before, and so its parents are held."""
+        """Adds a holder to the content there; returns whether it was already reached, so that its parents are held."""
         content = chain[at]
         if (num_holders := self._num_holders.get(content)) is not None:
             self._num_holders[content] = num_holders + 1
@@ -64,35 +64,35 @@ class ReachedBlocks:
             content = self._parents.pop(content)
 
     def _note(self, content: bytes) -> None:
-        if self._told is not None:
+        if self._reported is not None:
             self._moved.add(content)
 
     def _is_reached(self, content: bytes) -> bool:
         return content in self._num_holders
 
     def follow(self) -> dict[bytes, Tier]:
-        """Returns the known contents that are reached; from now on `changes` reports changes to them."""
+        """Returns the known contents that are reached; from now on `changes` reports changes."""
         self._drop_gone()
         known = {content: tier for content, tier in self._tokens.follow().items() if self._is_reached(content)}
-        if self._told is None:
-            self._told = dict(known)
-        self._differing |= known.keys() ^ self._told.keys()
+        if self._reported is None:
+            self._reported = dict(known)
+        self._differing |= known.keys() ^ self._reported.keys()
         return known
 
     def changes(self) -> dict[bytes, Tier | None]:
-        """Returns the contents to be told of, or no longer, that differ from the last call's; None: no longer."""
+        """Returns the contents that became reached or unreached since the last call; None: unreached."""
         self._drop_gone()
         moved, differing, self._moved, self._differing = self._moved, self._differing, set(), set()
-        if self._told is None:
+        if self._reported is None:
             return {}
         news: dict[bytes, Tier | None] = {}
         for content in moved | differing | self._tokens.changes().keys():
             place: Tier | None = "device" if self._is_reached(content) and content in self._tokens else None
-            if place == self._told.get(content) and content not in differing:
+            if place == self._reported.get(content) and content not in differing:
                 continue
             news[content] = place
             if place is None:
-                self._told.pop(content, None)
+                self._reported.pop(content, None)
             else:
-                self._told[content] = place
+                self._reported[content] = place
         return news

@@ -1,7 +1,7 @@
-"""Sealed blocks in a store of several hosts that speaks the Redis protocol (Valkey, Redis), through its client library.
+"""Sealed blocks in a store that several hosts share, over the Redis protocol (Valkey, Redis), with its client library.
 
-The store is not trusted, and need not answer: each call has a deadline, and after some failures in a row none is made
-for a while. It drops blocks by a rule of its own (`maxmemory-policy allkeys-lru`).
+The store is not trusted, and need not answer: each call has a deadline, and after several failures in a row calls
+pause. The store itself decides which blocks it drops (`maxmemory-policy allkeys-lru`).
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 PREFIX = "pd-cluster:kv:"
-CALL_TIMEOUT_S = 0.5  # connecting, and each answer
-FAILURES = 3  # in a row that open the breaker
+CALL_TIMEOUT_S = 0.5  # for connecting, and for each answer
+FAILURES = 3  # failures in a row that open the breaker
 FIRST_PAUSE_S, MOST_PAUSE_S = 1.0, 60.0
-GET_BLOCKS = 4  # in one call, whose answer is in memory at once
-CLEAR_KEYS = 1000  # in one call
+GET_BLOCKS = 4  # blocks per call, whose answer is in memory at once
+CLEAR_KEYS = 1000  # keys per call
 
 
 class Breaker:
-    """Opens after FAILURES in a row, for a time that doubles while every single try after it fails."""
+    """Opens after FAILURES in a row; each further failed try doubles the time until the next."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -46,7 +46,7 @@ class Breaker:
         self._num_failures, self._pause_s = 0, FIRST_PAUSE_S
 
     def failed(self) -> bool:
-        """Returns whether it has opened."""
+        """Returns whether this failure has opened it."""
         self._num_failures += 1
         if self._num_failures < FAILURES:
             return False
@@ -56,17 +56,17 @@ class Breaker:
 
 
 class SharedStore:
-    """One rank's share of what all instances of one layout share. `num_bad`: values that were not what was written."""
+    """One rank's share of blocks that all instances of one layout use. `num_bad` counts values with wrong content."""
 
     def __init__(self, url: str, seal: Seal, breaker: Breaker | None = None) -> None:
-        """Connects when it is first used. Raises ConfigError for an address that is none."""
+        """Connects on first use. Raises ConfigError for an invalid address."""
         self._seal = seal
         self._breaker = breaker or Breaker()
         self.num_bad = 0
         waits = {"socket_timeout": CALL_TIMEOUT_S, "socket_connect_timeout": CALL_TIMEOUT_S}
         try:
             self._client = redis.Redis.from_url(url, **waits, retry=None, single_connection_client=False)
-        except ValueError:  # its text may have parts of a password
+        except ValueError:  # its text may contain parts of a password
             told = "not a Redis URL; escape special characters in the password"
             raise ConfigError(f"--kv-shared-cache: {told}") from None
 
@@ -80,7 +80,7 @@ class SharedStore:
         return bool(self._try(lambda: self._client.set(key, sealed), False))
 
     def num_leading(self, contents: list[bytes]) -> int:
-        """Returns how many contents at the beginning are there, under any secret; 0 if it does not answer."""
+        """Returns how many of the leading contents the store has, under any secret; 0 if it does not answer."""
         names = [self._keys(content) for content in contents]
 
         def ask() -> list[int]:
@@ -94,7 +94,7 @@ class SharedStore:
         return next((at for at, count in enumerate(found) if not count), len(found))
 
     def get_leading(self, contents: list[bytes], into: list[memoryview]) -> int:
-        """Reads blocks in order, up to the first that cannot be had; returns how many."""
+        """Reads blocks in order, up to the first that is unavailable; returns how many."""
         for start in range(0, len(contents), GET_BLOCKS):
             some = contents[start : start + GET_BLOCKS]
             keys = [self._keys(content) for content in some]
@@ -115,7 +115,7 @@ class SharedStore:
             if self._seal.open(content, name, value, into):
                 return True
             self.num_bad += 1
-            log.warning("a block in the shared store is not what was written there; it is removed")
+            log.warning("a block in the shared store does not have the content that was written; it is removed")
             self._try(partial(self._client.delete, key), 0)
         return False
 
@@ -138,14 +138,14 @@ class SharedStore:
         return [PREFIX + name for name in self._seal.names(content)]
 
     def _try(self, call: Callable[[], Any], otherwise: T) -> T:
-        """Returns the call's answer, or `otherwise` where there is none in time."""
+        """Returns the call's answer, or `otherwise` if there is none in time."""
         if self._breaker.is_open:
             return otherwise
         try:
             answer: T = call()
         except (redis.RedisError, OSError) as error:
             if self._breaker.failed():
-                log.warning("the shared store does not answer, and is left alone for a while: %s", type(error).__name__)
+                log.warning("the shared store does not answer; calls pause for a while: %s", type(error).__name__)
             return otherwise
         self._breaker.succeeded()
         return answer

@@ -1,6 +1,6 @@
-"""Orders of rank 0 to each rank about the tiers below host memory, and the ranks' reports.
+"""Commands of rank 0 to the ranks for the tiers below host memory, and the ranks' reports.
 
-`slot` is a block's place in the host's cache; `content` its hash.
+`slot` is a block's slot in the host's cache; `content` its hash.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from typing import Literal
 import msgspec
 
 LowerKind = Literal["disk", "shared"]
-UNKNOWN = -1  # what a rank reports of an order that it could not try: nothing is said about what its store has
+UNKNOWN = -1  # a rank reports it for a command that it could not try, which does not prove what its store has
 
 
 class TierCommand(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Base of all orders."""
+    """Base of all commands."""
 
 
 class Write(TierCommand, frozen=True):
-    """The slot keeps its content until the rank has reported 1, or 0 if it could not be written."""
+    """The rank reports 1, or 0 if the block could not be written; until then the slot keeps its content."""
 
     job: int
     content: bytes
@@ -26,7 +26,7 @@ class Write(TierCommand, frozen=True):
 
 
 class Fetch(TierCommand, frozen=True):
-    """Reads blocks into slots that nothing else uses; the rank reports how many at the beginning are right."""
+    """Reads blocks into slots that nothing else uses; the rank reports how many of the leading ones are right."""
 
     job: int
     contents: list[bytes]
@@ -34,7 +34,7 @@ class Fetch(TierCommand, frozen=True):
 
 
 class Look(TierCommand, frozen=True):
-    """The rank reports how many contents at the beginning are there."""
+    """The rank reports how many of the leading contents its store has."""
 
     job: int
     contents: list[bytes]
@@ -45,16 +45,16 @@ class Discard(TierCommand, frozen=True):
 
 
 class Clear(TierCommand, frozen=True):
-    """Discards everything of this instance's own."""
+    """Discards everything of this instance."""
 
 
 AnyTierCommand = Write | Fetch | Look | Discard | Clear
 
 
 class TierDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A rank's report of a job. `num`: see its order, or UNKNOWN.
+    """A rank's report of a job. `num`: as its command says, or UNKNOWN.
 
-    `num_bad`: its blocks so far that were not what had been written.
+    `num_bad`: blocks so far whose content was not what had been written.
     """
 
     kind: LowerKind
@@ -65,7 +65,7 @@ class TierDone(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class TierContents(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The contents of a rank's store at its start, the least recently used first: hashes, joined."""
+    """The contents of a rank's store at its start, the least recently used first: joined hashes."""
 
     kind: LowerKind
     rank: int

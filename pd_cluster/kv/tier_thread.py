@@ -1,6 +1,6 @@
-"""Carries out rank 0's orders for one tier below host memory, on a thread of its own: no step waits for it.
+"""Executes rank 0's commands for one tier below host memory on a separate thread, so that no step waits for them.
 
-Reads come before writes. Knows nothing of requests, or of which blocks are worth keeping.
+Reads precede writes. Knows nothing of requests, or of which blocks are worth keeping.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ SETTLE_S = 30.0
 
 
 class TierBusy(PdClusterError):
-    """A store still reads or writes host memory after SETTLE_S, so that this memory cannot be returned."""
+    """After SETTLE_S a store still uses host memory, which therefore cannot be returned."""
 
 
 class Store(Protocol):
     """One rank's blocks outside the process. A fault of the store is a miss.
 
-    Methods raise OSError where nothing is known of what is there, as without descriptors: the order fails, no block is
-    lost.
+    Methods raise OSError when they cannot determine the store's content, for example without free descriptors: the
+    command fails, and no block is lost.
     """
 
     num_bad: int
@@ -63,31 +63,31 @@ class TierThread:
         self._thread = threading.Thread(target=self._run, name=f"kv {kind}", daemon=True)
         self._thread.start()
 
-    def submit(self, orders: Sequence[AnyTierCommand], after: Marker) -> None:
-        """Queues orders, which may use their slots once the device has reached `after`."""
+    def submit(self, commands: Sequence[AnyTierCommand], after: Marker) -> None:
+        """Queues commands, which may use their slots once the device has reached `after`."""
         with self._changed:
-            for order in orders:
-                (self._reads if isinstance(order, (Fetch, Look)) else self._writes).append((order, after))
+            for command in commands:
+                (self._reads if isinstance(command, (Fetch, Look)) else self._writes).append((command, after))
             self._changed.notify_all()
 
     def settle(self) -> None:
-        """Drops queued jobs, reports them as not tried, and waits for the one under way: no slot is in use then.
+        """Drops queued jobs, reports them as not tried, and waits for the job under way, so that no slot is in use.
 
         Queued discards stay. Raises TierBusy.
         """
         with self._changed:
-            dropped = [order for order, _ in (*self._reads, *self._writes)]
+            dropped = [command for command, _ in (*self._reads, *self._writes)]
             discards = [each for each in self._writes if isinstance(each[0], (Discard, Clear))]
             self._reads.clear()
             self._writes = deque(discards)
             is_idle = self._changed.wait_for(lambda: not self._uses_slots, SETTLE_S)
-        for order in dropped:
-            self._tell(order, UNKNOWN)
+        for command in dropped:
+            self._tell(command, UNKNOWN)
         if not is_idle:
             raise TierBusy(f"the {self._kind} tier of KV blocks has not answered for {SETTLE_S:g} s")
 
     def close(self, timeout_s: float) -> None:
-        """Ends the thread after the queued writes, or in `timeout_s`."""
+        """Ends the thread after the queued writes, or after `timeout_s`."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -101,26 +101,26 @@ class TierThread:
                 self._changed.wait_for(lambda: self._reads or self._writes or self._is_closed)
                 if not (queue := self._reads or self._writes):
                     return
-                order, after = queue.popleft()
-                self._uses_slots = isinstance(order, (Write, Fetch))
+                command, after = queue.popleft()
+                self._uses_slots = isinstance(command, (Write, Fetch))
             num = UNKNOWN
             try:
                 after.wait()
-                num = self._do(order)
-            except Exception:  # top of this thread: the order fails, and the next one may not
-                log.exception("an order for the %s tier failed", self._kind)
-            self._tell(order, num)
+                num = self._do(command)
+            except Exception:  # top of this thread: the command fails, but the next one may succeed
+                log.exception("a command for the %s tier failed", self._kind)
+            self._tell(command, num)
 
-    def _tell(self, order: AnyTierCommand, num: int) -> None:
-        if not isinstance(order, (Write, Fetch, Look)):
+    def _tell(self, command: AnyTierCommand, num: int) -> None:
+        if not isinstance(command, (Write, Fetch, Look)):
             return
         try:
-            self._report(TierDone(self._kind, order.job, self._rank, num, self._store.num_bad))
-        except Exception:  # the thread goes on, so that no slot counts as in use for ever
+            self._report(TierDone(self._kind, command.job, self._rank, num, self._store.num_bad))
+        except Exception:  # the thread continues, so that no slot counts as in use forever
             log.exception("a report of the %s tier was lost", self._kind)
 
-    def _do(self, order: AnyTierCommand) -> int:
-        match order:
+    def _do(self, command: AnyTierCommand) -> int:
+        match command:
             case Write(content=content, slot=slot):
                 return int(self._store.put(content, self._slot(slot)))
             case Fetch(contents=contents, slots=slots):

@@ -1,7 +1,8 @@
-"""Which tokens the twins of a pool's blocks hold: block i of a draft model's pool is the twin of the target's block i.
+"""Tracks the tokens in the twins of a pool's blocks: block i of a draft model's pool is the twin of the target's block
+i.
 
-A twin is valid as far as its tokens are those of the sequence, and until its block is taken again. So twins need no
-accounting of their own. Integers only.
+A twin is valid as far as its tokens equal the sequence's, until its block is taken again. So twins need no accounting.
+Integers only.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from pd_cluster.types import Request
 
 class _TwinTokens(NamedTuple):
     version: int  # of the block
-    token_ids: list[int]  # whose KV is in the twin's first slots
+    token_ids: list[int]  # the tokens whose KV is in the twin's first slots
 
 
 class _ValidTokens(NamedTuple):
-    """How far a sequence was valid, by the table that it had. Only the table's last blocks are ever replaced."""
+    """The valid tokens of a sequence, with its table at that time. Only the table's last blocks are ever replaced."""
 
     block_table: list[int]
     num_valid: int
 
 
 class TwinBlocks:
-    """Equal tokens in one block at one version have equal tokens before them: sequences share whole beginnings."""
+    """Equal tokens in one version of a block have equal tokens before them, since sequences share whole beginnings."""
 
     def __init__(self, blocks: BlockPool, block_size: int) -> None:
         self._blocks, self.block_size = blocks, block_size
@@ -35,7 +36,8 @@ class TwinBlocks:
         self._seen: WeakKeyDictionary[Request, _ValidTokens] = WeakKeyDictionary()
 
     def num_valid(self, request: Request) -> int:
-        """Counts the first tokens of a sequence, all but its last one, whose KV the twins of its blocks hold.
+        """Counts the leading tokens of a sequence, at most all but its last one, whose KV is in the twins of its
+        blocks.
 
         No window may have passed any of its blocks.
         """
@@ -63,9 +65,9 @@ class TwinBlocks:
         return next((at for at, (a, b) in enumerate(zip(known, token_ids, strict=False)) if a != b), len(known))
 
     def wrote(self, request: Request, start: int, token_ids: Sequence[int]) -> None:
-        """Notes that the twins hold KV of these tokens, the first of which is at index `start` of the sequence.
+        """Records that the twins have KV of these tokens; `start` is the index of the first in the sequence.
 
-        All tokens before are valid. Twins behind them are not any more: those may be of drafts that were wrong.
+        All earlier tokens must be valid. Twins of later tokens become invalid, since they may have rejected drafts.
         """
         size = self.block_size
         for at in range(start // size, (start + len(token_ids) - 1) // size + 1):

@@ -92,7 +92,7 @@ class LocalEngine:
             while not self._heard.empty():
                 self._heard.get_nowait()
             self._adapters[folder.digest] = str(folder.path)
-            places = [wire.AdapterPlace(digest, path) for digest, path in self._adapters.items()]
+            places = [wire.AdapterLocation(digest, path) for digest, path in self._adapters.items()]
             self.send(NAME, wire.WantedAdapters(places))
             while True:
                 states = await self._heard.get()

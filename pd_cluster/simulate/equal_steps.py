@@ -52,6 +52,6 @@ def take_equal_steps(scheduler: StepScheduler, num_steps: int) -> None:
         has_capacity = scheduler.allocator.grow_ahead(request, num_steps)
         assert has_capacity, f"{request.key} has no blocks for {num_steps} equal steps"
         request.output_token_ids += [MADE_UP_TOKEN] * num_steps
-        request.num_untold += num_steps
+        request.num_unsent += num_steps
         plan.add(request, num_steps)
     scheduler.computed(plan)

@@ -263,7 +263,7 @@ class SimulatedInstance:
             if num_steps := self._progress.run.num_steps - 1:
                 self._take(self._progress, num_steps)
         for request in self.worker.core.scheduler.running:
-            if num := request.num_untold:
+            if num := request.num_unsent:
                 *earlier, last = request.output_token_ids[-num:]
                 position = len(request.output_token_ids) - 1
                 token = TokenOutput(

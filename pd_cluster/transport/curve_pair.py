@@ -1,4 +1,4 @@
-"""A pair whose payloads are encrypted and authenticated: net/payload_channel.py with a process group's calls.
+"""An encrypted, authenticated pair: net/payload_channel.py with the interface of a process group.
 
 The ends exchange their keys, and the receiver's address, through a meeting. docs/protocol/pairs.md, "The encrypted
 pair".
@@ -21,11 +21,11 @@ from pd_cluster.transport.transport_interface import buffer_of
 from pd_cluster.wire import KEY_NBYTES
 from ranktable_tools.host_addresses import is_ip
 
-SENDERS_KEY, RECEIVERS_KEY = "sender", "receiver"  # of a meeting
+SENDERS_KEY, RECEIVERS_KEY = "sender", "receiver"  # keys of a meeting
 
 
 class PairAddress(msgspec.Struct, frozen=True):
-    """Where the receiver listens, and the public key of this pair by which it proves itself."""
+    """The address where the receiver listens, and its public key for this pair."""
 
     host: str
     port: Annotated[int, msgspec.Meta(ge=1, le=65535)]
@@ -36,15 +36,15 @@ class CurveSender:
     """Rank 0."""
 
     def __init__(self, store: PrefixStore, connect_s: float) -> None:
-        """Blocks until the other end is there, at most twice `connect_s`. Raises RuntimeError."""
+        """Blocks until the other end is connected, at most twice `connect_s`. Raises RuntimeError."""
         keys = KeyPair.of(b"")
-        store.set(SENDERS_KEY, keys.public)  # type: ignore[arg-type]  # torch takes bytes, too
+        store.set(SENDERS_KEY, keys.public)  # type: ignore[arg-type]  # torch also accepts bytes
         try:
             found = msgspec.msgpack.decode(_await(store, RECEIVERS_KEY, connect_s), type=PairAddress)
         except msgspec.DecodeError as error:
-            raise RuntimeError(f"the other end's address makes no sense: {error}") from error
+            raise RuntimeError(f"the other end's address is invalid: {error}") from error
         if not is_ip(found.host):
-            raise RuntimeError(f"the other end's address makes no sense: {found.host!r}")
+            raise RuntimeError(f"the other end's address is invalid: {found.host!r}")
         self._socket = PayloadSender(keys)
         try:
             self._socket.connect(found.host, found.port, found.public_key, connect_s)
@@ -64,7 +64,7 @@ class CurveReceiver:
     """Rank 1."""
 
     def __init__(self, store: PrefixStore, host: str, connect_s: float) -> None:
-        """Blocks until the other end is there, at most twice `connect_s`. Raises RuntimeError."""
+        """Blocks until the other end is connected, at most twice `connect_s`. Raises RuntimeError."""
         self._socket = PayloadReceiver(host, _await(store, SENDERS_KEY, connect_s))
         try:
             here = PairAddress(host, self._socket.port, self._socket.public_key)
@@ -92,7 +92,7 @@ class SendWork:
 
 
 class ReceiveWork:
-    """Works of one receiver are waited for in order."""
+    """A receive that is under way. A receiver's receives must be waited for in order."""
 
     def __init__(self, socket: PayloadReceiver, payload: torch.Tensor, tag: int) -> None:
         self._socket, self._payload, self._tag = socket, payload, tag

@@ -10,7 +10,7 @@ import torch
 from pd_cluster.devices.device import Device
 
 EVENT_NBYTES = 64
-NO_COUNTER = b"/pd-cluster-counts-nothing"  # torch looks for a file of this name in /dev/shm, and continues without it
+NO_COUNTER = b"/pd-cluster-counts-nothing"  # torch looks for a file of this name in /dev/shm, finds none and continues
 
 
 class MemoryPart(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,11 +28,11 @@ class DeviceMemory(Protocol):
         """Exports all of a tensor's storage. Raises RuntimeError."""
 
     def map(self, part: MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device) -> torch.Tensor:
-        """Maps as many of the exported bytes as this shape has, for code on `device`. Raises RuntimeError."""
+        """Maps the part of the exported bytes that this shape needs, for code on `device`. Raises RuntimeError."""
 
 
 class TorchMemory:
-    """Uses torch's own export of storages without its reference counts: a pool lives as long as its process."""
+    """Uses torch's own export of storages, without its reference counts: a pool lives as long as its process."""
 
     def export(self, tensor: torch.Tensor) -> MemoryPart:
         storage: Any = tensor.untyped_storage()
@@ -44,7 +44,7 @@ class TorchMemory:
         return MemoryPart(handle=handle, nbytes=nbytes, offset_nbytes=offset)
 
     def map(self, part: MemoryPart, dtype: torch.dtype, shape: tuple[int, ...], device: Device) -> torch.Tensor:
-        """Maps on D's own device, whichever P's is: D's launches there read it."""
+        """Maps the memory for D's own device, which runs the copies, whichever device P uses."""
         untyped: Any = torch.UntypedStorage
         make = getattr(untyped, f"_new_shared_{device.kind}")
         place = (device.index, part.handle, part.nbytes, part.offset_nbytes)

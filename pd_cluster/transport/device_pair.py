@@ -1,8 +1,8 @@
-"""Process groups of two ranks, P's and D's end of one link: built directly, no global world, one direction.
+"""Pairs: process groups of two ranks, P's and D's end of one link, without a global group and in one direction.
 
 gloo and CURVE (curve_pair.py) move host memory, NCCL and HCCL device memory. All have the same interface: `send` and
-`recv` return work whose `wait(timeout)` returns when the host may use or reuse the bytes, or raises RuntimeError: then
-the pair is unusable.
+`recv` return work; its `wait(timeout)` returns when the host may use or reuse the bytes. If it raises RuntimeError, the
+pair is unusable.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ Backend = Literal["gloo", "curve", "nccl", "hccl"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 SENDER, RECEIVER = 0, 1
 IN_HOST_MEMORY: tuple[Backend, ...] = ("gloo", "curve")
-FAILED = "failed"  # a key of a pair: one end has failed
+FAILED = "failed"  # a key of a meeting: one end has failed
 
 
-class PairPlace(NamedTuple):
-    """Where one end of a pair is, and how long it waits for the other."""
+class PairEndpoint(NamedTuple):
+    """The address of one end of a pair, and how long it waits for the other end."""
 
     host: str
     connect_s: float
     device: Device
 
 
-def make_group(backend: Backend, meeting: Meeting, name: str, rank: int, place: PairPlace) -> Any:
+def make_group(backend: Backend, meeting: Meeting, name: str, rank: int, place: PairEndpoint) -> Any:
     """Creates a pair; `name` is unique to this attempt and the same at both ends. Raises LinkError."""
     host, connect_s, device = place
     try:
@@ -55,13 +55,13 @@ def make_group(backend: Backend, meeting: Meeting, name: str, rank: int, place: 
 
 
 def close_group(group: Any) -> None:
-    """Closes a pair; a gloo group ends with its last reference."""
+    """Closes a pair; a gloo group closes when its last reference is dropped."""
     if isinstance(group, (DevicePair, CurveSender, CurveReceiver)):
         group.close()
 
 
 def _gloo(store: PrefixStore, rank: int, host: str, connect_s: float) -> ProcessGroupGloo:
-    """Blocks until both ranks are there, at most twice `connect_s`: gloo tries five times."""
+    """Blocks until both ranks are connected, at most twice `connect_s`: gloo tries five times."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=0.4 * connect_s)
@@ -69,11 +69,11 @@ def _gloo(store: PrefixStore, rank: int, host: str, connect_s: float) -> Process
 
 
 class DevicePair:
-    """A pair over NCCL or HCCL. NCCL's communicator is set up by the first payload, the link's probe; HCCL's here.
+    """A pair over NCCL or HCCL. The first payload, the link's probe, creates NCCL's communicator; this class HCCL's.
 
-    Work waits for earlier launches on the calling thread's current stream. The host polls for its end instead of
-    queueing behind it: so a peer that sends nothing delays no copy, and every wait has a timeout. Sends and receives
-    match in the order in which they are called at either end; tags have no effect.
+    Work waits for earlier launches on the calling thread's current stream. The host polls for the end of work and
+    queues nothing after it: a peer that sends nothing delays no copy, and every wait has a timeout. Sends and receives
+    match in the order in which each end calls them; tags have no effect.
     """
 
     def __init__(self, meeting: Meeting, name: str, rank: int, connect_s: float, device: Device) -> None:
@@ -93,8 +93,8 @@ class DevicePair:
     def _meet(self, store: PrefixStore, timeout_s: float) -> None:
         """Waits until a number has been summed with the other end. Raises RuntimeError.
 
-        HCCL waits at least two minutes for it (HCCL_CONNECT_TIMEOUT), regardless of the caller: so it runs on a thread
-        that can be abandoned, and ends by itself. An end that fails reports it: the other is free for the next
+        HCCL waits at least two minutes (HCCL_CONNECT_TIMEOUT), regardless of the caller; so the call runs on a thread
+        that can be abandoned and ends by itself. An end that fails reports it, so that the other end can try the next
         transport.
         """
         called: Future[DeviceWork] = Future()
@@ -109,8 +109,8 @@ class DevicePair:
 
         threading.Thread(target=call, name="hccl-meet", daemon=True).start()
         if not poll(lambda: called.done() or store.check([FAILED]), timeout_s) or not called.done():
-            self._is_broken = True  # it cannot be aborted while it is being created
-            raise RuntimeError(f"the other end failed, or did not come within {timeout_s:g} s")
+            self._is_broken = True  # a communicator cannot be aborted while it is being created
+            raise RuntimeError(f"the other end failed, or did not connect within {timeout_s:g} s")
         if called.exception() is not None:
             store.set(FAILED, "")
         called.result().wait(timedelta(seconds=timeout_s))
@@ -163,7 +163,7 @@ def _number_on(device: Device) -> torch.Tensor:
 
 
 class DeviceWork:
-    """One payload's way over a pair; refers to its tensors, which a device may read or write until it has ended."""
+    """The transfer of one payload over a pair; keeps its tensors, which a device may use until the transfer ends."""
 
     def __init__(self, pair: DevicePair, work: Any, tensors: list[torch.Tensor]) -> None:
         self._pair = pair
@@ -171,10 +171,10 @@ class DeviceWork:
         self.tensors = tensors
 
     def wait(self, timeout: timedelta) -> None:
-        """Raises RuntimeError when it has failed, or not ended in time; the pair is aborted then."""
+        """Raises RuntimeError when the transfer has failed or timed out; the pair is then aborted."""
         try:
             if not poll(self.work.is_completed, timeout.total_seconds()):
-                raise RuntimeError(f"nothing came or left within {timeout.total_seconds():g} s")
+                raise RuntimeError(f"no payload was transferred within {timeout.total_seconds():g} s")
             device_group.finish(self.work, self._pair.device)
         except RuntimeError as error:
             self._pair.abort(first_line(error))
@@ -182,9 +182,9 @@ class DeviceWork:
         self._pair.ended(self)
 
 
-# Work of aborted pairs that a device may still be busy with, and its staging buffers: kept until it has ended.
+# Work of aborted pairs that a device may still execute, and its staging buffers: kept until the work has ended.
 _quarantine: list[tuple[Any, list[torch.Tensor]]] = []
-_quarantine_lock = threading.Lock()  # every link has a thread of its own
+_quarantine_lock = threading.Lock()  # every link has its own thread
 
 
 def _release_quarantined() -> None:

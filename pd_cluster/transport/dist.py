@@ -1,9 +1,9 @@
-"""Transports over pairs: a group of two ranks per link, P (rank 0) sends and D (rank 1) receives (device_pair.py).
+"""Transports over pairs: a process group of two ranks per link; P (rank 0) sends, D (rank 1) receives (device_pair.py).
 
-The two meet by keys that travel over the link's own connection (meeting.py): no outsider takes part. Payloads land in
-staging buffers and are copied to their blocks from there; a timeout ends the link, so that late bytes never reach a
-reused block. Over gloo and CURVE the staging is host memory, wherever the pools are; over NCCL and HCCL it is on the
-devices, and payloads have no checksum: the host would have to fetch them to hash them.
+The ends meet by keys that travel over the link's own connection (meeting.py), so nobody else can take part. Payloads
+land in staging buffers and are copied to their blocks from there; a timeout ends the link, so that late bytes never
+reach a reused block. gloo and CURVE stage in host memory, wherever the pools are. NCCL and HCCL stage on the devices;
+their payloads have no checksum, since the host would have to fetch them to hash them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pd_cluster.transport.device_pair import (
     RECEIVER,
     SENDER,
     Backend,
-    PairPlace,
+    PairEndpoint,
     close_group,
     make_group,
 )
@@ -49,7 +49,7 @@ from pd_cluster.wire import KVChunk, KVPiece, TransportName, TransportOffer
 
 MAX_PAYLOAD_NBYTES = 8 << 20
 MAX_DEVICE_PAYLOAD_NBYTES = 32 << 20
-NUM_UNDER_WAY = 4  # payloads: one is packed or unpacked while the next are on the wire
+NUM_UNDER_WAY = 4  # payloads in flight: one is packed or unpacked while the next are on the wire
 
 
 class GroupOffer(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class DistSender:
         self._group_name = secrets.token_hex(16)
         self._group: Any = None
         self._staging: Staging | None = None
-        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()  # the work, and the bytes that it reads
+        self._under_way: deque[tuple[Any, torch.Tensor]] = deque()  # the work, and the buffer that it reads
 
     def offer(self) -> TransportOffer:
         uuid = "" if self._backend in IN_HOST_MEMORY else devices.uuid(self._pool.device)
@@ -87,7 +87,7 @@ class DistSender:
         route = PoolRoute(self._pool.layout, peer, self._place.wants_int8)
         self._staging = Staging(self._pool, route, self._copies, in_host_memory=self._backend in IN_HOST_MEMORY)
         self._staging.warm()
-        self._group = make_group(self._backend, self.meeting, self._group_name, SENDER, _pair_place(self._place))
+        self._group = make_group(self._backend, self.meeting, self._group_name, SENDER, _pair_endpoint(self._place))
 
     def prepare(self, piece: KVPiece) -> Prepared:
         assert self._staging is not None
@@ -99,7 +99,7 @@ class DistSender:
         try:
             if len(self._under_way) == NUM_UNDER_WAY:
                 self._under_way.popleft()[0].wait(self._transfer)
-            with self._copies.launch():  # a device sends after the packing
+            with self._copies.launch():  # the device sends after it has packed
                 work = self._group.send([prepared.payload], RECEIVER, _tag(sequence))
         except RuntimeError as error:
             raise LinkError(f"sending KV cache failed: {first_line(error)}", retry=True) from error
@@ -125,8 +125,8 @@ class DistReceiver:
         self.copies = Copies(place.pool.device, place.transfer_s)
         self._staging = Staging(place.pool, self.route, self.copies, in_host_memory=self._backend in IN_HOST_MEMORY)
         self._free = [torch.empty(0, dtype=torch.uint8) for _ in range(NUM_UNDER_WAY)]
-        self._announced: deque[tuple[int, KVChunk]] = deque()  # waiting for a free buffer
-        # sequence, work (None once done), buffer, the payload's part of it
+        self._announced: deque[tuple[int, KVChunk]] = deque()  # payloads that wait for a free buffer
+        # sequence, work (None once done), buffer, the payload's part of the buffer
         self._under_way: deque[tuple[int, Any, torch.Tensor, torch.Tensor]] = deque()
         self._group: Any = None
 
@@ -134,7 +134,9 @@ class DistReceiver:
         if problem := _why_no_pair(self.name, self._offer, self._pool.device):
             raise LinkError(problem)
         self._staging.warm()
-        self._group = make_group(self._backend, self.meeting, self._offer.address, RECEIVER, _pair_place(self._place))
+        self._group = make_group(
+            self._backend, self.meeting, self._offer.address, RECEIVER, _pair_endpoint(self._place)
+        )
 
     def expect(self, sequence: int, chunk: KVChunk) -> None:
         self._announced.append((sequence, chunk))
@@ -165,7 +167,7 @@ class DistReceiver:
 
     def _take(self, payload: torch.Tensor, chunk: KVChunk, into: list[int]) -> None:
         if chunk.nbytes != self.route.payload_nbytes(chunk.piece):
-            raise TransferFailed(f"{chunk.nbytes} bytes came for {self.route.payload_nbytes(chunk.piece)}")
+            raise TransferFailed(f"{chunk.nbytes} bytes arrived, not {self.route.payload_nbytes(chunk.piece)}")
         if self._backend in IN_HOST_MEMORY and chunk.checksum and self._checksum.of(payload) != chunk.checksum:
             raise TransferFailed("checksum of a KV chunk is wrong")
         self._staging.unpack(payload, chunk.piece, into)
@@ -184,7 +186,7 @@ class DistReceiver:
                 raise LinkError(f"a header announces a payload of {chunk.nbytes} bytes", retry=True)
             buffer = self._free.pop()
             try:
-                with self.copies.launch():  # a device receives after the copies out of this buffer
+                with self.copies.launch():  # the device receives after the copies from this buffer
                     if len(buffer) < chunk.nbytes:
                         buffer = self._staging.buffer(chunk.nbytes)
                     payload = buffer[: chunk.nbytes]
@@ -194,8 +196,8 @@ class DistReceiver:
             self._under_way.append((sequence, work, buffer, payload))
 
 
-def _pair_place(place: LinkContext) -> PairPlace:
-    return PairPlace(place.bind_host, place.connect_s, place.pool.device)
+def _pair_endpoint(place: LinkContext) -> PairEndpoint:
+    return PairEndpoint(place.bind_host, place.connect_s, place.pool.device)
 
 
 def _backend_of(name: TransportName) -> Backend:
@@ -212,7 +214,7 @@ def _why_no_pair(name: TransportName, offer: GroupOffer, device: Device) -> str:
     if problem := device_group.why_none(backend, device):
         return problem
     if uuid and uuid == devices.uuid(device):
-        return f"both pools are on device {uuid}: {backend.upper()} takes one rank a device only"
+        return f"both pools are on device {uuid}: {backend.upper()} allows only one rank per device"
     return ""
 
 

@@ -1,7 +1,7 @@
-"""Features of images between processes of one host: a sealed memfd each, handed over an abstract Unix socket.
+"""Passes images' features between processes of one host: a sealed memfd each, sent over an abstract Unix socket.
 
-A file that was handed over is never written again, so its reader depends on nothing that happens at the other end.
-Knows nothing of images, nor of who may have which file.
+A file is never written after it was handed over, so its reader does not depend on the other end. Knows nothing of
+images, nor of access rights.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from pd_cluster.wire import TOKEN_NBYTES, TransportName
 SHM: TransportName = "shm"
 PAIRS: dict[TransportName, Backend] = {"dist": "gloo", "curve": "curve"}  # between hosts, in order of preference
 
-NOBODYS = bytes(TOKEN_NBYTES)  # a token that asks only whether the socket can be reached
+REACH_TOKEN = bytes(TOKEN_NBYTES)  # a token that only checks whether the socket can be reached
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 HERE = b"features"
-WHAT = "socket for features"
+SOCKET_KIND = "socket for features"
 
 
 def ways(kv_transport: str) -> list[TransportName]:
-    """Returns how features may travel under a --kv-transport: within a host, and between hosts over a pair."""
+    """Returns how features may travel under a --kv-transport: files within a host, pairs between hosts."""
     rows = [each for each in allowed(kv_transport) if each.choice]
     found = [SHM] if any(each.is_same_host for each in rows) else []
     return found + [name for name in PAIRS if any(each.name == name for each in rows)]
 
 
 @dataclass(frozen=True, slots=True)
-class FeaturePlace:
-    """Where this process sends or receives, and how long it waits."""
+class FeatureEndpoint:
+    """The host where this process sends or receives, and its time limits."""
 
     host: str
     connect_s: float
@@ -50,16 +50,16 @@ class FeaturePlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealed:
-    """Features in a file that nobody can change. `nbytes`, and their checksum."""
+class SealedFile:
+    """Features in a file that nobody can change, with their size and checksum."""
 
     fd: int
     nbytes: int
     checksum: int
 
     @classmethod
-    def of(cls, features: torch.Tensor, checksum: Checksum) -> Sealed:
-        """Copies a contiguous tensor on the host. Raises OSError where no file or memory is left."""
+    def of(cls, features: torch.Tensor, checksum: Checksum) -> SealedFile:
+        """Copies a contiguous tensor on the host. Raises OSError when no file or memory is left."""
         data = features.view(torch.uint8).reshape(-1)
         fd = os.memfd_create("pd-cluster-features", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -72,19 +72,19 @@ class Sealed:
             raise
         return cls(fd, data.numel(), checksum.of(data))
 
-    def twin(self) -> Sealed:
-        """Returns the same file with a life of its own."""
-        return Sealed(os.dup(self.fd), self.nbytes, self.checksum)
+    def duplicate(self) -> SealedFile:
+        """Returns another descriptor of the same file, which is closed separately."""
+        return SealedFile(os.dup(self.fd), self.nbytes, self.checksum)
 
     def close(self) -> None:
         os.close(self.fd)
 
 
 class FeatureServer(unix_server.UnixServer):
-    """Gives each file once, to a process of the same user that names its token. `offer` and `withdraw`: any thread."""
+    """Serves each file once, to a process of the same user with its token. Any thread may `offer` and `withdraw`."""
 
     def __init__(self) -> None:
-        self._files: dict[bytes, Sealed] = {}
+        self._files: dict[bytes, SealedFile] = {}
         self._lock = threading.Lock()
         self.given_nbytes = 0
         super().__init__()
@@ -94,28 +94,28 @@ class FeatureServer(unix_server.UnixServer):
         for token in list(self._files):
             self.withdraw(token)
 
-    def offer(self, file: Sealed) -> bytes:
-        """Takes the file; returns its token."""
+    def offer(self, file: SealedFile) -> bytes:
+        """Takes ownership of the file; returns its token."""
         token = secrets.token_bytes(TOKEN_NBYTES)
         with self._lock:
             self._files[token] = file
         return token
 
     def withdraw(self, token: bytes) -> None:
-        """From now on the token is worth nothing, if it has not been used."""
+        """Invalidates the token, unless it has been used."""
         if (file := self._take(token)) is not None:
             file.close()
 
     def __contains__(self, token: bytes) -> bool:
         return token in self._files
 
-    def _take(self, token: bytes) -> Sealed | None:
+    def _take(self, token: bytes) -> SealedFile | None:
         with self._lock:
             return self._files.pop(token, None)
 
     def _give(self, peer: socket.socket) -> None:
         token = peer.recv(TOKEN_NBYTES, socket.MSG_WAITALL)
-        if token == NOBODYS:
+        if token == REACH_TOKEN:
             peer.sendall(HERE)
         elif (file := self._take(token)) is not None:
             try:
@@ -127,7 +127,7 @@ class FeatureServer(unix_server.UnixServer):
 
 def reach(address: str, timeout_s: float) -> None:
     """Asks whether the socket answers. Raises LinkError."""
-    _ask(address, NOBODYS, timeout_s)
+    _ask(address, REACH_TOKEN, timeout_s)
 
 
 def fetch(
@@ -139,15 +139,15 @@ def fetch(
     wanted: int,
     timeout_s: float,
 ) -> torch.Tensor:
-    """Reads features of this shape into a tensor on the host, whose checksum must be `wanted`. Raises LinkError."""
+    """Reads features of this shape into a tensor on the host. Raises LinkError unless their checksum is `wanted`."""
     fds = _ask(address, token, timeout_s)
     if len(fds) != 1:
-        raise LinkError("the encoder does not have the features any more")
+        raise LinkError("the encoder no longer has the features")
     try:
         features = torch.empty(shape, dtype=dtype)
         data = features.view(torch.uint8).reshape(-1)
         if fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & SEALS != SEALS:
-            raise LinkError("the encoder's features could change while they are read")
+            raise LinkError("the encoder's file of features is not sealed, and could change while it is read")
         if (nbytes := os.fstat(fds[0]).st_size) != data.numel():
             raise LinkError(f"the encoder's features are {nbytes} bytes, not {data.numel()}")
         at, rest = 0, buffer_of(data)
@@ -159,16 +159,16 @@ def fetch(
     finally:
         os.close(fds[0])
     if checksum.of(data) != wanted:
-        raise LinkError("the encoder's features have another checksum than announced")
+        raise LinkError("the encoder's features do not have the announced checksum")
     return features
 
 
 def _ask(address: str, token: bytes, timeout_s: float) -> list[int]:
-    """Returns the files that the socket gives for a token."""
-    with unix_server.connect(address, WHAT, timeout_s, "encoder") as peer:
+    """Returns the files that the socket sends for a token."""
+    with unix_server.connect(address, SOCKET_KIND, timeout_s, "encoder") as peer:
         try:
             peer.sendall(token)
             _, fds, _, _ = socket.recv_fds(peer, len(HERE), 1)
         except OSError as error:
-            raise LinkError(f"the encoder's {WHAT} does not answer: {error}", retry=True) from error
+            raise LinkError(f"the encoder's {SOCKET_KIND} does not answer: {error}", retry=True) from error
     return list(fds)

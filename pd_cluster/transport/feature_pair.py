@@ -1,8 +1,8 @@
-"""Features of images between hosts: a pair of an encoder, which sends, and a prefill instance, which receives.
+"""Sends images' features between hosts over a pair: an encoder sends, a prefill instance receives.
 
-The two meet by keys that travel over their connection (meeting.py): no outsider takes part. Payloads come in the order
-in which that connection announces them, in pieces; any fault or timeout ends the pair, so that none is taken for
-another. Their content is checked against the announced checksum; gloo sends it in the clear.
+The ends meet by keys that travel over their connection (meeting.py), so nobody else can take part. Payloads arrive in
+pieces, in the order in which the connection announces them; any fault or timeout ends the pair, so that payloads are
+never mixed up. Their content is checked against the announced checksum; gloo does not encrypt it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 from pd_cluster.devices.device import CPU
 from pd_cluster.errors import LinkError, first_line
-from pd_cluster.transport.device_pair import RECEIVER, SENDER, PairPlace, close_group, make_group
-from pd_cluster.transport.feature_files import PAIRS, FeaturePlace, Sealed
+from pd_cluster.transport.device_pair import RECEIVER, SENDER, PairEndpoint, close_group, make_group
+from pd_cluster.transport.feature_files import PAIRS, FeatureEndpoint, SealedFile
 from pd_cluster.transport.meeting import Meeting
 from pd_cluster.transport.transport_interface import buffer_of
 from pd_cluster.wire import TransportName
@@ -28,19 +28,19 @@ PIECE_NBYTES = 8 << 20
 
 
 def pieces(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yields the place and the length of each piece."""
+    """Yields the offset and the length of each piece."""
     for at in range(0, nbytes, PIECE_NBYTES):
         yield at, min(PIECE_NBYTES, nbytes - at)
 
 
 class PairSender:
-    """The encoder's end. `post`: sends a key of the meeting; `failed`: hears, on its thread, why it is unusable."""
+    """The encoder's end. `post` sends a key of the meeting; `failed` gets the reason, on its thread, if one fails."""
 
     def __init__(
         self,
         name: str,
         transport: TransportName,
-        place: FeaturePlace,
+        place: FeatureEndpoint,
         post: Callable[[str, bytes], None],
         failed: Callable[[str], None],
     ) -> None:
@@ -50,7 +50,7 @@ class PairSender:
         self.sent_nbytes = 0
         self._place = place
         self._failed = failed
-        self._files: queue.SimpleQueue[Sealed | None] = queue.SimpleQueue()
+        self._files: queue.SimpleQueue[SealedFile | None] = queue.SimpleQueue()
         self._is_closed = threading.Event()
         self._num_waiting = 0
         self.is_open = False
@@ -60,13 +60,13 @@ class PairSender:
         return self._num_waiting
 
     def open(self) -> None:
-        """Meets the other end, and sends from then on; only the first call has an effect."""
+        """Meets the other end and then starts to send; only the first call has an effect."""
         if not self.is_open:
             self.is_open = True
             threading.Thread(target=self._run, name="feature-pair", daemon=True).start()
 
-    def put(self, file: Sealed) -> None:
-        """Sends a file after those before it; takes it over."""
+    def put(self, file: SealedFile) -> None:
+        """Sends a file after the earlier ones, and takes ownership of it."""
         self._num_waiting += 1
         self._files.put(file)
 
@@ -92,12 +92,12 @@ class PairSender:
             close_group(group)
             self._drop()
 
-    def _send(self, group: Any, file: Sealed) -> None:
+    def _send(self, group: Any, file: SealedFile) -> None:
         buffer = torch.empty(min(PIECE_NBYTES, file.nbytes), dtype=torch.uint8)
         for at, length in pieces(file.nbytes):
             piece = buffer[:length]
             if os.preadv(file.fd, [buffer_of(piece)], at) != length:
-                raise OSError("a file of features is cut short")
+                raise OSError("a file of features is truncated")
             group.send([piece], RECEIVER, 0).wait(timedelta(seconds=self._place.transfer_s))
 
     def _drop(self) -> None:
@@ -113,13 +113,13 @@ class PairSender:
 class PairReceiver:
     """The prefill instance's end, used by one thread."""
 
-    def __init__(self, name: str, transport: TransportName, meeting: Meeting, place: FeaturePlace) -> None:
-        """Waits until the other end is there. Raises LinkError."""
+    def __init__(self, name: str, transport: TransportName, meeting: Meeting, place: FeatureEndpoint) -> None:
+        """Waits until the other end is connected. Raises LinkError."""
         self._timeout = timedelta(seconds=place.transfer_s)
         self._group = _make(name, transport, meeting, RECEIVER, place)
 
     def receive(self, nbytes: int) -> torch.Tensor:
-        """Returns the bytes of the next payload. Raises LinkError: the pair is unusable."""
+        """Returns the bytes of the next payload. Raises LinkError when the pair is unusable."""
         payload = torch.empty(nbytes, dtype=torch.uint8)
         try:
             for at, length in pieces(nbytes):
@@ -132,8 +132,8 @@ class PairReceiver:
         close_group(self._group)
 
 
-def _make(name: str, transport: TransportName, meeting: Meeting, rank: int, place: FeaturePlace) -> Any:
+def _make(name: str, transport: TransportName, meeting: Meeting, rank: int, place: FeatureEndpoint) -> Any:
     """Raises LinkError."""
     if transport not in PAIRS:
-        raise LinkError(f"features cannot come over {transport!r}")
-    return make_group(PAIRS[transport], meeting, name, rank, PairPlace(place.host, place.connect_s, CPU))
+        raise LinkError(f"features cannot be sent over {transport!r}")
+    return make_group(PAIRS[transport], meeting, name, rank, PairEndpoint(place.host, place.connect_s, CPU))

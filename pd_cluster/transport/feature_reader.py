@@ -1,4 +1,4 @@
-"""The thread that reads features from one encoder, so that no step waits for it. Knows nothing of requests."""
+"""The thread that reads features from one encoder, so that no step waits for them. Knows nothing of requests."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 
 from pd_cluster import wire
 from pd_cluster.errors import LinkError
-from pd_cluster.transport.feature_files import SHM, FeaturePlace, fetch, reach
+from pd_cluster.transport.feature_files import SHM, FeatureEndpoint, fetch, reach
 from pd_cluster.transport.feature_pair import PairReceiver
 from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
 from pd_cluster.transport.meeting import Meeting
 
 log = logging.getLogger(__name__)
 
-MAX_NBYTES = 1 << 31  # of an image's features
+MAX_NBYTES = 1 << 31  # the features of an image
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """That of an image's features; an encoder's answer must have as many bytes."""
+    """The shape of an image's features; an encoder's answer must have as many bytes."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -36,16 +36,16 @@ class Shape:
 
 
 class FeatureReader:
-    """Reads in order; `report` gets an event for each item, and first how the encoder is reached, or why not.
+    """Reads in order. `report` first gets whether the encoder is reached, then an event for each item.
 
-    `post` sends a message to it.
+    `post` sends a message to the encoder.
     """
 
     def __init__(
         self,
         conn: str,
         answer: wire.EncoderAnswer,
-        place: FeaturePlace,
+        place: FeatureEndpoint,
         post: Callable[[wire.Body], None],
         report: Callable[[FeatureEvent], None],
     ) -> None:
@@ -57,11 +57,11 @@ class FeatureReader:
         threading.Thread(target=self._run, name="features", daemon=True).start()
 
     def read(self, done: wire.EncodeDone, shape: Shape | None) -> None:
-        """Reads features; `FeaturesRead` follows, unless this is closed. None: nobody wants them any more."""
+        """Reads features; `FeaturesRead` follows unless this reader is closed. `shape` None: nobody needs them now."""
         self._wanted.put((done, shape))
 
     def close(self) -> None:
-        """Reads nothing more; returns at once, while the thread may still wait."""
+        """Stops reading; returns at once, although the thread may still wait."""
         self._is_closed.set()
         self._wanted.put(None)
 
@@ -76,7 +76,7 @@ class FeatureReader:
                     self._fetch(done, shape)
         except LinkError as error:
             self._tell(EncoderUnreached(self._conn, str(error), error.retry))
-        except Exception as error:  # no link may look as if it were up without its thread
+        except Exception as error:  # the link must not look alive when its thread is dead
             log.exception("the link to an encoder has failed")
             self._tell(EncoderUnreached(self._conn, f"the link has failed: {error}", True))
         finally:
@@ -84,7 +84,7 @@ class FeatureReader:
                 self._pair.close()
 
     def _open(self) -> wire.TransportName:
-        """Returns how features come. Raises LinkError."""
+        """Returns the transport of the features. Raises LinkError."""
         address, group, place = self._answer.address, self._answer.group, self._place
         if address:
             try:
@@ -102,20 +102,20 @@ class FeatureReader:
         given = done.token, shape.sizes, shape.dtype, place.checksum, done.checksum
         try:
             features = fetch(self._answer.address, *given, place.connect_s)
-        except Exception as error:  # this image alone: the next one has a connection of its own
+        except Exception as error:  # only this image fails: the next one has its own connection
             self._tell(FeaturesRead(done.item, None, str(error) or type(error).__name__))
         else:
             self._tell(FeaturesRead(done.item, features))
 
     def _receive(self, pair: PairReceiver, done: wire.EncodeDone, shape: Shape | None) -> None:
-        """Takes the next payload off the pair, wanted or not. Raises LinkError."""
+        """Receives the next payload from the pair, needed or not. Raises LinkError."""
         if not 0 < done.nbytes <= MAX_NBYTES or (shape is not None and shape.nbytes != done.nbytes):
             raise LinkError(f"the encoder announces {done.nbytes} bytes of features", retry=True)
         payload = pair.receive(done.nbytes)
         if shape is None:
             return
         if self._place.checksum.of(payload) != done.checksum:
-            self._tell(FeaturesRead(done.item, None, "the encoder's features have another checksum than announced"))
+            self._tell(FeaturesRead(done.item, None, "the encoder's features do not have the announced checksum"))
             return
         self._tell(FeaturesRead(done.item, payload.view(shape.dtype).reshape(shape.sizes)))
 

@@ -1,4 +1,4 @@
-"""Serves two pools in one process, on one device: the receiver finds the sender's by a name (see one_sided.py)."""
+"""Connects two pools of one process on one device: the receiver looks up the sender's by name (see one_sided.py)."""
 
 from __future__ import annotations
 

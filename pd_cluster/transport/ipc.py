@@ -5,8 +5,8 @@ authenticated link, as a typed message of bounded size. Nothing in it is execute
 as many bytes as P's layout and number of blocks require, or refuses. A layer-major pool, as on NPUs, has a handle for
 each layer.
 
-The socket stays open. Its end tells D that P's process is gone, and with it the right to read that memory: from then on
-no copy is launched.
+The socket stays open. When it closes, P's process has ended, and D may no longer read that memory: from then on it
+launches no copy.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from pd_cluster.transport.one_sided import OneSidedReceiver, OneSidedSender
 from pd_cluster.transport.transport_interface import Checksum, KVReceiver, KVSender, LinkContext, Peer, PostKey
 from pd_cluster.wire import KVChunk, TransportName, TransportOffer
 
-MAX_EXPORT_NBYTES = 1024  # of a PoolExport, for each of its parts
+MAX_EXPORT_NBYTES = 1024  # a PoolExport, for each of its parts
 MAX_EXPORT_PARTS = 1024
-# On CUDA torch's: its version, "c" for memory of cudaMalloc ("e" is an expandable segment), then the driver's handle.
-# On NPUs the driver's handle alone, which is opaque.
+# CUDA: torch's handle, which has its version, "c" for memory of cudaMalloc ("e" is an expandable segment) and the
+# driver's handle. NPU: only the driver's handle, which is opaque.
 HANDLE_NBYTES, KIND_AT, PLAIN_KIND = 66, 1, b"c"
 
 
@@ -60,7 +60,7 @@ class ExportServer(unix_server.UnixServer):
 
     def __init__(self, pool: KVPool, memory: DeviceMemory) -> None:
         if setting := devices.expands_segments():
-            raise LinkError(f"{setting}: no other process can map a pool that may grow; take expandable_segments out")
+            raise LinkError(f"{setting}: no other process can map a pool that may grow; remove expandable_segments")
         try:
             parts = [memory.export(each) for each in pool.memory.parts]
         except RuntimeError as error:
@@ -95,7 +95,7 @@ class IpcReceiver(OneSidedReceiver):
     def _source(self) -> Memory:
         self._check_device()
         layout = self.route.source
-        way = type(self._pool.memory)  # the same as P's pool, which is on a device of the same kind
+        way = type(self._pool.memory)  # the class of P's memory, too, since both devices are of one kind
         shapes = way.shapes(layout, self._num_blocks)
         self._peer = unix_server.connect(self._offer.address, "device memory", self._place.connect_s)
         export = self._checked(_read(self._peer, MAX_EXPORT_NBYTES * len(shapes)), shapes)
@@ -123,7 +123,7 @@ class IpcReceiver(OneSidedReceiver):
         source = self.route.source
         block_nbytes = source.block_nbytes
         if len(export.parts) != len(shapes):
-            raise LinkError(f"the prefill instance's pool is in {len(export.parts)} parts, not in {len(shapes)}")
+            raise LinkError(f"the prefill instance's pool has {len(export.parts)} parts, not {len(shapes)}")
         for part, shape in zip(export.parts, shapes, strict=True):
             wanted = math.prod(shape) * DTYPE_NBYTES[source.dtype]
             if (part.nbytes, export.block_nbytes) != (wanted, block_nbytes):
@@ -137,11 +137,11 @@ class IpcReceiver(OneSidedReceiver):
 
 
 def _check_handle(handle: bytes) -> None:
-    """Raises LinkError unless the handle is one of plain device memory."""
+    """Raises LinkError unless the handle refers to plain device memory."""
     kind = handle[KIND_AT : KIND_AT + 1]
     if len(handle) != HANDLE_NBYTES or kind != PLAIN_KIND:
         raise LinkError(
-            f"the prefill instance's handle of {len(handle)} bytes, kind {kind!r}, is none of plain device "
+            f"the prefill instance's handle of {len(handle)} bytes, kind {kind!r}, does not refer to plain device "
             f"memory (another version of torch, or expandable segments)"
         )
 
@@ -151,13 +151,13 @@ def _read(peer: socket.socket, most_nbytes: int) -> PoolExport:
     try:
         nbytes = int.from_bytes(_read_exactly(peer, 4), "big")
         if nbytes > most_nbytes:
-            raise LinkError(f"the prefill instance describes its device memory with {nbytes} bytes")
+            raise LinkError(f"the prefill instance describes its device memory in {nbytes} bytes, too many")
         return decode_export(_read_exactly(peer, nbytes))
     except (OSError, EOFError) as error:
         what = str(error) or "it hung up (another user?)"
         raise LinkError(f"the prefill instance's device memory cannot be reached: {what}", retry=True) from error
     except msgspec.DecodeError as error:
-        raise LinkError(f"the prefill instance's description of its device memory makes no sense: {error}") from error
+        raise LinkError(f"the prefill instance's description of its device memory is invalid: {error}") from error
 
 
 def _read_exactly(peer: socket.socket, nbytes: int) -> bytes:

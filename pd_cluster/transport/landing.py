@@ -1,4 +1,4 @@
-"""Tracks what lands at D's end of a link, and checks that it is next in order. Knows nothing of threads or torch."""
+"""Tracks which chunks landed at D's end of a link, and checks their order. Knows nothing of threads or torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pd_cluster.types import Note, note_nothing
 
 @dataclass(slots=True)
 class Landing:
-    """`num_layers_of[t]`: landed layers of prompt token t. `free` is reached when its blocks are out of use."""
+    """`num_layers_of[t]`: landed layers of prompt token t. `free`: reached when no earlier launch uses the blocks."""
 
     block_ids: list[int]
     num_layers_of: array[int]
@@ -29,7 +29,7 @@ class Landing:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """The bounds of pieces: layers that travel, and tokens of a block on either side."""
+    """The bounds of pieces: the number of transferred layers, and the tokens per block at either end."""
 
     num_layers: int
     source_block_size: int
@@ -43,7 +43,7 @@ class Geometry:
 class Lander:
     """Pure bookkeeping around `receiver`: every token of a transfer lands once in every layer, layers in order.
 
-    `clear` gets the blocks that are written, for layers here that do not travel; it may get some twice.
+    `clear` gets the written blocks, to clear layers that are not transferred; it may get some blocks twice.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Lander:
     def begin(
         self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int, free: Marker = REACHED
     ) -> None:
-        """Starts a landing. `block_ids` are the whole prompt's; those before `first_token` are not written."""
+        """Starts a landing. `block_ids` are the whole prompt's; blocks before `first_token` are not written."""
         here = array("H", [self._geometry.num_layers]) * first_token
         self._landings[transfer_id] = Landing(block_ids, here + array("H", [0]) * (num_tokens - first_token), free)
 
     def forget(self, transfer_id: str) -> Drained:
-        """Forgets a transfer, once no received data is still being copied."""
+        """Forgets a transfer. Call it once no received data is being copied."""
         self._landings.pop(transfer_id, None)
         self._receiver.copies.drain()
         return Drained(transfer_id)
@@ -85,12 +85,12 @@ class Lander:
             return LandFault(header.transfer_id, str(error))
 
     def _land_chunk(self, sequence: int, chunk: wire.KVChunk, landing: Landing | None) -> bool:
-        """Returns whether it is the last one, which brings the last layers of the last tokens."""
+        """Returns whether it is the last chunk, which has the last layers of the last tokens."""
         problem = self._problem(chunk, landing) if landing is not None else ""
         if landing is None or problem:
             self._receiver.receive(sequence, chunk, None)
             if problem:
-                raise TransferFailed(f"chunk {chunk.index} does not fit: {problem}")
+                raise TransferFailed(f"chunk {chunk.index} is not valid: {problem}")
             return False
         piece, size, started_s = chunk.piece, self._geometry.target_block_size, time.monotonic()
         into = landing.block_ids[piece.first_token // size : -(-piece.stop_token // size)]
@@ -112,9 +112,9 @@ class Lander:
         piece, geometry = chunk.piece, self._geometry
         size = geometry.source_block_size
         if chunk.index != landing.num_chunks:
-            return f"{landing.num_chunks} was next"
+            return f"{landing.num_chunks} was expected"
         if not 0 <= piece.first_token < piece.stop_token <= len(landing.num_layers_of):
-            return f"tokens {piece.first_token} to {piece.stop_token} of {len(landing.num_layers_of)}"
+            return f"tokens {piece.first_token} to {piece.stop_token} of a prompt of {len(landing.num_layers_of)}"
         if not 0 <= piece.first_layer < piece.stop_layer <= geometry.num_layers:
             return f"layers {piece.first_layer} to {piece.stop_layer} of {geometry.num_layers}"
         if len(piece.block_ids) != -(-piece.stop_token // size) - piece.first_token // size:
@@ -123,7 +123,7 @@ class Lander:
             return f"it begins with token {piece.first_token}, inside a block"
         before = landing.num_layers_of[piece.first_token : piece.stop_token]
         if before != array("H", [piece.first_layer]) * piece.num_tokens:
-            return f"not all of its tokens have landed in just the layers before {piece.first_layer}"
+            return f"its tokens must have landed in exactly the layers before {piece.first_layer}"
         return ""
 
     def _land_end(self, end: wire.KVEnd, landing: Landing) -> Landed:
@@ -131,7 +131,7 @@ class Lander:
         if end.num_chunks != landing.num_chunks or num_missing or end.num_tokens != len(landing.num_layers_of):
             raise TransferFailed(
                 f"when the transfer of {end.num_tokens} tokens ended, {landing.num_chunks} of {end.num_chunks} chunks "
-                f"had come and {num_missing} of {len(landing.num_layers_of)} tokens were missing"
+                f"had arrived and {num_missing} of {len(landing.num_layers_of)} tokens were missing"
             )
         if not end.first_tokens:
             raise TransferFailed("the transfer ended without a first token")

@@ -1,7 +1,7 @@
-"""Copies of one end of a link on its device, alongside computation: a separate stream, in order.
+"""Copies at one end of a link, on its device alongside computation: a separate stream, in order.
 
-On CPU a copy has ended when its call returns, and nothing here does anything. Knows nothing of what is copied.
-docs/protocol/handover.md, "Blocks on devices", lists which wait guards which block.
+On CPU a copy has ended when its call returns, so nothing here has an effect. Knows nothing of the copied data.
+docs/protocol/handover.md, "Blocks on devices", lists which wait protects which block.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Copies:
 
     @contextlib.contextmanager
     def launch(self) -> Iterator[None]:
-        """Runs launches inside as copies in this order; they may not be finished when this ends."""
+        """Runs the launches inside as copies, in order; they may still run when the context ends."""
         with self._stream:
             try:
                 yield
@@ -41,8 +41,8 @@ class Copies:
                 self._last = self._stream.mark()
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        """Makes waits for the current stream inside wait for this one, not for computation."""
+    def as_current(self) -> Iterator[None]:
+        """Makes this stream the current one, so that waits for the current stream do not wait for computation."""
         with self._stream:
             yield
 
@@ -59,5 +59,5 @@ class Copies:
         """Waits like `settle`, but without a limit: afterwards the blocks go to other requests."""
         try:
             self._last.wait()
-        except RuntimeError as error:  # the device is unusable: it writes nothing any more
+        except RuntimeError as error:  # the device is unusable and writes nothing more
             log.error("copying KV cache on the device failed: %s", first_line(error))

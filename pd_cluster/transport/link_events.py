@@ -1,4 +1,4 @@
-"""Events from links' threads to the engine's thread, and a piece's numbers for timelines."""
+"""Events from links' threads to the engine's thread, and a piece's figures for timelines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class LinkFailed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Arrived(msgspec.Struct, frozen=True, tag=True):
-    """All KV cache of a transfer is here; its end follows, with the first tokens."""
+    """All KV cache of a transfer has arrived; its end follows, with the first tokens."""
 
     transfer_id: str
 
@@ -41,7 +41,7 @@ class LandFault(msgspec.Struct, frozen=True, tag=True):
 
 
 class Drained(msgspec.Struct, frozen=True, tag=True):
-    """Nothing writes to the landing blocks of this transfer any more."""
+    """Nothing can write to the landing blocks of this transfer any more."""
 
     transfer_id: str
 
@@ -51,7 +51,7 @@ Report = Callable[[LinkEvent], None]
 
 
 def numbers_of(piece: wire.KVPiece, nbytes: int, started_s: float) -> dict[str, int]:
-    """Returns a timeline's numbers for a piece that was sent or has landed."""
+    """Returns a timeline's figures for a piece that was sent or has landed."""
     return {
         "start": piece.first_token,
         "stop": piece.stop_token,
@@ -64,7 +64,7 @@ def numbers_of(piece: wire.KVPiece, nbytes: int, started_s: float) -> dict[str, 
 
 @dataclass(frozen=True, slots=True)
 class EncoderReached:
-    """The encoder at the other end of this connection hands out features over this transport."""
+    """The encoder at the other end of this connection sends features over this transport."""
 
     conn: str
     transport: wire.TransportName
@@ -72,7 +72,7 @@ class EncoderReached:
 
 @dataclass(frozen=True, slots=True)
 class EncoderUnreached:
-    """Nothing comes from it, or nothing more. `retry`: perhaps later."""
+    """The encoder sends no features, or no more. `retry`: a later attempt may succeed."""
 
     conn: str
     reason: str

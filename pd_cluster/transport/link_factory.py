@@ -1,4 +1,4 @@
-"""Builds the two ends of a link within the limits of this worker's configuration and its pool's device."""
+"""Builds the two ends of a link as this worker's configuration and its pool's device allow."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ class Transports:
         for transport, problem in self._problems.items():
             if (offer := offers.get(transport.name)) is None:
                 continue
-            # Checked before P opens it: P would wait.
+            # Checked before P opens the transport, because P would wait.
             if why := problem or self._why_not(transport, offer):
-                if transport.choice:  # the others cannot be requested by name
+                if transport.choice:  # others cannot be requested by name
                     impossible.append(f"{transport.name}: {why}")
                 continue
             peer = Peer(offer, source, opened.num_blocks[group])
@@ -81,7 +81,7 @@ class Transports:
         if not receivers and not impossible:
             offered, allows = ", ".join(offers), ", ".join(each.name for each in self._problems)
             choice = f"{called('kv_transport')} {self._config.kv_transport}"
-            impossible.append(f"no transport in common: the other offers {offered}; {choice} here allows {allows}")
+            impossible.append(f"no transport in common: P offers {offered}; {choice} here allows {allows}")
         return ReceiveThread(
             LaneContext(conn, post, report, note),
             opened.link_id,
@@ -92,7 +92,7 @@ class Transports:
         )
 
     def needs_pair(self, opened: wire.LinkOpen) -> bool:
-        """Whether the first of P's offers that serves here, in D's order, is a pair."""
+        """Whether the first of P's usable offers, in D's order of preference, is a pair."""
         offers = {offer.transport: offer for offer in opened.lanes[0].offers}
         for transport, problem in self._problems.items():
             offer = offers.get(transport.name)
@@ -103,7 +103,7 @@ class Transports:
     def _why_not(self, transport: Transport, offer: wire.TransportOffer) -> str:
         try:
             return transport.why_not(self._device, offer)
-        except LinkError as error:  # an offer that nobody can read leaves the other transports
+        except LinkError as error:  # an invalid offer does not affect the other transports
             return str(error)
 
     def _senders(self, group: int, key: LinkKey, post: Post) -> list[KVSender]:
@@ -113,7 +113,7 @@ class Transports:
             try:
                 if not problem:
                     found.append(self._ends_of(group, transport).sender(*self._terms(transport, key, post)))
-            except LinkError as error:  # permanent
+            except LinkError as error:  # a permanent problem
                 self._problems[transport] = error.text
                 log.warning("KV cache is not offered over %s: %s", transport.name, error)
         if not found:
@@ -133,7 +133,7 @@ class Transports:
 
 
 def _place_of(config: WorkerConfig, pool: KVPool, memory: DeviceMemory) -> LinkContext:
-    """Returns what the lanes of one pool share. States are never sent as int8: all later tokens follow from them."""
+    """Returns the shared settings of a pool's lanes. States are never sent as int8: all later tokens depend on them."""
     times = config.timeouts
     return LinkContext(
         pool=pool,

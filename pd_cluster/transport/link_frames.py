@@ -1,7 +1,7 @@
-"""Frames around the headers of one link: numbered and authenticated, so that only its own pass, once and in order.
+"""Frames around the headers of one link: numbered and authenticated, so that only its own frames pass, once, in order.
 
-The receiver drops and counts everything else. A missing frame is the only fault that a link does not survive: the
-payload that it announced cannot be told apart from the next.
+The receiver drops and counts all others. A link survives any fault but a missing frame, because the payload that the
+frame announced cannot be distinguished from the next.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_SEQUENCE = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class LinkKey:
-    """The key of one lane of a link between two lives of two instances."""
+    """The key of one lane of a link between two lives of instances."""
 
     key: bytes
     is_on: bool = True  # off: frames are numbered, but do not prove their origin
@@ -48,7 +48,7 @@ class LinkKey:
 
 
 class Sealer:
-    """P's side: numbers and signs."""
+    """P's end: numbers and signs frames."""
 
     def __init__(self, key: LinkKey) -> None:
         self._key = key
@@ -62,23 +62,23 @@ class Sealer:
 
 @dataclass(slots=True)
 class Opener:
-    """D's side. `dropped` counts by reason."""
+    """D's end: checks frames. `dropped` counts them by reason."""
 
     key: LinkKey
     next_sequence: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
 
     def open(self, frame: wire.KVFrame) -> wire.KVHeader | None:
-        """Returns the header; None for a dropped frame. Raises LinkError when one before it is missing."""
+        """Returns the header; None for a dropped frame. Raises LinkError when an earlier frame is missing."""
         reason = self._reason_to_drop(frame)
         if reason == "out of order":
             self.dropped[reason] += 1
-            raise LinkError(f"KV frame {frame.sequence} came when {self.next_sequence} was next", retry=True)
+            raise LinkError(f"KV frame {frame.sequence} arrived, but {self.next_sequence} was expected", retry=True)
         if not reason:
             self.next_sequence += 1
             try:
                 return wire.decode_header(frame.header)
-            except (msgspec.DecodeError, ValueError):  # the latter for text that is not UTF-8
+            except (msgspec.DecodeError, ValueError):  # ValueError: text that is not UTF-8
                 reason = "not decodable"
         self.dropped[reason] += 1
         return None

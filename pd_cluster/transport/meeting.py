@@ -1,7 +1,7 @@
-"""Lets the ranks of a group meet, mostly of a pair: a torch store at each end, whose keys travel over connections.
+"""Lets the ranks of a process group meet: a torch store at each end, whose keys travel over connections.
 
-Nothing listens here. A connection proves the sender of each key, so a group comes up between the workers that it is for
-or not at all. The library defines the keys: gloo, NCCL or HCCL.
+No socket listens here. The connections prove each key's sender, so a group forms between the intended workers or not at
+all. The library (gloo, NCCL or HCCL) defines the keys.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch._C._distributed_c10d import HashStore, Store
 
 log = logging.getLogger(__name__)
 
-MAX_KEYS = 64  # set by another end; a pair needs one or two
-POLL_S = 1e-3  # between two checks for keys that the library has written: its stores cannot be waited for as a whole
+MAX_KEYS = 64  # keys that another end may set; a pair needs one or two
+POLL_S = 1e-3  # the interval of checks for keys that the library has written: its stores cannot wait for any key
 
 
 class Meeting:
@@ -30,7 +30,7 @@ class Meeting:
         num_others: int = 1,
         store: Store | None = None,
     ) -> None:
-        """`timeout_s`: how long the library waits for a key of another end. `store` None: one in memory."""
+        """`timeout_s`: how long the library waits for a key of another end. `store` None: a store in memory."""
         self.store = HashStore() if store is None else store
         self.store.set_timeout(timedelta(seconds=timeout_s))
         self._post, self._most = post, MAX_KEYS * num_others
@@ -39,21 +39,21 @@ class Meeting:
         self._theirs: set[str] = set()
 
     def put(self, key: str, value: bytes) -> None:
-        """Stores a key of another end, on any thread; drops keys that it may not set."""
+        """Stores a key of another end, on any thread; drops keys that this end may not set."""
         with self._lock:
             if key not in self._theirs:
                 if len(self._theirs) == self._most:
-                    log.warning("another end sets more than %d keys: %.80r is dropped", self._most, key)
+                    log.warning("another end sets more than %d keys: dropped %.80r", self._most, key)
                     return
                 if self.store.check([key]):
-                    log.warning("another end sets %.80r, which this end has set: dropped", key)
+                    log.warning("another end sets a key that this end has set: dropped %.80r", key)
                     return
                 self._theirs.add(key)
-            self.store.set(key, value)  # type: ignore[arg-type]  # torch takes bytes, too
+            self.store.set(key, value)  # type: ignore[arg-type]  # torch also accepts bytes
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Sends the keys that the library writes meanwhile, each once, the last ones before this returns."""
+        """Sends each key that the library writes inside the context, the last ones when the context ends."""
         is_over = threading.Event()
         courier = threading.Thread(target=self._carry, args=(is_over,), name="kv-meeting", daemon=True)
         courier.start()

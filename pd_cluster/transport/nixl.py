@@ -1,8 +1,8 @@
 """NIXL: the decode instance reads the prefill instance's memory over UCX, by RDMA, TCP or the host's own memory.
 
-A pool in host memory or on a CUDA device is registered whole, and equal pools are read from block to block. Everything
-else (other heads, block sizes or dtypes, pools on NPUs) is packed into a registered buffer, and read from there.
-docs/protocol/handover.md, "Reads over NIXL", has the state × event tables.
+A pool in host memory or on a CUDA device is registered whole, and pools of equal layouts are read block by block. In
+all other cases (other heads, block sizes or dtypes, pools on NPUs) P packs pieces into a registered buffer, which D
+reads. docs/protocol/handover.md, "Reads over NIXL", has the state × event tables.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from pd_cluster.transport.nixl_agent import Agent, ReadBuffers
 from pd_cluster.transport.nixl_offer import (
     DEVICE,
     HOST,
-    NUM_OF_LANE,
+    NUM_LANE_BUFFERS,
     PACKED,
     SLOTS,
     AgentOffer,
     LaneBuffers,
+    byte_ranges_of,
     kind_of,
     notice_of,
-    places_of,
 )
 from pd_cluster.transport.nixl_reads import ReadLanding, Reads, ReadSource
 from pd_cluster.transport.staging import Staging
@@ -53,7 +53,7 @@ MAX_PAYLOAD_NBYTES = 8 << 20
 
 
 class NixlSender:
-    """P's end: packs where D cannot read the pool itself; D reads."""
+    """P's end: packs what D cannot read from the pool itself; D reads."""
 
     name: TransportName = "nixl"
     meeting = None
@@ -66,7 +66,7 @@ class NixlSender:
         self._lane = secrets.token_bytes(16)
         self._kind = kind_of(place.pool.device)
         self._slots: list[int] = []
-        self._turn = 0  # payloads so far
+        self._turn = 0  # the number of payloads so far
         self._route: PoolRoute | None = None
         self._staging: Staging | None = None
 
@@ -91,7 +91,7 @@ class NixlSender:
             return
         self._staging = Staging(self._pool, self._route, self._copies, in_host_memory=True)
         self._staging.warm()
-        while len(self._slots) < NUM_OF_LANE:
+        while len(self._slots) < NUM_LANE_BUFFERS:
             self._slots.append(self._agent.slots.take(self._place.connect_s))
         self._post(SLOTS, msgspec.msgpack.encode(self._slots))
 
@@ -110,26 +110,26 @@ class NixlSender:
     def send(self, sequence: int, prepared: Prepared) -> None: ...
 
     def close(self) -> None:
-        """Gives the buffers back. D may still read them: what it reads then belongs to a link that has ended."""
+        """Returns the buffers. D may still read them, but its link has ended."""
         self._copies.drain()
-        for turn in range(max(0, self._turn - NUM_OF_LANE), self._turn):
+        for turn in range(max(0, self._turn - NUM_LANE_BUFFERS), self._turn):
             self._agent.forget_notice(notice_of(self._lane, turn))
         while self._slots:
             self._agent.slots.release(self._slots.pop())
 
     def _next_buffer(self) -> torch.Tensor:
-        """Returns the buffer of the next payload, once D has read the one before in it. Raises LinkError."""
+        """Returns the buffer of the next payload, once D has read the previous one in it. Raises LinkError."""
         turn, limit_s = self._turn, self._place.transfer_s
-        before = notice_of(self._lane, turn - NUM_OF_LANE) if turn >= NUM_OF_LANE else None
+        before = notice_of(self._lane, turn - NUM_LANE_BUFFERS) if turn >= NUM_LANE_BUFFERS else None
         if before is not None and not poll(lambda: self._agent.was_noticed(before), limit_s):
             raise LinkError(f"the decode instance has not read KV cache within {limit_s:g} s", retry=True)
         self._turn += 1
         self._agent.await_notice(notice_of(self._lane, turn))
-        return self._agent.slots.buffers[self._slots[turn % NUM_OF_LANE]]
+        return self._agent.slots.buffers[self._slots[turn % NUM_LANE_BUFFERS]]
 
 
 class NixlReceiver:
-    """D's end: reads into pool blocks, or into a buffer and unpacks. `copies` covers the reads, too."""
+    """D's end: reads into pool blocks, or into a buffer that it unpacks. `copies` also covers the reads."""
 
     name: TransportName = "nixl"
 
@@ -154,12 +154,12 @@ class NixlReceiver:
             raise LinkError("the prefill instance's buffers are smaller than its blocks")
         self._reads.attach(self._agent.attach(offer.agent, offer.metadata))
         if not self._reads_pool:
-            self._slots = self._told_slots()
+            self._slots = self._receive_slots()
 
     def expect(self, sequence: int, chunk: KVChunk) -> None: ...
 
     def arrive(self, sequence: int, chunk: KVChunk, timeout_s: float) -> None:
-        """Reads a payload into a buffer of this end's."""
+        """Reads a payload into a buffer at this end."""
         self._fetched = self._reads.fetch(self._source(chunk), chunk, timeout_s)
 
     def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
@@ -176,7 +176,7 @@ class NixlReceiver:
         self._reads.close()
 
     def _source(self, chunk: KVChunk) -> ReadSource:
-        """Checks a header; returns where its payload lies. Raises TransferFailed, LinkError."""
+        """Checks a header; returns the location of its payload. Raises TransferFailed, LinkError."""
         piece, offer, layout = chunk.piece, self._offer, self.route.source
         problem = ""
         if not all(is_block(block, self._num_peer_blocks) for block in piece.block_ids):
@@ -189,18 +189,18 @@ class NixlReceiver:
             self._skip()
             raise TransferFailed(problem)
         if self._reads_pool:
-            return ReadSource(offer.pool, places_of(layout, piece, piece.block_ids), offer.kind, offer.device)
+            return ReadSource(offer.pool, byte_ranges_of(layout, piece, piece.block_ids), offer.kind, offer.device)
         turn, self._turn = self._turn, self._turn + 1
-        at = self._slots[turn % NUM_OF_LANE] * offer.buffer_nbytes
+        at = self._slots[turn % NUM_LANE_BUFFERS] * offer.buffer_nbytes
         return ReadSource(offer.buffers, [(at, chunk.nbytes)], HOST, 0, notice_of(offer.lane, turn))
 
     def _skip(self) -> None:
-        """Lets P fill the buffer of a payload that nobody wants. Raises LinkError."""
+        """Lets P fill the buffer of a payload that nobody needs. Raises LinkError."""
         if not self._reads_pool:
             turn, self._turn = self._turn, self._turn + 1
             self._reads.notice(notice_of(self._offer.lane, turn))
 
-    def _told_slots(self) -> list[int]:
+    def _receive_slots(self) -> list[int]:
         """Waits until P names the buffers of this lane. Raises LinkError."""
         try:
             value: bytes = self.meeting.store.get(SLOTS)
@@ -208,7 +208,7 @@ class NixlReceiver:
         except (RuntimeError, msgspec.DecodeError) as error:
             raise LinkError(f"the prefill instance names no buffers: {first_line(error)}", retry=True) from error
         if not all(0 <= slot < self._offer.num_buffers for slot in slots):
-            raise LinkError(f"the prefill instance names buffers {slots} of {self._offer.num_buffers}")
+            raise LinkError(f"the prefill instance names buffers {slots}, but has {self._offer.num_buffers}")
         return slots
 
 
@@ -227,7 +227,7 @@ def ends(name: TransportName, place: LinkContext) -> NixlEnds:
 
 
 class NixlEnds:
-    """Starts one agent for the pool, with the first link, for any number of them."""
+    """Starts one agent for the pool when the first link needs it; all links use it."""
 
     def __init__(self, place: LinkContext) -> None:
         self._place = place

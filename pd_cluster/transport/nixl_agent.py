@@ -1,7 +1,7 @@
-"""The agent of NIXL that a process has: its registered memory, the agents that it reads from, and each read's end.
+"""The NIXL agent of a process: its registered memory, the remote agents that it reads from, and the reads' states.
 
-NIXL is imported here and nowhere else. All memory is registered before the metadata is passed on, and stays: an agent
-whose metadata is loaded again loses sight of the reads that are under way. Knows nothing of blocks, links or layouts.
+Only this module imports NIXL. All memory is registered before the metadata is sent, and stays registered: an agent
+whose metadata is loaded again loses track of the reads under way. Knows nothing of blocks, links or layouts.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ import torch
 from pd_cluster.devices.device_streams import poll
 from pd_cluster.errors import LinkError, first_line
 from pd_cluster.transport.nixl_network import bind_ucx
-from pd_cluster.transport.nixl_offer import DEVICE, HOST, Places
+from pd_cluster.transport.nixl_offer import DEVICE, HOST, ByteRanges
 
 log = logging.getLogger(__name__)
 
 API = "nixl_cu13._api"
 BACKEND = "UCX"
 NUM_SLOTS = 32
-ASK_S = 0.5  # between two questions whether an agent is there
+ASK_S = 0.5  # seconds between two checks whether an agent lives
 DISCONNECT = "nixlRemoteDisconnectError"
 
 
 @dataclass(frozen=True, slots=True)
 class Ranges:
-    """Ranges of one process's memory: [num_ranges, 3] of address, bytes and device, all of one kind."""
+    """Memory ranges of one process: [num_ranges, 3] of address, bytes and device, all of one kind."""
 
     kind: str
     rows: np.ndarray[Any, np.dtype[np.uint64]]
 
 
-def ranges_at(base: int, places: Places, kind: str, device: int) -> Ranges:
-    """Returns the ranges at these (offset, bytes) from a base."""
+def ranges_at(base: int, places: ByteRanges, kind: str, device: int) -> Ranges:
+    """Returns the memory ranges at these byte ranges from a base address."""
     rows = np.array([(base + offset, nbytes, device) for offset, nbytes in places], dtype=np.uint64)
     return Ranges(kind, rows.reshape(-1, 3))
 
@@ -56,10 +56,10 @@ class ReadState(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class RemoteAgent:
-    """Another process's agent. It is removed once no read from it is under way, and it is gone or has no lane.
+    """Another process's agent. It is removed when no read from it is under way and it is gone or has no lane left.
 
-    `is_gone`: the channel to it is torn down, so that nothing can come from there. An error of a read alone does not
-    say so, and a release or a removal does not do it.
+    `is_gone`: the channel to it is torn down, so that nothing can arrive from it. A read's error alone does not prove
+    that, and releasing a read or removing an agent does not cause it.
     """
 
     name: str
@@ -69,12 +69,12 @@ class RemoteAgent:
     has_failed: bool = False
     is_gone: bool = False
     is_removed: bool = False
-    asked_s: float = 0.0  # when it was last asked whether it is there
+    asked_s: float = 0.0  # when this agent last checked whether it lives
 
 
 @dataclass(eq=False, slots=True)
 class Read:
-    """A read from another agent's memory into this one's."""
+    """A read from another agent's memory into this process's memory."""
 
     peer: RemoteAgent
     handle: Any
@@ -82,13 +82,13 @@ class Read:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing of it can be written any more."""
+        """Whether the read can write nothing any more."""
         is_cut_off = self.peer.is_gone and self.peer.is_removed
         return self.state is ReadState.DONE or (self.state is ReadState.FAILED and is_cut_off)
 
 
 class ReadBuffers:
-    """Buffers in registered host memory, [num_slots, slot_nbytes]. A taken one is released when no read writes it."""
+    """Buffers in registered host memory, [num_slots, slot_nbytes]. Release a taken buffer when no read writes it."""
 
     def __init__(self, slot_nbytes: int, is_pinned: bool) -> None:
         self.buffers = torch.empty(NUM_SLOTS, slot_nbytes, dtype=torch.uint8, pin_memory=is_pinned)
@@ -107,8 +107,8 @@ class ReadBuffers:
         with self._lock:
             self._free.append(slot)
 
-    def ranges(self, slot: int, places: Places) -> Ranges:
-        """Returns places within a buffer."""
+    def ranges(self, slot: int, places: ByteRanges) -> Ranges:
+        """Returns the memory ranges of byte ranges within a buffer."""
         return ranges_at(self.buffers[slot].data_ptr(), places, HOST, 0)
 
     def _take_into(self, found: list[int]) -> bool:
@@ -148,7 +148,7 @@ class Agent:
         except Exception as error:
             raise LinkError(f"NIXL does not start: {first_line(error)}") from error
 
-    # ---- agents that it reads from
+    # ---- remote agents
 
     def attach(self, name: str, metadata: bytes) -> RemoteAgent:
         """Adds a lane from this agent. Raises LinkError."""
@@ -165,27 +165,27 @@ class Agent:
                     raise LinkError("the prefill instance's agent has another name than its metadata")
                 peer = self._peers[name] = RemoteAgent(name, metadata)
             if peer.has_failed:
-                raise LinkError("the way to the prefill instance's agent is being given up", retry=True)
+                raise LinkError("the connection to the prefill instance's agent is being closed", retry=True)
             if peer.metadata != metadata:
                 raise LinkError("the prefill instance's agent has changed its metadata")
             peer.num_lanes += 1
             return peer
 
     def detach(self, peer: RemoteAgent) -> None:
-        """Ends a lane, none of whose reads is under way."""
+        """Ends a lane that has no read under way."""
         with self._lock:
             peer.num_lanes -= 1
             self._tidy(peer)
 
     def read(self, peer: RemoteAgent, remote: Ranges, local: Ranges, notice: bytes) -> Read:
-        """Begins a read; the other agent gets the notice when it is done, if there is one.
+        """Begins a read. When it is done, the other agent gets the notice, unless that is empty.
 
-        Raises LinkError when nothing of it has begun; otherwise a failure is the read's state.
+        Raises LinkError when the read has not begun; a later failure is the read's state.
         """
         agent = self._agent
         with self._lock:
             if peer.has_failed or peer.is_removed:
-                raise LinkError("the way to the prefill instance's agent has failed", retry=True)
+                raise LinkError("the connection to the prefill instance's agent has failed", retry=True)
             try:
                 sides = (agent.get_xfer_descs(each.rows, each.kind) for each in (local, remote))
                 handle = agent.initialize_xfer("READ", *sides, peer.name, notice)
@@ -201,7 +201,7 @@ class Agent:
         return read
 
     def look_at(self, read: Read) -> ReadState:
-        """Returns the state of a read, and notes its end."""
+        """Returns the state of a read, and records its end."""
         if read.state is ReadState.FAILED:
             self._ask(read.peer)
         elif read.state is ReadState.UNDER_WAY:
@@ -216,7 +216,7 @@ class Agent:
         return read.state
 
     def _ask(self, peer: RemoteAgent) -> None:
-        """Finds out whether a peer of which a read has failed is gone."""
+        """Finds out whether a peer is gone after a read from it has failed."""
         with self._lock:
             now_s = time.monotonic()
             if peer.is_gone or peer.is_removed or now_s < peer.asked_s + ASK_S:
@@ -232,7 +232,7 @@ class Agent:
         return type(error).__name__ == DISCONNECT
 
     def _end(self, read: Read, state: ReadState, is_gone: bool = False) -> None:
-        with contextlib.suppress(Exception):  # a failed one may be released, or not
+        with contextlib.suppress(Exception):  # releasing a failed read may fail
             read.handle.release()
         with self._lock:
             peer = read.peer
@@ -245,15 +245,15 @@ class Agent:
     def _tidy(self, peer: RemoteAgent) -> None:
         is_unused = peer.is_gone or (not peer.num_lanes and not peer.has_failed)
         if not peer.reads and not peer.is_removed and is_unused:
-            with contextlib.suppress(Exception):  # it may be gone already
+            with contextlib.suppress(Exception):  # the agent may be gone already
                 self._agent.remove_remote_agent(peer.name)
             peer.is_removed = True
             del self._peers[peer.name]
 
-    # ---- notices of others that have read
+    # ---- notices of other agents' reads
 
     def await_notice(self, notice: bytes) -> None:
-        """Lets `was_noticed` know this one."""
+        """Prepares `was_noticed` for this notice."""
         with self._lock:
             self._awaited.add(notice)
 
@@ -262,11 +262,11 @@ class Agent:
             self._awaited.discard(notice)
 
     def was_noticed(self, notice: bytes) -> bool:
-        """Whether it has come. Raises LinkError."""
+        """Whether the notice has arrived. Raises LinkError."""
         try:
             arrived = self._agent.get_new_notifs()
         except Exception as error:
-            raise LinkError(f"NIXL passes no notices on: {first_line(error)}", retry=True) from error
+            raise LinkError(f"NIXL does not deliver notices: {first_line(error)}", retry=True) from error
         with self._lock:
             for notices in arrived.values():
                 self._awaited.difference_update(notices)
@@ -277,4 +277,4 @@ class Agent:
         try:
             self._agent.send_notif(peer.name, notice)
         except Exception as error:
-            raise LinkError(f"the prefill instance's agent gets no notices: {first_line(error)}", retry=True) from error
+            raise LinkError(f"the prefill instance's agent gets no notice: {first_line(error)}", retry=True) from error

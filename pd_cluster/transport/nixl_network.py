@@ -1,4 +1,4 @@
-"""Keeps UCX on the cluster's own network interface. The environment's own UCX variables win."""
+"""Keeps UCX on the cluster's own network interface. UCX variables of the environment take precedence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QUIET = {"UCX_LOG_LEVEL": "error", "NIXL_LOG_LEVEL": "WARN"}  # NIXL logs to std
 
 
 def bind_ucx(host: str) -> None:
-    """Lets agents that are made from now on listen on the interface with this address. Raises LinkError."""
+    """Makes later agents listen on the interface with this address. Raises LinkError."""
     for name, value in QUIET.items():
         os.environ.setdefault(name, value)
     if not os.environ.get(DEVICES):
@@ -25,7 +25,7 @@ def bind_ucx(host: str) -> None:
 
 
 def devices_at(host: str, net: Path = Path("/sys/class/net")) -> list[str]:
-    """Returns UCX's names of the interface with this address, and of the RDMA devices behind it. Raises LinkError."""
+    """Returns UCX's names of the interface with this address, and of its RDMA devices. Raises LinkError."""
     interface = interface_of(host)
     folder = net / interface / "device" / "infiniband"
     port = net / interface / "dev_port"
@@ -51,7 +51,7 @@ def _ipv4() -> dict[ipaddress.IPv4Address | ipaddress.IPv6Address, str]:
         for _, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(any_socket, SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # it has none
+            except OSError:  # the interface has no address
                 continue
             found[ipaddress.IPv4Address(answer[20:24])] = name
     return found

@@ -1,4 +1,4 @@
-"""Describes the memory of both ends of a lane over NIXL, and the ranges of it that hold a piece. Needs no NIXL."""
+"""Describes the memory of both ends of a lane over NIXL, and the byte ranges that hold a piece. Does not need NIXL."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pd_cluster.devices.device import Device
 from pd_cluster.kv.kv_layout import KVLayout
 from pd_cluster.wire import KVPiece
 
-HOST, DEVICE = "DRAM", "VRAM"  # NIXL's names of kinds of memory
+HOST, DEVICE = "DRAM", "VRAM"  # NIXL's names for kinds of memory
 PACKED = ""  # the kind of a pool that is not registered
-NUM_OF_LANE = 2  # buffers of a lane whose payloads are packed: one is packed while the other is read
-SLOTS = "slots"  # the key under which P tells D which ones
+NUM_LANE_BUFFERS = 2  # buffers of a lane that packs its payloads: one is packed while the other is read
+SLOTS = "slots"  # the key under which P sends the numbers of a lane's buffers
 
-Places = list[tuple[int, int]]  # (offset, bytes)
+ByteRanges = list[tuple[int, int]]  # (offset, bytes)
 
 
 class AgentOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """P's agent, and where its pool and buffers lie in its own memory.
+    """P's agent, and the addresses of its pool and buffers.
 
-    Addresses mean something to P's agent alone. D forms ranges from them to read at P, within the bounds of P's layout,
-    and never writes there; where D itself writes follows from its own memory.
+    Addresses are valid for P's agent only. D derives the ranges that it reads at P from them, within the bounds of P's
+    layout, and never writes there; D's own memory determines where D writes.
     """
 
     agent: Annotated[str, msgspec.Meta(min_length=16, max_length=64)]
@@ -36,24 +36,24 @@ class AgentOffer(msgspec.Struct, frozen=True, kw_only=True):
     lane: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
 
 
-LaneBuffers = Annotated[list[int], msgspec.Meta(min_length=NUM_OF_LANE, max_length=NUM_OF_LANE)]
+LaneBuffers = Annotated[list[int], msgspec.Meta(min_length=NUM_LANE_BUFFERS, max_length=NUM_LANE_BUFFERS)]
 
 
 def kind_of(device: Device) -> str:
-    """Returns NIXL's kind of such pools; PACKED: its payloads are packed in host memory."""
+    """Returns NIXL's kind of memory for pools on this device; PACKED: payloads are packed in host memory."""
     return {"cpu": HOST, "cuda": DEVICE}.get(device.kind, PACKED)
 
 
 def notice_of(lane: bytes, turn: int) -> bytes:
-    """Returns the notice that a lane's payload, counted from 0, has been read; all have one length."""
+    """Returns the notice that a lane's payload, counted from 0, has been read; all notices have the same length."""
     return lane + turn.to_bytes(8, "big")
 
 
-def places_of(layout: KVLayout, piece: KVPiece, blocks: list[int]) -> Places:
-    """Returns where the piece's layers lie in these blocks of a block-major pool, in the order of the payload."""
+def byte_ranges_of(layout: KVLayout, piece: KVPiece, blocks: list[int]) -> ByteRanges:
+    """Returns the byte ranges of the piece's layers in these blocks of a block-major pool, in the payload's order."""
     at = layout.layers_nbytes(0, piece.first_layer)
     nbytes = layout.layers_nbytes(piece.first_layer, piece.stop_layer)
-    places: Places = []
+    places: ByteRanges = []
     for block in blocks:
         offset = block * layout.block_nbytes + at
         if places and sum(places[-1]) == offset:
@@ -63,9 +63,9 @@ def places_of(layout: KVLayout, piece: KVPiece, blocks: list[int]) -> Places:
     return places
 
 
-def cut(source: Places, target: Places) -> tuple[Places, Places]:
-    """Cuts two lists of places, of as many bytes in all, into pairs of equal length."""
-    pairs: tuple[Places, Places] = ([], [])
+def cut(source: ByteRanges, target: ByteRanges) -> tuple[ByteRanges, ByteRanges]:
+    """Cuts two lists of byte ranges, equal in total length, so that corresponding ranges have equal lengths."""
+    pairs: tuple[ByteRanges, ByteRanges] = ([], [])
     rest, others = list(reversed(source)), list(reversed(target))
     while rest:
         (of, most), (to, room) = rest.pop(), others.pop()

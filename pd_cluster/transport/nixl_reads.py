@@ -1,6 +1,6 @@
-"""Reads under way in one lane over NIXL, until their bytes are where they belong. Knows nothing of links or headers.
+"""Reads under way in one lane over NIXL, until their bytes are in place. Knows nothing of links or headers.
 
-A lane's thread alone calls this.
+Only the lane's thread calls this.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.pool_route import PoolRoute
 from pd_cluster.transport.link_copies import Copies
 from pd_cluster.transport.nixl_agent import Agent, Ranges, Read, ReadState, RemoteAgent, ranges_at
-from pd_cluster.transport.nixl_offer import DEVICE, Places, cut, places_of
+from pd_cluster.transport.nixl_offer import DEVICE, ByteRanges, byte_ranges_of, cut
 from pd_cluster.transport.staging import Staging
 from pd_cluster.transport.transport_interface import Checksum
 from pd_cluster.wire import KVChunk
 
-NUM_UNDER_WAY = 4  # reads into the pool; of those from P's buffers, one
+NUM_UNDER_WAY = 4  # reads into the pool; from P's buffers, one
 
 
 @dataclass(frozen=True, slots=True)
 class ReadSource:
-    """Where a payload lies at P; `notice` goes there when it has been read (b"": nobody waits for that)."""
+    """The location of a payload at P; P gets `notice` when it has been read (b"": P does not wait for it)."""
 
     base: int
-    places: Places
+    places: ByteRanges
     kind: str
     device: int
     notice: bytes = b""
@@ -38,7 +38,7 @@ class ReadSource:
 
 @dataclass(eq=False, slots=True)
 class ReadLanding:
-    """A payload on its way into pool blocks, or into a buffer, from which it goes to these blocks (None: nowhere)."""
+    """A payload on its way into pool blocks, directly or through a buffer. `into` None: it stays in the buffer."""
 
     read: Read
     chunk: KVChunk
@@ -47,12 +47,12 @@ class ReadLanding:
 
 
 class Reads(Copies):
-    """Copies of a lane, and the reads before them: settled and drained together."""
+    """The copies of a lane, and the reads before them: both are settled and drained together."""
 
     def __init__(
         self, agent: Agent, pool: KVPool, route: PoolRoute, checksum: Checksum, kind: str, settle_s: float
     ) -> None:
-        """`kind`: NIXL's kind of the pool where reads write it; "": they write buffers, and copies the pool."""
+        """`kind`: NIXL's kind of the pool memory that reads write; "": reads write buffers, and copies the pool."""
         super().__init__(pool.device, settle_s)
         self._agent, self._pool, self._route, self._checksum = agent, pool, route, checksum
         self._kind = kind
@@ -80,8 +80,8 @@ class Reads(Copies):
         self._finish_all_but(NUM_UNDER_WAY - 1)
         if not self._is_free.wait(self._settle_s):
             raise LinkError(f"the device still uses blocks for KV cache after {self._settle_s:g} s", retry=True)
-        super().settle()  # a read follows no stream
-        target = places_of(self._route.target, chunk.piece, into)
+        super().settle()  # a read is not ordered after any stream
+        target = byte_ranges_of(self._route.target, chunk.piece, into)
         remote, local = cut(source.places, target)
         own = self._pool.memory.parts[0].data_ptr()
         read = self._read(source, remote, ranges_at(own, local, self._kind, self._device))
@@ -90,13 +90,13 @@ class Reads(Copies):
     def fetch(self, source: ReadSource, chunk: KVChunk, timeout_s: float) -> ReadLanding:
         """Reads a payload into a buffer, and waits for it. Raises LinkError."""
         landing = self._into_buffer(source, chunk, None)
-        self._under_way.append(landing)  # drained, if it takes too long
+        self._under_way.append(landing)  # drained if it takes too long
         self._wait(landing, timeout_s)
         self._under_way.remove(landing)
         return landing
 
     def land(self, landing: ReadLanding) -> None:
-        """Takes a payload that has been read to its blocks. Raises LinkError."""
+        """Copies a payload that has been read to its blocks. Raises LinkError."""
         try:
             if landing.into is not None:
                 self._check_and_copy(landing, landing.into)
@@ -125,7 +125,7 @@ class Reads(Copies):
         super().drain()
 
     def notice(self, notice: bytes) -> None:
-        """Says that a payload is not wanted. Raises LinkError."""
+        """Tells P that a payload is not needed. Raises LinkError."""
         assert self._peer is not None
         self._agent.notice(self._peer, notice)
 
@@ -135,7 +135,7 @@ class Reads(Copies):
             self._agent.detach(self._peer)
             self._peer = None
 
-    # ---- inside
+    # ---- internal
 
     def _into_buffer(self, source: ReadSource, chunk: KVChunk, into: list[int] | None) -> ReadLanding:
         slots = self._agent.slots
@@ -143,12 +143,12 @@ class Reads(Copies):
         remote, local = cut(source.places, [(0, chunk.nbytes)])
         try:
             read = self._read(source, remote, slots.ranges(slot, local))
-        except LinkError:  # it has not begun
+        except LinkError:  # the read has not begun
             slots.release(slot)
             raise
         return ReadLanding(read, chunk, into, slot)
 
-    def _read(self, source: ReadSource, remote: Places, local: Ranges) -> Read:
+    def _read(self, source: ReadSource, remote: ByteRanges, local: Ranges) -> Read:
         if self._error is not None:
             raise self._error
         assert self._peer is not None

@@ -1,7 +1,7 @@
 """Transports without payloads in transit: D reads P's pool itself and copies from block to block.
 
-Payloads of pools on a device have no checksum: the host would have to fetch them to hash them. They are copied once,
-within the device's own memory; the probe proves that it is the right memory, and `Confirm` that it was not changed.
+Payloads of pools on a device have no checksum, since the host would have to fetch them to hash them. They are copied
+once, within the device's memory; the probe proves that it is the right memory, and `Confirm` that it did not change.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_DEVICE_PAYLOAD_NBYTES = 256 << 20  # a launch and its header should cost lit
 
 
 class PoolAddress(msgspec.Struct, frozen=True):
-    """Where D finds P's pool: a random name, and its accelerator ("" for host memory)."""
+    """Identifies P's pool for D: a random name, and its accelerator ("" for host memory)."""
 
     address: str
     device_uuid: str = ""
@@ -100,7 +100,7 @@ class OneSidedReader:
             raise TransferFailed("checksum of a KV chunk is wrong")
 
     def _move(self, piece: KVPiece, into: list[int], seen: Seen | None = None) -> None:
-        """Copies a piece; `Confirm`, not the checksum, proves that the source has not changed in between."""
+        """Copies a piece; `Confirm`, not the checksum, proves that the source did not change in between."""
         target = self._pool.memory
         if self._route.is_verbatim:
             target.copy_from(self._source, piece, into, seen)
@@ -136,7 +136,7 @@ class OneSidedReceiver(abc.ABC):
     def _source(self) -> Memory:
         """Returns P's pool, [num_blocks + NUM_EXTRA_BLOCKS, …]. Raises LinkError."""
 
-    def expect(self, sequence: int, chunk: KVChunk) -> None: ...  # noqa: B027  (it is read when its turn has come)
+    def expect(self, sequence: int, chunk: KVChunk) -> None: ...  # noqa: B027  (`receive` reads it)
 
     def arrive(self, sequence: int, chunk: KVChunk, timeout_s: float) -> None: ...  # noqa: B027
 
@@ -148,5 +148,5 @@ class OneSidedReceiver(abc.ABC):
     def close(self) -> None:
         """Releases P's pool, once no copy reads it."""
         self.copies.drain()
-        with self.copies.beside():  # torch unmaps after the current stream
+        with self.copies.as_current():  # torch unmaps after the current stream
             self._reader = None

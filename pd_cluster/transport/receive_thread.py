@@ -1,6 +1,6 @@
-"""D's end of a link: the thread that proves a transport, then lands chunks. In order, one thing at a time.
+"""D's end of a link: the thread that proves a transport and then lands chunks, one at a time and in order.
 
-The engine's thread queues work and gets events back through `report`; it never waits for this thread.
+The engine's thread queues work and gets events through `report`; it never waits for this thread.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Probe:
     seed: int
 
     def problem(self, receiver: KVReceiver, sequence: int, chunk: wire.KVChunk, timeout_s: float) -> str:
-        """Receives the probe; "" when it is correct. Raises LinkError, TransferFailed."""
+        """Receives the probe; returns "" if it is correct, otherwise the problem. Raises LinkError, TransferFailed."""
         piece, layout = chunk.piece, self.pool.layout
         num_layers = num_common_layers(probe_layout(self.source), probe_layout(layout))
         wanted = 0, min(layout.block_size, self.source.block_size), 0, num_layers
         if (piece.first_token, piece.num_tokens, piece.first_layer, piece.num_layers) != wanted:
-            return "the probe has another shape"
+            return "the probe does not have the expected shape"
         receiver.arrive(sequence, chunk, timeout_s)
         with self.pool.probe_lock:  # held during a copy, never during a wait for a peer
             with receiver.copies.launch():
@@ -59,7 +59,7 @@ class Probe:
             here = wire.KVPiece(0, piece.num_tokens, 0, piece.num_layers, [0])
             expected = self._expected(receiver.route, here)
             same = all(self._are_same(found, expected, part, own) for own, part in layout.parts_of(here))
-        return "" if same else "the prefill instance's probe arrived with another content"
+        return "" if same else "the prefill instance's probe does not have the expected content"
 
     def _are_same(
         self, found: HostBlocks, expected: HostBlocks, piece: wire.KVPiece, planes: tuple[wire.Plane, ...]
@@ -87,21 +87,21 @@ Item = wire.KVFrame | ForgetTransfer | None
 
 @dataclass(slots=True)
 class Incoming:
-    """Opens frames in order, a few of them early: their payloads arrive meanwhile."""
+    """Opens frames in order, some of them early, so that their payloads arrive meanwhile."""
 
     opener: Opener
     queue: queue.SimpleQueue[Item] = field(default_factory=queue.SimpleQueue)
     ahead: deque[tuple[int, wire.KVHeader] | ForgetTransfer | None] = field(default_factory=deque)
-    error: LinkError | None = None  # found while looking ahead; raised in its turn
+    error: LinkError | None = None  # found while opening early; raised when its frame is next
 
     def next(
         self, receiver: KVReceiver | None, timeout_s: float | None
     ) -> tuple[int, wire.KVHeader] | ForgetTransfer | None:
-        """Returns the next item; None: the end. Raises LinkError, or queue.Empty after the timeout."""
+        """Returns the next item; None at the end. Raises LinkError, or queue.Empty after the timeout."""
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self.ahead and self.error is None:
             left_s = None if deadline_s is None else deadline_s - time.monotonic()
-            if left_s is not None and left_s <= 0:  # dropped frames do not extend the time
+            if left_s is not None and left_s <= 0:  # dropped frames do not extend the timeout
                 raise queue.Empty
             self._take(self.queue.get(timeout=left_s), receiver)
         while self.error is None and not self.queue.empty():
@@ -126,16 +126,16 @@ class Incoming:
         except LinkError as error:
             self.error = error
         except Exception as error:
-            log.exception("a KV frame could not be taken in")
+            log.exception("a KV frame could not be processed")
             self.error = LinkError(f"internal error: {error}", retry=True)
 
 
 @dataclass(frozen=True, slots=True)
 class AllowedTransports:
-    """The transports that both ends allow, in D's order. `impossible`: why P's other offers do not serve."""
+    """The transports that both ends allow, in D's order. `impossible`: why P's other offers cannot be used."""
 
     receivers: list[KVReceiver]
-    impossible: Sequence[str] = ()  # some, if there are no receivers
+    impossible: Sequence[str] = ()  # not empty if there are no receivers
 
 
 class ReceiveThread:
@@ -166,7 +166,7 @@ class ReceiveThread:
         self._thread = threading.Thread(target=self._run, name=f"kv-receive {context.conn}", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread once frames of its connection reach `put`: its answer prompts the first of them."""
+        """Starts the thread. Call it once frames of the connection reach `put`: its answer prompts the first frame."""
         self._thread.start()
 
     @property
@@ -179,21 +179,21 @@ class ReceiveThread:
 
     @property
     def precision(self) -> str:
-        """Returns the precision of KV landing over this link; "" is exact. Known once the link is ready."""
+        """Returns the precision of KV that lands over this link; "" is exact. Known once the link is ready."""
         return self._receiver.route.precision if self._receiver is not None else ""
 
-    # ---- other threads
+    # ---- called by other threads
 
     def put(self, frame: wire.KVFrame) -> None:
         self._incoming.queue.put(frame)
 
     def meet(self, value: wire.LinkValue) -> None:
-        """Stores a key from the other end, on the mailbox's thread, because this one waits for it."""
+        """Stores a key from the other end. The mailbox's thread calls it, because this thread waits for the key."""
         if (meeting := self._meetings.get(value.transport)) is not None:
             meeting.put(value.key, value.value)
 
     def begin(self, transfer_id: str, block_ids: list[int], first_token: int, num_tokens: int) -> None:
-        """Prepares a landing before the credit leaves, so before anything of this transfer can arrive.
+        """Prepares a landing. It is called before the credit leaves, so before any chunk of this transfer can arrive.
 
         The blocks are written after the engine's last launch that uses them for another request.
         """
@@ -207,7 +207,7 @@ class ReceiveThread:
     def close(self) -> None:
         self._incoming.queue.put(None)
 
-    # ---- its own thread
+    # ---- called by its own thread
 
     def _run(self) -> None:
         use(self._probe.pool.device)
@@ -256,11 +256,11 @@ class ReceiveThread:
 
     @property
     def _is_short(self) -> bool:
-        """Whether layers of the pool here do not travel."""
+        """Whether some layers of this pool are not transferred."""
         return self._geometry.num_layers < self._probe.pool.layout.num_layers
 
     def _clear_others(self, blocks: list[int]) -> None:
-        """Clears these blocks in the layers that do not travel: nothing of another request may be read there."""
+        """Clears these blocks in the layers that are not transferred, so that they hold no other request's KV."""
         assert self._receiver is not None
         with self._receiver.copies.launch():
             self._probe.pool.clear(blocks, self._geometry.num_layers)
@@ -272,7 +272,7 @@ class ReceiveThread:
             try:
                 item = self._incoming.next(None, max(0.001, deadline_s - time.monotonic()))
             except queue.Empty:
-                raise LinkError(f"no probe came within {self._connect_timeout_s:g} s", retry=True) from None
+                raise LinkError(f"no probe arrived within {self._connect_timeout_s:g} s", retry=True) from None
             if item is None:
                 self._incoming.queue.put(None)
                 raise LinkError("the connection was closed", retry=True)
@@ -287,7 +287,7 @@ class ReceiveThread:
             raise LinkError(problem, retry=True)
 
     def _land(self, sequence: int, header: wire.KVHeader) -> bool:
-        """Lands a frame. False when the link is unusable; the thread continues, because drains must be acknowledged."""
+        """Lands a frame. Returns False when the link is unusable; the thread then still acknowledges drains."""
         assert self._receiver is not None
         assert self._lander is not None
         try:
@@ -305,13 +305,13 @@ class ReceiveThread:
         return True
 
     def _is_settled(self) -> bool:
-        """Waits for what is under way, before a drain, which has no limit; False when the link is unusable."""
+        """Waits for copies under way before a drain, which has no time limit; False when the link is unusable."""
         assert self._receiver is not None
         try:
             self._receiver.copies.settle()
         except LinkError as error:
             return self._fail(str(error))
-        except Exception as error:  # otherwise the blocks of a transfer that is given up would stay taken
+        except Exception as error:  # otherwise the blocks of an abandoned transfer would never be freed
             log.exception("link %s: its receiving thread failed", self._conn)
             return self._fail(f"internal error: {error}")
         return True

@@ -1,6 +1,6 @@
-"""A link's own thread at P's end: in order, one thing at a time, no state of requests beyond what is on its way.
+"""P's end of a link: the thread that sends chunks, one at a time and in order. It keeps no state of finished requests.
 
-The engine's thread queues work and gets events back through `report`; it never waits for this thread.
+The engine's thread queues work and gets events through `report`; it never waits for this thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 class RateLimit:
-    """Limits payloads to a rate, like a link of that speed. 0: no limit."""
+    """Limits payloads to a rate, as a link of that speed would. 0: no limit."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -40,12 +40,12 @@ class RateLimit:
 
 
 class SendThread:
-    """P's end of a lane. A frame is posted over the link's connection; its payload follows at once."""
+    """P's end of a lane. It posts a frame over the link's connection, and sends its payload at once."""
 
     def __init__(
         self, context: LaneContext, senders: list[KVSender], sealer: Sealer, pool: KVPool, bytes_per_s: float = 0.0
     ) -> None:
-        """All writes to the pool so far have been launched."""
+        """Call it when all writes to the pool so far have been launched."""
         self._meetings = {each.name: each.meeting for each in senders if each.meeting is not None}
         self._conn, self._post, self._report, self._note = context.conn, context.post, context.report, context.note
         self._device = pool.device
@@ -74,11 +74,11 @@ class SendThread:
         return {name: sender.max_payload_nbytes for name, sender in self._senders.items()}
 
     def meet(self, value: wire.LinkValue) -> None:
-        """Stores a key from the other end, on the mailbox's thread, because this one waits for it."""
+        """Stores a key from the other end. The mailbox's thread calls it, because this thread waits for the key."""
         if (meeting := self._meetings.get(value.transport)) is not None:
             meeting.put(value.key, value.value)
 
-    # ---- the engine's thread
+    # ---- called by the engine's thread
 
     def open(self, transport: wire.TransportName, own: KVLayout, peer: KVLayout) -> None:
         """Opens this transport, and sends the probe through it."""
@@ -89,17 +89,17 @@ class SendThread:
         self._queue.put(self._settle)
 
     def probe(self) -> None:
-        """Keeps an idle link alive, and detects a dead one."""
+        """Keeps an idle link alive, and detects a dead link."""
         self._queue.put(self._probe)
 
     def ship(self, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
-        """Queues a piece, which is in the pool once all launches of the engine so far have ended."""
+        """Queues a piece, which is in the pool once the engine's launches so far have ended."""
         self._live.add(transfer_id)
         written = mark(self._device)
         self._queue.put(lambda: self._ship(transfer_id, index, piece, written))
 
     def ship_end(self, end: wire.KVEnd) -> None:
-        self._live.add(end.transfer_id)  # there may have been nothing to ship
+        self._live.add(end.transfer_id)  # there may have been no piece to ship
         self._queue.put(lambda: self._end(end))
 
     def drop(self, transfer_id: str) -> None:
@@ -109,7 +109,7 @@ class SendThread:
         self._live.clear()
         self._queue.put(None)
 
-    # ---- its own thread
+    # ---- called by its own thread
 
     def _run(self) -> None:
         use(self._device)
@@ -137,7 +137,7 @@ class SendThread:
             if len(self._senders) == 1:
                 raise
             log.warning("link %s: %s does not open: %s", self._conn, transport, error)
-            self._sender.close()  # D gets no answer there, and chooses another
+            self._sender.close()  # D gets no probe there, and chooses another transport
             del self._senders[transport]
             self._sender = None
             return
@@ -161,7 +161,7 @@ class SendThread:
         sender.send(frame.sequence, prepared)
 
     def _ship(self, transfer_id: str, index: int, piece: wire.KVPiece, written: Marker) -> None:
-        written.wait()  # headers only announce what the device has written; the engine does not wait for it
+        written.wait()  # a header only announces what the device has written; the engine does not wait for it
         if transfer_id not in self._live:
             return
         sender, started_s = self._opened(), time.monotonic()

@@ -1,6 +1,7 @@
-"""Same-host transport: D maps P's pool, read-only, and copies the blocks that the headers name (see one_sided.py).
+"""Transport within a host: D maps P's pool, read-only, and copies the blocks that the headers name (see one_sided.py).
 
-The pool's memfd is passed over an abstract Unix socket (unix_server.py); its name travels over the authenticated link.
+The pool's memfd is passed over an abstract Unix socket (unix_server.py), whose name travels over the authenticated
+link.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pd_cluster.wire import TransportName, TransportOffer
 
 
 class PoolServer(unix_server.UnixServer):
-    """Passes on the pool's descriptor, read-only."""
+    """Sends the pool's descriptor, read-only."""
 
     def __init__(self, pool: KVPool) -> None:
         self._fd = os.open(f"/proc/self/fd/{pool.fd}", os.O_RDONLY | os.O_CLOEXEC)

@@ -1,6 +1,6 @@
 """Moves payloads between a pool and the buffers that a process group sends from and receives into.
 
-Knows where both are, host or device, and the order of copies; nothing of groups or of when payloads travel.
+Knows whether both are on the host or a device, and the order of copies; nothing of groups or of payloads' timing.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Staging:
         return torch.zeros(nbytes, dtype=torch.uint8, device=self._place, pin_memory=self._is_pinned)
 
     def packed(self, piece: KVPiece) -> torch.Tensor:
-        """Returns the payload, [payload_nbytes] uint8; complete in host memory, on a device only launched in `copies`.
+        """Returns the payload, [payload_nbytes] uint8; in host memory it is complete, on a device only launched in
+        `copies`.
 
-        A view of the pool where the blocks are contiguous. Raises LinkError.
+        It is a view of the pool where the blocks are contiguous. Raises LinkError.
         """
         if not self._pool.device.is_accelerator:
             return pack(self._pool.memory, piece, self._route)
@@ -51,10 +52,10 @@ class Staging:
         return payload
 
     def _in_place(self, piece: KVPiece) -> torch.Tensor | None:
-        """Returns the piece's bytes in the pool itself, if they lie there as they are sent.
+        """Returns a view of the piece's bytes in the pool, if they have the payload's order; otherwise None.
 
-        The receiver commits only what P has held until then, so that blocks may be written again after a transfer was
-        given up, as with transports that read the pool.
+        The receiver commits only blocks that P has held until then. So blocks may be rewritten after a transfer was
+        abandoned, as with transports that read the pool.
         """
         return self._pool.memory.view_of(piece) if self._route.is_verbatim else None
 

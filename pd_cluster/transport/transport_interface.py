@@ -1,8 +1,7 @@
-"""The interface between handover and memory: moves the bytes of blocks from one process's pool into another's.
+"""The interface of transports, which move the bytes of blocks from one process's pool into another's.
 
-One sender and one receiver per link, each used only by that link's own thread, in order. A transport moves bytes; the
-layer above decides who may send what and when, and whether it still counts on arrival (engine/handover, exports.py and
-imports.py).
+A link has one sender and one receiver, each used only by the link's own thread, in order. The layer above decides who
+may send what and when, and whether an arrival still counts (engine/handover, exports.py and imports.py).
 """
 
 from __future__ import annotations
@@ -31,26 +30,26 @@ NO_CHECKSUM = 0
 
 
 class KVSender(Protocol):
-    """P's end of a link. More than `max_payload_nbytes` is sent in several payloads."""
+    """P's end of a link. A piece of more than `max_payload_nbytes` is sent in several payloads."""
 
     name: TransportName
     max_payload_nbytes: int
 
     @property
     def meeting(self) -> Meeting | None:
-        """Returns the meeting that receives the other end's keys, if it sends any."""
+        """Returns the meeting that receives the other end's keys; None if the transport has no keys."""
 
     def offer(self) -> TransportOffer:
-        """Returns what the receiver needs to find this end."""
+        """Returns the data by which the receiver finds this end."""
 
     def open(self, peer: KVLayout) -> None:
-        """Waits until the receiver, whose pool has this layout, is there. Raises LinkError."""
+        """Waits until the receiver, whose pool has this layout, is connected. Raises LinkError."""
 
     def prepare(self, piece: KVPiece) -> Prepared:
         """Prepares a payload, once the piece is in the pool and before its header leaves. Raises LinkError."""
 
     def send(self, sequence: int, prepared: Prepared) -> None:
-        """Moves one payload, after its header has left; may return before it has arrived, and wait for an earlier one.
+        """Sends one payload after its header; may wait for an earlier payload, and return before this one has arrived.
 
         Raises LinkError: the link is then unusable.
         """
@@ -67,22 +66,22 @@ class KVReceiver(Protocol):
 
     @property
     def meeting(self) -> Meeting | None:
-        """Returns the meeting that receives the other end's keys, if it sends any."""
+        """Returns the meeting that receives the other end's keys; None if the transport has no keys."""
 
     def open(self) -> None:
         """Raises LinkError."""
 
     def expect(self, sequence: int, chunk: KVChunk) -> None:
-        """Announces the payload of frame `sequence`, after those expected before: it may be received from now on."""
+        """Announces the payload of frame `sequence`, after those announced before: it may be received from now on."""
 
     def arrive(self, sequence: int, chunk: KVChunk, timeout_s: float) -> None:
-        """Waits until the next payload for `receive` is here, which otherwise waits itself. Raises LinkError."""
+        """Waits until the next payload for `receive` has arrived; otherwise `receive` waits. Raises LinkError."""
 
     def receive(self, sequence: int, chunk: KVChunk, into: list[int] | None) -> None:
-        """Puts a payload into the local blocks `into`; None: take it off the wire and drop it.
+        """Copies a payload into the local blocks `into`; None: receives it and drops it.
 
-        On a device this is launched in `copies`, and may not be finished on return. Raises TransferFailed when this
-        payload is wrong (the link lives), LinkError when the link is unusable.
+        On a device the copy is launched in `copies`, and may still run on return. Raises TransferFailed when this
+        payload is wrong (the link stays usable), LinkError when the link is unusable.
         """
 
     def close(self) -> None: ...
@@ -114,7 +113,7 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class LaneContext:
-    """The connection of a lane's end and its ways out: `post` sends over it, `report` reaches the engine."""
+    """The connection of a lane's end: `post` sends over it, `report` passes events to the engine."""
 
     conn: str
     post: Callable[[Body], None]
@@ -123,20 +122,20 @@ class LaneContext:
 
 
 class Ends(Protocol):
-    """Creates both ends of one transport at one place."""
+    """Creates both ends of one transport for one LinkContext."""
 
     def sender(self, checksum: Checksum, post: PostKey) -> KVSender:
-        """Raises LinkError when this place cannot offer it, OSError or RuntimeError for a temporary failure."""
+        """Raises LinkError if this process cannot offer it, OSError or RuntimeError for a temporary failure."""
 
     def receiver(self, peer: Peer, checksum: Checksum, post: PostKey) -> KVReceiver:
         """Raises LinkError."""
 
 
 class Implementation(Protocol):
-    """The module of a transport; a module may have several, by name."""
+    """The interface of a transport's module; one module may implement several transports, by name."""
 
     def why_not(self, name: TransportName, own: Device, peer: TransportOffer | None = None) -> str:
-        """See table.Transport. Raises LinkError for an offer that makes no sense."""
+        """See transport_table.Transport. Raises LinkError for an invalid offer."""
 
     def ends(self, name: TransportName, place: LinkContext) -> Ends: ...
 
@@ -149,7 +148,7 @@ def decode_offer(offer: TransportOffer, own: type[_Own]) -> _Own:
     try:
         return msgspec.msgpack.decode(offer.data, type=own)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise LinkError(f"the prefill instance's offer of {offer.transport} makes no sense: {error}") from error
+        raise LinkError(f"the prefill instance's offer of {offer.transport} is invalid: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,13 +162,13 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Checksum:
-    """XXH3-64 of payloads under a link's own seed; off, everything passes."""
+    """XXH3-64 of payloads with a link's own seed; when off, every payload passes."""
 
     is_on: bool = True
     seed: int = 0
 
     def of(self, *parts: torch.Tensor) -> int:
-        """Returns the checksum of contiguous bytes, one after the other; 0 only when it is off."""
+        """Returns the checksum of contiguous bytes, in order; 0 only when it is off."""
         if not self.is_on:
             return NO_CHECKSUM
         if len(parts) == 1:

@@ -1,7 +1,7 @@
 """Lists the transports for KV cache in decode instances' order of preference. Needs no torch.
 
-A transport is a row here and a module of this package, which is imported on its first use. transport_interface.py
-defines the module's interface.
+A transport is a row of this table and a module of this package, which is imported on its first use.
+transport_interface.py defines the module's interface.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from pd_cluster.wire import TransportName, TransportOffer
 if TYPE_CHECKING:
     from pd_cluster.transport.transport_interface import Ends, Implementation, LinkContext
 
-AUTO = "auto"  # the --kv-transport that allows all
+AUTO = "auto"  # the --kv-transport that allows all transports
 MEMORY_NBYTES_PER_S = 4e9
 GLOO_NBYTES_PER_S = 1e9  # docs/benchmarks.md, rounded down
-CURVE_NBYTES_PER_S = 2.5e8  # one core encrypts as much
+CURVE_NBYTES_PER_S = 2.5e8  # one core encrypts at this rate
 
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """`choice`: the --kv-transport besides auto that allows it; "" where it cannot be requested by name.
+    """`choice`: the --kv-transport, besides auto, that allows it; "" if it cannot be requested by name.
 
     `pools`: the kinds of devices whose memory it moves. `nbytes_per_s`: the rate that routing assumes. `help` and
-    `title` describe the choice of the same name to people. `package`: the module that it needs from an extra of the
-    same name as the choice; such a transport is used only where it is asked for by name. `needs_trust`: between hosts
-    it is used only with --trust-network, because its payload is checked and not secret.
+    `title` describe the choice to users. `package`: the module that it needs, from the extra that has the choice's
+    name; such a transport is used only if requested by name. `needs_trust`: between hosts it is used only with
+    --trust-network, because its payload is checked but not encrypted.
     """
 
     name: TransportName
@@ -47,15 +47,15 @@ class Transport:
 
     @property
     def is_pair(self) -> bool:
-        """Whether each lane has a group of two ranks, which takes memory and time to set up."""
+        """Whether each lane has a process group of two ranks, whose setup takes memory and time."""
         return self.module == "dist"
 
     def why_not(self, own: Device, peer: TransportOffer | None = None) -> str:
-        """Returns why it cannot serve a pool on this device, or its pair with the one that P offers; "" when it can."""
+        """Returns why a pool on this device cannot use it, or cannot pair with the end that P offers; "" if it can."""
         return self._implementation().why_not(self.name, own, peer)
 
     def ends(self, place: LinkContext) -> Ends:
-        """Creates both ends of links at this place."""
+        """Creates both ends of links for this context."""
         return self._implementation().ends(self.name, place)
 
     def _implementation(self) -> Implementation:
@@ -97,7 +97,7 @@ TABLE = (
         KINDS,
         is_same_host=False,
         nbytes_per_s=GLOO_NBYTES_PER_S,
-        help="UCX, from the extra nixl",
+        help="UCX, needs the extra nixl",
         title="NIXL over UCX",
         package="nixl_cu13",
     ),
@@ -120,22 +120,22 @@ def choices_for(kind: str, with_extras: bool = False) -> tuple[str, ...]:
 
 
 def same_host_choice(kind: str) -> str:
-    """Returns the choice for two processes of one host with such pools."""
+    """Returns the choice for two processes of one host whose pools are on devices of this kind."""
     return next(each.choice for each in TABLE if each.choice and each.is_same_host and kind in each.pools)
 
 
 def slowest_nbytes_per_s(names: Iterable[TransportName]) -> float:
-    """Returns the rate that routing assumes for a link over these; memory's if there are none yet."""
+    """Returns the rate that routing assumes for a link over these transports; that of memory if there are none."""
     return min((BY_NAME[name].nbytes_per_s for name in names if name in BY_NAME), default=MEMORY_NBYTES_PER_S)
 
 
 def are_pairs(names: Iterable[TransportName]) -> bool:
-    """Whether one of these needs a pair."""
+    """Whether one of these transports needs a pair."""
     return any(BY_NAME[name].is_pair for name in names if name in BY_NAME)
 
 
-def without_secrecy(name: TransportName) -> bool:
-    """Whether this transport is used between hosts only where the network is trusted."""
+def needs_trusted_network(name: TransportName) -> bool:
+    """Whether this transport is used between hosts only if the network is trusted."""
     return name in BY_NAME and BY_NAME[name].needs_trust
 
 

@@ -1,6 +1,6 @@
 """Passes data to processes of the same user and host that know a random name: an abstract Unix socket.
 
-It leaves nothing in any file system, and is gone with the process. Knows nothing of the data.
+The socket is in no file system, and disappears with the process. Knows nothing of the data.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections import deque
 from pd_cluster.errors import LinkError
 
 ACCEPT_PAUSE_S = 0.1
-MAX_KEPT = 1024  # connections that are held open; the oldest is dropped first
+MAX_KEPT = 1024  # connections that are kept open; the oldest is dropped first
 
 
 class UnixServer(abc.ABC):
-    """Serves with one thread. `keeps`: connections stay open for the life of this process: peers notice its end."""
+    """Serves with one thread. `keeps`: connections stay open while this process lives, so that peers notice its end."""
 
     def __init__(self, keeps: bool = False) -> None:
         self.name = f"pd-cluster-kv-{secrets.token_hex(16)}"
@@ -72,7 +72,7 @@ class UnixServer(abc.ABC):
 
 
 def connect(name: str, what: str, timeout_s: float, role: str = "prefill instance") -> socket.socket:
-    """Connects to the server of that name. `what`: the part of the `role`, for errors. Raises LinkError."""
+    """Connects to the server with this name. Errors name `what` of the `role` was requested. Raises LinkError."""
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         peer.settimeout(timeout_s)
@@ -89,7 +89,7 @@ def connect(name: str, what: str, timeout_s: float, role: str = "prefill instanc
 
 
 def has_hung_up(peer: socket.socket) -> bool:
-    """Whether the other end is closed, or its process dead; it never sends more."""
+    """Whether the other end is closed or its process dead; it never sends more."""
     peer.setblocking(False)
     try:
         return not peer.recv(1)

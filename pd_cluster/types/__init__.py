@@ -14,7 +14,7 @@ from pd_cluster.types.engine_request import sibling as sibling
 from pd_cluster.types.link_state import LinkPhase as LinkPhase
 from pd_cluster.types.link_state import LinkState as LinkState
 from pd_cluster.types.request_outputs import INT32_MAX as INT32_MAX
-from pd_cluster.types.request_outputs import MOST_UNTOLD as MOST_UNTOLD
+from pd_cluster.types.request_outputs import MAX_UNSENT as MAX_UNSENT
 from pd_cluster.types.request_outputs import Candidate as Candidate
 from pd_cluster.types.request_outputs import DraftReport as DraftReport
 from pd_cluster.types.request_outputs import FinishReason as FinishReason

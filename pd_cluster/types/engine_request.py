@@ -19,9 +19,9 @@ class Status(enum.Enum):
     WAITING = "waiting"  # holds nothing
     LANDING = "landing"  # holds blocks that a peer's KV is being copied into
     RUNNING = "running"  # takes part in steps
-    PARKED = "parked"  # a computed beam that waits for the others of its search; gives its blocks up if necessary
+    PARKED = "parked"  # a computed beam that waits for the other beams of its search; gives up its blocks if necessary
     EXPORTING = "exporting"  # computed; holds blocks until the peer has them
-    FINISHED = "finished"  # holds nothing and is forgotten
+    FINISHED = "finished"  # holds nothing; the engine forgets it
 
 
 OWN: dict[str, bool] = {"own": True}  # marks the fields of a Request that its siblings do not share
@@ -31,10 +31,11 @@ OWN: dict[str, bool] = {"own": True}  # marks the fields of a Request that its s
 class Request:
     """One sequence in one engine. `order` and the output tokens suffice to resume it elsewhere.
 
-    State that others derive from it (masks, guides, beam searches, sums) is theirs: they keep it by weak reference.
+    Other parts of the engine store state that they derive from it (masks, guides, beam searches), keyed weakly by
+    request.
 
     With `sampling.n` above 1 the sequence of index 0 computes the prompt; the others are forked from it. Fields of the
-    order that every step reads are repeated here.
+    request spec that every step reads are repeated here.
     """
 
     request_id: str
@@ -45,35 +46,35 @@ class Request:
     priority: int = field(init=False)
     most_tokens: int = field(init=False)
     rope_positions: RopePositions | None = field(init=False)
-    gathers: bool = field(init=False)  # its order gathers, and its tokens may be sent together
-    num_virtual_tokens: int = field(init=False)  # of its prompt's first ones, which an adapter gives
-    batch: str = field(init=False)  # sequences of one batch wait for each other: those of one priority
+    gathers: bool = field(init=False)  # several of its tokens may be sent together, as its request spec allows
+    num_virtual_tokens: int = field(init=False)  # the prompt's first tokens that an adapter provides
+    batch: str = field(init=False)  # sequences with the same name wait for each other: those of one batch and priority
 
     attempt: int = 0
     arrival_s: float = 0.0
     leg: Leg = "hybrid"
     transfer_id: str = ""
-    peer: str = ""  # the other leg's connection or instance
-    client: str = ""  # the connection that receives outputs
-    kv_precision: str = ""  # in what its landed KV differs from what is computed here (kv.route.Route)
+    peer: str = ""  # the connection or instance of the other leg
+    client: str = ""  # the connection that receives the outputs
+    kv_precision: str = ""  # how landed KV differs from KV computed here (kv.pool_route.PoolRoute)
     num_cached_tokens: int = -1  # prompt tokens found in the prefix cache on first admission; -1: not yet admitted
     prompt_logprobs: list[Logprobs | None] = field(default_factory=list)
 
     index: int = field(default=0, metadata=OWN)
     output_token_ids: list[int] = field(default_factory=list, metadata=OWN)
-    num_untold: int = field(default=0, metadata=OWN)  # of its last output tokens
-    draft_report: DraftReport | None = field(default=None, metadata=OWN)  # since its last output
-    num_draft_tokens: int = field(default=0, metadata=OWN)  # computed here
-    num_accepted_tokens: int = field(default=0, metadata=OWN)  # those of them that were right
+    num_unsent: int = field(default=0, metadata=OWN)  # its last output tokens that have not been sent
+    draft_report: DraftReport | None = field(default=None, metadata=OWN)  # drafts since its last output
+    num_draft_tokens: int = field(default=0, metadata=OWN)  # tokens drafted here
+    num_accepted_tokens: int = field(default=0, metadata=OWN)  # drafted tokens that were right
     status: Status = field(default=Status.WAITING, metadata=OWN)
     num_computed_tokens: int = field(default=0, metadata=OWN)  # tokens whose KV is in this engine's pool
-    tables: list[list[int]] = field(default_factory=lambda: [[]], metadata=OWN)  # its blocks of each group of layers
-    swap_tables: list[list[int]] = field(default_factory=lambda: [[]], metadata=OWN)  # in host memory while it waits
-    block_hashes: list[bytes] = field(default_factory=list, metadata=OWN)  # of full blocks, as far as they were needed
-    num_hashed_blocks: int = field(default=0, metadata=OWN)  # blocks of its table that are known to the prefix cache
-    num_preemptions: int = field(default=0, metadata=OWN)  # how often it gave way to others here
-    is_resumed: bool = field(default=False, metadata=OWN)  # its siblings came with it and are not forked from it
-    dropped: set[int] = field(default_factory=set, metadata=OWN)  # sequences cancelled before they are forked
+    tables: list[list[int]] = field(default_factory=lambda: [[]], metadata=OWN)  # its blocks in each group of layers
+    swap_tables: list[list[int]] = field(default_factory=lambda: [[]], metadata=OWN)  # in host memory while swapped out
+    block_hashes: list[bytes] = field(default_factory=list, metadata=OWN)  # of full blocks, as far as needed
+    num_hashed_blocks: int = field(default=0, metadata=OWN)  # the blocks of its table that the prefix cache knows
+    num_preemptions: int = field(default=0, metadata=OWN)  # how often it was preempted here
+    is_resumed: bool = field(default=False, metadata=OWN)  # its siblings were resumed with it, not forked from it
+    dropped: set[int] = field(default_factory=set, metadata=OWN)  # sequences cancelled before they were forked
 
     def __post_init__(self) -> None:
         order, sampling = self.order, self.order.sampling
@@ -85,7 +86,7 @@ class Request:
 
     @property
     def leg_key(self) -> str:
-        """Names this leg in one engine: another attempt at the same request is another leg."""
+        """Names this leg in one engine; each attempt at a request has legs with other names."""
         return f"{self.request_id}#{self.attempt}"
 
     @property
@@ -94,7 +95,7 @@ class Request:
         return self.key_of(self.index)
 
     def key_of(self, index: int) -> str:
-        """Returns the key of the sequence with this index of the same leg."""
+        """Returns the key of the sequence with this index in the same leg."""
         return f"{self.leg_key}/{index}" if index else self.leg_key
 
     @property
@@ -108,7 +109,7 @@ class Request:
 
     @property
     def num_behind(self) -> int:
-        """The number of tokens known but not yet computed; 1 when the request is decoding."""
+        """The number of tokens that are known but not yet computed; 1 when the request is decoding."""
         return self.num_tokens - self.num_computed_tokens
 
     def token_ids(self, start: int, stop: int) -> list[int]:
@@ -122,14 +123,14 @@ class Request:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether logits of prompt tokens are still to be computed."""
+        """Whether logits of prompt tokens must still be computed."""
         wanted = self.sampling.prompt_logprobs is not None and self.leg != "decode"
         return wanted and len(self.prompt_logprobs) < len(self.prompt_token_ids)
 
     def num_logit_rows(self, num_tokens: int) -> int:
         """Returns how many of the next `num_tokens` tokens to compute, counted from their end, need logits.
 
-        A token that only the device knows comes behind those that are known here.
+        A token that only the device knows follows the tokens that are known here.
         """
         if self.pooling is not None and self.pooling.kind != "logits":
             return 0
@@ -147,7 +148,7 @@ class Request:
 
     @property
     def lacks_pixels(self) -> bool:
-        """Whether it would compute a picture that came without pixels, because its KV was to come from elsewhere."""
+        """Whether this engine would compute an image that came without pixels, because a peer was to send its KV."""
         order = self.order
         if not order.images or self.num_computed_tokens >= order.spans[-1].stop:
             return False
@@ -155,7 +156,7 @@ class Request:
 
     @property
     def computes_all(self) -> bool:
-        """Whether every token must be computed here, and nothing of the prefix cache be used."""
+        """Whether every token must be computed here, without the prefix cache."""
         return self.wants_prompt_logprobs or (self.pooling is not None and self.pooling.kind == "mean")
 
     def finish_reason_after(
@@ -163,17 +164,17 @@ class Request:
     ) -> FinishReason | None:
         """Returns the reason if this token, the last of `num_output_tokens`, ends a sequence.
 
-        `may_end`: an end or stop token is one here; within a guide's text it is text.
+        `may_end`: an end or stop token ends the sequence; False within a guide's text, where it is plain text.
         """
         if may_end and token_id in self.sampling.stop_token_ids:
             return "stop"
         if may_end and token_id in eos_token_ids and (not self.sampling.ignore_eos or self.sampling.guide is not None):
-            return "stop"  # a guide allows it when nothing else may follow
+            return "stop"  # a guide allows this token when nothing else may follow
         return "length" if num_output_tokens >= self.sampling.max_tokens else None
 
 
 class StateCopy(NamedTuple):
-    """A step copies the state behind the request's first `num_tokens` tokens to `block`."""
+    """A step copies the state after the request's first `num_tokens` tokens to `block`."""
 
     request: Request
     num_tokens: int
@@ -184,13 +185,13 @@ _OWN = [each for each in fields(Request) if each.metadata == OWN]
 
 
 def sibling(request: Request, **own: Any) -> Request:
-    """Returns another sequence of the same request, which shares the request's fields but not its own."""
+    """Returns another sequence of the same request, which shares all fields that are not marked as its own."""
     fresh = {each.name: each.default if each.default_factory is MISSING else each.default_factory() for each in _OWN}
     return replace(request, **{**fresh, **own})
 
 
 def resume(request: Request, resumed: Resumed) -> Request:
-    """Returns that sequence of the request, as far as it had come elsewhere. Siblings share only the prompt."""
+    """Returns this sequence of the request with the tokens that it had elsewhere. Siblings share only the prompt."""
     return sibling(
         request,
         index=resumed.index,

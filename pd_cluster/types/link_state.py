@@ -14,10 +14,10 @@ LinkPhase = Literal["waiting", "opening", "up", "resting", "refused"]
 class LinkState(msgspec.Struct, frozen=True, omit_defaults=True):
     """The state of a link from a prefill instance to a decode instance.
 
-    `transports` are those of its lanes, sorted, without repeats. `precision` names in what KV cache that has landed
-    differs from what would be computed there ("": in nothing; see kv.route.Route). Both are known once the link is up.
-    A resting link is opened by its first transfer. `reason` says why it is not up. It has settings as `errors.called`
-    leaves them; /instances shows the text, with flags.
+    `transports` are those of its lanes, sorted, without repeats. `precision` names how KV cache that has landed differs
+    from KV cache computed at D ("": it does not; see kv.pool_route.PoolRoute). Both are known once the link is up. The
+    first transfer opens a link at rest. `reason` says why the link is not up, with settings as `errors.called` returns
+    them; /instances shows them as flags.
     """
 
     phase: LinkPhase
@@ -31,12 +31,12 @@ class LinkState(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def is_up(self) -> bool:
-        """Whether KV cache can go over it, at once or when it has been opened."""
+        """Whether KV cache can be sent over it, at once or after it has been opened."""
         return self.phase in ("up", "resting")
 
     @property
     def over(self) -> str:
-        """Returns the names of its transports as one word."""
+        """Returns the names of its transports, joined into one word."""
         return "+".join(self.transports)
 
     def __str__(self) -> str:
@@ -53,5 +53,5 @@ class LinkState(msgspec.Struct, frozen=True, omit_defaults=True):
         name, _, reason = text.partition(": ")
         phase: LinkPhase | None = next((each for each in get_args(LinkPhase) if each == name != "up"), None)
         if phase is None:
-            raise ValueError(f"{text[:100]!r} is no state of a link")
+            raise ValueError(f"{text[:100]!r} is not a link state")
         return cls(phase, reason=reason)

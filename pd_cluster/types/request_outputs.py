@@ -8,7 +8,7 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-MOST_UNTOLD = 63  # tokens of a sequence that may wait to be sent; they are recomputed when it resumes elsewhere
+MAX_UNSENT = 63  # unsent tokens that a sequence may have; they are recomputed when it resumes elsewhere
 INT32_MAX = 2**31 - 1
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=INT32_MAX)]
@@ -29,13 +29,13 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
 class DraftReport(msgspec.Struct, frozen=True, array_like=True):
     """The outcome of a sequence's drafts since its last output.
 
-    `num_accepted` and `num_rejected` count tokens of the request's prediction. `steps`, where the order asks for them:
-    how many tokens each step with drafts had, and how many of them were accepted.
+    `num_accepted` and `num_rejected` count tokens of the request's prediction. `steps`, if the request asks for it, has
+    the numbers of drafted and of accepted tokens of each step with drafts.
     """
 
     num_accepted: Count = 0
     num_rejected: Count = 0
-    steps: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MOST_UNTOLD + 1)] = ()
+    steps: Annotated[tuple[tuple[Count, Count], ...], msgspec.Meta(max_length=MAX_UNSENT + 1)] = ()
 
     def plus(self, num_accepted: int = 0, num_rejected: int = 0, step: tuple[int, int] | None = None) -> DraftReport:
         steps = self.steps if step is None else (*self.steps, step)
@@ -45,9 +45,9 @@ class DraftReport(msgspec.Struct, frozen=True, array_like=True):
 class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     """One token of one sequence. `position` counts output tokens from 0; `attempt` counts dispatches from 0.
 
-    `score` is set for a candidate of a beam search that is handed over: its accumulated log-probability. `earlier` are
-    the tokens right before it that are sent with it: those of one step, or of many when nobody reads single ones;
-    `earlier_logprobs` are theirs, if there are any. `drafts`: None where there is nothing to report.
+    `score`: the accumulated log-probability of a beam search's candidate that is handed over. `earlier`: the preceding
+    tokens that are sent together with this one, of one step, or of many steps when nobody reads single tokens;
+    `earlier_logprobs` are their log-probabilities, if requested. `drafts`: None when there is nothing to report.
     """
 
     request_id: str
@@ -58,9 +58,9 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
     score: float | None = None
-    earlier: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MOST_UNTOLD)] = ()
+    earlier: Annotated[tuple[TokenId, ...], msgspec.Meta(max_length=MAX_UNSENT)] = ()
     drafts: DraftReport | None = None
-    earlier_logprobs: Annotated[tuple[Logprobs, ...], msgspec.Meta(max_length=MOST_UNTOLD)] = ()
+    earlier_logprobs: Annotated[tuple[Logprobs, ...], msgspec.Meta(max_length=MAX_UNSENT)] = ()
 
     def apart(self) -> Iterator[TokenOutput]:
         """Yields an output for each of its tokens."""
@@ -73,7 +73,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
         yield msgspec.structs.replace(self, earlier=(), earlier_logprobs=())
 
     def since(self, position: int) -> TokenOutput:
-        """Returns it without the earlier tokens before this position, which is one of its tokens'."""
+        """Returns the output without the tokens before this position, which must be one of its tokens' positions."""
         num_known = position - (self.position - len(self.earlier))
         if num_known <= 0:
             return self
@@ -82,7 +82,7 @@ class TokenOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Candidate(NamedTuple):
-    """A possible next token of a beam. `logprob` is after masks and penalties, `told` is what clients receive."""
+    """A possible next token of a beam. `logprob` includes masks and penalties; `told` is sent to clients."""
 
     token_id: int
     logprob: float
@@ -103,7 +103,7 @@ class PromptOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PooledOutput(msgspec.Struct, frozen=True, array_like=True):
-    """The vector of a prompt, which ends the request. `vector`: float32 numbers, little endian."""
+    """The vector of a prompt, which ends the request. `vector`: little-endian float32 values."""
 
     request_id: str
     attempt: int
@@ -114,9 +114,9 @@ class PooledOutput(msgspec.Struct, frozen=True, array_like=True):
 class LegEnd(msgspec.Struct, frozen=True, array_like=True):
     """A leg that ended without a finishing token. `error` is None for a prefill leg that was handed over.
 
-    `is_fault`: the request did not cause the error, and other instances may succeed. `is_refusal`: the request cannot
-    be served, here or elsewhere. `is_full`: too many legs wait there; a fault that counts as no attempt. `is_taken`:
-    another scheduler reads the stream from now on.
+    `is_fault`: the request did not cause the error, and other instances may succeed. `is_refusal`: no instance can
+    serve the request. `is_full`: too many legs wait at the instance; this fault does not count as an attempt.
+    `is_taken`: another scheduler reads the stream from now on.
     """
 
     request_id: str

@@ -13,12 +13,12 @@ MAX_GUIDE_NUM_CHARS = 256 << 10
 
 
 class Guide(msgspec.Struct, frozen=True):
-    """A constraint on the output. `text` is canonical, so equal guides are equal strings; by kind:
+    """A constraint on the output. `text` is canonical, so equal guides have equal texts. Its content depends on `kind`:
 
-    json: a schema, as JSON; json_object: empty; regex: one that the whole output matches; choice: a JSON array of
-    strings; grammar: EBNF (GBNF's or Lark's dialect); structural_tag: JSON, an object with "structures" and "triggers";
-    reply: the JSON that parsers/reply_guides.py makes, which may include the others; budget: that of
-    text/thinking_budget.py, which may include any other.
+    json: a JSON schema; json_object: empty; regex: an expression that the whole output must match; choice: a JSON array
+    of strings; grammar: EBNF (GBNF's or Lark's dialect); structural_tag: a JSON object with "structures" and
+    "triggers"; reply: JSON made by parsers/reply_guides.py, which may include the other kinds; budget: JSON made by
+    text/thinking_budget.py, which may include any other kind.
     """
 
     kind: GuideKind
@@ -26,7 +26,7 @@ class Guide(msgspec.Struct, frozen=True):
 
 
 class Range(NamedTuple):
-    """The finite numbers from `low` to `high`, without `low` itself if it `excludes_low`."""
+    """The finite numbers from `low` to `high`; `low` itself is outside if `excludes_low`."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -43,7 +43,7 @@ class Range(NamedTuple):
 
 
 class ShapesDraws(NamedTuple):
-    """Marks a parameter that only shapes draws: a beam search takes no value but `neutral`."""
+    """Marks a parameter that only affects random draws: a beam search accepts no value but `neutral`."""
 
     neutral: float
 
@@ -51,21 +51,21 @@ class ShapesDraws(NamedTuple):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the next token is chosen and when to stop.
 
-    temperature 0 is greedy. `top_k` -1 or 0, `top_p` 1 and `min_p` 0 mean all tokens. `n` sequences share the prompt
-    and are told apart by their index. Stop strings are not here: the process that detokenizes owns them.
+    temperature 0 is greedy. `top_k` -1 or 0, `top_p` 1 and `min_p` 0 keep all tokens. The `n` sequences share the
+    prompt and are distinguished by their index. Stop strings are not here: the process that detokenizes checks them.
 
-    With a `beam_width` the `n` sequences are the best hypotheses of a beam search. `length_penalty` is the power of a
-    hypothesis' length that its score is divided by; `early_stopping` ends the search at `beam_width` hypotheses (True),
-    when a better one is unlikely (False) or impossible ("never").
+    With a `beam_width` the `n` sequences are the best hypotheses of a beam search. Scores are divided by the
+    hypothesis' length to the power of `length_penalty`. `early_stopping` ends the search at `beam_width` hypotheses
+    (True), when a better one is unlikely (False) or impossible ("never").
     """
 
     n: int = 1
     max_tokens: int = 16
-    min_tokens: int = 0  # neither an end-of-sequence nor a stop token is chosen before this many output tokens
+    min_tokens: int = 0  # no end-of-sequence or stop token is chosen before this many output tokens
     temperature: Annotated[float, Range(0), ShapesDraws(0)] = 1.0
     top_k: Annotated[int, ShapesDraws(-1)] = -1
     top_p: Annotated[float, Range(0, 1, excludes_low=True), ShapesDraws(1)] = 1.0
-    min_p: Annotated[float, Range(0, 1), ShapesDraws(0)] = 0.0  # relative to the most likely token's probability
+    min_p: Annotated[float, Range(0, 1), ShapesDraws(0)] = 0.0  # relative to the probability of the most likely token
     seed: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -73,9 +73,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     frequency_penalty: Annotated[float, Range()] = 0.0
     repetition_penalty: Annotated[float, Range(0, excludes_low=True)] = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences whose last token is never chosen after the others
+    bad_words: tuple[tuple[int, ...], ...] = ()  # the last token of such a sequence is never chosen after the others
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
-    logprobs: int | None = None  # how many of the most likely tokens are returned with each chosen one
+    logprobs: int | None = None  # the number of most likely tokens that are returned with each chosen token
     prompt_logprobs: int | None = None
     beam_width: int = 0  # 0: no beam search
     length_penalty: float = 1.0
@@ -84,7 +84,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def num_sequences(self) -> int:
-        """The most sequences that an engine computes at a time."""
+        """The most sequences that an engine computes at the same time."""
         return max(self.n, self.beam_width)
 
     @property
@@ -92,4 +92,4 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.temperature == 0.0
 
 
-NO_SAMPLING = Sampling()  # of a request that chooses no token
+NO_SAMPLING = Sampling()  # for a request that chooses no token

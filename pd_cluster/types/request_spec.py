@@ -18,11 +18,11 @@ BATCH_PRIORITY = 1 << 32  # of requests of batches; clients' own are 32-bit numb
 class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How a prompt becomes one vector instead of an answer.
 
-    `kind`: the final hidden state (after the last norm) of the last token, or the mean of all tokens'. `dimensions`:
-    only so many of the first numbers are kept; None: all. Then `normalizes` divides the vector by its length (L2).
+    `kind`: the final hidden state (after the last norm) of the last token, or the mean over all tokens. `dimensions`:
+    how many of the first elements are kept; None: all. Then `normalizes` divides the vector by its length (L2).
 
-    For kind "logits" the vector is the model's logits of `token_ids` as the token after the prompt, in their order;
-    a caller computes from them how likely each is beside the others. Nothing is cut off or normalized.
+    For kind "logits" the vector has the logits of `token_ids` as the token after the prompt, in this order; the caller
+    compares their likelihoods. Nothing is cut off or normalized.
     """
 
     kind: PooledKind = "last"
@@ -32,7 +32,7 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Prompt tokens [start, stop) that stand for content of another kind, whose hash is `digest`."""
+    """Prompt tokens [start, stop) that stand for other content, whose hash is `digest`."""
 
     start: int
     stop: int
@@ -40,11 +40,11 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Image(msgspec.Struct, frozen=True, array_like=True):
-    """A picture of a prompt, resized for its model: so many rows and columns of patches.
+    """An image of a prompt, resized for its model: so many rows and columns of patches.
 
-    `pixels`: 8-bit RGB, [height, width, 3]; empty for a leg that receives the picture's KV from another instance.
-    Frames of a video that a model reads together are a picture with `num_frames` of them: [num_frames, height, width,
-    3]. `opens` and `closes`: whether it is the first and the last of its video; a picture alone is both.
+    `pixels`: 8-bit RGB, [height, width, 3]; empty for a leg that receives the image's KV from another instance. Video
+    frames that a model reads together are one image with `num_frames`: [num_frames, height, width, 3]. `opens` and
+    `closes`: whether it is the first and the last image of its video; a single image is both.
     """
 
     num_rows: int
@@ -60,7 +60,7 @@ class RopePositions(msgspec.Struct, frozen=True, array_like=True):
 
     Each of the `rows` has a position for every prompt token: one row, or three (time, height, width) for models with
     M-RoPE. The token at index i after the prompt has position i + `delta` in every row. Slots of the KV cache, causal
-    masks, windows and limits of a context count tokens, whatever the positions are.
+    masks, windows and context limits still count tokens, regardless of these positions.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -76,28 +76,28 @@ class RopePositions(msgspec.Struct, frozen=True, array_like=True):
 class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """A request's parameters, carried whole from validation to the engines and never changed.
 
-    A field that is added here reaches every sequence of every attempt. Requests share cached KV only with those of the
-    same `cache_salt` and `variant`. `variant` names an adapted form of the model (variants.py); "" is the model
-    itself. `spans`, in order and disjoint, are shared only if their contents are equal, too. `images` are the pictures
-    that the spans stand for, one for each; without any, the tokens of spans are computed as they are. `rope_positions`
-    None: each token's rotary position is its index; blocks are shared only if their positions are equal, too.
+    A field that is added here reaches every sequence of every attempt. Requests share cached KV only with requests of
+    the same `cache_salt` and `variant`. `variant` names an adapted form of the model (variants.py); "" is the model
+    itself. `spans`, in order and disjoint, are shared only if their contents are equal. `images` has the image of each
+    span; without images, the tokens of spans are computed as they are. `rope_positions` None: each token's rotary
+    position is its index; blocks are shared only if their positions are equal.
     """
 
     prompt_token_ids: list[int]
     sampling: Sampling
     cache_salt: str = ""
     variant: str = ""
-    session: str = ""  # requests of one session prefer the instance that has their caches
+    session: str = ""  # requests of one session prefer the instance that has their KV cache
     priority: int = 0  # lower values come first; batches' are above BATCH_PRIORITY / 2
-    gathers: bool = False  # nobody reads its tokens one by one, so many may be sent together
-    batch: str = ""  # the name of a group of answers of which the caller needs none early; "": not in a group
+    gathers: bool = False  # the client does not read tokens one by one, so several may be sent together
+    batch: str = ""  # names a group of answers that the caller needs only together; "": not in a group
     spans: tuple[Span, ...] = ()
     images: tuple[Image, ...] = ()
     rope_positions: RopePositions | None = None
     prediction: tuple[int, ...] = ()  # tokens that the answer is expected to have; a wrong one costs only time
-    may_draft: bool = True  # False: every token is computed in a step of its own
+    may_draft: bool = True  # False: each step computes one token of it
     reports_drafts: bool = False  # outputs report the drafts of every step; see DraftReport
-    pooling: Pooling | None = None  # the prompt becomes a vector, and `sampling` is NO_SAMPLING; None: it is continued
+    pooling: Pooling | None = None  # the prompt becomes a vector, and `sampling` is NO_SAMPLING; None: generation
 
     @property
     def most_output_tokens(self) -> int:
@@ -106,12 +106,12 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def most_tokens(self) -> int:
-        """Returns the most tokens that a sequence may ever have: the same in every engine, after any interruption."""
+        """Returns the most tokens that a sequence may ever have, which is the same in every engine and attempt."""
         return len(self.prompt_token_ids) + self.most_output_tokens
 
     @property
     def num_decoding(self) -> int:
-        """Returns the most sequences that are decoded at a time."""
+        """Returns the most sequences that are decoded at the same time."""
         return self.sampling.num_sequences if self.pooling is None else 0
 
     @property
@@ -119,7 +119,7 @@ class RequestSpec(msgspec.Struct, frozen=True, omit_defaults=True):
         return sum(len(image.pixels) for image in self.images)
 
     def without_pixels(self) -> RequestSpec:
-        """Returns the order for an engine that receives the KV cache of its pictures from another one."""
+        """Returns the spec for an engine that receives the KV cache of its images from another one."""
         if not self.images:
             return self
         images = tuple(msgspec.structs.replace(image, pixels=b"") for image in self.images)

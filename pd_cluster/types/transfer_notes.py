@@ -1,4 +1,4 @@
-"""Events on the way of a transfer, for traces."""
+"""Events of a transfer, for traces."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Names of adapted forms of a model, as in `RequestSpec.variant`: they say what a request's tokens mean.
+"""Names of adapted forms of a model, as in `RequestSpec.variant`: they determine what a request's tokens mean.
 
-"" is the model itself, and the digest of a LoRA adapter (64 hex digits) the model with that beside its layers. A prompt
-adapter is KIND-N-DIGEST: N virtual tokens come before the prompt's own, as embeddings (`prompt`) or as finished keys
-and values (`prefix`).
+"" is the model itself; the digest of a LoRA adapter (64 hex digits) is the model with this adapter. A prompt adapter
+is KIND-N-DIGEST: N virtual tokens precede the prompt, as embeddings (`prompt`) or as computed keys and values
+(`prefix`).
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ def prompt_variant(kind: PromptKind, num_tokens: int, digest: str) -> str:
 
 
 def num_virtual_tokens(variant: str) -> int:
-    """Returns how many of a prompt's first tokens are placeholders for an adapter's."""
+    """Returns how many of a prompt's first tokens are placeholders for an adapter's virtual tokens."""
     found = PROMPT.fullmatch(variant) if "-" in variant else None
     return int(found[1]) if found else 0
 
 
 def num_given_tokens(variant: str) -> int:
-    """Returns how many of a prompt's first tokens have finished keys and values."""
+    """Returns how many of a prompt's first tokens have keys and values from an adapter."""
     return num_virtual_tokens(variant) if variant.startswith("prefix-") else 0
 
 
 def short_name(digest: str) -> str:
-    """Returns an adapter's name where a wrong one costs only time."""
+    """Returns a shortened name of an adapter, for uses where a collision costs only time."""
     return digest[-16:]
 
 
 def lora_of(variant: str) -> str:
-    """Returns the digest of the LoRA adapter; "" if it is none."""
+    """Returns the digest of the LoRA adapter; "" for another variant."""
     return "" if num_virtual_tokens(variant) else variant

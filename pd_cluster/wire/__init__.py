@@ -1,7 +1,7 @@
 """Every message between processes: msgspec structs, msgpack on the wire, nothing else.
 
-The pages of docs/protocol describe when each is sent and what follows. Decoding checks types and sizes; a
-frame that is not one of these raises `msgspec.DecodeError` and is dropped by the mailbox.
+The pages of docs/protocol describe when each is sent and what follows. Decoding checks types and sizes; the mailbox
+drops a frame that raises `msgspec.DecodeError`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pd_cluster.wire.membership_messages import GIVEN_UP as GIVEN_UP
 from pd_cluster.wire.membership_messages import PAUSED as PAUSED
 from pd_cluster.wire.membership_messages import PREEMPTIONS_BOUNDS as PREEMPTIONS_BOUNDS
 from pd_cluster.wire.membership_messages import STEP_TOKENS_BOUNDS as STEP_TOKENS_BOUNDS
-from pd_cluster.wire.membership_messages import AdapterPlace as AdapterPlace
+from pd_cluster.wire.membership_messages import AdapterLocation as AdapterLocation
 from pd_cluster.wire.membership_messages import AdapterStates as AdapterStates
 from pd_cluster.wire.membership_messages import DraftCounts as DraftCounts
 from pd_cluster.wire.membership_messages import Gone as Gone
@@ -61,9 +61,9 @@ from pd_cluster.wire.membership_messages import Tally as Tally
 from pd_cluster.wire.membership_messages import WantedAdapters as WantedAdapters
 from pd_cluster.wire.membership_messages import Welcome as Welcome
 from pd_cluster.wire.message_base import KEY_NBYTES as KEY_NBYTES
+from pd_cluster.wire.message_base import MAX_GROUPS as MAX_GROUPS
 from pd_cluster.wire.message_base import MAX_MESSAGE_NBYTES as MAX_MESSAGE_NBYTES
 from pd_cluster.wire.message_base import MAX_OFFER_NBYTES as MAX_OFFER_NBYTES
-from pd_cluster.wire.message_base import MOST_GROUPS as MOST_GROUPS
 from pd_cluster.wire.message_base import MOST_NODE_KEYS as MOST_NODE_KEYS
 from pd_cluster.wire.message_base import MOST_TEXT as MOST_TEXT
 from pd_cluster.wire.message_base import PROTOCOL_VERSION as PROTOCOL_VERSION

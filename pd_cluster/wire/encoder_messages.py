@@ -16,7 +16,7 @@ FileToken = Annotated[bytes, msgspec.Meta(min_length=TOKEN_NBYTES, max_length=TO
 
 
 class EncoderOpen(Message, frozen=True):
-    """Opens a connection to an encoder: the model that both must serve, and the transports that the sender allows."""
+    """Opens a connection to an encoder: names the model that both must serve and the transports that P allows."""
 
     model_identity: str
     numerics: Numerics
@@ -24,9 +24,10 @@ class EncoderOpen(Message, frozen=True):
 
 
 class EncoderAnswer(Message, frozen=True):
-    """`problem`: why the two cannot be a pair; otherwise how features travel.
+    """`problem`: why the two cannot work together; otherwise the message says how features travel.
 
-    `address` names the socket that hands them out on the same host, `group` a pair over `transport`; "": not allowed.
+    `address` names the socket that serves features on the same host; `group` names a pair over `transport`. "": not
+    allowed.
     """
 
     problem: str = ""
@@ -36,13 +37,13 @@ class EncoderAnswer(Message, frozen=True):
 
 
 class EncoderMeet(Message, frozen=True):
-    """The sender cannot reach the socket, and opens its end of the pair."""
+    """The sender cannot reach the socket, and opens its end of the pair instead."""
 
 
 class Encode(Message, frozen=True):
-    """Asks for an image's features. `item` is the asker's own number, never used twice.
+    """Asks for an image's features. `item` is a number that the sender uses only once.
 
-    `deadline_s`: seconds from now after which nobody waits for them.
+    `deadline_s`: the seconds after which nobody waits for them.
     """
 
     item: int
@@ -52,9 +53,9 @@ class Encode(Message, frozen=True):
 
 
 class EncodeDone(Message, frozen=True):
-    """The features are in a file that the socket gives for `token`, once; over a pair they are its next payload.
+    """The features are ready. The socket serves them once for `token`; over a pair they are the next payload.
 
-    `checksum`: transport/base.Checksum's.
+    `checksum`: as in transport/transport_interface.py.
     """
 
     item: int
@@ -69,6 +70,6 @@ class EncodeFailed(Message, frozen=True):
 
 
 class EncodeAbort(Message, frozen=True):
-    """Nobody waits for these any more."""
+    """The sender no longer waits for these features."""
 
     items: list[int]

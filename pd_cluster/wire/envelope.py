@@ -102,7 +102,7 @@ class Envelope(msgspec.Struct, frozen=True, array_like=True):
     body: Body
 
 
-class _Sealed(msgspec.Struct, frozen=True, array_like=True):
+class _SealedEnvelope(msgspec.Struct, frozen=True, array_like=True):
     """An envelope with an encoded body."""
 
     from_name: str
@@ -135,7 +135,7 @@ def decode_header(data: bytes) -> KVHeader:
 
 
 def seal(from_name: str, from_epoch: int, to_epoch: int, body: msgspec.Raw) -> bytes:
-    return _encoder.encode(_Sealed(from_name, from_epoch, to_epoch, body))
+    return _encoder.encode(_SealedEnvelope(from_name, from_epoch, to_epoch, body))
 
 
 def decode(frame: bytes) -> Envelope:

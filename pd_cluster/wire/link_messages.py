@@ -8,8 +8,8 @@ import msgspec
 
 from pd_cluster.numerics import Numerics
 from pd_cluster.wire.message_base import (
+    MAX_GROUPS,
     MAX_OFFER_NBYTES,
-    MOST_GROUPS,
     KVWireDtype,
     Message,
     PairWish,
@@ -17,13 +17,13 @@ from pd_cluster.wire.message_base import (
     TransportName,
 )
 
-RuleName = Literal["all", "window", "state"]  # of what a request holds in a group of layers; see kv/group_rule.py
+RuleName = Literal["all", "window", "state"]  # which tokens of a request a group of layers keeps; see kv/group_rule.py
 
 
 class Plane(msgspec.Struct, frozen=True, array_like=True):
-    """A named part of a layer's cache: a token has `width` numbers in it for each of its heads.
+    """A named part of a layer's cache, with `width` values per token and head.
 
-    `num_heads` counts the whole model's; 0: as many as the layout has KV heads.
+    `num_heads` counts the heads of the whole model; 0: as many as the layout has KV heads.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Plane(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The layout of a pool; kv/kv_layout.py says what two of them must agree on."""
+    """The layout of a pool; kv/pool_compatibility.py says what two layouts must agree on."""
 
     num_layers: int
     num_kv_heads: int
@@ -55,30 +55,30 @@ class KVOptions(msgspec.Struct, frozen=True, kw_only=True):
     wire_dtype: KVWireDtype = "auto"
     checksum: bool = True
     hmac: bool = True
-    mixed: bool = False  # the pools may hold numbers in different ways
+    mixed: bool = False  # the pools may have different dtypes
 
 
 class LinkOpen(Message, frozen=True):
-    """`layouts` and `num_blocks` are those of the pools of P's rank 0, one for each group of layers.
+    """`layouts` and `num_blocks` describe the pools of P's rank 0, one for each group of layers.
 
-    `lanes` are those of kv/layer_groups.py: a lane is named by its index among them.
-    `pair`: whether D may open it over a pair: if it has a place free, not at all, or as soon as it has one.
+    `lanes` is the list that kv/layer_groups.py makes: a lane is named by its index in it. `pair`: whether D may open a
+    pair: if it has capacity for one (`free`), not at all (`none`), or as soon as it has capacity (`now`).
     """
 
     link_id: str
     model_identity: str
     numerics: Numerics
-    layouts: Annotated[list[LayoutInfo], msgspec.Meta(min_length=1, max_length=MOST_GROUPS)]
-    num_blocks: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MOST_GROUPS)]
+    layouts: Annotated[list[LayoutInfo], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
+    num_blocks: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
     options: KVOptions
     lanes: list[LaneOffer]
     pair: PairWish = "free"
 
 
 class LaneOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """Sent by one rank of P to one of D. `offers`: for each transport that P allows, its addresses for D's rank.
+    """One rank of P sends it to one rank of D. `offers`: the addresses for D's rank, for each transport that P allows.
 
-    `probe_seed`: determines the contents of the probe block of the pool of this group of layers at P's rank.
+    `probe_seed` determines the contents of the probe block in this group's pool at P's rank.
     """
 
     source_rank: int = 0
@@ -89,14 +89,14 @@ class LaneOffer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransportOffer(msgspec.Struct, frozen=True, kw_only=True):
-    """`data` belongs to the transport: what D's end needs to know about P's (see pd_cluster/transport)."""
+    """The transport alone reads `data`: what D's end must know about P's end (see pd_cluster/transport)."""
 
     transport: TransportName
     data: Annotated[bytes, msgspec.Meta(max_length=MAX_OFFER_NBYTES)] = b""
 
 
 class LinkAnswer(Message, frozen=True):
-    """D tries this transport in a lane; `layout` is that of its rank's pool for the lane's group of layers."""
+    """D tries this transport in a lane; `layout` describes its rank's pool for the lane's group of layers."""
 
     link_id: str
     transport: TransportName
@@ -105,7 +105,7 @@ class LinkAnswer(Message, frozen=True):
 
 
 class LinkReady(Message, frozen=True):
-    """P's probe has arrived through a lane. `precision`: see kv.route.Route ("" when KV is exact)."""
+    """P's probe has arrived through a lane. `precision`: see kv.pool_route.PoolRoute ("" when KV is exact)."""
 
     link_id: str
     transport: TransportName
@@ -123,19 +123,19 @@ class LinkValue(Message, frozen=True):
 
 
 class LinkRest(Message, frozen=True):
-    """From P: its end of the link is closed. From D: its end is closed, or is not opened now."""
+    """From P: its end of the link is closed. From D: its end is closed, or will not be opened now."""
 
     link_id: str
 
 
 class LinkYield(Message, frozen=True):
-    """D needs this link's place for another one: P lets it rest when its transfers have ended."""
+    """D needs the capacity of this link for another one: P lets it rest when its transfers have ended."""
 
     link_id: str
 
 
 class LinkQueued(Message, frozen=True):
-    """D opens the link when another one has given up its place."""
+    """D will open the link when another link has given up its capacity."""
 
     link_id: str
 

@@ -9,22 +9,22 @@ import msgspec
 
 PROTOCOL_VERSION = 31
 MAX_MESSAGE_NBYTES = 64 << 20
-MAX_OFFER_NBYTES = 4096  # of a transport's description of itself
+MAX_OFFER_NBYTES = 4096  # the size of a transport's data in an offer
 KEY_NBYTES = 32
-MOST_GROUPS = 3  # of a model's layers, each with a pool of its own
-OWNER_NBYTES = 8  # of what stands for a client
+MAX_GROUPS = 3  # groups of layers of a model, each with its own pool
+OWNER_NBYTES = 8  # the size of a client's pseudonym
 Owner = Annotated[bytes, msgspec.Meta(max_length=OWNER_NBYTES)]
-PublicKey = Annotated[bytes, msgspec.Meta(max_length=KEY_NBYTES)]  # of a process's CURVE key pair; b"": none yet
-MOST_NODE_KEYS = 2  # of one node at a time: the new one and the one before, while it is rotated
+PublicKey = Annotated[bytes, msgspec.Meta(max_length=KEY_NBYTES)]  # of a process's CURVE key pair; b"": not known yet
+MOST_NODE_KEYS = 2  # keys of one node at a time: the new and the previous one during a rotation
 MOST_TEXT = 256
 ShortText = Annotated[str, msgspec.Meta(max_length=MOST_TEXT)]
-TransportName = Annotated[str, msgspec.Meta(max_length=32)]  # one of transport/transport_table.py
+TransportName = Annotated[str, msgspec.Meta(max_length=32)]  # a name in transport/transport_table.py
 KVWireDtype = Literal["auto", "int8"]
 PairWish = Literal["free", "none", "now"]
 
 
 def owner_of(client: str) -> bytes:
-    """Returns what stands for a client where clients share: workers need not know its name."""
+    """Returns a pseudonym of a client, since workers need not know its name."""
     return hashlib.sha256(client.encode()).digest()[:OWNER_NBYTES]
 
 

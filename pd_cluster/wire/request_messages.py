@@ -10,12 +10,12 @@ from pd_cluster.wire.resume_messages import Keep
 
 
 class Submit(Message, frozen=True):
-    """One leg of one attempt at an order.
+    """One leg of one attempt at a request.
 
     `weight`: the work that the sender expects of this leg, in tokens; loads report the sums to all schedulers.
-    `may_be_full`: the receiver may refuse it because too many legs wait there already (`LegEnd.is_full`). `keep`: a
-    record that outlives the sender's connection. `owner`: stands for the client of a request with an adapter; clients
-    take turns where adapters are loaded.
+    `may_be_full`: the receiver may refuse it because too many legs wait already (`LegEnd.is_full`). `keep`: asks for a
+    record that outlives the sender's connection. `owner`: the pseudonym of the client of a request with an adapter;
+    adapters are loaded for clients in turn.
     """
 
     request_id: str
@@ -25,10 +25,10 @@ class Submit(Message, frozen=True):
     peer: str  # "name@epoch" of the other leg's worker; "" for a hybrid leg
     order: RequestSpec
     deadline_s: float  # seconds from now; 0: none
-    resumed: list[Resumed] = []  # of a hybrid leg: the sequences that resume; empty: all, from the beginning
+    resumed: list[Resumed] = []  # for a hybrid leg: the sequences that resume; empty: all, from the beginning
     weight: int = 0
     may_be_full: bool = False
-    encoders: list[str] = []  # "name@epoch" of an encoder for each image of the order, "" for none; empty: none at all
+    encoders: list[str] = []  # "name@epoch" of an encoder for each image, "" for images without; empty: no encoder
     keep: Keep | None = None
     owner: Owner = b""
 
@@ -36,7 +36,7 @@ class Submit(Message, frozen=True):
 class Abort(Message, frozen=True):
     request_id: str
     attempt: int
-    index: int = -1  # one sequence of it; -1: all
+    index: int = -1  # one sequence of the leg; -1: all
 
 
 class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
@@ -49,9 +49,9 @@ class TraceEvent(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outputs(Message, frozen=True):
-    """Output of one step for one scheduler: tokens, vectors of prompts, and the legs that ended.
+    """Outputs of one step for one scheduler: tokens, vectors of prompts, and the legs that ended.
 
-    `now_s` is the clock of the events.
+    `now_s`: the present time by the clock of the events.
     """
 
     tokens: list[TokenOutput] = []
@@ -63,10 +63,10 @@ class Outputs(Message, frozen=True):
 
 
 class CacheKeys(Message, frozen=True):
-    """Changes in which full blocks a worker can share (`added`, `removed`), the final state of each.
+    """Changes of the full blocks that a worker can share (`added`, `removed`), in their final state.
 
-    A key is the first 8 bytes of a block's hash (kv/prefix_index.py); keys are concatenated. `is_whole` replaces all
-    sent before. `tier`: the quickest place that has the added ones.
+    A key is the first 8 bytes of a block's hash (kv/prefix_index.py); keys are concatenated. `is_whole`: the message
+    replaces all earlier ones. `tier`: the fastest tier that has the added blocks.
     """
 
     added: bytes = b""

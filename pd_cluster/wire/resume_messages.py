@@ -12,15 +12,15 @@ from pd_cluster.wire.message_base import Message, Owner
 
 DIGEST_NBYTES = 32
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_NBYTES, max_length=DIGEST_NBYTES)]
-PROMPT_TOKEN_NBYTES, TOKEN_NBYTES, LOGPROB_NBYTES = 40, 160, 112  # of memory, about
+PROMPT_TOKEN_NBYTES, TOKEN_NBYTES, LOGPROB_NBYTES = 40, 160, 112  # approximate bytes of memory
 
 
 class Keep(msgspec.Struct, frozen=True):
-    """Asks the instance that decodes for a record. `digest`: of the stream's token and the tenant of its API key.
+    """Asks the instance that decodes for a record. `digest`: the hash of the stream's token and its API key's tenant.
 
-    `window_s`: how long the record stays without a reader. `capacity_nbytes`: of all records there. `recipe`: what a
-    scheduler needs besides the order to write the same answer. `prompt` and `tokens`: of earlier attempts. `owner`:
-    stands for the tenant, among whom the capacity is shared.
+    `window_s`: how long the record stays without a reader. `capacity_nbytes`: the limit of all records there. `recipe`:
+    what a scheduler needs in addition to the request spec to write the same answer. `prompt` and `tokens`: results of
+    earlier attempts. `owner`: the tenant's pseudonym; tenants share the capacity.
     """
 
     digest: Digest
@@ -36,7 +36,7 @@ class Keep(msgspec.Struct, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """The sender no longer reads a kept stream. `then`: its leg goes on; or it stops; or all is forgotten."""
+    """The sender no longer reads a kept stream. `then`: its leg continues, stops, or is forgotten with its record."""
 
     request_id: str
     attempt: int
@@ -48,7 +48,7 @@ class Find(Message, frozen=True):
 
 
 class Found(Message, frozen=True):
-    """Answers `Find`. `order` None: there is no such record here. `num_tokens`: the output tokens that it has."""
+    """Answers `Find`. `order` None: there is no such record here. `num_tokens`: the number of its output tokens."""
 
     digest: Digest
     request_id: str = ""
@@ -62,7 +62,7 @@ class Found(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """The sender reads the stream from now on, from its first token; an earlier reader's stream ends."""
+    """The sender reads the stream from now on, from its first token; it ends for an earlier reader."""
 
     digest: Digest
     request_id: str
@@ -70,7 +70,7 @@ class Attach(Message, frozen=True):
 
 
 def nbytes_of(tokens: Iterable[TokenOutput]) -> int:
-    """Estimates the memory of kept tokens, each an output of its own."""
+    """Estimates the memory of kept tokens, each as a separate output."""
     return sum(
         TOKEN_NBYTES
         + (TOKEN_NBYTES + LOGPROB_NBYTES * len(token.logprobs.top) if token.logprobs is not None else 0)

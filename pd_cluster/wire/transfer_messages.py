@@ -7,11 +7,11 @@ from typing import Annotated
 import msgspec
 
 from pd_cluster.types import TokenOutput
-from pd_cluster.wire.message_base import MOST_GROUPS, Message, TransportName
+from pd_cluster.wire.message_base import MAX_GROUPS, Message, TransportName
 
 
 class Offer(Message, frozen=True):
-    """`variant`: the adapter that the KV cache was computed with, as in the order.
+    """`variant`: the adapter that the KV cache was computed with, as in the request spec.
 
     `num_cached_tokens`: prompt tokens that P has not computed for this request.
     """
@@ -25,11 +25,11 @@ class Offer(Message, frozen=True):
 class Credit(Message, frozen=True):
     """D has landing blocks in every group of layers.
 
-    `first_tokens`: for each group, the prompt's first token that D wants; of a state, which is one token, 0.
+    `first_tokens`: for each group, the first prompt token that D wants; for a state, which is one token, 0.
     """
 
     transfer_id: str
-    first_tokens: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MOST_GROUPS)]
+    first_tokens: Annotated[list[int], msgspec.Meta(min_length=1, max_length=MAX_GROUPS)]
 
 
 class Revoke(Message, frozen=True):
@@ -44,8 +44,8 @@ class Cancel(Message, frozen=True):
 class KVPiece(msgspec.Struct, frozen=True, array_like=True):
     """Tokens [first_token, first_token + num_tokens) of a prompt in layers [first_layer, first_layer + num_layers).
 
-    Layers are counted within the lane's group of layers; a state is token 0. `block_ids` are P's blocks that hold these
-    tokens; one-sided transports read them.
+    Layers are counted within the lane's group of layers; a state is token 0. `block_ids` are P's blocks of these
+    tokens, for one-sided transports.
     """
 
     first_token: int
@@ -64,7 +64,7 @@ class KVPiece(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVChunk(msgspec.Struct, frozen=True, tag=True):
-    """Announces one payload. `index` counts the chunks of this transfer from 0; checksum 0: none."""
+    """Announces one payload. `index` counts the chunks of this transfer from 0; checksum 0: no checksum."""
 
     transfer_id: str
     index: int
@@ -74,9 +74,9 @@ class KVChunk(msgspec.Struct, frozen=True, tag=True):
 
 
 class KVEnd(msgspec.Struct, frozen=True, tag=True):
-    """Everything of a transfer has left in this lane.
+    """All chunks of a transfer have left in this lane.
 
-    `num_tokens`: the prompt's as the lane's group of layers has them, cached ones included; of a state, 1.
+    `num_tokens`: the prompt tokens that the lane's group of layers has, including cached ones; 1 for a state.
     """
 
     transfer_id: str

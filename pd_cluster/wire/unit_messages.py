@@ -21,7 +21,7 @@ class UnitTerms(Message, frozen=True):
 
 
 class UnitKey(Message, frozen=True):
-    """A key with which the ranks of one tensor-parallel index meet; see transport/meeting.py."""
+    """A key by which ranks with the same tensor-parallel index meet; see transport/meeting.py."""
 
     tp_rank: Annotated[int, msgspec.Meta(ge=0)]
     key: ShortText
@@ -29,14 +29,14 @@ class UnitKey(Message, frozen=True):
 
 
 class UnitWake(Message, frozen=True):
-    """The sender has something to compute, and enters this round."""
+    """The sender has rows to compute, and enters this round."""
 
     round: Annotated[int, msgspec.Meta(ge=0)]
 
 
 class UnitDrain(Message, frozen=True):
-    """The sender takes no more requests, and so does the receiver from now on."""
+    """The sender accepts no more requests, and the receiver must not either."""
 
 
 class UnitDone(Message, frozen=True):
-    """The sender has nothing left and takes nothing more; it ends once all members have said so."""
+    """The sender has nothing left to compute and accepts nothing more; it ends once all members have said so."""

@@ -119,7 +119,7 @@ def test_steps_run_on_the_cores_of_their_rank(model: Path, tmp_path: Path, monke
                     f"{name} computes at home", lambda pid=pid, home=home: os.sched_getaffinity(pid) == home
                 )
                 cluster.wait_until(f"{name} is between steps", lambda pid=pid: os.sched_getaffinity(pid) == everywhere)
-                assert f"home are the cores {as_list(home)}, for" in cluster.log_file(name).read_text()
+                assert f"own cores are {as_list(home)}, for" in cluster.log_file(name).read_text()
         finally:
             seen.set()
             asking.join(60.0)

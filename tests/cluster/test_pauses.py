@@ -53,8 +53,8 @@ def test_the_scheduler_pauses(cluster: LiveCluster) -> None:
 
     def pause() -> None:
         def num_reached() -> int:
-            """Counts the workers whose last word about the scheduler is that it is here."""
-            return sum(count(cluster, name, " is here") > count(cluster, name, " is gone (") for name in WORKERS)
+            """Counts the workers whose last word about the scheduler is that it is connected."""
+            return sum(count(cluster, name, " is connected") > count(cluster, name, " is gone (") for name in WORKERS)
 
         cluster.kill("scheduler", signal.SIGSTOP)
         try:

@@ -340,7 +340,7 @@ def test_decode_that_drops_an_images_kv(model: Path, tmp_path: Path) -> None:
         alone = [tokens(post(cluster, body)) for body in bodies]
         reference = expected(model, "ab", picture(0), "c")
         assert alone[0][: len(reference)] == reference
-        why = "its images' KV was dropped, and computing it again takes their pixels"
+        why = "its images' KV was dropped, and computing it again needs their pixels"
         for _ in range(8):  # how many are decoded together depends on the machine
             assert [tokens(answer) for answer in together([partial(post, cluster, body) for body in bodies])] == alone
             if why in cluster.log_file("scheduler").read_text():

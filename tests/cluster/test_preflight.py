@@ -79,7 +79,7 @@ def test_wrong_content_is_found(one_pair: Place, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(pair_probes, "_begin", begin_and_forget)
     (finding,) = check(one_pair)
-    assert finding.text == "no KV blocks came through: block 0 of 64 arrived with another content"
+    assert finding.text == "no KV blocks came through: block 0 of 64 does not have the expected content"
     assert is_wrong([finding])
 
 

@@ -66,7 +66,7 @@ def await_end_of_windows(cluster: LiveCluster) -> None:
     def num_kept() -> list[int]:
         logs = (cluster.log_file(name).read_text(errors="replace") for name in DECODE)
         lives = (log.rpartition(" ready after ")[2] for log in logs)  # what an earlier life kept is gone
-        told = (re.findall(r"(\d+) streams can be resumed", life) for life in lives)
+        told = (re.findall(r"(\d+) streams can resume", life) for life in lives)
         return [int(each[-1]) for each in told if each]
 
     assert num_kept()

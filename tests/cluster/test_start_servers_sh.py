@@ -239,7 +239,7 @@ def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint
         assert not [name for name in ("scheduler.key", "admin.token") if (second / name).exists()]
         servers.start("prefill", "45", servers.prefill, ["--kv-transport=dist"])
         assert servers.error_of("prefill").startswith(
-            f"KV cache would go from host to host over gloo ({servers.first}, {servers.second}), checked but not secret"
+            f"KV cache would travel between hosts over gloo ({servers.first}, {servers.second}), checked but not"
         )
         servers.start_workers()
         servers.start_scheduler()

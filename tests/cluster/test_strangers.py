@@ -150,7 +150,7 @@ def is_untouched(cluster: LiveCluster) -> None:
     cluster.wait_until("handed over", lambda: cluster.instance("prefill-0")["kv_sent_nbytes"] > before)
     for name in ("prefill-0", "decode-0"):
         lines = cluster.log_file(name).read_text().splitlines()
-        schedulers = {line.split()[-3] for line in lines if line.endswith("is here")}
+        schedulers = {line.split()[-3] for line in lines if line.endswith("is connected")}
         assert sum(each.startswith("scheduler@") for each in schedulers) == 1, schedulers
         assert not any("link to decode-0 is down" in line for line in lines)
     cluster.assert_home()

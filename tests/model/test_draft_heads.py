@@ -213,7 +213,7 @@ def test_the_shipped_head_is_often_right(sampling: Sampling) -> None:
         requests = [Request(f"r{at}", order) for at, order in enumerate(orders)]
         answers.append(token_ids(run(core, requests)))
     assert answers[0] == answers[1]
-    told = core.drafting.totals.told()
+    told = core.drafting.totals.counts()
     assert told.num_tokens > 60
     assert told.num_accepted >= 0.6 * told.num_tokens
 

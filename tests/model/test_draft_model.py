@@ -75,7 +75,7 @@ def plain(target: Path, requests: list[Request]) -> Tokens:
 
 
 def assert_all_right(core: EngineCore, least: int) -> None:
-    told = core.drafting.totals.told()
+    told = core.drafting.totals.counts()
     assert told.num_tokens == told.num_accepted > least
 
 
@@ -131,7 +131,7 @@ def test_drafts_are_those_of_the_model_by_itself(checkpoint: Checkpoints, settin
         core.run(plan)
         core.scheduler.check()
     assert {request.request_id: {0: request.output_token_ids} for request in requests} == expected
-    told = core.drafting.totals.told()
+    told = core.drafting.totals.counts()
     assert num_drafts == told.num_tokens > 150
     assert told.num_accepted < 0.5 * num_drafts, "the checkpoints are too much alike to tell anything"
 

@@ -7,11 +7,11 @@ import torch
 from pd_cluster import wire
 from pd_cluster.engine.encode.encoder_links import EncoderTerms
 from pd_cluster.numerics import Numerics
-from pd_cluster.transport.feature_files import FeaturePlace
+from pd_cluster.transport.feature_files import FeatureEndpoint
 from pd_cluster.transport.transport_interface import Checksum
 from pd_cluster.types import Image, LinkState, RequestSpec, Sampling, Span
 
-PLACE = FeaturePlace("127.0.0.1", 5.0, 30.0, Checksum())
+PLACE = FeatureEndpoint("127.0.0.1", 5.0, 30.0, Checksum())
 TERMS = EncoderTerms("model", Numerics(), PLACE)
 UP = LinkState("up", ("shm",))
 OPENING = wire.EncoderOpen("model", Numerics(), ["shm", "dist"])

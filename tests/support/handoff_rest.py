@@ -52,7 +52,7 @@ class RestingWorld(World):
                 # P's engine may let one go, by a deadline or an abort, before its mailbox has sent its word.
                 left = {transfer_id for transfer_id, of in self.d_side.landing.items() if of == conn}
                 assert left <= self.taken, "a link rests under a transfer"
-                self._d_loses_link("it rests")
+                self._d_loses_link("it is at rest")
                 if conn == self.p_conn:
                     self.p_conn = None  # D has answered, and P ends the connection
         else:

@@ -244,7 +244,7 @@ class WorkerWorld:
         self.pass_on()
 
     def want(self, *folders: Path, digest: str = "") -> None:
-        places = [wire.AdapterPlace(digest or digest_of(folder), str(folder)) for folder in folders]
+        places = [wire.AdapterLocation(digest or digest_of(folder), str(folder)) for folder in folders]
         self.adapters.read("s", wire.WantedAdapters(places), is_scheduler=True)
         self.pass_on()
 
@@ -289,7 +289,7 @@ def test_a_worker_says_why_not_and_tries_again_when_it_is_told_again(tmp_path: P
     assert world.sent[-1] == wire.AdapterStates([digest])
     world.want(folder, digest="0" * 64)
     world.take()
-    assert "another content" in world.sent[-1].problems["0" * 64]
+    assert "differs from the scheduler" in world.sent[-1].problems["0" * 64]
     world.want(tmp_path / "one", tmp_path / "one")
     assert not world.events
 
@@ -474,7 +474,7 @@ def test_a_rank_that_does_not_answer_fails_the_load(tmp_path: Path) -> None:
     folder = LoraFolder.read(write_adapter(tmp_path / "one", 1), 16)
     told = list[to.RankMessage]()
     lead = LeadAdapters(FakeHeld(), 1, told.append, 0.0)  # type: ignore[arg-type]
-    with pytest.raises(ModelError, match="not all ranks have loaded it in 0 s"):
+    with pytest.raises(ModelError, match="some rank did not load it within 0 s"):
         lead.load_adapter(folder)
     assert told[-1] == to.DropAdapter(folder.digest)
 

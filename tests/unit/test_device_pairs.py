@@ -50,7 +50,7 @@ def test_two_pools_on_one_device_are_no_pair(group: Group) -> None:
     offer = GroupOffer("", group.name, "GPU-0").offer(group.name)
     pool = put_on(random_pool(2), 0, group.kind)
     receiver = DistReceiver(place_of(pool), peer_of(offer), CHECKSUM, lambda key, value: None)
-    with pytest.raises(LinkError, match=f"both pools are on device GPU-0: {group.name.upper()} takes"):
+    with pytest.raises(LinkError, match=f"both pools are on device GPU-0: {group.name.upper()} allows"):
         receiver.open()
     pool.device = CPU
     with pytest.raises(LinkError, match="pool is in host memory"):
@@ -61,7 +61,7 @@ def test_a_payload_that_does_not_come_aborts_the_pair(group: Group) -> None:
     pair = group.pair()
     receiver: Any = pair.receiver
     receiver._place = replace(receiver._place, transfer_s=0.2)
-    with pytest.raises(LinkError, match=r"nothing came or left within 0\.2 s"):
+    with pytest.raises(LinkError, match=r"no payload was transferred within 0\.2 s"):
         pair.receiver.receive(0, wire.KVChunk("t", 0, blocks([1]), LAYOUT.block_nbytes, 0), [1])
     assert [each.aborted.is_set() for each in FakeGroup.made].count(True) == 1
     pair.close()
@@ -73,7 +73,7 @@ def test_a_device_keeps_the_memory_of_an_aborted_payload_until_it_has_ended_it(g
     receiver = next(each for each in FakeGroup.made if each.rank == RECEIVER)
     buffer = torch.zeros(4)
     work = pair.receiver._group.recv([buffer], 0, 0)  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="nothing came"):
+    with pytest.raises(RuntimeError, match="no payload was transferred"):
         work.wait(timedelta(seconds=0.05))
     assert receiver.aborted.is_set()
 
@@ -122,7 +122,7 @@ def test_an_hccl_pair_whose_other_end_does_not_come_waits_no_longer_than_it_may(
     """HCCL itself would: the next transport is tried all the same."""
     pool = put_on(random_pool(1), 0, "npu")
     sender = DistSender(place_of(pool, connect_s=0.05), CHECKSUM, lambda key, value: None, "hccl")
-    with pytest.raises(LinkError, match=r"hccl pair did not come up: .* did not come within 0\.1 s") as caught:
+    with pytest.raises(LinkError, match=r"hccl pair did not come up: .* did not connect within 0\.1 s") as caught:
         sender.open(LAYOUT)
     assert caught.value.retry
     sender.close()

@@ -115,8 +115,8 @@ def test_pools_are_a_pair_by_the_layers_that_travel() -> None:
         (deeper, OWN, "num_layers is 3 on the prefill instance and 2 on"),
         (OWN, dataclasses.replace(with_head(OWN, "a"), num_kv_heads=1), "num_kv_heads is 2"),
         (deeper, dataclasses.replace(deeper, num_draft_layers=2), "num_draft_layers is 1 on"),
-        (dataclasses.replace(OWN, draft_head="a"),) * 2 + ("0 of 2 layers are a draft head's, which is a",),
-        (dataclasses.replace(OWN, num_draft_layers=1),) * 2 + ("1 of 2 layers are a draft head's, which is none",),
+        (dataclasses.replace(OWN, draft_head="a"),) * 2 + ("0 of 2 layers belong to the draft head, which is a",),
+        (dataclasses.replace(OWN, num_draft_layers=1),) * 2 + ("1 of 2 layers belong to the draft head, which is",),
         (dataclasses.replace(with_head(OWN, "a"), num_draft_layers=3),) * 2 + ("3 of 3 layers",),
     ]:
         with pytest.raises(LinkError, match=words):

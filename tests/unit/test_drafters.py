@@ -11,14 +11,14 @@ from itertools import pairwise
 import pytest
 
 from pd_cluster.engine.draft import prediction_drafter, token_history
-from pd_cluster.engine.draft.context_index import MOST_STEPS, ContextIndex, IndexedText, hash_contexts
+from pd_cluster.engine.draft.context_index import MAX_CHAIN_STEPS, ContextIndex, IndexedText, hash_contexts
 from pd_cluster.engine.draft.drafter import Drafter
 from pd_cluster.engine.draft.ngram_drafter import NgramDrafter
 from pd_cluster.engine.draft.prediction_drafter import (
     LONGEST_MATCH,
-    MOST_PLACES,
-    NEAR,
-    SHORTLY,
+    MAX_POSITIONS,
+    SINGLE_MATCH_DISTANCE,
+    SINGLE_MATCH_TOKENS,
     PairIndex,
     PredictionDrafter,
 )
@@ -123,7 +123,7 @@ def test_a_look_up_follows_a_chain_only_so_far() -> None:
     text = IndexedText([1], 1, 4000)
     text.put_index(0, text.end, 4000)
     text.append([7] * 4000)
-    assert [*text.places(0, text.hashes()[0])] == [*range(text.end - 1, text.end - 1 - MOST_STEPS, -1)]
+    assert [*text.places(0, text.hashes()[0])] == [*range(text.end - 1, text.end - 1 - MAX_CHAIN_STEPS, -1)]
     assert ContextIndex([1, 2], 1, 1000).nbytes == 2 * 4 * (1000 + 1024)
 
 
@@ -176,9 +176,9 @@ class ScannedPrediction:
             ]
             if found:
                 return min(found, key=lambda place: (place < self.sure, abs(place - self.sure)))
-        if self.num_astray > SHORTLY:
+        if self.num_astray > SINGLE_MATCH_TOKENS:
             return nowhere
-        near = self.prediction[self.sure : self.sure + NEAR]
+        near = self.prediction[self.sure : self.sure + SINGLE_MATCH_DISTANCE]
         return self.sure + (near.index(last[-1]) + 1 if last[-1] in near else self.num_astray)
 
 
@@ -231,7 +231,7 @@ def test_places_of_pairs_are_those_of_a_scan_over_all_parts(monkeypatch: pytest.
         pair = [rng.randrange(3), rng.randrange(3)]
         places = [place for place in range(2, 1001) if tokens[place - 2 : place] == pair]
         behind, before = [p for p in places if p >= sure], [p for p in places if p < sure]
-        assert index.nearest(pair, sure) == behind[:MOST_PLACES] + before[::-1][:MOST_PLACES]
+        assert index.nearest(pair, sure) == behind[:MAX_POSITIONS] + before[::-1][:MAX_POSITIONS]
 
 
 def test_a_prediction_with_edits_takes_few_steps() -> None:

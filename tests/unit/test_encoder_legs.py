@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pd_cluster import wire
-from pd_cluster.engine.encode.encoder_stage import MOST_ASKED_TOKENS, Encoders, Engine
+from pd_cluster.engine.encode.encoder_stage import MAX_REQUESTED_TOKENS, Encoders, Engine
 from pd_cluster.engine.handover.engine_events import Event
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.link_events import EncoderReached, FeaturesRead
@@ -195,7 +195,9 @@ def test_a_legs_own_deadline_and_a_drain_end_its_wait(prefill: Prefill) -> None:
     assert prefill.begun == ["r", "q"]
 
 
-@pytest.mark.parametrize(("num_tokens", "asked"), [(MOST_ASKED_TOKENS // 2, [A, B]), (2 * MOST_ASKED_TOKENS, [A])])
+@pytest.mark.parametrize(
+    ("num_tokens", "asked"), [(MAX_REQUESTED_TOKENS // 2, [A, B]), (2 * MAX_REQUESTED_TOKENS, [A])]
+)
 def test_only_so_many_tokens_are_asked_for_at_a_time(prefill: Prefill, num_tokens: int, asked: list[bytes]) -> None:
     assert not prefill.submit("r", order_of(A, B, C, num_tokens=num_tokens), *["encode-0"] * 3)
     assert [ask.key for ask in prefill.asked()] == asked

@@ -16,11 +16,11 @@ import torch
 from msgspec.structs import replace
 
 from pd_cluster import wire
-from pd_cluster.engine.encode.encode_worker import MOST_WAITING, EncodeWorker, TowerSource
+from pd_cluster.engine.encode.encode_worker import MAX_WAITING, EncodeWorker, TowerSource
 from pd_cluster.engine.handover.engine_events import ConnClosed, ConnOpened, Event, Mail, StartDrain
 from pd_cluster.engine.lifecycle.worker_drain import CLOSES_AFTER_S, WorkerDrain
 from pd_cluster.engine.worker.worker_loop import Loop
-from pd_cluster.transport.feature_files import Sealed, fetch
+from pd_cluster.transport.feature_files import SealedFile, fetch
 from pd_cluster.types import Image
 from tests.support.encoder_values import FEATURES, OPENING, PLACE, SHAPE, TERMS, UP, A, B
 from tests.support.mail import RecordedMail
@@ -112,10 +112,10 @@ def test_what_is_refused(encoder: Encoder) -> None:
     step(encoder, image_of(1))
     assert encoder.post.sent == [], "nobody who has not opened is answered"
     step(encoder, OPEN, image_of(1, image=Image(3, 2, b"pp")), image_of(1, image=Image(2, 2)))
-    assert failed(encoder) == [(1, "too many rows"), (1, "it came without pixels")]
-    put(encoder, *(image_of(at, A) for at in range(MOST_WAITING + 1)))
+    assert failed(encoder) == [(1, "too many rows"), (1, "the image came without pixels")]
+    put(encoder, *(image_of(at, A) for at in range(MAX_WAITING + 1)))
     step(encoder, ConnClosed("p", "prefill-0@1", "gone"))
-    assert failed(encoder) == [(MOST_WAITING, f"{MOST_WAITING} images wait at the encoder")]
+    assert failed(encoder) == [(MAX_WAITING, f"{MAX_WAITING} images already wait at the encoder")]
     assert encoder.tower.num_encoded == 0
     step(encoder, mail(replace(OPENING, model_identity="another"), "q"))
     assert "another model" in encoder.post.take(wire.EncoderAnswer)[-1].problem
@@ -178,7 +178,7 @@ def test_an_image_that_cannot_be_computed_or_given_ends_no_encoder(
     before = num_files()
     full = OSError(errno.EMFILE, "Too many open files")
     with monkeypatch.context() as patch:
-        patch.setattr(Sealed, "twin", lambda sealed: fail(full))
+        patch.setattr(SealedFile, "duplicate", lambda sealed: fail(full))
         step(encoder, image_of(2, A), image_of(3, B))
         patch.setattr(encoder.tower, "encode", lambda image: fail(torch.OutOfMemoryError("no memory")))
         step(encoder, image_of(4, B))
@@ -186,20 +186,20 @@ def test_an_image_that_cannot_be_computed_or_given_ends_no_encoder(
         with pytest.raises(torch.AcceleratorError):
             step(encoder, image_of(5, B))
     assert num_files() == before
-    no_room = "the encoder has no room: Too many open files"
+    no_room = "the encoder is full: Too many open files"
     assert failed(encoder) == [(2, no_room), (3, no_room), (4, "the encoder cannot compute it: no memory")]
     step(encoder, image_of(6, A))
     assert done(encoder) == [1, 6]
 
 
 def test_sleep_adapters_and_an_empty_store(encoder: Encoder) -> None:
-    adapters = wire.WantedAdapters([wire.AdapterPlace("l" * 64, "/a")])
+    adapters = wire.WantedAdapters([wire.AdapterLocation("l" * 64, "/a")])
     step(encoder, SCHEDULER, OPEN, image_of(1, A))
     step(encoder, mail(adapters, "s"), mail(wire.ResetCache(), "s"))
     assert encoder.post.take(wire.AdapterStates) == [wire.AdapterStates(["l" * 64])]
     step(encoder, mail(wire.Sleep(2), "s"))
     step(encoder, image_of(2, A))
-    assert failed(encoder) == [(2, "the encoder sleeps")]
+    assert failed(encoder) == [(2, "the encoder is asleep")]
     step(encoder, mail(wire.Sleep(0), "s"))
     step(encoder, image_of(3, A))
     assert done(encoder) == [1, 3]
@@ -231,7 +231,7 @@ def test_an_image_that_crosses_the_word_of_a_drain_is_computed(encoder: Encoder)
     rounds, received = iter(range(100)), list[int]()
     put(encoder, SCHEDULER, OPEN, StartDrain())
 
-    def came_round() -> None:
+    def on_round() -> None:
         match next(rounds):
             case 0:
                 assert (encoder.worker.load.is_draining, encoder.post.num_beats_at_once) == (True, 1)
@@ -245,9 +245,9 @@ def test_an_image_that_crosses_the_word_of_a_drain_is_computed(encoder: Encoder)
                 received.extend(receive(encoder))  # nothing is left
                 put(encoder, image_of(3))
 
-    encoder.loop.run(came_round)
+    encoder.loop.run(on_round)
     assert (received, encoder.tower.num_encoded) == ([1], 1)
-    assert encoder.post.take(wire.EncodeFailed) == [wire.EncodeFailed(item, "the encoder stops") for item in (2, 3)]
+    assert encoder.post.take(wire.EncodeFailed) == [wire.EncodeFailed(at, "the encoder is stopping") for at in (2, 3)]
 
 
 def test_what_comes_during_the_last_image_before_an_encoder_closes_is_answered(encoder: Encoder) -> None:
@@ -264,11 +264,11 @@ def test_what_comes_during_the_last_image_before_an_encoder_closes_is_answered(e
     put(encoder, SCHEDULER, OPEN, image_of(1), StartDrain())
     left, received = iter(range(100)), list[int]()
 
-    def came_round() -> None:
+    def on_round() -> None:
         next(left)
         received.extend(receive(encoder))
 
-    encoder.loop.run(came_round)
+    encoder.loop.run(on_round)
     assert (received, said) == ([1], [(True, 1)])
     assert [each.item for each in encoder.post.take(wire.EncodeFailed)] == [2]
 

@@ -26,7 +26,7 @@ from pd_cluster.errors import LinkError
 from pd_cluster.numerics import Numerics
 from pd_cluster.process_messages import InstanceInfo
 from pd_cluster.settings.routing_settings import RoutingConfig
-from pd_cluster.transport.feature_files import FeatureServer, Sealed, fetch, reach
+from pd_cluster.transport.feature_files import FeatureServer, SealedFile, fetch, reach
 from pd_cluster.transport.feature_pair import PairSender
 from pd_cluster.transport.feature_reader import FeatureReader, Shape
 from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, FeatureEvent, FeaturesRead
@@ -105,29 +105,29 @@ def server() -> Iterator[FeatureServer]:
 def test_features_arrive_once_and_as_they_were(server: FeatureServer, dtype: torch.dtype) -> None:
     checksum, sent = Checksum(), FEATURES.to(dtype)
     reach(server.name, 5)
-    file = Sealed.of(sent, checksum)
+    file = SealedFile.of(sent, checksum)
     with pytest.raises(OSError, match="not permitted"):
         os.write(file.fd, b"x")
     token = server.offer(file)
     found = fetch(server.name, token, SHAPE, dtype, checksum, file.checksum, 5)
     assert found.dtype == dtype
     assert torch.equal(found, sent)
-    with pytest.raises(LinkError, match="does not have the features any more"):
+    with pytest.raises(LinkError, match="no longer has the features"):
         fetch(server.name, token, SHAPE, dtype, checksum, file.checksum, 5)
 
 
 def test_wrong_features_are_refused(server: FeatureServer) -> None:
     checksum = Checksum()
-    file = Sealed.of(FEATURES, checksum)
+    file = SealedFile.of(FEATURES, checksum)
     open_fd = os.memfd_create("open")
     os.write(open_fd, bytes(file.nbytes))
-    withdrawn = server.offer(file.twin())
+    withdrawn = server.offer(file.duplicate())
     server.withdraw(withdrawn)
     for token, dtype, announced, said in (
-        (server.offer(file.twin()), torch.float32, file.checksum ^ 1, "another checksum than announced"),
-        (server.offer(file.twin()), torch.bfloat16, file.checksum, "are 192 bytes, not 96"),
-        (server.offer(replace(file, fd=open_fd)), torch.float32, file.checksum, "could change while they are read"),
-        (withdrawn, torch.float32, file.checksum, "does not have the features any more"),
+        (server.offer(file.duplicate()), torch.float32, file.checksum ^ 1, "do not have the announced checksum"),
+        (server.offer(file.duplicate()), torch.bfloat16, file.checksum, "are 192 bytes, not 96"),
+        (server.offer(replace(file, fd=open_fd)), torch.float32, file.checksum, "could change while it is read"),
+        (withdrawn, torch.float32, file.checksum, "no longer has the features"),
     ):
         with pytest.raises(LinkError, match=said):
             fetch(server.name, token, SHAPE, dtype, checksum, announced, 5)
@@ -162,7 +162,7 @@ def test_features_over_a_pair_come_in_order_and_are_checked(transport: str) -> N
         for number, (features, is_wanted, is_right) in enumerate(
             ((FEATURES, True, True), (large, False, True), (large, True, True), (FEATURES, True, False))
         ):
-            file = Sealed.of(features, PLACE.checksum)
+            file = SealedFile.of(features, PLACE.checksum)
             done = wire.EncodeDone(number, bytes(16), file.nbytes, file.checksum ^ (not is_right))
             sender.put(file)
             reader.read(done, Shape(tuple(features.shape), features.dtype) if is_wanted else None)
@@ -172,7 +172,7 @@ def test_features_over_a_pair_come_in_order_and_are_checked(transport: str) -> N
                 assert event.item == number
                 assert (event.features is not None and torch.equal(event.features, features)) == is_right
         assert not failures
-        sender.put(Sealed.of(FEATURES, PLACE.checksum))
+        sender.put(SealedFile.of(FEATURES, PLACE.checksum))
         reader.read(wire.EncodeDone(9, bytes(16), FEATURES.nbytes, 1), Shape((1, 2, 3), torch.float32))
         event = events.get(timeout=30)
         assert isinstance(event, EncoderUnreached)
@@ -185,12 +185,12 @@ def test_features_over_a_pair_come_in_order_and_are_checked(transport: str) -> N
 def test_a_link_is_down_when_its_thread_has_failed(server: FeatureServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure of one image's is its own."""
     events: queue.SimpleQueue[FeatureEvent] = queue.SimpleQueue()
-    file = Sealed.of(FEATURES, PLACE.checksum)
+    file = SealedFile.of(FEATURES, PLACE.checksum)
     answer = wire.EncoderAnswer("", server.name)
     with contextlib.closing(FeatureReader("c", answer, PLACE, lambda body: None, events.put)) as reader:
         assert events.get(timeout=30) == EncoderReached("c", "shm")
         for shape in ((1 << 62,), SHAPE):
-            done = wire.EncodeDone(1, server.offer(file.twin()), file.nbytes, file.checksum)
+            done = wire.EncodeDone(1, server.offer(file.duplicate()), file.nbytes, file.checksum)
             reader.read(done, Shape(shape, torch.float32))
             event = events.get(timeout=30)
             assert isinstance(event, FeaturesRead)

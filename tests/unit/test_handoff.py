@@ -72,8 +72,8 @@ def explore_on_all_cores(seeds: range) -> Counter[str]:
 OF_BOTH = ("P handed over", "P died", "D finished")
 PLAIN = (
     *("P the link to decode is down", "P decode did not take the transfer within 10 s"),
-    *("P decode did not finish the transfer within 30 s", "P decode gave the transfer up", "D aborted", "D dropped"),
-    *("D died", "D the link from prefill is down", "D the transfer stood still for 30 s", "D waits"),
+    *("P decode did not finish the transfer within 30 s", "P decode abandoned the transfer", "D aborted", "D dropped"),
+    *("D died", "D the link from prefill is down", "D the transfer made no progress for 30 s", "D waits"),
     *("D waits for a landing", "D drafts cold"),
 )
 ORDERS: list[tuple[type[World], int, tuple[str, ...]]] = [
@@ -91,7 +91,7 @@ def test_random_orders_of_events(
     world_of: type[World], num_seeds: int, outcomes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a link rests, where steps are launched ahead of the host, and with several groups of layers."""
-    monkeypatch.setattr(group_holdings, "MOST_PEER_BLOCK", 4)  # P lets the blocks of short prompts pass, too
+    monkeypatch.setattr(group_holdings, "MAX_PEER_BLOCK_SIZE", 4)  # P lets the blocks of short prompts pass, too
     seen = explore(range(num_seeds), world_of)
     for outcome in (*OF_BOTH, *outcomes):
         assert seen[outcome] > num_seeds // 25, f"{outcome!r} was hardly seen: {seen}"
@@ -217,12 +217,12 @@ def test_a_transfer_is_imminent_from_its_last_chunk_until_it_joins_or_is_late() 
     imports.on_arrived("t")
     world.tail_s = 0.5
     assert imports.imminent_s == 0.5
-    imports.await_no_longer()  # of this one nobody has expected anything yet
+    imports.mark_late()  # of this one nobody has expected anything yet
     assert imports.imminent_s == 0.5
     imports.on_landed("t", [TokenOutput("r", 0, 0, 0, 5)])
     world.tail_s = 0.0
     assert imports.imminent_s == 0
-    imports.await_no_longer()
+    imports.mark_late()
     assert imports.imminent_s is None
     imports.on_confirmed("c", wire.Confirmed("t", True))
     given_up, _ = landing()

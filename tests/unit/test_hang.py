@@ -14,9 +14,9 @@ DEADLINE_S = 60
 HANGS = """
 import ctypes
 from pd_cluster.engine.ranks.hang_watchdog import ends_when_hung
-came_round = ends_when_hung({limit_s})
+on_round = ends_when_hung({limit_s})
 for _ in range(3):
-    came_round()
+    on_round()
 def a_step_that_hangs():
     ctypes.PyDLL(None).usleep(ctypes.c_uint({sleep_us}))  # with the interpreter's lock, as a driver might
 a_step_that_hangs()
@@ -54,8 +54,8 @@ def test_the_deadline_is_put_off_at_most_once_a_second(monkeypatch: pytest.Monke
     monkeypatch.setattr(hang_watchdog, "_alarm", hang_watchdog._Alarm())
     monkeypatch.setattr(hang_watchdog.faulthandler, "dump_traceback_later", lambda s, exit: calls.append((s, exit)))
     now_s = 50.0
-    came_round = hang_watchdog.ends_when_hung(600.0, lambda: now_s)
+    on_round = hang_watchdog.ends_when_hung(600.0, lambda: now_s)
     for _ in range(40):
-        came_round()
+        on_round()
         now_s += 0.25
     assert calls == [(600.0, True)] * 10

@@ -85,14 +85,14 @@ def exported(*changes: dict[str, Any], **change: Any) -> bytes:
     [
         (exported(nbytes=LAYOUT.block_nbytes), "bytes in blocks of"),
         (exported(block_nbytes=LAYOUT.block_nbytes // 2), "bytes in blocks of"),
-        (exported(offset_nbytes=-1), "makes no sense"),
-        (exported(nbytes=1 << 62), "makes no sense"),
+        (exported(offset_nbytes=-1), "is invalid"),
+        (exported(nbytes=1 << 62), "is invalid"),
         (exported(handle=b"\x03e" + bytes(64)), "handle of 66 bytes, kind b'e'"),
         (exported(handle=b"\x03c" + bytes(63)), "handle of 65 bytes"),
-        ((2).to_bytes(4, "big") + b"\x91\x01", "makes no sense"),
-        ((MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "with 1025 bytes"),
-        (exported({}, {}), "in 2 parts, not in 1"),
-        (exported(parts=[]), "in 0 parts, not in 1"),
+        ((2).to_bytes(4, "big") + b"\x91\x01", "is invalid"),
+        ((MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "in 1025 bytes"),
+        (exported({}, {}), "has 2 parts, not 1"),
+        (exported(parts=[]), "has 0 parts, not 1"),
     ],
 )
 def test_what_does_not_fit_the_layout_is_not_mapped(
@@ -104,11 +104,11 @@ def test_what_does_not_fit_the_layout_is_not_mapped(
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (exported(), "in 1 parts, not in 2"),
-        (exported({}, {}, {}), "in 3 parts, not in 2"),
+        (exported(), "has 1 parts, not 2"),
+        (exported({}, {}, {}), "has 3 parts, not 2"),
         (exported({}, {"nbytes": LAYOUT.block_nbytes}), "bytes in blocks of"),
-        (exported({}, {"offset_nbytes": -1}), "makes no sense"),
-        ((2 * MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "with 2049 bytes"),
+        (exported({}, {"offset_nbytes": -1}), "is invalid"),
+        ((2 * MAX_EXPORT_NBYTES + 1).to_bytes(4, "big"), "in 2049 bytes"),
     ],
 )
 def test_of_a_pool_that_lies_by_layers_every_layer_must_fit(
@@ -197,7 +197,7 @@ def test_a_pool_that_may_grow_is_not_offered_and_the_next_transport_serves(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setenv(name, "max_split_size_mb:64,expandable_segments:True")
-    with pytest.raises(LinkError, match=f"{name}=max_split_size_mb:64.*take expandable_segments out"):
+    with pytest.raises(LinkError, match=f"{name}=max_split_size_mb:64.*remove expandable_segments"):
         ExportServer(put_on(random_pool(1), 0, kind), MemfdMemory())
     link = Link("auto", devices=(1, 0), kind=kind)
     assert [offer.transport for offer in link.send.offers] == ["local", group, "dist", "curve"]
@@ -302,8 +302,8 @@ def test_blocks_are_copied_whatever_their_order(nbytes: int, first: int) -> None
 
 KERNEL = """
 import torch
-from pd_cluster.kv.copy_kernel import WORDS_A_PROGRAM, copy_pairs
-for words in (8, WORDS_A_PROGRAM, 2 * WORDS_A_PROGRAM + 24):
+from pd_cluster.kv.copy_kernel import WORDS_PER_PROGRAM, copy_pairs
+for words in (8, WORDS_PER_PROGRAM, 2 * WORDS_PER_PROGRAM + 24):
     source, target = torch.randint(-9, 9, (9, 2 * words)), torch.zeros(7, 2 * words, dtype=torch.int64)
     expected = target.clone()
     expected[[3, 0, 6], words:] = source[[8, 2, 1], words:]

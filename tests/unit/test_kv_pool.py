@@ -48,6 +48,6 @@ def test_a_view_of_a_closed_pool_reads_zeros() -> None:
 
 def test_one_that_does_not_fit_holds_nothing() -> None:
     before = held()
-    with pytest.raises(ConfigError, match="cannot be had"):
+    with pytest.raises(ConfigError, match="cannot be mapped"):
         KVPool(LAYOUT, 1 << 50)
     assert more_than(before) == Counter()

@@ -80,7 +80,7 @@ def test_odd_widths_have_no_int4() -> None:
     with pytest.raises(ConfigError, match="--kv-cache-dtype int4: vectors of 15, 15 numbers, an odd number; use int8"):
         layout_of((LayerCache(2, odd),), 16, "int4")
     pair = KVLayout(1, 2, odd, 16, "int4")
-    with pytest.raises(LinkError, match="int4 holds two numbers a byte, and a width is odd"):
+    with pytest.raises(LinkError, match="int4 has two values per byte, but a width is odd"):
         check_pair(pair, pair)
 
 

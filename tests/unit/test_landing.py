@@ -84,11 +84,11 @@ def test_pieces_go_to_the_blocks_of_their_tokens() -> None:
 @pytest.mark.parametrize(
     ("items", "words"),
     [
-        ([chunk(1, 0, 10)], "0 was next"),
-        ([chunk(0, 0, 10), chunk(0, 0, 10)], "1 was next"),
+        ([chunk(1, 0, 10)], "0 was expected"),
+        ([chunk(0, 0, 10), chunk(0, 0, 10)], "1 was expected"),
         ([chunk(0, 0, 10), chunk(1, 0, 10)], "layers before 0"),
         ([chunk(0, 0, 10, 1, 4)], "layers before 1"),
-        ([chunk(0, 0, 12)], "tokens 0 to 12 of 10"),
+        ([chunk(0, 0, 12)], "tokens 0 to 12 of a prompt of 10"),
         ([chunk(0, -4, 4, blocks=2)], "tokens -4 to 4"),
         ([chunk(0, 0, 10, 0, 5)], "layers 0 to 5 of 4"),
         ([chunk(0, 0, 10, -1, 2)], "layers -1 to 2"),

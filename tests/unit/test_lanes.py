@@ -99,7 +99,7 @@ def test_a_prompt_goes_through_all_lanes(p: int, d: int, wants_int8: bool, block
 
 
 def test_heads_that_cannot_be_spread_are_refused() -> None:
-    with pytest.raises(LinkError, match="4 KV heads cannot be spread over 3 ranks"):
+    with pytest.raises(LinkError, match="4 KV heads cannot be split over 3 ranks"):
         check_pair(*sides(4, 1, 3))
     check_pair(*sides(4, 2, 8))
 

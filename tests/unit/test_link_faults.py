@@ -203,7 +203,7 @@ def test_what_came_before_a_missing_frame_still_counts() -> None:
     for frame in (frames[0], frames[1], frames[3]):
         incoming.queue.put(frame)
     assert [incoming.next(None, WAIT_S)[0] for _ in range(2)] == [0, 1]  # type: ignore[index]
-    with pytest.raises(LinkError, match="came when 2 was next"):
+    with pytest.raises(LinkError, match="arrived, but 2 was expected"):
         incoming.next(None, WAIT_S)
 
 
@@ -266,7 +266,7 @@ def make_in_links(
 def test_a_link_that_goes_down_acknowledges_drains_first() -> None:
     """Its end makes the thread forget; that must not come after the thread's own end."""
     links, post, events, _ = make_in_links(random_pool(2), down=lambda conn, reason: links.table.forget(conn, "t"))
-    links.on_open("c", "prefill-0@1", OPENED, is_told=True)
+    links.on_open("c", "prefill-0@1", OPENED, is_announced=True)
     assert isinstance(post.queue.get(timeout=WAIT_S), wire.LinkRefused)
     links.on_down("c", "cut")
     assert events.get(timeout=WAIT_S) == Drained("t")
@@ -274,10 +274,10 @@ def test_a_link_that_goes_down_acknowledges_drains_first() -> None:
 
 def test_a_peer_that_is_not_known_yet_may_come_again() -> None:
     links, post, _, _ = make_in_links(random_pool(2))
-    links.on_open("c", "prefill-0@1", OPENED, is_told=False)
+    links.on_open("c", "prefill-0@1", OPENED, is_announced=False)
     refused = post.queue.get(timeout=WAIT_S)
     assert isinstance(refused, wire.LinkRefused)
-    assert (refused.retry, refused.reason) == (True, "the scheduler has not told d@1 of prefill-0@1")
+    assert (refused.retry, refused.reason) == (True, "the scheduler has not announced prefill-0@1 to d@1")
     assert not links.table.is_open("c")
 
 
@@ -286,7 +286,7 @@ def test_a_link_is_known_before_its_thread_answers(monkeypatch: pytest.MonkeyPat
     links, _, _, _ = make_in_links(random_pool(2))
     known: list[bool] = []
     monkeypatch.setattr(ReceiveThread, "start", lambda self: known.append(links.table.is_open("c")))
-    links.on_open("c", "prefill-0@1", OPENED, is_told=True)
+    links.on_open("c", "prefill-0@1", OPENED, is_announced=True)
     assert known == [True]
 
 
@@ -294,7 +294,7 @@ def test_what_lands_is_progress_of_its_sender() -> None:
     """A step of the prefill instance may be longer than the lease, as long as its layers come in."""
     lane = OneLane()
     links, _, _, now = make_in_links(random_pool(2), lane)
-    links.on_open("c", "prefill-0@1", OPENED, is_told=True)
+    links.on_open("c", "prefill-0@1", OPENED, is_announced=True)
     links.table.progress_s("c")
     now[0] = 40.0
     lane.received_nbytes = 5

@@ -106,7 +106,7 @@ class Net:
 
     def endpoint(self, name: str) -> LocalEndpoint:
         network_policy = NetworkPolicy(f"{name}@1", name in self._trusting)
-        network_policy.hear([info_of(each, host) for each, host in self._hosts.items()])
+        network_policy.set_peers([info_of(each, host) for each, host in self._hosts.items()])
         return endpoint(name, network_policy)
 
     def context(self, end: Any, name: str, most: int) -> HandoverContext:

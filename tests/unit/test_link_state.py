@@ -24,5 +24,5 @@ def test_text_and_back(state: LinkState, text: str) -> None:
 
 @pytest.mark.parametrize("text", ["", "up", "up: no", "upward", "closed"])
 def test_no_other_text_is_a_state(text: str) -> None:
-    with pytest.raises(ValueError, match="no state of a link"):
+    with pytest.raises(ValueError, match="not a link state"):
         LinkState.parse(text)

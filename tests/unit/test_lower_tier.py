@@ -54,7 +54,7 @@ class Ranks:
         self.flush()
 
     def flush(self) -> None:
-        for order in self.tier.take_orders():
+        for order in self.tier.take_commands():
             for each in self.queues:
                 each.append(order)
 
@@ -157,7 +157,7 @@ def test_a_content_counts_where_every_rank_has_it() -> None:
     tier.opened(2, [b, a])
     assert tier.is_open
     assert list(tier.places) == [a, b]
-    gone = [each for order in tier.take_orders() if isinstance(order, Discard) for each in order.contents]
+    gone = [each for order in tier.take_commands() if isinstance(order, Discard) for each in order.contents]
     assert sorted(gone) == [c, d]
 
 
@@ -171,10 +171,10 @@ def test_writing_is_bounded_and_drops_the_oldest() -> None:
 
 def test_settings_that_cannot_work_are_refused(tmp_path) -> None:  # type: ignore[no-untyped-def]
     for settings, host_gib, told in (
-        (HandoverSettings(kv_disk_cache="/tmp/x"), 0.0, "--kv-disk-cache: blocks go through host memory"),
+        (HandoverSettings(kv_disk_cache="/tmp/x"), 0.0, "--kv-disk-cache: blocks pass through host memory"),
         (HandoverSettings(kv_shared_cache="s3://bucket"), 1.0, "--kv-shared-cache: expected redis://"),
-        (HandoverSettings(kv_disk_cache_size_gib=3.0), 1.0, "--kv-disk-cache-size: there are no files to bound"),
-        (HandoverSettings(kv_cache_key_file="/tmp/x"), 1.0, "--kv-cache-key-file: nothing is encrypted with it"),
+        (HandoverSettings(kv_disk_cache_size_gib=3.0), 1.0, "--kv-disk-cache-size: it has no effect without"),
+        (HandoverSettings(kv_cache_key_file="/tmp/x"), 1.0, "--kv-cache-key-file: it has no effect without"),
     ):
         with pytest.raises(ConfigError, match=told):
             check_tiers(settings, host_gib)
@@ -186,7 +186,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path) -> None:  # type: ignor
     file.write_text(f"{'n' * 32}\n{'o' * 40}\n")
     assert read_secrets(str(file)) == [b"n" * 32, b"o" * 40]
     file.chmod(0o644)
-    with pytest.raises(ConfigError, match="others may read it"):
+    with pytest.raises(ConfigError, match="other users may read it"):
         read_secrets(str(file))
 
 
@@ -244,7 +244,7 @@ def test_only_what_a_rank_has_tried_and_lost_is_forgotten() -> None:
             tier.host_forgot()
         tier.done(TierDone("disk", 0, 0, report))
         assert (content in tier) == is_kept
-        assert any(isinstance(order, Discard) for order in tier.take_orders()) != is_kept
+        assert any(isinstance(order, Discard) for order in tier.take_commands()) != is_kept
     world = Ranks(1, "disk", 1, 4, 100)
     world.store(content)
     world.host.forget()
@@ -252,7 +252,7 @@ def test_only_what_a_rank_has_tried_and_lost_is_forgotten() -> None:
     world.tier.done(TierDone("disk", 0, 0, 1))
     world.tier.done(TierDone("disk", 1, 0, 1))
     assert content in world.tier
-    assert not world.tier.take_orders(), "the newer one stays"
+    assert not world.tier.take_commands(), "the newer one stays"
 
 
 def test_a_slot_that_is_read_is_not_in_the_way_of_those_that_can_be_taken() -> None:

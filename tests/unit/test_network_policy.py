@@ -12,8 +12,8 @@ from tests.unit.test_link_rests import Net
 
 HOSTS = {"p0": "10.0.0.1", "d0": "10.0.0.2"}
 WHY = (
-    "KV cache would go from host to host over gloo ({}, {}), checked but not secret: give all workers --kv-transport "
-    "auto or curve, which is encrypted, or --trust-network if nobody else can reach that network"
+    "KV cache would travel between hosts over gloo ({}, {}), checked but not encrypted: give all workers "
+    "--kv-transport auto or curve, which is encrypted, or --trust-network if nobody else can access that network"
 )
 
 

@@ -15,12 +15,12 @@ from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
 from pd_cluster.transport import nixl_agent
 from pd_cluster.transport.nixl_agent import Agent, Ranges, ReadBuffers, ReadState, RemoteAgent, ranges_at
 from pd_cluster.transport.nixl_network import devices_at, interface_of
-from pd_cluster.transport.nixl_offer import AgentOffer, Places, cut, places_of
+from pd_cluster.transport.nixl_offer import AgentOffer, ByteRanges, byte_ranges_of, cut
 
 NAME = "a" * 32
 
 
-def bytes_of(places: Places) -> list[int]:
+def bytes_of(places: ByteRanges) -> list[int]:
     return [at for offset, nbytes in places for at in range(offset, offset + nbytes)]
 
 
@@ -32,7 +32,7 @@ def test_places_of_a_piece_are_its_bytes_in_order() -> None:
         first = rng.randrange(4)
         piece = wire.KVPiece(0, 12, first, rng.randint(1, 4 - first), [])
         both = ([rng.randrange(9) for _ in range(6)], rng.sample(range(20), 6))
-        found = [places_of(small, piece, blocks) for blocks in both]
+        found = [byte_ranges_of(small, piece, blocks) for blocks in both]
         for blocks, places in zip(both, found, strict=True):
             starts = [block * small.block_nbytes + first * layer for block in blocks]
             assert bytes_of(places) == [start + at for start in starts for at in range(piece.num_layers * layer)]
@@ -40,7 +40,7 @@ def test_places_of_a_piece_are_its_bytes_in_order() -> None:
         assert [bytes_of(each) for each in pairs] == [bytes_of(each) for each in found]
         assert [nbytes for _, nbytes in pairs[0]] == [nbytes for _, nbytes in pairs[1]]
     whole = wire.KVPiece(0, 6, 0, 4, [])
-    assert places_of(small, whole, [5, 6, 7]) == [(5 * small.block_nbytes, 3 * small.block_nbytes)], "one range"
+    assert byte_ranges_of(small, whole, [5, 6, 7]) == [(5 * small.block_nbytes, 3 * small.block_nbytes)], "one range"
 
 
 class FakeNixl:
@@ -114,7 +114,7 @@ def test_only_an_end_or_a_dead_peer_ends_a_read(monkeypatch: pytest.MonkeyPatch)
     assert not second.is_over, "another read of this peer's is under way, and its agent in use"
     with pytest.raises(LinkError, match="failed"):
         read(agent, peer)
-    with pytest.raises(LinkError, match="being given up"):
+    with pytest.raises(LinkError, match="being closed"):
         agent.attach(NAME, NAME.encode() + b"rest")
     fake.states["h2"] = disconnected()
     agent.look_at(third)

@@ -12,7 +12,7 @@ from pd_cluster import wire
 from pd_cluster.engine.leg_trace import Tracer
 from pd_cluster.engine.legs.output_batcher import OutputBatcher
 from pd_cluster.types import (
-    MOST_UNTOLD,
+    MAX_UNSENT,
     DraftReport,
     FinishReason,
     Logprobs,
@@ -71,7 +71,7 @@ def test_steps_of_any_size_are_told_whole_and_in_order(gathers: bool, has_logpro
         assert sum(report.num_accepted for report in reports) == sum(accepted for _, accepted in steps)
         assert sum(report.num_rejected for report in reports) == len(steps)
         if gathers and not has_logprobs:
-            assert len(told) == 1 + -(-(num_tokens - 1) // (MOST_UNTOLD + 1))
+            assert len(told) == 1 + -(-(num_tokens - 1) // (MAX_UNSENT + 1))
         read = msgspec.msgpack.decode(wire.encode_body(wire.Outputs(told)), type=wire.Outputs)
         assert read.tokens == told, "a scheduler reads what was written, within the limits of its types"
 

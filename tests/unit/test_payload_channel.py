@@ -15,7 +15,7 @@ from pd_cluster.devices.device import CPU
 from pd_cluster.errors import LinkError
 from pd_cluster.net.payload_channel import PayloadError, PayloadReceiver, PayloadSender
 from pd_cluster.net.zmq_sockets import KeyPair
-from pd_cluster.transport.device_pair import RECEIVER, SENDER, PairPlace, make_group
+from pd_cluster.transport.device_pair import RECEIVER, SENDER, PairEndpoint, make_group
 from pd_cluster.transport.dist import GroupOffer
 from pd_cluster.transport.link_events import Landed
 from pd_cluster.transport.meeting import Meeting
@@ -150,7 +150,7 @@ def test_a_receiver_waits_no_longer_than_told() -> None:
 def test_an_end_whose_other_does_not_come_gives_up(rank: int) -> None:
     meeting = Meeting(0.1, lambda key, value: None)
     with pytest.raises(LinkError, match=r"the curve pair did not come up: the other end did not come within 0\.1 s"):
-        make_group("curve", meeting, "name", rank, PairPlace(HOST, 0.1, CPU))
+        make_group("curve", meeting, "name", rank, PairEndpoint(HOST, 0.1, CPU))
 
 
 @pytest.mark.parametrize("value", [b"", b"\xc1", b"\x83\xa4host\xa1x\xa4port\x01\xaapublic_key\xc4\x20" + bytes(32)])
@@ -158,8 +158,8 @@ def test_an_address_that_makes_no_sense_is_refused(value: bytes) -> None:
     meeting = Meeting(5.0, lambda key, value: None)
     meeting.put("/name//receiver", value)
     meeting.put("name/receiver", value)
-    with pytest.raises(LinkError, match="makes no sense"):
-        make_group("curve", meeting, "name", SENDER, PairPlace(HOST, 5.0, CPU))
+    with pytest.raises(LinkError, match="is invalid"):
+        make_group("curve", meeting, "name", SENDER, PairEndpoint(HOST, 5.0, CPU))
 
 
 def test_gloo_cannot_come_under_the_encrypted_pairs_name() -> None:

@@ -17,7 +17,7 @@ from pd_cluster.errors import ConfigError
 from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
 from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.kv.pool_memory import Move
-from pd_cluster.kv.swap_space import SwapSpace, swap_words
+from pd_cluster.kv.swap_space import SwapSpace, swap_text
 from pd_cluster.model.parallel.rank_group import SingleRank
 from pd_cluster.model.planning import group_pool_sizing, pool_sizing
 from pd_cluster.model.planning.layer_group_limits import check_states, splits_windows
@@ -107,7 +107,7 @@ def test_pinned_memory_is_told_beside_the_blocks(monkeypatch: pytest.MonkeyPatch
     stats = {"allocated_bytes.current": 8 * GIB, "active_bytes.current": 5 * GIB}
     monkeypatch.setattr(devices, "_module", lambda device: SimpleNamespace(host_memory_stats=lambda: stats))
     assert pinned_nbytes(Device("cuda")) == 8 * GIB
-    assert swap_words(5 * GIB, 8 * GIB) == "swap space: 5.00 GiB of blocks, 8.00 GiB of host memory pinned for them"
+    assert swap_text(5 * GIB, 8 * GIB) == "swap space: 5.00 GiB of blocks, 8.00 GiB of host memory pinned for them"
     monkeypatch.setattr(devices, "_module", lambda device: SimpleNamespace())
     assert pinned_nbytes(Device("npu")) is None
 

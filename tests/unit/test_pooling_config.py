@@ -214,12 +214,12 @@ def test_limits_of_an_engine() -> None:
         ("hybrid", Sampling(temperature=0.5), MEAN, [], "temperature 0.5: "),
         ("hybrid", Sampling(n=2), MEAN, [], "n 2: "),
         ("hybrid", NO_SAMPLING, Pooling(dimensions=0), [], "dimensions 0 "),
-        ("hybrid", NO_SAMPLING, Pooling(token_ids=(1,)), [], "token_ids are for a pooling of kind logits, not last"),
+        ("hybrid", NO_SAMPLING, Pooling(token_ids=(1,)), [], "token_ids need a pooling of kind logits, not last"),
         ("hybrid", NO_SAMPLING, Pooling(kind="logits"), [], "needs 1 to 64 token_ids in 0 to 39"),
         ("hybrid", NO_SAMPLING, Pooling(kind="logits", token_ids=(40,)), [], "needs 1 to 64 token_ids in 0 to 39"),
-        ("hybrid", NO_SAMPLING, Pooling(kind="logits", token_ids=(1,), dimensions=1), [], "dimensions are not for"),
-        ("prefill", NO_SAMPLING, LOGITS, [], "one hybrid leg"),
-        ("decode", NO_SAMPLING, MEAN, [], "one hybrid leg"),
+        ("hybrid", NO_SAMPLING, Pooling(kind="logits", token_ids=(1,), dimensions=1), [], "dimensions do not apply"),
+        ("prefill", NO_SAMPLING, LOGITS, [], "a hybrid leg"),
+        ("decode", NO_SAMPLING, MEAN, [], "a hybrid leg"),
         ("hybrid", NO_SAMPLING, MEAN, [Resumed(0, [3])], "resumed"),
     ]
     for leg, sampling, pooling, resumed, problem in cases:

@@ -460,7 +460,7 @@ def test_who_has_lost_a_rank_says_so_and_ends(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(build_ranks, "end_within", ends.append)
     inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
     told: list[str] = []
-    build_ranks.a_rank_is_lost(4, 3.0, inbox, told.append, 2, "has not answered for 3 s")
+    build_ranks.on_rank_lost(4, 3.0, inbox, told.append, 2, "has not answered for 3 s")
     assert told == ["rank 2 of 4 has not answered for 3 s"]
     event = inbox.get_nowait()
     assert isinstance(event, StopEngine)
@@ -476,9 +476,9 @@ def test_a_last_deadline_is_not_put_off(monkeypatch: pytest.MonkeyPatch) -> None
     for step_limit_s, ends_at_s in ((600.0, 106.0), (4.0, 104.0)):
         clock[0] = 100.0
         monkeypatch.setattr(hang_watchdog, "_alarm", alarm := hang_watchdog._Alarm())
-        came_round = hang_watchdog.ends_when_hung(step_limit_s, lambda: clock[0])
-        came_round()
+        on_round = hang_watchdog.ends_when_hung(step_limit_s, lambda: clock[0])
+        on_round()
         alarm.make_final(clock[0], 6.0)
         clock[0] += 3
-        came_round()
+        on_round()
         assert armed[-1] == ends_at_s

@@ -41,7 +41,7 @@ def chunks(plan: StepPlan) -> dict[str, int]:
 
 def test_a_picture_stays_in_one_piece() -> None:
     """Chunks end before or behind it; one that does not fit beside others' tokens waits, and so do younger ones."""
-    scheduler = StepScheduler([LayerGroup(BlockPool(64))], StepSizes(4, 8, 16, keeps_pictures=True))
+    scheduler = StepScheduler([LayerGroup(BlockPool(64))], StepSizes(4, 8, 16, keeps_images_whole=True))
     spans = (Span(10, 22, b"1"), Span(22, 34, b"2"), Span(36, 39, b"3"))
     asked = request("a", 45)
     asked = Request("a", replace(asked.order, spans=spans), arrival_s=1.0)
@@ -60,7 +60,7 @@ def test_a_picture_stays_in_one_piece() -> None:
 def test_what_is_cached_may_end_inside_a_picture() -> None:
     """Its rest is computed in one piece, in a later step if there is no room for it."""
     scheduler = StepScheduler(
-        [LayerGroup(BlockPool(64))], StepSizes(4, 20, 16, keeps_pictures=True), PrefixScope("model", Numerics())
+        [LayerGroup(BlockPool(64))], StepSizes(4, 20, 16, keeps_images_whole=True), PrefixScope("model", Numerics())
     )
     order = replace(request("a", 23).order, spans=(Span(7, 23, b"1"),))
     scheduler.add(Request("first", order))

@@ -191,7 +191,7 @@ class Both:
             request = self.real.requests[key]
             assert (request.status.value, request.num_computed_tokens) == (job.status, job.computed)
             for real in self.real.groups:
-                passed = [block == real.nobodys for block in request.tables[real.at]]
+                passed = [block == real.padding_block for block in request.tables[real.at]]
                 assert passed == [block is None for block in job.tables[real.at]]
                 self.seen["passed by the window"] += any(passed)
                 self.seen["passed of a prefill leg"] += request.leg == "prefill" and any(passed)
@@ -205,7 +205,7 @@ class Both:
 @pytest.fixture(autouse=True)
 def _small_peer_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the windows of prompts that are handed over pass, though these are short."""
-    monkeypatch.setattr("pd_cluster.engine.scheduling.group_holdings.MOST_PEER_BLOCK", PEER_BLOCK)
+    monkeypatch.setattr("pd_cluster.engine.scheduling.group_holdings.MAX_PEER_BLOCK_SIZE", PEER_BLOCK)
 
 
 def explore(seeds: range) -> Counter[str]:

@@ -21,7 +21,7 @@ class PendingLandings:
     num: int = 0
     num_landings: int = 0
 
-    def num_on_their_way(self, batch: str) -> int:
+    def num_incoming(self, batch: str) -> int:
         return self.num if batch == "a 0" else 0
 
 
@@ -45,10 +45,10 @@ class World:
 
 
 def test_a_step_waits_while_many_more_are_on_their_way() -> None:
-    for num_running, num_coming in ((1, step_delay.MOST_COMING + 1), (4, 4 * step_delay.MOST_COMING + 1), (1, 50)):
+    for num_running, num_coming in ((1, step_delay.MAX_INCOMING + 1), (4, 4 * step_delay.MAX_INCOMING + 1), (1, 50)):
         world = World(num_running, num_coming)
         assert world.step_delay.waits
-        world.coming.num = step_delay.MOST_COMING * num_running
+        world.coming.num = step_delay.MAX_INCOMING * num_running
         assert not world.step_delay.waits
     assert not World(0, 50).step_delay.waits, "nobody waits where nobody runs"
 
@@ -68,7 +68,7 @@ def test_one_who_is_read_along_and_prompts_to_compute_here_end_the_wait() -> Non
 
 def test_the_wait_has_an_end() -> None:
     world = World(3, 50)
-    world.now_s += step_delay.MOST_WAIT_S
+    world.now_s += step_delay.MAX_WAIT_S
     assert world.step_delay.waits
     world.now_s += 0.01
     assert not world.step_delay.waits
@@ -89,7 +89,7 @@ class Waiting:
     def __post_init__(self) -> None:
         self.wait = LandingWait(self, lambda: self.now_s)
 
-    def await_no_longer(self) -> None:
+    def mark_late(self) -> None:
         self.imminent_s = None
 
     def left_s(self, step_s: float, num_running: int = 2) -> float:
@@ -101,9 +101,9 @@ def test_a_step_waits_a_moment_for_what_is_about_to_join() -> None:
     assert world.left_s(0.04) == 0
     world.imminent_s = 0.0
     assert Waiting(0.0).left_s(0.0) == 0, "no step waits before one has been measured"
-    assert world.left_s(0.04) == pytest.approx(0.04 * step_delay.MOST_LANDING_SHARE)
+    assert world.left_s(0.04) == pytest.approx(0.04 * step_delay.MAX_LANDING_DELAY_SHARE)
     world.now_s += 0.004
-    assert world.left_s(0.04) == pytest.approx(0.04 * step_delay.MOST_LANDING_SHARE - 0.004)
+    assert world.left_s(0.04) == pytest.approx(0.04 * step_delay.MAX_LANDING_DELAY_SHARE - 0.004)
     world.imminent_s = None  # it has joined
     assert world.left_s(0.04) == 0
     world = Waiting(0.003)
@@ -114,12 +114,12 @@ def test_a_step_waits_a_moment_for_what_is_about_to_join() -> None:
 def test_a_late_one_is_not_waited_for_again() -> None:
     """Otherwise an instance that stands still there would slow every step of this one."""
     world = Waiting(0.0)
-    assert world.left_s(9.0) == pytest.approx(step_delay.MOST_LANDING_S)
-    world.now_s += step_delay.MOST_LANDING_S
+    assert world.left_s(9.0) == pytest.approx(step_delay.MAX_LANDING_DELAY_S)
+    world.now_s += step_delay.MAX_LANDING_DELAY_S
     assert world.left_s(9.0) == 0
     assert world.imminent_s is None
     world.imminent_s = 0.0  # another one
-    assert world.left_s(9.0) == pytest.approx(step_delay.MOST_LANDING_S)
+    assert world.left_s(9.0) == pytest.approx(step_delay.MAX_LANDING_DELAY_S)
 
 
 def test_no_step_waits_in_vain() -> None:
@@ -127,7 +127,7 @@ def test_no_step_waits_in_vain() -> None:
     world = Waiting(0.012)
     assert world.left_s(0.04) == 0
     world.imminent_s = 0.008
-    assert world.left_s(0.04) == pytest.approx(0.04 * step_delay.MOST_LANDING_SHARE)
+    assert world.left_s(0.04) == pytest.approx(0.04 * step_delay.MAX_LANDING_DELAY_SHARE)
     world.now_s += 0.009
     world.imminent_s = 0.0  # overdue
     assert world.left_s(0.04) == pytest.approx(0.001)

@@ -111,7 +111,7 @@ def test_first_steps_are_left_out_after_a_start_and_after_a_sleep() -> None:
         assert timing.decode_work == DECODE
         assert timing.prompt_work == StepWork()
         timing.start_over()
-    assert sum(timing.step_tokens.told().counts) == 2 * (NUM_FIRST_STEPS + 30), "metrics count every step"
+    assert sum(timing.step_tokens.tally().counts) == 2 * (NUM_FIRST_STEPS + 30), "metrics count every step"
 
 
 def test_a_chunk_of_one_token_decodes_and_longer_ones_belong_to_prompts() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pd_cluster.engine.draft.suffix_drafter import MOST_PLACES, SuffixDrafter
+from pd_cluster.engine.draft.suffix_drafter import MAX_POSITIONS, SuffixDrafter
 from pd_cluster.types import Request, RequestSpec, Sampling
 
 Scope = tuple[str, str]
@@ -54,7 +54,7 @@ class Definition:
         best: tuple[list[int], float] = ([], 0.0)
         for length in range(self.depth - 1, 0, -1):
             limit = min(most, int(length * self.factor + 1e-6), self.depth - length)
-            draft = self.likeliest([after for matched, after in places[:MOST_PLACES] if matched >= length], limit)
+            draft = self.likeliest([after for matched, after in places[:MAX_POSITIONS] if matched >= length], limit)
             best = draft if draft[1] > best[1] else best
         return best
 

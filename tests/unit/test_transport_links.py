@@ -49,7 +49,7 @@ def test_no_transport_in_common_is_refused_with_both_sides_names() -> None:
     receive.close()
     assert isinstance(refused, wire.LinkRefused)
     choice = f"{called('kv_transport')} shm"
-    assert refused.reason == f"no transport in common: the other offers nccl, dist; {choice} here allows shm"
+    assert refused.reason == f"no transport in common: P offers nccl, dist; {choice} here allows shm"
 
 
 @pytest.mark.parametrize("transport", ["shm", "dist"])
@@ -74,7 +74,7 @@ def test_a_lane_carries_the_pool_of_its_group(transport: str) -> None:
     assert torch.equal(others[1].data[:NUM_BLOCKS], other)
     link.close()
     foreign = Link(transport, pools=states, before=others, probe_seed=123)
-    assert "the prefill instance's probe arrived with another content" in refusal_of(foreign).reason
+    assert "the prefill instance's probe does not have the expected content" in refusal_of(foreign).reason
 
 
 def next_event(link: Link, kind: type[Event]) -> Event:
@@ -113,7 +113,7 @@ def test_a_link_is_proven_and_lands_transfers(transport: str, chosen: str) -> No
 def test_a_pool_with_another_content_is_not_trusted(transport: str) -> None:
     """D seems to read other memory than P means."""
     refused = refusal_of(Link(transport, probe_seed=123))
-    assert "another content" in refused.reason
+    assert "the expected content" in refused.reason
     assert refused.retry
 
 
@@ -139,7 +139,7 @@ def test_the_next_transport_is_tried_when_the_probe_fails(monkeypatch: pytest.Mo
 
 def test_a_link_without_a_probe_is_refused() -> None:
     refused = refusal_of(Link("shm", tamper=lambda frame: [], connect_timeout_s=0.5))
-    assert "no probe came within 0.5 s" in refused.reason
+    assert "no probe arrived within 0.5 s" in refused.reason
 
 
 def test_a_keepalive_that_fails_ends_the_link() -> None:
@@ -147,7 +147,7 @@ def test_a_keepalive_that_fails_ends_the_link() -> None:
     link.await_ready()
     link.source.data[link.source.probe_block] += 1
     link.send.probe()
-    assert "another content" in failure_of(link)
+    assert "the expected content" in failure_of(link)
 
 
 def test_doubled_and_foreign_frames_are_dropped_and_counted() -> None:
@@ -164,7 +164,7 @@ def test_a_lost_frame_ends_the_link_and_drains_are_still_acknowledged() -> None:
     link = Link("shm", tamper=lambda frame: [frame] if frame.sequence != 2 else [])
     link.await_ready()
     link.transfer([1, 2, 3], [7, 8, 9])
-    assert "came when 2 was next" in failure_of(link, drains=True)
+    assert "arrived, but 2 was expected" in failure_of(link, drains=True)
 
 
 def test_damage_in_the_payload_ends_the_transfer_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,7 +64,7 @@ def test_a_row_says_of_pools_what_its_module_says(row: Transport) -> None:
 @pytest.mark.parametrize("name", ["local", "dist", "curve"])
 @pytest.mark.parametrize("data", [b"", b"\x81\xa7address\x05", b"\xa3\xff\xfe\xfd", 4000 * b"\x91"])
 def test_an_offer_that_makes_no_sense_is_refused(name: str, data: bytes) -> None:
-    with pytest.raises(LinkError, match=f"offer of {name} makes no sense"):
+    with pytest.raises(LinkError, match=f"offer of {name} is invalid"):
         BY_NAME[name].why_not(CPU, wire.TransportOffer(transport=name, data=data))
 
 

@@ -122,7 +122,7 @@ def test_other_settings_are_named_on_both_sides() -> None:
     for each, theirs, own in zip(town.mates, ("bfloat16", "auto"), ("auto", "bfloat16"), strict=True):
         with pytest.raises(ConfigError) as raised:
             each.await_all(WAIT_S)
-        assert f"--dtype: decode-{1 - each.place.rank} has {theirs}, and this" in told(raised.value.text)
+        assert f"--dtype: decode-{1 - each.place.rank} has {theirs}, but this" in told(raised.value.text)
         assert f"has {own};" in raised.value.text
 
 

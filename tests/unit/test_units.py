@@ -125,7 +125,7 @@ async def test_the_end_of_a_forming_member_is_told_to_the_others(end: str) -> No
 
 async def test_adapters_are_loaded_once_a_unit_has_formed_and_its_members_stay_named() -> None:
     world = FormingWorld()
-    wanted = wire.WantedAdapters([wire.AdapterPlace(ADAPTER, "/adapters/a")])
+    wanted = wire.WantedAdapters([wire.AdapterLocation(ADAPTER, "/adapters/a")])
     world.membership.adapters = wanted
     member = await world.says("decode-0", "forming", **UNIT)
     assert not world.mailbox.of(wire.WantedAdapters)

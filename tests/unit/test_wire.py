@@ -12,7 +12,7 @@ from msgspec import inspect
 from pd_cluster import wire
 from pd_cluster.transport.device_memory import MemoryPart
 from pd_cluster.transport.ipc import MAX_EXPORT_NBYTES, PoolExport, decode_export
-from pd_cluster.types import MOST_UNTOLD, RequestSpec, Sampling, TokenOutput
+from pd_cluster.types import MAX_UNSENT, RequestSpec, Sampling, TokenOutput
 
 
 def any_of(kind: inspect.Type, rng: random.Random) -> Any:
@@ -117,10 +117,10 @@ def test_what_cannot_be_encoded_is_the_senders_error_and_a_foreign_message_is_re
 
 
 def test_more_tokens_together_than_are_ever_told_and_ids_that_no_vocabulary_has_are_no_message() -> None:
-    most = TokenOutput("r", 0, 0, MOST_UNTOLD, 5, earlier=(5,) * MOST_UNTOLD)
+    most = TokenOutput("r", 0, 0, MAX_UNSENT, 5, earlier=(5,) * MAX_UNSENT)
     frame = wire.encode(wire.Envelope("decode-0", 1, 2, wire.Outputs([most])))
     assert wire.decode(frame).body == wire.Outputs([most])
-    wrong = [msgspec.structs.replace(most, earlier=(5,) * (MOST_UNTOLD + 1))]
+    wrong = [msgspec.structs.replace(most, earlier=(5,) * (MAX_UNSENT + 1))]
     for token_id in (-1, 2**31):
         wrong += [TokenOutput("r", 0, 0, 1, token_id), TokenOutput("r", 0, 0, 1, 5, earlier=(token_id,))]
     for token in wrong:

@@ -57,7 +57,7 @@ def test_links_are_taken_from_those_that_the_scheduler_named(world: World, monke
     opened = wire.LinkOpen("l", "model", Numerics(), [LAYOUT.to_info()], [NUM_BLOCKS], wire.KVOptions(), [])
     told: list[bool] = []
     monkeypatch.setattr(
-        world.worker.handover.in_links, "on_open", lambda conn, peer, opened, is_told: told.append(is_told)
+        world.worker.handover.in_links, "on_open", lambda conn, peer, opened, is_announced: told.append(is_announced)
     )
     forming = msgspec.structs.replace(peer("prefill-1", 2, "prefill"), is_forming=True)
     world.mail(wire.Peers([peer("decode-0", 1, "decode"), peer("prefill-0", 2, "prefill"), forming]))
@@ -195,7 +195,7 @@ def test_candidates_are_handed_over_and_not_told(
 
 def test_tokens_with_many_logprobs_are_parted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message has a limited size. The prompts come first and the ends last."""
-    monkeypatch.setattr(output_batcher, "MOST_LOGPROBS", 10)
+    monkeypatch.setattr(output_batcher, "MAX_MESSAGE_LOGPROBS", 10)
     world = World()
     many = sampling(n=1, max_tokens=3, logprobs=6)
     for name in "abc":
@@ -250,7 +250,7 @@ def test_what_the_engine_cannot_do_ends_that_leg_only(world: World) -> None:
         ({"allowed_token_ids": (-1,)}, "token ids in sampling parameters must be in 0 to"),
         ({"bad_words": ((),)}, "token ids in sampling parameters must be in 0 to"),
         ({"logprobs": -1}, "logprobs, prompt_logprobs and min_tokens must not be negative"),
-        ({"prompt_logprobs": 10**6}, "prompt_logprobs 1000000 for 5 tokens are too many to tell"),
+        ({"prompt_logprobs": 10**6}, "prompt_logprobs 1000000 for 5 tokens are too many to return"),
         ({"max_tokens": 36}, "5 prompt tokens and max_tokens 36 exceed max_model_len 40"),
     ]
     world.submit("good", PROMPT, sampling())
@@ -268,12 +268,12 @@ def test_only_logprobs_of_a_prompt_limit_its_length() -> None:
     limits, prompt = EngineLimits(VOCAB_SIZE, 2_000_000, RopeLimit()), [1] * 1_000_001
     assert limits.problem(Request("r", RequestSpec(prompt, sampling()))) is None
     told = limits.problem(Request("r", RequestSpec(prompt, sampling(prompt_logprobs=0))))
-    assert told == "prompt_logprobs 0 for 1000001 tokens are too many to tell"
+    assert told == "prompt_logprobs 0 for 1000001 tokens are too many to return"
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_random_aborts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_batcher, "MOST_UNTOLD", 3)
+    monkeypatch.setattr(output_batcher, "MAX_UNSENT", 3)
     rng = random.Random(seed)
     world = World()
     wanted: dict[str, tuple[list[int], Sampling]] = {}

@@ -11,7 +11,7 @@ from pd_cluster import wire
 from pd_cluster.engine.handover.engine_events import ConnClosed, Event, HandedOver, Mail, StartDrain, StopEngine
 from pd_cluster.engine.legs import output_batcher
 from pd_cluster.engine.legs.leg_table import LegTable
-from pd_cluster.engine.legs.legs import ENDING, LEAST_WAITING, OTHERS, Legs
+from pd_cluster.engine.legs.legs import ENDING, MIN_WAITING, OTHERS, Legs
 from pd_cluster.engine.lifecycle.worker_drain import CLOSES_AFTER_S
 from pd_cluster.engine.scheduling.scheduler import StepScheduler
 from pd_cluster.engine.scheduling.step_delay import StepDelay
@@ -60,7 +60,7 @@ def test_the_loop_says_that_it_came_round_between_steps(world: World) -> None:
     steps, running = list[int](), list[int]()
     world.submit("r", PROMPT, sampling(1))
 
-    def came_round() -> None:
+    def on_round() -> None:
         world.now_s += 1e-6  # far less than what a load may be old
         steps.append(world.worker.core.num_steps)
         if not world.worker.legs.table.sequences:
@@ -68,7 +68,7 @@ def test_the_loop_says_that_it_came_round_between_steps(world: World) -> None:
             if len(running) == 2:
                 world.inbox.put(StopEngine())
 
-    world.loop.run(came_round)
+    world.loop.run(on_round)
     assert sorted(set(steps)) == list(range(sampling(1).max_tokens + 1)) == steps[: sampling(1).max_tokens + 1]
     assert running[-1] == 0
 
@@ -106,7 +106,7 @@ def test_a_request_that_crosses_the_word_of_a_drain_is_served(world: World) -> N
     rounds, beats = list[bool](), list[int]()
     world.inbox.put(StartDrain())
 
-    def came_round() -> None:
+    def on_round() -> None:
         beats.append(world.post.num_beats_at_once)
         rounds.append(world.worker.load.is_draining)
         if len(rounds) == 2:
@@ -116,11 +116,11 @@ def test_a_request_that_crosses_the_word_of_a_drain_is_served(world: World) -> N
             world.now_s += CLOSES_AFTER_S
             world.submit("late", PROMPT, sampling(1))
 
-    world.loop.run(came_round)
+    world.loop.run(on_round)
     assert rounds == [True] * len(rounds)
     assert (beats[1], beats[2]) == (1, 2)
     assert len(found(world, "early")[0]) == sampling(1).max_tokens
-    assert ["takes nothing more" in (end.error or "") for end in world.post.ended if end.request_id == "late"] == [True]
+    assert ["no more requests" in (end.error or "") for end in world.post.ended if end.request_id == "late"] == [True]
 
 
 @pytest.mark.parametrize("drain_timeout_s", [30.0, 0.5])
@@ -170,11 +170,11 @@ def test_a_leg_that_is_held_when_a_worker_closes_is_told_to_go_elsewhere() -> No
     world = World(stages_of=lambda scheduler, legs, clock: [Holding()])
     world.submit("held", PROMPT, sampling())
 
-    def came_round() -> None:
+    def on_round() -> None:
         world.now_s += CLOSES_AFTER_S / 2
 
     world.inbox.put(StartDrain())
-    world.loop.run(came_round)
+    world.loop.run(on_round)
     assert world.now_s >= CLOSES_AFTER_S
     assert [(end.request_id, end.is_fault) for end in world.post.ended] == [("held", True)]
 
@@ -184,11 +184,11 @@ def test_a_worker_whose_scheduler_is_gone_closes_at_once(world: World, is_first:
     events: list[Event] = [ConnClosed(CONN, "scheduler@1", "gone"), StartDrain()]
     rounds = iter([*events[:: 1 if is_first else -1], None, None])
 
-    def came_round() -> None:
+    def on_round() -> None:
         if (event := next(rounds)) is not None:
             world.inbox.put(event)
 
-    world.loop.run(came_round)
+    world.loop.run(on_round)
     assert world.now_s == 0
 
 
@@ -197,12 +197,12 @@ def test_a_worker_that_sleeps_closes_at_once_and_is_not_woken() -> None:
     world = World(go_to_level=levels.append)
     world.mail(wire.Sleep(1))
 
-    def came_round() -> None:
+    def on_round() -> None:
         if next(rounds) == 1:
             world.inbox.put(StartDrain())
             world.mail(wire.Sleep(0))
 
-    world.loop.run(came_round)
+    world.loop.run(on_round)
     assert (next(rounds, "over"), levels) == ("over", [1])
 
 
@@ -266,7 +266,7 @@ def positions_told(world: World, index: int = 0) -> list[list[int]]:
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_after_the_first_many_tokens_are_told_together(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output_batcher, "MOST_UNTOLD", 2)
+    monkeypatch.setattr(output_batcher, "MAX_UNSENT", 2)
     world = World()
     world.submit("r", PROMPT, sampling(n), gathers=True)
     world.run()
@@ -351,7 +351,7 @@ def share(world: World, prompt: list[int]) -> None:
     """Two schedulers share the worker, and one sends it a leg more than may wait there, each of a weight of 5."""
     world.mail(wire.Peers([peer("decode-0", 1, "decode")], 7))
     world.another_scheduler()
-    for at in range(LEAST_WAITING + 1):
+    for at in range(MIN_WAITING + 1):
         world.order(f"r{at}", RequestSpec(prompt, sampling(n=1)), weight=5, may_be_full=True)
 
 
@@ -360,11 +360,11 @@ def test_a_scheduler_that_shares_the_worker_hears_that_it_is_full(world: World) 
     share(world, [1, 2, 3])
     world.order("kept", RequestSpec([1, 2, 3], sampling(n=1)), weight=5)
     world.step()
-    assert world.worker.legs.table.outstanding() == {CONN: 5 * (LEAST_WAITING + 1)}
-    assert world.worker.load.outstanding == {"scheduler@1": 5 * (LEAST_WAITING + 1), "other@1": 0}
+    assert world.worker.legs.table.outstanding() == {CONN: 5 * (MIN_WAITING + 1)}
+    assert world.worker.load.outstanding == {"scheduler@1": 5 * (MIN_WAITING + 1), "other@1": 0}
     world.run()
     ended = [(end.request_id, end.is_full, end.is_fault) for end in world.post.ended]
-    assert ended == [(f"r{LEAST_WAITING}", True, True)]
+    assert ended == [(f"r{MIN_WAITING}", True, True)]
     assert world.worker.legs.table.outstanding() == {}
 
 
@@ -412,9 +412,9 @@ def test_legs_that_wait_for_blocks_in_a_store_count_as_waiting() -> None:
     (tiers, _) = world.stages
     share(world, [1, 2, 3, 4, 5])
     world.step()
-    assert tiers.num_held == world.worker.load.num_waiting == LEAST_WAITING
-    assert world.worker.load.outstanding == {"scheduler@1": 5 * LEAST_WAITING, "other@1": 0}
-    assert [(end.request_id, end.is_full) for end in world.post.ended] == [(f"r{LEAST_WAITING}", True)]
+    assert tiers.num_held == world.worker.load.num_waiting == MIN_WAITING
+    assert world.worker.load.outstanding == {"scheduler@1": 5 * MIN_WAITING, "other@1": 0}
+    assert [(end.request_id, end.is_full) for end in world.post.ended] == [(f"r{MIN_WAITING}", True)]
     tiers.release_all()
     world.run()
     assert len(world.post.ended) == 1, "the others are served"

@@ -184,5 +184,5 @@ class AdapterBook:
             self._leaving[digest] = now_s + self._rules.drain_timeout_s, now_s
 
     def _tell(self) -> None:
-        places = [wire.AdapterPlace(digest, path) for digest, path in self._paths.items()]
+        places = [wire.AdapterLocation(digest, path) for digest, path in self._paths.items()]
         self._membership.tell_adapters(wire.WantedAdapters(places))

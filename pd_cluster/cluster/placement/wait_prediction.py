@@ -47,7 +47,7 @@ def predict_ttft_s(instance: Instance, num_uncached: int, rate: float = 0.0, num
     if not work.num_prompt_tokens:
         return num_tokens / (rate or UNKNOWN_TOKENS_PER_S)
     num_steps = -(-num_tokens // work.num_prompt_tokens)
-    found_s = num_steps * load.beside_prompts_s + num_tokens * cost.prompt_token_s
+    found_s = num_steps * load.prompt_step_overhead_s + num_tokens * cost.prompt_token_s
     if cost.prompt_pair_s:
         num_pairs = num_pairs_of(num_uncached, max(0, num_prompt_tokens - num_uncached))
         num_pairs += num_ahead * work.num_prompt_pairs // work.num_prompt_tokens

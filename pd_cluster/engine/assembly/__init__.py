@@ -1,1 +1,1 @@
-"""Puts engines and workers together from their parts."""
+"""Builds engines and workers from their parts."""

@@ -1,4 +1,4 @@
-"""Puts the drafters of an engine together, in the order in which they are tried."""
+"""Builds the drafters of an engine, in the order in which they are tried."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster.engine.draft.ngram_drafter import NgramDrafter
 from pd_cluster.engine.draft.prediction_drafter import PredictionDrafter
 from pd_cluster.engine.draft.suffix_drafter import SuffixDrafter
 from pd_cluster.engine.scheduling.scheduler import StepScheduler
-from pd_cluster.engine.step.drafting import MOST_ROWS, Drafting
+from pd_cluster.engine.step.drafting import MAX_DRAFT_ROWS, Drafting
 from pd_cluster.kv.twin_blocks import TwinBlocks
 from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.model.sampling.grammar_masks import Guides
@@ -22,23 +22,23 @@ from pd_cluster.settings.speculation import Method, Speculation
 
 log = logging.getLogger(__name__)
 
-TOKEN_NBYTES = 64  # of memory that the trees of earlier outputs take for a token, about
+TOKEN_NBYTES = 64  # approximate bytes of memory per token in the trees of earlier outputs
 
 
 def drafting_of(speculation: Speculation, scheduler: StepScheduler, guides: Guides, runner: ModelRunner) -> Drafting:
-    """Returns one without drafters where a row's logits depend on the rows beside it, and so would the output.
+    """Returns a Drafting, without drafters if a row's logits, and so the output, depend on other rows of the batch.
 
-    Nor has a model with states any: what a draft has changed in one stays.
+    A model with states has no drafters either, because a rejected draft's change of a state cannot be undone.
     """
     if any(pool.layout.holds.is_state for pool in runner.pools):
         return Drafting(scheduler, ())
     if not runner.rows_are_alike:
         if speculation.methods:
-            log.warning("speculation is off: in 16 bits drafts would change this model's output; give --dtype float32")
+            log.warning("speculation is off: in 16 bits drafts would change this model's output; use --dtype float32")
         return Drafting(scheduler, ())
     own = [_drafter(method, speculation, scheduler, runner) for method in speculation.methods]
-    # An accelerator's graphs are for steps of at most so many rows.
-    most_rows = scheduler.max_num_seqs if runner.goes_ahead else MOST_ROWS
+    # An accelerator's graphs have a limited number of rows.
+    most_rows = scheduler.max_num_seqs if runner.goes_ahead else MAX_DRAFT_ROWS
     drafters = [PredictionDrafter(), ForcedDrafter(guides), *own]
     return Drafting(scheduler, drafters, speculation, runner.vocab_size, most_rows)
 

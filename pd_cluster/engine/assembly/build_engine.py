@@ -1,4 +1,4 @@
-"""Puts an engine without peers together: model, pool, scheduler. build_worker.py adds links, mailbox and stages."""
+"""Builds an engine without peers: model, pool, scheduler. build_worker.py adds links, mailbox and stages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def build_core(
     device: Device | None = None,
     unit: ExpertUnit | None = None,
 ) -> tuple[EngineCore, ModelRunner]:
-    """Loads an engine without peers: it generates by itself, together with its followers if there are any."""
+    """Loads an engine without peers, which generates with its followers, if any."""
     runner = load_runner(config, group, device, unit)
     with contextlib.ExitStack() as undo:
         undo.callback(runner.let_go)
@@ -65,7 +65,7 @@ def _core_of(config: EngineConfig, runner: ModelRunner, followers: Sequence[Chan
             runner.max_num_seqs,
             runner.max_num_batched_tokens,
             config.adapters.max_loras if config.adapters.enable_lora else 0,
-            keeps_pictures=runner.tower is not None and runner.tower.rules.sees_whole,
+            keeps_images_whole=runner.tower is not None and runner.tower.rules.sees_whole,
         ),
         prefix,
         keep_rule_of(config, block_size),
@@ -82,7 +82,7 @@ def keep_rule_of(config: EngineConfig, block_size: int) -> KeepRule:
 
 
 def _groups_of(runner: ModelRunner, tier: HostTier | None) -> list[LayerGroup]:
-    """Returns the model's groups of layers. The rule of an only one was seen when the model was proven."""
+    """Returns the model's groups of layers. The rule of a single group was checked when the model was proven."""
     found = []
     for at, (pool, swap) in enumerate(zip(runner.pools, runner.swaps, strict=True)):
         rule = pool.layout.holds if len(runner.pools) > 1 else within(runner.window)

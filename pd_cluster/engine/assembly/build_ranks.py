@@ -1,4 +1,4 @@
-"""Puts the ranks of an instance together: how each finds its device and the others, and what rank 0 hears of them."""
+"""Builds the ranks of an instance: how each finds its device and the others, and how rank 0 handles their messages."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from pd_cluster.settings.process_configs import WorkerConfig
 from pd_cluster.transport.link_factory import Transports
 
 log = logging.getLogger(__name__)
-MATE_END_S = 1.0  # in which a step may end, once a member of the unit is known to be lost
+MATE_END_S = 1.0  # time for a step to end after a member of the unit is lost
 Inbox = queue.SimpleQueue[Event]
 
 
 def device_of(config: WorkerConfig) -> Device:
     """Selects this rank's device for this process and returns it. Raises ConfigError."""
     device = bind(config.engine.device, config.device_ids, config.ranks.rank)
-    if config.environment and not device.is_accelerator and not config.ranks.rank:  # as serve_command.py gives NPUs
+    if config.environment and not device.is_accelerator and not config.ranks.rank:  # as serve_command.py does for NPUs
         log.warning(
-            "this instance computes on the CPU: its rank table gives devices addresses of their own, as NPUs have, but "
-            "no NPU is seen here; --device=npu makes that an error, --device=cpu says that it shall be so"
+            "this instance computes on the CPU: its rank table has an address for each device, as NPUs have, but "
+            "no NPU is visible here; --device=npu makes this an error, --device=cpu confirms it"
         )
     use(device)
     return device
@@ -66,10 +66,10 @@ def build_follower(config: WorkerConfig) -> Follower:
     return Follower(runner, channel, LocalLanes(endpoint_of(config, runner), transports, send_to_rank_0(channel)))
 
 
-def ears_of(
+def message_handler_of(
     runner: LeadRunner, lanes: RankLanes, put: Callable[[Event], None]
 ) -> Callable[[to.OfLanes | to.LoadedAdapter | to.TierReport], None]:
-    """Returns what passes on a follower's messages; `put` takes events to the engine's thread."""
+    """Returns the function that forwards a follower's messages; `put` takes events to the engine's thread."""
 
     def hear(message: to.OfLanes | to.LoadedAdapter | to.TierReport) -> None:
         if isinstance(message, to.LoadedAdapter):
@@ -82,12 +82,10 @@ def ears_of(
     return hear
 
 
-def a_rank_is_lost(
-    size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[str], None], rank: int, why: str
-) -> None:
+def on_rank_lost(size: int, wait_s: float, inbox: Inbox, tell_lost: Callable[[str], None], rank: int, why: str) -> None:
     """Ends the engine's loop, or the process if the loop waits for that rank and never finishes its round.
 
-    Nothing else would: NCCL's watchdog does not cover calls that a CUDA graph replays.
+    Nothing else would end it: NCCL's watchdog does not cover calls that a CUDA graph replays.
     """
     error = InstanceLost(f"rank {rank} of {size} {why}")
     inbox.put(StopEngine(error))
@@ -95,9 +93,9 @@ def a_rank_is_lost(
     tell_lost(str(error))
 
 
-def a_mate_is_lost(inbox: Inbox, tell_lost: Callable[[str], None], why: str) -> None:
-    """Ends the engine's loop, or the process if the loop waits for that member of its unit, on all ranks."""
+def on_mate_lost(inbox: Inbox, tell_lost: Callable[[str], None], why: str) -> None:
+    """Ends the engine's loop, or on all ranks the process if the loop waits for that member of its unit."""
     inbox.put(StopEngine(InstanceLost(why)))
     end_within(MATE_END_S)
-    log.error("%s", why)  # before the end, which may take a step
+    log.error("%s", why)  # logged first, because the end may take a step
     tell_lost(why)

@@ -26,7 +26,7 @@ from pd_cluster.settings.process_configs import WorkerConfig
 def stages_of(
     config: WorkerConfig, core: EngineCore, runner: ModelRunner, legs: Legs, context: HandoverContext
 ) -> Iterator[Stage]:
-    """Yields the stages in the order in which legs pass them; those that only follow are last."""
+    """Yields the stages in the order in which legs pass them; stages that never hold a leg are last."""
     lead = core.runner if isinstance(core.runner, LeadRunner) else None
     yield adapters_of(config, runner, lead, legs, context)
     contents = open_tiers(config, runner, context.report)
@@ -49,7 +49,7 @@ def stages_of(
 def adapters_of(
     config: WorkerConfig, runner: ModelRunner, lead: LeadRunner | None, legs: Legs, context: HandoverContext
 ) -> WorkerAdapters:
-    """`lead`: of several ranks."""
+    """`lead`: rank 0 of several ranks."""
     settings, source = config.engine.adapters, None
     if settings.are_wanted:
         keeper = lead.adapters if lead is not None else runner.held

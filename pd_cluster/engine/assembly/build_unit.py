@@ -1,4 +1,4 @@
-"""Puts the parts of a unit together, for rank 0 of one of its members; `unit/unit_meeting.py` has the followers'."""
+"""Builds the parts of a unit for rank 0 of one of its members; `unit/unit_meeting.py` builds the followers' parts."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.settings.process_configs import WorkerConfig
 from ranktable_tools.host_addresses import is_one_host
 
-# Settings that all members must have: where they differ, so do the rows that one computes for another, or their order,
-# or the proofs that all compute at load.
+# Settings that all members must share: they determine the rows that one member computes for another, their order, and
+# the proofs that all compute at load.
 EQUAL = (
     *("tensor_parallel_size", "max_num_batched_tokens", "quantization", "expert_placement_strategy"),
     *("attention_backend", "block_size"),
 )
-# And those from which follow the rows of the largest step, which members with accelerators compute when they load.
+# Settings that determine the rows of the largest step, which members with accelerators compute when they load.
 EQUAL_ON_DEVICES = ("max_num_seqs", "max_model_len")
 
 
 class UnitParts(NamedTuple):
-    """This member's connections to its mates, and where its ranks meet theirs."""
+    """This member's connections to its mates, and the meeting of its ranks with theirs."""
 
     mates: MemberConnections
     meeting: UnitMeeting
 
     def group(self, config: WorkerConfig, device: Device, begin: Callable[[], None]) -> AnyUnitGroup:
-        """Returns this rank's end of the exchange; nothing has met yet.
+        """Returns this rank's end of the exchange, before any ranks have met.
 
-        `begin` is called once weights are loaded: it opens the mailbox and says so.
+        `begin` is called once weights are loaded: it opens the mailbox and reports that.
         """
 
         def meet() -> UnitEnds:
@@ -51,7 +51,7 @@ class UnitParts(NamedTuple):
                 raise
             hosts = [config.server_ip, *self.mates.hosts()]
             if not config.trusts_network and any(not is_one_host(hosts[0], host) for host in hosts):
-                # Those of a table have been checked at the start.
+                # A rank table's members were checked at the start.
                 raise ConfigError(why_no_unit(self.mates.place.name, hosts))
             return self.meeting.meet()
 
@@ -59,9 +59,9 @@ class UnitParts(NamedTuple):
 
 
 def unit_of(config: WorkerConfig, post: UnitPost, device: Device, lost: Callable[[str], None]) -> UnitParts | None:
-    """Returns the parts of rank 0; None: the instance is in no unit.
+    """Returns the parts of rank 0; None if the instance is in no unit.
 
-    `lost(why)` is called on the mailbox's thread when a mate is lost, and this member with it.
+    The mailbox's thread calls `lost(why)` when a mate is lost, which also ends this member.
     """
     place = config.unit
     if place is None:
@@ -80,7 +80,7 @@ def unit_of(config: WorkerConfig, post: UnitPost, device: Device, lost: Callable
 
 
 def terms_of(engine: EngineConfig, device: Device) -> dict[str, str]:
-    """Returns what all members must have, as text that fits a message: settings, kind of device, model's identity."""
+    """Returns what all members must share, as text that fits a message: settings, kind of device, model's identity."""
     checkpoint = Checkpoint.of(engine)
     names = EQUAL + (EQUAL_ON_DEVICES if device.is_accelerator else ())
     terms = {

@@ -1,4 +1,4 @@
-"""Puts a worker together: engine, links, stages, mailbox, loop. The order is that of the values: each is finished."""
+"""Builds a worker: engine, links, stages, mailbox, loop, in an order in which each value is complete when passed on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,14 @@ import msgspec
 
 from pd_cluster.devices.device import Device
 from pd_cluster.engine.assembly.build_engine import build_core, endpoint_of, legs_of
-from pd_cluster.engine.assembly.build_ranks import Inbox, a_mate_is_lost, a_rank_is_lost, device_of, ears_of, meet
+from pd_cluster.engine.assembly.build_ranks import (
+    Inbox,
+    device_of,
+    meet,
+    message_handler_of,
+    on_mate_lost,
+    on_rank_lost,
+)
 from pd_cluster.engine.assembly.build_stages import stages_of
 from pd_cluster.engine.assembly.build_unit import unit_of
 from pd_cluster.engine.encode.build_encoder import build_encoder
@@ -40,8 +47,8 @@ def build_worker(
 ) -> tuple[Loop, Mailbox, RankReport]:
     """Binds and loads a worker of any role, and opens its mailbox; the caller runs the loop.
 
-    `tell` takes reports to the parent: that a member of a unit forms, and which rank or member is lost and why, on
-    another thread, because this process may end before its loop reports it.
+    `tell` sends reports to the parent: that a member of a unit forms, and which rank or member is lost and why. Another
+    thread may call it, because this process may end before its loop reports the loss.
     """
     device = device_of(config)
     if config.role == "encode":
@@ -61,7 +68,7 @@ def _build_engine(
     cores, group = HostCores(config, device), meet(config, device)
     mailbox = Mailbox(Life(config.name, config.epoch), "worker", config.credentials, config.timeouts)
     control_port = mailbox.bind(config.bind_address, config.kv_port_range)
-    unit = unit_of(config, mailbox, device, partial(a_mate_is_lost, inbox, tell_lost))
+    unit = unit_of(config, mailbox, device, partial(on_mate_lost, inbox, tell_lost))
     mailbox_reader = MailboxReader(inbox, None if unit is None else unit.mates)
 
     def begin() -> None:
@@ -77,8 +84,8 @@ def _build_engine(
     lanes: LaneEnds = local
     if isinstance(lead := core.runner, LeadRunner):  # there are followers
         lanes = RankLanes(local, followers, lambda: lead.progress, mailbox.send, inbox.put)
-        lost = partial(a_rank_is_lost, config.ranks.size, wait_s, inbox, tell_lost)
-        Watch(followers, ears_of(lead, lanes, inbox.put), lost, wait_s).start()
+        lost = partial(on_rank_lost, config.ranks.size, wait_s, inbox, tell_lost)
+        Watch(followers, message_handler_of(lead, lanes, inbox.put), lost, wait_s).start()
     context = HandoverContext(
         endpoint,
         mailbox,

@@ -1,4 +1,4 @@
-"""Chains of drafts: each follows from the one before, for all sequences of a step at once."""
+"""Chains of drafts: each draft follows from the one before it, for all sequences of a step at once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pd_cluster.types import Request
 
 @dataclass(slots=True)
 class Chain:
-    """Drafts of one sequence, as they come: `depth` of them."""
+    """Drafts of one sequence, as they are made: `depth` of them."""
 
     request: Request
     depth: int
@@ -28,7 +28,7 @@ class Chain:
 
     @property
     def position(self) -> int:
-        """Returns the next draft's, among the output tokens."""
+        """Returns the position of the next draft among the output tokens."""
         return len(self.request.output_token_ids) + len(self.drafts)
 
     @property
@@ -37,18 +37,18 @@ class Chain:
 
 
 class DraftChoice:
-    """Draws drafts with the parameters and the random numbers of the tokens that they guess, or takes the likeliest."""
+    """Draws drafts with the parameters and random numbers of the tokens that they guess, or takes the likeliest."""
 
     def __init__(self, sampler: Sampler, limits: DraftLimits) -> None:
         self._sampler, self._limits = sampler, limits
 
     def most(self, request: Request, most: int) -> int:
-        """Returns how many drafts of a sequence can count, of so many."""
+        """Returns how many of at most `most` drafts of a sequence can be accepted."""
         left = request.sampling.max_tokens - len(request.output_token_ids) - 1
         return min(most, left, self._limits.max_model_len - request.num_tokens)
 
     def extend(self, chains: Sequence[Chain], logits: torch.Tensor) -> None:
-        """Adds a draft to each chain, from its row of logits [num_chains, vocab_size]."""
+        """Adds a draft to each chain, from the chain's row of logits [num_chains, vocab_size]."""
         if self._limits.is_greedy:
             chosen = [int(token_id) for token_id in logits.argmax(-1).tolist()]
         else:
@@ -59,27 +59,27 @@ class DraftChoice:
 
 
 class _Drafted(NamedTuple):
-    num_tokens: int  # of the sequence when it was drafted for
+    num_tokens: int  # the sequence's tokens when the drafts were made
     token_ids: Sequence[int]
 
 
 class ChainDrafter(Drafter):
-    """Drafts for all sequences of a step when it is told of them (`look`). Drafts hold until there is another token."""
+    """Makes drafts for all sequences of a step at once (`look`). They are valid until a sequence has another token."""
 
     def __init__(
         self, choice: DraftChoice, grow: Callable[[Request, int], int], clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`grow` takes blocks for so many drafts of a sequence, and returns for how many there is room."""
+        """`grow` reserves blocks for so many drafts of a sequence, and returns for how many drafts it could."""
         self._choice, self._grow, self._clock = choice, grow, clock
         self._found: WeakKeyDictionary[Request, _Drafted] = WeakKeyDictionary()
         self.costs: StepCosts = StepCosts()
 
     def is_for(self, request: Request) -> bool:
-        """All but those with tokens that only the target has embeddings for: pictures, and adapters' own."""
+        """Whether no token has an embedding that only the target has, as tokens of images and adapters do."""
         return has_embeddings(request)
 
     def found(self, chains: Sequence[Chain]) -> None:
-        """Notes the drafts of a step."""
+        """Stores the drafts of a step."""
         self._found.clear()
         for each in chains:
             self._found[each.request] = _Drafted(each.request.num_tokens, each.drafts)

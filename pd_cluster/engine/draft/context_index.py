@@ -1,8 +1,8 @@
-"""Where the last tokens of a text occurred before, newest place first. Knows nothing of requests or drafts.
+"""Finds where the last tokens of a text occurred before, newest first. Knows nothing of requests or drafts.
 
-The index has zlib's hash chains (Deutsch, RFC 1951, section 4): the newest place of each bucket, and for each place the
-one before it in its bucket. It takes 8 to 12 bytes a token and context length, adds a token in a few small operations,
-and adds thousands with one sort.
+The index has zlib's hash chains (Deutsch, RFC 1951, section 4): the newest position of each bucket, and for each
+position the previous one in its bucket. It takes 8 to 12 bytes per token and context length, adds a token in a few
+small operations, and adds thousands with one sort.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-END = -1  # surrounds texts in place of a token; no token is equal to it
-MOST_STEPS = 128  # along one chain, whose bucket other contexts may share
-FEW_TOKENS = 48  # are added faster one by one than sorted
-_MULTIPLIER = 0x9E3779B97F4A7C15  # of Fibonacci hashing: the upper bits are the bucket
+END = -1  # surrounds texts; no token equals it
+MAX_CHAIN_STEPS = 128  # steps along one chain, whose bucket other contexts may share
+FEW_TOKENS = 48  # so few tokens are added faster one by one than sorted
+_MULTIPLIER = 0x9E3779B97F4A7C15  # for Fibonacci hashing: the upper bits are the bucket
 _WORD = (1 << 64) - 1
 
 Hashes = NDArray[np.uint64]
@@ -34,7 +34,7 @@ def hash_contexts(newest_first: Sequence[int], lengths: Sequence[int]) -> list[i
 
 
 def _hash_all(tokens: NDArray[np.int32], start: int, stop: int, lengths: Sequence[int]) -> list[Hashes]:
-    """Returns those hashes before each place in [start, stop): one array [stop - start] for each length."""
+    """Returns the hash of the tokens before each position in [start, stop): an array [stop - start] for each length."""
     words = tokens[start - lengths[-1] : stop].astype(np.int64).view(np.uint64) + np.uint64(1)
     found, value, count = [], np.zeros(stop - start, np.uint64), len(words)
     for length in range(1, lengths[-1] + 1):
@@ -45,10 +45,10 @@ def _hash_all(tokens: NDArray[np.int32], start: int, stop: int, lengths: Sequenc
 
 
 class ContextIndex:
-    """The places [first, stop) of a text by the tokens before them, for each of some context lengths.
+    """Finds positions [first, stop) of a text by the tokens before them, for each of some context lengths.
 
-    A place is the index of a token in the text. Its context of length n is the n tokens before it. `capacity`: the
-    most places that it can take; they come in ascending order.
+    A position is the index of a token in the text. Its context of length n is the n tokens before it. `capacity`: the
+    most positions that it can hold; they are added in ascending order.
     """
 
     def __init__(self, lengths: Sequence[int], first: int, capacity: int) -> None:
@@ -56,8 +56,8 @@ class ContextIndex:
         self.capacity = capacity
         bits = max(4, (capacity - 1).bit_length())
         self.shift = 64 - bits
-        # The newest place of each bucket, and by place the one before it in its bucket; 0: none. A memory view yields
-        # single numbers in a third of the time that its array takes.
+        # The newest position of each bucket, and by position the previous one in its bucket; 0: none. Reading single
+        # integers from a memory view takes a third of the array's time.
         self._heads = [np.zeros(1 << bits, np.int32) for _ in lengths]
         self._links = [np.zeros(capacity, np.int32) for _ in lengths]
         self.heads = [each.data for each in self._heads]
@@ -66,11 +66,11 @@ class ContextIndex:
 
     @property
     def num_free(self) -> int:
-        """The number of places that it can still take."""
+        """The number of positions that it can still add."""
         return self.first + self.capacity - self.stop
 
     def add(self, hashes: Sequence[int]) -> None:
-        """Adds the next place, whose contexts have these hashes."""
+        """Adds the next position, whose contexts have these hashes."""
         place, shift, at = self.stop, self.shift, self.stop - self.first
         for heads, links, value in zip(self.heads, self.links, hashes, strict=True):
             bucket = value >> shift
@@ -79,12 +79,12 @@ class ContextIndex:
         self.stop += 1
 
     def add_all(self, hashes: Sequence[Hashes]) -> None:
-        """Adds the next places: for each length the hashes of their contexts, [num_places]."""
+        """Adds the next positions: for each length the hashes of their contexts, [num_places]."""
         num_places, at = len(hashes[0]), self.stop - self.first
         numbers = np.arange(num_places, dtype=np.uint64)
         opens, closes = np.ones(num_places, bool), np.ones(num_places, bool)  # the first and the last of a bucket
         for heads, links, values in zip(self._heads, self._links, hashes, strict=True):
-            # By bucket, then by place: plain numbers sort several times faster than indices that keep their order.
+            # By bucket, then by position: plain integers sort several times faster than a stable sort of indices.
             ranked: Hashes = (values >> np.uint64(self.shift) << np.uint64(32)) + numbers
             ranked.sort()
             offsets, buckets = (ranked & np.uint64(0xFFFFFFFF)).view(np.int64), (ranked >> np.uint64(32)).view(np.int64)
@@ -100,22 +100,22 @@ class ContextIndex:
 
 
 class IndexedText:
-    """A growing text with indexes of all or some of its places, oldest first.
+    """A growing text with indexes of all or some of its positions, oldest first.
 
     `tokens`: `reach` times END, the text up to `end`, and at least `reach` times END. `reach`: the most tokens before a
-    place that are looked at, no less than the longest context.
+    position that are compared, no less than the longest context.
     """
 
     def __init__(self, lengths: Sequence[int], reach: int, capacity: int) -> None:
         self.lengths, self.reach = lengths, reach
         self.tokens = array("i", (END,)) * (capacity + 2 * reach)
         self.end = reach
-        self.first = reach  # places before it are forgotten
+        self.first = reach  # positions before it are forgotten
         self.indexes: list[ContextIndex] = []
         self.nbytes = 4 * len(self.tokens)
 
     def reserve(self, num_tokens: int) -> None:
-        """Makes room for so many more tokens."""
+        """Reserves memory for so many more tokens."""
         lacking = self.end + num_tokens + self.reach - len(self.tokens)
         if lacking > 0:
             num_more = max(lacking, len(self.tokens) // 2)
@@ -123,7 +123,7 @@ class IndexedText:
             self.nbytes += 4 * num_more
 
     def put_index(self, at: int, first: int, capacity: int) -> ContextIndex:
-        """Puts an empty index of the places from `first` on before the one with number `at`."""
+        """Inserts an empty index of the positions from `first` on before the index with number `at`."""
         index = ContextIndex(self.lengths, first, capacity)
         self.indexes.insert(at, index)
         self.nbytes += index.nbytes
@@ -136,7 +136,7 @@ class IndexedText:
         return hash_contexts(newest_first, self.lengths)
 
     def append(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens, for which there must be room, and indexes their places; the last index is followed when full."""
+        """Adds tokens, for which memory must be reserved, and indexes their positions; adds an index when needed."""
         if len(token_ids) > FEW_TOKENS:
             self.tokens[self.end : self.end + len(token_ids)] = array("i", token_ids)
             self.end += len(token_ids)
@@ -150,7 +150,7 @@ class IndexedText:
             self.end += 1
 
     def index(self, index: ContextIndex, most: int) -> None:
-        """Adds at most so many of the next places of the text to one of its indexes."""
+        """Adds at most so many of the text's next positions to one of its indexes."""
         stop = min(index.stop + min(most, index.num_free), self.end)
         if stop > index.stop:
             tokens = np.frombuffer(self.tokens, np.int32)
@@ -167,13 +167,13 @@ class IndexedText:
         self.put_index(len(self.indexes), last.stop, max(num_new, 2 * last.capacity))
 
     def places(self, which: int, value: int) -> Iterator[int]:
-        """Yields indexed places whose context of the length with this number may have that hash, newest first."""
+        """Yields indexed positions, newest first, whose context of the length with this number may have this hash."""
         for index in reversed(self.indexes):
             place = index.heads[which][value >> index.shift]
             if place < self.first:
                 continue
             links, first = index.links[which], index.first
-            for _ in range(MOST_STEPS):
+            for _ in range(MAX_CHAIN_STEPS):
                 yield place
                 place = links[place - first]
                 if place < self.first:

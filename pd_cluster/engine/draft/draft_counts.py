@@ -1,4 +1,4 @@
-"""Counts of drafts since the start, under the definitions of vLLM's metrics."""
+"""Counts drafts since the start, as vLLM's metrics define them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pd_cluster.wire import DraftCounts
 
 
 class DraftTotals:
-    """Neither the token behind all drafts nor the one in place of a wrong draft counts as accepted."""
+    """The token after all drafts, and the one that replaces a wrong draft, do not count as accepted."""
 
     def __init__(self) -> None:
         self.num_drafts = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
-        self._num_accepted_at: list[int] = []  # by position, as far as any was accepted
+        self._num_accepted_at: list[int] = []  # by position, up to the last position with an accepted draft
         self.drafting_s = 0.0
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
@@ -24,7 +24,7 @@ class DraftTotals:
         for at in range(num_accepted):
             self._num_accepted_at[at] += 1
 
-    def told(self) -> DraftCounts:
+    def counts(self) -> DraftCounts:
         return DraftCounts(
             self.num_drafts,
             self.num_draft_tokens,

@@ -1,4 +1,4 @@
-"""Decides how many drafts a step verifies. Numbers only: clocks and sequences' tokens are elsewhere."""
+"""Decides how many drafts a step verifies. Knows nothing of clocks or tokens."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from weakref import WeakKeyDictionary
 from pd_cluster.engine.draft.step_costs import NEVER, SIZES, StepCosts, index_of
 from pd_cluster.types import Request
 
-GAIN = 1.03  # in tokens a second, that drafts must promise
-PRIOR = 1.0  # verified drafts that a drafter's usual chance counts as
-KEPT = 0.95  # of what is known of a sequence's hits, after each step that tells more
-USUAL_CHANCES = {"prediction": 0.8, "forced": 0.9, "draft_model": 0.8}  # that a draft is right, by drafter
+GAIN = 1.03  # the least factor in tokens per second that drafts must promise
+PRIOR = 1.0  # the number of verified drafts that a drafter's usual chance counts as
+KEPT = 0.95  # the weight of a sequence's earlier hits after each step with new ones
+USUAL_CHANCES = {"prediction": 0.8, "forced": 0.9, "draft_model": 0.8}  # the chance that a draft is right, by drafter
 USUAL_CHANCE = 0.5
-USUALLY_KEPT = 0.98  # the same of the hits of all sequences, where they cost time
-FADING = 0.995  # the same after each step whose drafts were not worth their rows, so that they are tried again
+USUAL_HIT_DECAY = 0.98  # the same weight of all sequences' hits, for drafters that cost time
+FADING = 0.995  # the weight after each step whose drafts were not worth their rows, so that they are tried again
 
 
 class Guess(NamedTuple):
-    """Drafts of one sequence, and the chance that the next one is right."""
+    """Drafts of one sequence, and the chance that the next draft is right."""
 
     drafter: str
     token_ids: Sequence[int]
@@ -29,7 +29,7 @@ class Guess(NamedTuple):
 
 
 class _Hits:
-    """Drafts of one sequence by one drafter: those that were right, and first ones that were wrong."""
+    """Results of one drafter for one sequence: right drafts, and first wrong drafts."""
 
     __slots__ = ("num_hits", "num_misses")
 
@@ -45,19 +45,20 @@ class _Hits:
 
 
 class DraftSize:
-    """Maximizes tokens a second: a step of r further rows returns the most likely r drafts' chances in more tokens.
+    """Maximizes tokens per second: r further rows add the most likely r drafts, and on average the sum of their
+    chances.
 
-    A sequence's j-th draft is right with the j-th power of its chance. Output does not depend on these numbers.
+    A sequence's j-th draft is right with the j-th power of its chance. Output does not depend on these estimates.
     """
 
     def __init__(self) -> None:
         self.costs = StepCosts()
-        self.costs_ahead = StepCosts()  # of steps that the host does not plan, where a device goes ahead of it
-        self._usual: dict[str, _Hits] = {}  # by drafter, of all sequences; those whose drafts cost time
+        self.costs_ahead = StepCosts()  # costs of steps that a device starts before the host has planned them
+        self._usual: dict[str, _Hits] = {}  # by drafter, over all sequences; only drafters that cost time
         self._hits: WeakKeyDictionary[Request, dict[str, _Hits]] = WeakKeyDictionary()
 
     def chance(self, request: Request, drafter: str) -> float:
-        """Returns the chance that this drafter's next draft for a sequence is right, by what it has been so far."""
+        """Returns the chance that this drafter's next draft for a sequence is right, from its results so far."""
         usual = USUAL_CHANCES.get(drafter, USUAL_CHANCE)
         if (of_all := self._usual.get(drafter)) is not None:
             usual = of_all.chance(usual)
@@ -67,9 +68,9 @@ class DraftSize:
         return self._hits.setdefault(request, {}).setdefault(drafter, _Hits())
 
     def can_pay(self, num_rows: int, drafters: Mapping[Request, Sequence[str]], most_each: int, most: int) -> bool:
-        """Whether a step of `num_rows` could be worth more, if each sequence had drafts of the best of its drafters.
+        """Whether drafts could speed up a step of `num_rows`, if each sequence had drafts of its best drafter.
 
-        Where it could not, it takes into account that nothing was verified.
+        If not, it records that nothing was verified.
         """
         if not self.costs.knows(num_rows):
             return False
@@ -86,9 +87,9 @@ class DraftSize:
         return False
 
     def choose(self, num_rows: int, guesses: Mapping[Request, Guess], most: int) -> dict[Request, int]:
-        """Returns how many of its drafts each sequence of a step of `num_rows` verifies; those with none are absent.
+        """Returns how many drafts each sequence of a step of `num_rows` verifies; sequences without drafts are absent.
 
-        `most`: of all sequences together.
+        `most`: the limit for all sequences together.
         """
         gains: list[tuple[float, Request]] = []
         for request, guess in guesses.items():
@@ -105,9 +106,9 @@ class DraftSize:
         return chosen
 
     def _best(self, num_rows: int, gains: list[float]) -> int:
-        """Returns how many further rows give the most tokens a second; `gains`, descending, are of the first ones."""
+        """Returns how many further rows give the most tokens per second; `gains`, descending, has one entry per row."""
         if not self.costs.knows(num_rows):
-            return 0  # what drafts are compared with is measured first
+            return 0  # the time without drafts is measured first
         plain_s, step_s = self._plain_s(num_rows), self.costs.estimates()
         best, best_rate = 0, GAIN * num_rows / plain_s
         totals = [0.0, *accumulate(gains)]
@@ -121,15 +122,15 @@ class DraftSize:
         return best
 
     def _plain_s(self, num_rows: int) -> float:
-        """Returns what a step without drafts takes."""
+        """Returns the time of a step without drafts."""
         plain_s = self.costs.step_s(num_rows)
         return min(plain_s, self.costs_ahead.step_s(num_rows)) if self.costs_ahead.knows(num_rows) else plain_s
 
     def depth(self, requests: Sequence[Request], drafter: str, costs: StepCosts, num_rows: int, most: int) -> int:
-        """Returns how many drafts of each sequence are worth what making and verifying them takes, at most `most`.
+        """Returns how many drafts of each sequence, at most `most`, are worth the time to make and verify them.
 
-        `costs`: of one draft for so many sequences; what is not known is measured with one, if drafts that cost nothing
-        would pay: a drafter may have much to catch up with before its first one.
+        `costs`: the time to make one draft for so many sequences. If unknown, one draft measures it, provided that free
+        drafts would pay: a drafter may have many tokens to catch up with before its first draft.
         """
         num_seqs, plain_s = len(requests), self._plain_s(num_rows)
         usual = self._usual.setdefault(drafter, _Hits())
@@ -153,10 +154,10 @@ class DraftSize:
         return best
 
     def verified(self, request: Request, drafter: str, num_drafts: int, num_accepted: int) -> None:
-        """Takes into account how many of a sequence's drafts were right."""
+        """Records how many of a sequence's drafts were right."""
         known = [(self._hits_of(request, drafter), KEPT)]
         if (of_all := self._usual.get(drafter)) is not None:
-            known.append((of_all, USUALLY_KEPT))
+            known.append((of_all, USUAL_HIT_DECAY))
         for hits, kept in known:
             hits.fade(kept)
             hits.num_hits += num_accepted

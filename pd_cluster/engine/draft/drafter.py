@@ -1,4 +1,4 @@
-"""The interface of drafters: who guesses the next tokens of a sequence. A wrong guess costs time, never an answer."""
+"""The interface of drafters, which guess the next tokens of a sequence. A wrong guess costs time, never an answer."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pd_cluster.types import Request
 
 
 class Drafter(Protocol):
-    """Called by the engine's thread, between steps.
+    """The engine's thread calls it between steps.
 
-    State of a sequence follows its tokens: it is kept by weak reference to the request, extended by the tokens that are
-    new since the last call, and can be dropped at any time, because the request's tokens suffice to make it again. The
-    output may have been replaced by a shorter or another one since (a resumed request).
+    A drafter's state of a sequence follows its tokens: it is stored weakly by request, extended by the new tokens at
+    each call, and may be dropped at any time, because the request's tokens suffice to rebuild it. Between calls a
+    shorter or different output may have replaced the output (a resumed request).
     """
 
     name: str
-    costs: StepCosts | None = None  # of one draft for each of so many sequences; None: not worth counting
-    needs_blocks: bool = False  # its keys and values are in the sequences' blocks, which a step's moves come to change
+    costs: StepCosts | None = None  # the time of one draft for so many sequences; None: negligible
+    needs_blocks: bool = False  # its keys and values are in the sequences' blocks, which a step's moves may change
 
     def is_for(self, request: Request) -> bool:
-        """Whether it may ever have a guess about this request."""
+        """Whether it can ever make drafts for this request."""
         return True
 
     def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
-        """Prepares for the drafts of a step: it will be asked about these requests, for at most `most` tokens each.
+        """Prepares for the drafts of a step: `draft` will be called for these requests, for at most `most` tokens each.
 
-        `spare_s`: the time that it may take for what will help only later steps.
+        `spare_s`: the time that it may spend on work for later steps.
         """
         return
 
     def draft(self, request: Request, most: int) -> Sequence[int]:
-        """Returns at most `most` (1 or more) tokens that may follow all tokens of the request; none without a guess."""
+        """Returns up to `most` (1 or more) tokens that may follow the request's tokens; no tokens without a guess."""
 
     def ended(self, request: Request) -> None:
-        """Takes notice of a sequence that has its last token: no other call for it follows."""
+        """Handles that a sequence has its last token: no other call for it follows."""

@@ -1,6 +1,6 @@
-"""The outputs of ended sequences, by scope, as texts whose contexts can be looked up. Bounded in bytes and in number.
+"""The outputs of ended sequences, by scope, as indexed texts. Bounded in bytes and in number.
 
-A sequence sees outputs of its own scope alone, so the speed of its answer says nothing about those of others.
+A sequence is drafted only from outputs of its own scope, so its speed reveals nothing about other scopes' outputs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 from pd_cluster.engine.draft.context_index import END, IndexedText
 
-Scope = tuple[str, str]  # the cache salt and the variant of orders
-FEWEST_TOKENS = 256  # of a text
+Scope = tuple[str, str]  # the cache salt and the variant of a request
+MIN_TEXT_TOKENS = 256  # the smallest size of a text
 MOST_TOKENS = 131072
-GROWTH = 4  # of a text, over the one before it: few texts are to be searched
+GROWTH = 4  # each text is so much larger than the one before it: few texts must be searched
 
 
 @dataclass(slots=True)
@@ -22,16 +22,16 @@ class _Outputs:
     """Consecutive outputs of a scope, in one text."""
 
     text: IndexedText
-    num_left: int  # tokens that it can still take
-    stops: deque[int] = field(default_factory=deque)  # of its outputs in the text
+    num_left: int  # tokens that can still be added
+    stops: deque[int] = field(default_factory=deque)  # the end of each output in the text
 
 
 class EarlierOutputs:
-    """Outputs in order of their ends. The least recently used scope gives up its oldest ones first.
+    """Outputs in order of their ends. The least recently used scope drops its oldest outputs first.
 
-    Drafts that come from an old output are part of the newer one that they helped to make. So the order of ends is the
-    order of use, too, and no output needs a date. `most_nbytes` limits the size of one text, to a quarter of it; the
-    owner drops what is too much in all.
+    A draft from an old output is also in the newer output that accepted it. So the order of ends is the order of use,
+    too, and outputs need no time of use. One text takes at most a quarter of `most_nbytes`; the owner drops what
+    exceeds the total.
     """
 
     def __init__(self, lengths: Sequence[int], reach: int, most_nbytes: int) -> None:
@@ -50,14 +50,14 @@ class EarlierOutputs:
         return [each.text for each in reversed(texts)]
 
     def add(self, scope: Scope, token_ids: Sequence[int]) -> None:
-        """Adds an output; the end of one that is too long for a text; none where bytes suffice for no text."""
-        if self._most_tokens < FEWEST_TOKENS:
+        """Adds an output, or only its end if it is too long for a text; adds nothing if the limit allows no text."""
+        if self._most_tokens < MIN_TEXT_TOKENS:
             return
         token_ids = (*token_ids[1 - self._most_tokens :], END)
         texts = self._scopes.setdefault(scope, deque())
         self._scopes.move_to_end(scope)
         if not texts or texts[-1].num_left < len(token_ids):
-            wanted = GROWTH * len(texts[-1].text.tokens) if texts else FEWEST_TOKENS
+            wanted = GROWTH * len(texts[-1].text.tokens) if texts else MIN_TEXT_TOKENS
             texts.append(self._new(max(len(token_ids), min(wanted, self._most_tokens))))
         newest = texts[-1]
         newest.text.append(token_ids)

@@ -1,4 +1,4 @@
-"""Drafts what a guide leaves no choice about: the text that must follow, in the tokenizer's own tokens."""
+"""Drafts tokens that a guide forces: the text that must follow, as the tokenizer splits it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ForcedTokens(Protocol):
     """The part of guides that this drafter needs."""
 
     def forced(self, requests: Sequence[Request]) -> Mapping[Request, Sequence[int]]:
-        """Returns the tokens of the text that must follow each output; requests without any may be absent."""
+        """Returns the tokens of the text that must follow each output; requests without such text may be absent."""
 
 
 class ForcedDrafter(Drafter):
@@ -28,7 +28,7 @@ class ForcedDrafter(Drafter):
         return request.sampling.guide is not None
 
     def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
-        """Asks for all guided requests of a step at once: that takes another thread's turn."""
+        """Asks for all guided requests of a step at once, because each call waits for another thread."""
         self._found.clear()
         self._found.update(self._guides.forced(requests))
 

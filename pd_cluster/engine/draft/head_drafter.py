@@ -1,7 +1,7 @@
-"""Drafts with a head of the target itself: one layer that reads the states of the last tokens (EAGLE-3, MTP).
+"""Drafts with a draft head of the target: one layer that reads the hidden states of the last tokens (EAGLE-3, MTP).
 
 Its keys and values are in the sequences' own blocks; see draft_pairs.py. A sequence has drafts one step after its
-first one here, which leaves the states.
+first step here, which provides the hidden states.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class HeadRunner(Protocol):
 
     @property
     def head_pairs(self) -> HeadPairs:
-        """The pairs that are still to be computed."""
+        """The pairs that must still be computed."""
 
     def draft_pairs(self, chunks: Sequence[PairChunk], are_tapped: bool) -> HeadOutput:
-        """Computes pairs; their states are as they were tapped, or as this has returned them."""
+        """Computes pairs; their hidden states are tapped ones, or ones that an earlier call has returned."""
 
 
 class HeadDrafter(ChainDrafter):
@@ -58,7 +58,7 @@ class HeadDrafter(ChainDrafter):
         self.found(chains)
 
     def _draft(self, chains: Sequence[Chain], pairs: Sequence[PairChunk]) -> None:
-        """Computes the pairs up to each sequence's last token, then one draft after the other."""
+        """Computes the pairs up to each sequence's last token, then one draft after another."""
         started_s, depth = self._clock(), max(each.depth for each in chains)
         output = self._runner.draft_pairs(pairs, True)
         for each in chains:
@@ -75,6 +75,6 @@ class HeadDrafter(ChainDrafter):
 
 
 def _next(chain: Chain, states: torch.Tensor) -> PairChunk:
-    """Returns the pair of a chain's last draft. `states` [hidden_size]: what its own pair's were followed by."""
+    """Returns the pair of a chain's last draft. `states` [hidden_size]: the hidden state after the previous pair."""
     at = chain.request.num_tokens + len(chain.drafts) - 1
     return PairChunk(chain.request, at, chain.drafts[-1:], states[None])

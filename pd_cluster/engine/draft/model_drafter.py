@@ -1,8 +1,8 @@
 """Drafts with a smaller model of the same vocabulary, for all sequences of a step at once.
 
-Its KV is in twins of the sequences' blocks (kv/twin_blocks.py). A sequence whose tokens have no KV there, such as one
-that was handed over, catches up in slices of later steps, and is drafted for once it has. Drafts are drawn with the
-parameters and the random numbers of the tokens that they guess.
+Its KV is in twins of the sequences' blocks (kv/twin_blocks.py). A sequence without KV there, such as one that was
+handed over, catches up in slices during later steps before it gets drafts. Drafts are drawn with the parameters and
+random numbers of the tokens that they guess.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pd_cluster.kv.twin_blocks import TwinBlocks
 from pd_cluster.model.inputs.step_input import RowCollector, StepInput
 from pd_cluster.types import Request
 
-MOST_BEHIND = 32  # tokens that a sequence catches up with in the step that drafts, each as a row of its own
-LEAST_SLICE, MOST_SLICE = 16, 512  # tokens that a step catches up with, all sequences together
-FIRST_SLICE = 64  # before it is known how long one takes
-SPARE_SHARE = 0.5  # of the time that may be spared
-WEIGHT = 0.2  # of the newest slice in what a token takes
+MAX_CATCH_UP_ROWS = 32  # tokens that a sequence catches up with in a drafting step, one row each
+MIN_SLICE, MAX_SLICE = 16, 512  # tokens that a step catches up with, over all sequences
+FIRST_SLICE = 64  # before the time per token is known
+SPARE_SHARE = 0.5  # share of the spare time that a slice may take
+WEIGHT = 0.2  # the weight of the newest slice in the time per token
 
 
 class DraftingRunner(Protocol):
     """The part of a runner that this drafter needs."""
 
     def compute_draft(self, step: StepInput) -> torch.Tensor:
-        """Computes rows of the draft model; returns logits of the rows wanted, [num_samples, vocab_size] float32."""
+        """Computes rows of the draft model; returns logits of the requested rows, [num_samples, vocab_size] float32."""
 
 
 class ModelDrafter(ChainDrafter):
@@ -46,8 +46,8 @@ class ModelDrafter(ChainDrafter):
     ) -> None:
         super().__init__(choice, grow, clock)
         self._runner, self._twins = runner, twins
-        self._is_warm = False  # the first drafts tell the time of a process's first steps
-        self._token_s = 0.0  # of a slice; 0: not known
+        self._is_warm = False  # the first drafts measure a process's slow first steps
+        self._token_s = 0.0  # time per token of a slice; 0: unknown
 
     def look(self, requests: Sequence[Request], most: int, spare_s: float) -> None:
         late: list[tuple[Request, int]] = []
@@ -56,7 +56,7 @@ class ModelDrafter(ChainDrafter):
             if (depth := self._choice.most(request, most)) <= 0:
                 continue
             num_valid = self._twins.num_valid(request)
-            if request.num_tokens - num_valid > MOST_BEHIND:
+            if request.num_tokens - num_valid > MAX_CATCH_UP_ROWS:
                 late.append((request, num_valid))
             elif (depth := self._grow(request, depth)) > 0:
                 ready.append(_TwinChain(request, depth, num_valid=num_valid))
@@ -67,7 +67,7 @@ class ModelDrafter(ChainDrafter):
             self._catch_up(late, spare_s)
 
     def _draft(self, chains: Sequence[_TwinChain]) -> None:
-        """Computes what each sequence lacks, then one draft after the other."""
+        """Computes the tokens that each sequence lacks, then one draft after another."""
         started_s, num_behind = self._clock(), sum(each.request.num_tokens - each.num_valid for each in chains)
         depth, going = 0, list(chains)
         while going:
@@ -87,10 +87,10 @@ class ModelDrafter(ChainDrafter):
         self._is_warm = True
 
     def _catch_up(self, late: Sequence[tuple[Request, int]], spare_s: float) -> None:
-        """Computes a slice of what sequences lack, in their order, all but the last token of each."""
+        """Computes a slice of the tokens that sequences lack, in order, except the last token of each."""
         most = FIRST_SLICE
         if self._token_s:
-            most = max(LEAST_SLICE, int(min(MOST_SLICE, SPARE_SHARE * spare_s / self._token_s)))
+            most = max(MIN_SLICE, int(min(MAX_SLICE, SPARE_SHARE * spare_s / self._token_s)))
         rows, left = RowCollector(self._twins.block_size), most
         for request, num_valid in late:
             if not left:
@@ -107,8 +107,8 @@ class ModelDrafter(ChainDrafter):
 
 @dataclass(slots=True)
 class _TwinChain(Chain):
-    num_valid: int = 0  # tokens whose KV the twins hold
+    num_valid: int = 0  # tokens whose KV is in the twins
 
     def fresh(self) -> list[int]:
-        """Returns the tokens to compute next: what the twins lack, then the last draft."""
+        """Returns the tokens to compute next: those that the twins lack, then the last draft."""
         return self.drafts[-1:] or self.request.token_ids(self.num_valid, self.request.num_tokens)

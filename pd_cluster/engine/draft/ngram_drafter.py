@@ -1,4 +1,4 @@
-"""Drafts from the sequence itself: what followed its last tokens when they occurred before (prompt lookup)."""
+"""Drafts from the sequence itself: the tokens that followed earlier occurrences of its last tokens (prompt lookup)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pd_cluster.types import Request
 
 
 class NgramDrafter(Drafter):
-    """Copies what followed the longest suffix of [prompt_lookup_min, prompt_lookup_max] tokens that occurred before.
+    """Copies the tokens that followed the longest earlier suffix of [prompt_lookup_min, prompt_lookup_max] tokens.
 
-    The latest place of that suffix counts. A copy that reaches the sequence's end goes on with its own
-    tokens, so a loop is drafted as far as wanted. (Saxena, "Prompt Lookup Decoding", 2023.)
+    The latest occurrence of that suffix counts. A copy that reaches the sequence's end continues with the copied
+    tokens, so a loop is drafted as far as needed. (Saxena, "Prompt Lookup Decoding", 2023.)
     """
 
     name = "ngram"
@@ -29,7 +29,7 @@ class NgramDrafter(Drafter):
         return sum(history.text.nbytes for history in self._histories.values())
 
     def draft(self, request: Request, most: int) -> Sequence[int]:
-        """Returns exactly `most` tokens, or none if the sequence's last tokens are new."""
+        """Returns exactly `most` tokens, or no tokens if the sequence's last tokens have not occurred before."""
         history = self._histories.get(request)
         if history is None or not history.followed.goes_on(request):
             history = self._histories[request] = TokenHistory(request, self._lengths, self._lengths[-1])
@@ -46,7 +46,7 @@ class NgramDrafter(Drafter):
 
 
 def _latest(text: IndexedText) -> int:
-    """Returns the place of the longest suffix of the text that occurred before; 0 if none did."""
+    """Returns the position of the longest suffix of the text that occurred before; 0 if there is none."""
     tokens, end = text.tokens, text.end
     num_tokens = end - text.reach
     hashes = text.hashes()

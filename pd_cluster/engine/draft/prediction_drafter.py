@@ -12,24 +12,24 @@ from pd_cluster.engine.draft.drafter import Drafter
 from pd_cluster.engine.draft.token_history import FollowedOutput
 from pd_cluster.types import Request
 
-LONGEST_MATCH = 8  # output tokens that are compared to find the place again
-MOST_PLACES = 32  # on either side of the last sure place
-NEAR = 16  # a single token is searched so far behind the last sure place
-SHORTLY = 8  # tokens after a deviation for which less than a pair is believed
-PART = 8192  # tokens of a prediction whose pairs are sorted in one call: about a millisecond
+LONGEST_MATCH = 8  # output tokens that are compared to find the position again
+MAX_POSITIONS = 32  # positions on either side of the last sure one
+SINGLE_MATCH_DISTANCE = 16  # tokens after the last sure position in which a single token is searched
+SINGLE_MATCH_TOKENS = 8  # tokens after a deviation in which a single matching token counts
+PART = 8192  # pairs of a prediction that are sorted in one call: about a millisecond
 
 Ints = NDArray[np.int64]
 
 
 class PredictionDrafter(Drafter):
-    """Copies the prediction from the place that the output has come to, and finds it again after a deviation.
+    """Copies the prediction from the position that the output has reached, and finds it again after a deviation.
 
-    While output tokens equal the predicted ones, the place advances. Otherwise, it is behind the longest match of the
-    last 8 to 2 output tokens: the nearest one at or behind the last sure place, or else the nearest one before that. On
-    either side, the 32 nearest places of the last two tokens are compared. If these two occur nowhere, shortly after
-    the deviation, the last one alone is looked for in the next 16 tokens, which finds the end of a deletion or
-    insertion; if it is not there, each output token is taken to replace a predicted one. A place is sure once a token
-    that it predicts has come.
+    While output tokens equal the predicted ones, the position advances. Otherwise, it is the end of the longest match
+    of the last 8 to 2 output tokens: the nearest one at or after the last sure position, or else the nearest before. On
+    either side, the 32 nearest positions of the last two tokens are compared. If these two occur nowhere, shortly after
+    the deviation the last token alone is searched in the next 16 tokens, which finds the end of a deletion or
+    insertion; if it is not found, each output token is assumed to replace a predicted one. A position is sure once a
+    token that it predicts was generated.
     """
 
     name = "prediction"
@@ -41,7 +41,7 @@ class PredictionDrafter(Drafter):
         return bool(request.order.prediction)
 
     def draft(self, request: Request, most: int) -> Sequence[int]:
-        """Returns at most `most` tokens; none where the order has no prediction or the place is unknown."""
+        """Returns at most `most` tokens; no tokens if there is no prediction or the position is unknown."""
         if not request.order.prediction or most < 1:
             return ()
         follower = self._followers.get(request)
@@ -60,12 +60,12 @@ class _Follower:
         self.prediction = request.order.prediction
         self.followed = FollowedOutput(request)
         self.place: int | None = 0  # the index of the predicted token that may come next; None: unknown
-        self._sure = 0  # the last place that a predicted token led to
+        self._sure = 0  # the last position that a predicted token confirmed
         self._num_astray = 0  # output tokens since then
-        self._pairs: PairIndex | None = None  # until there is a deviation
+        self._pairs: PairIndex | None = None  # None until there is a deviation
 
     def follow(self) -> None:
-        """Takes the output tokens that are new since the last call."""
+        """Processes the output tokens that are new since the last call."""
         fresh = self.followed.take()
         num_equal = 0
         if self.place is not None:
@@ -81,18 +81,18 @@ class _Follower:
             self.place = self._find(tuple(self.followed.token_ids[-LONGEST_MATCH:]))
 
     def _find(self, last: tuple[int, ...]) -> int | None:
-        """Returns the place behind the last output tokens."""
+        """Returns the position after the last output tokens."""
         if len(last) > 1 and (place := self._longest_match(last)):
             return place
-        if self._num_astray > SHORTLY:
+        if self._num_astray > SINGLE_MATCH_TOKENS:
             return None
-        near = self.prediction[self._sure : self._sure + NEAR]
+        near = self.prediction[self._sure : self._sure + SINGLE_MATCH_DISTANCE]
         if last[-1] in near:
             return self._sure + near.index(last[-1]) + 1
         return self._sure + self._num_astray
 
     def _longest_match(self, last: tuple[int, ...]) -> int:
-        """Returns the place behind the longest match of two or more tokens; 0 if there is none."""
+        """Returns the position after the longest match of two or more tokens; 0 if there is none."""
         if self._pairs is None:
             self._pairs = PairIndex(self.prediction)
         best, longest = 0, 1
@@ -108,15 +108,15 @@ class _Follower:
 
 
 class PairIndex:
-    """The places behind each pair of neighbours in a prediction. Each look-up sorts one more part of it."""
+    """The positions after each pair of successive tokens in a prediction. Each look-up sorts one more part of it."""
 
     def __init__(self, prediction: Sequence[int]) -> None:
         self._prediction = prediction
         self._num_indexed = 0  # pairs
-        self._parts: list[tuple[Ints, Ints]] = []  # pairs as numbers, ascending; the places behind them
+        self._parts: list[tuple[Ints, Ints]] = []  # pairs as integers, ascending; the positions after them
 
     def nearest(self, pair: Sequence[int], sure: int) -> list[int]:
-        """Returns the nearest places at `sure` or behind it, then the nearest before it: MOST_PLACES of each."""
+        """Returns the nearest positions at or after `sure`, then the nearest before: at most MAX_POSITIONS of each."""
         if self._num_indexed < len(self._prediction) - 1:
             self._sort_part()
         wanted = np.int64((pair[0] << 32) + pair[1])
@@ -127,10 +127,10 @@ class PairIndex:
                 spans.append((places[start:stop], int(places[start:stop].searchsorted(sure))))
         behind: list[int] = []
         for places, at in spans:
-            behind += places[at : at + MOST_PLACES - len(behind)].tolist()
+            behind += places[at : at + MAX_POSITIONS - len(behind)].tolist()
         before: list[int] = []
         for places, at in reversed(spans):
-            before += places[max(0, at - MOST_PLACES + len(before)) : at][::-1].tolist()
+            before += places[max(0, at - MAX_POSITIONS + len(before)) : at][::-1].tolist()
         return behind + before
 
     def _sort_part(self) -> None:

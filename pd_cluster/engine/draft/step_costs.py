@@ -1,4 +1,4 @@
-"""How long steps of so many rows take, as measured. Numbers only, no clock of its own."""
+"""The measured times of steps by number of rows. Numbers only, without a clock."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ SIZES: tuple[int, ...] = (
     *range(320, 513, 64),
     1024,
 )
-WEIGHT = 0.2  # of the newest step
-KEPT_STEPS = 512  # a size that has not been measured for so long is measured again
-FIRST_KEPT_STEPS = 64  # the same of first measurements, which others' work may have delayed; twice that of the next
-NUM_TRIED = 3  # steps of a size, the quickest of which counts at first: one may be late, and the first one prepares
-TRIED_FACTOR = 2  # up to so many times the largest known size, another is tried
+WEIGHT = 0.2  # the weight of the newest step
+MAX_AGE_STEPS = 512  # a size that has not been measured for so many steps is measured again
+FIRST_MAX_AGE_STEPS = 64  # the same for first measurements, which other work may have delayed; it doubles each time
+NUM_TRIED = 3  # steps of a size whose minimum counts at first: any may be slow, and the first one initializes
+TRIED_FACTOR = 2  # sizes up to so many times the largest known size may be tried
 NEVER = float("inf")
 
 
 class StepCosts:
     """Step times by number of rows, for steps in which every sequence computes one token.
 
-    A size that is not known takes what the line between its neighbours says. One beyond all that are known is on the
-    line through the last two, up to TRIED_FACTOR times as many rows; larger ones are infinite, so that a wrong guess
-    costs little. One below all that are known takes as long as the smallest.
+    An unknown size is interpolated linearly between its neighbours. Larger sizes than all known ones are extrapolated
+    from the last two, up to TRIED_FACTOR times as many rows, and infinite beyond, so that a wrong guess costs little.
+    Smaller sizes than all known ones take as long as the smallest.
     """
 
     def __init__(self) -> None:
@@ -36,10 +36,10 @@ class StepCosts:
         self._num_steps = 0
         self._kept_steps: dict[int, int] = {}  # by index of size
         self._tried: dict[int, list[float]] = {}  # by index of size: seconds, until there are NUM_TRIED
-        self._estimates: list[float] = []  # by index of size; empty: to be made
+        self._estimates: list[float] = []  # by index of size; empty: not computed yet
 
     def took(self, num_rows: int, seconds: float) -> None:
-        """Takes a step's time into account."""
+        """Records a step's time."""
         self._num_steps += 1
         at = index_of(num_rows)
         now_s = self._known_s(at)
@@ -52,11 +52,11 @@ class StepCosts:
         else:
             now_s += WEIGHT * (seconds - now_s)
         self._times[at] = now_s, self._num_steps
-        self._kept_steps[at] = min(KEPT_STEPS, 2 * self._kept_steps.get(at, FIRST_KEPT_STEPS // 2))
+        self._kept_steps[at] = min(MAX_AGE_STEPS, 2 * self._kept_steps.get(at, FIRST_MAX_AGE_STEPS // 2))
         self._estimates.clear()
 
     def passed(self) -> None:
-        """Counts a step that was not measured: what is known gets older."""
+        """Counts a step that was not measured, so that known times age."""
         self._num_steps += 1
         self._estimates.clear()
 
@@ -68,7 +68,7 @@ class StepCosts:
         return seconds if self._num_steps - step < self._kept_steps.get(at, 0) else None
 
     def step_s(self, num_rows: int) -> float:
-        """Returns what a step of so many rows takes, in seconds; infinity if nothing is known."""
+        """Returns the time of a step of so many rows, in seconds; infinity if unknown."""
         return self.estimates()[index_of(num_rows)]
 
     def estimates(self) -> list[float]:
@@ -93,5 +93,5 @@ class StepCosts:
 
 
 def index_of(num_rows: int) -> int:
-    """Returns the index of the smallest size with at least so many rows; of the largest for more."""
+    """Returns the index of the smallest size with at least so many rows, or of the largest size."""
     return min(bisect_left(SIZES, num_rows), len(SIZES) - 1)

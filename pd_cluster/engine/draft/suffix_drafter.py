@@ -1,8 +1,7 @@
-"""Drafts by counts of what followed the last tokens, in the sequence itself and in earlier outputs (suffix decoding).
+"""Drafts the most frequent continuations of the last tokens, in the sequence and in earlier outputs (suffix decoding).
 
-Oliaro et al., "SuffixDecoding", 2024, with vLLM's names. Their trees hold all substrings with their counts. Here the
-few places that match best are counted when a draft is wanted, so a token costs microseconds and tens of bytes at any
-depth.
+Oliaro et al., "SuffixDecoding", 2024, with vLLM's names. Their trees have all substrings with their counts. Here only
+the best matches are counted when a draft is needed, so a token costs microseconds and tens of bytes at any depth.
 """
 
 from __future__ import annotations
@@ -19,30 +18,30 @@ from pd_cluster.engine.draft.earlier_outputs import EarlierOutputs
 from pd_cluster.engine.draft.token_history import TokenHistory
 from pd_cluster.types import Request
 
-MOST_PLACES = 16  # that are counted
+MAX_POSITIONS = 16  # positions that are counted
 
 Place = tuple[int, "array[int]"]  # how many of the last tokens match before it; the tokens from it on, padded with END
 
 
 class Draft(NamedTuple):
     token_ids: list[int]
-    score: float  # the expected number of tokens that are right, if counts told the truth
+    score: float  # the expected number of right tokens, if counts were probabilities
 
 
 class SuffixDrafter(Drafter):
     """Drafts the tokens that most often followed the longest suffixes of the sequence.
 
-    The class of a place is the largest of 1, 2, 4, 8, … tokens before it that equal the sequence's last tokens. The
-    MOST_PLACES places of the highest classes are counted, the newest first in a class. For each length m below
-    `max_tree_depth`, those that match m tokens or more give a draft. It goes on with the token that most of them have
-    next, or with that of the first of them on a tie; a token's probability is its share of the places that go on, times
-    the probability of the token before. It ends before a probability under `min_token_prob`, at `max_spec_factor` x m
-    tokens, and where m and its length are the depth. The draft with the highest sum of probabilities is returned, be it
-    from the sequence itself or from earlier outputs of its scope (cache salt and variant); on a tie, the own one, and
-    that of the longer match.
+    The class of a position is the largest of 1, 2, 4, 8, … tokens before it that equal the sequence's last tokens. The
+    MAX_POSITIONS positions of the highest classes are counted, the newest first in a class. For each length m below
+    `max_tree_depth`, the positions that match m tokens or more give a draft. Each of its tokens is the most frequent
+    continuation of these positions, on a tie that of the first; its probability is its share of the positions that
+    continue, times the previous token's probability. The draft ends before a probability under `min_token_prob`, at
+    `max_spec_factor` x m tokens, and where m plus its length is the depth. The draft with the highest sum of
+    probabilities wins, from the sequence itself or from earlier outputs of its scope (cache salt and variant); on a
+    tie, the sequence's own draft and the longer match win.
 
-    At most `max_cached_requests` outputs are kept, and at most `most_nbytes` are used in all. Earlier outputs make room
-    for running sequences; a sequence for which there is none is drafted from earlier outputs alone.
+    At most `max_cached_requests` outputs are kept, and at most `most_nbytes` are used in total. Earlier outputs are
+    dropped for running sequences; a sequence that gets no memory is drafted from earlier outputs alone.
     """
 
     name = "suffix"
@@ -63,7 +62,7 @@ class SuffixDrafter(Drafter):
             max(0, min(int(length * max_spec_factor + 1e-6), max_tree_depth - length))
             for length in range(self._reach + 1)
         ]
-        self._peak = max(range(self._reach + 1), key=self._limits.__getitem__)  # the match that allows most
+        self._peak = max(range(self._reach + 1), key=self._limits.__getitem__)  # the match that allows most drafts
         self._histories: WeakKeyDictionary[Request, TokenHistory] = WeakKeyDictionary()
         self.earlier = EarlierOutputs(self._lengths, self._reach, most_nbytes)
 
@@ -72,7 +71,7 @@ class SuffixDrafter(Drafter):
         return self.earlier.nbytes + self._own_nbytes()
 
     def draft(self, request: Request, most: int) -> Sequence[int]:
-        """Returns at most `most` tokens; none without a place or without a likely token."""
+        """Returns at most `most` tokens; no tokens without a match or a likely token."""
         history, order = self._history(request), request.order
         own = [history.text] if history is not None else []
         earlier = self.earlier.texts((order.cache_salt, order.variant))
@@ -85,7 +84,7 @@ class SuffixDrafter(Drafter):
         return best.token_ids
 
     def ended(self, request: Request) -> None:
-        """Takes the output, with the end of the prompt before it, among the earlier ones of its scope."""
+        """Adds the output, with the end of the prompt before it, to the earlier outputs of its scope."""
         self._histories.pop(request, None)
         if not self._max_cached_requests or not request.output_token_ids:
             return
@@ -97,7 +96,7 @@ class SuffixDrafter(Drafter):
         self._free(0)
 
     def _history(self, request: Request) -> TokenHistory | None:
-        """Returns the request's places, up to date with its tokens; none where there is no room for them."""
+        """Returns the request's history, updated with its tokens; None if there is no memory for it."""
         history = self._histories.get(request)
         if history is None or not history.followed.goes_on(request):
             self._histories.pop(request, None)
@@ -115,7 +114,7 @@ class SuffixDrafter(Drafter):
         return sum(history.text.nbytes for history in self._histories.values())
 
     def _free(self, wanted: int) -> bool:
-        """Drops earlier outputs until so many bytes are free; none if they do not suffice. Returns whether they do."""
+        """Drops earlier outputs until so many bytes are free, or none if that would not suffice. Returns success."""
         most = self._most_nbytes - self._own_nbytes() - wanted
         while 0 <= most < self.earlier.nbytes:
             self.earlier.drop_text()
@@ -124,7 +123,7 @@ class SuffixDrafter(Drafter):
     def _better(
         self, best: Draft, texts: Sequence[IndexedText], newest_first: list[int], hashes: list[int], most: int
     ) -> Draft:
-        """Returns the best draft of these texts, or the given one if it is as good."""
+        """Returns the best draft of these texts, or `best` if it is as good."""
         places: list[Place] = []
         above = len(newest_first) + 1  # matches of this length or more have been tried
         for which in reversed(range(len(self._lengths))):
@@ -134,12 +133,12 @@ class SuffixDrafter(Drafter):
             if best.score >= min(most, self._limits[min(self._peak, above - 1)]):
                 break  # no shorter match allows more tokens
             tops = {above - 1} if places else set()
-            if len(places) < MOST_PLACES:
+            if len(places) < MAX_POSITIONS:
                 found = self._of_class(which, above, texts, newest_first, hashes[which])
-                places += islice(found, MOST_PLACES - len(places))
+                places += islice(found, MAX_POSITIONS - len(places))
                 tops.update(num_matched for num_matched, _ in places if num_matched < above)
             for top, next_top in pairwise([*sorted(tops, reverse=True), length - 1]):
-                # Matches of (next_top, top] tokens have the same places: that which allows most is as good as any.
+                # Matches of (next_top, top] tokens have the same positions: take the length that allows most drafts.
                 limit = min(most, self._limits[min(max(self._peak, next_top + 1), top)])
                 if limit > best.score:
                     draft = self._likeliest([after for num_matched, after in places if num_matched >= top], limit)
@@ -150,7 +149,7 @@ class SuffixDrafter(Drafter):
     def _of_class(
         self, which: int, above: int, texts: Sequence[IndexedText], newest_first: list[int], value: int
     ) -> Iterator[Place]:
-        """Yields places with a match of at least this class's length and less than `above`, the newest first."""
+        """Yields positions that match at least this class's length and less than `above`, the newest first."""
         length, most, width = self._lengths[which], min(above, len(newest_first)), self._limits[self._peak]
         context = array("i", newest_first[length - 1 :: -1])
         for text in texts:

@@ -1,4 +1,4 @@
-"""The tokens of one sequence, prompt and output, with an index of their contexts that follows them as they grow."""
+"""The tokens of one sequence, prompt and output, with an index of their contexts that grows with them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from pd_cluster.engine.draft.context_index import ContextIndex, IndexedText
 from pd_cluster.types import Request
 
-TOKENS_PER_CALL = 4096  # of old ones, divided by the number of context lengths: about half a millisecond
+TOKENS_PER_CALL = 4096  # old tokens per call, divided by the number of context lengths: about half a millisecond
 FEWEST_PER_CALL = 512
-INDEX_TOKENS = 16384  # of an index of old tokens
+INDEX_TOKENS = 16384  # the size of an index of old tokens
 
 
 class FollowedOutput:
-    """How much of a request's output was seen. A resumed request may have got a shorter or another one."""
+    """How much of a request's output was processed. A resumed request may have a shorter or different output."""
 
     def __init__(self, request: Request) -> None:
         self.token_ids = request.output_token_ids
@@ -22,7 +22,7 @@ class FollowedOutput:
         self._last = -1
 
     def goes_on(self, request: Request) -> bool:
-        """Returns whether the output still begins with what was seen."""
+        """Returns whether the output still begins with the processed tokens."""
         output, seen = request.output_token_ids, self.num_seen
         return output is self.token_ids and seen <= len(output) and (not seen or output[seen - 1] == self._last)
 
@@ -39,12 +39,12 @@ def _per_call(lengths: Sequence[int]) -> int:
 
 
 class TokenHistory:
-    """A request's tokens and their places: the newest ones always, the older ones a slice a call.
+    """A request's tokens and their positions: the newest are indexed at once, the older ones a slice per call.
 
-    The last slice of what is there at first is indexed at once, and then each new token. Older tokens follow in parts,
-    the newest part first, because a place near the end is the better guess; slices of a part follow in ascending order,
-    as its chains need them. So no step waits for a long prompt, and a draft may lack a place until all are indexed.
-    Tokens of an adapter that come before the prompt are left out.
+    The last slice of the first tokens is indexed at once, and then each new token. Older tokens follow in parts, the
+    newest part first, because positions near the end are better guesses; slices of a part follow in ascending order, as
+    hash chains require. So no step waits for a long prompt, and a draft may miss a position until all are indexed.
+    Virtual tokens of an adapter are left out.
     """
 
     def __init__(self, request: Request, lengths: Sequence[int], reach: int) -> None:
@@ -59,13 +59,13 @@ class TokenHistory:
         self._copy(request, max(0, num_tokens - num_newest - reach), num_tokens - num_newest)
         text.put_index(0, text.end, 2 * num_newest + 64)
         text.append(request.token_ids(request.num_tokens - num_newest, request.num_tokens))
-        self._part: ContextIndex | None = None  # of old tokens, while it is incomplete
+        self._part: ContextIndex | None = None  # the index of old tokens that is incomplete
 
     @staticmethod
     def nbytes_at_first(num_tokens: int, lengths: Sequence[int], reach: int) -> int:
         """Returns the most bytes of a history of so many tokens, once all of them are indexed."""
         per_call = _per_call(lengths)
-        num_places = num_tokens + min(num_tokens, per_call) + 64  # those of the newest part have as much room again
+        num_places = num_tokens + min(num_tokens, per_call) + 64  # the newest part has memory for as many again
         return 4 * (num_tokens + per_call + 2 * reach) + 12 * len(lengths) * num_places
 
     @property
@@ -75,7 +75,7 @@ class TokenHistory:
         return self.text.indexes[0].first - self.text.reach + lacking
 
     def extend(self, request: Request) -> None:
-        """Takes the tokens that are new since the last call, and a slice of the old ones."""
+        """Adds the tokens that are new since the last call, and a slice of the old ones."""
         if fresh := self.followed.take():
             self.text.reserve(len(fresh))
             self.text.append(fresh)

@@ -1,1 +1,1 @@
-"""Encoders of their own: instances that compute images' features, and what prefill instances need to ask them."""
+"""Encoder instances, which compute images' features, and the prefill instances' side of them."""

@@ -1,4 +1,4 @@
-"""Puts an encoder together: tower, socket, mailbox. Also what a prefill instance needs to ask encoders."""
+"""Builds an encoder: tower, socket, mailbox. Also builds the parts with which a prefill instance uses encoders."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from pd_cluster.net.peer_admission import Life
 from pd_cluster.numerics import Numerics
 from pd_cluster.process_messages import RankReport
 from pd_cluster.settings.process_configs import WorkerConfig
-from pd_cluster.transport.feature_files import FeaturePlace
+from pd_cluster.transport.feature_files import FeatureEndpoint
 from pd_cluster.transport.transport_interface import Checksum
 
 
 def terms_of(config: WorkerConfig, model_identity: str, numerics: Numerics) -> EncoderTerms:
     times, checksum = config.timeouts, Checksum(config.kv.checksum)
-    place = FeaturePlace(config.bind_address, times.connect_timeout_s, times.transfer_timeout_s, checksum)
+    place = FeatureEndpoint(config.bind_address, times.connect_timeout_s, times.transfer_timeout_s, checksum)
     return EncoderTerms(model_identity, numerics, place, config.kv_transport)
 
 
 def build_encoder(
     config: WorkerConfig, device: Device, report: Callable[[Event], None]
 ) -> tuple[EncodeWorker, Mailbox, RankReport]:
-    """Binds and loads an encoder. Its model takes images. `report` takes events to the loop's thread.
+    """Binds and loads an encoder of a model that takes images. `report` passes events to the loop's thread.
 
-    Raises ModelError for weights that do not fit.
+    Raises ModelError for weights that do not match.
     """
     engine = config.engine
     checkpoint = Checkpoint.of(engine)

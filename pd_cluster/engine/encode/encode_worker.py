@@ -1,7 +1,7 @@
-"""An encoder: images in, features out, one image at a time. State × event table in docs/protocol/handover.md.
+"""An encoder: computes features of images, one at a time. State × event table in docs/protocol/handover.md.
 
 Only the loop's thread computes and owns the queue and the store; the mailbox's thread only passes keys to pairs, and
-the socket's thread only gives files away. Knows nothing of prompts, tokens or KV cache.
+the socket's thread only hands out files. Knows nothing of prompts, tokens or KV cache.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pd_cluster.engine.lifecycle.availability import Availability
 from pd_cluster.engine.lifecycle.engine_sleep import EngineSleep
 from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
 from pd_cluster.model.vision.vision_tower import Tower
-from pd_cluster.transport.feature_files import NOBODYS, PAIRS, SHM, FeatureServer, Sealed
+from pd_cluster.transport.feature_files import PAIRS, REACH_TOKEN, SHM, FeatureServer, SealedFile
 from pd_cluster.transport.feature_pair import PairSender
 from pd_cluster.transport.link_events import LinkFailed
 from pd_cluster.types import Image, LinkState
@@ -32,13 +32,13 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 IDLE_WAIT_S = 0.05
-MOST_WAITING = 256  # images that are queued or offered; each offer is an open file
-MOST_KEPT = 256  # images, likewise
+MAX_WAITING = 256  # images that are queued or offered; each offer is an open file
+MAX_KEPT_IMAGES = 256  # images; each is an open file, too
 
 
 @dataclass(slots=True)
 class _Item:
-    """An image that a prefill instance waits for. `token`: of its offer; b"": it is queued."""
+    """An image that a prefill instance waits for. `token`: the token of its offer; b"": it is queued."""
 
     conn: str
     number: int
@@ -57,7 +57,7 @@ class TowerSource:
 
 
 class EncodeWorker:
-    """Computes images for the prefill instances that connect. Satisfies loop.Job."""
+    """Computes images for the prefill instances that connect. Implements the loop's Job."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class EncodeWorker:
         num_kept_tokens: int,
         drain: WorkerDrain,
     ) -> None:
-        """`report` takes events of pairs to the loop's thread."""
+        """`report` passes events of pairs to the loop's thread."""
         self.load = wire.Load()
         self._tower: Tower | None = source.tower
         self._rules, self._load_tower = source.tower.rules, source.again
@@ -76,11 +76,11 @@ class EncodeWorker:
         self._server = FeatureServer()
         self._queue: deque[_Item] = deque()
         self._offers: dict[bytes, _Item] = {}  # by token
-        self._kept: OrderedDict[bytes, tuple[Sealed, int]] = OrderedDict()  # by key, with the number of tokens
+        self._kept: OrderedDict[bytes, tuple[SealedFile, int]] = OrderedDict()  # by key, with the number of tokens
         self._num_kept_tokens = num_kept_tokens
-        self._peers: dict[str, str] = {}  # name@epoch of prefill instances that have opened, by connection
-        self._pairs: dict[str, PairSender] = {}  # by connection; also read by the mailbox's thread
-        self._paired_nbytes = 0  # sent over pairs that are closed
+        self._peers: dict[str, str] = {}  # name@epoch of prefill instances that have opened a link, by connection
+        self._pairs: dict[str, PairSender] = {}  # by connection; the mailbox's thread also reads it
+        self._paired_nbytes = 0  # bytes sent over pairs that are closed
         self._num_hits = self._num_encoded = self._num_resets = 0
         self._encode_s = self._next_tick_s = 0.0
         sleep = EngineSleep(self._go_to_level if source.again is not None else None, self._forget)
@@ -99,10 +99,10 @@ class EncodeWorker:
         return not self._num_waiting
 
     def flush(self) -> None:
-        """Everything is sent at once."""
+        """Does nothing, because everything is sent at once."""
 
     def release_all(self) -> None:
-        """Nothing is held."""
+        """Does nothing, because nothing is held."""
 
     def step(self) -> None:
         """Computes one image, if one is queued."""
@@ -125,33 +125,33 @@ class EncodeWorker:
     # ---- images
 
     def _encode(self, item: _Item) -> None:
-        """Offers an image's features. Where they cannot be computed, the prefill instance computes them itself."""
+        """Offers an image's features. If they cannot be computed here, the prefill instance computes them."""
         if self._clock() > item.until_s:
             return
         try:
             file = self._features_of(item)
         except OSError as error:
-            self._post.send(item.conn, wire.EncodeFailed(item.number, f"the encoder has no room: {error.strerror}"))
+            self._post.send(item.conn, wire.EncodeFailed(item.number, f"the encoder is full: {error.strerror}"))
             return
         except torch.AcceleratorError:  # the device is lost for all images
             raise
-        except Exception as error:  # one image's fault does not end the encoder
+        except Exception as error:  # one image's fault must not end the encoder
             log.exception("an image cannot be computed")
             self._post.send(item.conn, wire.EncodeFailed(item.number, f"the encoder cannot compute it: {error}"))
             return
         if (pair := self._pairs.get(item.conn)) is not None and pair.is_open:
-            self._post.send(item.conn, wire.EncodeDone(item.number, NOBODYS, file.nbytes, file.checksum))
+            self._post.send(item.conn, wire.EncodeDone(item.number, REACH_TOKEN, file.nbytes, file.checksum))
             pair.put(file)
             return
         item.token, item.until_s = self._server.offer(file), self._clock() + self._terms.place.transfer_s
         self._offers[item.token] = item
         self._post.send(item.conn, wire.EncodeDone(item.number, item.token, file.nbytes, file.checksum))
 
-    def _features_of(self, item: _Item) -> Sealed:
-        """Returns an image's features, computed unless they are kept. Raises OSError, and the tower's errors."""
+    def _features_of(self, item: _Item) -> SealedFile:
+        """Returns an image's features, computed unless they were kept. Raises OSError, and the tower's errors."""
         found = self._kept.get(item.key)
         if found is not None:
-            file = found[0].twin()
+            file = found[0].duplicate()
             self._kept.move_to_end(item.key)
             self._num_hits += 1
             return file
@@ -160,7 +160,7 @@ class EncodeWorker:
         features = self._tower.encode(item.image).cpu().contiguous()
         self._num_encoded += 1
         self._encode_s += time.monotonic() - begun_s
-        file = Sealed.of(features, self._terms.place.checksum)
+        file = SealedFile.of(features, self._terms.place.checksum)
         try:
             self._keep(item.key, file, features.shape[1])
         except BaseException:
@@ -168,13 +168,13 @@ class EncodeWorker:
             raise
         return file
 
-    def _keep(self, key: bytes, file: Sealed, num_tokens: int) -> None:
-        """Keeps a copy of an image as the most recently used, while there is room. Raises OSError."""
+    def _keep(self, key: bytes, file: SealedFile, num_tokens: int) -> None:
+        """Keeps a copy of an image as the most recently used, if there is space. Raises OSError."""
         if num_tokens > self._num_kept_tokens:
-            return  # alone it is too large: it would take the others' room for nothing
-        self._kept[key] = file.twin(), num_tokens
+            return  # one image that is too large must not displace the others
+        self._kept[key] = file.duplicate(), num_tokens
         while self._kept and (
-            sum(num for _, num in self._kept.values()) > self._num_kept_tokens or len(self._kept) > MOST_KEPT
+            sum(num for _, num in self._kept.values()) > self._num_kept_tokens or len(self._kept) > MAX_KEPT_IMAGES
         ):
             _, (dropped, _) = self._kept.popitem(last=False)
             dropped.close()
@@ -194,12 +194,12 @@ class EncodeWorker:
     def _problem(self, asked: wire.Encode) -> str:
         """Returns why an image is not computed here; "" if it is."""
         if self.state.is_closed:
-            return "the encoder stops"
+            return "the encoder is stopping"
         if self.state.sleep.closed:
-            return "the encoder sleeps"
-        if self._num_waiting >= MOST_WAITING:
-            return f"{MOST_WAITING} images wait at the encoder"
-        return self._rules.problem(asked.image) or ("" if asked.image.pixels else "it came without pixels")
+            return "the encoder is asleep"
+        if self._num_waiting >= MAX_WAITING:
+            return f"{MAX_WAITING} images already wait at the encoder"
+        return self._rules.problem(asked.image) or ("" if asked.image.pixels else "the image came without pixels")
 
     def _ask(self, conn: str, asked: wire.Encode) -> None:
         if problem := self._problem(asked):
@@ -216,7 +216,7 @@ class EncodeWorker:
     # ---- time and events
 
     def tick(self) -> None:
-        for token in [token for token in self._offers if token not in self._server]:  # they are with the asker
+        for token in [token for token in self._offers if token not in self._server]:  # they were received
             del self._offers[token]
         now_s = self._clock()
         if now_s >= self._next_tick_s:
@@ -260,17 +260,17 @@ class EncodeWorker:
                 self.state.schedulers[conn] = peer
                 if self.state.drain.has_begun:
                     self._post.beat()
-                log.info("scheduler %s is here", peer)
+                log.info("scheduler %s is connected", peer)
             case ConnClosed(conn, peer, _):
                 self.state.schedulers.pop(conn, None)
                 self._part(conn)
             case LinkFailed(conn, reason) if conn in self._peers:
                 log.warning("the pair with %s has failed: %s", self._peers[conn], reason)
                 self._part(conn)
-                self._post.disconnect(conn)  # it notices, and connects anew
+                self._post.disconnect(conn)  # the peer notices it, and connects again
 
     def _part(self, conn: str) -> None:
-        """Forgets a prefill instance and everything that it waits for."""
+        """Forgets a prefill instance and all images that it waits for."""
         self._peers.pop(conn, None)
         if (pair := self._pairs.pop(conn, None)) is not None:
             pair.close()
@@ -298,7 +298,7 @@ class EncodeWorker:
         self._post.send(conn, wire.EncoderAnswer("", self._server.name if SHM in common else "", group, over))
 
     def intercept(self, conn: str, body: wire.Body) -> bool:
-        """Passes on what an end of a pair waits for, on the mailbox's thread."""
+        """Passes keys to the pairs that wait for them, on the mailbox's thread."""
         if not isinstance(body, wire.LinkValue):
             return False
         if (pair := self._pairs.get(conn)) is not None:
@@ -307,7 +307,7 @@ class EncodeWorker:
 
     def _read_scheduler(self, conn: str, peer: str, body: wire.Body) -> None:
         match body:
-            case wire.WantedAdapters(adapters):  # a tower has none
+            case wire.WantedAdapters(adapters):  # a tower has no adapters
                 self._post.send(conn, wire.AdapterStates([each.digest for each in adapters]))
             case wire.ResetCache():
                 self._forget()
@@ -315,7 +315,7 @@ class EncodeWorker:
             case wire.Sleep(level):
                 self.state.sleep.wish(level)
             case wire.Submit():
-                log.warning("a scheduler sent a request, which is not for an encoder")
+                log.warning("a scheduler sent a request, which an encoder cannot serve")
             case _:
                 self._read(conn, peer, body)
 
@@ -333,4 +333,4 @@ class EncodeWorker:
             case wire.Heartbeat() | wire.Peers() | wire.Abort():
                 pass
             case _:
-                log.warning("%s sent a %s, which is not for an encoder", peer, type(body).__name__)
+                log.warning("%s sent a %s, which an encoder does not handle", peer, type(body).__name__)

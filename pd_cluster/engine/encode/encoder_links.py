@@ -1,5 +1,6 @@
-"""The links of a prefill instance to encoders. State × event table in docs/protocol/handover.md. On the engine's
-thread.
+"""The links of a prefill instance to encoders. State × event table in docs/protocol/handover.md.
+
+Runs on the engine's thread.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from pd_cluster.errors import told
 from pd_cluster.net.peer_admission import peer_key
 from pd_cluster.numerics import Numerics
 from pd_cluster.settings.timeouts import Timeouts
-from pd_cluster.transport.feature_files import PAIRS, SHM, FeaturePlace, ways
+from pd_cluster.transport.feature_files import PAIRS, SHM, FeatureEndpoint, ways
 from pd_cluster.transport.feature_reader import FeatureReader, Shape
 from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, FeatureEvent
-from pd_cluster.transport.transport_table import AUTO, without_secrecy
+from pd_cluster.transport.transport_table import AUTO, needs_trusted_network
 from pd_cluster.types import LinkState
 
 log = logging.getLogger(__name__)
@@ -28,11 +29,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class EncoderTerms:
-    """The model and numerics that both ends of a link share, and the ways that features may take at this one."""
+    """The model and numerics that both ends of a link must share, and the transports for features allowed here."""
 
     model_identity: str
     numerics: Numerics
-    place: FeaturePlace
+    place: FeatureEndpoint
     kv_transport: str = AUTO
     network_policy: NetworkPolicy = field(default_factory=NetworkPolicy)
 
@@ -54,8 +55,8 @@ class EncoderTerms:
                 return f"the encoder has --{flag} {mine}, the prefill instance --{flag} {its}; start both with the same"
         if not set(self.ways) & set(asked.transports):
             return (
-                f"features travel over {' or '.join((SHM, *PAIRS))}, and no --kv-transport allows one at both ends "
-                f"(the encoder's is {self.kv_transport}); leave it out, or do without encoders"
+                f"features travel over {' or '.join((SHM, *PAIRS))}, but --kv-transport allows neither at both ends "
+                f"(the encoder's is {self.kv_transport}); omit the flag, or run without encoders"
             )
         return ""
 
@@ -65,14 +66,14 @@ class _Link:
     info: wire.PeerInfo
     state: LinkState = WAITING
     conn: str = ""
-    due_s: float = 0.0  # waiting: time of the next attempt; opening: time to give up
+    due_s: float = 0.0  # waiting: time of the next attempt; opening: the deadline
     backoff_s: float = FIRST_BACKOFF_S
-    num_steps: int = 0  # of the encoder's load, when it last grew
-    progress_s: float = 0.0  # and when that was
+    num_steps: int = 0  # steps of the encoder's load when it last grew
+    progress_s: float = 0.0  # the time when it last grew
 
 
 class EncoderLinks:
-    """`lost(conn, reason)` is called when nothing more comes over a connection that was up."""
+    """`lost(conn, reason)` is called when a connection that was up brings no more features."""
 
     def __init__(
         self,
@@ -86,13 +87,13 @@ class EncoderLinks:
         self._terms, self._post, self._report, self._lost = terms, post, report, lost
         self._clock, self._timeouts = clock, timeouts
         self._links: dict[str, _Link] = {}  # by the encoder's name@epoch
-        self._readers: dict[str, FeatureReader] = {}  # by connection; also read by the mailbox's thread
+        self._readers: dict[str, FeatureReader] = {}  # by connection; the mailbox's thread also reads it
 
     def set_peers(self, peers: list[wire.PeerInfo]) -> None:
         """Keeps links to exactly these encoders."""
         wanted = {peer_key(info.name, info.epoch): info for info in peers}
         for peer in [peer for peer in self._links if peer not in wanted]:
-            self._close(self._links.pop(peer), "the scheduler wants it no more")
+            self._close(self._links.pop(peer), "the scheduler no longer wants it")
         for peer, info in wanted.items():
             self._links.setdefault(peer, _Link(info))
         self.tick()
@@ -112,12 +113,12 @@ class EncoderLinks:
         return self._by_conn(conn) is not None
 
     def conn_to(self, peer: str) -> str:
-        """Returns the connection to an encoder; "": the link is not up."""
+        """Returns the connection to an encoder; "" if the link is not up."""
         link = self._links.get(peer)
         return link.conn if link is not None and link.state.is_open else ""
 
     def heard(self, conn: str, num_steps: int) -> None:
-        """Notes that an encoder has computed images, for any instance."""
+        """Records that an encoder has computed images, for any instance."""
         link = self._by_conn(conn)
         if link is not None and num_steps != link.num_steps:
             link.num_steps, link.progress_s = num_steps, self._clock()
@@ -128,7 +129,7 @@ class EncoderLinks:
         return link.progress_s if link is not None else 0.0
 
     def fetch(self, conn: str, done: wire.EncodeDone, shape: Shape | None) -> None:
-        """Has features read; FeaturesRead follows, or `lost`. None: nobody wants them, but they may be on the way."""
+        """Has features read; FeaturesRead follows, or `lost`. `shape` None: nobody needs them, but they may arrive."""
         if (reader := self._readers.get(conn)) is not None:
             reader.read(done, shape)
 
@@ -179,12 +180,12 @@ class EncoderLinks:
             way_out = way_out or f"on another host, both need a --kv-transport that allows {' or '.join(PAIRS)}"
             self._refuse(link, f"{event.reason}; {way_out}")
 
-    # ---- inside
+    # ---- internal
 
     def _ways_to(self, link: _Link) -> list[wire.TransportName]:
-        """Returns how features may come from this encoder."""
+        """Returns the transports over which features may come from this encoder."""
         problem = self._terms.network_policy.problem(peer_key(link.info.name, link.info.epoch))
-        return [each for each in self._terms.ways if not (problem and without_secrecy(each))]
+        return [each for each in self._terms.ways if not (problem and needs_trusted_network(each))]
 
     def _by_conn(self, conn: str) -> _Link | None:
         return next((link for link in self._links.values() if link.conn == conn), None) if conn else None

@@ -1,7 +1,7 @@
-"""Images of a prefill instance's legs that encoders compute. State × event tables in docs/protocol/handover.md.
+"""Holds a prefill instance's legs while encoders compute their images. Tables in docs/protocol/handover.md.
 
-A leg is held until each of its images is here, or has failed; then it begins, and the step computes what has failed.
-Runs on the engine's thread. Knows nothing of how features travel.
+A leg is held until the features of each image have arrived, or failed; then it begins, and its step computes the failed
+ones. Runs on the engine's thread. Knows nothing of how features travel.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pd_cluster.transport.link_events import EncoderReached, EncoderUnreached, F
 from pd_cluster.types import Image, LinkState, Request
 
 log = logging.getLogger(__name__)
-MOST_WAIT = 6  # times --encode-timeout, for an image whose encoder is busy with others
-MOST_ASKED_TOKENS = 32_768  # of images that are asked for, or here and not used yet
+MAX_WAIT_FACTOR = 6  # multiple of --encode-timeout for an image whose encoder is busy with others
+MAX_REQUESTED_TOKENS = 32_768  # tokens of images that are requested, or landed and not used yet
 
 
 @dataclass(slots=True)
 class _Ask:
-    """An image that an encoder computes. `legs`: keys of those that asked; `is_read`: its features are on the way."""
+    """An image that an encoder computes. `legs`: keys of legs that need it; `is_read`: its features are being read."""
 
     item: int
     conn: str
@@ -53,12 +53,12 @@ class _Ask:
 class _WaitingLeg:
     leg: HeldLeg
     key: str  # Request.leg_key
-    images: set[bytes]  # keys of those that it waits for
+    images: set[bytes]  # keys of the images that it waits for
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The parts of a worker that this needs. `legs`: keys of those that have begun and not ended."""
+    """The parts of a worker that this stage needs. `legs`: keys of legs that have begun and not ended."""
 
     tower: Callable[[], Tower | None]
     scheduler: StepScheduler
@@ -81,7 +81,7 @@ class Encoders(Stage):
         self._asks: dict[bytes, _Ask] = {}  # by ImagePart.key
         self._held: list[_WaitingLeg] = []
         self._released: list[Released] = []
-        self._landed_for: dict[bytes, set[str]] = {}  # keys of legs, by those of images in `Tower.landed`
+        self._landed_for: dict[bytes, set[str]] = {}  # image keys in `Tower.landed` -> keys of the legs that need them
         self._items = itertools.count(1)
         self._num_landed = self._num_fallbacks = self._landed_nbytes = 0
         self._waited_s = 0.0
@@ -112,7 +112,7 @@ class Encoders(Stage):
             return True
         now_s = self._clock()
         request = request_of(submit, conn, now_s)
-        if self._engine.limits.problem(request, submit.resumed) is not None:  # it will be refused
+        if self._engine.limits.problem(request, submit.resumed) is not None:  # the leg will be refused
             return True
         waits = self._ask_for(request, submit.encoders, tower)
         if not waits:
@@ -122,7 +122,7 @@ class Encoders(Stage):
         return False
 
     def _ask_for(self, request: Request, encoders: Sequence[str], tower: Tower) -> set[bytes]:
-        """Asks for a request's images that are not here. Returns the keys of those to wait for."""
+        """Requests the features of a request's images that are not here. Returns the keys of images to wait for."""
         order, leg = request.order, request.leg_key
         num_cached = self._num_cached(request)
         waits: set[bytes] = set()
@@ -139,13 +139,15 @@ class Encoders(Stage):
                     continue
                 ask = _Ask(next(self._items), conn, image, num_tokens, self._clock())
                 self._asks[key] = ask
-                self._post.send(conn, wire.Encode(ask.item, key, image, MOST_WAIT * self._timeouts.encode_timeout_s))
+                self._post.send(
+                    conn, wire.Encode(ask.item, key, image, MAX_WAIT_FACTOR * self._timeouts.encode_timeout_s)
+                )
             self._asks[key].legs.add(leg)
             waits.add(key)
         return waits
 
     def _num_cached(self, request: Request) -> int:
-        """Counts the tokens at the prompt's beginning whose KV cache is here."""
+        """Counts the prompt's leading tokens whose KV cache is here."""
         scheduler = self._engine.scheduler
         blocks, num = scheduler.blocks, 0
         for each in scheduler.prompt_hashes(request):
@@ -157,7 +159,7 @@ class Encoders(Stage):
     def _has_capacity_for(self, num_tokens: int, tower: Tower) -> bool:
         asked = sum(ask.num_tokens for ask in self._asks.values())
         asked += sum(features.shape[1] for features in tower.landed.values())
-        return not asked or asked + num_tokens <= MOST_ASKED_TOKENS
+        return not asked or asked + num_tokens <= MAX_REQUESTED_TOKENS
 
     def abort(self, conn: str, abort: wire.Abort) -> None:
         key, is_whole = (conn, abort.request_id, abort.attempt), abort.index == -1
@@ -205,7 +207,7 @@ class Encoders(Stage):
     # ---- images
 
     def _end(self, key: bytes, reason: str = "") -> None:
-        """An image is here, or has failed for a reason; legs that wait for nothing else begin."""
+        """Handles that an image has landed, or failed for `reason`; legs that wait for no other image begin."""
         del self._asks[key]
         if reason:
             self._num_fallbacks += 1
@@ -228,7 +230,7 @@ class Encoders(Stage):
             return
         key, ask = found
         if event.features is None or tower is None:
-            self._end(key, event.reason or "this instance sleeps")
+            self._end(key, event.reason or "this instance is asleep")
             return
         tower.landed[key] = event.features
         self._landed_for[key] = set(ask.legs)
@@ -238,15 +240,15 @@ class Encoders(Stage):
         self._end(key)
 
     def _is_late(self, ask: _Ask, now_s: float) -> bool:
-        """Whether the encoder has computed nothing for a while, or its queue is too long."""
+        """Whether the encoder has made no progress for a while, or its queue is too long."""
         limit_s = self._timeouts.encode_timeout_s
         still_s = now_s - max(ask.asked_s, self._links.progress_s(ask.conn))
-        return still_s > limit_s or now_s - ask.asked_s > MOST_WAIT * limit_s
+        return still_s > limit_s or now_s - ask.asked_s > MAX_WAIT_FACTOR * limit_s
 
     # ---- events and time
 
     def set_peers(self, peers: list[wire.PeerInfo], is_prefill: bool) -> None:
-        """Learns which encoders there are; none, while this instance does not prefill."""
+        """Sets the list of encoders, which is empty while this instance does not prefill."""
         self._links.set_peers([each for each in peers if each.role == "encode"] if is_prefill else [])
 
     def read(self, conn: str, body: wire.Body, is_scheduler: bool) -> bool:
@@ -280,7 +282,7 @@ class Encoders(Stage):
         return True
 
     def tick(self) -> None:
-        """Keeps the deadlines, and drops features that no leg will use."""
+        """Applies the deadlines, and drops features that no leg will use."""
         self._links.tick()
         now_s = self._clock()
         for key, ask in [(key, ask) for key, ask in self._asks.items() if self._is_late(ask, now_s)]:

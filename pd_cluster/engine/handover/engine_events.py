@@ -1,4 +1,4 @@
-"""Events for the engine's thread from others: the mailbox, the links' threads, the parent."""
+"""Events for the engine's thread from other threads: the mailbox's, the links', the parent's."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Mail:
 
 @dataclass(frozen=True, slots=True)
 class HandedOver:
-    """The mailbox's thread has confirmed to D that this transfer stood: it is D's now."""
+    """The mailbox's thread has confirmed to D that this transfer stands: it is D's now."""
 
     conn: str
     transfer_id: str
@@ -48,14 +48,14 @@ class StopEngine:
 
 @dataclass(frozen=True, slots=True)
 class Offered:
-    """Another rank has reported what it offers in a lane of this connection's link."""
+    """Another rank has reported its offers for a lane of this connection's link."""
 
     conn: str
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoaded:
-    """The thread that loads adapters has loaded one; `problem`: or why not."""
+    """The adapters' loading thread has loaded an adapter, or failed because of `problem`."""
 
     digest: str
     problem: str
@@ -63,7 +63,7 @@ class AdapterLoaded:
 
 @dataclass(frozen=True, slots=True)
 class StartDrain:
-    """Say that this worker drains, soon accept nothing more, and stop when all requests have ended."""
+    """Asks the worker to drain: it soon accepts no more requests, and stops when all requests have ended."""
 
 
 Event = (
@@ -83,7 +83,7 @@ Event = (
 
 
 def handle_all(inbox: queue.SimpleQueue[Event], handle: Callable[[Event], None], wait_s: float) -> bool:
-    """Handles all pending events, waiting at most `wait_s` for the first. False: stop. Raises the error of a stop."""
+    """Handles all pending events, waiting at most `wait_s` for the first. Returns False to stop. Raises its error."""
     try:
         event = inbox.get(timeout=wait_s) if wait_s else inbox.get_nowait()
         while True:

@@ -1,8 +1,8 @@
-"""A request's KV cache leaves: the prefill side of every transfer.
+"""The prefill side of every transfer: sends a request's KV cache.
 
-The state × event table is in docs/protocol/handover.md; every method here is one event. No torch, no sockets, no clock
-of its own: sends, copies and reports go through the ports that the constructor receives, so that tests can drive the
-same code through any order of events.
+docs/protocol/handover.md has the state × event table; every method here is one event. It has no torch, sockets or
+clock: sends, copies and reports go through the ports that the constructor receives, so that tests can drive the same
+code through any order of events.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ExportPorts(Protocol):
         """Returns the connection of the link to this peer, if it is up."""
 
     def awaken(self, peer: str) -> bool:
-        """Opens a link that rests: `link_up` or `link_lost` follows. False: none to this peer rests."""
+        """Opens a link at rest: `link_up` or `link_lost` follows. Returns False if no link to this peer is at rest."""
 
     def limits(self, conn: str, group: int) -> ShipLimits: ...
 
@@ -46,7 +46,7 @@ class ExportPorts(Protocol):
 
 
 class ExportState(enum.Enum):
-    AWAITING = "awaiting"  # its link; it has no connection
+    AWAITING = "awaiting"  # waits for its link; has no connection
     OFFERED = "offered"
     STREAMING = "streaming"
     ENDED = "ended"
@@ -54,7 +54,7 @@ class ExportState(enum.Enum):
 
 @dataclass(slots=True)
 class Export:
-    """`progress`: what has left of each group of layers."""
+    """`progress`: the sent part of each group of layers."""
 
     request: Request
     conn: str
@@ -62,13 +62,13 @@ class Export:
     since_s: float
     progress: list[ShipProgress]
     num_wanted: int = 0  # tokens of the first group that the peer has not cached
-    step_stop: int = 0  # prompt tokens that will be computed when the current step has ended
+    step_stop: int = 0  # prompt tokens that are computed at the end of the current step
     first_tokens: list[TokenOutput] = field(default_factory=list)
 
 
 class ExportOutcomes(Protocol):
     def export_ended(self, request: Request, error: str | None) -> None:
-        """The leg is over; None: it was handed over as intended."""
+        """Ends the leg; `error` None: it was handed over as intended."""
 
 
 class Exports:
@@ -78,7 +78,7 @@ class Exports:
         self._clock, self._timeouts, self._note = terms.clock, terms.timeouts, terms.note
         self._sizes = sizes
         self._exports: dict[str, Export] = {}
-        self._step: list[Export] = []  # those whose prompts the current step computes
+        self._step: list[Export] = []  # exports whose prompts the current step computes
         self.held = HeldTransfers()
         self.num_handed_over = 0
         self.num_failed = 0
@@ -101,10 +101,10 @@ class Exports:
         if conn is not None:
             self._offer(export, conn)
 
-    # ---- a step
+    # ---- steps
 
     def computing(self, chunks: list[tuple[Request, int]]) -> bool:
-        """Prepares for a step; returns whether any of it will be handed over, so that `layers_done` must be called."""
+        """Prepares for a step. Returns whether to call `layers_done`, because some of its KV will be handed over."""
         self._step = []
         for request, num_tokens in chunks:
             export = self._exports.get(request.transfer_id) if request.leg == "prefill" else None
@@ -116,18 +116,18 @@ class Exports:
     def layers_done(self, num_layers: int) -> None:
         """Ships layers: the step has written the KV of its tokens in the first `num_layers` attention layers.
 
-        A draft head's layer comes last: exports to peers without this head have ended their step before it.
+        A draft head's layer is last: exports to peers without this head complete before it.
         """
         for export in self._step:
             if export.state is ExportState.STREAMING:
                 self._ship_layers(export, num_layers)
 
     def computed(self, request: Request, first_tokens: list[TokenOutput]) -> None:
-        """Handles a step over the prompt; one that reached the end also chose the first token of each sequence."""
+        """Handles a step over the prompt; if it reached the end, it also chose the first token of each sequence."""
         export = self._exports.get(request.transfer_id)
         if export is None:
             return
-        if request.status is Status.FINISHED:  # with token one; the engine has released the blocks already
+        if request.status is Status.FINISHED:  # with its first token; the engine has released the blocks
             self._let_go(export)
             self._revoke(export)
             return
@@ -135,14 +135,14 @@ class Exports:
         if export.state is ExportState.STREAMING:
             self._ship(export)
 
-    # ---- messages of the peer
+    # ---- messages from the peer
 
     def on_credit(self, conn: str, credit: wire.Credit) -> None:
-        """Starts streaming. Also called while a step runs, if the credit makes sense."""
+        """Starts to stream. May also be called while a step runs, if the credit is valid."""
         export = self._find(conn, credit.transfer_id)
         if export is None or export.state is not ExportState.OFFERED:
             return
-        if not self.makes_sense(conn, credit):
+        if not self.is_valid_credit(conn, credit):
             self.abort(export.request)
             wanted = ", ".join(map(str, credit.first_tokens))
             self._ended(export.request, f"{export.request.peer} wants KV cache from token {wanted} on")
@@ -154,8 +154,8 @@ class Exports:
             self._note(credit.transfer_id, "credited", first_token=credit.first_tokens[0])
             self._ship(export)
 
-    def makes_sense(self, conn: str, credit: wire.Credit) -> bool:
-        """Whether a credit is valid; an invalid one ends its request, and so must wait until no step runs."""
+    def is_valid_credit(self, conn: str, credit: wire.Credit) -> bool:
+        """Whether a credit is valid; an invalid credit ends its request, and so must wait until no step runs."""
         export = self._find(conn, credit.transfer_id)
         if export is None:
             return True
@@ -167,12 +167,12 @@ class Exports:
         )
 
     def complete_since(self, conn: str, transfer_id: str) -> tuple[int, float] | None:
-        """Returns how many tokens the peer wanted, and when the last of them were queued; None before that."""
+        """Returns how many tokens the peer wanted, and when the last of them were queued; None: not yet."""
         export = self._find(conn, transfer_id)
         return (export.num_wanted, export.since_s) if export and export.state is ExportState.ENDED else None
 
     def on_handed_over(self, conn: str, transfer_id: str) -> None:
-        """Ends the leg: D has received the answer that the transfer still stood; see HeldTransfers."""
+        """Ends the leg: D was told that the transfer stands; see HeldTransfers."""
         export = self._find(conn, transfer_id)
         if export is not None:
             self._let_go(export)
@@ -181,16 +181,16 @@ class Exports:
     def on_cancel(self, conn: str, cancel: wire.Cancel) -> None:
         export = self._find(conn, cancel.transfer_id)
         if export is not None:
-            self._give_up(export, f"{export.request.peer} gave the transfer up: {cancel.reason}")
+            self._give_up(export, f"{export.request.peer} abandoned the transfer: {cancel.reason}")
 
     def abort(self, request: Request) -> None:
-        """Withdraws a transfer that is no longer wanted. The caller releases the request."""
+        """Withdraws a transfer that is no longer needed. The caller releases the request."""
         export = self._exports.get(request.transfer_id)
         if export is not None and not self._let_go(export):
             self._revoke(export)
 
     def link_up(self, peer: str, conn: str) -> None:
-        """Offers what has waited for a link that rested."""
+        """Sends the offers that waited for a link at rest."""
         for export in self._awaiting(peer):
             self._offer(export, conn)
 
@@ -209,7 +209,7 @@ class Exports:
     def expire(self) -> None:
         """Ends every transfer whose peer has made no progress for longer than its lease.
 
-        A streaming transfer waits only for this engine, for as long as that takes.
+        A streaming transfer that waits only for this engine does not expire.
         """
         now_s = self._clock()
         for export in [e for e in self._exports.values() if e.state is not ExportState.STREAMING]:
@@ -224,10 +224,10 @@ class Exports:
                     self._revoke(export)
                 reason = f"{export.request.peer} {what} within {limit_s:g} s"
                 if awaiting:
-                    reason = f"the link to {export.request.peer} rests, and had no place within {limit_s:g} s"
+                    reason = f"the link to {export.request.peer} rests, and D had no capacity within {limit_s:g} s"
                 self._ended(export.request, None if handed_over else reason)
 
-    # ---- inside
+    # ---- internal
 
     def _offer(self, export: Export, conn: str) -> None:
         request = export.request
@@ -245,14 +245,14 @@ class Exports:
             self._ports.send(export.conn, wire.Revoke(export.request.transfer_id))
 
     def _ship_layers(self, export: Export, num_layers: int) -> None:
-        """Ships the layers that the running step has finished in complete blocks, if they are worth a payload."""
+        """Ships the layers that the running step has finished, in complete blocks, if they are worth a payload."""
         stop, least = export.step_stop, self._sizes.min_nbytes
         for group, each in enumerate(export.progress):
             limits, table = self._ports.limits(export.conn, group), export.request.tables[group]
             self._send(export, group, each.finished_layers(num_layers, stop, limits, table, least))
 
     def _ship(self, export: Export) -> None:
-        """Ships everything complete that is not queued yet; with token one, the rest, states and the ends."""
+        """Ships all complete blocks that are not queued yet; after the first token, also the rest, states and ends."""
         export.since_s = self._clock()
         request, done = export.request, bool(export.first_tokens)
         num_computed = len(request.prompt_token_ids) if done else request.num_computed_tokens
@@ -287,7 +287,7 @@ class Exports:
         self._ended(export.request, None if handed_over else error)
 
     def _let_go(self, export: Export) -> bool:
-        """Forgets the transfer; True when D already has the confirmation that it stood: then it is D's."""
+        """Forgets the transfer. Returns True if D was already told that it stands, because then it is D's."""
         transfer_id = export.request.transfer_id
         del self._exports[transfer_id]
         if export in self._step:

@@ -1,4 +1,4 @@
-"""One worker's links and transfers in both directions: KV cache is handed over and taken in here.
+"""One worker's links and transfers in both directions: sends and receives KV cache.
 
 Runs on the engine's thread, except for `intercept`.
 """
@@ -36,7 +36,7 @@ class Outcomes(ExportOutcomes, ImportOutcomes, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HandoverTerms:
-    """`is_prefill`: the role until the scheduler changes it. An offer reserves room for `growth_tokens` more."""
+    """`is_prefill`: the role until the scheduler changes it. An import reserves blocks for `growth_tokens` more."""
 
     is_prefill: bool
     growth_tokens: int
@@ -48,7 +48,7 @@ class Handover:
         self, context: HandoverContext, scheduler: StepScheduler, outcomes: Outcomes, terms: HandoverTerms
     ) -> None:
         self.is_prefill = terms.is_prefill
-        self.credits: queue.SimpleQueue[tuple[str, wire.Credit]] = queue.SimpleQueue()  # also read while a step runs
+        self.credits: queue.SimpleQueue[tuple[str, wire.Credit]] = queue.SimpleQueue()  # a running step reads it, too
         self._context = context
         self._peers: set[str] = set()  # the live workers, name@epoch
         self._progress = PeerProgress(context.clock)
@@ -68,29 +68,29 @@ class Handover:
         self.imports.check_quarantine(self._context.max_quarantined_share)
 
     def abort(self, request: Request) -> None:
-        """Ends transfers that are no longer wanted; landing blocks are freed once nothing writes to them."""
+        """Ends transfers that are no longer needed; landing blocks are freed once nothing writes to them."""
         self.exports.abort(request)
         self.imports.abort(request)
 
     def set_peers(self, peers: list[wire.PeerInfo]) -> None:
-        """Learns which workers are alive and their current roles, this worker's included."""
-        self._context.endpoint.network_policy.hear(peers)
+        """Sets the live workers and their current roles, including this worker's."""
+        self._context.endpoint.network_policy.set_peers(peers)
         partners = [each for each in peers if not each.is_forming]
         self._peers = {peer_key(each.name, each.epoch) for each in partners}
         for own in [each for each in peers if peer_key(each.name, each.epoch) == self._context.endpoint.own]:
             if self.is_prefill != (own.role == "prefill"):
-                log.info("this instance is %s now", own.role)
+                log.info("this instance's role is now %s", own.role)
             self.is_prefill = own.role == "prefill"
         self.out_links.set_peers([each for each in partners if each.role == "decode"] if self.is_prefill else [])
 
-    # ---- a step
+    # ---- steps
 
     def layers_done(self, num_layers: int) -> None:
-        """Ships finished layers while a step runs, also for a credit that has just arrived."""
+        """Ships finished layers while a step runs, also for credits that have just arrived."""
         odd = []
         while not self.credits.empty():
             conn, credit = self.credits.get_nowait()
-            if self.exports.makes_sense(conn, credit):
+            if self.exports.is_valid_credit(conn, credit):
                 self.exports.on_credit(conn, credit)
             else:
                 odd.append((conn, credit))
@@ -101,17 +101,17 @@ class Handover:
     # ---- events
 
     def intercept(self, conn: str, body: wire.Body) -> bool:
-        """Takes a message that must not wait for a step, on the mailbox's thread; returns whether it did."""
+        """Handles a message that must not wait for a step, on the mailbox's thread; returns whether it did."""
         match body:
-            case wire.KVFrame():  # straight to the link's thread
+            case wire.KVFrame():  # goes directly to the link's thread
                 self.in_links.route(conn, body)
             case wire.LinkValue():  # one end of a link waits for it
                 self.in_links.meet(conn, body)
                 self.out_links.meet(conn, body)
-            case wire.Confirm(transfer_id):  # whether a transfer still stands is answered at once
+            case wire.Confirm(transfer_id):  # is answered at once
                 if self.exports.held.answer(conn, body, self._context.post.send, self._context.note):
                     self._context.report(HandedOver(conn, transfer_id, self._context.clock()))
-            case wire.Credit():  # also read by a running step
+            case wire.Credit():  # a running step reads it, too
                 self.credits.put((conn, body))
                 return False
             case _:
@@ -119,7 +119,7 @@ class Handover:
         return True
 
     def read(self, conn: str, peer: str, body: wire.Body) -> bool:
-        """Handles another worker's message about links or transfers; False: the message is about something else."""
+        """Handles another worker's message about links or transfers; returns False for other messages."""
         match body:
             case wire.Heartbeat(load):
                 if load is not None and (self.in_links.table.is_open(conn) or self.out_links.knows(conn)):

@@ -1,4 +1,4 @@
-"""The surroundings that a worker's links, transfers and legs share."""
+"""The parts of a worker that its links, transfers and legs share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pd_cluster.types import Note
 
 @dataclass(frozen=True, slots=True)
 class HandoverContext:
-    """`report` takes events from their threads to the engine's thread."""
+    """`report` passes events from other threads to the engine's thread."""
 
     endpoint: LocalEndpoint
     post: Post

@@ -1,4 +1,4 @@
-"""Times handovers for routing's predictions, by the transports of their links. For the engine's thread only."""
+"""Measures the times of handovers for routing's predictions, by their links' transports. Engine's thread only."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from pd_cluster.wire import LayoutInfo
 
 
 class HandoverTiming:
-    """A handover takes from its prompt's last step until the peer has landed it and asks whether it still stands."""
+    """A handover's time: from its prompt's last step until the peer has landed it and asks for confirmation."""
 
     def __init__(self, layouts: Sequence[LayoutInfo]) -> None:
         self._layouts = layouts
         self._fits: dict[str, OnlineHandoverFit] = {}
 
     def add(self, link: LinkState, num_tokens: int, took_s: float) -> None:
-        """Counts one of so many tokens over a link that is up."""
+        """Records a handover of so many tokens over a link that is up."""
         if not link.is_open or took_s <= 0:
             return
         if (fit := self._fits.get(link.over)) is None:
@@ -29,6 +29,6 @@ class HandoverTiming:
 
     @property
     def costs(self) -> dict[str, HandoverCost]:
-        """Returns what is known, by the transports as LinkState names them."""
+        """Returns the measured costs; the keys are as LinkState.over returns them."""
         known = ((over, fit.cost) for over, fit in self._fits.items())
         return {over: cost for over, cost in known if cost is not None}

@@ -1,4 +1,4 @@
-"""Which transfers still stand: the only state that two threads of a prefill worker change."""
+"""Tracks which transfers still stand: the only state that two threads of a prefill worker change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cluster.types import Note
 class HeldTransfers:
     """Transfers whose KV cache is complete and still in its blocks. Two threads may take one; only the first gets it.
 
-    The thread that takes it for a `Confirm` may confirm it to D; the thread that takes it to give it up may release the
+    A thread that takes it for a `Confirm` may confirm it to D; a thread that takes it to abandon it may release the
     blocks.
     """
 
@@ -25,7 +25,7 @@ class HeldTransfers:
         return self._held.pop((conn, transfer_id), False) is None
 
     def answer(self, conn: str, confirm: wire.Confirm, send: Callable[[str, wire.Body], None], note: Note) -> bool:
-        """Answers D whether the transfer stands; True: it is D's now. Called on the mailbox's thread."""
+        """Answers D whether the transfer stands; returns True if it is D's now. Called on the mailbox's thread."""
         transfer_id = confirm.transfer_id
         is_held = self.take(conn, transfer_id)
         if is_held:

@@ -1,8 +1,8 @@
-"""A request's KV cache arrives: the decode side of every transfer.
+"""The decode side of every transfer: receives a request's KV cache.
 
-The state × event table is in docs/protocol/handover.md; every method here is one event. No torch, no sockets, no clock
-of its own: sends, copies and reports go through the ports that the constructor receives, so that tests can drive the
-same code through any order of events.
+docs/protocol/handover.md has the state × event table; every method here is one event. It has no torch, sockets or
+clock: sends, copies and reports go through the ports that the constructor receives, so that tests can drive the same
+code through any order of events.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ImportPorts(Protocol):
     def send(self, conn: str, body: wire.Body) -> None: ...
 
     def precision(self, conn: str) -> str:
-        """Returns in what KV cache that came over this link differs from what is computed here; "" when in nothing."""
+        """Returns how KV cache that came over this link differs from KV cache computed here; "" if it does not."""
 
     def begin(
         self, conn: str, transfer_id: str, tables: Sequence[list[int]], first_tokens: Sequence[int], num_tokens: int
@@ -47,12 +47,12 @@ class ImportPorts(Protocol):
     def progress_s(self, conn: str) -> float: ...
 
     def left_s(self, transfer_id: str) -> float:
-        """Returns how long the end of a transfer is expected to take whose KV cache is all here."""
+        """Returns the expected time until a transfer ends whose KV cache has all arrived."""
 
 
 class ImportState(enum.Enum):
-    EXPECTED = "expected"  # submitted, not offered
-    OFFERED = "offered"  # offered, not submitted
+    EXPECTED = "expected"  # submitted, but not offered
+    OFFERED = "offered"  # offered, but not submitted
     QUEUED = "queued"
     LANDING = "landing"
     CONFIRMING = "confirming"
@@ -71,25 +71,25 @@ class Import:
     num_tokens: int = 0
     variant: str = ""
     request: Request | None = None
-    num_cached_tokens: int = 0  # at the peer
+    num_cached_tokens: int = 0  # tokens that the peer had cached
     first_tokens: list[TokenOutput] = field(default_factory=list)
-    num_wanted_tokens: int = 0  # once it is credited: those that the first group of layers does not have cached here
-    is_imminent: bool = False  # all its KV cache is here, and a step may wait for the rest
+    num_wanted_tokens: int = 0  # tokens that the first group of layers has not cached here; set with the credit
+    is_imminent: bool = False  # all its KV cache has arrived, and a step may wait for the rest
 
 
 class ImportOutcomes(Protocol):
     def offered(self, request: Request, num_cached_tokens: int) -> None:
-        """The peer that computes the prompt had so many tokens of it."""
+        """The peer that computes the prompt had cached so many of its tokens."""
 
     def joined(self, request: Request, sequences: list[Request], first_tokens: list[TokenOutput]) -> None:
         """The request's KV has arrived; these sequences take part in the next step."""
 
     def import_ended(self, request: Request, error: str | None) -> None:
-        """The leg is over here; None: another process reports why."""
+        """Ends the leg here; `error` None: another process reports the reason."""
 
 
 class Imports:
-    """A landing reserves room for `growth_tokens` more than its prompt."""
+    """A landing reserves blocks for `growth_tokens` more tokens than its prompt."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Imports:
         self._clock, self._timeouts, self._note = terms.clock, terms.timeouts, terms.note
         self._growth_tokens = growth_tokens
         self._vocab_size = vocab_size
-        self._imports: dict[str, Import] = {}  # offered ones in the order of their offers
+        self._imports: dict[str, Import] = {}  # in order of their offers
         self.num_landings = 0
         self.num_wanted_tokens = self.num_landed_tokens = 0
         self.num_expired = 0
@@ -124,17 +124,17 @@ class Imports:
 
     @property
     def num_quarantined_blocks(self) -> int:
-        """Counts the landing blocks of transfers that were given up, which a transport may still write.
+        """Counts the landing blocks of abandoned transfers, which a transport may still write.
 
-        Those of the first group of layers, as the figures of the pool do.
+        It counts the first group of layers, as the pool's other figures do.
         """
         return self._num_draining_blocks(self._scheduler.groups[0], 0.0)
 
     def check_quarantine(self, most_share: float) -> None:
-        """Raises QuarantineFull if transfers given up long ago hold more than this share of a group's blocks."""
+        """Raises QuarantineFull if transfers abandoned long ago hold more than this share of a group's blocks."""
         for group in self._scheduler.groups:
             num_blocks = self._num_draining_blocks(group, self._timeouts.transfer_timeout_s)
-            most = math.ceil(most_share * group.blocks.num_blocks)  # a pool of few states may lend out one
+            most = math.ceil(most_share * group.blocks.num_blocks)  # a pool of few states may lend one
             if num_blocks > most:
                 raise QuarantineFull(num_blocks, most)
 
@@ -143,8 +143,8 @@ class Imports:
         before_s = self._clock() - least_s
         return sum(len(group.held(i.request)) for i in draining if i.request is not None and i.since_s <= before_s)
 
-    def num_on_their_way(self, batch: str) -> int:
-        """Counts requests whose KV will land without further action; 0 if one lacks room or is of another batch."""
+    def num_incoming(self, batch: str) -> int:
+        """Counts requests whose KV will land without further action; 0 if one lacks blocks or is of another batch."""
         total = 0
         for each in self._imports.values():
             if each.state is ImportState.DRAINING:
@@ -167,15 +167,15 @@ class Imports:
             self._outcomes.import_ended(request, f"transfer {request.transfer_id} is under way for another request")
 
     def on_offer(self, conn: str, offer: wire.Offer, peer: str = "") -> None:
-        """Handles an offer of `peer` (name@epoch) over its connection."""
+        """Handles an offer from `peer` (name@epoch) over its connection."""
         found = self._imports.pop(offer.transfer_id, None)
         if found is not None and found.state is not ImportState.EXPECTED:
-            self._imports[offer.transfer_id] = found  # offered twice: the first stands
+            self._imports[offer.transfer_id] = found  # a repeated offer; the first is valid
             return
         request = found.request if found is not None else None
         if found is not None and request is not None and peer not in ("", request.peer):
             shown = {"transfer_id": offer.transfer_id}
-            log.warning("%s offers %s, which %s should", peer, offer.transfer_id, request.peer, extra=shown)
+            log.warning("%s offers %s, which %s should offer", peer, offer.transfer_id, request.peer, extra=shown)
             self._imports[offer.transfer_id] = found
             return
         state = ImportState.OFFERED if request is None else ImportState.QUEUED
@@ -186,9 +186,10 @@ class Imports:
         self._check_offer(offered)
 
     def credit(self) -> None:
-        """Reserves landing blocks for queued offers, by priority and then in order of offers, while there is room.
+        """Reserves landing blocks for queued offers, by priority and then in order of offers, as far as there are
+        blocks.
 
-        In all groups of layers or in none.
+        An offer gets blocks in all groups of layers or in none.
         """
         queued = [i for i in self._imports.values() if i.state is ImportState.QUEUED]
         for waiting in sorted(queued, key=lambda i: i.request.priority if i.request is not None else 0):
@@ -210,15 +211,16 @@ class Imports:
 
     @property
     def imminent_s(self) -> float | None:
-        """Returns when a transfer may join that lacks only its end or P's answer, in seconds from now; None: none does.
+        """Returns the seconds until a transfer is expected to join that lacks only its end or P's answer; None: none
+        is.
 
-        Those that a step has waited for in vain do not count.
+        Transfers that a step has waited for in vain do not count.
         """
         found = [each for each in self._imports.values() if each.is_imminent and each.state in ABOUT_TO_JOIN]
         return min((self._ports.left_s(each.transfer_id) for each in found), default=None)
 
-    def await_no_longer(self) -> None:
-        """Counts the imminent transfers that were expected by now as late: no step waits for them again."""
+    def mark_late(self) -> None:
+        """Marks the imminent transfers that should have joined by now as late, so that no step waits for them again."""
         for each in self._imports.values():
             if each.is_imminent and not self._ports.left_s(each.transfer_id):
                 each.is_imminent = False
@@ -229,7 +231,7 @@ class Imports:
             found.is_imminent = True
 
     def on_landed(self, transfer_id: str, first_tokens: list[TokenOutput]) -> None:
-        """Waits for P's answer: the link's thread has sent `Confirm`, perhaps during a step, and perhaps in vain."""
+        """Waits for P's answer. The link's thread has sent `Confirm`, perhaps during a step; P may refuse it."""
         found = self._imports.get(transfer_id)
         if found is None or found.state is not ImportState.LANDING:
             return
@@ -245,7 +247,7 @@ class Imports:
         if found is None or found.state is not ImportState.CONFIRMING or found.request is None:
             return
         if not answer.held:
-            self._give_up(found, "the prefill instance had already let go of the KV cache")
+            self._give_up(found, "the prefill instance had already released the KV cache")
             return
         request = found.request
         del self._imports[answer.transfer_id]
@@ -270,7 +272,7 @@ class Imports:
             self._give_up(found, None)
 
     def abort(self, request: Request) -> None:
-        """Ends a transfer that is no longer wanted. Returns at once; landing blocks are freed after the last write."""
+        """Ends a transfer that is no longer needed. Returns at once; landing blocks are freed after the last write."""
         found = self._imports.get(request.transfer_id)
         if found is not None and found.state is not ImportState.DRAINING:
             if found.conn:
@@ -298,7 +300,7 @@ class Imports:
                     alive_s = max(alive_s, self._ports.progress_s(found.conn))
                 if now_s - alive_s > self._timeouts.transfer_timeout_s:
                     self.num_expired += 1
-                    reason = f"the transfer stood still for {self._timeouts.transfer_timeout_s:g} s"
+                    reason = f"the transfer made no progress for {self._timeouts.transfer_timeout_s:g} s"
                     self._ports.send(found.conn, wire.Cancel(found.transfer_id, reason))
                     self._give_up(found, reason)
 
@@ -321,7 +323,7 @@ class Imports:
         return found == expected and all(0 <= t.token_id < self._vocab_size for t in tokens)
 
     def _give_up(self, found: Import, error: str | None) -> None:
-        """Ends the leg; `error` None when the other side or the scheduler knows why. Landing blocks drain first."""
+        """Ends the leg; `error` None: the peer or the scheduler knows the reason. Landing blocks drain first."""
         if found.state is ImportState.DRAINING:
             return
         request = found.request
@@ -340,7 +342,7 @@ class Imports:
 
 
 def _mismatch(found: Import, request: Request) -> str:
-    """Returns why an offer is not that of the request's prompt, or ""."""
+    """Returns why an offer does not match the request's prompt, or ""."""
     if found.num_tokens != len(request.prompt_token_ids):
         return f"offered {found.num_tokens} tokens for a prompt of {len(request.prompt_token_ids)}"
     if found.variant != request.order.variant:

@@ -1,6 +1,6 @@
-"""Tells which of a prompt's KV cache leaves in one group of layers, in which pieces, and what has left. Sends nothing.
+"""Determines which pieces of a prompt's KV cache leave in one group of layers, and tracks what has left. Sends nothing.
 
-Pure arithmetic: when something may leave is Exports' decision.
+Pure arithmetic: Exports decides when a piece may leave.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pd_cluster.kv.group_rule import ALL, Rule
 from pd_cluster.kv.kv_layout import KVLayout
 from pd_cluster.kv.layer_groups import first_token_of
 
-MIN_LAYERS_NBYTES = 1 << 20  # fewer bytes of finished layers wait for more
+MIN_LAYERS_NBYTES = 1 << 20  # a smaller amount of finished layers waits for more
 
 
 class ShipLimits(NamedTuple):
@@ -23,13 +23,13 @@ class ShipLimits(NamedTuple):
 
     peer_block_size: int  # tokens
     max_payload_nbytes: int
-    num_layers: int  # that travel: all, or all but a draft head's
+    num_layers: int  # layers that are sent: all, or all but a draft head's
 
 
 class ShipGroup(NamedTuple):
     """A group of layers at this end. `block_size`: in tokens. `layer_nbytes`: of a block, in the largest layer.
 
-    `places`: its layers' places among all attention layers of the model, ascending; () if these are all its own.
+    `places`: its layers' indices among all attention layers of the model, ascending; () if it has all of them.
     """
 
     block_size: int
@@ -63,10 +63,10 @@ class ShipSizes:
 
 @dataclass(slots=True)
 class ShipProgress:
-    """One group's share of a prompt of `num_tokens`, while it leaves.
+    """One group's share of a prompt of `num_tokens` on its way.
 
-    All tokens before `next_token` are queued in all layers that travel, those up to a step's end in `num_layers`. A
-    state is one token.
+    All tokens before `next_token` are queued in all transferred layers; later tokens of the running step are queued in
+    `num_layers`. A state is one token.
     """
 
     group: ShipGroup
@@ -77,11 +77,11 @@ class ShipProgress:
 
     @property
     def num_own_tokens(self) -> int:
-        """Counts the tokens of the whole prompt as this group has them."""
+        """Counts the tokens of the whole prompt in this group."""
         return 1 if self.group.holds.is_state else self.num_tokens
 
     def accepts(self, first_token: int, limits: ShipLimits) -> bool:
-        """Whether the peer may want tokens from this one on: a block's start there, and no token that has passed."""
+        """Whether the peer may request tokens from this one on: its block starts there, and none has passed."""
         if self.group.holds.is_state:
             return first_token == 0
         least = first_token_of(self.group.holds, self.num_tokens, limits.peer_block_size)
@@ -105,7 +105,7 @@ class ShipProgress:
             yield from self._pieces(stop, first, done, limits, table)
 
     def computed(self, num_computed: int, limits: ShipLimits, table: Sequence[int]) -> Iterator[wire.KVPiece]:
-        """Yields pieces of all that is computed and final, between steps."""
+        """Yields pieces of all tokens that are computed and final, between steps."""
         if self.group.holds.is_state:
             if num_computed >= self.num_tokens:
                 yield from self._state_pieces(limits, table)
@@ -129,7 +129,7 @@ class ShipProgress:
             self.num_layers = stop_layer
 
     def _state_pieces(self, limits: ShipLimits, table: Sequence[int]) -> Iterator[wire.KVPiece]:
-        """Yields the state, as many layers at a time as fit a payload."""
+        """Yields the state, in pieces of as many layers as fit a payload."""
         at_once = max(1, limits.max_payload_nbytes // self.group.layer_nbytes)
         for first in range(0, limits.num_layers, at_once):
             yield wire.KVPiece(0, 1, first, min(at_once, limits.num_layers - first), list(table[:1]))

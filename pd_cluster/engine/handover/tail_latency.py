@@ -1,6 +1,6 @@
-"""How long the end of a transfer takes: from its last KV cache to its first token, which prefill computes meanwhile.
+"""Measures the tail of a transfer: from its last KV cache to its first token, which prefill computes meanwhile.
 
-The threads of links note what has come, without waiting for a step; the engine's asks.
+The links' threads record arrivals without waiting for a step; the engine's thread reads the estimates.
 """
 
 from __future__ import annotations
@@ -9,20 +9,20 @@ from collections.abc import Callable
 
 from pd_cluster.transport.link_events import Arrived, Drained, Landed, LandFault, LinkEvent
 
-KEPT = 0.8  # of what was known, when another tail has been seen
+KEPT = 0.8  # the weight of the earlier average when another tail is measured
 
 
 class TailLatency:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._arrived_s: dict[str, float] = {}  # transfers that lack only their end
-        self._tail_s = 0.0  # recent average; 0: none yet
+        self._tail_s = 0.0  # recent average; 0: unknown
 
     def __len__(self) -> int:
         return len(self._arrived_s)
 
     def note(self, event: LinkEvent) -> None:
-        """Notes what has come of a transfer; any thread."""
+        """Records an event of a transfer; any thread may call it."""
         match event:
             case Arrived(transfer_id):
                 self._arrived_s[transfer_id] = self._clock()
@@ -34,6 +34,6 @@ class TailLatency:
                 self._arrived_s.pop(transfer_id, None)
 
     def left_s(self, transfer_id: str) -> float:
-        """Returns how long a transfer's end is still expected to take; 0: it is here, or nothing is known."""
+        """Returns the expected time until a transfer ends; 0: it has ended, or the time is unknown."""
         arrived_s = self._arrived_s.get(transfer_id)
         return 0.0 if arrived_s is None else max(0.0, arrived_s + self._tail_s - self._clock())

@@ -1,4 +1,4 @@
-"""Time and the notes of one end of every transfer. Knows nothing of links."""
+"""The clock, timeouts and event recorder that both directions of transfers share. Knows nothing of links."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The legs of requests on one worker: how they arrive and end, and what schedulers hear of them."""
+"""The legs of requests on one worker: how they arrive and end, and how schedulers learn of it."""

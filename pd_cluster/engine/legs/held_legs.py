@@ -1,4 +1,4 @@
-"""Legs that wait for their adapters, each with what is left of its deadline. Knows nothing of where adapters are."""
+"""Legs that wait for their adapters, each with the rest of its deadline. Knows nothing of adapters' locations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster import wire
 
 @dataclass(frozen=True, slots=True)
 class HeldLeg:
-    """`expires_s`: on the worker's clock; infinite: never."""
+    """`expires_s`: by the worker's clock; infinite: never."""
 
     conn: str
     submit: wire.Submit
@@ -25,7 +25,7 @@ class HeldLeg:
 
 
 class HeldLegs:
-    """By the digests of their adapters, each in the order in which its legs came."""
+    """Waiting legs by the digests of their adapters, in order of arrival."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -39,7 +39,7 @@ class HeldLegs:
         return iter(list(self._legs))
 
     def owners(self, digest: str) -> set[bytes]:
-        """Returns the owners of the legs that wait for an adapter; {b""}: it is only the scheduler that wants it."""
+        """Returns the owners of the legs that wait for an adapter; {b""} if only the scheduler wants it."""
         return {leg.submit.owner for leg in self._legs.get(digest, ())} or {b""}
 
     def add(self, conn: str, submit: wire.Submit) -> None:
@@ -47,7 +47,7 @@ class HeldLegs:
         self._legs.setdefault(submit.order.variant, []).append(HeldLeg(conn, submit, expires_s))
 
     def take(self, digest: str) -> list[HeldLeg]:
-        """Takes the legs of an adapter out; their deadlines are what is left of them."""
+        """Removes and returns the legs of an adapter; each deadline is what remains of it."""
         now_s = self._clock()
         return [with_rest(leg, now_s) for leg in self._legs.pop(digest, ())]
 
@@ -56,7 +56,7 @@ class HeldLegs:
         return self._take_those(lambda leg: leg.expires_s < now_s)
 
     def abort(self, conn: str, abort: wire.Abort) -> None:
-        """Forgets a leg whose client no longer wants it."""
+        """Forgets a leg whose client no longer needs it."""
         key = conn, abort.request_id, abort.attempt
         self._take_those(lambda leg: leg.key == key and (abort.index == -1 or leg.submit.order.sampling.n == 1))
 
@@ -75,7 +75,7 @@ class HeldLegs:
 
 
 def with_rest(leg: HeldLeg, now_s: float) -> HeldLeg:
-    """Returns the leg with what is left of its deadline."""
+    """Returns the leg with the rest of its deadline."""
     if leg.expires_s == math.inf:
         return leg
     submit = msgspec.structs.replace(leg.submit, deadline_s=max(0.001, leg.expires_s - now_s))

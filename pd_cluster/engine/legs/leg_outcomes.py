@@ -1,4 +1,4 @@
-"""Reports to schedulers what becomes of the legs on one worker, and forgets those that have ended."""
+"""Reports the outcomes of a worker's legs to schedulers, and forgets legs that have ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cluster.types import LegEnd, PromptOutput, Request, TokenOutput
 
 
 class LegOutcomes:
-    """Satisfies handover.Outcomes."""
+    """Implements handover.Outcomes."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class LegOutcomes:
         self.forget(request)
 
     def forget(self, request: Request) -> None:
-        """Removes an ended sequence; a leg ends with its last one."""
+        """Removes an ended sequence; a leg ends with its last sequence."""
         if self.table.has(request):
             is_last = self.table.remove(request)
             self.notes.ended(request, is_last)

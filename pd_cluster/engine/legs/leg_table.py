@@ -1,6 +1,6 @@
-"""The legs of requests that run on one worker: shared by those who begin, feed and end them.
+"""The legs of requests that run on one worker, for all parts of the engine that begin, feed and end them.
 
-Knows nothing of why a leg ends. On the engine's thread.
+Knows nothing of why a leg ends. Used on the engine's thread.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pd_cluster.types import Request, Status
 
 @dataclass(slots=True)
 class LegTable:
-    """By leg key: `sequences` that have not ended, `deadlines`, and `weights` as its scheduler has weighed it.
+    """By leg key: `sequences` that have not ended, `deadlines`, and `weights` that schedulers assigned.
 
     `unwanted`: keys of legs that nobody reads any more; Legs drops them.
     """
@@ -33,7 +33,7 @@ class LegTable:
             self.deadlines[key] = deadline_s
 
     def remove(self, request: Request) -> bool:
-        """Removes an ended sequence, of a leg that is here; returns whether it was the last one, which ends the leg."""
+        """Removes an ended sequence of a leg in this table; returns whether it was the last one, which ends the leg."""
         key = request.leg_key
         self.sequences[key].remove(request)
         if self.sequences[key]:
@@ -47,7 +47,7 @@ class LegTable:
         return request in self.sequences.get(request.leg_key, ())
 
     def client_of(self, key: str) -> str | None:
-        """Returns the connection that a leg's outputs go to; None: no such leg is here."""
+        """Returns the connection that a leg's outputs are sent over; None: there is no such leg."""
         sequences = self.sequences.get(key)
         return sequences[0].client if sequences else None
 
@@ -55,7 +55,7 @@ class LegTable:
         return [key for key in self.sequences if self.client_of(key) == conn]
 
     def outstanding(self) -> dict[str, int]:
-        """Returns the weights of each scheduler's legs that have not ended, in tokens, by its connection."""
+        """Returns the summed weights of each scheduler's legs that have not ended, in tokens, by its connection."""
         sums: dict[str, int] = {}
         for key, sequences in self.sequences.items():
             client = sequences[0].client
@@ -68,7 +68,7 @@ class LegTable:
             request.client = client
 
     def variants(self) -> Iterator[str]:
-        """Yields the adapters of legs that are computed here, or will be: not of those that are handed over."""
+        """Yields the adapters of legs that are or will be computed here, without legs that are handed over."""
         for sequences in self.sequences.values():
             for each in sequences:
                 if each.status is not Status.EXPORTING:

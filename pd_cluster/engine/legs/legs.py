@@ -1,4 +1,4 @@
-"""The legs of requests on one worker: how they arrive, and how they end."""
+"""The legs of requests on one worker: how they arrive and end."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.engine.step.engine_limits import EngineLimits
 from pd_cluster.types import LegEnd, Request, Status, resume
 
-OTHERS = "this attempt is here already, for another scheduler"
+OTHERS = "this attempt already runs here, for another scheduler"
 ENDING = "an earlier leg of this attempt is still ending here"
-LEAST_WAITING = 16  # legs that may wait, however few a step may have
+MIN_WAITING = 16  # legs that may always wait, however few sequences a step may have
 
 
 class Legs:
@@ -40,7 +40,7 @@ class Legs:
 
     @classmethod
     def of(cls, context: HandoverContext, core: EngineCore, limits: EngineLimits, terms: HandoverTerms) -> Legs:
-        """Puts the legs of a worker together, without any."""
+        """Builds the legs of a worker, none of which has begun."""
         clock, table = context.clock, LegTable()
         output_batcher, notes = OutputBatcher(context.post, context.tracer, clock), LegNotes(context.note, clock)
         outcomes = LegOutcomes(table, core.scheduler, output_batcher, notes, Records(table, output_batcher, clock))
@@ -52,7 +52,7 @@ class Legs:
         return not self.table.sequences and not self._core.scheduler.requests
 
     def variants(self) -> set[str]:
-        """Returns the adapters of requests that are computed here, or will be: not of those that are handed over."""
+        """Returns the adapters of requests that are or will be computed here, without requests that are handed over."""
         requests = self._core.scheduler.requests.values()
         computed = {each.order.variant for each in requests if each.status is not Status.EXPORTING}
         return {*self.table.variants(), *computed}
@@ -62,7 +62,7 @@ class Legs:
     def submit(self, conn: str, submit: wire.Submit, closed: str, num_held: int = 0) -> None:
         """Accepts a leg, or reports why not.
 
-        `closed`: why this worker accepts no requests now; "": it does. `num_held`: legs that stages hold.
+        `closed`: why this worker accepts no requests now; "" if it does. `num_held`: legs that stages hold.
         """
         request = request_of(submit, conn, self._clock())
         key, problem = request.leg_key, self._limits.problem(request, submit.resumed)
@@ -75,8 +75,8 @@ class Legs:
         elsewhere = closed or self._limits.lacks(request) or (ENDING if is_ending else None)
         if is_fault := problem is None and elsewhere is not None:
             problem = elsewhere
-        if is_full := problem is None and self.turns_away(submit, num_held):
-            problem, is_fault = f"as many requests wait here as it computes at once ({self._most_waiting})", True
+        if is_full := problem is None and self.would_refuse(submit, num_held):
+            problem, is_fault = f"as many requests wait here as it computes at a time ({self._most_waiting})", True
         self.notes.submitted(request, problem)
         if problem is not None:
             ended = LegEnd(request.request_id, request.attempt, problem, is_fault, is_full=is_full)
@@ -96,10 +96,10 @@ class Legs:
         """Ends a leg that never began here."""
         self.output_batcher.add_end(conn, LegEnd(submit.request_id, submit.attempt, error))
 
-    def turns_away(self, submit: wire.Submit, num_held: int) -> bool:
-        """Whether a leg would only hear that as many wait here as a step may have.
+    def would_refuse(self, submit: wire.Submit, num_held: int) -> bool:
+        """Whether a leg would be refused because as many wait here as a step may have.
 
-        Those that wait for another instance do not count; `num_held` that stages hold do.
+        Legs that wait for another instance do not count; the `num_held` legs of stages do.
         """
         if not submit.may_be_full:
             return False
@@ -109,7 +109,7 @@ class Legs:
 
     @property
     def _most_waiting(self) -> int:
-        return max(LEAST_WAITING, self._core.scheduler.max_num_seqs)
+        return max(MIN_WAITING, self._core.scheduler.max_num_seqs)
 
     # ---- the end of a leg
 
@@ -134,7 +134,7 @@ class Legs:
         self.records.expire(now_s)
 
     def abort(self, conn: str, abort: wire.Abort) -> None:
-        """Ends a leg that its scheduler no longer wants, or (`index` not -1) one sequence of it."""
+        """Ends a leg that its scheduler no longer needs, or one sequence of it (`index` not -1)."""
         key, index = f"{abort.request_id}#{abort.attempt}", abort.index
         sequences = self.table.sequences.get(key, [])
         if not sequences and index == -1:
@@ -145,8 +145,8 @@ class Legs:
         if index == -1 or (leader.sampling.n == 1 and index == 0):
             self.drop(key)
         elif leader.sampling.beam_width:
-            return  # hypotheses leave all at once
-        elif not leader.output_token_ids and not leader.is_resumed:  # its sequences are not separate yet
+            return  # hypotheses are sent together at the end
+        elif not leader.output_token_ids and not leader.is_resumed:  # its sequences are not forked yet
             leader.dropped.add(index)
         elif leader.leg != "prefill":
             for request in [r for r in sequences if r.index == index]:

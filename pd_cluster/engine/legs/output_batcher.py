@@ -1,6 +1,6 @@
 """Collects a worker's messages to its schedulers until the end of the step: one message per scheduler and step.
 
-Tokens wait longer where nobody reads them one by one. Knows nothing of legs or of reasons.
+Tokens wait longer if the client does not read them one by one. Knows nothing of legs or of reasons.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import msgspec
 from pd_cluster import wire
 from pd_cluster.engine.handover.links.link_ends import Post
 from pd_cluster.engine.leg_trace import Tracer
-from pd_cluster.types import MOST_UNTOLD, LegEnd, PooledOutput, PromptOutput, Request, TokenOutput
+from pd_cluster.types import MAX_UNSENT, LegEnd, PooledOutput, PromptOutput, Request, TokenOutput
 
-NOBODY = ""  # in place of a connection: the reader of a stream without one
-MOST_LOGPROBS = 1 << 18  # in a message, whose size is limited; those of one token are never parted
+NOBODY = ""  # in place of a connection: the reader of a stream that has none
+MAX_MESSAGE_LOGPROBS = 1 << 18  # in a message, whose size is limited; those of one token are never split
 
 
 class OutputBatcher:
-    """`client` is a scheduler's connection, or NOBODY, whose messages are dropped."""
+    """A `client` is a scheduler's connection, or NOBODY, whose messages are dropped."""
 
     def __init__(self, post: Post, tracer: Tracer, clock: Callable[[], float]) -> None:
         self._post = post
@@ -40,25 +40,25 @@ class OutputBatcher:
         self._events.pop(client, None)
 
     def add_token(self, request: Request, token: TokenOutput) -> None:
-        """Adds a sequence's next token. One that gathers sends its first token at once, then many together."""
+        """Adds a sequence's next token. A gathering sequence sends its first token at once, then many together."""
         if request.gathers and token.position:
-            num_untold = request.num_untold
-            if token.finish_reason is None and num_untold < MOST_UNTOLD:
-                request.num_untold = num_untold + 1
+            num_unsent = request.num_unsent
+            if token.finish_reason is None and num_unsent < MAX_UNSENT:
+                request.num_unsent = num_unsent + 1
                 return
-            request.num_untold = 0
-            earlier = tuple(request.output_token_ids[token.position - num_untold : token.position])
+            request.num_unsent = 0
+            earlier = tuple(request.output_token_ids[token.position - num_unsent : token.position])
             token = msgspec.structs.replace(token, earlier=earlier)
         self._add(request, token)
 
     def add_group(self, request: Request, tokens: Sequence[TokenOutput]) -> None:
-        """Adds the tokens that a sequence got in one step: they leave together."""
+        """Adds the tokens that a sequence got in one step, which are sent together."""
         if request.gathers:
             for token in tokens:
                 self.add_token(request, token)
             return
-        for first in range(0, len(tokens), MOST_UNTOLD + 1):
-            *before, last = tokens[first : first + MOST_UNTOLD + 1]
+        for first in range(0, len(tokens), MAX_UNSENT + 1):
+            *before, last = tokens[first : first + MAX_UNSENT + 1]
             told = tuple(token.logprobs for token in before if token.logprobs is not None)
             earlier = tuple(token.token_id for token in before)
             self._add(request, msgspec.structs.replace(last, earlier=earlier, earlier_logprobs=told))
@@ -82,16 +82,16 @@ class OutputBatcher:
         self._ended[client].append(end)
 
     def send(self, client: str, body: wire.Body) -> None:
-        """Sends a message behind everything that was added before it."""
+        """Sends a message after everything that was added before."""
         self.flush()
         self._post.send(client, body)
 
     def tick(self) -> None:
-        """Lets the next flush send events even without another message."""
+        """Lets the next flush send events even without other messages."""
         self._events_due = True
 
     def flush(self) -> None:
-        """Sends one message to each scheduler that has something waiting, and one for each large output."""
+        """Sends one message to each scheduler with waiting outputs, and one for each large output."""
         clients = {*self._tokens, *self._ended, *self._prompts, *self._pooled}
         if clients or self._events_due:
             self._collect_events()
@@ -103,7 +103,7 @@ class OutputBatcher:
                 waiting.pop(NOBODY, None)
         for client in clients:
             prompts = self._prompts.pop(client, [])
-            for prompt in [p for p in prompts if p.logprobs]:  # large, so each has a message of its own
+            for prompt in [p for p in prompts if p.logprobs]:  # large, so each has its own message
                 self._post.send(client, wire.Outputs(prompts=[prompt]))
             brief = [p for p in prompts if not p.logprobs]
             tokens, *more = _parts(self._tokens.pop(client, []))
@@ -117,23 +117,23 @@ class OutputBatcher:
                 self._post.send(client, wire.Outputs(pooled=[pooled]))
 
     def _collect_events(self) -> None:
-        """Copies new events to every scheduler: this worker does not know which of them knows a transfer."""
+        """Copies new events for every scheduler, because this worker does not know which scheduler has a transfer."""
         if events := self._tracer.drain():
             for known in self._events.values():
                 known += events
 
 
 def _parts(tokens: list[TokenOutput]) -> list[list[TokenOutput]]:
-    """Returns the tokens in as few messages as their logprobs allow; at least one."""
+    """Returns the tokens in as few messages as their logprobs allow, at least one."""
     sizes = [sum(len(told.top) for told in (token.logprobs, *token.earlier_logprobs) if told) for token in tokens]
-    if sum(sizes) <= MOST_LOGPROBS:
+    if sum(sizes) <= MAX_MESSAGE_LOGPROBS:
         return [tokens]
     parts: list[list[TokenOutput]] = [[]]
-    room = MOST_LOGPROBS
+    room = MAX_MESSAGE_LOGPROBS
     for token, size in zip(tokens, sizes, strict=True):
         if size > room and parts[-1]:
             parts.append([])
-            room = MOST_LOGPROBS
+            room = MAX_MESSAGE_LOGPROBS
         parts[-1].append(token)
         room -= size
     return parts

@@ -1,7 +1,7 @@
-"""Records of streams that resume: their order and output, for a while after their reader is lost.
+"""Records of streams that can resume: their request and output, for a while after their reader is lost.
 
-docs/protocol/requests.md, "Streams that resume", has the states. Knows nothing of text, of what clients hold, or of how
-legs are computed.
+docs/protocol/requests.md, "Streams that resume", has the states. Knows nothing of text, of what clients have received,
+or of how legs are computed.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pd_cluster.types import LegEnd, PromptOutput, Request, RequestSpec, TokenOu
 
 log = logging.getLogger(__name__)
 
-GONE = "what was kept of the stream is gone"
+GONE = "the record of the stream was dropped"
 STOPPED = "the stream stopped while nobody read it"
 TAKEN = "another reader has taken this stream over"
-NAME_NBYTES = 8  # of a digest, by which a record is looked up; the rest is compared in constant time
+NAME_NBYTES = 8  # the part of a digest by which a record is found; the rest is compared in constant time
 
 
 @dataclass(slots=True, eq=False)
 class Record:
     """`reader`: a scheduler's connection, or NOBODY until `expires_s`.
 
-    `former`: the reader before, if the leg ended under it: it looks for another instance.
+    `former`: the previous reader, if the leg ended while it read: it looks for another instance.
     """
 
     keep: wire.Keep = field(repr=False)
@@ -56,12 +56,12 @@ class Record:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its last token is here."""
+        """Whether it has its last token."""
         return bool(self.tokens) and self.tokens[-1].finish_reason is not None
 
 
 class Records:
-    """Marks legs that nobody will read as unwanted in the table of those that run."""
+    """Marks legs that nobody will read as unwanted in the table of running legs."""
 
     def __init__(self, legs: LegTable, output_batcher: OutputBatcher, clock: Callable[[], float]) -> None:
         self._legs, self._output_batcher, self._clock = legs, output_batcher, clock
@@ -73,9 +73,9 @@ class Records:
         return len(self._by_name)
 
     def open(self, conn: str, submit: wire.Submit) -> None:
-        """Keeps a record of a leg that was accepted, if it is asked for and there is room.
+        """Keeps a record of an accepted leg, if the request asks for it and there is memory.
 
-        It replaces an earlier attempt's record, whose leg ends, and so does its stream at another scheduler.
+        It replaces an earlier attempt's record: that leg ends, and so does its stream at another scheduler.
         """
         keep, sampling = submit.keep, submit.order.sampling
         if keep is None or sampling.n != 1 or sampling.beam_width:
@@ -87,18 +87,18 @@ class Records:
         keep = msgspec.structs.replace(keep, tokens=[], prompt=None)
         record = Record(keep, submit.request_id, submit.attempt, submit.order, conn, tokens, prompt)
         self._by_name[record.name] = self._by_request[record.request_id] = record
-        log.debug("%d streams can be resumed", len(self))
+        log.debug("%d streams can resume", len(self))
         order_nbytes = wire.PROMPT_TOKEN_NBYTES * len(submit.order.prompt_token_ids)
         self._grow(record, order_nbytes + 2 * len(keep.recipe) + wire.nbytes_of(tokens))
 
     def note_prompt(self, prompt: PromptOutput) -> None:
-        """Keeps the outputs of a prompt, wherever it was computed; the first ones count, as for clients."""
+        """Stores the outputs of a prompt, wherever it was computed; the first ones count, as for clients."""
         record = self._by_request.get(prompt.request_id)
         if record is not None and record.attempt == prompt.attempt and record.prompt is None:
             record.prompt = prompt
 
     def note(self, request: Request, tokens: list[TokenOutput]) -> None:
-        """Keeps a sequence's next tokens, each once, and the report of its drafts, before they are batched."""
+        """Stores a sequence's next tokens, each once, and the report of its drafts, before they are batched."""
         record = self._of(request)
         if record is None:
             return
@@ -122,7 +122,7 @@ class Records:
 
     def _release(self, conn: str, release: wire.Release) -> None:
         record = self._by_request.get(release.request_id)
-        if record is None:  # forgotten for want of room, while its leg went on
+        if record is None:  # dropped for lack of memory while its leg continued
             if self._legs.client_of(key := f"{release.request_id}#{release.attempt}") == conn:
                 self._legs.unwanted.add(key)
             return
@@ -136,7 +136,7 @@ class Records:
             self._legs.unwanted.add(record.leg_key)
 
     def closed(self, conn: str) -> None:
-        """Lets the legs go on although their scheduler is gone."""
+        """Lets the legs continue although their scheduler is gone."""
         for record in self._by_name.values():
             if record.reader == conn:
                 self._leave(record)
@@ -144,19 +144,19 @@ class Records:
                 record.former = NOBODY
 
     def aborted(self, conn: str, abort: wire.Abort) -> None:
-        """Starts the window of a stream that moves although its leg is over: its last token is on its way."""
+        """Starts the window of a stream that changes its reader after its leg has ended: its last token will follow."""
         record = self._by_request.get(abort.request_id)
         if record is not None and (record.attempt, record.reader) == (abort.attempt, conn):
             self._leave(record, former=conn)
 
     def leg_ended(self, request: Request) -> None:
-        """Starts the window of a stream whose leg is over before its last token."""
+        """Starts the window of a stream whose leg ended before its last token."""
         record = self._of(request)
         if record is not None and not record.is_whole and record.reader != NOBODY:
             self._leave(record, former=record.reader)
 
     def failed(self, request: Request) -> None:
-        """Forgets a stream that ended with an error of its own."""
+        """Forgets a stream that ended with an error."""
         if (record := self._of(request)) is not None:
             self._forget(record)
 
@@ -177,7 +177,7 @@ class Records:
         return record
 
     def _attach(self, conn: str, attach: wire.Attach) -> None:
-        """Makes a scheduler the reader, and sends it everything from the beginning."""
+        """Makes a scheduler the reader, and sends it the stream from the beginning."""
         record, output_batcher = self._find(attach.digest), self._output_batcher
         request_id, attempt = attach.request_id, attach.attempt
         if record is None or (record.request_id, record.attempt) != (request_id, attempt):
@@ -207,7 +207,7 @@ class Records:
             if reader not in (NOBODY, conn):
                 self._output_batcher.add_end(reader, LegEnd(record.request_id, record.attempt, TAKEN, is_taken=True))
 
-    # ---- the end
+    # ---- end of records
 
     def expire(self, now_s: float) -> None:
         for record in [each for each in self._by_name.values() if now_s > each.expires_s]:
@@ -223,21 +223,21 @@ class Records:
         return record if record is not None and record.attempt == request.attempt else None
 
     def _grow(self, record: Record, nbytes: int) -> None:
-        """Counts more bytes. For want of room, the tenant that has the most of it loses records."""
+        """Adds to the bytes of a record. If memory runs out, the tenant that uses most of it loses records."""
         record.nbytes += nbytes
         self.nbytes += nbytes
         while self.nbytes > record.keep.capacity_nbytes and self._by_name:
             victim = self._victim(record)
-            log.info("request %s cannot be resumed any more: no room (--resume-memory)", victim.request_id)
+            log.info("request %s can no longer resume: no memory left (--resume-memory)", victim.request_id)
             self._forget(victim)
             if victim.reader == NOBODY:
                 self._legs.unwanted.add(victim.leg_key)
 
     def _victim(self, growing: Record) -> Record:
-        """Returns a record of the tenant with most bytes, its own tenant if that has as many.
+        """Returns the record to drop, of the tenant with the most bytes, or of the growing record's if it has as many.
 
-        Those without a reader go first, the first to expire before others; of its own tenant only where they are
-        enough, otherwise the growing one goes.
+        Records without a reader are dropped first, in order of expiry; of the growing record's tenant only if they
+        suffice, otherwise the growing record is dropped.
         """
         sizes: Counter[bytes] = Counter()
         for each in self._by_name.values():
@@ -256,6 +256,6 @@ class Records:
         if self._by_name.get(record.name) is record:
             del self._by_name[record.name]
             self.nbytes -= record.nbytes
-            log.debug("%d streams can be resumed", len(self))
+            log.debug("%d streams can resume", len(self))
         if self._by_request.get(record.request_id) is record:
             del self._by_request[record.request_id]

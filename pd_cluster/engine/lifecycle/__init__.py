@@ -1,1 +1,1 @@
-"""Whether a worker takes requests: it may drain, or sleep."""
+"""Whether a worker takes requests: it may drain or sleep."""

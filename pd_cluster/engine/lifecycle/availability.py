@@ -1,7 +1,6 @@
-"""Whether a worker takes requests: it may drain, or sleep. The rules are in
-docs/protocol/membership.md, "The end of a process".
+"""Determines whether a worker takes requests: it may drain or sleep.
 
-Knows nothing of what requests ask for.
+docs/protocol/membership.md, "The end of a process", has the rules. Knows nothing of the requests' contents.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from pd_cluster.engine.lifecycle.worker_drain import WorkerDrain
 
 
 class Availability:
-    """`schedulers`: name@epoch by connection. `clients`: further senders of requests; None: there are no others."""
+    """`schedulers`: name@epoch by connection. `clients`: other senders of requests; None: there are no others."""
 
     def __init__(self, drain: WorkerDrain, sleep: EngineSleep, clients: Sized | None = None) -> None:
         self.drain, self.sleep = drain, sleep
@@ -22,16 +21,16 @@ class Availability:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it drains, and nobody will send a request because they do not know that, or it sleeps."""
+        """Whether it sleeps, or drains and every sender knows that."""
         is_deserted = not self.schedulers or not self._clients
         return self.drain.has_begun and (is_deserted or self.drain.is_heard or bool(self.sleep.closed))
 
     @property
     def why_closed(self) -> str:
-        """Returns why no request is taken now; "": they are."""
-        return "this instance takes nothing more, because it stops" if self.is_closed else self.sleep.closed
+        """Returns why no request is taken now; "" if requests are taken."""
+        return "this instance takes no more requests, because it stops" if self.is_closed else self.sleep.closed
 
     def settle(self) -> None:
-        """Goes to the level of sleep that is wished, if there is another; nothing may be in use."""
+        """Changes to the requested level of sleep, if it is another; nothing may be in use."""
         if self.sleep.is_due and not self.drain.has_begun:
             self.sleep.settle()

@@ -1,7 +1,6 @@
-"""A worker's sleep: the level that its scheduler wishes, and the one that is reached. The table is in
-docs/protocol/membership.md.
+"""A worker's sleep: the level that its scheduler requested, and the level that it has reached.
 
-Knows nothing of what the memory held.
+docs/protocol/membership.md has the state × event table. Knows nothing of the memory's contents.
 """
 
 from __future__ import annotations
@@ -18,38 +17,38 @@ MIB = 1 << 20
 
 
 class EngineSleep:
-    """`go` takes the model and its pool to a level; None: their memory cannot be returned."""
+    """`go` brings the model and its pool to a level; None: their memory cannot be returned."""
 
     def __init__(self, go: Callable[[SleepLevel], None] | None, forget: Callable[[], None]) -> None:
         """`forget`: empties the prefix cache."""
         self._go, self._forget = go, forget
-        self._wished: SleepLevel = 0
-        self.level: SleepLevel = 0  # reached
+        self._requested: SleepLevel = 0
+        self.level: SleepLevel = 0  # the level that is reached
 
     def wish(self, level: SleepLevel) -> None:
         if self._go is None:
-            log.warning("a scheduler wishes sleep at level %d, which only instances on a CPU can follow", level)
+            log.warning("a scheduler requests sleep level %d, which only instances on a CPU support", level)
             return
-        self._wished = level
+        self._requested = level
 
     @property
     def is_due(self) -> bool:
-        """Whether the wished level is not reached; nothing may be in use on the way there."""
-        return self._wished != self.level
+        """Whether the requested level is not reached yet; nothing may be in use during the change."""
+        return self._requested != self.level
 
     @property
     def closed(self) -> str:
-        """Returns why no request is taken; "": they are."""
-        return "this instance takes nothing, because it sleeps" if self._wished or self.level else ""
+        """Returns why no request is taken; "" if requests are taken."""
+        return "this instance takes no requests, because it sleeps" if self._requested or self.level else ""
 
     def settle(self) -> None:
-        """Goes to the wished level, which may take as long as loading the model. Raises ModelError."""
+        """Changes to the requested level, which may take as long as loading the model. Raises ModelError."""
         assert self._go is not None
         started_s, before = time.monotonic(), resident_nbytes()
-        if self._wished:
+        if self._requested:
             self._forget()
-        self._go(self._wished)
-        self.level = self._wished
+        self._go(self._requested)
+        self.level = self._requested
         state = f"asleep at level {self.level}" if self.level else "awake"
         took_s, change = time.monotonic() - started_s, (resident_nbytes() - before) / MIB
         log.info("%s after %.2f s: %+.0f MiB resident", state, took_s, change)

@@ -1,7 +1,6 @@
-"""A worker's drain: whether it has begun, and whether others have had time to hear of it. The rules are in
-docs/protocol/membership.md, "The end of a process".
+"""A worker's drain: whether it has begun, and whether its peers have had time to learn of it.
 
-Knows nothing of connections or of what is left to do.
+docs/protocol/membership.md, "The end of a process", has the rules. Knows nothing of connections or of remaining work.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-CLOSES_AFTER_S = 0.5  # in which others hear that a worker drains, and what they sent before arrives; at most
+CLOSES_AFTER_S = 0.5  # the most time in which peers learn that a worker drains, and their earlier messages arrive
 
 
 class WorkerDrain:
@@ -20,11 +19,11 @@ class WorkerDrain:
         self.has_begun = False
 
     def begin(self) -> None:
-        """Begins the drain unless it has begun. The caller lets others hear of it at once."""
+        """Begins the drain unless it has begun. The caller informs its peers at once."""
         self.has_begun = True
         self._heard_s = min(self._heard_s, self.clock() + self._wait_s)
 
     @property
     def is_heard(self) -> bool:
-        """Whether what others sent before they heard of the drain has arrived."""
+        """Whether all messages have arrived that peers sent before they learned of the drain."""
         return self.clock() >= self._heard_s

@@ -1,1 +1,1 @@
-"""Both ends of a trial transfer of KV blocks, each in a process of its own; no model."""
+"""Both ends of a trial transfer of KV blocks, each in its own process, without a model."""

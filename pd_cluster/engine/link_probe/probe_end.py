@@ -1,6 +1,6 @@
 """One end of a trial transfer: `python -m pd_cluster.engine.link_probe.probe_end` (see probe_messages.py).
 
-It has a pool on a rank's device, and one link at a time; no model and no engine.
+It has a pool on a rank's device, and one link at a time, but no model and no engine.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pd_cluster.engine.start.rank_main import die_with_parent
 from pd_cluster.errors import LinkError, PdClusterError, told
 from pd_cluster.kv.kv_pool import KVPool
 
-AGAIN_S = 0.2  # between two attempts to reach an end that may not be there yet
+AGAIN_S = 0.2  # between two attempts to reach an end that may not have started yet
 
 
 class ProbeEnd:
@@ -72,7 +72,7 @@ class ProbeEnd:
             end.mailbox.close()
 
     def _linked(self, command: Send) -> SendingEnd:
-        """Tries again while the other end may not be there yet. Raises LinkError."""
+        """Retries while the other end may not have started yet. Raises LinkError."""
         deadline_s = time.monotonic() + command.wait_s
         while True:
             end = SendingEnd(self._begin, command, self._pool)
@@ -94,7 +94,7 @@ class ProbeEnd:
             receiving.compare(command)
         finally:
             receiving.close()
-            self._pool.clear(list(range(NUM_BLOCKS)))  # the next link must not find these
+            self._pool.clear(list(range(NUM_BLOCKS)))  # the next link must not find the same content
         return ProbeAnswer()
 
 

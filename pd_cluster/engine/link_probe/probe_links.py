@@ -1,6 +1,6 @@
 """Both ends of one trial link: a worker's mailbox, links and transports around a pool, without an engine.
 
-A link carries one lane. Knows nothing of commands or processes.
+A link has one lane. Knows nothing of commands or processes.
 """
 
 from __future__ import annotations
@@ -64,18 +64,18 @@ LAYOUT = KVLayout(
 )
 assert LAYOUT.block_nbytes == BLOCK_NBYTES
 TIMEOUTS = Timeouts()
-OPTIONS = wire.KVOptions()  # a worker's default
+OPTIONS = wire.KVOptions()  # a worker's defaults
 DEADLINE_S = 60.0  # for a link, and for one transfer
-LANDING = list(range(NUM_BLOCKS))[::-1]  # the receiver's blocks, another order than the sender's
+LANDING = list(range(NUM_BLOCKS))[::-1]  # the receiver's blocks, in another order than the sender's
 
 
 def content_of(seed: int, block: int) -> torch.Tensor:
-    """Returns the sender's block, [1, numbers of a block]."""
+    """Returns the sender's block, [1, block_numel]."""
     return probe_content(LAYOUT, seed + block)
 
 
 class LinkEnd(ABC):
-    """The parts that both ends share. `events` are those that an engine would take, for one thread of this end."""
+    """The parts that both ends share. `events` are those that an engine would handle, for one thread of this end."""
 
     def __init__(
         self, begin: BeginProbes, secret: bytes, pool: KVPool, options: wire.KVOptions, port: int = 0, epoch: int = 0
@@ -98,12 +98,12 @@ class LinkEnd(ABC):
             engine=EngineConfig(model=""),
             timeouts=TIMEOUTS,
         )
-        # The listener pins one key, as a worker pins its scheduler's: nobody else can link to it.
+        # The listener accepts one key, as a worker accepts its scheduler's, so nobody else can link to it.
         kind: Literal["scheduler", "worker"] = "scheduler" if begin.role == "prefill" else "worker"
         self.mailbox = Mailbox(Life(config.name, self.epoch), kind, config.credentials, TIMEOUTS)
         self.port = self.mailbox.bind(begin.host, config.kv_port_range)
         own = peer_key(config.name, self.epoch)
-        # The blocks are not secret, so a transport that is asked for by name may cross to another host.
+        # The blocks are not secret, so a transport that is requested by name may be used between hosts.
         network_policy = NetworkPolicy(own, trusts_network=begin.kv_transport != AUTO)
         self.endpoint = LocalEndpoint(
             own, secret, "", Numerics(), (LAYOUT,), (pool.num_blocks,), options, network_policy
@@ -112,7 +112,7 @@ class LinkEnd(ABC):
         self.context = HandoverContext(self.endpoint, self.mailbox, lanes, self.report, TIMEOUTS)
 
     def _wait(self, done: Callable[[], bool], take: Callable[[Event], None], what: str) -> None:
-        """Takes events until `done`. Raises LinkError for a failure or after the deadline."""
+        """Handles events until `done`. Raises LinkError for a failure or after the deadline."""
         deadline_s = time.monotonic() + DEADLINE_S
         while not done():
             try:
@@ -131,7 +131,7 @@ class LinkEnd(ABC):
 
     @abstractmethod
     def urgent(self, conn: str, body: wire.Body) -> bool:
-        """Takes a message on the mailbox's thread, if it cannot wait for the caller's; returns whether it did."""
+        """Handles a message on the mailbox's thread, if it cannot wait for the caller's; returns whether it did."""
 
     def report(self, event: Event) -> None:
         self.events.put(event)
@@ -161,7 +161,7 @@ class SendingEnd(LinkEnd):
     def __init__(self, begin: BeginProbes, send: Send, pool: KVPool, options: wire.KVOptions = OPTIONS) -> None:
         super().__init__(begin, send.secret, pool, options)
         self._table = OutLinkTable(self.context, PeerProgress(time.monotonic))
-        self._links = OutLinks(self.context, self._table, _Users())
+        self._links = OutLinks(self.context, self._table, _SingleTransfer())
         self._peer = peer_key(send.name, send.epoch)
         self._is_credited = self._is_confirmed = self.was_connected = False
         key = self.mailbox.public_key
@@ -177,7 +177,7 @@ class SendingEnd(LinkEnd):
         info = wire.PeerInfo(
             name=send.name, epoch=send.epoch, role="decode", host=self._host, control_port=send.port, public_key=key
         )
-        self.endpoint.network_policy.hear([self._own, info])
+        self.endpoint.network_policy.set_peers([self._own, info])
         self._links.set_peers([info])
         self._wait(lambda: bool(self._table.link_to(self._peer) or self._reason()), self._take, "the link")
         if reason := self._reason():
@@ -230,12 +230,12 @@ class SendingEnd(LinkEnd):
                 pass
 
     def _reason(self) -> str:
-        """Returns why the link will not come up; "" as long as it may."""
+        """Returns why the link will not open; "" while it may."""
         state = self._links.states()[self._peer]
         return str(state) if state.phase in ("refused", "waiting") else ""
 
 
-class _Users:
+class _SingleTransfer:
     """One transfer at a time, which ends with its link."""
 
     def uses(self, conn: str) -> bool:
@@ -249,19 +249,19 @@ class _Users:
         raise LinkError(reason)
 
 
-class _Patient:
-    """Transfers whose sender reports the link's end."""
+class _IgnoresLinkLoss:
+    """Ignores the link's end, because the sender reports it."""
 
     def on_link_down(self, conn: str, reason: str) -> None: ...
 
 
 class ReceivingEnd(LinkEnd):
-    """D's end, with a thread in the engine's place."""
+    """D's end, with a thread instead of an engine."""
 
     def __init__(self, begin: BeginProbes, listen: Listen, pool: KVPool, options: wire.KVOptions = OPTIONS) -> None:
         super().__init__(begin, listen.secret, pool, options, listen.port, listen.epoch)
         self._lanes = InLanes(self.context, PeerProgress(time.monotonic))
-        self._links = InLinks(self.context, self._lanes, _Patient())
+        self._links = InLinks(self.context, self._lanes, _IgnoresLinkLoss())
         self._pool = pool
         self._conns: dict[str, str] = {}  # transfer -> connection
         self._num_landed = 0
@@ -271,7 +271,7 @@ class ReceivingEnd(LinkEnd):
         self._thread.start()
 
     def compare(self, command: Compare) -> None:
-        """Raises LinkError unless the blocks that landed last are those of `seed`."""
+        """Raises LinkError unless the blocks that landed last have the content of `seed`."""
         began = poll(lambda: bool(self._conns or self._error), command.wait_s)
         if began and command.wait_s:
             poll(
@@ -284,7 +284,7 @@ class ReceivingEnd(LinkEnd):
             raise LinkError(self._error or f"{self._num_landed} of {command.num_transfers} transfers have landed")
         for sent, landed in enumerate(LANDING):
             if not torch.equal(self._pool.block(landed), content_of(command.seed, sent)):
-                raise LinkError(f"block {sent} of {NUM_BLOCKS} arrived with another content")
+                raise LinkError(f"block {sent} of {NUM_BLOCKS} does not have the expected content")
 
     def close(self) -> None:
         self.events.put(StopEngine())
@@ -292,7 +292,7 @@ class ReceivingEnd(LinkEnd):
         self.mailbox.close()
 
     def report(self, event: Event) -> None:
-        """Counts what has landed on the lane's thread: the sender hears of it next, and may ask for the comparison."""
+        """Counts landed transfers on the lane's thread, because the sender may then ask for the comparison."""
         self._num_landed += isinstance(event, Landed)
         super().report(event)
 
@@ -316,7 +316,7 @@ class ReceivingEnd(LinkEnd):
     def _take(self, event: Event) -> None:
         match event:
             case Mail(conn, peer, wire.LinkOpen() as opened):
-                self._links.on_open(conn, peer, opened, is_told=True)
+                self._links.on_open(conn, peer, opened, is_announced=True)
             case Mail(conn, _, wire.Offer(transfer_id, num_tokens)):
                 self._conns[transfer_id] = conn
                 self._lanes.begin(conn, transfer_id, [LANDING], [0], num_tokens)
@@ -331,6 +331,6 @@ class ReceivingEnd(LinkEnd):
                 self._links.on_down(conn, reason)
                 self._error = reason
             case StopEngine(error):
-                self._error = str(error or "the end was told to close")
+                self._error = str(error or "this end was closed")
             case _:
                 pass

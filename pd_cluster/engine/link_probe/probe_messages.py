@@ -1,4 +1,4 @@
-"""Messages between the pre-flight and its rank processes: one JSON line a command on stdin, one an answer on stdout.
+"""Messages between the pre-flight and its rank processes: JSON lines, a command on stdin, its answer on stdout.
 
 Imports no torch.
 """
@@ -11,7 +11,7 @@ import msgspec
 
 from pd_cluster.types import Role
 
-# A block of a model of 32 layers with 4 KV heads in float16, of 16 tokens, is 1 MiB.
+# A block of 16 tokens of a model with 32 layers and 4 KV heads in float16 is 1 MiB.
 NUM_LAYERS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE = 32, 4, 128, 16
 BLOCK_NBYTES = 1 << 20
 NUM_BLOCKS = 64
@@ -19,12 +19,12 @@ NOBODY = "nobody answers on the other host"
 
 
 class BeginProbes(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """The first command: makes the pool on the device of this rank. A prefill instance's has content of `seed`."""
+    """The first command: makes the pool on this rank's device. A prefill instance's pool has content of `seed`."""
 
     name: str
     role: Role
     rank: int
-    device: str  # as --device
+    device: str  # as with --device
     device_ids: list[str]
     host: str
     kv_transport: str
@@ -32,9 +32,9 @@ class BeginProbes(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Listen(msgspec.Struct, frozen=True, tag=True):
-    """For a decode instance's rank: waits for a link; answers its port and epoch. `secret` is this link's alone.
+    """For a decode instance's rank: waits for a link; answers its port and epoch. `secret` is for this link alone.
 
-    `port` and `epoch` are given where the other end is on another host, which must know them; 0: any.
+    `port` and `epoch` are set if the other end is on another host, which must know them; 0: any.
     """
 
     secret: bytes
@@ -43,9 +43,9 @@ class Listen(msgspec.Struct, frozen=True, tag=True):
 
 
 class Send(msgspec.Struct, frozen=True, tag=True):
-    """For a prefill instance's rank: links to a listening one and moves `num_transfers` times `NUM_BLOCKS` blocks.
+    """For a prefill instance's rank: links to a listening rank and moves `num_transfers` times `NUM_BLOCKS` blocks.
 
-    `host`: the other end's, if it is not this rank's. `wait_s`: how long the other end may not be there yet.
+    `host`: the other end's, if it is not this rank's. `wait_s`: how long the other end may take to start.
     """
 
     secret: bytes
@@ -60,7 +60,7 @@ class Send(msgspec.Struct, frozen=True, tag=True):
 class Compare(msgspec.Struct, frozen=True, tag=True):
     """For the listening rank: compares what landed last with the content of `seed`, and closes the link.
 
-    `wait_s`: how long the transfers may take to begin, where the other end is on another host.
+    `wait_s`: how long the transfers may take to begin if the other end is on another host.
     """
 
     seed: int
@@ -83,5 +83,5 @@ class ProbeAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def key_of(secret: bytes, role: Role) -> bytes:
-    """Returns the private key of one end of a link: both ends know both."""
+    """Returns the private key of one end of a link; both ends know both keys."""
     return hashlib.sha256(secret + role.encode()).digest()

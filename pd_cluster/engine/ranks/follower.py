@@ -1,7 +1,7 @@
-"""A rank other than 0: computes rank 0's plans, and holds its ends of lanes. Read `run` first.
+"""A rank other than 0: executes rank 0's plans, and has its ends of lanes. Read `run` first.
 
-It accepts messages only from rank 0. The channel's thread only queues: steps for the thread that computes, work for
-the threads of lanes.
+It accepts messages only from rank 0. The channel's thread only queues: steps for the computing thread, work for the
+lanes' threads.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from pd_cluster.types import note_nothing
 
 log = logging.getLogger(__name__)
 
-COUNT_INTERVAL_S = 0.2  # how often rank 0 learns what has moved
+COUNT_INTERVAL_S = 0.2  # the interval of reports to rank 0 about moved bytes
 
 At = tuple[str, int]  # connection and lane
-OfSteps = to.Step | to.TakePart | to.Moves | to.TierCommands | to.DropAdapter | to.Rest  # keep their order
+OfSteps = to.Step | to.TakePart | to.Moves | to.TierCommands | to.DropAdapter | to.Rest  # processed in order
 
 
 class ProgressQueue:
-    """Runs jobs in order, each once the steps have reached the point that it waits for."""
+    """Runs jobs in order, each once the steps have reached its progress."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -68,13 +68,13 @@ class _HeldEnd(NamedTuple):
     end: SendEnd | ReceiveEnd
     calls: LaneCalls
     gate: ProgressQueue
-    moved: Callable[[], tuple[int, int]]  # total bytes, and frames dropped
+    moved: Callable[[], tuple[int, int]]  # total bytes, and dropped frames
 
 
 class LaneHost:
     """This rank's ends of lanes. `send` messages rank 0.
 
-    Sending and receiving wait for steps, each in its own order.
+    Sending and receiving each wait for steps in their own order.
     """
 
     def __init__(self, lanes: LocalLanes, send: Callable[[to.RankMessage], None]) -> None:
@@ -99,12 +99,12 @@ class LaneHost:
             self._report(at, LinkFailed(message.conn, str(error)))
 
     def reached(self, progress: to.Reached) -> None:
-        """Runs jobs that waited for this progress, on the thread that computes."""
+        """Runs jobs that waited for this progress, on the computing thread."""
         self._sending.reached(progress)
         self._receiving.reached(progress)
 
     def count(self) -> None:
-        """Reports what has moved since the last call."""
+        """Reports bytes moved and frames dropped since the last call."""
         for at, held in list(self._held.items()):
             if (moved := held.moved()) != self._counted.get(at, (0, 0)):
                 self._counted[at] = moved
@@ -164,8 +164,9 @@ class Follower:
         self._steps.put(None)
 
     def run(self) -> None:
-        """Computes until `stop`. Raises InstanceLost if another rank is gone in the middle of a step, and any error
-        that a message of rank 0 raised here.
+        """Computes until `stop`.
+
+        Raises InstanceLost if another rank is lost during a step, and any error that a message of rank 0 raised here.
         """
         while True:
             self._count()
@@ -201,7 +202,7 @@ class Follower:
         if step.unit_rows:
             self._runner.expect(step.unit_rows)
         self._runner.compute(_input_of(step), on_layer, step.is_ahead)
-        self._runner.threads.rest()  # this rank does not see whether another step follows
+        self._runner.threads.rest()  # this rank does not know whether another step follows
         self._advance(ALL_LAYERS)
 
     def _advance(self, num_layers: int) -> None:
@@ -248,5 +249,5 @@ def _numbers(data: bytes) -> Ints:
 
 
 def send_to_rank_0(channel: Channel) -> Callable[[str, wire.Body], None]:
-    """Returns a send function for the lanes' threads: messages for a link's connection go through rank 0."""
+    """Returns a send function for the lanes' threads: messages for a link's connection are sent through rank 0."""
     return lambda conn, body: channel.send(to.Posted(conn, body))

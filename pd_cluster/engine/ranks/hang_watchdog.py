@@ -1,4 +1,4 @@
-"""Ends a process whose engine does not return from a step: devices offer no wait with a timeout.
+"""Ends a process whose engine does not return from a step, because waits for devices have no timeout.
 
 faulthandler's thread does it without the interpreter lock, and logs the stacks of all threads.
 """
@@ -11,11 +11,11 @@ import threading
 import time
 from collections.abc import Callable
 
-AGAIN_S = 1.0  # the deadline is moved at most this often
+AGAIN_S = 1.0  # the shortest interval of changes of the deadline
 
 
 class _Alarm:
-    """Wraps faulthandler's timer; there is one for the whole process."""
+    """Wraps faulthandler's timer, of which a process has one."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -42,22 +42,22 @@ _alarm = _Alarm()
 
 
 def end_within(limit_s: float) -> None:
-    """Ends this process with code 1 unless it ends by itself before; nothing moves this deadline."""
+    """Ends this process with code 1 unless it ends earlier; nothing changes this deadline."""
     _alarm.make_final(time.monotonic(), limit_s)
 
 
 def ends_when_hung(limit_s: float, clock: Callable[[], float] = time.monotonic) -> Callable[[], None]:
     """Returns a function for an engine's loop to call in every round; `limit_s` after its last call the process ends.
 
-    The exit code is 1. 0 disables the limit. Calls beyond one a second only read the clock.
+    The exit code is 1. 0 disables the limit. More than one call per second only reads the clock.
     """
     next_s = float("inf") if limit_s <= 0 else 0.0
 
-    def came_round() -> None:
+    def on_round() -> None:
         nonlocal next_s
         now_s = clock()
         if now_s >= next_s:
             next_s = now_s + min(AGAIN_S, limit_s / 4)
             _alarm.put_off(now_s, limit_s)
 
-    return came_round
+    return on_round

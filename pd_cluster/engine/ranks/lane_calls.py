@@ -1,7 +1,7 @@
-"""Calls of lanes' ends on other ranks, as messages.
+"""Converts calls of lanes' ends on other ranks to messages.
 
-The protocols in handover/links/link_ends.py declare the methods, their arguments' types and when they take effect:
-there is no other place to change for one. Knows nothing of what they do.
+The protocols in handover/links/link_ends.py declare the methods, their arguments' types and when they take effect, so
+that a change needs no other place. Knows nothing of the methods' effects.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class _Method(NamedTuple):
 
 
 class LaneCalls:
-    """The methods of a protocol of ends."""
+    """The methods of a protocol of lanes' ends."""
 
     def __init__(self, protocol: type) -> None:
         functions = [each for each in vars(protocol).values() if inspect.isfunction(each)]

@@ -1,6 +1,6 @@
-"""Rank 0's side of an instance with several ranks: the followers compute whatever it computes.
+"""Rank 0's side of an instance with several ranks: the followers compute the same steps.
 
-One follower is one `Channel`. Knows nothing of what the steps are for.
+Each follower has a `Channel`. Knows nothing of the steps' purpose.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ALL_LAYERS = 1 << 30
 
 
 class Watch:
-    """Reads followers' messages, and pings them, including those that compute nothing now.
+    """Reads followers' messages, and pings all followers, even if they compute nothing now.
 
     `lost(rank, why)` is called when one is gone, or has not answered for `timeout_s`.
     """
@@ -71,8 +71,8 @@ class Watch:
                     return
                 try:
                     channel.send(to.Ping())
-                except InstanceLost:  # it accepts nothing any more
-                    self._lost(at + 1, f"has taken nothing for {self._timeout_s:g} s")
+                except InstanceLost:  # it accepts no more messages
+                    self._lost(at + 1, f"has accepted no message for {self._timeout_s:g} s")
                     return
 
 
@@ -86,7 +86,7 @@ class LeadRunner:
         self.vocab_size = runner.vocab_size
         self.goes_ahead = runner.goes_ahead
         self.progress = to.Reached(0, ALL_LAYERS)  # this rank's
-        self._unit_rows: tuple[int, ...] = ()  # of each member of the unit in the next step
+        self._unit_rows: tuple[int, ...] = ()  # rows of each member of the unit in the next step
         self.adapters = LeadAdapters(runner.held, len(followers), self._tell)
 
     @property
@@ -94,13 +94,13 @@ class LeadRunner:
         return self.runner.encoded
 
     def move(self, moves: Sequence[Move]) -> None:
-        """Counts as a step: what lands in a block must wait, on every rank, until this has moved its content."""
+        """Counts as a step: on every rank, a landing in a block must wait until the block's content has been moved."""
         self._tell(to.Moves(list(moves)))
         self.runner.move(moves)
         self.progress = to.Reached(self.progress.num_steps + 1, ALL_LAYERS)
 
     def order(self, kind: LowerKind, orders: Sequence[AnyTierCommand]) -> None:
-        """See ModelRunner; every rank carries them out with its own share of the blocks."""
+        """See ModelRunner; every rank executes them for its own share of the blocks."""
         self._tell(to.TierCommands(kind, list(orders)))
         self.runner.order(kind, orders)
 
@@ -108,7 +108,7 @@ class LeadRunner:
         self.runner.close_tiers()
 
     def expect(self, rows: Sequence[int]) -> None:
-        """See ModelRunner; the followers hear it with the step."""
+        """See ModelRunner; the followers get it with the step."""
         self._unit_rows = tuple(rows)
         self.runner.expect(rows)
 
@@ -127,7 +127,7 @@ class LeadRunner:
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
     ) -> Tokens:
-        """Sends the step from host to host, and tokens that the host does not know yet from device to device."""
+        """Sends the step between hosts, and tokens that the host does not know yet between devices."""
         step = self.runner.step_of(chunks)
         advance = self._begin(step, after is not None, on_layer)
         tokens = self.runner.launch_step(step, chunks, after, advance)
@@ -147,7 +147,7 @@ class LeadRunner:
         return output
 
     def _begin(self, step: StepInput, is_ahead: bool, on_layer: OnLayer | None) -> OnLayer | None:
-        """Sends the step to the followers; returns `on_layer` with this rank's progress noted before it."""
+        """Sends the step to the followers; returns `on_layer`, preceded by an update of this rank's progress."""
         message = message_of(step, is_ahead, on_layer is not None)
         if self._unit_rows:
             message = structs.replace(message, unit_rows=self._unit_rows)
@@ -175,7 +175,7 @@ class LeadRunner:
 
 
 def message_of(step: StepInput, is_ahead: bool, by_layers: bool) -> to.Step:
-    """Returns the message of a step, without its pictures."""
+    """Returns the message of a step, without its images."""
     rows, input_ids, blocks = (each.tobytes() for each in (step.rows, step.input_ids, step.blocks))
     rope_positions, adapters, virtual, leaders, keeps = (
         b"" if each is None else each.tobytes()

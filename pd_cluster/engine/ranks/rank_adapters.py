@@ -1,4 +1,4 @@
-"""Adapters of an instance with several ranks: rank 0 has each of them load its share, and waits until all have."""
+"""Adapters of an instance with several ranks: rank 0 has each rank load its share, and waits for all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWER_TIMEOUT_S = 300.0
 
 
 class LeadAdapters:
-    """Rank 0's side. `tell` sends to all followers, of which there are `num_followers`."""
+    """Rank 0's side. `tell` sends to all `num_followers` followers."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class LeadAdapters:
         self._num_followers = num_followers
         self._tell = tell
         self._timeout_s = timeout_s
-        self._answers: dict[str, dict[int, str]] = {}  # problems by digest and rank, of those under way
+        self._answers: dict[str, dict[int, str]] = {}  # digest -> rank -> problem, while loading
         self._changed = threading.Condition()
 
     @property
@@ -40,14 +40,14 @@ class LeadAdapters:
         return self._held.variants
 
     def hear(self, message: to.LoadedAdapter) -> None:
-        """Takes a follower's answer, on its channel's thread."""
+        """Records a follower's answer, on its channel's thread."""
         with self._changed:
             if message.digest in self._answers:
                 self._answers[message.digest][message.rank] = message.problem
                 self._changed.notify_all()
 
     def load_adapter(self, folder: AdapterFolder) -> None:
-        """Loads it on all ranks; on a thread beside the steps. Raises ModelError, ConfigError."""
+        """Loads an adapter on all ranks, on a thread besides the steps'. Raises ModelError, ConfigError."""
         if folder.digest in self.variants:
             return
         max_rank = folder.max_rank if isinstance(folder, LoraFolder) else 0
@@ -57,7 +57,7 @@ class LeadAdapters:
         self._tell(to.LoadAdapter(folder.digest, str(folder.path), slot, max_rank))
         try:
             self._await(folder.digest)
-            self._held.load_adapter(folder, slot)  # last: requests may have it now
+            self._held.load_adapter(folder, slot)  # last, because requests may use it from now on
         except Exception:
             self._tell(to.DropAdapter(folder.digest))
             raise
@@ -75,14 +75,14 @@ class LeadAdapters:
         with self._changed:
             while len(self._answers[digest]) < self._num_followers:
                 if not self._changed.wait(deadline_s - time.monotonic()):
-                    raise ModelError(f"adapter {digest[:12]}: not all ranks have loaded it in {self._timeout_s:g} s")
+                    raise ModelError(f"adapter {digest[:12]}: some rank did not load it within {self._timeout_s:g} s")
             for rank, problem in sorted(self._answers[digest].items()):
                 if problem:
                     raise ModelError(f"rank {rank}: {problem}")
 
 
 def load_share(runner: ModelRunner, message: to.LoadAdapter, answer: Callable[[to.LoadedAdapter], None]) -> None:
-    """Loads a follower's share on a thread of its own."""
+    """Loads a follower's share on a separate thread."""
 
     def load() -> None:
         def put(folder: AdapterFolder) -> None:

@@ -1,4 +1,4 @@
-"""A socket pair between two ranks of one instance: whole messages, in order, from any thread."""
+"""A socket pair between two ranks of one instance: sends whole messages, in order, from any thread."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ BUFFER_NBYTES = 4 << 20
 
 
 class Channel:
-    """`types`: the union of messages that may be received. The other end reads promptly, and waits for nothing.
+    """`types`: the union of messages that may be received. The other end must read promptly, without waiting.
 
-    `timeout_s`: how long a message may wait for the other end to make room.
+    `timeout_s`: how long a message may wait for space in the socket's buffer.
     """
 
     def __init__(self, fd: int, types: Any, timeout_s: float) -> None:
@@ -37,14 +37,14 @@ class Channel:
         self.error: Exception | None = None  # raised by `handle`
 
     def start(self, name: str, handle: Callable[[Any], None], ended: Callable[[], None]) -> None:
-        """Passes every message to `handle`, on a thread of its own; calls `ended` when the other end is gone."""
+        """Passes every message to `handle`, on a separate thread; calls `ended` when the other end is gone."""
 
         def read() -> None:
             stream = self._socket.makefile("rb")
             try:
                 while header := stream.read(HEADER.size):
                     handle(self._decoder.decode(stream.read(HEADER.unpack(header)[0])))
-            except (OSError, struct.error, msgspec.DecodeError) as error:  # the peer died in the middle of a message
+            except (OSError, struct.error, msgspec.DecodeError) as error:  # the peer died while it sent a message
                 log.debug("%s: %s", name, error)
             except Exception as error:  # top of this thread
                 log.exception("%s: a message could not be handled", name)
@@ -71,5 +71,5 @@ class Channel:
 
 
 def encode(message: msgspec.Struct) -> bytes:
-    """Encodes a message for `send_encoded`, to several channels."""
+    """Encodes a message, so that `send_encoded` can send it over several channels."""
     return msgspec.msgpack.encode(message)

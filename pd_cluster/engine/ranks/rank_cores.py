@@ -1,4 +1,4 @@
-"""The cores that the ranks of one host share: each lends its own, and has a home."""
+"""The cores that the ranks of one host share: each rank has its own cores and lends them while it rests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEAST_NBYTES = 64_000_000  # of weights: steps of smaller models are mostly the 
 
 
 class HostCores:
-    """The ledger and the home of one rank, each of them if it is wanted."""
+    """The core ledger and the core affinity of one rank, as far as configured."""
 
     def __init__(self, config: WorkerConfig, device: Device) -> None:
         self._shared = None if device.is_accelerator else config.cores
@@ -37,18 +37,18 @@ class HostCores:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Loads the model: on the memory nodes of the home, where there is one."""
+        """Loads the model on the memory nodes of the rank's own cores, if it has any."""
         if self._shared is not None and self._wants(self._shared.binding):
             self._home = _home(self._shared, self._index)
         with contextlib.nullcontext() if self._home is None else self._home.loading():
             yield
 
     def share(self, threads: StepThreads) -> None:
-        """Lets steps use the cores of ranks that rest, and keeps them at home while none are lent.
+        """Lets steps use the cores of resting ranks, and binds steps to the rank's own cores while none are lent to it.
 
-        Unless it is demanded, steps are at home only while every other rank is seen: in containers with cores of their
-        own, a share of them is not what a rank has. Ranks of one instance or unit wait for each other, so what one of
-        them measures does not tell whether its borrowing pays.
+        Unless required by a flag, steps are bound only while every other rank is visible: in containers with separate
+        cores a rank may have other cores than its share. Ranks of one instance or unit wait for each other, so a single
+        rank cannot measure whether borrowing pays.
         """
         ledger = None
         if self._shared is not None and self._shared.ledger and self._wants(self._shared.lending):
@@ -72,7 +72,7 @@ def _ledger(shared: SharedCores, index: int) -> CoreLedger | None:
     try:
         ledger.open()
     except OSError as error:
-        log.info("this rank keeps its own cores: the ledger %s cannot be used: %s", shared.ledger, error.strerror)
+        log.info("this rank uses only its own cores: the ledger %s cannot be used: %s", shared.ledger, error.strerror)
         return None
     log.info("%d ranks of this host lend each other its %d cores", shared.num_ranks, shared.num_cores)
     return ledger
@@ -86,5 +86,5 @@ def _home(shared: SharedCores, index: int) -> CoreAffinity | None:
     except (CannotBind, KernelsUnavailable, OSError, ValueError) as error:
         log.info("steps of this rank may run on any core: %s", error)
         return None
-    log.info("this rank's home are the cores %s, for steps to which none are lent", as_list(home.cores))
+    log.info("this rank's own cores are %s, for steps without lent cores", as_list(home.cores))
     return home

@@ -1,4 +1,4 @@
-"""Messages between rank 0 of an instance and its followers. msgpack over a socket pair made by the parent.
+"""Messages between rank 0 of an instance and its followers: msgpack over a socket pair made by the parent.
 
 `conn` and `lane` identify one end of a lane. Only rank 0 can write to a follower's socket.
 """
@@ -25,7 +25,7 @@ class RankMessage(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepImage(msgspec.Struct, frozen=True, array_like=True):
-    """An ImagePart of model/inputs/image_rows.py. The image has pixels only for the rank that computes its features."""
+    """An ImagePart of model/inputs/image_rows.py. Only the rank that computes the image's features gets its pixels."""
 
     row: int
     start: int
@@ -36,12 +36,12 @@ class StepImage(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Step(RankMessage, frozen=True, omit_defaults=True):
-    """A StepInput of model/inputs/step_input.py: int64 numbers, little endian. `rope_positions`, `adapters`, `virtual`,
-    `leaders` and `keeps` are empty where they are None there; `further` has blocks of other groups by sequence.
-    `unit_rows`: of each member of the unit, if there is one.
+    """A StepInput of model/inputs/step_input.py, as little-endian int64 values.
 
-    `is_ahead`: rank 0's device broadcasts the input ids, which no host knows yet. `by_layers`: rank 0 tracks the step
-    layer by layer, and so do all followers.
+    `rope_positions`, `adapters`, `virtual`, `leaders` and `keeps` are empty if they are None there; `further` has the
+    blocks of other groups by sequence. `unit_rows`: the rows of each member of the unit, if there is one. `is_ahead`:
+    rank 0's device broadcasts the input ids, which no host knows yet. `by_layers`: rank 0 tracks the step layer by
+    layer, and so do all followers.
     """
 
     rows: bytes
@@ -60,7 +60,7 @@ class Step(RankMessage, frozen=True, omit_defaults=True):
 
 
 class TakePart(RankMessage, frozen=True):
-    """A step of a unit in which this instance has no rows: it computes its experts for those of the others."""
+    """A step of a unit in which this instance has no rows: it computes its experts for the other members' rows."""
 
     unit_rows: tuple[int, ...]
 
@@ -70,7 +70,7 @@ class Moves(RankMessage, frozen=True):
 
 
 class TierCommands(RankMessage, frozen=True):
-    """Orders for the rank's part of a tier, behind all moves before them. A follower answers with `TierReport`."""
+    """Commands for the rank's part of a tier, after all earlier moves. A follower answers with `TierReport`."""
 
     kind: LowerKind
     orders: list[AnyTierCommand]
@@ -86,26 +86,26 @@ class LoadAdapter(RankMessage, frozen=True):
 
 
 class DropAdapter(RankMessage, frozen=True):
-    """Takes effect between the steps before and behind it."""
+    """Takes effect between the preceding and the following step."""
 
     digest: str
 
 
 class Rest(RankMessage, frozen=True):
-    """The rank's share of the memory goes to this level of sleep, between the steps before and behind it."""
+    """Changes the rank's memory to this level of sleep, between the preceding and the following step."""
 
     level: wire.SleepLevel
 
 
 class Reached(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """An engine's progress: steps begun, and layers that the last of them has written."""
+    """An engine's progress: begun steps, and layers that the last of them has written."""
 
     num_steps: int = 0
     num_layers: int = 0
 
 
 class Ping(RankMessage, frozen=True):
-    """A follower answers with `Pong`, whatever it computes."""
+    """A follower answers with `Pong` at once, even while it computes."""
 
 
 # ---- rank 0 -> follower: ends of lanes
@@ -133,7 +133,7 @@ class OpenReceive(RankMessage, frozen=True):
 class Call(RankMessage, frozen=True):
     """A method of an end, with its arguments as an array; see lane_calls.py.
 
-    Takes effect behind the calls before it, once this rank has reached `after`; None: at once.
+    Takes effect after the preceding calls, once this rank has reached `after`; None: at once.
     """
 
     conn: str

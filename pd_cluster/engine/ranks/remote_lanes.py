@@ -1,7 +1,7 @@
-"""Ends of lanes on other ranks of this instance, as rank 0 sees them: calls become messages (lane_calls.py).
+"""Ends of lanes on other ranks of this instance, as rank 0 uses them: calls become messages (lane_calls.py).
 
-Calls come from the engine's thread (`put` and `meet` from the mailbox's). Followers' messages are read on their
-channels' threads, which only change numbers or pass messages on.
+The engine's thread makes the calls, except `put` and `meet`, which the mailbox's thread makes. Followers' messages are
+read on their channels' threads, which only update counts or pass messages on.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pd_cluster.types import Note
 
 
 class _Place(NamedTuple):
-    """The place of an end on another rank."""
+    """Locates an end on another rank."""
 
     at: tuple[str, int]  # connection and lane
     channel: Channel  # to that rank
@@ -49,7 +49,7 @@ class _RemoteEnd:
 
 
 class RemoteSend(_RemoteEnd):
-    """P's end of a lane on another rank. See links.SendEnd."""
+    """P's end of a lane on another rank. See link_ends.SendEnd."""
 
     calls = SEND_CALLS
 
@@ -78,10 +78,10 @@ class RemoteSend(_RemoteEnd):
 
 
 class RemoteReceive(_RemoteEnd):
-    """D's end of a lane on another rank. See links.ReceiveEnd."""
+    """D's end of a lane on another rank. See link_ends.ReceiveEnd."""
 
     calls = RECEIVE_CALLS
-    precision = ""  # only the local lane's precision is reported
+    precision = ""  # only the local lane reports its precision
 
     def __init__(self, place: _Place) -> None:
         super().__init__(place)
@@ -115,7 +115,7 @@ class RemoteReceive(_RemoteEnd):
 
 
 class RankLanes:
-    """Makes the ends of lanes wherever they belong, and reads the followers' messages. See links.LaneEnds."""
+    """Creates the ends of lanes on their ranks, and reads the followers' messages. Implements link_ends.LaneEnds."""
 
     def __init__(
         self,

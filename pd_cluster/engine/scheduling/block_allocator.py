@@ -1,7 +1,7 @@
-"""Blocks for the sequences of one engine: who gets them, who grows, who gives way.
+"""Allocates blocks to the sequences of one engine, and preempts sequences for others.
 
-Integers only. Shares the scheduler's lists of requests; knows nothing of steps' token budgets. A sequence gets what it
-lacks in all groups of layers, or nothing.
+Integers only. Shares the scheduler's lists of requests; knows nothing of steps' token budgets. A sequence gets all the
+blocks that it lacks, in all groups of layers, or none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pd_cluster.types import Request, Status
 
 
 class BlockAllocator:
-    """Gives blocks to requests and takes them from younger ones. See StepScheduler for the rules.
+    """Gives blocks to requests, if necessary those of younger ones. See StepScheduler for the rules.
 
     `requests`, `waiting` and `running` are the scheduler's own; a preemption moves a request between them.
     """
@@ -32,11 +32,11 @@ class BlockAllocator:
         self.num_tier_hit_tokens = 0
 
     def reserve(self, group: GroupHoldings) -> int:
-        """Returns the blocks kept free for running requests' growth, so that admission does not preempt at once."""
+        """Returns the blocks kept free for running requests' growth, so that admission causes no preemption."""
         return 0 if group.is_state else len(self._running)
 
     def num_missing(self, request: Request, hit: Hit) -> list[int] | None:
-        """Returns how many blocks it takes in each group besides those of the hit; None: there are not enough."""
+        """Returns how many blocks it needs in each group besides the hit's; None: there are not enough."""
         start = request.num_computed_tokens if request.is_swapped else hit.num_blocks * self._holdings.block_size
         missing = []
         for each, known in zip(self._groups, hit.tables, strict=True):
@@ -47,16 +47,16 @@ class BlockAllocator:
         return missing if self.has(missing, hit.tables) else None
 
     def has(self, missing: Sequence[int], known: Sequence[list[int]]) -> bool:
-        """Whether each group has so many blocks besides the known ones, and those that are reserved."""
+        """Whether each group has so many free blocks besides the known and the reserved ones."""
         return all(
             num_blocks + self.reserve(each) <= each.blocks.num_available - each.blocks.num_unheld(held)
             for each, num_blocks, held in zip(self._groups, missing, known, strict=True)
         )
 
     def enter(self, request: Request, plan: StepPlan) -> Hit | None:
-        """Takes blocks for its known tokens that are not cached. None: there are not enough."""
+        """Takes blocks for its known tokens that are not cached. Returns None if there are not enough."""
         holdings = self._holdings
-        hit = holdings.find(request, request.num_tokens - 1)  # the last token gives the logits
+        hit = holdings.find(request, request.num_tokens - 1)  # the last token must be computed for its logits
         if (missing := self.num_missing(request, hit)) is None:
             return None
         start = hit.num_blocks * holdings.block_size
@@ -68,7 +68,7 @@ class BlockAllocator:
             if each.is_state:
                 self._begin_state(each, request, known, plan)
                 continue
-            before = [each.nobodys] * self._num_before(each, request, start)
+            before = [each.padding_block] * self._num_before(each, request, start)
             request.tables[each.at] = before + (
                 holdings.take_with(known, in_tier, num_blocks) if each.at == 0 else _take(each, known, num_blocks)
             )
@@ -90,17 +90,17 @@ class BlockAllocator:
             taken = each.blocks.take(num_blocks)
             plan.moves += [Move("in", source, target, each.at) for source, target in zip(swapped, taken, strict=False)]
             each.swap.release(swapped)
-            request.swap_tables[each.at], request.tables[each.at] = [], [each.nobodys] * num_before + taken
+            request.swap_tables[each.at], request.tables[each.at] = [], [each.padding_block] * num_before + taken
             if not each.is_state:
                 num_hashed.append(num_before)
-        request.num_hashed_blocks = min(num_hashed)  # the former blocks' hashes are lost
+        request.num_hashed_blocks = min(num_hashed)  # the earlier blocks' hashes are lost
 
     def _num_before(self, group: GroupHoldings, request: Request, start: int) -> int:
-        """Counts the padding blocks with which the table of a request begins that is computed from `start` on."""
+        """Counts the padding blocks at the beginning of the table of a request that is computed from `start` on."""
         return group.num_passed(request, start) if request.is_swapped else group.num_before(request, start)
 
     def _begin_state(self, group: GroupHoldings, request: Request, known: list[int], plan: StepPlan) -> None:
-        """Gives it a state of its own: a copy of the known one, or zeros."""
+        """Gives it its own state: a copy of the known state, or zeros."""
         group.blocks.share(known)
         (own,) = group.blocks.take(1)
         plan.moves += [Move("copy", block, own, group.at) for block in known] or [Move("clear", own, own, group.at)]
@@ -108,9 +108,9 @@ class BlockAllocator:
         request.tables[group.at] = [own]
 
     def num_missing_to_land(self, request: Request, hit: Hit, num_tokens: int, num_further: int = 0) -> list[int]:
-        """Returns how many blocks a landing of `num_tokens` tokens takes in each group besides those of the hit.
+        """Returns how many blocks a landing of `num_tokens` tokens needs in each group besides the hit's.
 
-        Each further sequence counts for one, but all together never for more than an empty pool has.
+        Each further sequence counts as one block, but all of them together never exceed an empty pool.
         """
         missing = []
         for each, known in zip(self._groups, hit.tables, strict=True):
@@ -127,7 +127,7 @@ class BlockAllocator:
         num_prompt, nums_known = len(request.prompt_token_ids), []
         for each, known, num_blocks in zip(self._groups, hit.tables, missing, strict=True):
             before = each.num_before(request, num_prompt)
-            request.tables[each.at] = [each.nobodys] * before + (
+            request.tables[each.at] = [each.padding_block] * before + (
                 self._holdings.take_with(known, in_tier, num_blocks) if each.at == 0 else _take(each, known, num_blocks)
             )
             nums_known.append(before + len(known))
@@ -138,9 +138,10 @@ class BlockAllocator:
         return [num_known * self._holdings.block_size for num_known in nums_known]
 
     def grow(self, request: Request, num_tokens: int, plan: StepPlan) -> bool:
-        """Grows the block tables to `num_tokens`, preempting younger requests. False: not in this step.
+        """Grows the block tables to `num_tokens`, preempting younger requests. Returns False if it must wait for a
+        later step.
 
-        A block that others hold too is replaced by a copy before it is written.
+        A block with several holders is replaced by a copy before it is written.
         """
         while lacks := self._lacks(request, num_tokens):
             if all(lack.num_to_take <= lack.group.blocks.num_available for lack in lacks):
@@ -161,11 +162,11 @@ class BlockAllocator:
         return True
 
     def _lacks(self, request: Request, num_tokens: int) -> list[Lack]:
-        """Returns what it lacks to compute its tokens up to `num_tokens`, of the groups where it lacks anything."""
+        """Returns the blocks that it lacks to compute its tokens up to `num_tokens`, for each group that lacks any."""
         return [lack for each in self._groups if (lack := each.lack(request, num_tokens)) is not None]
 
     def enters_with_moves(self, request: Request) -> bool:
-        """Whether it would load blocks from the host's cache, or evict or copy some to there."""
+        """Whether its admission would load blocks from the host's cache, or evict or copy some to it."""
         if self._blocks.tier is None:
             return False
         cached = self._holdings.find(request, request.num_tokens - 1).tables[0]
@@ -173,11 +174,11 @@ class BlockAllocator:
         return (
             num_missing > self._blocks.num_free
             or bool(self._holdings.in_tier(request, request.num_tokens - 1, len(cached)))
-            or bool(self._holdings.not_below(request, len(cached)))
+            or bool(self._holdings.missing_below(request, len(cached)))
         )
 
     def grow_ahead(self, request: Request, num_tokens: int) -> bool:
-        """Takes blocks for its next `num_tokens` tokens; False if some are missing or one must be copied."""
+        """Takes blocks for its next `num_tokens` tokens. Returns False if some are missing or one must be copied."""
         lacks = self._lacks(request, request.num_computed_tokens + num_tokens)
         for each, num_blocks, copied in lacks:
             most = each.blocks.num_available if each.blocks.tier is None else each.blocks.num_free
@@ -188,9 +189,9 @@ class BlockAllocator:
         return True
 
     def grow_for_drafts(self, request: Request, num_drafts: int) -> int:
-        """Takes blocks for drafts behind all its tokens; returns for how many there is room.
+        """Takes blocks for drafts after all its tokens; returns for how many there are blocks.
 
-        Only free ones beyond the reserve: drafts neither preempt nor evict anything.
+        Only free blocks beyond the reserve are taken: drafts neither preempt nor evict anything.
         """
         for each in self._groups:
             table = request.tables[each.at]
@@ -201,7 +202,7 @@ class BlockAllocator:
         return num_drafts
 
     def parked(self, request: Request) -> list[Request]:
-        """Returns the beams that give their blocks to a request: those of its own search and of younger requests."""
+        """Returns the parked beams that give up blocks for a request: of its own search and of younger requests."""
         parked = [r for r in self._requests.values() if r.status is Status.PARKED and r.tables[0]]
         return [r for r in parked if r.leg_key == request.leg_key or service_order(r) > service_order(request)]
 
@@ -219,7 +220,7 @@ class BlockAllocator:
             victim.num_computed_tokens = 0
         self.num_preemptions += 1
         victim.num_preemptions += 1
-        if victim.status is Status.PARKED:  # it stays parked: none of its tokens are computed again before its turn
+        if victim.status is Status.PARKED:  # it stays parked: its tokens are computed again only when it runs
             return
         self._running.remove(victim)
         plan.chunks = [chunk for chunk in plan.chunks if chunk[0] is not victim]

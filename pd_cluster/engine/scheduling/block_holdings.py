@@ -1,4 +1,4 @@
-"""Which blocks requests hold in each group of layers, and which contents others may share. Integers only."""
+"""Tracks the blocks that requests hold in each group of layers, and the contents that they can share. Integers only."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pd_cluster.types import Request
 
 
 class Hit(NamedTuple):
-    """The beginning of a request that the prefix cache knows, in blocks of tokens.
+    """The beginning of a request that the prefix cache has, in blocks of tokens.
 
-    `tables`: of each group, the known blocks behind those that its window has passed; of a state, the one that is kept
-    at this point. `num_known` blocks are known where states are left out of account.
+    `tables`: for each group, the known blocks after those that its window has passed; for a state, the one kept at this
+    point. `num_known` blocks are known if states are ignored.
     """
 
     num_blocks: int
@@ -25,13 +25,13 @@ class Hit(NamedTuple):
 class Holdings:
     """`prefix` None: nothing is looked up or kept.
 
-    The first group's blocks carry the log of contents and the tiers below; there are tiers only if it is the only one.
+    The first group's blocks have the log of contents and the lower tiers, which exist only if it is the only group.
     """
 
     def __init__(
         self, groups: Sequence[GroupHoldings], block_size: int, prefix: PrefixScope | None, pooling_chunk: int
     ) -> None:
-        """`pooling_chunk`: see `plan.pooling_chunk_of`."""
+        """`pooling_chunk`: see `step_plan.pooling_chunk_of`."""
         self.groups = groups
         self.block_size = block_size
         self.prefix = prefix
@@ -46,16 +46,16 @@ class Holdings:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def let_pass(self, request: Request) -> None:
+    def free_passed_blocks(self, request: Request) -> None:
         for each in self._with_window:
-            each.let_pass(request)
+            each.free_passed_blocks(request)
 
-    # ---- what is known
+    # ---- known contents
 
     def find(self, request: Request, num_tokens: int) -> Hit:
-        """Returns what is known of the beginning of its first `num_tokens` tokens.
+        """Returns the known beginning of its first `num_tokens` tokens.
 
-        A pooled prompt's is whole chunks, so that the rest is computed as it would be without them.
+        A pooled prompt's beginning is whole chunks, so that the rest is computed as without the prefix cache.
         """
         step = 1 if request.pooling is None else self._blocks_of_chunk
         if self.prefix is None or request.is_swapped or request.computes_all or not step:
@@ -73,13 +73,13 @@ class Holdings:
         return Hit(num_blocks, tables, num_known)
 
     def _longest(self, request: Request, most: int, step: int, groups: Sequence[GroupHoldings]) -> int:
-        """Returns the most first blocks, up to `most`, at whose end each group knows all that a later token sees."""
+        """Returns the most first blocks, up to `most`, after which each group has all that a later token attends to."""
         num_blocks = most
         while num_blocks:
             unknown = [self._last_unknown(each, request, num_blocks) for each in groups]
             if not (found := [at for at in unknown if at is not None]):
                 break
-            num_blocks = min(found) // step * step  # any more blocks than these need it, too
+            num_blocks = min(found) // step * step  # any longer beginning needs this block, too
         return num_blocks
 
     def _last_unknown(self, group: GroupHoldings, request: Request, num_blocks: int) -> int | None:
@@ -91,13 +91,13 @@ class Holdings:
         return group.blocks.find(request.block_hashes[first:num_blocks]) if num_blocks else []
 
     def _first_seen(self, group: GroupHoldings, request: Request, num_blocks: int) -> int:
-        """Returns the first of a request's blocks that it needs to go on behind them."""
+        """Returns the first of a request's blocks that later tokens attend to."""
         return num_blocks - 1 if group.is_state else group.num_before(request, num_blocks * self.block_size)
 
     def landing(self, request: Request) -> Hit:
-        """Returns what is known of a prompt that lands: each group's blocks by themselves, and never a state.
+        """Returns the known blocks of a prompt that lands: each group's independently, and never a state.
 
-        Those of a group with a window begin with the first block that the token behind the prompt sees.
+        In a group with a window they begin with the first block that the token after the prompt attends to.
         """
         num_tokens = len(request.prompt_token_ids)
         if self.prefix is None or request.computes_all:
@@ -109,7 +109,7 @@ class Holdings:
         return Hit(0, tables)
 
     def in_tier(self, request: Request, num_tokens: int, num_cached: int) -> list[bytes]:
-        """Returns the contents behind its cached blocks that host memory has; none if computing is quicker."""
+        """Returns the contents after its cached blocks that host memory has; empty if computing is faster."""
         tier = self.blocks.tier
         if tier is None or self.prefix is None or request.is_swapped or request.computes_all:
             return []
@@ -119,30 +119,30 @@ class Holdings:
         return found if found and tier.cost.is_worth_it() else []
 
     def prompt_hashes(self, request: Request) -> list[bytes]:
-        """Returns the hashes of its prompt's blocks that others could have computed; none where it may use none."""
+        """Returns the hashes of its prompt's blocks that another request may have computed; empty without sharing."""
         if self.prefix is None or request.computes_all:
             return []
         num_tokens = len(request.prompt_token_ids) - (request.leg != "decode")
         return self.hashes(request, num_tokens // self.block_size)
 
-    def not_below(self, request: Request, num_cached: int) -> list[int]:
-        """Returns which of its cached blocks lower tiers lack: one that serves again is worth keeping there.
+    def missing_below(self, request: Request, num_cached: int) -> list[int]:
+        """Returns its cached blocks that lower tiers lack, since a block that is reused is worth keeping there.
 
-        Blocks that everybody begins with are never evicted, and without them nothing behind them could be found again.
+        Blocks of common beginnings are never evicted, so lower tiers would lack them, and find nothing after them.
         """
         tier = self.blocks.tier
         if tier is None or not tier.lower or not num_cached:
             return []
         hashes = request.block_hashes
-        return [at for at in range(num_cached) if hashes[at] not in tier and tier.is_lacking(hashes[at])]
+        return [at for at in range(num_cached) if hashes[at] not in tier and tier.is_missing_below(hashes[at])]
 
     def keep_below(self, request: Request, cached: Sequence[int]) -> None:
-        """Copies cached blocks that lower tiers lack to host memory, from where they go on."""
+        """Copies cached blocks that lower tiers lack to host memory, which passes them on."""
         if (tier := self.blocks.tier) is not None:
-            for at in reversed(self.not_below(request, len(cached))):
+            for at in reversed(self.missing_below(request, len(cached))):
                 tier.store(cached[at], request.block_hashes[at])
 
-    # ---- what is held
+    # ---- held blocks
 
     def take_with(self, cached: list[int], in_tier: Sequence[bytes], num_missing: int) -> list[int]:
         """Shares the first group's cached blocks and takes the missing ones, the first of which are loaded.
@@ -150,7 +150,7 @@ class Holdings:
         Returns all in order.
         """
         tier = self.blocks.tier
-        slots = tier.pin(in_tier) if tier is not None and in_tier else []  # before a block that is evicted needs one
+        slots = tier.pin(in_tier) if tier is not None and in_tier else []  # before an evicted block needs a slot
         self.blocks.share(cached)
         taken = self.blocks.take(num_missing)
         if tier is not None and slots:
@@ -167,7 +167,7 @@ class Holdings:
         for each in self._of_tokens:
             table = request.tables[each.at]
             for at in range(request.num_hashed_blocks, num_blocks):
-                if table[at] == each.nobodys or not each.blocks.remember(table[at], hashes[at]):
+                if table[at] == each.padding_block or not each.blocks.remember(table[at], hashes[at]):
                     continue
                 if each.at == 0 and log is not None:
                     first = at * self.block_size
@@ -176,7 +176,7 @@ class Holdings:
         request.num_hashed_blocks = num_blocks
 
     def hashes(self, request: Request, num_blocks: int) -> list[bytes]:
-        """Returns those of its first blocks of tokens; a state behind them is kept under the last one."""
+        """Returns the hashes of its first blocks of tokens; the last one is also the content of a state after them."""
         assert self.prefix is not None
         known = request.block_hashes
         if len(known) < num_blocks:

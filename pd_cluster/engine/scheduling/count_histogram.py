@@ -1,4 +1,4 @@
-"""Whole numbers counted by buckets. An addition costs a search among a dozen bounds."""
+"""Counts integers by buckets. An addition costs a search among a dozen bounds."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pd_cluster import wire
 
 
 class CountHistogram:
-    """Counts that only grow. A number falls into the first bucket whose bound it does not exceed."""
+    """Counts that only grow. A number counts in the first bucket whose bound it does not exceed."""
 
     def __init__(self, bounds: Sequence[int]) -> None:
         self._bounds = bounds
@@ -20,5 +20,5 @@ class CountHistogram:
         self._counts[bisect_left(self._bounds, number)] += 1
         self._total += number
 
-    def told(self) -> wire.Tally:
+    def tally(self) -> wire.Tally:
         return wire.Tally(tuple(self._counts), self._total)

@@ -1,7 +1,7 @@
-"""One group of layers in an engine: its blocks, and which of them a request holds. Integers only.
+"""Tracks the blocks that requests hold in one group of layers of an engine. Integers only.
 
 A request's table of a group lists blocks in the order of its tokens. In a group with a window, the padding block, which
-no kernel reads, stands for those that no later token sees. A state is one block, whatever the number of tokens.
+no kernel reads, replaces blocks that no later token attends to. A state is one block for any number of tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pd_cluster.kv.block_pool import BlockPool
-from pd_cluster.kv.group_rule import ALL, MOST_PEER_BLOCK, Rule
+from pd_cluster.kv.group_rule import ALL, MAX_PEER_BLOCK_SIZE, Rule
 from pd_cluster.types import Request
 
 
@@ -26,11 +26,11 @@ class LayerGroup:
 class Lack(NamedTuple):
     """The blocks that a request lacks in one group before a step.
 
-    `copied`: the place in its table of a block that the step would write and that is replaced by a copy first.
+    `copied`: the index in its table of a block that the step would write, and that a copy must replace first.
     """
 
     group: GroupHoldings
-    num_blocks: int  # behind its table
+    num_blocks: int  # after its table
     copied: int | None
 
     @property
@@ -42,17 +42,17 @@ class GroupHoldings:
     """The tables of all requests in one group: `request.tables[at]`."""
 
     def __init__(self, at: int, group: LayerGroup, block_size: int, step_tokens: int) -> None:
-        """`step_tokens`: the most of a step."""
+        """`step_tokens`: the most tokens of a step."""
         self.at, self.blocks, self.swap, self.rule = at, group.blocks, group.swap, group.rule
         self.is_state = group.rule.is_state
-        self.nobodys = group.blocks.num_blocks  # the pool's padding block
+        self.padding_block = group.blocks.num_blocks  # the pool's padding block
         self._block_size, self._step_tokens = block_size, step_tokens
 
     @property
     def slides(self) -> bool:
-        """Whether a request takes its blocks as it needs them: those before its window are never taken.
+        """Whether a request takes its blocks as it needs them; blocks before its window are then never taken.
 
-        With a tier below, blocks come from there as a whole beginning.
+        With a lower tier, blocks are loaded as a whole beginning instead.
         """
         return self.rule.window > 0 and self.blocks.tier is None
 
@@ -61,7 +61,7 @@ class GroupHoldings:
         return 1 if self.is_state else -(-num_tokens // self._block_size)
 
     def num_on_entry(self, request: Request, num_computed: int) -> int:
-        """Returns the length of the table with which it begins to run: for all its tokens, or for the next step's.
+        """Returns the length of its table when it begins to run: for all its tokens, or only for the next step's.
 
         A prefill leg is never preempted, so two of them must not wait for each other's blocks.
         """
@@ -71,38 +71,38 @@ class GroupHoldings:
         return self.num_blocks_for(num_tokens)
 
     def held(self, request: Request) -> list[int]:
-        """Returns its blocks, without the places of those that were freed."""
+        """Returns its blocks, without the table's entries for freed ones."""
         table = request.tables[self.at]
-        return [block for block in table if block != self.nobodys] if self.rule.window else table
+        return [block for block in table if block != self.padding_block] if self.rule.window else table
 
     def num_passed(self, request: Request, num_computed: int) -> int:
-        """Counts the first blocks that no token behind `num_computed` sees.
+        """Counts the first blocks that no token after `num_computed` attends to.
 
-        A prefill leg keeps what a block of the decode instance may begin with; where all layers have this window, it
-        keeps all, since a decode instance with a tier below asks for it.
+        A prefill leg keeps all that a block of the decode instance may begin with. If all layers have this window, it
+        keeps all blocks, since a decode instance with a lower tier asks for them.
         """
         if not self.rule.window or (request.leg == "prefill" and self.at == 0):
             return 0
-        kept = MOST_PEER_BLOCK - 1 if request.leg == "prefill" else 0
+        kept = MAX_PEER_BLOCK_SIZE - 1 if request.leg == "prefill" else 0
         return self.rule.num_passed(num_computed - kept, self._block_size)
 
     def num_before(self, request: Request, num_computed: int) -> int:
-        """Counts the first blocks that a request takes no more when it begins there."""
+        """Counts the first blocks that a request that begins there never takes."""
         return self.num_passed(request, num_computed) if self.slides else 0
 
-    def let_pass(self, request: Request) -> None:
+    def free_passed_blocks(self, request: Request) -> None:
         """Frees blocks that the window has passed; the prefix cache keeps known contents."""
         table = request.tables[self.at]
         first = stop = self.num_passed(request, request.num_computed_tokens)
-        while first and table[first - 1] != self.nobodys:
+        while first and table[first - 1] != self.padding_block:
             first -= 1
         self.blocks.release(table[first:stop])
-        table[first:stop] = [self.nobodys] * (stop - first)
+        table[first:stop] = [self.padding_block] * (stop - first)
 
     def lack(self, request: Request, num_tokens: int) -> Lack | None:
-        """Returns what it lacks to compute its tokens up to `num_tokens`; None: nothing.
+        """Returns what it lacks to compute its tokens up to `num_tokens`; None if it lacks nothing.
 
-        A state that others hold too, or that is kept under a prefix, is never written: its copy is.
+        A state with several holders, or one that is kept under a prefix, is never written, but copied first.
         """
         table = request.tables[self.at]
         first = 0 if self.is_state else request.num_computed_tokens // self._block_size
@@ -113,7 +113,7 @@ class GroupHoldings:
         return Lack(self, max(0, num_blocks), first if copies else None)
 
     def must_copy(self, block: int) -> bool:
-        """Whether a block that one of its holders is about to write is not its own."""
+        """Whether a holder must copy this block before writing it, because others use it."""
         return self.blocks.is_shared(block) or (self.is_state and self.blocks.has_content(block))
 
     def to_swap(self, request: Request) -> list[int]:
@@ -121,12 +121,12 @@ class GroupHoldings:
         if not (num_computed := request.num_computed_tokens):
             return []
         first, stop = self.num_passed(request, num_computed), self.num_blocks_for(num_computed)
-        return [block for block in request.tables[self.at][first:stop] if block != self.nobodys]
+        return [block for block in request.tables[self.at][first:stop] if block != self.padding_block]
 
     def share(self, request: Request, num_tokens: int) -> list[int]:
-        """Returns a table of the same first tokens for another sequence, which holds these blocks too."""
+        """Returns a table of the same first tokens for another sequence, which becomes a holder of its blocks."""
         table = request.tables[self.at][: self.num_blocks_for(num_tokens)]
-        self.blocks.share([block for block in table if block != self.nobodys])
+        self.blocks.share([block for block in table if block != self.padding_block])
         return table
 
     def give_back(self, request: Request) -> None:

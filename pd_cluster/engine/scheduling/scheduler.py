@@ -1,8 +1,8 @@
 """Decides how many tokens each request computes in the next step, and which blocks it holds.
 
-Integers only: no torch, no sockets, no clock of its own. There is no prefill or decode phase: every request has
-`num_behind` tokens to catch up with, within one token budget. A prefix cache, a landing and a swap all enter the same
-arithmetic: `num_computed_tokens` starts higher.
+Integers only: no torch, sockets or clock. There is no prefill or decode phase: every request has `num_behind` tokens
+still to compute, within one token budget. A prefix hit, a landing and a swap differ only in that
+`num_computed_tokens` starts higher.
 """
 
 from __future__ import annotations
@@ -35,27 +35,29 @@ KEEP_ALIGNED = KeepRule()
 
 
 class StepSizes(NamedTuple):
-    """The limits of a step. `most_adapters` in it; 0: there are none. `keeps_pictures`: no chunk ends inside one."""
+    """The limits of a step. `most_adapters`: 0: there are none. `keeps_images_whole`: no chunk ends inside an image."""
 
     block_size: int  # tokens
     max_num_seqs: int
     max_num_batched_tokens: int
     most_adapters: int = 0
-    keeps_pictures: bool = False
+    keeps_images_whole: bool = False
 
 
 class StepScheduler:
-    """Holds every request of one engine. The first in order of service always advances: later ones give way.
+    """Holds every request of one engine. The first in order of service always advances: later ones are preempted for
+    it.
 
     That order is by priority, then by arrival; below, "older" means earlier in it.
 
-    A request takes the blocks of all its known tokens when it is admitted and grows by a block when it needs one. When
-    there is none, the youngest running request is preempted: its KV goes to `swap` if there is room; otherwise it gives
-    its blocks back and computes its tokens again later, which gives the same tokens. Requests that are being handed
-    over are never preempted. `prefix` is that of block_holdings.py.
+    A request takes the blocks of all its known tokens when it is admitted, and another block when it needs one. If none
+    is free, the youngest running request is preempted: its KV is copied to `swap` if there is space; otherwise it
+    releases its blocks and computes its tokens again later, which gives the same tokens. Requests that are being handed
+    over are never preempted. block_holdings.py describes `prefix`.
 
-    A pooled prompt is computed in chunks that end at fixed places, whatever else a step has, because attention's last
-    bits depend on where a chunk begins. A chunk waits for a step with room for all of it, and younger ones behind it.
+    A pooled prompt is computed in chunks that end at fixed positions, whatever else a step has, because attention's
+    last bits depend on where a chunk begins. A chunk waits for a step that can take all of it, and younger ones wait
+    for it.
     """
 
     def __init__(
@@ -66,7 +68,7 @@ class StepScheduler:
         keep_rule: KeepRule = KEEP_ALIGNED,
     ) -> None:
         self.blocks, self.swap = groups[0].blocks, groups[0].swap
-        self.block_size, max_num_seqs, max_num_batched_tokens, most_adapters, keeps_pictures = sizes
+        self.block_size, max_num_seqs, max_num_batched_tokens, most_adapters, keeps_images_whole = sizes
         self._pooling_chunk = chunk = pooling_chunk_of(max_num_batched_tokens, self.block_size)
         self.groups = [
             GroupHoldings(at, group, self.block_size, max_num_batched_tokens) for at, group in enumerate(groups)
@@ -74,9 +76,9 @@ class StepScheduler:
         self._holdings = holdings = Holdings(self.groups, self.block_size, prefix, chunk)
         self._checkpoints = Checkpoints(holdings, keep_rule)
         self.num_blocks_for = holdings.num_blocks_for
-        self.known = self._checkpoints.reached or self.blocks  # contents that other requests can begin behind
+        self.known = self._checkpoints.reached or self.blocks  # contents after which other requests can begin
         self._turns = LoraRotation(most_adapters) if most_adapters else None
-        self._keeps_pictures = keeps_pictures
+        self._keeps_images_whole = keeps_images_whole
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.requests: dict[str, Request] = {}
@@ -87,7 +89,7 @@ class StepScheduler:
         self.move_now: Callable[[list[Move]], None] = lambda moves: None  # outside steps
         self.allocator = BlockAllocator(holdings, self.requests, self.waiting, self.running)
 
-    # ---- arrival and end of a request
+    # ---- arrival and end of requests
 
     def add(self, request: Request) -> None:
         """Adds a request that will compute its tokens here."""
@@ -97,8 +99,8 @@ class StepScheduler:
     def land(self, request: Request, num_tokens: int) -> list[int]:
         """Takes landing blocks for `num_tokens` tokens in every group.
 
-        Returns the first token of the prompt that must land in each; those before it are cached, or not seen again. A
-        state lands whole, as its only token. Raises OutOfBlocks and then changes nothing.
+        Returns the first token of the prompt that must land in each; earlier tokens are cached, or no longer attended
+        to. A state lands whole, as its only token. Raises OutOfBlocks, and then changes nothing.
         """
         hit = self._holdings.landing(request)
         missing = self.allocator.num_missing_to_land(request, hit, num_tokens)
@@ -120,7 +122,7 @@ class StepScheduler:
         return self._holdings.prompt_hashes(request)
 
     def _begin_moves(self, moves: list[Move]) -> list[Move]:
-        """Lets blocks that are evicted or loaded from now on add their moves, after which theirs so far are made."""
+        """Makes blocks that are evicted or loaded from now on add their moves here; earlier moves have been made."""
         if self.blocks.tier is not None:
             self.blocks.tier.begin(lambda kind, source, target: moves.append(Move(kind, source, target)))
         return moves
@@ -133,7 +135,7 @@ class StepScheduler:
         self._holdings.remember(request)
 
     def fork(self, parent: Request, index: int) -> Request:
-        """Starts another sequence of the same prompt; it shares computed blocks and copies those it would change.
+        """Starts another sequence of the same prompt; it shares computed blocks and copies those that it writes.
 
         At the limit of running sequences it waits instead, and computes the prompt again or finds it in the prefix
         cache.
@@ -152,7 +154,7 @@ class StepScheduler:
         return child
 
     def start_sequences(self, request: Request, first_tokens: Sequence[TokenOutput]) -> list[Request]:
-        """Starts the sequences of a computed prompt from their first tokens: they run, or wait for room."""
+        """Starts the sequences of a computed prompt from their first tokens: they run, or wait for admission."""
         going_on = [t for t in first_tokens if t.finish_reason is None and t.index not in request.dropped]
         sequences = [request if t.index == request.index else self.fork(request, t.index) for t in going_on]
         for sequence, token in zip(sequences, going_on, strict=True):
@@ -183,9 +185,9 @@ class StepScheduler:
         del self.requests[request.key]
 
     def share_tables(self, request: Request) -> list[list[int]]:
-        """Returns tables of its computed tokens for another sequence, which holds these blocks too.
+        """Returns tables of its computed tokens for another sequence, which becomes a holder of these blocks.
 
-        The one that writes a shared block first copies it; so a state is copied by each sequence but the last.
+        A sequence that writes a shared block copies it first; so each sequence but the last copies a state.
         """
         return [each.share(request, request.num_computed_tokens) for each in self.groups]
 
@@ -197,9 +199,9 @@ class StepScheduler:
 
     def _refuse_double(self, request: Request) -> None:
         if request.key in self.requests:
-            raise AssertionError(f"request {request.key} is here already")
+            raise AssertionError(f"request {request.key} already exists here")
 
-    # ---- a step
+    # ---- steps
 
     def plan(self) -> StepPlan:
         """Plans the next step: decodes first, so that none waits for a prompt; then prompts; then waiting requests.
@@ -230,12 +232,12 @@ class StepScheduler:
         for request in due:
             if not budget:
                 break
-            if request.status is not Status.RUNNING:  # preempted by an earlier one in this loop
+            if request.status is not Status.RUNNING:  # preempted earlier in this loop
                 continue
             if turn is not None and not turn.has(request):
                 continue
             num_tokens = self._chunk(request, budget, plan)
-            if not num_tokens and (request.pooling is not None or self._keeps_pictures):
+            if not num_tokens and (request.pooling is not None or self._keeps_images_whole):
                 return 0
             if num_tokens and self.allocator.grow(request, request.num_computed_tokens + num_tokens, plan):
                 plan.add(request, num_tokens)
@@ -243,13 +245,13 @@ class StepScheduler:
         return budget
 
     def plan_ahead(self, leaving: Sequence[Request], may_go: Callable[[Request], bool]) -> StepPlan | None:
-        """Plans the step behind one that is recorded as computed, but whose tokens are not known yet.
+        """Plans the step after one that is recorded as computed, but whose tokens are not known yet.
 
-        Follows the rules of `plan`. A sequence whose next token is being chosen computes that token; those in `leaving`
-        end with it, so their places are free, but not yet their blocks. Returns None where the host must plan: a
+        It follows the rules of `plan`. A sequence whose next token is being chosen computes that token; sequences in
+        `leaving` end with it, so their places are free, but not yet their blocks. Returns None if the host must plan: a
         sequence that is due may not go ahead or gives way, a block must be copied or swapped, there are too few blocks,
-        the first that waits could enter only with blocks that are about to be free, or there are states, of which steps
-        keep some.
+        the first waiting request could enter only with blocks that are about to be freed, or there are states, some of
+        which steps keep.
         """
         if self._holdings.states is not None:
             return None
@@ -278,9 +280,9 @@ class StepScheduler:
         return plan
 
     def _enters_ahead(self, request: Request, may_go: Callable[[Request], bool]) -> bool:
-        """Whether it needs neither the host nor blocks of host memory nor those of a parked beam.
+        """Whether it needs neither the host nor blocks of host memory or of a parked beam.
 
-        One that lacks pixels may end on entering, which only a step of the host reports.
+        A request that lacks pixels may end when admitted, which only a step of the host reports.
         """
         needs_host = request.lacks_pixels or request.is_swapped or self.allocator.parked(request)
         return may_go(request) and not (needs_host or self.allocator.enters_with_moves(request))
@@ -293,24 +295,24 @@ class StepScheduler:
         return [request for request, _ in plan.chunks if request.num_behind == 0]
 
     def accepted(self, request: Request) -> None:
-        """Records that its last token was a draft of the step that is being recorded: it is computed already."""
+        """Records that its last token, which is computed already, was a draft of the step that is being recorded."""
         self._advance(request, 1)
 
     def _advance(self, request: Request, num_tokens: int) -> None:
         request.num_computed_tokens += num_tokens
         if request.num_computed_tokens // self.block_size > request.num_hashed_blocks:
             self._holdings.remember(request)
-        self._holdings.let_pass(request)
+        self._holdings.free_passed_blocks(request)
 
     def forget(self) -> None:
-        """Forgets every content, in all groups, so that nothing that was computed so far serves a later request."""
+        """Forgets every content, in all groups, so that nothing computed so far is reused."""
         for each in self.groups:
             each.blocks.forget()
 
     def can_land(self, request: Request, num_tokens: int) -> bool:
-        """Whether a transfer may be credited. Requests that wait here come first, unless it has the higher priority.
+        """Whether a transfer may be credited. Requests that wait here come first, unless it has a higher priority.
 
-        Each further sequence reserves room for a block, but never more than an empty pool has.
+        Each further sequence reserves one block, but all together never more than an empty pool has.
         """
         if not self.places.may_land(request, self.waiting):
             return False
@@ -341,7 +343,7 @@ class StepScheduler:
         return self.places.num_taken
 
     def held(self, group: GroupHoldings) -> list[list[int]]:
-        """Returns the blocks of a group by holder: requests, and a planned step that copies states to some."""
+        """Returns the blocks of a group by holder: requests, and a planned step that copies states to blocks."""
         copies = [self._checkpoints.taken] if group.is_state else []
         return [*(group.held(request) for request in self.requests.values()), *copies]
 
@@ -356,17 +358,17 @@ class StepScheduler:
         for status, members in ((Status.WAITING, self.waiting), (Status.RUNNING, self.running)):
             expected = {r.key for r in self.requests.values() if r.status is status}
             if expected != {r.key for r in members} or len(expected) != len(members):
-                raise AssertionError(f"requests that are {status.value} and their list differ")
+                raise AssertionError(f"the requests with status {status.value} do not match their list")
         if any(any(r.tables) for r in self.waiting):
-            raise AssertionError("a request that waits holds blocks")
+            raise AssertionError("a waiting request holds blocks")
 
-    # ---- waiting requests enter
+    # ---- admission
 
     def _chunk(self, request: Request, budget: int, plan: StepPlan) -> int:
         """Returns how many of its tokens the step can take.
 
-        0 when other prompts with wanted logprobs fill the step, or a pooled prompt's chunk or a picture that stays in
-        one piece does not fit what is left.
+        0 when other prompts' logprobs fill the step, or when the rest of the step is too small for a pooled prompt's
+        chunk or an image that must not be split.
         """
         if request.pooling is not None:
             size = self._pooling_chunk
@@ -374,17 +376,17 @@ class StepScheduler:
             return num_tokens if num_tokens <= budget else 0
         rows = MAX_PROMPT_LOGPROB_TOKENS - plan.num_prompt_rows if request.wants_prompt_logprobs else budget
         num_tokens = min(request.num_behind, budget, rows)
-        if request.num_virtual_tokens > request.num_computed_tokens:  # the rows behind read what these are given
+        if request.num_virtual_tokens > request.num_computed_tokens:  # later rows read their keys and values
             given = num_given_tokens(request.order.variant) - request.num_computed_tokens
             num_tokens = min(num_tokens, given) if given > 0 else num_tokens
         return self._whole(request, num_tokens, budget)
 
     def _whole(self, request: Request, num_tokens: int, budget: int) -> int:
-        """Returns fewer tokens, or more within the budget, where a chunk would end inside a picture.
+        """Returns fewer tokens, or more within the budget, if a chunk would end inside an image.
 
-        0: the rest of the picture that it begins with does not fit.
+        0: the rest of the image that it begins with is too large.
         """
-        if not self._keeps_pictures:
+        if not self._keeps_images_whole:
             return num_tokens
         first = request.num_computed_tokens
         for span in request.order.spans:
@@ -401,7 +403,7 @@ class StepScheduler:
         num_leaving: int = 0,
         may_enter: Callable[[Request], bool] = lambda request: True,
     ) -> None:
-        """Admits those that wait and for which places are left, in order, up to the first that may not enter."""
+        """Admits waiting requests for which there are places, in order, up to the first that may not enter."""
         num_seqs, at = self.num_seqs - num_leaving if self.waiting else 0, 0
         while budget and (at := self.places.next(self.waiting, at)) < len(self.waiting) and may_enter(self.waiting[at]):
             request = self.waiting[at]
@@ -423,7 +425,7 @@ class StepScheduler:
                 continue
             num_tokens = self._chunk(request, budget, plan)
             plan.admitted.append(request)
-            if not num_tokens:  # what is cached ends inside a picture, whose rest is for the next step
+            if not num_tokens:  # the cached tokens end inside an image, whose rest is for the next step
                 return
             plan.add(request, num_tokens)
             budget -= num_tokens

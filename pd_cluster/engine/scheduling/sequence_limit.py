@@ -1,4 +1,4 @@
-"""Places in steps: how many sequences take part, and how many of them are further ones of a request. Integers only."""
+"""Limits the sequences of a step, and how many of them are further sequences of a request. Integers only."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 
 from pd_cluster.types import Request, Status
 
-KEPT_SHARE = 8  # of so many places, one is kept for requests that begin
+RESERVED_SHARE = 8  # one of so many places is kept for requests that begin
 
 
 class SequenceLimit:
-    """A request of a hundred sequences takes no place that a request needs to begin.
+    """A request of a hundred sequences must not take the places that other requests need to begin.
 
-    Further sequences of requests (from the second on, beams too) have all places but an eighth, and come after requests
-    that begin until these have that eighth.
+    Further sequences of requests (the second and later ones, and beams) may take all places but an eighth, and come
+    after requests that begin until these have that eighth.
     """
 
     def __init__(self, most: int, requests: Mapping[str, Request]) -> None:
         """`requests`: the scheduler's own."""
         self.most = most
-        self._num_kept = max(1, most // KEPT_SHARE)
+        self._num_kept = max(1, most // RESERVED_SHARE)
         self._most_further = max(1, most - self._num_kept)
         self._requests = requests
 
@@ -30,7 +30,7 @@ class SequenceLimit:
 
     @property
     def num_further(self) -> int:
-        """Counts those of `num_taken` that are further ones."""
+        """Counts the taken places of further sequences."""
         return sum(1 for r in self._requests.values() if r.index and r.status in (Status.RUNNING, Status.LANDING))
 
     @property
@@ -39,17 +39,17 @@ class SequenceLimit:
 
     @property
     def num_free_for_group(self) -> int:
-        """Counts places for sequences that begin together, with the first of their request."""
+        """Counts places for sequences that begin together, including the first of their request."""
         return max(0, min(self.most - self.num_taken, self._most_further - self.num_further + 1))
 
     def next(self, waiting: Sequence[Request], at: int = 0) -> int:
-        """Returns the index of the first, from `at` on, whose place may be free; their number if there is none."""
+        """Returns the index, from `at` on, of the first request that may have a place; the list's length if none."""
         if at < len(waiting) and waiting[at].index and self.num_further >= self._most_further:
             return next((each for each in range(at, len(waiting)) if not waiting[each].index), len(waiting))
         return at
 
     def may_land(self, request: Request, waiting: Sequence[Request]) -> bool:
-        """Whether a request has a place that none of those that wait comes first for."""
+        """Whether there is a place for a request besides those for waiting requests that come first."""
         num_taken = self.num_taken
         if num_taken >= self.most:
             return False

@@ -1,7 +1,7 @@
-"""Which states are kept under the prefixes behind which they stand, so that later requests begin there.
+"""Chooses the states that are kept as checkpoints after prefixes, so that later requests begin there.
 
 A kept state is a block of the states' pool whose content is the hash of the tokens before it; the least recently used
-one goes first. Integers only.
+one is evicted first. Integers only.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from pd_cluster.types import Request, StateCopy
 class KeepRule(NamedTuple):
     """`mode` none: no state is kept; all: at the end of each block.
 
-    align: at a prompt's last block end, every `interval` tokens of a prompt, where it parts from another's known
-    blocks, and at the last block end of a sequence.
+    align: at a prompt's last block end, every `interval` tokens of a prompt, where it diverges from known blocks of
+    other requests, and at the last block end of a sequence.
     """
 
     mode: StateCacheMode = "align"
@@ -32,19 +32,19 @@ class Checkpoints:
         self._holdings, self._rule = holdings, rule
         self._size = holdings.block_size
         self._parting: WeakKeyDictionary[Request, int] = WeakKeyDictionary()  # tokens
-        self._last: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()  # kept as it generates: one at a time
+        self._last: WeakKeyDictionary[Request, bytes] = WeakKeyDictionary()  # kept while it generates: one at a time
         self.taken: list[int] = []  # blocks that a planned step copies states to
         self.is_on = rule.mode != "none" and holdings.states is not None and holdings.prefix is not None
         states = holdings.states
         self.reached = None if states is None else ReachedBlocks(holdings.blocks, states.blocks)
 
     def entered(self, request: Request, hit: Hit) -> None:
-        """Notes where a request leaves what is known of others, if no state is kept there yet."""
+        """Records where a request diverges from known blocks of others, if no state is kept there yet."""
         if self.is_on and hit.num_known > hit.num_blocks:
             self._parting[request] = hit.num_known * self._size
 
     def plan(self, chunks: list[tuple[Request, int]]) -> list[StateCopy]:
-        """Takes a block for each state that this step can keep; none is taken that anybody holds."""
+        """Takes a free block for each state that this step can keep."""
         states = self._holdings.states
         if not self.is_on or states is None:
             return []
@@ -59,7 +59,7 @@ class Checkpoints:
         return keeps
 
     def computed(self, keeps: list[StateCopy], chunks: list[tuple[Request, int]]) -> None:
-        """Remembers the states that the step has copied; those of requests that were taken out of it are free again."""
+        """Records the states that the step has copied, and frees the blocks of requests that were removed from it."""
         states = self._holdings.states
         if not keeps or states is None:
             return
@@ -85,7 +85,7 @@ class Checkpoints:
         self._last[request] = content
 
     def _points(self, request: Request, start: int, stop: int) -> Iterator[int]:
-        """Yields the numbers of tokens in (start, stop], ascending, behind which this request's state is kept."""
+        """Yields the numbers of tokens in (start, stop], ascending, after which this request's state is kept."""
         size, num_prompt = self._size, len(request.prompt_token_ids)
         first, last = start // size * size + size, stop // size * size
         if first > last:

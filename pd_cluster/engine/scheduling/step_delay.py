@@ -1,7 +1,7 @@
-"""Decides when a decode step can wait: for a sequence that is about to join, or for many where none is wanted early.
+"""Decides when a decode step waits: for a sequence that is about to join, or for many if no answer is needed early.
 
-A step costs reading the weights, plus something for each sequence. Waiting pays where prefill computes on the same
-cores, which the caller determines: a separate device would only idle. No clock of its own.
+A step's cost is reading the weights, plus a part per sequence. Waiting pays if prefill computes on the same cores,
+which the caller determines: a separate device would only idle. It has no clock.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Protocol
 
 from pd_cluster.engine.scheduling.scheduler import StepScheduler
 
-MOST_COMING = 2  # requests per running sequence; with more on their way, a step waits
-MOST_LANDING_SHARE = 0.25  # of a step, that the next one may be late for a landing, less with many that wait for it
-MOST_LANDING_S = 0.02  # and never longer: only a token is missing, and two messages
-MOST_WAIT_S = 2.0  # since the last landing; then steps continue as usual until the next one
+MAX_INCOMING = 2  # incoming requests per running sequence; with more of them, a step waits
+MAX_LANDING_DELAY_SHARE = 0.25  # of a step: the longest delay for a landing, less with many running sequences
+MAX_LANDING_DELAY_S = 0.02  # the most seconds: only a token and two messages are missing
+MAX_WAIT_S = 2.0  # the most seconds since the last landing; then steps continue without delay until the next
 
 
 class PendingLandings(Protocol):
@@ -22,13 +22,13 @@ class PendingLandings(Protocol):
 
     num_landings: int
 
-    def num_on_their_way(self, batch: str) -> int: ...
+    def num_incoming(self, batch: str) -> int: ...
 
 
 class StepDelay:
-    """The smaller the share of known sequences that run, the more it pays to delay a step.
+    """Delays steps while many known sequences are not running yet; the fewer run, the more a delay pays.
 
-    Near the end of a batch few are still on their way, so no step waits then, and the last answer is hardly delayed.
+    Near the end of a batch few are still incoming, so no step waits then, and the last answer is hardly delayed.
     """
 
     def __init__(self, scheduler: StepScheduler, coming: PendingLandings, clock: Callable[[], float]) -> None:
@@ -37,15 +37,15 @@ class StepDelay:
 
     @property
     def waits(self) -> bool:
-        """Whether the next step waits. It does not with other batches or none, prompts, or a request without room."""
+        """Whether the next step waits. It does not with prompts, other batches, no batch, or missing blocks."""
         if self._coming.num_landings != self._num_landings:
             self._num_landings, self._landed_s = self._coming.num_landings, self._clock()
         running = self._scheduler.running
         if not running or not (batch := running[0].batch) or self._scheduler.waiting:
             return False
-        if self._clock() - self._landed_s > MOST_WAIT_S:
+        if self._clock() - self._landed_s > MAX_WAIT_S:
             return False
-        if self._coming.num_on_their_way(batch) <= MOST_COMING * len(running):
+        if self._coming.num_incoming(batch) <= MAX_INCOMING * len(running):
             return False
         return all(request.batch == batch and request.num_behind == 1 for request in running)
 
@@ -56,15 +56,15 @@ class ExpectedLanding(Protocol):
     @property
     def imminent_s(self) -> float | None: ...
 
-    def await_no_longer(self) -> None: ...
+    def mark_late(self) -> None: ...
 
 
 class LandingWait:
-    """Lets a step begin a little later, so that a sequence whose KV cache is here already takes part in it.
+    """Delays a step a little, so that a sequence whose KV cache has already arrived takes part in it.
 
-    Otherwise the sequence has its second token after the rest of this moment, this step and the next one: it gains at
-    most a step, and the running ones together lose no more. A step that would have to wait for longer begins at once.
-    No transfer is waited for at two steps.
+    Otherwise the sequence gets its second token after the rest of the delay, this step and the next one. So it gains at
+    most a step, and the running ones together lose no more. A step that would have to wait longer begins at once. No
+    two steps wait for the same transfer.
     """
 
     def __init__(self, imports: ExpectedLanding, clock: Callable[[], float]) -> None:
@@ -72,22 +72,22 @@ class LandingWait:
         self._due_s: float | None = None
 
     def left_s(self, step_s: float, num_running: int) -> float:
-        """Returns how long the next step of so many sequences may wait, given how long steps take; 0: it begins now."""
+        """Returns how long the next step of so many sequences may wait, given the time of steps; 0: it begins now."""
         expected_s = self._imports.imminent_s
         if expected_s is None:
             self._due_s = None
             return 0.0
         now_s = self._clock()
         if self._due_s is None:
-            most_s = min(MOST_LANDING_SHARE * step_s, MOST_LANDING_S, step_s / max(1, num_running))
+            most_s = min(MAX_LANDING_DELAY_SHARE * step_s, MAX_LANDING_DELAY_S, step_s / max(1, num_running))
             if expected_s > most_s:
                 return 0.0
             self._due_s = now_s + most_s
         if now_s < self._due_s:
             if expected_s <= self._due_s - now_s:
                 return self._due_s - now_s
-            self._due_s = None  # who it waited for has joined, and nobody else will in time
+            self._due_s = None  # the awaited sequence has joined, and no other will in time
             return 0.0
-        self._imports.await_no_longer()
+        self._imports.mark_late()
         self._due_s = None
         return 0.0

@@ -7,12 +7,12 @@ from typing import Literal, NamedTuple
 
 from pd_cluster.types import Request, StateCopy
 
-MAX_PROMPT_LOGPROB_TOKENS = 256  # in one step: each of them costs a row of logits
+MAX_PROMPT_LOGPROB_TOKENS = 256  # in one step: each of them needs a row of logits
 MAX_POOLING_CHUNK = 256  # tokens of a pooled prompt in one step
 
 
 def pooling_chunk_of(max_num_batched_tokens: int, block_size: int) -> int:
-    """Returns the tokens of every chunk of a pooled prompt but its last; whole blocks if they fit half a step."""
+    """Returns the tokens of every chunk of a pooled prompt but its last; whole blocks if they fit into half a step."""
     most = max(1, min(MAX_POOLING_CHUNK, max_num_batched_tokens // 2))
     return most // block_size * block_size or most
 
@@ -26,7 +26,7 @@ def needs_host(request: Request) -> bool:
     """Whether the host must see a step of this request before it can plan the next one.
 
     A guide's mask and a beam search need the tokens; the first token of several sequences forks them; a pooled prompt
-    and logprobs of a prompt are computed from the step's rows; adapters take turns.
+    and a prompt's logprobs are computed from the step's rows; adapters take turns.
     """
     sampling = request.sampling
     return (
@@ -40,7 +40,7 @@ def needs_host(request: Request) -> bool:
 
 
 def ends_with(request: Request) -> bool:
-    """Whether a request that gets its next token now runs no longer: it reaches its limit, or is handed over."""
+    """Whether a request that gets its next token now stops running: it reaches its limit, or is handed over."""
     return request.leg == "prefill" or len(request.output_token_ids) + 1 >= request.sampling.max_tokens
 
 
@@ -58,19 +58,19 @@ class Move(NamedTuple):
 
 @dataclass(slots=True)
 class StepPlan:
-    """`chunks` holds (request, tokens to compute now); `moves` come first, in this order.
+    """`chunks` has (request, tokens to compute now); `moves` are made first, in this order.
 
-    `preempted` and `admitted` changed place during planning.
+    `preempted` and `admitted` changed their lists during planning.
     """
 
     chunks: list[tuple[Request, int]] = field(default_factory=list)
     moves: list[Move] = field(default_factory=list)
     admitted: list[Request] = field(default_factory=list)
     preempted: list[Request] = field(default_factory=list)
-    lacking: list[Request] = field(default_factory=list)  # finished: they would compute pictures without pixels
-    keeps: list[StateCopy] = field(default_factory=list)  # states to copy behind tokens that the step computes
-    num_prompt_rows: int = 0  # tokens among them whose logits are wanted for prompt_logprobs
-    drafts: dict[Request, list[int]] = field(default_factory=dict)  # behind chunks of one token; computed with them
+    lacking: list[Request] = field(default_factory=list)  # ended, because they would compute images without pixels
+    keeps: list[StateCopy] = field(default_factory=list)  # states to copy after tokens that the step computes
+    num_prompt_rows: int = 0  # rows whose logits are needed for prompt_logprobs
+    drafts: dict[Request, list[int]] = field(default_factory=dict)  # computed after chunks of one token
 
     def add(self, request: Request, num_tokens: int) -> None:
         self.chunks.append((request, num_tokens))
@@ -78,7 +78,7 @@ class StepPlan:
             self.num_prompt_rows += num_tokens
 
     def kept(self) -> list[StateCopy]:
-        """Returns the states to copy of the sequences that are still in the plan."""
+        """Returns the states to copy, of sequences that are still in the plan."""
         if not self.keeps:
             return []
         computed = {request for request, _ in self.chunks}

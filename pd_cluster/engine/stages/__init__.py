@@ -1,1 +1,1 @@
-"""The stages that a leg passes on its way into the engine, and those that follow what the engine does."""
+"""The stages that a leg passes before it enters the engine, and stages that only follow the engine."""

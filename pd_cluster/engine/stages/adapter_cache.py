@@ -1,7 +1,7 @@
-"""Which LoRA adapters are in memory, and which gives way to another. Digests only: it loads and drops nothing.
+"""Tracks which LoRA adapters are in memory, and chooses which to evict. Digests only: loads and drops nothing.
 
-The one that was asked for least recently gives way. If requests have all of them, that one is closed: it takes no new
-requests until those have ended, so that whatever waits for its room gets it.
+The least recently requested adapter is evicted. If requests use all of them, that adapter is closed: it accepts no new
+requests until the running ones have ended, so that waiting adapters get its memory.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Collection, Iterable
 
 
 class AdapterCache:
-    """`most`: the most in memory."""
+    """`most`: the most adapters in memory."""
 
     def __init__(self, most: int, present: Iterable[str]) -> None:
-        """`present`: the one that was asked for least recently first."""
+        """`present`: adapters in memory, the least recently requested first."""
         self._most = most
         self._recent: dict[str, None] = dict.fromkeys(present)
         self.closing: dict[str, None] = {}
 
     def use(self, digest: str) -> None:
-        """It is asked for, or has just been loaded."""
+        """Records that the adapter is requested, or has just been loaded."""
         self._recent.pop(digest, None)
         self._recent[digest] = None
 
@@ -28,15 +28,15 @@ class AdapterCache:
         self.open(digest)
 
     def open(self, digest: str) -> None:
-        """It takes requests again."""
+        """Lets the adapter accept requests again."""
         self.closing.pop(digest, None)
 
     def has_one_free(self, present: Collection[str]) -> bool:
-        """`present`: those in memory, or on their way there."""
+        """`present`: adapters that are in memory or being loaded."""
         return len(set(present)) < self._most
 
     def next_out(self, present: Collection[str], used: Collection[str]) -> str | None:
-        """Returns the one that gives way at once; None: all of these are used, and one of them is closed."""
+        """Returns the adapter to evict at once; None: all are in use, and one of them is closed."""
         order = [each for each in (*self.closing, *self._recent) if each in present]
         found = next((each for each in order if each not in used), None)
         if found is None and order and not self.closing:

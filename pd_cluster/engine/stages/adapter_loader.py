@@ -1,4 +1,4 @@
-"""Reads adapters beside the steps, on a thread of its own. Knows nothing of who wants them."""
+"""Reads adapters on a separate thread, during steps. Knows nothing of the requests for them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Read = Callable[[Path], AdapterFolder]  # raises ModelError
 
 
 def reader_of(settings: AdapterSettings) -> Read:
-    """Returns what reads a folder within these settings' limits."""
+    """Returns the function that reads a folder within these settings' limits."""
     return partial(read_adapter, max_rank=settings.max_lora_rank, max_tokens=settings.max_prompt_adapter_token)
 
 
 def load_from(path: str, digest: str, read: Read, load: Callable[[AdapterFolder], None]) -> str:
-    """Loads the adapter of this folder; returns why it could not be, in one line, or ""."""
+    """Loads the adapter of this folder; returns why it could not be loaded, in one line, or ""."""
     try:
         folder = read(Path(path))
         if folder.digest != digest:
-            return f"{path}: another content ({folder.digest[:12]}) than the scheduler's ({digest[:12]})"
+            return f"{path}: its content ({folder.digest[:12]}) differs from the scheduler's ({digest[:12]})"
         load(folder)
     except PdClusterError as error:
         return told(error.text)
@@ -43,18 +43,18 @@ class Keeper(Protocol):
     @property
     def variants(self) -> Mapping[str, int]: ...
     def load_adapter(self, folder: AdapterFolder) -> None:
-        """On any thread. Raises ModelError, ConfigError."""
+        """Any thread may call it. Raises ModelError, ConfigError."""
 
     def drop_adapter(self, digest: str) -> None:
-        """Between two steps; no request has it."""
+        """Call it between two steps, when no request uses the adapter."""
 
 
 class AdapterThread:
-    """Reads adapters beside the steps, one at a time; `put` takes what became of each to the engine's thread."""
+    """Reads adapters during steps, one at a time; `put` passes each result to the engine's thread."""
 
     def __init__(self, keeper: Keeper, read: Read, put: Callable[[AdapterLoaded], None]) -> None:
         self._keeper, self._read, self._put = keeper, read, put
-        self._jobs: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()  # None: there are no more
+        self._jobs: queue.SimpleQueue[tuple[str, str] | None] = queue.SimpleQueue()  # None: the end
         self._thread: threading.Thread | None = None
 
     def load(self, digest: str, path: str) -> None:
@@ -64,7 +64,7 @@ class AdapterThread:
             self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread once it has loaded what it began."""
+        """Ends the thread after the adapter that it is loading."""
         self._jobs.put(None)
 
     def _work(self) -> None:
@@ -75,7 +75,7 @@ class AdapterThread:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """The adapters that a model can have. `named`: paths of those of this process's start, by digest.
+    """The adapters that a model can have. `named`: paths by digest of the adapters that this process was started with.
 
     At most `most` LoRA adapters are in memory; None: any number.
     """

@@ -1,7 +1,6 @@
-"""The adapters of one worker: those that its scheduler wants, loaded beside the steps. The rules are in
-docs/protocol/requests.md.
+"""Loads the adapters that a worker's scheduler wants, during steps. docs/protocol/requests.md has the rules.
 
-All but the loading itself is on the engine's thread.
+All parts but the loading itself run on the engine's thread.
 """
 
 from __future__ import annotations
@@ -24,19 +23,19 @@ from pd_cluster.types.variants import lora_of, short_name
 log = logging.getLogger(__name__)
 
 
-MAX_OWNERS = 4096  # whose last loads are remembered
-MAX_LOADING = 2  # one is read, and the next is ready: the rest can still change its order
+MAX_OWNERS = 4096  # owners whose last loads are remembered
+MAX_LOADING = 2  # one is read, and the next is ready; the order of the others can still change
 
 
 class OwnerRotation:
-    """When each owner of held legs last had an adapter loaded; those that never had are first."""
+    """Records when each owner of held legs last had an adapter loaded; owners without a load come first."""
 
     def __init__(self) -> None:
         self._last: OrderedDict[bytes, int] = OrderedDict()  # the longest ago first
         self._num_turns = 0
 
     def last(self, owners: Collection[bytes]) -> int:
-        """Returns the number of the turn that was longest ago; 0: there was none."""
+        """Returns the number of the owners' earliest last load; 0: one of them has had none."""
         return min(self._last.get(owner, 0) for owner in owners)
 
     def took(self, owners: Collection[bytes]) -> None:
@@ -49,9 +48,10 @@ class OwnerRotation:
 
 
 class WorkerAdapters(Stage):
-    """One that has been loaded once stays known while it is
-    wanted. Where there is no room for all, the one that was asked for least recently gives way, and a leg whose adapter
-    is not in memory is held until it has been read again.
+    """An adapter that was loaded once stays known while it is wanted.
+
+    If memory is limited, the least recently requested adapter is evicted, and a leg whose adapter is not in memory is
+    held until it has been read again.
     """
 
     def __init__(
@@ -61,22 +61,22 @@ class WorkerAdapters(Stage):
         used: Callable[[], Collection[str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`source` None: the model was loaded without places for adapters.
+        """`source` None: the model was loaded without slots for adapters.
 
-        `used` returns the digests of requests that are computed here, or will be.
+        `used` returns the digests of requests that are or will be computed here.
         """
         keeper = source.keeper if source is not None else None
         most = source.most if source is not None else None
         self._keeper, self._thread = keeper, source.thread if source is not None else None
         self._send, self._used = send, used
-        self._conn = ""  # of the scheduler whose list counts
+        self._conn = ""  # the connection of the scheduler whose list is valid
         self._paths: dict[str, str] = dict(source.named) if source is not None else {}  # by digest
-        self._is_told = False  # a list has come
-        self._proven = set(self._paths)  # have been in memory
+        self._has_list = False  # a list has arrived
+        self._proven = set(self._paths)  # adapters that have been in memory
         present = [each for each in keeper.variants if lora_of(each)] if keeper is not None else []
-        self._cache = None if most is None else AdapterCache(most, present)  # None: there is room for all
+        self._cache = None if most is None else AdapterCache(most, present)  # None: there is memory for all
         self._problems: dict[str, str] = {}
-        self._due: dict[str, None] = {}  # to be loaded, in order of arrival
+        self._due: dict[str, None] = {}  # adapters to load, in order of arrival
         self._turns = OwnerRotation()
         self._loading: set[str] = set()
         self._held = HeldLegs(clock)
@@ -91,8 +91,8 @@ class WorkerAdapters(Stage):
         return True
 
     def _follow(self, conn: str, news: wire.WantedAdapters) -> None:
-        """Follows the list; what failed before is tried again."""
-        self._conn, self._is_told = conn, True
+        """Applies the list; loads that failed before are retried."""
+        self._conn, self._has_list = conn, True
         self._paths = {each.digest: each.path for each in news.adapters}
         self._proven &= self._paths.keys()
         self._problems = {}
@@ -129,14 +129,14 @@ class WorkerAdapters(Stage):
         lost = f"the adapter {digest[:12]} could not be read again; this instance's log says why"
         self._release(digest, lost if event.problem else "")
         self._go_on()
-        if self._is_told:
+        if self._has_list:
             self._report()
 
     def tick(self) -> None:
-        """Drops what is neither wanted nor used, and goes on with what waits for room."""
+        """Drops adapters that are neither wanted nor used, and continues loads that wait for memory."""
         if self._keeper is None:
             return
-        if self._is_told and (unwanted := self._keeper.variants.keys() - self._paths.keys()):
+        if self._has_list and (unwanted := self._keeper.variants.keys() - self._paths.keys()):
             for digest in unwanted - self._in_use() - set(self._held):
                 self._drop(digest)
         for leg in self._held.take_expired():
@@ -149,7 +149,7 @@ class WorkerAdapters(Stage):
 
     @property
     def _in_memory(self) -> tuple[str, ...] | None:
-        """Short names of the LoRA adapters that requests find here at once; None: all that there are."""
+        """Short names of the LoRA adapters that are in memory; None: all existing ones."""
         if self._keeper is None or self._cache is None:
             return None
         return tuple(
@@ -198,12 +198,12 @@ class WorkerAdapters(Stage):
     # ---- capacity
 
     def _go_on(self) -> None:
-        """Loads what is due as far as there is room; owners of held legs take turns."""
+        """Loads due adapters as far as there is memory; owners of held legs take turns."""
         if self._keeper is None:
             return
         for digest in list(self._due):
             if digest in self._proven and digest not in self._held:
-                del self._due[digest]  # nobody waits for it any more
+                del self._due[digest]  # no leg waits for it any more
             elif digest not in self._paths:
                 del self._due[digest]
                 self._release(digest)
@@ -219,7 +219,7 @@ class WorkerAdapters(Stage):
                 return
         if self._due:
             return
-        for digest in list(self._cache.closing) if self._cache is not None else []:  # nobody needs their room
+        for digest in list(self._cache.closing) if self._cache is not None else []:  # no leg needs their memory
             self._open(digest)
 
     def _is_open(self, digest: str) -> bool:
@@ -231,7 +231,7 @@ class WorkerAdapters(Stage):
         self._release(digest)
 
     def _can_load(self, digest: str) -> bool:
-        """Whether one more may be loaded now, once another has given way if need be."""
+        """Whether one more may be loaded now, possibly after another has been evicted."""
         assert self._keeper is not None
         if self._cache is None or not lora_of(digest):
             return True

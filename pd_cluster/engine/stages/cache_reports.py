@@ -1,5 +1,4 @@
-"""Reports to schedulers which blocks' contents this worker can share and where they are, so that prompts find their
-prefix.
+"""Reports to schedulers which blocks' contents this worker can share, and in which tier they are, for routing.
 
 Knows nothing of prompts or requests; a key is the beginning of a block's hash (kv/prefix_index.py).
 """
@@ -26,7 +25,7 @@ class CacheReports(Stage):
         self._clients: set[str] = set()
 
     def opened(self, conn: str, is_scheduler: bool) -> None:
-        """Sends all keys to a scheduler, which knows none yet."""
+        """Sends all keys to a new scheduler."""
         if not is_scheduler:
             return
         self._clients.add(conn)
@@ -50,7 +49,7 @@ class CacheReports(Stage):
 
 
 def _added(places: Mapping[bytes, Tier | None]) -> Iterator[wire.CacheKeys]:
-    """Yields the news of contents that are somewhere: none for a tier without any."""
+    """Yields the messages about available contents, without empty ones."""
     for tier in TIERS:
         contents = [content for content, place in places.items() if place == tier]
         for start in range(0, len(contents), MAX_KEYS):

@@ -1,4 +1,4 @@
-"""Publishes what this instance's prefix cache stores and drops, for routers outside of the cluster."""
+"""Publishes what this instance's prefix cache stores and drops, for routers outside the cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class KVEvents(Stage):
         self._publisher = publisher
 
     def blocks_changed(self, changes: Mapping[bytes, Tier | None]) -> None:
-        """Publishes one batch, if there is anything in it."""
+        """Publishes one batch, unless it is empty."""
         self._log.moved(changes)
         if events := self._log.take():
             self._publisher.publish(EventBatch(time.time(), events))

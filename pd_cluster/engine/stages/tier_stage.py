@@ -1,7 +1,7 @@
-"""The tiers below host memory, beside a worker's legs: a leg is held until blocks that it can use are in host memory.
+"""Holds a leg until the blocks that it can use are loaded from the tiers below host memory into host memory.
 
-Holding has an end: a leg whose blocks take longer than computing them begins without. The table is in
-docs/protocol/handover.md. Knows nothing of files or of stores.
+A leg whose blocks would take longer to load than to compute begins without them. docs/protocol/handover.md has the
+table. Knows nothing of files or stores.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from pd_cluster.kv.lower_tier import LowerTier
 from pd_cluster.kv.tier_commands import AnyTierCommand, LowerKind, TierContents, TierDone
 from pd_cluster.types import Leg
 
-LEAST_WAIT_S, MOST_WAIT_S = 0.1, 5.0  # for blocks on their way up
+MIN_WAIT_S, MAX_WAIT_S = 0.1, 5.0  # time limits for blocks that are being loaded
 HASH_NBYTES = 32
 
 At = tuple[LowerKind, int]  # a job
 
 
 class TierCommandRunner(Protocol):
-    """Carries orders out on every rank: a ModelRunner, or a LeadRunner for several."""
+    """Executes commands on every rank: a ModelRunner, or a LeadRunner for several ranks."""
 
     def order(self, kind: LowerKind, orders: Sequence[AnyTierCommand]) -> None: ...
 
@@ -42,11 +42,11 @@ class _Held:
     leg: HeldLeg
     until_s: float
     jobs: set[At]
-    hashes: Sequence[bytes]  # of its prompt
+    hashes: Sequence[bytes]  # of its prompt's blocks
 
 
 class EngineTiers(Stage):
-    """`lower`: in the order in which they are asked."""
+    """`lower`: the tiers in the order in which they are asked."""
 
     def __init__(
         self,
@@ -87,16 +87,16 @@ class EngineTiers(Stage):
         if not jobs:
             return True
         computing_s = max(each.cost.compute_s(num_blocks) for each in self._lower.values())
-        wait_s = min(MOST_WAIT_S, max(LEAST_WAIT_S, computing_s)) if computing_s else MOST_WAIT_S
+        wait_s = min(MAX_WAIT_S, max(MIN_WAIT_S, computing_s)) if computing_s else MAX_WAIT_S
         expires_s = now_s + submit.deadline_s if submit.deadline_s else math.inf
         held = HeldLeg(conn, submit, expires_s)
         self._held.append(_Held(held, min(now_s + wait_s, expires_s), jobs, hashes))
         return False
 
     def _bring(self, hashes: Sequence[bytes], leg: Leg) -> tuple[set[At], int]:
-        """Begins to bring up what a prompt's beginning lacks on the device and in host memory.
+        """Begins to load the blocks that a prompt's beginning lacks on the device and in host memory.
 
-        Returns the jobs to wait for, and how many blocks they are about.
+        Returns the jobs to wait for, and how many blocks they load.
         """
         blocks, host = self._scheduler.blocks, self._scheduler.blocks.tier
         assert host is not None
@@ -120,10 +120,10 @@ class EngineTiers(Stage):
         return jobs, num_blocks
 
     def _touch(self, hashes: Sequence[bytes]) -> None:
-        """Keeps what comes up from displacing the blocks of the same prompt that host memory has."""
+        """Prevents loaded blocks from displacing the same prompt's blocks in host memory."""
         blocks = self._scheduler.blocks
         if blocks.tier is not None:
-            blocks.tier.touch([each for each in hashes if each not in blocks])  # the device needs no second copy
+            blocks.tier.touch([each for each in hashes if each not in blocks])  # the device's blocks need no copy
 
     def abort(self, conn: str, abort: wire.Abort) -> None:
         key, is_whole = (conn, abort.request_id, abort.attempt), abort.index == -1
@@ -175,7 +175,7 @@ class EngineTiers(Stage):
             at = report.kind, report.job
             waiting = [held for held in self._held if at in held.jobs]
             if found:
-                for held in waiting:  # their beginnings may have become old since the look
+                for held in waiting:  # their first blocks may have been evicted since the look
                     self._touch(held.hashes)
             more = {(report.kind, job) for job in lower.fetch(found)} if found else set()
             for held in waiting:
@@ -198,9 +198,9 @@ class EngineTiers(Stage):
         self.flush()
 
     def flush(self) -> None:
-        """Has the ranks carry out what has been ordered; all moves so far come first."""
+        """Sends the new commands to the ranks, after all moves so far."""
         for kind, lower in self._lower.items():
-            if (orders := lower.take_orders()) and self._orders is not None:
+            if (orders := lower.take_commands()) and self._orders is not None:
                 self._orders.order(kind, orders)
 
     def cache_reset(self, is_external: bool) -> None:
@@ -211,6 +211,6 @@ class EngineTiers(Stage):
         self.flush()
 
     def close(self) -> None:
-        """Writes what is queued, for a short while."""
+        """Writes queued blocks, for a limited time."""
         if self._lower and self._orders is not None:
             self._orders.close_tiers()

@@ -1,4 +1,4 @@
-"""Opens a rank's stores below host memory, and makes rank 0's picture of them."""
+"""Opens a rank's stores below host memory, and creates rank 0's view of them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ GIB = 1 << 30
 def open_tiers(
     config: WorkerConfig, runner: ModelRunner, report: Callable[[TierDone | TierContents], None]
 ) -> list[TierContents]:
-    """Opens the stores that the settings name, each with a thread of its own; returns what they have.
+    """Opens the stores that the settings name, each with its own thread; returns their contents.
 
     `report` is called on those threads. Raises ConfigError.
     """
@@ -41,7 +41,7 @@ def open_tiers(
     if not runner.swap.num_kept:
         nbytes = runner.pool.layout.block_nbytes * max(1, config.engine.num_local_ranks)
         name, given = called("kv_host_cache"), config.engine.kv_host_cache_gib
-        raise ConfigError(f"{name} {given:g}: not one block fits; give {nbytes / GIB:.2g} GiB for each")
+        raise ConfigError(f"{name} {given:g}: too small for a single block of {nbytes / GIB:.2g} GiB")
     rank, contents = config.ranks.rank, []
     own = [config.credentials.secret]
     secrets = read_secrets(config.kv_cache_key_file) if config.kv_cache_key_file else own
@@ -57,7 +57,7 @@ def open_tiers(
 
 
 def origin_of(config: EngineConfig, runner: ModelRunner) -> list[str]:
-    """Returns what the bits of a block follow from, beside its hash and the layout. Reads all weights.
+    """Returns what determines the bits of a block, besides its hash and the layout. Reads all weights.
 
     Raises ModelError.
     """
@@ -69,7 +69,7 @@ def origin_of(config: EngineConfig, runner: ModelRunner) -> list[str]:
 
 
 def _folders_of_head(config: EngineConfig) -> list[Path]:
-    """Returns the folder of a draft head's weights; none where they are in the model's own, or there is no head."""
+    """Returns the folder of a draft head's weights; empty if the model has them itself, or there is no head."""
     asked = config.speculation
     if asked.with_weights != "eagle3":
         return []
@@ -83,7 +83,7 @@ def tiers_of(
     runner: ModelRunner,
     orders: TierCommandRunner,
 ) -> EngineTiers:
-    """Returns rank 0's picture of the stores that `open_tiers` has opened on every rank."""
+    """Returns rank 0's view of the stores that `open_tiers` has opened on every rank."""
     nbytes = config.kv_disk_cache_size_gib * GIB / max(1, config.engine.num_local_ranks)
     capacity: dict[LowerKind, int] = {"disk": max(1, int(nbytes) // runner.pool.layout.block_nbytes), "shared": 0}
     size, num_ranks = scheduler.block_size, config.ranks.size

@@ -1,7 +1,7 @@
 """Preloader: `python -m pd_cluster.engine.start.preload_process FD MODEL`. Imports what ranks need, and forks them.
 
-It has one thread, no model and no device: a rank learns its part from its parent, as if started by command line. It
-ends when FD's other ends are all closed, and with the process that started it.
+It has one thread, no model and no device: a rank gets its part from its parent, as if started by command line. It ends
+when all other ends of FD are closed, or the process that started it ends.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pd_cluster.engine.start.rank_main import die_with_parent, end, import_engin
 from pd_cluster.errors import ConfigError
 
 MOST_FILES = 64
-LIFELINE, STDOUT, STDERR = range(3)  # their positions in a request's files; the numbered files follow
+LIFELINE, STDOUT, STDERR = range(3)  # positions in a request's files; the numbered files follow
 REQUEST_TIMEOUT_S = 5.0  # after the sender was invited to send
 READAHEAD_NBYTES = 4 << 30
 
@@ -52,14 +52,14 @@ def main(fd: int, model: str) -> None:
     gc.disable()
     import_engine(light=True)
     _import_model(model)
-    gc.freeze()  # so imported objects stay in memory that all ranks share
+    gc.freeze()  # imported objects stay in memory that all ranks share
     if compiling:
         os.waitpid(compiling, 0)
     _Forks(socket.socket(fileno=fd), environment).run()
 
 
 def _compile_kernels(fd: int) -> int:
-    """Compiles in a child process during the imports. Returns its pid; 0 if no kernels are wanted.
+    """Compiles in a child process during the imports. Returns its pid; 0 if no kernels are needed.
 
     Ranks report errors.
     """
@@ -89,7 +89,7 @@ def _read_ahead(model: str) -> None:
 
 
 def _import_model(model: str) -> None:
-    """Imports the modules of the model's architecture. The ranks report an unreadable folder, or fetch it."""
+    """Imports the modules of the model's architecture. Ranks report, or fetch, an unreadable folder."""
     from pd_cluster.model.loading.light_transformers import import_architecture
 
     with contextlib.suppress(OSError, ConfigError):
@@ -111,7 +111,7 @@ class _Forks:
         self._wake = wake
 
     def run(self) -> None:
-        """Serves until nobody holds the channel's other end."""
+        """Serves until the channel's other end is closed everywhere."""
         poll = select.poll()
         for each in (self._channel, self._woken):
             poll.register(each, select.POLLIN)
@@ -128,7 +128,7 @@ class _Forks:
         data, sockets, _, _ = socket.recv_fds(self._channel, MAX_NBYTES, 1)
         if not data:
             return False
-        if not sockets:  # no descriptor was free for it; the requester sees the end of file
+        if not sockets:  # no descriptor was free for it; the requester reads the end of file
             return True
         answers = socket.socket(fileno=sockets[0])
         files: list[int] = []
@@ -166,9 +166,9 @@ class _Forks:
     def _fork(self, request: ForkRequest, files: list[int], answers: socket.socket) -> None:
         pid = os.fork()
         if not pid:
-            _be_a_rank(request, files, self._added)
+            _run_as_rank(request, files, self._added)
         try:
-            pidfd = os.pidfd_open(pid)  # not reaped yet, so the pid is still its own
+            pidfd = os.pidfd_open(pid)  # not reaped yet, so the pid still belongs to it
         except OSError:
             os.kill(pid, signal.SIGKILL)
             raise
@@ -198,7 +198,7 @@ def _tell(answers: socket.socket, answer: Answer, *files: int) -> None:
         answers.sendmsg([msgspec.json.encode(answer)], ancillary, socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
 
 
-def _be_a_rank(request: ForkRequest, files: list[int], added: dict[str, str]) -> NoReturn:
+def _run_as_rank(request: ForkRequest, files: list[int], added: dict[str, str]) -> NoReturn:
     """Runs in the fork. `added`: variables that imports have added to the environment."""
     code = 1
     try:
@@ -228,7 +228,7 @@ def _take_files(numbers: list[int], files: list[int]) -> int:
         os.dup2(file, number, inheritable=number <= 2)
     for name in os.listdir("/proc/self/fd"):
         if int(name) >= beyond:
-            with contextlib.suppress(OSError):  # the listing's own descriptor
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(int(name))
     return lifeline
 

@@ -2,7 +2,7 @@
 
 A preloader is a process that has imported what rank processes need (`preload_process.py`) and forks them: a rank
 starts within milliseconds, and ranks share the memory of the imports. The process that starts a preloader passes its
-socket on to its workers; any of them may request forks. docs/protocol/membership.md says which process ends when.
+socket to its workers; any of them may request forks. docs/protocol/membership.md says which process ends when.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ OWN_NAMES = {
 
 
 class NotForked(PdClusterError):
-    """The preloader is gone, or cannot fork this rank as it would have been spawned: start it by command line."""
+    """The preloader is gone, or cannot fork this rank as a command line would start it: use a command line."""
 
 
 class ForkRequest(msgspec.Struct, frozen=True):
-    """A request to fork; its message carries the lifeline, stdout, stderr and the files of `numbers`, in this order."""
+    """Asks for a fork; its message has the lifeline, stdout, stderr and the files of `numbers`, in this order."""
 
     env: dict[str, str]
     surroundings: dict[str, str]
     folder: str  # the working directory
-    cpus: list[int]  # CPUs it may run on
-    numbers: list[int]  # of its files in the rank; the first is its parent's channel
+    cpus: list[int]  # CPUs that it may run on
+    numbers: list[int]  # the descriptors of its files in the rank; the first is its parent's channel
 
 
 class ForkReady(msgspec.Struct, frozen=True, tag=True):
-    """Invites the request, which is then read at once, so that no sender's files wait in a queue."""
+    """Invites the request, which is then read at once, so that files never wait in a queue."""
 
 
 class ForkStarted(msgspec.Struct, frozen=True, tag=True):
@@ -74,7 +74,7 @@ class ForkRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class ForkEnded(msgspec.Struct, frozen=True, tag=True):
-    """The exit code; negative: the signal that ended it."""
+    """The exit code; negative: the signal that ended the process."""
 
     code: int
 
@@ -83,7 +83,7 @@ Answer = ForkReady | ForkStarted | ForkRefused | ForkEnded
 
 
 def forks_are_safe(device: str) -> bool:
-    """Returns whether a rank of `--device` may be forked: drivers of accelerators forbid it.
+    """Returns whether a rank of `--device` may be forked: accelerators' drivers do not allow it.
 
     Needs pidfd_open (Linux 5.3).
     """
@@ -128,7 +128,7 @@ class Preloader:
 
     @classmethod
     def start(cls, env: Mapping[str, str], model: str = "") -> Preloader:
-        """Starts a preloader. `env` is a rank's; the files of `model`, a folder, are read ahead."""
+        """Starts a preloader. `env`: a rank's environment. The files of `model`, a folder, are read ahead."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with contextlib.ExitStack() as undo, theirs:
             undo.enter_context(ours)
@@ -144,7 +144,7 @@ class Preloader:
 
     @classmethod
     def inherited(cls, env: Mapping[str, str]) -> Preloader | None:
-        """Returns the preloader of the process that started this one, if it passed one on."""
+        """Returns the preloader of the process that started this one, if it passed its socket on."""
         try:
             number = int(env[VARIABLE])
             if not stat.S_ISSOCK(os.fstat(number).st_mode):
@@ -154,7 +154,7 @@ class Preloader:
             return None
         if (channel.family, channel.type) == (socket.AF_UNIX, socket.SOCK_SEQPACKET):
             return cls(channel)
-        channel.close()  # the file was not passed on, and its number is reused
+        channel.close()  # the socket was not passed on, and its number is reused
         return None
 
     @property
@@ -190,7 +190,7 @@ class Preloader:
             request = msgspec.json.encode(wanted)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         except (OSError, ValueError) as error:
-            raise NotForked(f"what it needs cannot be told: {error}") from error
+            raise NotForked(f"its surroundings cannot be read: {error}") from error
         fork = Fork(ours, request, files)
         ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [theirs.fileno()]))]
         try:
@@ -216,11 +216,11 @@ class Fork:
         self._files = [os.dup(file) for file in (1, 2, *files)]
         self._pidfd = -1
         self.pid = 0
-        self.exit_code: int | None = None  # None, too, if it cannot be learned
+        self.exit_code: int | None = None  # also None if it is unknown
         self.has_ended = False
 
     def fileno(self) -> int:
-        """Returns a descriptor that is readable when `accept` can read, and, once the rank runs, when it has ended."""
+        """Returns a descriptor that is readable when `accept` can read and, once the rank runs, when it has ended."""
         return self._answers.fileno() if self._pidfd < 0 else self._pidfd
 
     def accept(self) -> bool:
@@ -241,7 +241,7 @@ class Fork:
         raise NotForked(answer.reason if isinstance(answer, ForkRefused) else "the preloader has ended")
 
     def reap(self) -> None:
-        """Learns how the process ended. A preloader that is gone, or stopped, cannot tell."""
+        """Finds out how the process ended, unless the preloader is gone or stopped."""
         if self.has_ended:
             return
         self.has_ended = True
@@ -259,7 +259,7 @@ class Fork:
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def wait(self, timeout_s: float) -> bool:
-        """Waits until `fileno` is readable. Returns False if the time is over."""
+        """Waits until `fileno` is readable. Returns False after the timeout."""
         poll = select.poll()
         poll.register(self.fileno(), select.POLLIN)
         return bool(poll.poll(timeout_s * 1e3))
@@ -274,7 +274,7 @@ class Fork:
         self._pidfd = self._held = -1
 
     def _drop_files(self) -> None:
-        """Closes files that belong to the rank by now, or to nobody."""
+        """Closes files that the rank has by now, or that nobody needs."""
         for fd in (*self._files, *(fd for fd in [self._lifeline] if fd >= 0)):
             os.close(fd)
         self._files, self._lifeline = [], -1
@@ -286,7 +286,7 @@ class Fork:
 
 
 def die_with_lifeline(lifeline: int) -> None:
-    """Has the kernel kill this process once nobody holds the other end of the pipe, even if this process is stopped."""
+    """Has the kernel kill this process once the other end of the pipe is closed, even if this process is stopped."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

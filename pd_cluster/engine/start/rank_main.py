@@ -1,6 +1,6 @@
 """A rank process: `python -m pd_cluster.engine.start.rank_main FD`. Loads the model, then works until it is stopped.
 
-FD is one end of a socket pair whose other end the worker's parent holds. The parent sends the configuration, `drain`
+FD is one end of a socket pair whose other end the worker's parent has. The parent sends the configuration, `drain`
 and `stop`; the rank sends a line when the engine is ready or has failed. End of file, or the parent's death, ends this
 process. Rank 0 runs the worker; the others compute their share of its steps.
 """
@@ -43,7 +43,7 @@ def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Ignores signals: they reach whole groups and units, and the parent lets running requests end first."""
+    """Ignores signals: they reach whole groups of processes, and the parent lets running requests end first."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
@@ -70,7 +70,7 @@ def run(fd: int) -> int:
             _follow(config)
         else:
             _serve(config, channel, inbox)
-    except InstanceLost as error:  # the parent can tell what happened to the other rank
+    except InstanceLost as error:  # the parent knows what happened to the other rank
         _tell_lost(channel, str(error))
         return EXIT_OTHER_RANK_LOST
     except PdClusterError as error:
@@ -80,7 +80,7 @@ def run(fd: int) -> int:
 
 
 def import_engine(light: bool) -> None:
-    """Imports the engine. `light` leaves out what ranks on a CPU never use."""
+    """Imports the engine. `light` omits modules that ranks on a CPU never use."""
     if light:
         from pd_cluster.model.loading.light_transformers import make_light
 
@@ -89,9 +89,7 @@ def import_engine(light: bool) -> None:
 
 
 def prepare(config: WorkerConfig) -> None:
-    """Imports without the garbage collector: modules live as long as the process, and scanning them again and
-    again is a quarter of its start.
-    """
+    """Imports without the garbage collector, whose repeated scans of permanent modules take a quarter of the start."""
     gc.disable()
     import_engine(light=has_no_driver(config.engine.device))
     gc.freeze()
@@ -122,14 +120,14 @@ def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueu
     log.info("ready after %.1f s: %s, control port %d", took_s, what, report.control_port)
     _tell(channel, report)
     loop.run(ends_when_hung(config.timeouts.step_timeout_s))
-    mailbox.await_heard(config.timeouts.dead_after_s)  # otherwise a request that has ended would go on elsewhere
+    mailbox.await_heard(config.timeouts.dead_after_s)  # otherwise a request that has ended would be retried elsewhere
     mailbox.close()
 
 
 def _cache_of(report: RankReport) -> str:
     """Describes the KV pool."""
     if (layout := report.layout) is None:
-        return "images alone"
+        return "images only"
     what = f"{report.num_blocks} blocks of {layout.block_size} tokens"
     if layout.num_draft_layers:
         what += f" in {layout.num_layers} layers, of which {layout.num_draft_layers} of a draft head"
@@ -147,7 +145,7 @@ def _tell_lost(channel: socket.socket, error: str) -> None:
 def _watch_parent(lines: socket.SocketIO, inbox: queue.SimpleQueue[Event]) -> None:
     """Reads commands: `drain` lets running requests end first, `stop` ends the loop after its step.
 
-    End of file means that the parent is dead, and nothing may wait.
+    End of file means that the parent is dead, and that this process must end at once.
     """
     from pd_cluster.engine.handover.engine_events import StartDrain, StopEngine
 

@@ -1,4 +1,4 @@
-"""Followers of an engine without a worker: processes that this one starts, and that end with it."""
+"""The follower processes of an engine without a worker; this process starts them, and they end with it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The beams of one search in a scheduler: sequences computed separately, which wait for each other and share blocks.
 
-A computed beam is parked with its candidates; when all are, the best (beam, candidate) pairs become the beams of the
-next step. Nothing is copied for that: a child holds its parent's blocks, and the scheduler copies a shared one before
-it is written. beam_search.py chooses the best candidates. The states are in docs/protocol/requests.md. No torch.
+A computed beam is parked with its candidates; when all are, the best (beam, candidate) combinations become the beams of
+the next step. Nothing is copied for that: a child holds its parent's blocks, and the scheduler copies a shared block
+before it is written. beam_search.py chooses the best candidates. docs/protocol/requests.md has the states. No torch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pd_cluster.types import Candidate, Request, Status, TokenOutput
 
 @dataclass(slots=True)
 class Change:
-    """The changes of a group; all empty while beams are still to be computed.
+    """The changes of a group; all empty while some beams are not computed yet.
 
-    `started` and `ended` are beams gained and lost; `tokens` is the answer, once the search is over.
+    `started` and `ended`: new and dropped beams; `tokens`: the answer, once the search is over.
     """
 
     started: list[Request] = field(default_factory=list)
@@ -43,7 +43,7 @@ _groups: WeakKeyDictionary[Request, BeamGroup] = WeakKeyDictionary()  # by beam;
 
 
 def advance(scheduler: StepScheduler, beam: Request, row: Sequence[Candidate]) -> Change:
-    """Adds the candidates of a beam that was just computed. The first time it is the prompt's only sequence."""
+    """Adds the candidates of a beam that was just computed. The first beam is the prompt's only sequence."""
     group = _groups.get(beam)
     if group is None:
         group = _groups[beam] = BeamGroup(beam)
@@ -67,14 +67,14 @@ def advance(scheduler: StepScheduler, beam: Request, row: Sequence[Candidate]) -
 
 
 def start(scheduler: StepScheduler, request: Request, first_tokens: Sequence[TokenOutput]) -> list[Request]:
-    """Starts a search from a landed prompt and the candidates for token one; returns its beams."""
+    """Starts a search from a landed prompt and the candidates for its first token; returns its beams."""
     return [request, *advance(scheduler, request, candidates_of(first_tokens)).started]
 
 
 def regroup(scheduler: StepScheduler, before: Sequence[Request], growths: Sequence[Growth]) -> list[Request]:
-    """Turns parked beams into those that `growths` lists, by index; surplus beams keep nothing.
+    """Turns parked beams into those that `growths` lists, by index; surplus beams release their blocks.
 
-    A child whose parent's KV was swapped out or dropped waits to be admitted, and so does one without a place.
+    A child whose parent's KV was swapped out or dropped waits to be admitted, and so does a child without a place.
     """
     children = [_child(scheduler, before, index, growth) for index, growth in enumerate(growths)]
     for beam in before:
@@ -103,7 +103,7 @@ def _child(scheduler: StepScheduler, before: Sequence[Request], index: int, grow
 
 
 def _go_on(scheduler: StepScheduler, beam: Request, child: Request, has_place: bool) -> Request:
-    """Gives the beam of that index, which may be the child itself, the child's state and its place in the scheduler."""
+    """Gives the beam with that index, perhaps the child itself, the child's state and its place in the scheduler."""
     for name in ("output_token_ids", "tables", "swap_tables", "block_hashes"):
         setattr(beam, name, getattr(child, name))
     beam.num_computed_tokens, beam.num_hashed_blocks = child.num_computed_tokens, child.num_hashed_blocks

@@ -1,7 +1,7 @@
-"""Decides which hypotheses a beam search keeps, and when it is over: numbers in, numbers out.
+"""Decides which hypotheses a beam search keeps, and when it is over. Pure arithmetic.
 
-Gives the same hypotheses in the same order as transformers' `generate(num_beams=...)`. Knows nothing of models, blocks
-or the states of requests; beam_groups.py shares KV between the beams of a search.
+It gives the same hypotheses in the same order as transformers' `generate(num_beams=...)`. Knows nothing of models,
+blocks or the states of requests; beam_groups.py shares KV between the beams of a search.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pd_cluster.types import Candidate, FinishReason, Request, Sampling, TokenOu
 
 
 class Link(NamedTuple):
-    """A token and, through `before`, all tokens of the beam before it."""
+    """A token and, through `before`, all earlier tokens of the beam."""
 
     before: Link | None
     candidate: Candidate
@@ -35,7 +35,7 @@ class Hypothesis(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """A beam of the next step: the one at place `parent` with one token more."""
+    """A beam of the next step: beam `parent` with one more token."""
 
     parent: int
     token_id: int
@@ -51,7 +51,7 @@ class _Grown(NamedTuple):
 
 
 class BeamSearch:
-    """One search, a token at a time; `finished` has the best hypotheses so far, best first, at most `beam_width`."""
+    """One search, advanced token by token; `finished` has the best hypotheses so far, up to `beam_width`."""
 
     def __init__(self, params: Sampling) -> None:
         self._params = params
@@ -61,10 +61,10 @@ class BeamSearch:
         self.is_over = False
 
     def advance(self, rows: Sequence[Sequence[Candidate]]) -> list[Growth]:
-        """`rows[i]` holds the best continuations of beam i; returns the beams that continue, best first.
+        """`rows[i]` has the best continuations of beam i; returns the beams that continue, best first.
 
-        A row needs the `beam_width` best candidates and as many that do not end, as far as they exist. Among equal sums
-        the better beam's comes first, then the lower token id.
+        A row needs the `beam_width` best candidates and as many that do not end, as far as they exist. If sums are
+        equal, the better beam's comes first, then the lower token id.
         """
         width = self._params.beam_width
         self.num_tokens += 1
@@ -81,7 +81,7 @@ class BeamSearch:
         return [Growth(each.parent, each.token_id) for each in going_on]
 
     def hypotheses(self, num: int) -> list[list[Candidate]]:
-        """Returns the tokens of the best ones, best first. If masks leave fewer, the last repeats."""
+        """Returns the tokens of the best hypotheses, best first. If masks leave fewer, the last repeats."""
         found = [_tokens(hypothesis) for hypothesis in self.finished[:num]]
         return found + found[-1:] * (num - len(found))
 
@@ -90,11 +90,11 @@ class BeamSearch:
         for each in ended:
             link = Link(self.beams[each.parent].last, each.candidate)
             self.finished.append(Hypothesis(self._normalized(-each.cost, self.num_tokens), link))
-        self.finished.sort(key=lambda hypothesis: -hypothesis.score)  # stable: among equals the older one stays
+        self.finished.sort(key=lambda hypothesis: -hypothesis.score)  # stable: the older of equal hypotheses stays
         del self.finished[self._params.beam_width :]
 
     def _is_settled(self) -> bool:
-        """Whether the current hypotheses are final: by rule, or because the best beam can no longer improve on them."""
+        """Whether the current hypotheses are final: by rule, or because the best beam cannot improve on them."""
         if len(self.finished) < self._params.beam_width:
             return False
         if self._params.early_stopping is True:
@@ -141,7 +141,7 @@ def answer(request: Request, search: BeamSearch) -> list[TokenOutput]:
 
 
 def first_tokens_of(request: Request, row: Sequence[Candidate]) -> list[TokenOutput]:
-    """Returns the candidates for token one in the form in which they are handed over."""
+    """Returns the candidates for the first token as they are handed over."""
     return [
         TokenOutput(
             request.request_id,
@@ -162,7 +162,7 @@ def candidates_of(first_tokens: Sequence[TokenOutput]) -> list[Candidate]:
 
 
 def are_first_tokens(request: Request, tokens: Sequence[TokenOutput], vocab_size: int) -> bool:
-    """Whether these are candidates for this request's token one by docs/protocol/handover.md."""
+    """Whether these are candidates for this request's first token as docs/protocol/handover.md requires."""
     if not 1 <= len(tokens) <= 2 * request.sampling.beam_width:
         return False
     if any(t.score is None or not math.isfinite(t.score) or t.finish_reason not in (None, "stop") for t in tokens):

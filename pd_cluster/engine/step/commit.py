@@ -1,4 +1,4 @@
-"""Books a step's outputs: sequences continue, fork, end, or are handed over. Knows nothing of logits."""
+"""Records a step's outputs: sequences continue, fork, end, or are handed over. Knows nothing of logits."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pd_cluster.types import Candidate, PooledOutput, PromptOutput, Request, Tok
 
 @dataclass(slots=True)
 class StepResult:
-    """`sampled` pairs each sequence with the tokens that it got, in order; a finished one no longer holds anything.
+    """`sampled` pairs each sequence with its new tokens, in order; a finished sequence holds nothing any more.
 
-    A prompt that is handed over is paired with the first tokens of all its sequences. `prompts` come once per request.
-    A beam search returns nothing before its end, and then every token of its answer, paired with any of its beams;
-    `candidates` are for the instance that takes it over, `ended` are beams that were dropped. `failed` pairs each
-    sequence that can have no output with the reason; it no longer holds anything either. Nor does a request in
-    `pooled`, which ends with its vector.
+    A prompt that is handed over is paired with the first tokens of all its sequences. `prompts` has each request once.
+    A beam search returns nothing before its end, and then every token of its answer, paired with any of its beams.
+    `candidates` are for the instance that takes over a beam search, `ended` are beams that were dropped. `failed` pairs
+    each sequence that can have no output with the reason. `pooled` requests end with their vector. Failed and pooled
+    ones hold nothing any more.
     """
 
     plan: StepPlan
@@ -35,7 +35,7 @@ class StepResult:
     pooled: list[tuple[Request, PooledOutput]] = field(default_factory=list)
 
     def groups(self) -> Iterable[tuple[Request, list[TokenOutput]]]:
-        """Returns `sampled` with the tokens of each sequence together, where drafts have given some several."""
+        """Returns `sampled` with the tokens of each sequence together, since drafts may give it several."""
         if not self.plan.drafts:
             return ((request, [token]) for request, token in self.sampled)
         found: dict[tuple[Request, int], list[TokenOutput]] = {}
@@ -45,7 +45,7 @@ class StepResult:
 
 
 class Commit:
-    """Books outputs with the scheduler, and notes them in a step's result."""
+    """Records outputs in the scheduler and in a step's result."""
 
     def __init__(self, scheduler: StepScheduler, eos_token_ids: frozenset[int]) -> None:
         self._scheduler, self._ends = scheduler, eos_token_ids
@@ -57,7 +57,7 @@ class Commit:
         outputs: Mapping[Request, Sequence[RowOutput]],
         candidates: Mapping[str, Sequence[Candidate]],
     ) -> None:
-        """Books the outputs of the requests that caught up: one for each of their sequences, or a beam's candidates."""
+        """Records the outputs of requests that caught up: one for each of their sequences, or a beam's candidates."""
         for request in ready:
             chosen: list[NextToken] = []
             for each in outputs.get(request, ()):
@@ -108,7 +108,7 @@ class Commit:
         return TokenOutput(request.request_id, request.attempt, row.index, row.position, token_id, reason, logprobs)
 
     def _fail(self, result: StepResult, row: SamplingRow) -> None:
-        """Ends a request whose guide, alone or together with its other masks, left no token to choose."""
+        """Ends a request whose guide, alone or together with its other masks, leaves no token to choose."""
         problem = row.mask.problem if row.mask is not None else ""
         why = problem or "its guide and its other constraints leave no token to choose"
         self._scheduler.finish(row.request)

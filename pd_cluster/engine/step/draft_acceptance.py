@@ -1,7 +1,7 @@
-"""Verifies drafts. A row's token is drawn as in a step of its own; while it equals the draft, the next row counts.
+"""Verifies drafts. A row's token is drawn as if it had its own step; while it equals the draft, the next row counts.
 
-So output does not depend on drafts. Rows of sequences whose choice depends on their former tokens (penalties, masks,
-guides) or draws random numbers are drawn level by level, once the tokens before are known; all others at once.
+So drafts do not change the output. If a sequence's choice depends on its earlier tokens (penalties, masks, guides) or
+draws random numbers, its rows are drawn one after another, once the earlier tokens are known; all others at once.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from pd_cluster.model.sampling.logit_adjustments import adjusts
 from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
 from pd_cluster.types import Request, Status
 
-StepMasks = Mapping[str, Sequence[TokenMask]]  # by the keys of requests: for the next token, and behind each draft
+StepMasks = Mapping[str, Sequence[TokenMask]]  # by the requests' keys: for the next token, and after each draft
 
 
 class DraftRows(NamedTuple):
-    """The drafts of one sequence; the logits behind draft j are row `first_row` + j of the step's."""
+    """The drafts of one sequence; the logits after draft j are row `first_row` + j of the step's."""
 
     request: Request
     drafts: Sequence[int]
@@ -55,7 +55,7 @@ def draft_rows(plan: StepPlan, first_row: int) -> list[DraftRows]:
 
 
 class Acceptance:
-    """Books tokens behind drafts that were right."""
+    """Records tokens after drafts that were right."""
 
     def __init__(self, sampler: Sampler, scheduler: StepScheduler, commit: Commit) -> None:
         self._sampler, self._scheduler, self._commit = sampler, scheduler, commit
@@ -68,7 +68,7 @@ class Acceptance:
         known: Mapping[Request, Sequence[Sampled]],
         masks: StepMasks,
     ) -> dict[Request, int]:
-        """Books the tokens behind the step's first ones; returns how many drafts of each sequence were right.
+        """Records the tokens after the step's first ones; returns how many drafts of each sequence were right.
 
         `known`: the tokens of rows that were drawn at once.
         """
@@ -92,7 +92,7 @@ class Acceptance:
         known: Mapping[Request, Sequence[Sampled]],
         masks: StepMasks,
     ) -> list[NextToken]:
-        """Draws the token behind draft `depth` of each sequence."""
+        """Draws the token after draft `depth` of each sequence."""
         drawn: list[SamplingRow] = []
         at: list[int] = []
         outputs: list[NextToken] = []
@@ -111,7 +111,7 @@ class Acceptance:
 
 
 def _is_right(rows: DraftRows, depth: int, masks: StepMasks) -> bool:
-    """Whether the sequence goes on, its last token is its draft number `depth`, and its guide has followed that."""
+    """Whether the sequence continues, its last token equals draft `depth`, and its guide has followed that token."""
     request, drafts, _ = rows
     if request.status is not Status.RUNNING or depth == len(drafts) or request.output_token_ids[-1] != drafts[depth]:
         return False

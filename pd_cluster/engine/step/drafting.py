@@ -1,6 +1,6 @@
-"""Adds drafts to planned steps, and learns from their verification. Knows nothing of models or of how drafts are made.
+"""Adds drafts to planned steps, and learns from their verification. Knows nothing of models or of drafters' methods.
 
-Drafts get what a step's chunks leave of its tokens, and free blocks: with or without them, the chunks are the same.
+Drafts get the tokens of a step that its chunks leave, and free blocks: the chunks are the same with or without drafts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pd_cluster.settings.speculation import Speculation
 from pd_cluster.types import DraftReport, Request
 
 DEFAULTS = Speculation()
-MOST_ROWS = 256  # of drafts in a step: each has a row of logits
-LEAST_CHANCE = 0.3  # a drafter with less lets the next ones try
-WAIT_STEPS = 16  # ahead of the host, before it looks for drafts again; twice as many each time that it finds none
+MAX_DRAFT_ROWS = 256  # rows of drafts in a step: each has a row of logits
+MIN_CHANCE = 0.3  # below it, the next drafters are tried
+WAIT_STEPS = 16  # steps ahead of the host before it looks for drafts again; doubled each time that it finds none
 MOST_WAIT_STEPS = 256
 
 
@@ -32,9 +32,9 @@ class Drafting:
         drafters: Sequence[Drafter],
         speculation: Speculation = DEFAULTS,
         vocab_size: int = 0,
-        most_rows: int = MOST_ROWS,
+        most_rows: int = MAX_DRAFT_ROWS,
     ) -> None:
-        """`most_rows`: of a step, where its rows are limited beside its tokens."""
+        """`most_rows`: the most rows of a step, if they are limited besides its tokens."""
         self._scheduler, self._drafters, self._speculation = scheduler, drafters, speculation
         self._vocab_size, self._most_rows = vocab_size, most_rows
         self._guesses: Mapping[Request, Guess] = {}  # of the planned step
@@ -44,13 +44,13 @@ class Drafting:
         self.totals = DraftTotals()
 
     def add_to(self, plan: StepPlan, clock: Callable[[], float]) -> None:
-        """Adds the drafts that promise more tokens a second."""
+        """Adds the drafts that promise more tokens per second."""
         self._guesses, self._has_drafts = {}, False
         if not self._drafters or not plan.chunks:
             return
         started_s, num_rows = clock(), sum(num_tokens == 1 for _, num_tokens in plan.chunks)
         most_each = self._speculation.most_drafts(len(plan.chunks))
-        most = min(self._scheduler.max_num_batched_tokens - plan.num_tokens, MOST_ROWS, self._most_rows - num_rows)
+        most = min(self._scheduler.max_num_batched_tokens - plan.num_tokens, MAX_DRAFT_ROWS, self._most_rows - num_rows)
         drafting = [request for request, num_tokens in plan.chunks if num_tokens == 1 and self._may_draft(request)]
         if not drafting or most <= 0:
             return
@@ -69,7 +69,7 @@ class Drafting:
     def _find(
         self, requests: Sequence[Request], drafters: Sequence[Drafter], num_rows: int, most: int
     ) -> dict[Request, Guess]:
-        """Returns the guesses of the first drafter that is often right about a sequence, or the best of the others."""
+        """Returns for each sequence the guess of the first drafter that is often right, or otherwise the best guess."""
         found: dict[Request, Guess] = {}
         left = {request: request.sampling.max_tokens - len(request.output_token_ids) - 1 for request in requests}
         for drafter in drafters:
@@ -86,10 +86,10 @@ class Drafting:
         return found
 
     def _may_better(self, request: Request, drafter: Drafter, guess: Guess | None) -> bool:
-        """Whether a drafter shall be asked about a sequence that has this guess so far."""
+        """Whether to ask a drafter about a sequence that has this guess so far."""
         if not drafter.is_for(request):
             return False
-        return guess is None or guess.chance < min(LEAST_CHANCE, self.size.chance(request, drafter.name))
+        return guess is None or guess.chance < min(MIN_CHANCE, self.size.chance(request, drafter.name))
 
     def _known(self, token_ids: Sequence[int]) -> Sequence[int]:
         """Returns the drafts before the first that the model has no embedding for."""
@@ -99,7 +99,7 @@ class Drafting:
         return token_ids
 
     def verified(self, plan: StepPlan, accepted: Mapping[Request, int], took_s: float) -> None:
-        """Learns from a step that has been computed in `took_s` seconds."""
+        """Learns from a step that was computed in `took_s` seconds."""
         if not self._drafters:
             return
         for request, num_accepted in accepted.items():
@@ -112,7 +112,7 @@ class Drafting:
             self.size.costs.took(plan.num_tokens + num_drafts, took_s)
 
     def ended(self, requests: Iterable[Request]) -> None:
-        """Tells drafters about sequences that have their last token; each may be named several times."""
+        """Informs drafters of sequences that have their last token; each may be named several times."""
         for request in dict.fromkeys(requests):
             for drafter in self._drafters_of(request):
                 drafter.ended(request)
@@ -120,7 +120,7 @@ class Drafting:
     def wants_host(self, requests: Sequence[Request]) -> bool:
         """Whether the host should plan the next step, although the device could go ahead.
 
-        It does while its steps have drafts. Otherwise it looks for some now and then, which delays a step.
+        It does while its steps have drafts. Otherwise it looks for drafts from time to time, which delays a step.
         """
         if not self._drafters:
             return False
@@ -144,13 +144,13 @@ class Drafting:
 
 
 def _report(request: Request, num_drafts: int, num_accepted: int, is_predicted: bool) -> None:
-    """Notes the drafts of one step for the reports of this request."""
+    """Records the drafts of one step in the reports of this request."""
     request.num_draft_tokens += num_drafts
     request.num_accepted_tokens += num_accepted
     if not (is_predicted or request.order.reports_drafts):
         return
     report = request.draft_report or DraftReport()
-    if is_predicted:  # drafts behind a wrong one were compared with nothing
+    if is_predicted:  # drafts after a wrong one were not compared
         report = report.plus(num_accepted, int(num_accepted < num_drafts))
     if request.order.reports_drafts:
         report = report.plus(step=(num_drafts, num_accepted))
@@ -158,7 +158,7 @@ def _report(request: Request, num_drafts: int, num_accepted: int, is_predicted: 
 
 
 def may_draft(request: Request) -> bool:
-    """Whether a sequence with one token to compute may have drafts behind it."""
+    """Whether a sequence with one token to compute may have drafts after it."""
     sampling = request.sampling
     return (
         request.order.may_draft

@@ -1,6 +1,6 @@
-"""The engine: requests in, tokens or vectors out, one step at a time.
+"""The engine: turns requests into tokens or vectors, one step at a time.
 
-The role is data: no code here distinguishes P from D. Synchronous, single-threaded; knows nothing of sockets or links.
+No code here distinguishes P from D: the role is data. Synchronous, single-threaded; knows nothing of sockets or links.
 The caller decides from the StepResult what happens to a request that must be handed over.
 """
 
@@ -28,7 +28,7 @@ from pd_cluster.model.sampling.grammar_masks import Guides, no_guides
 from pd_cluster.model.sampling.sampler import Sampled, Sampler, SamplingRow
 from pd_cluster.types import Candidate, Request, StateCopy, Status
 
-MEASURED_TOKENS = 64  # in a step that tells how quickly prompts are computed
+MEASURED_TOKENS = 64  # the least prompt tokens of a step that measures how fast prompts are computed
 
 
 class Runner(Protocol):
@@ -46,12 +46,12 @@ class Runner(Protocol):
         """Copies blocks in the given order."""
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
-        """See ahead.Launcher."""
+        """See look_ahead.Launcher."""
 
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
     ) -> Tokens:
-        """See ahead.Launcher."""
+        """See look_ahead.Launcher."""
 
     def forward(
         self,
@@ -62,8 +62,8 @@ class Runner(Protocol):
     ) -> RunnerOutput:
         """Returns logits and hidden states: of each chunk in turn, its last `num_logit_rows` and `num_hidden_rows`.
 
-        Behind them come the logits of all drafts, in the order of their chunks. `on_layer` receives how many layers of
-        the chunks' KV are in the pool, as often as the runner can tell.
+        The logits of all drafts follow, in the order of their chunks. `on_layer` receives how many layers of the
+        chunks' KV are in the pool, as often as the runner knows.
         """
 
 
@@ -86,7 +86,7 @@ class EngineCore:
         guides: Guides | None = None,
         drafting: Drafting | None = None,
     ) -> None:
-        """`drafting` None: each sequence gets one token a step."""
+        """`drafting` None: each sequence gets one token per step."""
         self.runner = runner
         self.guides = guides or no_guides()
         self.scheduler = scheduler
@@ -104,7 +104,7 @@ class EngineCore:
         scheduler.move_now = self._move
 
     def _move(self, moves: Sequence[Move]) -> None:
-        """Moves blocks, and notes what it costs to load some from the host's cache."""
+        """Moves blocks, and measures the cost of loading blocks from the host's cache."""
         start_s = self._clock()
         self.runner.move(moves)
         if (tier := self.scheduler.blocks.tier) is not None and any(move.kind == "in" for move in moves):
@@ -130,7 +130,7 @@ class EngineCore:
         if plan.moves:
             self._move(plan.moves)
         if not plan.chunks:
-            self.scheduler.computed(plan)  # nothing but blocks for states, which none of its sequences keeps
+            self.scheduler.computed(plan)  # the plan has only blocks for states, which none of its sequences keeps
             return result
         if (chosen := self.ahead.sample(plan, on_layer, begins)) is not None:
             sampled_s = self._clock()
@@ -188,8 +188,8 @@ class EngineCore:
     ) -> tuple[dict[Request, list[RowOutput]], dict[Request, list[Sampled]]]:
         """Returns the next tokens by request, one output for each of its sequences; `ready` has one row of logits each.
 
-        A beam search has none: it chooses among candidates. The second result are the tokens behind drafts, where they
-        could be drawn at once.
+        A beam search has no tokens, because it chooses among candidates. The second result has the tokens after drafts,
+        if they could be drawn at once.
         """
         rows = [
             SamplingRow(r, index, len(r.output_token_ids), masks[r.key][0] if r.key in masks else None)
@@ -222,7 +222,7 @@ class EngineCore:
     # ---- outputs of a prompt
 
     def _prompt_logprobs(self, plan: StepPlan, logits: torch.Tensor) -> torch.Tensor:
-        """Notes those of this step's prompt tokens; returns the rows of logits to sample from, drafts included."""
+        """Records the logprobs of this step's prompt tokens; returns the logits to sample from, with drafts' rows."""
         at, kept = 0, []
         for request, num_tokens in plan.chunks:
             num_rows = request.num_logit_rows(num_tokens)
@@ -234,11 +234,11 @@ class EngineCore:
         return logits[[*kept, *range(at, len(logits))]]
 
     def _note_prompt_logprobs(self, request: Request, logits: torch.Tensor) -> None:
-        """Notes log-probabilities: row i has the logits after token num_computed_tokens + i, for the next token."""
+        """Records log-probabilities: row i has the logits after token num_computed_tokens + i, for the next token."""
         start, known = request.num_computed_tokens, request.prompt_logprobs
         if not known:
-            known.append(None)  # nothing comes before the first token
-        first = len(known) - 1 - start  # computed again after a preemption: earlier ones are noted already
+            known.append(None)  # nothing precedes the first token
+        first = len(known) - 1 - start  # computed again after a preemption: earlier ones are recorded already
         targets = request.prompt_token_ids[len(known) : start + 1 + len(logits)]
         wanted = request.sampling.prompt_logprobs or 0
         if first >= 0 and targets:
@@ -250,7 +250,7 @@ def _without_pooled(
 ) -> tuple[torch.Tensor, list[Request]]:
     """Adds the vectors that are made of logits.
 
-    Returns the requests that choose a token, and the other rows of logits: theirs, and behind them those of drafts.
+    Returns the requests that choose a token, and the other rows of logits: theirs, followed by the drafts'.
     """
     kept: list[int] = []
     sampling: list[Request] = []
@@ -278,7 +278,7 @@ def _outputs(rows: list[SamplingRow], sampled: list[Sampled]) -> dict[Request, l
 def _indices(request: Request) -> range:
     """Returns the sequences that get their next token from these logits: all of them when the prompt is computed.
 
-    Empty for a beam search, which chooses in another way.
+    Empty for a beam search, which chooses among candidates.
     """
     if request.sampling.beam_width:
         return range(0)

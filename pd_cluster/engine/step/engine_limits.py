@@ -1,4 +1,4 @@
-"""Limits on a request to one engine. The API has checked the same: this protects the engine's loop."""
+"""Limits of requests to one engine. The API checks the same limits earlier; these protect the engine's loop."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from pd_cluster.types import (
 )
 from pd_cluster.types.variants import PLACEHOLDER
 
-MOST_SEQUENCES = 8 * MAX_SEQUENCES  # more than requests may have, which is checked earlier
-# They travel in one message; each takes about half a kilobyte while an answer is built.
+MAX_ENGINE_SEQUENCES = 8 * MAX_SEQUENCES  # more than the API allows
+# All images travel in one message; each takes about half a kilobyte while an answer is built.
 MAX_LOGPROB_ENTRIES = 1_000_000
 MAX_BEAM_WIDTH = MAX_SEQUENCES
-MAX_LENGTH_PENALTY = 10.0  # either way: a power of a length must remain a number
+MAX_LENGTH_PENALTY = 10.0  # positive or negative: a power of a length must stay finite
 MAX_ANSWER_TOKENS = 1_000_000  # for a beam search, in one message
 # By name: the annotations of `Sampling`'s fields.
 RANGES: dict[str, Range] = {
@@ -43,7 +43,7 @@ class EngineLimits:
     max_model_len: int
     rope: RopeLimit
     variants: Container[str] = ()  # the adapters that are loaded here
-    images: ImageRules | None = None  # None: the model takes no pictures
+    images: ImageRules | None = None  # None: the model takes no images
 
     def problem(self, request: Request, resumed: Sequence[Resumed] = ()) -> str | None:
         """Returns in one line why this engine cannot accept the request, or None."""
@@ -58,7 +58,7 @@ class EngineLimits:
             )
         per_token = 0 if sampling.prompt_logprobs is None else sampling.prompt_logprobs + 1
         if len(prompt) * per_token > MAX_LOGPROB_ENTRIES:
-            return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to tell"
+            return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to return"
         if not self._are_tokens(prompt):
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
         if len(request.order.prediction) > self.max_model_len or not self._are_tokens(request.order.prediction):
@@ -78,25 +78,25 @@ class EngineLimits:
         if not order.images:
             return None
         if self.images is None:
-            return "images: this model takes none; leave them out"
+            return "images: this model takes no images; leave them out"
         if len(order.images) != len(order.spans):
-            return f"images: {len(order.images)} for {len(order.spans)} spans; each has one"
+            return f"images: {len(order.images)} for {len(order.spans)} spans; each span needs one image"
         stop = 0
         for at, (image, span) in enumerate(zip(order.images, order.spans, strict=True)):
             if problem := self.images.problem(image):
                 return f"images[{at}]: {problem}"
             if not image.pixels and request.leg != "decode":
-                return f"images[{at}]: no pixels, and this leg computes them"
+                return f"images[{at}]: it has no pixels, but this leg computes it"
             num_tokens = self.images.num_tokens(image)
             if not stop <= span.start <= span.stop <= len(order.prompt_token_ids):
-                return f"images[{at}]: tokens {span.start} to {span.stop} are not in the prompt behind those before"
+                return f"images[{at}]: tokens {span.start} to {span.stop} must be in the prompt, after earlier spans"
             if span.stop - span.start != num_tokens:
-                return f"images[{at}]: {span.stop - span.start} tokens; it takes {num_tokens}"
+                return f"images[{at}]: {span.stop - span.start} tokens; expected {num_tokens}"
             stop = span.stop
         return None
 
     def lacks(self, request: Request) -> str | None:
-        """Returns what another instance may have that this one needs for the request, or None."""
+        """Returns what this instance lacks for the request, and another may have, or None."""
         variant = request.order.variant
         if not variant or variant in self.variants:
             return None
@@ -112,16 +112,16 @@ class EngineLimits:
             return f"sequences {indices} of {request.sampling.n} cannot be resumed"
         for each in resumed:
             if len(each.output_token_ids) >= request.sampling.max_tokens or not self._are_tokens(each.output_token_ids):
-                return f"sequence {each.index} cannot be resumed: it has ended, or has tokens that the model lacks"
+                return f"sequence {each.index} cannot be resumed: it has ended, or has tokens unknown to the model"
         return None
 
     def _sampling_problem(self, sampling: Sampling) -> str | None:
-        if not 1 <= sampling.n <= MOST_SEQUENCES:
-            return f"n {sampling.n} must be in 1 to {MOST_SEQUENCES}"
+        if not 1 <= sampling.n <= MAX_ENGINE_SEQUENCES:
+            return f"n {sampling.n} must be in 1 to {MAX_ENGINE_SEQUENCES}"
         for name, allowed in RANGES.items():
             if getattr(sampling, name) not in allowed:
                 return f"{name} {getattr(sampling, name)} must be in {allowed}"
-        if not all(math.isfinite(bias) for _, bias in sampling.logit_bias if bias != -math.inf):  # a ban
+        if not all(math.isfinite(bias) for _, bias in sampling.logit_bias if bias != -math.inf):  # -inf bans a token
             return "logit_bias must be finite numbers, or -inf"
         ids = (
             *sampling.allowed_token_ids,
@@ -132,16 +132,16 @@ class EngineLimits:
             return f"token ids in sampling parameters must be in 0 to {self.vocab_size - 1}, and bad_words not empty"
         counts = (sampling.logprobs or 0, sampling.prompt_logprobs or 0, sampling.min_tokens)
         if min(counts) < 0 or max(counts[:2]) > self.vocab_size:
-            return "logprobs, prompt_logprobs and min_tokens must not be negative, nor more than there are tokens"
+            return "logprobs, prompt_logprobs and min_tokens must not be negative, or exceed the number of tokens"
         return None
 
     def _pooled_ids_problem(self, pooling: Pooling) -> str | None:
         ids = pooling.token_ids
         if pooling.kind != "logits":
-            return f"token_ids are for a pooling of kind logits, not {pooling.kind}" if ids else None
+            return f"token_ids need a pooling of kind logits, not {pooling.kind}" if ids else None
         if not ids or len(ids) > MAX_POOLED_TOKEN_IDS or not self._are_tokens(ids):
             return f"a pooling of logits needs 1 to {MAX_POOLED_TOKEN_IDS} token_ids in 0 to {self.vocab_size - 1}"
-        return "dimensions are not for a pooling of logits" if pooling.dimensions is not None else None
+        return "dimensions do not apply to a pooling of logits" if pooling.dimensions is not None else None
 
     def _are_tokens(self, ids: Sequence[int]) -> bool:
         return not ids or (min(ids) >= 0 and max(ids) < self.vocab_size)
@@ -150,7 +150,7 @@ class EngineLimits:
 def _pooling_problem(request: Request, resumed: Sequence[Resumed]) -> str | None:
     """Returns why a request cannot be pooled; its dimensions are compared with the model's when it is computed."""
     if request.leg != "hybrid" or resumed:
-        return f"a pooling request is one hybrid leg that computes the whole prompt, not a {request.leg} leg or resumed"
+        return f"a pooling request must be a hybrid leg that computes all of its prompt, not {request.leg} or resumed"
     for name in Sampling.__struct_fields__:
         if (value := getattr(request.sampling, name)) != getattr(NO_SAMPLING, name):
             return f"{name} {value}: a pooling request chooses no token; leave it out"
@@ -166,7 +166,7 @@ def _beam_problem(sampling: Sampling) -> str | None:
     if not max(2, sampling.n) <= sampling.beam_width <= MAX_BEAM_WIDTH:
         return f"beam_width {sampling.beam_width} must be in 2 to {MAX_BEAM_WIDTH}, and not less than n, {sampling.n}"
     if not sampling.greedy:
-        return f"a beam search has temperature 0, not {sampling.temperature}"
+        return f"a beam search needs temperature 0, not {sampling.temperature}"
     if sampling.guide is not None:
         return "a beam search cannot follow a guide"
     if not abs(sampling.length_penalty) <= MAX_LENGTH_PENALTY:  # also rejects NaN
@@ -179,10 +179,10 @@ def _beam_problem(sampling: Sampling) -> str | None:
 def _virtual_problem(request: Request) -> str | None:
     order, num_virtual = request.order, request.num_virtual_tokens
     if request.pooling is not None or order.images or order.rope_positions is not None:
-        return "a prompt adapter goes neither with vectors nor with images"
+        return "a prompt adapter does not support vectors or images"
     prompt = order.prompt_token_ids
     if len(prompt) <= num_virtual or any(token_id != PLACEHOLDER for token_id in prompt[:num_virtual]):
         return (
-            f"its prompt adapter has {num_virtual} virtual tokens, and the prompt has no placeholders and text for them"
+            f"the prompt adapter has {num_virtual} virtual tokens, but the prompt lacks placeholders for them, or text"
         )
     return None

@@ -1,17 +1,17 @@
-"""Launches one step ahead of the host: it takes tokens from the device, and is read a step later.
+"""Launches one step ahead of the host: a step takes its input tokens from the device, and is read a step later.
 
-While the device computes a step, the host plans and launches the next one: sequences that decode, prompts that are in
-progress, and requests that can be admitted. Only steps in which no request needs the host (`plan.needs_host`) qualify.
-Random numbers depend on seed and position, so the host knows them before the tokens; masks and penalties combine the
-last token, which the device adds, with the earlier ones that the host knows (`model/sampling/adjust`).
+While the device computes a step, the host plans and launches the next one: sequences that decode, prompts in progress,
+and requests that can be admitted. Only steps in which no request needs the host (`plan.needs_host`) qualify. Random
+numbers depend on seed and position, so the host knows them before the tokens; masks and penalties combine the last
+token, which the device adds, with the earlier ones that the host knows (`model/sampling/adjust`).
 
-A step counts as computed (blocks full, prefix cached, window passed) when the next one is planned: whatever that one
-reads or overwrites, it does so later in the device's order. A sequence that turns out to have ended, or is aborted, is
+A step counts as computed (blocks full, prefix cached, window passed) when the next one is planned, since the next step
+reads and overwrites blocks later in the device's order. A sequence that turns out to have ended, or is aborted, is
 computed once too often: that step writes to freed blocks, and their next holder writes later in the device's order.
 
-Every step begins with `Begins`, whoever plans it. Launches follow one another, so a prompt that is handed over needs no
-more than in steps of the host: when a step begins, all layers of the one before it are launched, and a copy that is
-queued now waits for them on the device.
+Every step begins with `Begins`, whether the host planned it in time or ahead. Launches follow one another, so a prompt
+that is handed over needs nothing more than in the host's steps: when a step begins, all layers of the previous one are
+launched, and a copy that is queued now waits for them on the device.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from pd_cluster.model.sampling.sampler import Sampled
 from pd_cluster.types import Request, Status
 
 Begins = Callable[[StepPlan], OnLayer | None]
-"""Called once for each step, before it is launched; may take chunks out of the plan.
+"""Called once for each step, before it is launched; may remove chunks from the plan.
 
-Returns what receives how many layers have their writes launched, or None if nobody needs to know.
+It returns a function that receives how many layers have their writes launched, or None if nobody needs it.
 """
 
 
@@ -38,7 +38,7 @@ def begin_quietly(plan: StepPlan) -> None:
 
 
 class Launcher(Protocol):
-    goes_ahead: bool  # whether there is a device that computes alongside the host
+    goes_ahead: bool  # whether a device computes alongside the host
 
     def can_launch(self, requests: Sequence[Request]) -> bool:
         """Whether the device can choose the tokens of these requests without the host."""
@@ -48,8 +48,8 @@ class Launcher(Protocol):
     ) -> Tokens:
         """Launches a step; its tokens are those of the requests that catch up, in order.
 
-        `after` gives the tokens that chunks compute beyond those that the host knows. `on_layer` receives how many
-        layers of the chunks' keys and values have their writes launched.
+        `after` has the tokens that chunks compute beyond those that the host knows. `on_layer` receives how many layers
+        of the chunks' keys and values have their writes launched.
         """
 
 
@@ -60,15 +60,15 @@ class LookAhead:
         scheduler: StepScheduler,
         wants_host: Callable[[Sequence[Request]], bool] = lambda requests: False,
     ) -> None:
-        """`wants_host` tells whether the host should plan the step behind one of these requests."""
+        """`wants_host` returns whether the host should plan the step after one of these requests."""
         self._runner, self._scheduler, self._wants_host = runner, scheduler, wants_host
-        self._plan: StepPlan | None = None  # of the step that is under way
+        self._plan: StepPlan | None = None  # of the step under way
         self._rows: Mapping[Request, int] = {}  # row of its tokens by request
         self._tokens: Tokens | None = None
-        self.num_ahead = 0  # steps that were launched early
+        self.num_ahead = 0  # steps that were launched ahead
 
     def plan(self) -> StepPlan | None:
-        """Returns the step under way with its sequences that still run; None: there is none worth waiting for."""
+        """Returns the step under way, with its sequences that still run; None if there is none to wait for."""
         plan, self._plan = self._plan, None
         if plan is not None:
             plan.chunks = [chunk for chunk in plan.chunks if chunk[0].status is Status.RUNNING]
@@ -86,9 +86,10 @@ class LookAhead:
     def sample(
         self, plan: StepPlan, on_layer: OnLayer | None, begins: Begins
     ) -> tuple[list[Request], list[Sampled]] | None:
-        """Returns the requests that caught up, and a token of each; launches the next step, if it can, before it waits.
+        """Returns the requests that caught up, and a token of each; if possible, launches the next step before it
+        waits.
 
-        The step is then recorded as computed. Returns None, having done nothing, for a step that does not qualify.
+        The step is then recorded as computed. Returns None, without any effect, for a step that does not qualify.
         `on_layer` is for a step that is not under way yet, `begins` for the next one.
         """
         if not self._runner.goes_ahead or plan.drafts or plan.keeps:

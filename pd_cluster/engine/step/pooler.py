@@ -1,7 +1,7 @@
-"""From final hidden states to the vectors of pooling requests, chunk by chunk.
+"""Makes the vectors of pooling requests from final hidden states, chunk by chunk.
 
-A vector's bits depend on the prompt's hidden states alone: a mean is summed in float64, one token after the other, so
-that neither the chunks of a prompt nor other requests in a step can change the order. Knows nothing of models.
+A vector's bits depend on the prompt's hidden states alone: a mean is summed in float64, token by token, so that neither
+the chunks of a prompt nor other requests in a step can change the order. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pd_cluster.types import Pooling, Request
 
 Doubles = npt.NDArray[np.float64]
 
-LEAST_LENGTH = 1e-12  # that a vector is divided by, as in torch's `normalize`
+MIN_VECTOR_LENGTH = 1e-12  # the least length that a vector is divided by, as in torch's `normalize`
 NO_NUMBERS = np.empty(0, dtype=np.float32)
-NOT_KNOWN = "this model does not tell its hidden states, so it cannot embed; use another"
+NOT_KNOWN = "this model does not return its hidden states, so it cannot embed; use another"
 
 
 class Pooler:
-    """Keeps the sum of each mean that is under way: until its request has ended, or starts again."""
+    """Keeps the sum of each incomplete mean, until its request ends or starts again."""
 
     def __init__(self) -> None:
         self.sums: WeakKeyDictionary[Request, Doubles] = WeakKeyDictionary()
@@ -68,17 +68,17 @@ class Pooler:
 
 
 def logits_of(pooling: Pooling, row: torch.Tensor) -> PooledVector:
-    """Returns the logits of the wanted tokens. `row`: [vocab_size], after the prompt's last token."""
+    """Returns the logits of the requested tokens. `row`: [vocab_size], after the prompt's last token."""
     return PooledVector(row[list(pooling.token_ids)].float().cpu().numpy())
 
 
 def vector_of(pooled: Doubles, pooling: Pooling) -> PooledVector:
-    """Returns the first `dimensions` numbers, normalized if that is asked for."""
+    """Returns the first `dimensions` elements, normalized if requested."""
     size = len(pooled)
     if (wanted := pooling.dimensions) is not None:
         if wanted > size:
             return PooledVector(NO_NUMBERS, f"dimensions {wanted}: this model's vectors have {size}; ask for fewer")
         pooled = pooled[:wanted]
     if pooling.normalizes:
-        pooled = pooled / max(float(np.sqrt(np.square(pooled).sum())), LEAST_LENGTH)
+        pooled = pooled / max(float(np.sqrt(np.square(pooled).sum())), MIN_VECTOR_LENGTH)
     return PooledVector(pooled.astype(np.float32))

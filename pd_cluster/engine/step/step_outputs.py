@@ -23,7 +23,7 @@ class NextToken(NamedTuple):
 
 
 class PooledVector(NamedTuple):
-    """The vector of a prompt. If there is a `problem`, the request cannot be served, and the vector is empty."""
+    """The vector of a prompt. With a `problem` the request cannot be served, and the vector is empty."""
 
     values: npt.NDArray[np.float32]  # [dimensions]
     problem: str = ""

@@ -1,4 +1,4 @@
-"""Times an engine's steps for routing's predictions. Numbers only, no clock of its own."""
+"""Measures an engine's steps for routing's predictions. Numbers only; it has no clock."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pd_cluster.engine.scheduling.count_histogram import CountHistogram
 from pd_cluster.types import Request
 from pd_cluster.wire import STEP_TOKENS_BOUNDS
 
-NUM_FIRST_STEPS = 20  # after a start, or waking up: they allocate, compile and warm caches
+NUM_FIRST_STEPS = 20  # steps after a start or wake-up, which allocate, compile and fill caches
 
 
 def work_of(chunks: Sequence[tuple[Request, int]], is_computed: bool = True) -> StepWork:
     """Returns the work of a step that has been computed, or is about to be.
 
-    A chunk of one token is a sequence's next one; longer chunks belong to prompts.
+    A chunk of one token is a sequence's next token; longer chunks belong to prompts.
     """
     num_rows = num_context = num_prompt = num_pairs = 0
     for request, num_tokens in chunks:
@@ -40,11 +40,11 @@ class StepTiming:
         self._num_left_out = NUM_FIRST_STEPS
 
     def start_over(self) -> None:
-        """Leaves the next steps out: this engine has been away."""
+        """Ignores the next steps, because the engine has just started or woken up."""
         self._num_left_out = NUM_FIRST_STEPS
 
     def computed(self, work: StepWork, took_s: float, num_sampled: int) -> None:
-        """Counts a step, which gave `num_sampled` tokens."""
+        """Records a step, which gave `num_sampled` tokens."""
         if not (num_tokens := work.num_rows + work.num_prompt_tokens):
             return
         self.step_tokens.add(num_tokens)

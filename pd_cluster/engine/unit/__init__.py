@@ -1,1 +1,1 @@
-"""The instances of a unit: how they find each other, meet, compute in step, and end together."""
+"""The instances of a unit: how they connect, meet, compute in step, and end together."""

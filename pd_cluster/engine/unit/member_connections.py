@@ -1,7 +1,7 @@
-"""The connections between the members of a unit, from the first `Peers` to their end. docs/protocol/pairs.md,
-"Forming a unit".
+"""The connections between the members of a unit, from the first `Peers` to their end.
 
-The mailbox's thread calls `hear`, `opened`, `read` and `closed`; the thread that loads waits in `await_all`.
+docs/protocol/pairs.md, "Forming a unit", has the rules. The mailbox's thread calls `hear`, `opened`, `read` and
+`closed`; the loading thread waits in `await_all`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class UnitPost(Protocol):
 class _Mate:
     conn: str
     info: wire.PeerInfo
-    is_equal: bool = False  # its `UnitTerms` have come
+    is_equal: bool = False  # its `UnitTerms` have arrived
 
 
 @dataclass(slots=True)
 class MemberConnections:
-    """`terms`: this member's settings that all must have, by the name of the setting.
+    """`terms`: this member's settings that all members must share, by name.
 
     `lost(rank, name, reason)` is called on the mailbox's thread when the connection to a mate is down.
     """
@@ -51,16 +51,16 @@ class MemberConnections:
     post: UnitPost
     lost: Callable[[int, str, str], None]
     meet: Callable[[wire.UnitKey], None]  # takes a mate's key
-    _named: dict[str, wire.PeerInfo] = field(default_factory=dict)  # by name@epoch, as the scheduler says
+    _named: dict[str, wire.PeerInfo] = field(default_factory=dict)  # announced members, by name@epoch
     _mates: dict[int, _Mate] = field(default_factory=dict)  # by rank
-    _done: set[int] = field(default_factory=set)  # ranks that have said `UnitDone`, this one's included
+    _done: set[int] = field(default_factory=set)  # ranks that have sent `UnitDone`, including this one
     _error: BaseException | None = None
     _changed: threading.Condition = field(default_factory=threading.Condition)
 
     def await_all(self, remind_s: float) -> None:
-        """Returns once all members are there. Says for whom it waits every `remind_s`.
+        """Waits until all members are connected. Logs the missing ones every `remind_s`.
 
-        Raises ConfigError for a mate with other settings, and InstanceLost for one that is gone again.
+        Raises ConfigError for a mate with other settings, and InstanceLost for a mate that is lost.
         """
         with self._changed:
             said_s = time.monotonic()
@@ -72,48 +72,48 @@ class MemberConnections:
                 self._changed.wait(AGAIN_S)
             if self._error is not None:
                 raise self._error
-        log.info("unit %s: all %d members are there", self.place.name, self.place.size)
+        log.info("unit %s: all %d members are connected", self.place.name, self.place.size)
 
     def _missing(self) -> list[str]:
-        """Returns the names of those that are not there yet; ranks where no name is known."""
+        """Returns the names of members that are not connected yet, or their ranks while the names are unknown."""
         names = {each.unit_rank: each.name for each in self._named.values()}
         here = {rank for rank, mate in self._mates.items() if mate.is_equal} | {self.place.rank}
         return [names.get(rank, f"rank {rank}") for rank in range(self.place.size) if rank not in here]
 
     def send(self, body: wire.Body) -> None:
-        """Sends to all mates that are there."""
+        """Sends to all connected mates."""
         if isinstance(body, wire.UnitDone):
             self._done.add(self.place.rank)
         for mate in list(self._mates.values()):
             self.post.send(mate.conn, body)
 
     def hosts(self) -> list[str]:
-        """Returns the mates' hosts in their order, as the scheduler reached them."""
+        """Returns the mates' hosts in order, as the scheduler reached them."""
         return [mate.info.host for _, mate in sorted(self._mates.items())]
 
     def fail(self, error: BaseException) -> None:
-        """Ends the wait for mates, on any thread: nobody reads their mail any more."""
+        """Ends the wait for mates, on any thread, because nobody reads their mail any more."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
 
     def rank_of(self, conn: str) -> int | None:
-        """Returns the rank of the mate at the other end; None: it is no mate's."""
+        """Returns the rank of the mate at the other end; None if it is not a mate."""
         return next((rank for rank, mate in list(self._mates.items()) if mate.conn == conn and mate.is_equal), None)
 
-    # ---- the mailbox's thread
+    # ---- called by the mailbox's thread
 
     def hear(self, peers: Sequence[wire.PeerInfo]) -> None:
-        """Learns who the members are; connects to those of higher rank that form."""
+        """Sets the list of members; connects to forming members of higher rank."""
         with self._changed:
             own = [each for each in peers if each.unit == self.place.name]
             self._named = {peer_key(each.name, each.epoch): each for each in own}
             self._connect()
 
     def _connect(self) -> None:
-        """Connects to the members of higher rank that form, and to which there is no connection.
+        """Connects to forming members of higher rank to which there is no connection.
 
-        One that has not heard of this member refuses it, and must be tried again.
+        A member that does not know this one yet refuses the connection, so the attempt must be repeated.
         """
         for each in self._named.values():
             if each.is_forming and each.unit_rank > self.place.rank and each.unit_rank not in self._mates:
@@ -122,12 +122,12 @@ class MemberConnections:
 
     def opened(self, conn: str) -> None:
         """Sends this member's terms over a connection that it has opened."""
-        with self._changed:  # the thread that loads may still note the connection
+        with self._changed:  # the loading thread may not have stored the connection yet
             if any(mate.conn == conn for mate in self._mates.values()):
                 self.post.send(conn, self._own_terms())
 
     def read(self, conn: str, peer: str, body: wire.Body) -> bool:
-        """Takes a message about forming; False: it is about something else."""
+        """Handles a message about forming; returns False for other messages."""
         match body:
             case wire.UnitTerms():
                 with self._changed:
@@ -136,7 +136,7 @@ class MemberConnections:
             case wire.UnitKey() if self.rank_of(conn) is not None:
                 self.meet(body)
             case wire.UnitKey():
-                log.warning("%s is no member of this unit; its key is dropped", peer)
+                log.warning("%s is not a member of this unit; its key is dropped", peer)
             case wire.UnitDone():
                 if (rank := self.rank_of(conn)) is not None:
                     self._done.add(rank)
@@ -153,8 +153,8 @@ class MemberConnections:
         if mate is None and info is not None and info.unit_rank == rank != self.place.rank:
             mate = self._mates[rank] = _Mate(conn, info)  # it has a lower rank, and has connected
             self.post.send(conn, self._own_terms())
-        if mate is None or mate.conn != conn:  # a scheduler that has just started may name it later: it tries again
-            log.warning("%s says that it is rank %d of this unit, and the scheduler does not: not heard", peer, rank)
+        if mate is None or mate.conn != conn:  # a scheduler that has just started may announce it later, and it retries
+            log.warning("%s claims to be rank %d of this unit, but was not announced: ignored", peer, rank)
             self.post.disconnect(conn)
             return
         if (problem := self._difference(mate.info.name, body.terms)) and self._error is None:
@@ -167,13 +167,13 @@ class MemberConnections:
         for key in [key for key in {**ours, **theirs} if ours.get(key) != theirs.get(key)]:
             what = "data_parallel_size" if key == "size" else key
             return (
-                f"{called(what)}: {name} has {theirs.get(key, 'none')}, and this member of the unit "
+                f"{called(what)}: {name} has {theirs.get(key, 'none')}, but this member of the unit "
                 f"{self.place.name} has {ours.get(key, 'none')}; start all members of a unit with the same"
             )
         return ""
 
     def closed(self, conn: str, reason: str) -> None:
-        """Takes the end of a connection. One that has not opened is tried again."""
+        """Handles the end of a connection; retries one that has not opened."""
         with self._changed:
             for rank, mate in list(self._mates.items()):
                 if mate.conn != conn:

@@ -1,7 +1,7 @@
-"""Keeps the members of a unit in step: which round each is in, when all fall asleep, and when one may end.
+"""Keeps the members of a unit in step: the round of each, when all fall asleep, and when one may end.
 
-The table is in docs/protocol/membership.md, "Units". Knows nothing of requests, of experts, or of how counts are
-exchanged; no clock, because whatever can fail to come is lost with its sender, and the caller sees that.
+docs/protocol/membership.md, "Units", has the table. Knows nothing of requests, of experts, or of how counts are
+exchanged. It needs no clock: a message that never comes means a lost sender, which the caller detects.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from pd_cluster.errors import InstanceLost
 
 
 def have_ended(done: Set[int], rank: int, own: int) -> bool:
-    """Whether the end of a mate's connection is no loss: it is done and has ended, and so will this member.
+    """Whether the end of a mate's connection is not a loss, because it is done and has ended, and this member will,
+    too.
 
-    One that dies after it is done may be needed by others; they end, and so does this member.
+    If a mate dies after it is done, others may still need it; they end, and so does this member.
     """
     return {rank, own} <= done
 
@@ -23,19 +24,19 @@ def have_ended(done: Set[int], rank: int, own: int) -> bool:
 class RoundSync:
     """One member's rounds, driven by one thread. In a turn it handles mail and calls `enters`.
 
-    In a round it then exchanges the number of its rows with all mates, calls `agreed` and computes.
-    Mail may be handled during the exchange, too, but it is never waited for unless the member `is_asleep`.
+    In a round it then exchanges the number of its rows with all mates, calls `agreed` and computes. Mail may also be
+    handled during the exchange, but the member waits for it only while it `is_asleep`.
     """
 
     def __init__(self, rank: int, size: int, send: Callable[[wire.Body], None]) -> None:
-        """`send`: to all mates; two messages to a mate arrive in their order, and none after its connection is lost."""
+        """`send`: to all mates; two messages to a mate arrive in order, and none after its connection is lost."""
         self._rank, self._size, self._send = rank, size, send
-        self._done: set[int] = set()  # members that have said so, this one included
-        self._woken = -1  # the latest round that a member has woken the others for, or that followed one with rows
-        self.round = 0  # the one that it is in, or enters next
-        self.is_draining = False  # here or at a mate: it is the unit that drains
+        self._done: set[int] = set()  # members that have sent it, including this one
+        self._woken = -1  # the latest round that a member has woken the others for, or that followed a round with rows
+        self.round = 0  # the round that it is in, or enters next
+        self.is_draining = False  # here or at a mate, because the whole unit drains
         self.num_rounds = 0
-        self.num_idle_rounds = 0  # in which this member had no rows
+        self.num_idle_rounds = 0  # rounds in which this member had no rows
 
     @property
     def is_asleep(self) -> bool:
@@ -50,17 +51,18 @@ class RoundSync:
     def enters(self, has_work: bool) -> bool:
         """Returns whether it is in a round now. Wakes the others if it has work, and nobody has woken it."""
         if self.is_asleep and has_work:
-            assert self._rank not in self._done, "it has said that nothing is left"
+            assert self._rank not in self._done, "this member has reported that nothing is left"
             self._woken = self.round
             self._send(wire.UnitWake(self.round))
         return not self.is_asleep
 
     def agreed(self, rows: Sequence[int]) -> bool:
-        """Ends the exchange; returns whether the round is computed. The member is in the next round, or asleep before.
+        """Ends the exchange; returns whether the round is computed. The member is then in the next round, or asleep
+        before it.
 
-        `rows`: of each member's step, by rank; the same for all members.
+        `rows`: of each member's step, by rank; equal for all members.
         """
-        assert not self.is_asleep, "it has no part in an exchange"
+        assert not self.is_asleep, "a sleeping member takes no part in an exchange"
         assert len(rows) == self._size, f"{len(rows)} counts of {self._size} members"
         self.num_rounds += 1
         self.num_idle_rounds += not rows[self._rank]
@@ -71,7 +73,7 @@ class RoundSync:
         return has_rows
 
     def heard(self, rank: int, message: wire.UnitWake | wire.UnitDrain | wire.UnitDone) -> None:
-        """Takes a mate's message. Raises InstanceLost if the mate is in another round than it can be."""
+        """Handles a mate's message. Raises InstanceLost if the mate is in a round that is impossible now."""
         match message:
             case wire.UnitWake(number):
                 if number > self.round + (not self.is_asleep):  # in a round, only its exchange can be behind the mate
@@ -84,11 +86,11 @@ class RoundSync:
             case wire.UnitDrain():
                 self.is_draining = True
             case wire.UnitDone():
-                self.is_draining = True  # a third member has said so, and its message is on the way
+                self.is_draining = True  # a third member has reported it, and its message is on the way
                 self._done.add(rank)
 
     def lost(self, rank: int, mate: str, reason: str) -> None:
-        """Takes the end of a mate's connection. Raises InstanceLost, unless both are done: then it has ended.
+        """Handles the end of a mate's connection. Raises InstanceLost, unless both members are done.
 
         `mate`: its name.
         """
@@ -96,14 +98,14 @@ class RoundSync:
             raise InstanceLost(f"{mate}, member {rank} of {self._size} of this unit, is lost: {reason}")
 
     def drain(self) -> None:
-        """Begins to drain, and tells the others unless one of them has told this member."""
+        """Begins to drain, and informs the others unless one of them has informed this member."""
         if not self.is_draining:
             self.is_draining = True
             self._send(wire.UnitDrain())
 
     def done(self) -> None:
-        """Says, once, that nothing is left here and nothing more is taken. It goes on taking part in rounds."""
-        assert self.is_draining, "only a member that drains is done"
+        """Reports, once, that nothing is left and nothing more is accepted. The member still takes part in rounds."""
+        assert self.is_draining, "only a draining member can be done"
         if self._rank not in self._done:
             self._done.add(self._rank)
             self._send(wire.UnitDone())

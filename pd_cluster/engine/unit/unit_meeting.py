@@ -1,8 +1,8 @@
-"""Brings the ranks of a unit's members together: one group for each tensor-parallel index, over gloo, and on
-accelerators another over NCCL or HCCL.
+"""Connects the ranks of a unit's members: one gloo group for each tensor-parallel index, and on accelerators another
+group over NCCL or HCCL.
 
-The keys of all groups travel over the connections of rank 0s. A follower writes its own into a file of its instance,
-and finds the others' there.
+The keys of all groups travel over the connections of rank 0s. A follower writes its own keys into a file of its
+instance, and reads the others' there.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ log = logging.getLogger(__name__)
 
 AnyUnitGroup = UnitGroup | DeviceUnitGroup
 
-BEGIN, MET = "begin", "met"  # keys between the ranks of one instance: all members are there; this rank has met them
+BEGIN, MET = "begin", "met"  # keys between the ranks of one instance: all members are connected; this rank has met them
 FOREVER = timedelta(days=1000)  # a follower ends with rank 0
 
 
 def group_of(config: WorkerConfig, device: Device, meet: Callable[[], UnitEnds]) -> AnyUnitGroup:
-    """Returns one rank's end of its group; `meet` returns what it works with, once all members are there."""
+    """Returns one rank's end of its group; `meet` returns the process groups, once all members are connected."""
     assert config.unit is not None
     rank, size, timeout_s = config.unit.rank, config.unit.size, config.timeouts.collective_timeout_s
     if device.is_accelerator:
@@ -41,13 +41,13 @@ def group_of(config: WorkerConfig, device: Device, meet: Callable[[], UnitEnds])
 
 
 def follower_group(config: WorkerConfig, device: Device) -> AnyUnitGroup | None:
-    """Returns a follower's end of its group; None: the instance is in no unit."""
+    """Returns a follower's end of its group; None if the instance is in no unit."""
     if config.unit is None:
         return None
     rank = config.ranks.rank
 
     def meet() -> UnitEnds:
-        with _told():
+        with _meeting_errors():
             between = _between(config)
             between.wait([BEGIN], FOREVER)
             ends = _ends(_store_of(config, rank), config, device)
@@ -76,13 +76,13 @@ class UnitMeeting:
         ]
 
     def put(self, key: wire.UnitKey) -> None:
-        """Takes a mate's key, on the mailbox's thread."""
+        """Stores a mate's key, on the mailbox's thread."""
         if key.tp_rank < self._size:
             self._meetings[key.tp_rank].put(key.key, key.value)
 
     def meet(self) -> UnitEnds:
-        """Returns rank 0's ends once all ranks have met theirs; all members are there. Raises InstanceLost."""
-        with _told(), contextlib.ExitStack() as held:
+        """Returns rank 0's ends once all ranks have met theirs; all members must be connected. Raises InstanceLost."""
+        with _meeting_errors(), contextlib.ExitStack() as held:
             for meeting in self._meetings:
                 held.enter_context(meeting.held())
             if self._between is not None:
@@ -95,7 +95,7 @@ class UnitMeeting:
 
 
 @contextlib.contextmanager
-def _told() -> Any:
+def _meeting_errors() -> Any:
     try:
         yield
     except RuntimeError as error:
@@ -103,7 +103,7 @@ def _told() -> Any:
 
 
 def _between(config: WorkerConfig) -> Store:
-    """Returns what the ranks of one instance share, in the folder that only their user can enter."""
+    """Returns the store that the ranks of one instance share, in a folder that only their user can enter."""
     return PrefixStore("instance", _file(config))
 
 
@@ -116,7 +116,7 @@ def _file(config: WorkerConfig) -> Store:
 
 
 def _ends(store: Store, config: WorkerConfig, device: Device) -> UnitEnds:
-    """Blocks until all are there, and have exchanged something between their devices."""
+    """Blocks until all have joined, and have exchanged data between their devices."""
     assert config.unit is not None
     rank, size = config.unit.rank, config.unit.size
     host = gloo_group(store, rank, size, config.bind_address)
@@ -124,7 +124,7 @@ def _ends(store: Store, config: WorkerConfig, device: Device) -> UnitEnds:
 
 
 def gloo_group(store: Store, rank: int, size: int, host: str) -> ProcessGroupGloo:
-    """Blocks until all are there."""
+    """Blocks until all have joined."""
     options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=LOAD_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""A unit's rounds in the engine: the stage that hears the mates, and what a step does before and behind its rows.
+"""A unit's rounds in the engine: the stage that handles mates' messages, and the exchanges before and after a step.
 
 On the engine's thread. `RoundSync` decides, `AnyUnitGroup` exchanges, `MemberConnections` send.
 """
@@ -25,14 +25,14 @@ class UnitRunner(Protocol):
     """The part of the runner that takes part in rounds, on all ranks of the instance."""
 
     def expect(self, rows: Sequence[int]) -> None:
-        """Says how many rows each member of the unit has in the next step."""
+        """Sets how many rows each member of the unit has in the next step."""
 
     def take_part(self) -> None:
-        """Computes this instance's experts for the others' rows; it has none itself."""
+        """Computes this instance's experts for the others' rows, in a step without its own rows."""
 
 
 class UnitRounds(Stage):
-    """The stage of a worker in a unit. `report` takes events to the loop."""
+    """The stage of a worker in a unit. `report` passes events to the loop."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class UnitRounds(Stage):
         self.round_sync = RoundSync(group.rank, group.size, mates.send)
         self._mates, self._group, self._runner, self._legs = mates, group, runner, legs
         self._drain, self._report = drain, report
-        self._is_owed = False  # a part in the experts' exchange, without rows
+        self._is_owed = False  # it must take part in the experts' exchange without rows
 
-    # ---- a step
+    # ---- steps
 
     def begin(self, plan: StepPlan) -> None:
-        """Agrees with the mates on a round, if there is one; `plan` is as it will be computed."""
+        """Agrees with the mates on a round, if there is one; `plan` is final."""
         rows = sum(num_tokens + len(plan.drafts.get(request, ())) for request, num_tokens in plan.chunks)
         self._is_owed = False
         if not self.round_sync.enters(rows > 0):
@@ -62,7 +62,7 @@ class UnitRounds(Stage):
             self._is_owed = not rows
 
     def end(self) -> bool:
-        """Takes part in a round in which others alone have rows. Returns whether the next round begins at once."""
+        """Takes part in a round in which only others have rows. Returns whether the next round begins at once."""
         if self._is_owed:
             self._is_owed = False
             self._runner.take_part()
@@ -84,7 +84,7 @@ class UnitRounds(Stage):
             self.round_sync.drain()
 
     def release_all(self) -> None:
-        if self._legs.are_over and self._drain.is_heard:  # before, a scheduler may still come and send requests
+        if self._legs.are_over and self._drain.is_heard:  # before that, a scheduler may still connect and send requests
             self.round_sync.drain()
             self.round_sync.done()
 

@@ -1,1 +1,1 @@
-"""An engine among its peers: the loop of a worker's process, its messages and its load."""
+"""An engine and its peers: the loop of a worker's process, its messages and its load."""

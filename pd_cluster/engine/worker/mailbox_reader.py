@@ -1,4 +1,4 @@
-"""Reads a worker's mail on the mailbox's thread; nearly all of it becomes an event for the engine's thread."""
+"""Reads a worker's mail on the mailbox's thread, and converts nearly all of it to events for the engine's thread."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from pd_cluster.engine.worker.worker_loop import Job
 
 
 class MailboxReader:
-    """The mailbox's handler, for a job of any kind. `inbox` is its loop's.
+    """The mailbox's handler, for a job of any kind. `inbox` belongs to the job's loop.
 
-    A member of a unit gets mail before it has a job: `mates` read theirs, and the rest waits in the inbox.
+    A member of a unit gets mail before it has a job: `mates` read their messages, and the rest waits in the inbox.
     """
 
     def __init__(self, inbox: queue.SimpleQueue[Event], mates: MemberConnections | None = None) -> None:
         self._inbox, self._mates = inbox, mates
-        self._schedulers: set[str] = set()  # their connections: nobody else names mates
+        self._schedulers: set[str] = set()  # their connections; only schedulers announce mates
         self._job: Job | None = None
 
     def serve(self, job: Job) -> None:
-        """From now on the mail is for this job."""
+        """Passes the mail to this job from now on."""
         self._job = job
 
     def load(self) -> wire.Load:

@@ -1,4 +1,4 @@
-"""The engine of one worker among its peers: what its loop handles, computes and sends. `worker_loop.py` has the order.
+"""The engine of one worker and its peers: what its loop handles, computes and sends. worker_loop.py has the order.
 
 Knows nothing of HTTP, of routing, or of which stages there are.
 """
@@ -41,7 +41,7 @@ class Cores:
 
 
 class Worker:
-    """Satisfies loop.Job."""
+    """Implements the loop's Job."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Worker:
         context: HandoverContext,
         cores: Cores,
     ) -> None:
-        """Stages are passed in their order."""
+        """`stages` are in their order."""
         self.core, self.legs, self.handover, self.state = core, legs, legs.handover, state
         self._stages, self._chain = stages, StageChain(stages, legs)
         self._report = LoadReport(core, legs, stages, state, context)
@@ -76,7 +76,7 @@ class Worker:
 
     @property
     def wait_s(self) -> float:
-        """How long mail may be waited for; shorter while the load may have changed since it was refreshed."""
+        """How long to wait for mail; shorter while the load may have changed since it was refreshed."""
         if self._is_busy:
             return 0.0
         longest_s = self._step_waits_s or IDLE_WAIT_S
@@ -104,7 +104,7 @@ class Worker:
             stage.close()
         self.core.guides.close()
 
-    # ---- a step
+    # ---- steps
 
     def step(self) -> None:
         """Runs one step of the engine, if there is anything to compute, and handles its results."""
@@ -134,7 +134,7 @@ class Worker:
         return bool(plan.chunks) or goes_on
 
     def _waits(self) -> bool:
-        """Whether the next step waits for sequences that will share it."""
+        """Whether the next step waits for sequences that will take part in it."""
         if self._step_delay.waits:
             return True
         if num_running := len(self.core.scheduler.running):
@@ -142,7 +142,7 @@ class Worker:
         return self._step_waits_s > 0
 
     def _begin(self, plan: StepPlan) -> OnLayer | None:
-        """Offers the transfers of a step's new prompts, and prepares to ship its layers; see ahead.Begins."""
+        """Offers the transfers of a step's new prompts, and prepares to ship its layers; see look_ahead.Begins."""
         exports = self.handover.exports
         for request in plan.admitted:
             if request.leg != "decode" and not request.output_token_ids:
@@ -155,7 +155,7 @@ class Worker:
         return self.handover.layers_done if exports.computing(plan.chunks) else None
 
     def _computed(self, result: StepResult) -> None:
-        """Sends a step's tokens, hands prompts over, and forgets what has ended."""
+        """Sends a step's tokens, hands prompts over, and forgets ended requests."""
         legs, records = self.legs, self.legs.records
         for request in result.forked:
             legs.table.sequences[request.leg_key].append(request)
@@ -188,7 +188,7 @@ class Worker:
         for request, error in result.failed:
             legs.refuse(request.leg_key, error)
         for request in result.plan.lacking:
-            legs.give_up(request.leg_key, "its images' KV was dropped, and computing it again takes their pixels")
+            legs.give_up(request.leg_key, "its images' KV was dropped, and computing it again needs their pixels")
 
     # ---- time
 
@@ -209,7 +209,7 @@ class Worker:
     # ---- events
 
     def intercept(self, conn: str, body: wire.Body) -> bool:
-        """Takes a message that must not wait for a step, on the mailbox's thread; returns whether it did."""
+        """Handles a message that must not wait for a step, on the mailbox's thread; returns whether it did."""
         if isinstance(body, wire.LinkValue):
             for stage in self._stages:
                 stage.meet(conn, body)
@@ -235,7 +235,7 @@ class Worker:
         self._settle()
 
     def _settle(self) -> None:
-        """Carries out what an event has led to: legs that begin, and legs that nobody reads any more."""
+        """Applies the consequences of an event: legs that begin, and legs that nobody reads any more."""
         self._chain.pass_on(self.state.why_closed)
         self.legs.drop_unwanted()
 
@@ -246,7 +246,7 @@ class Worker:
             case wire.Abort():
                 self._chain.abort(conn, body)
             case wire.ResetCache(is_external):
-                for stage in self._stages:  # first: what a tier keeps is news again
+                for stage in self._stages:  # first: contents that a tier keeps are reported again
                     stage.cache_reset(is_external)
                 self.core.scheduler.forget()
             case wire.Release() | wire.Find() | wire.Attach():
@@ -265,20 +265,20 @@ class Worker:
         if any(stage.read(conn, body, is_scheduler) for stage in self._stages):
             return
         if not self.handover.read(conn, peer, body):
-            log.warning("%s sent a %s, which is not for a worker", peer, type(body).__name__)
+            log.warning("%s sent a %s, which a worker does not handle", peer, type(body).__name__)
 
     def _scheduler_opened(self, conn: str, peer: str) -> None:
         name = peer.partition("@")[0]
         for other, other_peer in list(self.state.schedulers.items()):
             if other_peer.partition("@")[0] == name:  # its predecessor, or an earlier connection of the same process
-                self._closed(other, f"{peer} took its place")
+                self._closed(other, f"{peer} replaced it")
         self.state.schedulers[conn] = peer
         self._output_batcher.opened(conn)
         for stage in self._stages:
             stage.opened(conn, is_scheduler=True)
         if self.state.drain.has_begun:
             self._post.beat()
-        log.info("scheduler %s is here", peer)
+        log.info("scheduler %s is connected", peer)
 
     def _closed(self, conn: str, reason: str) -> None:
         peer = self.state.schedulers.pop(conn, None)
@@ -286,7 +286,7 @@ class Worker:
         if peer is not None:
             self.legs.records.closed(conn)
             orphans = self.legs.table.of_client(conn)
-            log.warning("scheduler %s is gone (%s); %d requests of it end", peer, reason, len(orphans))
+            log.warning("scheduler %s is gone (%s); %d of its requests end", peer, reason, len(orphans))
             for key in orphans:
                 self.legs.drop(key)
         self.handover.closed(conn, reason)

@@ -1,4 +1,4 @@
-"""The load that a worker reports with every heartbeat, collected from the parts that know it."""
+"""The load that a worker reports with every heartbeat, collected from its parts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.engine.step.step_timing import StepTiming
 from pd_cluster.types import LinkState, Status
 
-LOAD_S = 0.02  # the age that the reported load may have, apart from a step's duration
+LOAD_S = 0.02  # the most age of the reported load, in addition to a step's duration
 
 
 class LoadReport:
@@ -28,16 +28,16 @@ class LoadReport:
     def __init__(
         self, core: EngineCore, legs: Legs, stages: Sequence[Stage], state: Availability, context: HandoverContext
     ) -> None:
-        self.load = wire.Load()  # read by the mailbox's thread; replaced, never changed
+        self.load = wire.Load()  # the mailbox's thread reads it; replaced, never changed
         self.timing = StepTiming()
         self.is_old = False
-        self.is_shared = False  # the engine, by several schedulers
+        self.is_shared = False  # whether several schedulers share the engine
         self._core, self._legs, self._stages, self._state = core, legs, stages, state
         self._post, self._clock = context.post, context.clock
         self._next_s = 0.0
 
     def left_s(self) -> float:
-        """Returns how long the load may still be as it is."""
+        """Returns how long the load may stay as it is."""
         return max(0.001, self._next_s - self._clock())
 
     def publish(self, at_once: bool = False) -> None:
@@ -58,7 +58,7 @@ class LoadReport:
         if was.sleep_level and not state.sleep.level:
             self.timing.start_over()
         load = load_of(self._core, self._legs.handover, self.timing, state, links)
-        if self.is_shared:  # otherwise there are no others
+        if self.is_shared:  # otherwise there are no other schedulers
             weights = self._legs.table.outstanding()
             outstanding = {peer: weights.get(conn, 0) for conn, peer in state.schedulers.items()}
             load = msgspec.structs.replace(load, outstanding=outstanding)
@@ -104,7 +104,7 @@ def load_of(
         decode_work=timing.decode_work,
         handover_costs=handover.timing.costs,
         tokens_per_step=timing.tokens_per_step,
-        drafts=core.drafting.totals.told(),
+        drafts=core.drafting.totals.counts(),
         num_steps=core.num_steps,
         num_landings=imports.num_landings,
         kv_sent_nbytes=handover.out_links.table.sent_nbytes,
@@ -116,8 +116,8 @@ def load_of(
         num_expired_holds=exports.num_expired_holds + imports.num_expired,
         num_wanted_tokens=imports.num_wanted_tokens,
         num_landed_tokens=imports.num_landed_tokens,
-        step_tokens=timing.step_tokens.told(),
-        preemptions=scheduler.preemptions.told(),
+        step_tokens=timing.step_tokens.tally(),
+        preemptions=scheduler.preemptions.tally(),
         num_encoded_images=core.runner.encoded.num_images,
         image_encode_s=core.runner.encoded.seconds,
         num_cache_resets=blocks.num_resets,
@@ -150,11 +150,10 @@ def _of_lower_tiers(scheduler: StepScheduler) -> dict[str, Any]:
 
 
 def num_leaked_blocks(scheduler: StepScheduler) -> int:
-    """Returns a lower bound on the blocks that nobody holds: a block shared by several counts for each of them.
+    """Returns a lower bound on the blocks without a holder, since a block with several holders counts for each of them.
 
-    Counts those of every group of layers.
-
-    The bound is exact while there are no requests; `StepScheduler.check` finds the blocks, but looks at each one.
+    It counts every group of layers. The bound is exact while there are no requests; `StepScheduler.check` finds the
+    blocks, but examines each one.
     """
     named = ((each, sum(map(len, scheduler.held(each)))) for each in scheduler.groups)
     return sum(max(0, each.blocks.num_held - num_named) for each, num_named in named)

@@ -1,7 +1,7 @@
-"""The loop of every worker's process: mail in, one step, mail out. Start reading at `turn`.
+"""The loop of every worker's process: handle mail, compute one step, send mail. Start reading at `turn`.
 
-Only the thread that calls `run` changes requests, blocks or images; the mailbox and the links' threads only
-put events into `inbox`. Knows nothing of what a step computes.
+Only the thread that calls `run` changes requests, blocks or images; the mailbox and the links' threads only put events
+into `inbox`. Knows nothing of what a step computes.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ class Job(Protocol):
 
     @property
     def load(self) -> wire.Load:
-        """The load that heartbeats tell; read by the mailbox's thread: replaced, never changed."""
+        """The load that heartbeats send. The mailbox's thread reads it, so it is replaced and never changed."""
 
     @property
     def wait_s(self) -> float:
-        """How long mail may be waited for; 0 while there is something to compute."""
+        """How long to wait for mail; 0 while there is something to compute."""
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is in use that sleep would take away."""
+        """Whether nothing is in use that sleep would remove."""
 
     @property
     def is_over(self) -> bool:
         """Whether nobody waits for anything from here."""
 
     def intercept(self, conn: str, body: wire.Body) -> bool:
-        """Takes a message that must not wait for a step, on the mailbox's thread; returns whether it did."""
+        """Handles a message that must not wait for a step, on the mailbox's thread; returns whether it did."""
 
     def handle(self, event: Event) -> None: ...
     def tick(self) -> None: ...
     def flush(self) -> None:
-        """Sends what has been collected."""
+        """Sends collected outputs."""
 
     def step(self) -> None:
         """Computes one step, if there is anything to compute, and refreshes the load."""
@@ -51,7 +51,7 @@ class Job(Protocol):
         """Refreshes the load now."""
 
     def release_all(self) -> None:
-        """Begins what is held: nothing more comes."""
+        """Begins held legs, because nothing more will come."""
 
     def close(self) -> None: ...
 
@@ -60,35 +60,35 @@ class Loop:
     def __init__(self, inbox: queue.SimpleQueue[Event], job: Job) -> None:
         self.inbox, self.job = inbox, job
 
-    def run(self, came_round: Callable[[], None] = lambda: None) -> None:
+    def run(self, on_round: Callable[[], None] = lambda: None) -> None:
         """Runs until `StopEngine`, or, after `StartDrain`, until nothing is left. Raises the error of mailbox or step.
 
-        `came_round` is called between steps, and several times a second while there are none.
+        `on_round` is called between steps, and several times a second while there are none.
         """
         try:
-            while self.turn(came_round):
+            while self.turn(on_round):
                 pass
         finally:
             self.job.close()
 
-    def turn(self, came_round: Callable[[], None] = lambda: None, wait_s: float | None = None) -> bool:
-        """Mail in, one step, mail out; False once the job has ended. Raises the error of mailbox or step.
+    def turn(self, on_round: Callable[[], None] = lambda: None, wait_s: float | None = None) -> bool:
+        """Handles mail, computes one step, and sends mail; returns False once the job has ended. Raises their errors.
 
-        `wait_s`: how long mail is waited for, at most; None: no longer than there is nothing to compute.
+        `wait_s`: the longest wait for mail; None: as long as there is nothing to compute.
         """
         job = self.job
         if not handle_all(self.inbox, self._handle, job.wait_s if wait_s is None else wait_s):
             return False
-        came_round()
+        on_round()
         job.tick()
         if job.is_idle:
             job.state.settle()
-        job.flush()  # what the mail brought need not wait for the step
+        job.flush()  # outputs of the mail need not wait for the step
         job.step()
         if is_closed := job.state.is_closed:
             job.release_all()
         job.flush()
-        return not (is_closed and job.is_over and self.inbox.empty())  # otherwise what is there is refused first
+        return not (is_closed and job.is_over and self.inbox.empty())  # otherwise the rest is refused first
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, StartDrain):

@@ -15,7 +15,7 @@ from pd_cluster.cluster.tenancy.token_buckets import Bucket, KeyBuckets
 from pd_cluster.errors import RateLimited, RequestError, Unauthorized, Unavailable
 from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.service.schema.error_bodies import CLIENT_CLOSED_REQUEST
-from pd_cluster.types import MOST_UNTOLD
+from pd_cluster.types import MAX_UNSENT
 
 REFUSALS = (429, 503)  # besides the client's own faults
 
@@ -177,7 +177,7 @@ def charged_tokens(generation: Generation, num_output_tokens: int, is_left: bool
     if is_left and generation.stream.order.gathers:  # the first token is sent at once
         begun = [each for each in generation.stream.sequences if each.num_delivered and not each.is_over]
         most = generation.sampling.max_tokens
-        num_output_tokens += sum(min(MOST_UNTOLD, max(0, most - each.num_delivered)) for each in begun)
+        num_output_tokens += sum(min(MAX_UNSENT, max(0, most - each.num_delivered)) for each in begun)
     if width := generation.sampling.beam_width:
         if not num_output_tokens:
             return most_tokens(generation)

@@ -1,1 +1,1 @@
-"""The links between prefill and decode instances, as the two ends see them."""
+"""The links between prefill and decode instances, at both ends."""

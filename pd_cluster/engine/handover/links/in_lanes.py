@@ -1,4 +1,4 @@
-"""The open links of a worker from prefill instances, as transfers use them: shared by Imports and InLinks.
+"""The open links of a worker from prefill instances; Imports and InLinks share them.
 
 Knows nothing of how a link opens, rests or closes.
 """
@@ -23,16 +23,16 @@ class InLane(NamedTuple):
 
 
 class InLanes:
-    """Satisfies imports.ImportPorts."""
+    """Implements imports.ImportPorts."""
 
     def __init__(self, context: HandoverContext, progress: PeerProgress) -> None:
         self.send, self.report = context.post.send, context.report
         self.progress = progress
         self.tail_latency, self.limit = TailLatency(context.clock), InLinkLimit(context.kv_open_links)
-        self.lanes: dict[str, list[InLane]] = {}  # by connection; also read by other threads
+        self.lanes: dict[str, list[InLane]] = {}  # by connection; other threads also read it
         self.link_ids: dict[str, str] = {}  # by connection
         self._layouts = context.endpoint.layouts
-        self._closed_nbytes = self._closed_dropped = 0  # received over links that are gone
+        self._closed_nbytes = self._closed_dropped = 0  # received over closed links
 
     @property
     def received_nbytes(self) -> int:
@@ -40,14 +40,14 @@ class InLanes:
 
     @property
     def num_dropped(self) -> int:
-        """Counts KV frames that were not part of their link."""
+        """Counts KV frames that did not belong to their link."""
         return self._closed_dropped + sum(end.num_dropped for lanes in list(self.lanes.values()) for _, end in lanes)
 
     def is_open(self, conn: str) -> bool:
         return conn in self.lanes
 
     def remove(self, conn: str) -> None:
-        """Closes this end of all lanes of a connection, if there are any."""
+        """Closes this end of all lanes of a connection, if any."""
         lanes = self.lanes.pop(conn, None)
         if lanes is not None:
             del self.link_ids[conn]
@@ -58,13 +58,13 @@ class InLanes:
         self.progress.forget(conn)
 
     def precision(self, conn: str) -> str:
-        """Only ends in this process know it: each group's first lane has one, and all lanes of a group are alike."""
+        """Returns it from ends in this process: each group's first lane has one, and all lanes of a group are equal."""
         return joined_precision(each.end.precision for each in self.lanes.get(conn, []))
 
     def begin(
         self, conn: str, transfer_id: str, tables: Sequence[list[int]], first_tokens: Sequence[int], num_tokens: int
     ) -> None:
-        """Names the same blocks of a group to every rank."""
+        """Passes the same blocks of a group to every rank."""
         self.limit.use(conn)
         for group, end in self.lanes.get(conn, []):
             layout = self._layouts[group]

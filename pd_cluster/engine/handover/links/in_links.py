@@ -1,6 +1,6 @@
 """The links of a worker from prefill instances. State × event table in docs/protocol/pairs.md.
 
-Runs on the engine's thread, except for `route` and `meet`, which pass on what the mailbox receives, and for the lanes'
+Runs on the engine's thread, except for `route` and `meet`, which pass on the mailbox's messages, and the lanes'
 reports: a landed transfer is confirmed without waiting for a step.
 """
 
@@ -24,7 +24,7 @@ from pd_cluster.transport.link_events import Landed, LinkEvent, Report
 log = logging.getLogger(__name__)
 
 
-class LinkLosers(Protocol):
+class InLinkUsers(Protocol):
     """The transfers that links carry: Imports."""
 
     def on_link_down(self, conn: str, reason: str) -> None:
@@ -34,26 +34,26 @@ class LinkLosers(Protocol):
 class InLinks:
     """D's end of every link. Fills the table that it shares with its users.
 
-    The context's `report` is called on the lanes' threads, once for an event of a whole link.
+    The lanes' threads call the context's `report`, once for an event of a whole link.
     """
 
-    def __init__(self, context: HandoverContext, table: InLanes, users: LinkLosers) -> None:
+    def __init__(self, context: HandoverContext, table: InLanes, users: InLinkUsers) -> None:
         self.table = table
         self._users = users
         self._context = context
         self._endpoint, self._post, self._note = context.endpoint, context.post, context.note
         self._limit, self._lanes, self._link_ids = table.limit, table.lanes, table.link_ids
 
-    def on_open(self, conn: str, peer: str, opened: wire.LinkOpen, is_told: bool) -> None:
-        """Opens or refuses a link. `is_told`: the scheduler has announced this peer."""
+    def on_open(self, conn: str, peer: str, opened: wire.LinkOpen, is_announced: bool) -> None:
+        """Opens or refuses a link. `is_announced`: the scheduler has announced this peer."""
         if conn in self._lanes or self._limit.is_queued(conn):
             return
         try:
-            if not is_told:
-                raise LinkError(f"the scheduler has not told {self._endpoint.own} of {peer}", retry=True)
+            if not is_announced:
+                raise LinkError(f"the scheduler has not announced {peer} to {self._endpoint.own}", retry=True)
             self._check(opened)
             opened = self._endpoint.network_policy.kept(peer, opened)
-            needs_place = self._needs_place(opened)
+            needs_place = self._needs_pair(opened)
         except LinkError as error:
             self._refuse(conn, peer, opened, error)
             return
@@ -101,9 +101,9 @@ class InLinks:
             self._ask_to_rest()
 
     def on_rest(self, conn: str, rest: wire.LinkRest) -> None:
-        """P has closed its end; nothing of it is under way."""
+        """Handles that P has closed its end; no transfer is under way."""
         if self._link_ids.get(conn) == rest.link_id:
-            self.on_down(conn, "it rests")
+            self.on_down(conn, "it is at rest")
             self._post.send(conn, rest)
 
     def route(self, conn: str, frame: wire.KVFrame) -> None:
@@ -118,9 +118,9 @@ class InLinks:
         if 0 <= value.lane < len(lanes):
             lanes[value.lane].end.meet(value)
 
-    # ---- inside
+    # ---- internal
 
-    def _needs_place(self, opened: wire.LinkOpen) -> bool:
+    def _needs_pair(self, opened: wire.LinkOpen) -> bool:
         is_counted = self._limit.most or opened.pair == "none"
         return bool(is_counted) and self._context.ends.needs_pair(opened)
 
@@ -137,7 +137,7 @@ class InLinks:
         return [partial(self._of_lane, conn, barrier, lane) for lane in range(num_lanes)]
 
     def _of_lane(self, conn: str, barrier: LaneBarrier, lane: int, event: LinkEvent) -> None:
-        """Reports an event, on a lane's thread. `Landed` goes first: the engine reads it before P's answer."""
+        """Reports an event, on a lane's thread. `Landed` is reported first: the engine reads it before P's answer."""
         whole = barrier.add(lane, event)
         if whole is None:
             return
@@ -175,5 +175,5 @@ class InLinks:
         if told != lanes_of(sources, endpoint.layouts):
             raise LinkError(
                 f"the prefill instance of {sources[0].tp_size} ranks and the decode instance of "
-                f"{endpoint.layouts[0].tp_size} do not agree about who sends to whom"
+                f"{endpoint.layouts[0].tp_size} do not agree on the lanes between their ranks"
             )

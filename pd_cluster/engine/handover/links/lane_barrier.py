@@ -1,4 +1,4 @@
-"""Determines when all lanes of a link have reported the same about a transfer. Any thread may report; no sockets."""
+"""Determines when all lanes of a link have reported the same event of a transfer. Any thread may report; no sockets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pd_cluster.transport.link_events import Arrived, Drained, Landed, LandFault
 
 
 class LaneBarrier:
-    """A transfer has arrived, landed or drained when it has in every lane; a fault in one is a fault of the transfer.
+    """A transfer has arrived, landed or drained when it has in every lane; a fault in one lane is a fault of the
+    transfer.
 
     Each lane reports `Arrived`, if at all, then `Landed` or `LandFault`, then `Drained`, and nothing of the transfer
     afterwards.
@@ -27,7 +28,7 @@ class LaneBarrier:
         return len(self._arrived.keys() | self._landed.keys() | self._drained.keys())
 
     def add(self, lane: int, event: LinkEvent) -> LinkEvent | None:
-        """Returns the event for the whole link, if this one completes it."""
+        """Returns the event of the whole link, if this lane's completes it."""
         with self._lock:
             return self._add(lane, event)
 
@@ -44,7 +45,7 @@ class LaneBarrier:
                     return None
                 del self._landed[transfer_id]
                 if len({tuple(token.token_id for token in each.first_tokens) for each in landed.values()}) > 1:
-                    return LandFault(transfer_id, "the lanes of the link do not agree about the first tokens")
+                    return LandFault(transfer_id, "the lanes of the link do not agree on the first tokens")
                 nbytes = sum(each.nbytes for each in landed.values())
                 return Landed(transfer_id, landed[0].first_tokens, nbytes)
             case Drained(transfer_id):

@@ -1,4 +1,4 @@
-"""Shared by both ends of a link: their view of the mailbox, this side's pools, and peers' progress."""
+"""Parts that both ends of a link share: the mailbox's interface, this end's pools, and peers' progress."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Post(Protocol):
 
 
 AfterSteps = Annotated[None, "after steps"]  # on another rank, once it has reached the caller's progress
-AtOnce = Annotated[None, "at once"]  # on another rank, not behind earlier calls: one of them may wait for it
+AtOnce = Annotated[None, "at once"]  # on another rank, before earlier calls: one of them may wait for it
 
 
 class SendEnd(Protocol):
@@ -85,7 +85,7 @@ class LaneEnds(Protocol):
         """Raises LinkError."""
 
     def needs_pair(self, opened: wire.LinkOpen) -> bool:
-        """Whether the transport that D would try first is a pair."""
+        """Whether the first transport that D would try is a pair."""
 
 
 class LinkThreads(Protocol):
@@ -94,7 +94,7 @@ class LinkThreads(Protocol):
     def send_thread(
         self, conn: str, key: LinkKey, post: Callable[[wire.Body], None], report: Report, note: Note, group: int
     ) -> SendThread:
-        """`group`: of the layers whose pool is sent. Raises LinkError."""
+        """`group`: the group of layers whose pool is sent. Raises LinkError."""
 
     def receive_thread(
         self,
@@ -111,7 +111,7 @@ class LinkThreads(Protocol):
 
 
 class LocalLanes:
-    """Ends of lanes in this process. `send(conn, body)` posts over a connection."""
+    """Creates ends of lanes in this process. `send(conn, body)` posts over a connection."""
 
     def __init__(self, endpoint: LocalEndpoint, threads: LinkThreads, send: Callable[[str, wire.Body], None]) -> None:
         self._endpoint = endpoint
@@ -131,13 +131,13 @@ class LocalLanes:
         return self._threads.receive_thread(conn, opened, key, partial(self._send, conn), report, note)
 
     def needs_pair(self, opened: wire.LinkOpen) -> bool:
-        """The first lane ends at this process, and the others of a link are like it."""
+        """Decides by the first lane, which ends at this process; a link's other lanes are equal."""
         return self._threads.needs_pair(opened)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalEndpoint:
-    """The facts about this process that a link needs: its identity and its pools, one for each group of layers."""
+    """Properties of this process that a link needs: its identity and its pools, one for each group of layers."""
 
     own: str  # name@epoch
     secret: bytes
@@ -153,12 +153,12 @@ class LocalEndpoint:
 
 
 def joined_precision(precisions: Iterable[str]) -> str:
-    """Joins what several lanes lose on the way, each loss once; "" where none loses anything."""
+    """Joins the losses of several lanes, each once; "" if no lane loses precision."""
     return ", ".join(dict.fromkeys(each for each in precisions if each))
 
 
 class PeerProgress:
-    """When each connection's peer last made progress."""
+    """The time at which each connection's peer last made progress."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -170,7 +170,7 @@ class PeerProgress:
             self._seen[conn] = (load.progress, self._clock())
 
     def moved(self, conn: str, nbytes: int) -> None:
-        """Notes the bytes received over the connection so far: data from the peer is progress, too."""
+        """Records the bytes received over the connection so far: data from the peer is progress, too."""
         if self._moved.get(conn, (0, 0.0))[0] != nbytes:
             self._moved[conn] = (nbytes, self._clock())
 

@@ -1,6 +1,6 @@
-"""Which links over pairs may be open at the two ends. Tables in docs/protocol/pairs.md, "Links at rest".
+"""Chooses which links over pairs may be open, at both ends. Tables in docs/protocol/pairs.md, "Links at rest".
 
-Chooses only: the links themselves open, rest and close in out_links.py and in_links.py.
+out_links.py and in_links.py open, rest and close the links.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from pd_cluster.engine.handover.links.out_link import OutLink
 
 @dataclass(frozen=True, slots=True)
 class OutLinkLimit:
-    """When P's links rest. `most` links over pairs are open at a time; 0: any number."""
+    """Decides when P's links rest. At most `most` links over pairs are open at a time; 0: any number."""
 
     most: int = 0
 
     def wish(self, link: OutLink, links: Iterable[OutLink]) -> wire.PairWish | None:
-        """Returns what to ask for in the link's LinkOpen; None: it must wait for a place."""
-        has_capacity = not self.most or sum(each.has_place for each in links) < self.most
+        """Returns what to request in the link's LinkOpen; None: it must wait for capacity."""
+        has_capacity = not self.most or sum(each.has_pair for each in links) < self.most
         if link.awaited_s is None and not link.is_unproven:
             return "free" if has_capacity else "none"
         return "now" if has_capacity else None
 
     def choose(self, links: Iterable[OutLink], now_s: float, uses: Callable[[str], bool]) -> None:
-        """Marks links that must rest for those that wait for a place: idle ones first, the least recently used first.
+        """Marks links that must rest for links that wait for capacity: idle ones first, the least recently used first.
 
-        A link that is in use takes no more transfers, and rests when its own have ended. `uses(conn)`: whether a
-        transfer is under way there.
+        A link in use takes no more transfers, and rests when its own have ended. `uses(conn)`: whether a transfer is
+        under way over it.
         """
         if not self.most:
             return
         every = list(links)
-        num_wanted = sum(each.has_place for each in every) + sum(each.waits_for_place(now_s) for each in every)
-        able = [each for each in every if each.state.is_open and each.has_place]
+        num_wanted = sum(each.has_pair for each in every) + sum(each.waits_for_pair(now_s) for each in every)
+        able = [each for each in every if each.state.is_open and each.has_pair]
         num_leaving = sum(each.must_rest for each in able)
         rest = sorted((each for each in able if not each.must_rest), key=lambda e: (uses(e.conn), e.used_s))
         for link in rest[: max(0, num_wanted - self.most - num_leaving)]:
@@ -52,11 +52,11 @@ class Queued(NamedTuple):
 
 @dataclass(slots=True)
 class InLinkLimit:
-    """D's links over pairs: those that have a place, and those that wait for one in the order of their LinkOpen."""
+    """D's links over pairs: those that have capacity, and those that wait for it in the order of their LinkOpen."""
 
     most: int = 0
     queue: list[Queued] = field(default_factory=list)
-    _used: dict[str, int] = field(default_factory=dict)  # connection -> when a landing last began there
+    _used: dict[str, int] = field(default_factory=dict)  # connection -> when a landing last began over it
     _asked: set[str] = field(default_factory=set)
     _clock: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -75,18 +75,18 @@ class InLinkLimit:
             self._used[conn] = next(self._clock)
 
     def leave(self, conn: str) -> None:
-        """Ends what the connection has here, a place or a wait for one."""
+        """Ends the connection's capacity, or its wait for capacity."""
         self._used.pop(conn, None)
         self._asked.discard(conn)
         self.queue[:] = [each for each in self.queue if each.conn != conn]
 
     def to_ask(self) -> list[str]:
-        """Returns the links that must be asked to rest, so that as many are asked as wait. Each is returned once."""
+        """Returns the links that must be asked to rest, as many as wait. Each link is returned once."""
         able = sorted(self._used.keys() - self._asked, key=self._used.__getitem__)
         chosen = able[: max(0, len(self.queue) - len(self._asked))]
         self._asked.update(chosen)
         return chosen
 
     def next(self) -> Queued | None:
-        """Takes the next in the queue if there is room."""
+        """Takes the next link from the queue if there is capacity."""
         return self.queue.pop(0) if self.queue and self.has_capacity else None

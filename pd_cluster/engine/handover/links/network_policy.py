@@ -12,12 +12,12 @@ import msgspec
 from pd_cluster import wire
 from pd_cluster.errors import LinkError, called
 from pd_cluster.net.peer_admission import peer_key
-from pd_cluster.transport.transport_table import without_secrecy
+from pd_cluster.transport.transport_table import needs_trusted_network
 from ranktable_tools.host_addresses import is_one_host
 
 
 class NetworkPolicy:
-    """Knows the hosts of the workers that the scheduler has named; refuses nothing of others.
+    """Stores the hosts of the workers that the scheduler has announced; allows everything with other workers.
 
     `own`: this worker's name@epoch.
     """
@@ -27,11 +27,11 @@ class NetworkPolicy:
         self._trusts_network = trusts_network
         self._hosts: dict[str, str] = {}  # by name@epoch
 
-    def hear(self, peers: Sequence[wire.PeerInfo]) -> None:
+    def set_peers(self, peers: Sequence[wire.PeerInfo]) -> None:
         self._hosts = {peer_key(each.name, each.epoch): each.host for each in peers}
 
     def problem(self, peer: str) -> str:
-        """Returns why gloo must not be used with this peer; "" if it may."""
+        """Returns why gloo must not be used with this peer; "" if it may be."""
         own, other = self._hosts.get(self._own, ""), self._hosts.get(peer, "")
         if self._trusts_network or not own or not other or is_one_host(own, other):
             return ""
@@ -40,12 +40,14 @@ class NetworkPolicy:
     def kept(self, peer: str, opened: wire.LinkOpen) -> wire.LinkOpen:
         """Returns the opening without offers that must not be used between this worker's host and the peer's.
 
-        Raises LinkError if none is left in one of its lanes.
+        Raises LinkError if a lane has no offer left.
         """
         if not (problem := self.problem(peer)):
             return opened
         lanes = [
-            msgspec.structs.replace(lane, offers=[each for each in lane.offers if not without_secrecy(each.transport)])
+            msgspec.structs.replace(
+                lane, offers=[each for each in lane.offers if not needs_trusted_network(each.transport)]
+            )
             for lane in opened.lanes
         ]
         if any(lane.offers and not kept.offers for lane, kept in zip(opened.lanes, lanes, strict=True)):
@@ -56,16 +58,16 @@ class NetworkPolicy:
 def why_not(own: str, other: str) -> str:
     """Returns why gloo is not used between two hosts, and the way out."""
     return (
-        f"KV cache would go from host to host over gloo ({own}, {other}), checked but not secret: give all workers "
+        f"KV cache would travel between hosts over gloo ({own}, {other}), checked but not encrypted: give all workers "
         f"{called('kv_transport')} auto or curve, which is encrypted, or {called('trust_network')} if nobody else can "
-        f"reach that network"
+        f"access that network"
     )
 
 
 def why_no_unit(name: str, hosts: Sequence[str]) -> str:
     """Returns why the members of a unit do not exchange rows over gloo between these hosts, and the way out."""
     return (
-        f"{called('data_parallel_size')}: the members of {name} would exchange activations from host to host over gloo "
-        f"({', '.join(dict.fromkeys(hosts))}), which is not secret: give all {called('trust_network')} if nobody else "
-        f"can reach that network, or keep a unit on one host"
+        f"{called('data_parallel_size')}: the members of {name} would exchange activations between hosts over gloo "
+        f"({', '.join(dict.fromkeys(hosts))}), which is unencrypted: give all {called('trust_network')} if nobody else "
+        f"can access that network, or keep a unit on one host"
     )

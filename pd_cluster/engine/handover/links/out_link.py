@@ -1,4 +1,4 @@
-"""One link to a decode instance, seen from P: its state and its lanes. Knows nothing of other links."""
+"""One link to a decode instance at P's end: its state and its lanes. Knows nothing of other links."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0
 
 @dataclass(slots=True)
 class OutLane:
-    """`answered`: the transports that D's rank has chosen so far; `ready`: set once its probe has passed one.
+    """`answered`: the transports that D's rank has chosen so far; `ready`: set once a probe has passed over one.
 
     `peer`: the layout of the pool of D's rank, once it has answered.
     """
@@ -37,17 +37,17 @@ class OutLink:
     lanes: list[OutLane] = field(default_factory=list)
     is_connected: bool = False
     is_announced: bool = False  # LinkOpen has been sent
-    due_s: float = 0.0  # waiting: time of the next attempt; opening: time to give up
+    due_s: float = 0.0  # waiting: time of the next attempt; opening: the deadline
     backoff_s: float = FIRST_BACKOFF_S
-    used_s: float = 0.0  # when something was last sent over it
+    used_s: float = 0.0  # when data was last sent over it
     probed_s: float = 0.0
     timeout_s: float = 0.0  # opening: the time that ends at `due_s`
     pair: wire.PairWish = "free"
-    has_place: bool = False  # among the links over pairs that may be open
-    must_rest: bool = False  # once no transfer is under way
-    is_unproven: bool = False  # a pair of it has failed: requests are routed to it once one is up
-    is_rested: bool = False  # and opened again only for a transfer
-    over: tuple[str, ...] = ()  # its last transports
+    has_pair: bool = False  # it is one of the links over pairs that may be open
+    must_rest: bool = False  # it will rest once no transfer is under way
+    is_unproven: bool = False  # its pair has failed: requests are routed to it once a pair is up again
+    is_rested: bool = False  # it rests, and opens again only for a transfer
+    over: tuple[str, ...] = ()  # its latest transports
     awaited_s: float | None = None  # since when a transfer waits for it
 
     @property
@@ -56,16 +56,16 @@ class OutLink:
 
     @property
     def shown(self) -> LinkState:
-        """Returns the state that others need to know: one that rests is there while it wakes."""
+        """Returns the state that peers must know: a link at rest counts as such while it wakes."""
         return LinkState("resting", self.over) if self.is_rested else self.state
 
     @property
     def is_closing(self) -> bool:
-        """Whether it rests here, and the other end has not confirmed that."""
+        """Whether it rests here, but the other end has not confirmed that."""
         return self.state.phase == "resting" and bool(self.conn)
 
     def to_open(self, endpoint: LocalEndpoint) -> wire.LinkOpen:
-        """Returns the first message, once all ranks have reported what they offer."""
+        """Returns the first message, once all ranks have reported their offers."""
         return wire.LinkOpen(
             link_id=self.link_id,
             model_identity=endpoint.model_identity,
@@ -92,9 +92,9 @@ class OutLink:
 
     @property
     def precision(self) -> str:
-        """Returns what all groups of layers lose on the way, "" for nothing, once all lanes are ready.
+        """Returns the losses of all groups of layers, "" for none, once all lanes are ready.
 
-        Raises LinkError where lanes of a group differ: then D would not know what its blocks hold.
+        Raises LinkError if lanes of a group differ, because D would not know the precision of its blocks.
         """
         found: dict[int, set[str]] = {}
         for each in self.lanes:
@@ -104,14 +104,14 @@ class OutLink:
         return joined_precision(each for of_group in found.values() for each in of_group)
 
     def close_lanes(self) -> int:
-        """Closes this end of all lanes, and gives up the place. Returns the bytes that were sent over them."""
+        """Closes this end of all lanes, and gives up the capacity. Returns the bytes that were sent over them."""
         sent_nbytes = self.sent_nbytes
         for lane in self.lanes:
             lane.end.close()
-        self.lanes, self.has_place, self.must_rest = [], False, False
+        self.lanes, self.has_pair, self.must_rest = [], False, False
         return sent_nbytes
 
-    def waits_for_place(self, now_s: float) -> bool:
+    def waits_for_pair(self, now_s: float) -> bool:
         if self.state.phase == "resting":
             return self.awaited_s is not None and not self.conn
         return self.state.phase == "waiting" and self.is_unproven and now_s >= self.due_s

@@ -1,4 +1,4 @@
-"""The links of a worker to decode instances, as transfers use them: shared by Exports and OutLinks.
+"""The links of a worker to decode instances; Exports and OutLinks share them.
 
 Knows nothing of how a link opens, rests or closes.
 """
@@ -16,14 +16,14 @@ from pd_cluster.kv.kv_layout import num_common_layers
 
 
 class OutLinkTable:
-    """Satisfies exports.ExportPorts."""
+    """Implements exports.ExportPorts."""
 
     def __init__(self, context: HandoverContext, progress: PeerProgress) -> None:
         self.send = context.post.send
         self.progress = progress
         self.by_peer: dict[str, OutLink] = {}  # name@epoch -> link
         self.by_conn: dict[str, OutLink] = {}
-        self.closed_nbytes = 0  # sent over links that are gone
+        self.closed_nbytes = 0  # sent over closed links
         self._layouts, self._clock = context.endpoint.layouts, context.clock
 
     @property
@@ -55,7 +55,7 @@ class OutLinkTable:
         return ShipLimits(peer.block_size, most_nbytes, num_common_layers(own, peer))
 
     def ship(self, conn: str, group: int, transfer_id: str, index: int, piece: wire.KVPiece) -> None:
-        """Sends the same blocks from every rank: each sends its own heads."""
+        """Passes the same blocks to every rank: each rank sends its own heads."""
         link = self.by_conn.get(conn)
         if link is not None:
             link.used_s = self._clock()

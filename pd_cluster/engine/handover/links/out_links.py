@@ -1,6 +1,6 @@
 """The links of a worker to decode instances. State × event table in docs/protocol/pairs.md.
 
-Runs on the engine's thread, except for `meet`, which passes on what the mailbox receives.
+Runs on the engine's thread, except for `meet`, which passes on the mailbox's messages.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from pd_cluster.types import LinkState
 log = logging.getLogger(__name__)
 
 
-class LinkUsers(Protocol):
+class OutLinkUsers(Protocol):
     """The transfers that links carry: Exports."""
 
     def uses(self, conn: str) -> bool:
         """Whether a transfer is under way over this connection."""
 
     def link_up(self, peer: str, conn: str) -> None:
-        """A link for which transfers wait is up."""
+        """Handles that a link is up for which transfers wait."""
 
     def link_lost(self, peer: str, reason: str) -> None:
-        """A link for which transfers wait will not come up."""
+        """Handles that a link for which transfers wait will not open."""
 
     def on_link_down(self, conn: str, reason: str) -> None:
         """Called before the link's state is lost."""
@@ -46,7 +46,7 @@ class LinkUsers(Protocol):
 class OutLinks:
     """P's end of every link. Fills the table that it shares with its users."""
 
-    def __init__(self, context: HandoverContext, table: OutLinkTable, users: LinkUsers) -> None:
+    def __init__(self, context: HandoverContext, table: OutLinkTable, users: OutLinkUsers) -> None:
         self.table = table
         self._links, self._by_conn, self._progress = table.by_peer, table.by_conn, table.progress
         self._users = users
@@ -60,7 +60,7 @@ class OutLinks:
         wanted = {peer_key(info.name, info.epoch): info for info in peers}
         for peer in [p for p in self._links if p not in wanted]:
             link = self._links.pop(peer)
-            self._close(link, "the scheduler wants it no more: it is gone, or roles have changed")
+            self._close(link, "the scheduler has removed it: the peer is gone, or roles have changed")
         for peer, info in wanted.items():
             self._links.setdefault(peer, OutLink(info))
         self.tick()
@@ -83,7 +83,7 @@ class OutLinks:
                 self._rest(link)
             elif link.is_closing and now_s >= link.due_s:
                 self._leave(link)
-            elif link.waits_for_place(now_s) or (link.state.phase == "waiting" and now_s >= link.due_s):
+            elif link.waits_for_pair(now_s) or (link.state.phase == "waiting" and now_s >= link.due_s):
                 self._start(link)
 
     def states(self) -> dict[str, LinkState]:
@@ -102,7 +102,7 @@ class OutLinks:
             self._announce(link)
 
     def on_offered(self, conn: str) -> None:
-        """Announces the link if another rank's offers were the last missing."""
+        """Announces the link if only this rank's offers were missing."""
         link = self._by_conn.get(conn)
         if link is not None:
             self._announce(link)
@@ -125,7 +125,7 @@ class OutLinks:
             self._refuse(link, str(error))
             return
         lane.peer = peer
-        link.has_place = link.has_place or are_pairs([answer.transport])
+        link.has_pair = link.has_pair or are_pairs([answer.transport])
         self._set_timeout(link, 3 * self._timeouts.connect_timeout_s)  # it opens, then the probe arrives
         lane.end.open(answer.transport, own, peer)
 
@@ -147,18 +147,18 @@ class OutLinks:
             self._is_ready(link, tuple(sorted({each.transport for each in chosen})))
 
     def on_rest(self, conn: str, rest: wire.LinkRest) -> None:
-        """D has closed its end, or does not open it before a transfer needs it."""
+        """Handles that D has closed its end, or does not open it until a transfer needs it."""
         link = self._find(conn, rest.link_id)
         if link is None or link.state.is_open:
             return
         if link.state.phase == "opening":
-            self._lay_down(link)
+            self._set_at_rest(link)
         self._leave(link)
 
     def on_yield(self, conn: str, wish: wire.LinkYield) -> None:
-        """D wants another link to have this one's place."""
+        """Handles that D needs this link's capacity for another link."""
         link = self._find(conn, wish.link_id)
-        if link is not None and link.has_place:  # it may still be opening here: what waits for it is sent first
+        if link is not None and link.has_pair:  # it may still be opening here: its waiting transfers are sent first
             link.must_rest = True
 
     def on_queued(self, conn: str, queued: wire.LinkQueued) -> None:
@@ -184,12 +184,12 @@ class OutLinks:
     def knows(self, conn: str) -> bool:
         return conn in self._by_conn
 
-    # ---- inside
+    # ---- internal
 
     def _start(self, link: OutLink) -> None:
         wish = self._limit.wish(link, self._links.values())
         if wish is not None:
-            link.has_place, link.pair = wish != "none", wish
+            link.has_pair, link.pair = wish != "none", wish
             self._open(link)
 
     def _open(self, link: OutLink) -> None:
@@ -204,7 +204,7 @@ class OutLinks:
         link.link_id = secrets.token_hex(8)
         link.lanes, link.is_connected, link.is_announced = [], False, False
         self._by_conn[conn] = link
-        # Until this attempt ends, the reason for the end of the last one is worth showing.
+        # Until this attempt ends, the reason for the end of the previous one is worth showing.
         link.state = LinkState("opening", reason=link.state.reason)
         self._set_timeout(link, 3 * self._timeouts.connect_timeout_s)
         peer = peer_key(info.name, info.epoch)
@@ -216,7 +216,7 @@ class OutLinks:
             (self._retry if error.retry else self._refuse)(link, error.text)
 
     def _is_ready(self, link: OutLink, over: tuple[wire.TransportName, ...]) -> None:
-        """Takes a link into use: the probe has passed all its lanes."""
+        """Starts to use a link: the probe has passed over all its lanes."""
         try:
             precision = link.precision
         except LinkError as error:
@@ -225,7 +225,7 @@ class OutLinks:
         link.over = over
         link.state = LinkState("up", over, precision)
         link.backoff_s, link.used_s = FIRST_BACKOFF_S, self._clock()
-        link.has_place = are_pairs(over)
+        link.has_pair = are_pairs(over)
         link.is_rested = link.is_unproven = False
         shown = f"{link.state.over}, {precision}" if precision else link.state.over
         log.info("link to %s is up over %s", link.info.name, shown)
@@ -234,7 +234,7 @@ class OutLinks:
             self._users.link_up(peer_key(link.info.name, link.info.epoch), link.conn)
 
     def _announce(self, link: OutLink) -> None:
-        """Sends LinkOpen once the connection is up and all ranks have reported what they offer."""
+        """Sends LinkOpen once the connection is up and all ranks have reported their offers."""
         offers = [lane.end.offers for lane in link.lanes]
         if link.is_announced or not link.is_connected or not offers or None in offers:
             return
@@ -252,30 +252,30 @@ class OutLinks:
         link.timeout_s, link.due_s = seconds, self._clock() + seconds
 
     def _rest(self, link: OutLink) -> None:
-        """Closes this end, and asks D to close its own; the connection stays until D has."""
-        self._lay_down(link)
+        """Closes this end, and asks D to close its own; the connection stays open until D has."""
+        self._set_at_rest(link)
         link.due_s = self._clock() + self._timeouts.connect_timeout_s
         self._post.send(link.conn, wire.LinkRest(link.link_id))
 
-    def _lay_down(self, link: OutLink) -> None:
+    def _set_at_rest(self, link: OutLink) -> None:
         link.state, link.is_rested, link.backoff_s = LinkState("resting"), True, FIRST_BACKOFF_S
         self.table.closed_nbytes += link.close_lanes()
 
     def _leave(self, link: OutLink) -> None:
-        """Ends the connection of a link that rests."""
+        """Ends the connection of a link at rest."""
         self._by_conn.pop(link.conn, None)
         self._post.disconnect(link.conn)
         self._progress.forget(link.conn)
         link.conn = ""
 
     def _refuse(self, link: OutLink, reason: str) -> None:
-        log.error("%s and this instance cannot be a pair: %s", link.info.name, told(reason))
+        log.error("%s and this instance cannot be linked: %s", link.info.name, told(reason))
         self._close(link, reason)
         link.state = LinkState("refused", reason=reason)
 
     def _retry(self, link: OutLink, reason: str) -> None:
         has_tried = link.state.is_open or any(lane.answered for lane in link.lanes)
-        link.is_unproven = link.is_unproven or (has_tried and link.has_place and self._limit.most > 0)
+        link.is_unproven = link.is_unproven or (has_tried and link.has_pair and self._limit.most > 0)
         self._close(link, reason)
         link.wait(reason, self._clock())
 

@@ -19,7 +19,8 @@ from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU
 from pd_cluster.engine.assembly.build_engine import build_core
 from pd_cluster.engine.step.engine_core import EngineCore
-from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules, prompt_graphs
+from pd_cluster.model.graphs import prompt_graphs
+from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules
 from pd_cluster.model.graphs.prompt_graphs import PromptGraphs
 from pd_cluster.model.graphs.step_graphs import StepGraphs
 from pd_cluster.model.kernels.attention_backend import Attention, cuda_ops, triton_attention

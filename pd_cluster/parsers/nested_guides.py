@@ -83,13 +83,13 @@ def _inside(tags: NestedTags, tool: Tool, name: str, given: Any, depth: int) -> 
 
 def _free(tags: NestedTags, end: str, names: set[str]) -> list[Node]:
     """Returns the nodes of any text and elements, and of the tag that ends them. `names`: the elements around."""
-    closing, opening = other_than({*names, tags.section}), other_than({tags.section})
+    closing, opening = other_than({"", *names, tags.section}), other_than({"", tags.section})
     inner: Node = ["seq", ["until", tags.mark], ["pattern", rf"<({opening}|\/{closing})>"]]
     return [["repeat", 0, None, inner], ["until", tags.mark], ["exact", f"<{end}"]]
 
 
 def other_than(names: set[str]) -> str:
-    """Returns a pattern of the names that are none of these, which are not empty."""
+    """Returns a pattern of the names that are none of these."""
     found = []
     for first in sorted({name[0] for name in names if name}):
         rest = other_than({name[1:] for name in names if name[:1] == first})

@@ -24,7 +24,7 @@ def required_calls(tags: XmlTags, given: Sequence[Tool], most: int) -> Node:
     if tags.is_section:
         many: Node = ["repeat", 1, most, _one(tags, given)]
         leads = [["repeat", 0, 1, ["marker", text]] for text in tags.leads]
-        return ["seq", *leads, ["marker", tags.begin], many, ["marker", tags.end]]
+        return ["seq", *leads, ["marker", tags.begin], many, ["marker", tags.end], *_trails(tags)]
     return ["repeat", 1, most, ["seq", ["marker", tags.begin], _one(tags, given), ["marker", tags.end]]]
 
 
@@ -36,12 +36,23 @@ def optional_calls(tags: XmlTags, given: Sequence[Tool], most: int | None) -> No
         if tags.lone:
             alone: Node = ["seq", ["until", tags.name[0]], _named(tags, given), ["repeat", 0, 1, ["marker", tags.end]]]
             section = ["any", section, alone]
-        return ["seq", ["repeat", 0, most, section], FREE]
+        return ["seq", ["repeat", 0, most, ["seq", *_plain_markup(tags), section]], *_plain_markup(tags), FREE]
     begun: Node = ["seq", ["until", *tags.all_begins], *_opening(tags)]
     end: Node = ["marker", tags.end]
     if tags.lone:
         begun, end = ["any", begun, ["until", tags.name[0]]], ["repeat", 0, 1, end]
     return ["seq", ["repeat", 0, most, ["seq", begun, _named(tags, given), end]], FREE]
+
+
+def _trails(tags: XmlTags) -> list[Node]:
+    """Returns the nodes of markup that the model writes behind its calls."""
+    trails = [text for text in tags.fillers if text not in tags.leads] if tags.leads else []
+    return [["repeat", 0, 1, ["marker", text]] for text in trails]
+
+
+def _plain_markup(tags: XmlTags) -> list[Node]:
+    """Returns the nodes of free text with markup around an answer, whose tokens are no text."""
+    return [["repeat", 0, None, ["until", *tags.fillers]]] if tags.leads else []
 
 
 def _one(tags: XmlTags, given: Sequence[Tool]) -> Node:

@@ -14,6 +14,13 @@ from tests.unit.test_tool_guides import World
 
 GOOD, BAD = Tool("ok", {}), Tool("bad", {})
 BAD_CALLS = {
+    "deepseek_v4": [
+        '<｜DSML｜invoke name="bad">\n</｜DSML｜invoke>',
+        '<｜DSML｜toolcalls>\n<｜DSML｜invoke name="bad">',
+    ],
+    "gigachat3": ['<|message_sep|>\n\nfunction call<|role_sep|>\n{"name": "bad", "arguments": {}}'],
+    "kimi_k3": ['<|open|>tools<|sep|><|open|>call tool="bad" index="1"<|sep|><|close|>call<|sep|>'],
+    "step3": ['<｜tool_call_begin｜><steptml:invoke name="bad"></steptml:invoke>'],
     "granite": ['<tool_call>[{"name": "bad", "arguments": {}}]'],
     "granite4": ['<tool_call>{"name": "bad", "arguments": {}}'],
     "internlm": ['<|action_start|><|plugin|>{"name": "bad", "arguments": {}}'],
@@ -44,13 +51,19 @@ def names_in(form: ReplyFormat, text: str, prompt_end: str = "") -> set[str]:
     return {part.name for part in (*reader.feed(text), *reader.finish()) if isinstance(part, CallBegin)}
 
 
+def goals_of(form: ReplyFormat) -> list[str]:
+    calls = FORMATS.get(form.tool_parser)
+    ends = (getattr(calls, "close", ""), *getattr(calls, "quote", ()))
+    return [*sorted(form.markers), *filter(None, ends), "a"]
+
+
 def fragments_of(world: World, form: ReplyFormat, rng: random.Random) -> list[str]:
     """Whole calls of either tool and pieces of them, marks, and text between."""
     calls = list(BAD_CALLS.get(form.tool_parser, []))
     for tool in (GOOD, BAD, BAD):
         guide = form.guide([tool], "required", "", 2)
         assert guide is not None
-        calls.append(world.walk(guide, rng, [*sorted(form.markers), "a"]))
+        calls.append(world.walk(guide, rng, goals_of(form)))
     cuts = [call[rng.randrange(len(call)) :] for call in calls for _ in range(2)]
     marks = sorted(form.markers)
     return [*calls, *calls, *cuts, *marks, *marks, "text", "\n", "\t ", "final", " to=functions.bad"]
@@ -85,7 +98,7 @@ def test_text_and_several_calls_of_the_set_are_free(world: World, parser: str) -
     form = ReplyFormat(parser)
     required = form.guide([GOOD], "required", "", 1)
     assert required is not None
-    call = world.walk(required, random.Random(1), [*sorted(form.markers), "a"])
+    call = world.walk(required, random.Random(1), goals_of(form))
     assert world.verdict(guide_of(form), call) == "whole"
     if parser not in ("llama3_json", "pythonic", "llama4_pythonic", "openai", "xlam"):
         assert world.verdict(guide_of(form), f"First. {call}\nThen {call} and {call}\nDone.") == "whole"

@@ -1,6 +1,6 @@
-"""Adapters of embeddings and output layers, and whole modules that an adapter has instead of the model's.
+"""Adapters of embeddings and output layers, and modules that an adapter replaces as a whole.
 
-A row is computed with its own adapter's numbers alone; rows of the model itself keep what the model gave them. Knows
+A row is computed with the values of its own adapter only; rows without an adapter keep the model's results. Knows
 nothing of files and ranks.
 """
 
@@ -19,7 +19,7 @@ from pd_cluster.model.lora.adapted_linear import LowRank, Site, StepRows, padded
 
 @dataclass(slots=True)
 class HeadSite(Site):
-    """The output layer, which sees only the rows whose logits are wanted."""
+    """The output layer, which computes only the rows whose logits are requested."""
 
     wholes: dict[int, Linear] = field(default_factory=dict)
 
@@ -42,7 +42,7 @@ class HeadSite(Site):
 
 @dataclass(frozen=True, slots=True)
 class LowRankEmbedding:
-    """`a` [vocab_size, rank], and the product with B, which has the scale in it."""
+    """`a` [vocab_size, rank], and the product with B, which is already scaled."""
 
     a: torch.Tensor
     b: Linear
@@ -50,12 +50,12 @@ class LowRankEmbedding:
 
 @dataclass(slots=True)
 class EmbeddingSite:
-    """The embedding of tokens. `shape`: vocab_size and hidden_size. `factor`: of every embedding."""
+    """The token embedding. `shape`: vocab_size and hidden_size. `factor`: the model multiplies embeddings by it."""
 
     rows: StepRows
     shape: tuple[int, int]
     factor: float = 1.0
-    nums_rows: list[int] | None = None  # of each call while it is watched
+    nums_rows: list[int] | None = None  # rows of each call, recorded during `watched`
     low: dict[int, LowRankEmbedding] = field(default_factory=dict)
     wholes: dict[int, torch.Tensor] = field(default_factory=dict)  # [vocab_size, hidden_size]
 
@@ -88,13 +88,13 @@ class EmbeddingSite:
 
 
 class AdaptedEmbedding(torch.nn.Module):
-    """An embedding with adapters beside it."""
+    """An embedding with adapters."""
 
     def __init__(self, base: Callable[[torch.Tensor], torch.Tensor], site: EmbeddingSite) -> None:
         super().__init__()
         self._base, self._site = base, site
         if isinstance(base, torch.nn.Module) and hasattr(base, "weight"):
-            self.weight = base.weight  # for code that reads its dtype
+            self.weight = base.weight  # for code that reads the weight's dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self._site.add(input_ids, self._base(input_ids))
@@ -102,7 +102,7 @@ class AdaptedEmbedding(torch.nn.Module):
 
 @dataclass(slots=True)
 class NormSite:
-    """A norm over whole rows. `of`: what is computed with, from a weight as files have it."""
+    """A norm over whole rows. `of`: builds the norm from a weight as stored in the file."""
 
     rows: StepRows
     norm: Norm
@@ -117,7 +117,7 @@ class NormSite:
 
 
 class Norms:
-    """The norms of a fused model, by their names."""
+    """The norms of a fused model, by name."""
 
     def __init__(self, rows: StepRows) -> None:
         self._rows = rows
@@ -129,7 +129,7 @@ class Norms:
         self.sites[name] = self._by_norm[id(norm)] = site
 
     def change(self, ops: Ops, norm: Norm, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Replaces the rows of x [num_rows, features], normed, whose adapters have a norm of their own."""
+        """Replaces rows of `normed` [num_rows, features] whose adapters have their own norm, computed from x."""
         if not self._rows.are_adapted:
             return normed
         site = self._by_norm.get(id(norm))
@@ -140,5 +140,5 @@ class Norms:
         return normed
 
 
-Put = Callable[[int], None]  # puts a part of an adapter into its slot
+Put = Callable[[int], None]  # puts one part of an adapter into the given slot
 Sites = Sequence[Site | EmbeddingSite | NormSite]

@@ -1,4 +1,6 @@
-"""Refuses settings that do not go together with several groups of layers by name, or leaves windows whole."""
+"""Refuses, by name, settings that do not combine with several groups of layers, and decides whether windows are
+split.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from pd_cluster.model.planning.load_plan import LoadPlan
 
 
 def splits_windows(plan: LoadPlan) -> bool:
-    """Whether layers that see a window may have a group of their own, if others see everything.
+    """Whether sliding-window layers may have their own group if other layers attend to all tokens.
 
-    Kernels of accelerators, lower tiers, draft models' twins and prefix tuning know one pool.
+    Kernels of accelerators, lower tiers, the twin blocks of draft models and prefix tuning support one pool only.
     """
     config = plan.config
     is_plain = not (config.kv_host_cache_gib or config.adapters.enable_prompt_adapter or plan.checkpoint.is_unproven)
@@ -19,16 +21,16 @@ def splits_windows(plan: LoadPlan) -> bool:
 
 
 def check_states(plan: LoadPlan, is_fused: bool) -> None:
-    """Raises ConfigError for settings that do not go together with a model whose layers keep states.
+    """Raises ConfigError for settings that do not combine with a model whose layers keep states.
 
-    `is_fused`: kernels compute its layers, not transformers' modules.
+    `is_fused`: this package's kernels compute its layers, not transformers' modules.
     """
     for setting, why in _refused(plan, is_fused):
         raise ConfigError(f"{setting}: {plan.checkpoint.model_type} keeps states, {why}")
 
 
 def _refused(plan: LoadPlan, is_fused: bool) -> Iterator[tuple[str, str]]:
-    """Yields each setting that is refused, with its value, and why."""
+    """Yields each refused setting with its value, and the reason."""
     config, adapters = plan.config, plan.config.adapters
     if plan.device.is_accelerator and not is_fused:
         backend = f"{called('attention_backend')} {config.attention_backend}"

@@ -1,8 +1,8 @@
 """Paged attention for CPU: per sequence, gathers its blocks and calls scaled_dot_product_attention.
 
-Registered with transformers under `NAME`; a model's attention modules call `forward` with the step's ForwardBatch
-as a keyword. It writes the step's keys and values to the pool first, then attends through the pool. A module's request
-that this file cannot fulfil is an error, found by the forward passes at the end of loading.
+It is registered with transformers as `NAME`; a model's attention modules call `forward` with the step's ForwardBatch as
+a keyword. It first writes the step's keys and values to the pool, then attends through the pool. If a module requests a
+feature that this file does not support, the proof at load raises an error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.layers.attention.latent_attention import UpProjection, attend_latents
 
-NAME = "pd_cluster"  # transformers gives names with "sdpa" or "paged|" in them a meaning of their own
+NAME = "pd_cluster"  # transformers interprets names that contain "sdpa" or "paged|"
 
-# Arguments of modules that change nothing here: the batch says where a sequence starts, and nothing is trained.
+# Arguments of modules that have no effect here: the batch holds the positions, and there is no training.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"})
 
 
@@ -29,9 +29,9 @@ class Scoring:
     """How attention weights are computed: softmax(softcap * tanh(q @ k * scaling / softcap))."""
 
     scaling: float
-    sliding_window: int | None = None  # a token sees this many, including itself
+    sliding_window: int | None = None  # a token attends to this many tokens, including itself
     softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [num_heads]: scores of one more key, whose value is zero (gpt-oss)
+    sinks: torch.Tensor | None = None  # [num_heads]: scores of one more key with value zero (gpt-oss)
 
     @property
     def is_plain(self) -> bool:
@@ -39,11 +39,11 @@ class Scoring:
 
 
 class WindowOfModule:
-    """The default of `sliding_window`: a module that does not pass its window may have it as an attribute."""
+    """The default of `sliding_window`: take the window from the module's attribute."""
 
 
 def window_of(module: torch.nn.Module, given: int | type[WindowOfModule] | None) -> int | None:
-    """Returns the window through which a module attends, as it gives it or has it; None: all tokens are seen."""
+    """Returns the module's sliding window, from the argument or its attribute; None: it attends to all tokens."""
     window = getattr(module, "sliding_window", None) if isinstance(given, type) else given
     assert window is None or isinstance(window, int)
     return window
@@ -67,14 +67,14 @@ def forward(
 
     Raises ModelError for arguments that it would have to ignore.
     """
-    dropout = others.pop("dropout", None) or None  # 0 is none
+    dropout = others.pop("dropout", None) or None  # treats 0 like None
     unknown = {name: given for name, given in others.items() if name not in HARMLESS}
     _refuse_unknown(module, {**unknown, "attention_mask": attention_mask, "dropout": dropout})
     window = window_of(module, sliding_window)
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [num_tokens, num_kv_heads, head_dim]
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
-    source = forward_batch.reads.get(layer_idx, layer_idx)  # the layer whose keys and values it sees
+    source = forward_batch.reads.get(layer_idx, layer_idx)  # the layer whose keys and values this layer reads
     forward_batch = forward_batch.of_layer(source)
     scoring = Scoring(scaling, window, softcap, s_aux)
     queries = query[0]

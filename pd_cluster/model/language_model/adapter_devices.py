@@ -1,4 +1,4 @@
-"""Where a model's LoRA adapters are computed: by kernels on CUDA, by plain products on other accelerators."""
+"""Chooses how a model's LoRA adapters are computed on accelerators: kernels on CUDA, plain products elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster.settings.lora_settings import AdapterSettings
 
 
 def put_adapters(places: LoraTargets, settings: AdapterSettings, device: Device, dtype: str) -> None:
-    """Makes an accelerator the place of adapters, before any is loaded."""
+    """Moves the computation of adapters to an accelerator; call it before any adapter is loaded."""
     if device.traits.runs_triton and has_triton():
         to_tables(places, settings, device, dtype)
     else:
@@ -28,5 +28,5 @@ def to_tables(places: LoraTargets, settings: AdapterSettings, device: Device, dt
 
 
 def are_in_tables(model: CausalLM) -> bool:
-    """Whether graphs can hold adapters' launches."""
+    """Whether graphs can capture the launches of adapters."""
     return model.adapters is not None and model.adapters.places.rows.has_tables

@@ -63,8 +63,8 @@ def peak_of_images(tower: Tower | None, device: Device) -> int:
         synchronize(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"a picture of {largest.num_rows} x {largest.num_columns} does not fit {device.torch_name} in addition to the "
-            f"weights; lower the sizes in preprocessor_config.json, or give {called('language_model_only')}"
+            f"a picture of {largest.num_rows} x {largest.num_columns} does not fit {device.torch_name} in addition to "
+            f"the weights; lower the sizes in preprocessor_config.json, or give {called('language_model_only')}"
         ) from error
     num_kept = max(tower.num_kept_tokens, features.shape[1]) if tower.num_kept_tokens else 0
     return peak_nbytes(device) + num_kept * (features.nbytes // features.shape[1])

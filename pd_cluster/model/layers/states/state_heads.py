@@ -178,7 +178,7 @@ def state_heads(config: Any, size: int) -> StateHeads | None:
     flag = f"{called('tensor_parallel_size')} {size}"
     if LAYERS[config.model_type] is _short_conv and config.hidden_size % (CHANNELS * size):
         raise ModelError(
-            f"{flag}: {config.hidden_size} channels of convolutions cannot be split into multiples of {CHANNELS}; use a "
+            f"{flag}: {config.hidden_size} channels of convolutions cannot be split by multiples of {CHANNELS}; use a "
             f"divisor of {config.hidden_size // CHANNELS}, or 1"
         )
     found = LAYERS[config.model_type](config)

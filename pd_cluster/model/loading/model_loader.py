@@ -176,7 +176,7 @@ def load_model(
     plain = PlainCausalLM(model, caches, vocab_size, own_group, attention, logn, rope_limit)
     if checkpoint.vision is not None:
         plain.take_deep_features()
-    # Layer_group_limits.py refuses adapters with states.
+    # layer_group_limits.py refuses adapters with states.
     takes_adapters = checkpoint.takes_adapters and not has_states(caches)
     adapters = adapters_of(checkpoint, share) if takes_adapters else None
     own = replace(layout, dtype=dtype)
@@ -351,7 +351,7 @@ def check_rows(model: torch.nn.Module, checkpoint: Checkpoint, logn: LogN | None
     if logn is not None or checkpoint.is_unproven:
         why = "log-n attention and unlisted architectures run as transformers' modules"
     if why:
-        raise ConfigError(f"{called('deterministic')}: {why}, whose results depend on the batch; remove the setting")
+        raise ConfigError(f"{called('deterministic')}: {why}, so results depend on the batch; remove the setting")
 
 
 def logn_of(checkpoint: Checkpoint) -> LogN | None:

@@ -165,4 +165,4 @@ def test_layers_that_predict_further_tokens_are_left_out(
     with caplog.at_level("INFO"):
         (output,) = generate(make_core(tmp_path, num_blocks=32), [prompt], GREEDY)
     assert output == reference_greedy(folder, prompt, GREEDY.max_tokens)
-    assert f"{len(further)} tensors of layers behind the last one are left out" in caplog.text
+    assert f"{len(further)} tensors of layers after the last one are ignored" in caplog.text

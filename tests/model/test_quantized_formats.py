@@ -293,19 +293,19 @@ def test_scales_of_the_kv_cache_change_nothing(tmp_path: Path, form: str | None)
 
 
 BROKEN: list[tuple[str, Callable[[Tensors], object], str]] = [
-    ("awq", lambda w: w.pop(f"{DOWN}.scales"), r"down_proj: scales is missing beside qzeros"),
+    ("awq", lambda w: w.pop(f"{DOWN}.scales"), r"down_proj: scales is missing, although the file has qzeros"),
     ("awq", lambda w: w.update({f"{DOWN}.scales": w[f"{DOWN}.scales"][:2]}), "down_proj: qzeros for .* groups, scales"),
     ("awq", lambda w: w.update({f"{DOWN}.qweight": w[f"{DOWN}.qweight"].long()}), r"down_proj: words of torch\.int64"),
     ("awq", lambda w: w.update({"model.layers.0.mlp.x_proj.weight": torch.ones(4, 4)}), "has no such weight"),
     ("awq", lambda w: w.update({f"{DOWN}.qweight": w[f"{DOWN}.qweight"][:48]}), "down_proj: 64 output and 48 input"),
     ("gptq 4", lambda w: w.update({f"{DOWN}.g_idx": w[f"{DOWN}.g_idx"] + 9}), "down_proj: .* groups of scales"),
-    ("gptq 4", lambda w: w.update({f"{DOWN}.g_idx": w[f"{DOWN}.g_idx"][:-1]}), "down_proj: .* input features, and"),
+    ("gptq 4", lambda w: w.update({f"{DOWN}.g_idx": w[f"{DOWN}.g_idx"][:-1]}), "down_proj: .* input features, but"),
     ("gptq 4", lambda w: w.update({f"{DOWN}.bias": torch.zeros(63)}), r"down_proj: 63 and 64 output .* \[64, 96\]"),
     ("packed 4", lambda w: w.update({f"{DOWN}.weight_scale": torch.ones(64, 5)}), "cannot have 5 groups of scales"),
     ("packed 4", lambda w: w.pop(f"{DOWN}.weight_shape"), "down_proj: weight_shape is missing"),
     ("fp8 blocks", lambda w: w.update({f"{DOWN}.weight_scale_inv": torch.ones(9, 9)}), r"weight_scale_inv of \[9, 9\]"),
     ("fp8 blocks", lambda w: w.pop(f"{DOWN}.weight_scale_inv"), "down_proj: weight_scale is missing"),
-    ("fp8 whole", lambda w: w.update({f"{DOWN}.weight_offset": torch.ones(1)}), "weight_offset has no meaning here"),
+    ("fp8 whole", lambda w: w.update({f"{DOWN}.weight_offset": torch.ones(1)}), "weight_offset is unknown"),
 ]
 
 

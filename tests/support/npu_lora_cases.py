@@ -101,5 +101,5 @@ def test_the_pool_leaves_room_for_them(tmp_path: Path) -> None:
 
 def test_prompt_adapters_are_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "base", "llama", head_dim=128, **SIZES)
-    with pytest.raises(ConfigError, match="--enable-prompt-adapter: prompt adapters are computed on CPUs and CUDA"):
+    with pytest.raises(ConfigError, match="--enable-prompt-adapter: prompt adapters run on CPUs and CUDA"):
         core_of(folder, adapters=AdapterSettings(enable_prompt_adapter=True))

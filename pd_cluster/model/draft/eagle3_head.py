@@ -222,7 +222,7 @@ def _rotary(config: Eagle3Config) -> Any:
                 **config.rope,
             )
         )
-    # Huggingface_hub has its own errors for values of the wrong type, and formulas have others.
+    # huggingface_hub has its own errors for values of the wrong type, and formulas have others.
     except Exception as error:
         raise ModelError(f"{config.file}: {dict(config.rope)}: {first_line(error)}; {INSTEAD}") from error
 

@@ -149,7 +149,6 @@ def load_model(
     choices: LoadChoices = USUAL,
 ) -> CausalLM:
     """Loads the whole model, or this rank's share. Raises ModelError if the weights do not fit the architecture.
-
     The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, accept only models that
     compute each row in the same way in every batch. Raises ConfigError.
     """

@@ -150,7 +150,7 @@ def _has_codes(tensors: Tensors) -> bool:
 def _layers(folder: WeightFolder, name_of: Rename, of_rank: RankTensors) -> Iterator[tuple[str, Tensors, Path]]:
     """Yields the tensors of each module, by the last component of their names, and one of their files.
 
-    Of stacked experts it reads only the rank's own. Raises ModelError.
+    It reads only the rank's own part of stacked experts. Raises ModelError.
     """
     with ExitStack() as stack:
         places: dict[str, dict[str, tuple[Any, str, Path]]] = defaultdict(dict)

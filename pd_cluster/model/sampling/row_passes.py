@@ -97,7 +97,7 @@ def _argmax(logits: Tensor) -> tuple[Ints, Floats]:
 def leading(logits: Tensor, k: int) -> tuple[Floats, Ints]:
     """Returns logits and ids of the k best tokens of each row, both [num_rows, k], unordered.
 
-    Of several tokens that tie for place k, any may be included: decide by values, and see `_top` in row_logprobs.py.
+    If several tokens tie for place k, any may be included: decide by values, and see `_top` in row_logprobs.py.
     """
     num_rows, vocab_size = logits.shape
     if not on_host(logits):

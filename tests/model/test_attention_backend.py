@@ -18,7 +18,7 @@ from pd_cluster.devices.device import CPU, Device
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.kv.kv_layout import KVLayout, keys_and_values
 from pd_cluster.kv.kv_pool import KVPool
-from pd_cluster.model.graphs.decode_graphs import step_graphs
+from pd_cluster.model.graphs import step_graphs
 from pd_cluster.model.kernels import attention_backend as choice
 from pd_cluster.model.kernels.attention_backend import check_backend, choose_attention
 from pd_cluster.model.language_model.cache_declaration import layout_of

@@ -17,7 +17,8 @@ from pd_cluster.engine.draft.draft_size import DraftSize, Guess
 from pd_cluster.engine.draft.step_costs import StepCosts
 from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ConfigError, ModelError
-from pd_cluster.model.runner.model_runner import ModelRunner, load_runner
+from pd_cluster.model.runner import load_runner
+from pd_cluster.model.runner.model_runner import ModelRunner
 from pd_cluster.settings.speculation import SampleMethod, Speculation
 from pd_cluster.types import Request, RequestSpec, Sampling, TokenOutput
 from pd_cluster.wire import SleepLevel

@@ -38,7 +38,7 @@ Checkpoints = Callable[..., Path]
 # Architectures that are not on the list, and why each of them must not be.
 OUTSIDE: dict[str, tuple[dict[str, Any], str]] = {
     "mpt": ({"d_model": 64, "n_heads": 4, "n_layers": 3}, "mpt cannot run with paged attention"),
-    "doge": ({}, "DogeAttention attends with attention_mask, which the paged attention does not know"),
+    "doge": ({}, "DogeAttention attends with attention_mask, which paged attention does not support"),
     "jamba": ({}, r"layer_types \['linear_attention'\]: only full, sliding and indexed attention are supported"),
 }
 

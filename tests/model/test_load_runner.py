@@ -18,7 +18,7 @@ from pd_cluster.kv.kv_pool import KVPool
 from pd_cluster.model.parallel.rank_group import SingleRank
 from pd_cluster.model.planning.expert_plan import share_of
 from pd_cluster.model.planning.load_plan import LoadPlan
-from pd_cluster.model.runner.model_runner import load_runner
+from pd_cluster.model.runner import load_runner
 from pd_cluster.settings.engine_config import EngineConfig
 
 Checkpoints = Callable[..., Path]

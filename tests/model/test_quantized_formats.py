@@ -324,7 +324,7 @@ def test_experts_that_no_proof_asks_are_checked(tmp_path: Path) -> None:
     before = {name: each.clone() for name, each in load_file(quantized / FILE).items()}  # it may be mapped
     name = "model.layers.2.block_sparse_moe.experts.3.w1"
     change(quantized, lambda weights: weights[f"{name}.weight_scale"].fill_(float("inf")))
-    with pytest.raises(ModelError, match=rf"model.safetensors: {name}: weight_scale has inf in 384 of 384 places"):
+    with pytest.raises(ModelError, match=rf"model.safetensors: {name}: weight_scale has inf in 384 of 384 values"):
         make_core(quantized, num_blocks=32)
     save(before, quantized)
     change_config(quantized, intermediate_size=128)
@@ -340,7 +340,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     save_file({f"{DOWN}.scales": weights[f"{DOWN}.scales"]}, quantized / "model-2.safetensors")
     places = dict.fromkeys(weights, "model-1.safetensors") | {f"{DOWN}.scales": "model-2.safetensors"}
     (quantized / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(ModelError, match=r"model-2\.safetensors: .*scales is in model-1\.safetensors, too; remove"):
+    with pytest.raises(ModelError, match=r"model-2\.safetensors: .*scales is also in model-1\.safetensors; remove"):
         make_core(quantized, num_blocks=32)
 
 

@@ -14,8 +14,9 @@ import torch
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.devices.device import CPU, Device
 from pd_cluster.devices.device_kinds import DeviceKind
+from pd_cluster.model.graphs import step_graphs
 from pd_cluster.model.graphs.capture_check import OperatorWatch, obstacle
-from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules, step_graphs
+from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules
 from pd_cluster.model.language_model.cache_declaration import layout_of
 from pd_cluster.model.language_model.causal_lm import PlainCausalLM
 from pd_cluster.model.layers.expert_share import ExpertShare

@@ -11,8 +11,8 @@ import torch
 
 from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM
+from pd_cluster.model.runner import load_runner as loading
 from pd_cluster.model.runner.model_runner import ModelRunner
-from pd_cluster.model.runner.model_runner import load_runner as loading
 from pd_cluster.settings.engine_config import EngineConfig
 from pd_cluster.types import Request, RequestSpec, Sampling
 from tests.support.checkpoints import make_checkpoint

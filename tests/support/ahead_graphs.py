@@ -12,7 +12,8 @@ from pd_cluster.model.graphs.decode_graphs import DecodeGraphs, GraphRules
 from pd_cluster.model.graphs.step_graphs import StepGraphs
 from pd_cluster.model.language_model.causal_lm import CausalLM
 from pd_cluster.model.planning.load_plan import LoadPlan
-from pd_cluster.model.runner.model_runner import ModelRunner, load_runner
+from pd_cluster.model.runner import load_runner
+from pd_cluster.model.runner.model_runner import ModelRunner
 
 
 def captured(launches: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:

@@ -22,8 +22,8 @@ from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.model.layers.expert_share import ExpertUnit
 from pd_cluster.model.loading import transformers_modules
 from pd_cluster.model.parallel.rank_group import Rendezvous, join
+from pd_cluster.model.runner import loaded_parts
 from pd_cluster.model.runner.load_runner import load_runner
-from pd_cluster.model.runner.model_runner import loaded_parts
 from pd_cluster.settings.engine_config import EngineConfig
 
 WAIT_S = 60.0

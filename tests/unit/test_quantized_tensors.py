@@ -114,10 +114,10 @@ FP4 = {
 }
 NAN_FLOATS = {"weight": torch.full((NUM_OUTPUTS, 64), NAN).to(FP8), "weight_scale": torch.ones(1)}
 BROKEN: list[tuple[str, Tensors, str]] = [
-    ("gptq", gptq(64, 1, scales=torch.full((1, NUM_OUTPUTS), NAN)), "scales has nan in 8 of 8 places"),
+    ("gptq", gptq(64, 1, scales=torch.full((1, NUM_OUTPUTS), NAN)), "scales has nan in 8 of 8 values"),
     ("gptq", gptq(64, 1, scales=torch.ones(1, NUM_OUTPUTS).int()), r"scales of torch\.int32"),
     ("gptq", gptq(64, 1, scales=torch.ones(NUM_OUTPUTS)), r"scales of \[8\]"),
-    ("gptq", gptq(64, 1, bias=torch.full((NUM_OUTPUTS,), INF)), "bias has inf in 8 of 8 places"),
+    ("gptq", gptq(64, 1, bias=torch.full((NUM_OUTPUTS,), INF)), "bias has inf in 8 of 8 values"),
     ("compressed-tensors", packed(weight_scale=torch.full((NUM_OUTPUTS, 2), INF)), "weight_scale has inf in 16 of 16"),
     ("compressed-tensors", packed(weight_shape=torch.zeros(2).long()), r"weight_shape \[0, 0\]"),
     ("compressed-tensors", packed(weight_packed=torch.ones(NUM_OUTPUTS, 4)), r"weight_packed of torch\.float32"),

@@ -175,8 +175,7 @@ def load_model(
     plain = PlainCausalLM(model, caches, vocab_size, own_group, attention, logn, rope_limit)
     if checkpoint.vision is not None:
         plain.take_deep_features()
-    # layer_group_limits.py refuses adapters with states.
-    takes_adapters = checkpoint.takes_adapters and not has_states(caches)
+    takes_adapters = checkpoint.takes_adapters and not has_states(caches)  # layer_group_limits.py refuses both
     adapters = adapters_of(checkpoint, share) if takes_adapters else None
     own = replace(layout, dtype=dtype)
     without_kernels = logn is not None or (layout.has_latents and device.is_accelerator)

@@ -219,7 +219,7 @@ def test_windows_make_a_group() -> None:
 @pytest.mark.parametrize("architecture", ["bamba", "falcon_h1", "granitemoehybrid"])
 def test_time_steps_that_single_tokens_would_not_bound(checkpoint: Checkpoints, architecture: str) -> None:
     folder = checkpoint(architecture, time_step_limit=(0.001, 0.1))
-    with pytest.raises(ModelError, match=r"has time_step_limit \[0\.001, 0\.1\], which .*: leave it out"):
+    with pytest.raises(ModelError, match=r"has time_step_limit \[0\.001, 0\.1\], which .*: remove the field"):
         load_modules(folder)
 
 

@@ -114,6 +114,6 @@ def test_no_position_is_needed_behind_a_prompt_that_is_pooled_and_a_model_says_w
     limit = RopeLimit(3, 20, "its positions are fixed")
     assert limit.problem(request(None).order) is None
     own = RopePositions((tuple(range(6)),))
-    assert limit.problem(request(own).order) == "rope_positions: its positions are fixed; give none"
+    assert limit.problem(request(own).order) == "rope_positions: its positions are fixed; remove the field"
     problem = RopeLimit(3, 20).problem(request(RopePositions(own.rows * 2)).order)
     assert problem == "rope_positions: 2 rows; this model takes 1 or 3"

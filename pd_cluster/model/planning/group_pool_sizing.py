@@ -236,7 +236,7 @@ def _sizes(needs: GroupNeeds, num_blocks: int, num_seqs: int, num_checkpoints: i
     log.info(
         "KV pools: %d tokens%s%s",
         num_blocks * size,
-        "" if needs.window is None else f", {found[1] * size} of them where windows of {needs.window.window} are seen",
+        "" if needs.window is None else f", {found[1] * size} of them in layers with windows of {needs.window.window}",
         ""
         if needs.state is None
         else f", {num_seqs} sequences at once and {num_checkpoints} checkpoints, with states of "

@@ -118,7 +118,7 @@ def rope_limit_of(model: torch.nn.Module, checkpoint: Checkpoint, has_logn: bool
     rotaries = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
     has_table = any(path.rpartition(".")[2] in TABLES for path, _ in model.named_modules())
     if checkpoint.is_unproven:
-        why_not = f"{name} is unlisted, and no check covers own positions"
+        why_not = f"{name} is unproven, and no check covers own positions"
     elif checkpoint.rope.kind:
         why_not = f"rope_type {checkpoint.rope.kind} derives its frequencies from a request's number of tokens"
     elif has_logn:

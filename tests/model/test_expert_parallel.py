@@ -312,7 +312,10 @@ def test_what_cannot_be_spread_is_refused_by_name(checkpoint: Checkpoints) -> No
     assert "longcat_flash has LongcatFlashExperts" in refusal(checkpoint("longcat_flash"), **pair)
     with pytest.raises(ConfigError, match="--data-parallel-size 2: the instances of a unit exchange rows"):
         load_runner(EngineConfig(model=str(sparse), data_parallel_size=2))
-    with pytest.raises(ConfigError, match="only whole experts of gpt_oss can be spread"), ranks(checkpoint("gpt_oss"), 2):
+    with (
+        pytest.raises(ConfigError, match="only whole experts of gpt_oss can be spread"),
+        ranks(checkpoint("gpt_oss"), 2),
+    ):
         pass
 
 

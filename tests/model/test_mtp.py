@@ -191,7 +191,11 @@ def test_what_has_no_such_head_is_refused_by_name(tmp_path: Path, checkpoint: Ch
             "has no model.layers.3.enorm, so no MTP layer after its last layer; give another method",
         ),
         (glm, "deepseek_mtp", f"method deepseek_mtp is for deepseek_v3, but {glm} is glm4_moe; give mtp"),
-        (add_mtp_layer(make_checkpoint(tmp_path / "dsa", "deepseek_v32")), "", "sparse attention draft heads do not support"),
+        (
+            add_mtp_layer(make_checkpoint(tmp_path / "dsa", "deepseek_v32")),
+            "",
+            "sparse attention draft heads do not support",
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             check_mtp(plan_of(folder, mtp_type))

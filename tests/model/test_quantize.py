@@ -178,7 +178,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama")
     job = QuantizeJob(folder, tmp_path / "out", W4, "rtn", [])
     (folder / "vocab").symlink_to("/proc/self/mem")  # opens, and its first byte is not there
-    with pytest.raises(ModelError, match=r"model/vocab: cannot be read: .*; the same command continues once it can be read$"):
+    with pytest.raises(
+        ModelError, match=r"model/vocab: cannot be read: .*; the same command continues once it can be read$"
+    ):
         job.run()
     (folder / "vocab").unlink()
     assert job.run() == 21

@@ -145,7 +145,9 @@ def test_a_model_without_a_plain_output_layer() -> None:
         def get_output_embeddings(self) -> None:
             return None
 
-    with pytest.raises(ModelError, match="--quantize-head int8: Headless has no plain output layer; remove the setting"):
+    with pytest.raises(
+        ModelError, match="--quantize-head int8: Headless has no plain output layer; remove the setting"
+    ):
         quantize_head(Headless(), "int8")
 
 

@@ -24,7 +24,7 @@ from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ModelError
 from pd_cluster.model.language_model.cache_declaration import layout_of
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM
-from pd_cluster.model.layers.linear_weight import HeldLinear
+from pd_cluster.model.layers.linear_weight import UnpackedLinear
 from pd_cluster.model.loading.model_loader import load_model, probe_logits
 from pd_cluster.model.loading.transformers_modules import load_plain
 from pd_cluster.model.quantize.quantize_job import QuantizeJob
@@ -205,7 +205,7 @@ def test_compressed_tensors_own_library_reads_the_same(tmp_path: Path, name: str
     )
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     ours = load_plain(Checkpoint.open(str(folder)), "float32", CPU)
-    held = {name: module for name, module in ours.named_modules() if isinstance(module, HeldLinear)}
+    held = {name: module for name, module in ours.named_modules() if isinstance(module, UnpackedLinear)}
     assert held
     for name, module in held.items():
         assert torch.equal(module.parts.value.matrix(), theirs.get_submodule(name).weight), name

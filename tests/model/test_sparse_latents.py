@@ -188,9 +188,13 @@ def test_layers_that_keep_other_widths_are_no_model_and_no_pair() -> None:
 def test_devices_and_dtypes_without_fused_layers_are_refused(checkpoint: Checkpoints) -> None:
     folder = Checkpoint.open(str(checkpoint("glm_moe_dsa")))
     for kind in ("cuda", "npu"):
-        with pytest.raises(ConfigError, match=f"--device {kind}: glm_moe_dsa uses sparse attention, .* only CPUs .*; use cpu"):
+        with pytest.raises(
+            ConfigError, match=f"--device {kind}: glm_moe_dsa uses sparse attention, .* only CPUs .*; use cpu"
+        ):
             model_loader.load_model(folder, "float32", Device(kind, 0))
-    with pytest.raises(ConfigError, match=r"--dtype float16: glm_moe_dsa has sparse attention in fused layers .* use auto"):
+    with pytest.raises(
+        ConfigError, match=r"--dtype float16: glm_moe_dsa has sparse attention in fused layers .* use auto"
+    ):
         model_loader.load_model(folder, "float16", CPU)
 
 

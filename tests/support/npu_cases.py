@@ -137,7 +137,11 @@ def test_what_npus_cannot_do_is_refused_at_load(
         ({"block_size": 24}, {}, "--block-size 24: on NPUs a multiple of 16"),
         ({"planes": keys_and_values(24)}, {}, "head_dim 24: .* multiples of 16"),
         ({}, {"max_num_seqs": 5000}, "--max-num-seqs 5000: .* at most 4096"),
-        ({"planes": keys_and_values(192)}, {"traits": {"window"}}, "head_dim 192: .* supports prompts with 128, .*window"),
+        (
+            {"planes": keys_and_values(192)},
+            {"traits": {"window"}},
+            "head_dim 192: .* supports prompts with 128, .*window",
+        ),
     ],
 )
 def test_limits_of_the_operators(changes: dict[str, Any], given: dict[str, Any], reason: str) -> None:

@@ -264,7 +264,7 @@ def test_groups_take_what_an_accelerator_has_left() -> None:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"kv_host_cache_gib": 1.5}, "--kv-host-cache 1.5: kimi keeps states, which no lower tier holds"),
+        ({"kv_host_cache_gib": 1.5}, "--kv-host-cache 1.5: kimi keeps states, which lower tiers cannot hold"),
         ({"mamba_block_size": 1022}, "--mamba-block-size 1022: .* a multiple of --block-size 4"),
         ({"adapters": AdapterSettings(enable_prompt_adapter=True)}, "--enable-prompt-adapter: kimi keeps states"),
         ({"adapters": AdapterSettings(enable_lora=True)}, "--enable-lora: kimi keeps states"),

@@ -41,7 +41,7 @@ class PairChunk:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingPairs:
     """`rows`: the tapped values of tokens from `first` on, each [width]. Pairs of tokens up to `first` are written.
 
     `num_computed`: the number of computed tokens when this was recorded. With fewer, the request has restarted in other
@@ -62,7 +62,7 @@ class HeadPairs:
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._waiting: WeakKeyDictionary[Request, _Waiting] = WeakKeyDictionary()
+        self._waiting: WeakKeyDictionary[Request, _WaitingPairs] = WeakKeyDictionary()
 
     def lacking(self, chunks: Iterable[tuple[Request, int]]) -> list[Request]:
         """Returns the requests whose token before the chunk must be computed once more for its states."""
@@ -113,9 +113,9 @@ class HeadPairs:
         stop, computed = start + len(own), start + number
         waiting = self._waiting.get(request)
         if start == 0 or waiting is None:
-            waiting = _Waiting(0, 0)
+            waiting = _WaitingPairs(0, 0)
         if before is not None:
-            waiting = _Waiting(start - 1, start, [before])
+            waiting = _WaitingPairs(start - 1, start, [before])
         del waiting.rows[start - waiting.first :]
         waiting.num_computed = computed
         kept = own[number - 1 :].clone()  # a copy, so that the step's own rows can be freed
@@ -148,7 +148,7 @@ class HeadPairs:
 
     def wrote(self, request: Request) -> None:
         """Records that the pairs of all tokens of the request are written."""
-        self._waiting[request] = _Waiting(request.num_tokens - 1, request.num_tokens - 1)
+        self._waiting[request] = _WaitingPairs(request.num_tokens - 1, request.num_tokens - 1)
 
 
 def has_embeddings(request: Request) -> bool:

@@ -21,7 +21,7 @@ from pd_cluster.text.token_ids import vocabulary_of
 log = logging.getLogger(__name__)
 
 PLACE = called("speculative_config")
-OTHERWISE = "give another model, or method ngram or suffix"
+WAY_OUT = "give another model, or method ngram or suffix"
 
 
 def with_draft(plan: LoadPlan) -> LoadPlan:
@@ -69,7 +69,7 @@ def _check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
     own, wanted = int(draft.config["vocab_size"]), int(target.config["vocab_size"])
     if own != wanted:
         raise ConfigError(
-            f"{PLACE}: model: {draft.path} has a vocabulary of {own}, but {target.path} of {wanted}; {OTHERWISE}"
+            f"{PLACE}: model: {draft.path} has a vocabulary of {own}, but {target.path} of {wanted}; {WAY_OUT}"
         )
     if draft.tokenizer_path is None or target.tokenizer_path is None:
         return
@@ -77,7 +77,7 @@ def _check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
     if num_others := sum(one.get(token) != token_id for token, token_id in other.items()):
         raise ConfigError(
             f"{PLACE}: model: the tokenizer of {draft.path} lacks {num_others} of the {len(other)} tokens of "
-            f"{target.path}, or has other ids for them; {OTHERWISE}"
+            f"{target.path}, or has other ids for them; {WAY_OUT}"
         )
 
 

@@ -50,7 +50,7 @@ from pd_cluster.model.planning.load_plan import LoadPlan
 log = logging.getLogger(__name__)
 
 PLACE = called("speculative_config")
-INSTEAD = "give method ngram or suffix"
+WAY_OUT = "give method ngram or suffix"
 IDS_AT_ONCE = 4096  # rows compared at a time
 
 
@@ -62,9 +62,9 @@ def check_eagle3(plan: LoadPlan) -> Eagle3Folder:
     speculation = plan.config.speculation
     method = f"{PLACE}: method eagle3"
     if plan.device.is_accelerator:
-        raise ConfigError(f"{method}: draft heads run on CPUs only, and this is {plan.device.kind}; {INSTEAD}")
+        raise ConfigError(f"{method}: draft heads run on CPUs only, and this is {plan.device.kind}; {WAY_OUT}")
     if not plan.is_alone:
-        raise ConfigError(f"{method}: {called('tensor_parallel_size')} {plan.group.size}: use 1, or {INSTEAD}")
+        raise ConfigError(f"{method}: {called('tensor_parallel_size')} {plan.group.size}: use 1, or {WAY_OUT}")
     where = f"{PLACE}: model"
     path = resolve_model(
         speculation.model, speculation.revision, plan.config.download_dir, where, revision_flag=f"{PLACE}: revision"
@@ -101,7 +101,7 @@ def load_eagle3(plan: LoadPlan, target: CausalLM) -> DraftHead:
     if not isinstance(target, FusedCausalLM) or not isinstance(target.ops, CpuOps):
         raise ConfigError(
             f"{PLACE}: method eagle3: {plan.checkpoint.path} runs by {target.kernels}, but heads need the C kernels' "
-            f"attention; {INSTEAD}"
+            f"attention; {WAY_OUT}"
         )
     _check_caches(folder, target)
     dtype = torch.bfloat16 if target.bf16_way else torch.float32
@@ -122,7 +122,7 @@ def _check_caches(folder: Eagle3Folder, target: FusedCausalLM) -> None:
     config, kept = folder.config, target.caches[0]
     wanted = LayerCache(config.num_kv_heads, keys_and_values(config.head_dim))
     if has_latents(target.caches) or kept.apart_from_index != wanted:
-        raise ModelError(f"{config.file}: its layer keeps {wanted}, but the model's layers {kept}; {INSTEAD}")
+        raise ModelError(f"{config.file}: its layer keeps {wanted}, but the model's layers {kept}; {WAY_OUT}")
 
 
 class _HeadWeights:
@@ -224,7 +224,7 @@ def _rotary(config: Eagle3Config) -> Any:
         )
     # huggingface_hub has its own errors for values of the wrong type, and formulas have others.
     except Exception as error:
-        raise ModelError(f"{config.file}: {dict(config.rope)}: {first_line(error)}; {INSTEAD}") from error
+        raise ModelError(f"{config.file}: {dict(config.rope)}: {first_line(error)}; {WAY_OUT}") from error
 
 
 def _attention(weights: _HeadWeights, layer_idx: int) -> PairAttention:

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-OTHERWISE = "give another method, such as ngram or suffix"
+WAY_OUT = "give another method, such as ngram or suffix"
 NORMS, PROJECTION = ("enorm", "hnorm"), "eh_proj"
 NEEDED = (*NORMS, PROJECTION, "shared_head.norm")
 NOT_OF_THE_LAYER = (*NORMS, PROJECTION, "embed_tokens", "shared_head")
@@ -69,21 +69,21 @@ def check_mtp(plan: LoadPlan) -> None:
     checkpoint, mtp_type = plan.checkpoint, plan.config.speculation.mtp_type
     if plan.device.is_accelerator or not plan.is_alone:
         where = plan.device.kind if plan.device.is_accelerator else f"{plan.group.size} ranks"
-        raise ConfigError(f"{PLACE}: method mtp: it runs on CPUs only, on one rank, and here are {where}; {OTHERWISE}")
+        raise ConfigError(f"{PLACE}: method mtp: it runs on CPUs only, on one rank, and here are {where}; {WAY_OUT}")
     if mtp_type and checkpoint.model_type not in MTP_TYPES[mtp_type]:
         types = " and ".join(MTP_TYPES[mtp_type])
         raise ConfigError(
             f"{PLACE}: method {mtp_type} is for {types}, but {checkpoint.path} is {checkpoint.model_type}; give mtp"
         )
     if why := _why_not(checkpoint):
-        raise ConfigError(f"{PLACE}: method mtp: {checkpoint.path} {why}; {OTHERWISE}")
+        raise ConfigError(f"{PLACE}: method mtp: {checkpoint.path} {why}; {WAY_OUT}")
 
 
 def load_mtp(plan: LoadPlan, target: CausalLM) -> DraftHead:
     """Loads the head of a plan that passed `check_mtp`, after the model. Raises ConfigError, ModelError."""
     checkpoint = plan.checkpoint
     if not isinstance(target, FusedCausalLM) or not isinstance(target.ops, CpuOps):
-        raise ConfigError(f"{PLACE}: method mtp needs the C kernels, but this model has {target.kernels}; {OTHERWISE}")
+        raise ConfigError(f"{PLACE}: method mtp needs the C kernels, but this model has {target.kernels}; {WAY_OUT}")
     one, index = _load_layer(plan), len(target.layers)
     if replace(one.caches[0], window=0) != replace(target.caches[-1], window=0):
         raise ModelError(

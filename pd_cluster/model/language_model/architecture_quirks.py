@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pd_cluster.model.layers.gated_mlp import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation
-from pd_cluster.model.layers.rope.rope_tables import NO_ROPE, WHOLE_MODEL, Turn, turn, turn_complex, turn_once
+from pd_cluster.model.layers.rope.rope_tables import NO_ROPE, WHOLE_MODEL, Turn, complex_tables, doubled_tables, turn
 
 # The norms of a layer: field of FusedLayer -> name of the module.
 BEFORE_EACH_HALF = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -208,7 +208,7 @@ ARCHITECTURES: dict[str, Quirks] = {
     "HYV3ForCausalLM": Quirks(),
     "MiniMaxM2ForCausalLM": Quirks(norms_span_heads=True),
     "ExaoneMoeForCausalLM": Quirks(window=window_if_sliding, rope=rope_if_sliding),
-    "DeepseekV2ForCausalLM": Quirks(pairs_neighbours=always, turn=turn_complex),
+    "DeepseekV2ForCausalLM": Quirks(pairs_neighbours=always, turn=complex_tables),
     "DeepseekV3ForCausalLM": Quirks(pairs_neighbours=if_interleaved),
     "DeepseekV32ForCausalLM": Quirks(pairs_neighbours=always),
     "GlmMoeDsaForCausalLM": Quirks(pairs_neighbours=always, indexer_pairs=True),
@@ -220,7 +220,7 @@ ARCHITECTURES: dict[str, Quirks] = {
     "Glm4ForCausalLM": Quirks(norms=AROUND_EACH_HALF_OF_GLM, pairs_neighbours=always),
     "GptOssForCausalLM": Quirks(
         scales_in_float32=True,
-        turn=turn_once,
+        turn=doubled_tables,
         activation="swigluoai",
         router="router",
         interleaves_gates=True,

@@ -81,7 +81,7 @@ def caches_of(model: Any) -> tuple[LayerCache, ...]:
     """
     seen = Seen()
     token_ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
-    with torch.inference_mode(), _noting(model, seen):
+    with torch.inference_mode(), _recording(model, seen):
         output = model(input_ids=token_ids, use_cache=True, logits_to_keep=1, **_mask(model, token_ids))
     cache = output.get("cache", output.get("past_key_values"))  # 5.24 has renamed it
     modules = state_modules(model)
@@ -311,7 +311,7 @@ def _note(
 
 
 @contextmanager
-def _noting(model: Any, seen: Seen) -> Iterator[None]:
+def _recording(model: Any, seen: Seen) -> Iterator[None]:
     AttentionInterface.register(NAME, _note)
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     before = {key: config._attn_implementation for key, config in configs.items()}

@@ -22,7 +22,7 @@ from pd_cluster.model.language_model.cache_declaration import (
 )
 from pd_cluster.model.language_model.weak_hook import WeakHook
 from pd_cluster.model.layers.attention.latent_attention import LatentCache
-from pd_cluster.model.layers.attention.up_projections import put_up_projections
+from pd_cluster.model.layers.attention.up_projections import split_up_projections
 from pd_cluster.model.layers.linear_weight import WeightForm
 from pd_cluster.model.layers.rope.rope_limit import RopeLimit
 from pd_cluster.model.layers.rope.rope_scaling import LengthRotary, LogN
@@ -33,9 +33,9 @@ from pd_cluster.model.parallel.expert_modules import ParallelExperts
 from pd_cluster.model.parallel.rank_group import Group, SingleRank
 from pd_cluster.model.vision.vision_experts import ModalityExperts
 
-FORGETFUL = ("StableLmAttention", "NemotronAttention")  # their layers do not pass the batch on
+WITHOUT_BATCH_ARGUMENT = ("StableLmAttention", "NemotronAttention")  # their layers do not pass the batch on
 
-ASKS_FOR_PADDING = "warn_if_padding_and_no_attention_mask"  # method of transformers' models; no batch here is padded
+PADDING_CHECK = "warn_if_padding_and_no_attention_mask"  # method of transformers' models; no batch here is padded
 
 NO_POSITIONS = RopeLimit(why_not="nothing proves that this model takes them")
 
@@ -96,7 +96,7 @@ class PlainCausalLM:
         self.bf16_way = ""
         self._attend = attention.write_and_attend
         self._has_latents, self._cache_argument = has_latents(self.caches), cache_argument(model)
-        self._up_projections = put_up_projections(model) if self._has_latents else []
+        self._up_projections = split_up_projections(model) if self._has_latents else []
         self._reads = {layer: each.reads for layer, each in enumerate(self.caches) if each.reads is not None}
         self._states = drive(model) if has_states(self.caches) else []
         self.model = model
@@ -112,10 +112,10 @@ class PlainCausalLM:
         for module in _below_output_layer(model):
             module.register_forward_hook(WeakHook(self._keep_hidden))
         for module in model.modules():
-            if type(module).__name__ in FORGETFUL:
+            if type(module).__name__ in WITHOUT_BATCH_ARGUMENT:
                 module.register_forward_pre_hook(WeakHook(self._remind), with_kwargs=True)
-            if hasattr(module, ASKS_FOR_PADDING):  # it would wait for the device in each step
-                setattr(module, ASKS_FOR_PADDING, lambda *_: None)
+            if hasattr(module, PADDING_CHECK):  # it would wait for the device in each step
+                setattr(module, PADDING_CHECK, lambda *_: None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         batch.write_and_attend, batch.reads = self._attend, self._reads

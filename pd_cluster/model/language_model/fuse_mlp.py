@@ -9,7 +9,7 @@ import torch
 
 from pd_cluster.model.language_model.architecture_quirks import Quirks
 from pd_cluster.model.language_model.layer_maker import LayerMaker
-from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
+from pd_cluster.model.layers.expert_share import ExpertShare, RankExperts
 from pd_cluster.model.layers.expert_weights import ExpertLayers, ExpertStack, ExpertWeights, experts_of
 from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, Experts, GatedMLP, SharedExpert
 from pd_cluster.model.layers.linear_weight import weight_of
@@ -74,7 +74,7 @@ def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
         features = getattr(mlp, quirks.router).weight.shape
         router = {quirks.router: (int(features[0]), int(features[1]))}
         experts.router = maker.adapters.beside(experts.router, maker.path, router, None)
-        maker.adapters.beside_experts(experts.layers, f"{maker.path}.experts")
+        maker.adapters.attach_experts(experts.layers, f"{maker.path}.experts")
     if getattr(mlp, "shared_experts", None) is not None:
         return SharedExpert(experts, maker.of("shared_experts").gated_mlp(mlp.shared_experts, activation))
     if not hasattr(mlp, "shared_expert"):
@@ -148,7 +148,7 @@ class UngatedExperts:
         """`ends`: the projections to narrower rows, and back. `share`: see `Experts`."""
         self._router, self._routing, self._layers = router.linear(), router.routing, layers
         self._narrow, self._wide = ends
-        self._own = None if share is None else OwnExperts(share, len(router.weight))
+        self._own = None if share is None else RankExperts(share, len(router.weight))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self._routing.weigh(self._router(x.float() if self._routing.in_float32 else x), x.dtype)

@@ -22,7 +22,7 @@ from pd_cluster.model.language_model.fuse_states import attends, is_recurrent, m
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM, ModelEnds, Served
 from pd_cluster.model.language_model.layer_maker import LayerMaker
 from pd_cluster.model.language_model.mixed_precision import WideEmbedding, is_narrow, widen
-from pd_cluster.model.layers.attention.up_projections import put_up_projections
+from pd_cluster.model.layers.attention.up_projections import split_up_projections
 from pd_cluster.model.layers.fused_layer import FusedLayer, LayerAttention
 from pd_cluster.model.layers.linear_weight import joined
 from pd_cluster.model.layers.ops import Ops
@@ -84,7 +84,7 @@ def fuse(model: Any, ops: Ops, served: Served, share: RankShare | None = None) -
     is_wide = is_narrow(model)
     if is_wide:
         widen(model)
-    put_up_projections(model)
+    split_up_projections(model)
     quirks = ARCHITECTURES[type(model).__name__]
     maker = LayerMaker(ops, None if served.adapters is None else served.adapters.places, "model", served.experts)
     like = getattr(inner, quirks.embedding).weight[:1]
@@ -118,7 +118,7 @@ def _ends(model: Any, quirks: Quirks, ropes: RopeTables, maker: LayerMaker, shar
     multipliers = quirks.multipliers(config)
     head = maker.ops.linear(joined(model.lm_head))
     if adapters is not None:
-        head = adapters.beside_head(head, "lm_head", model.lm_head.out_features, model.lm_head.in_features)
+        head = adapters.attach_head(head, "lm_head", model.lm_head.out_features, model.lm_head.in_features)
     del model.lm_head
     is_wide = is_narrow(embedding)
     if is_wide or packs(embedding.weight):  # otherwise the head uses this weight or its own
@@ -131,7 +131,7 @@ def _ends(model: Any, quirks: Quirks, ropes: RopeTables, maker: LayerMaker, shar
     embed = embedding if share is None else share.embedding(embedding)
     vocab_size = config.vocab_size if share is None else share.plan.vocab_size
     if adapters is not None:
-        embed = adapters.beside_embedding(embed, f"model.{quirks.embedding}", (vocab_size, config.hidden_size), scale)
+        embed = adapters.attach_embedding(embed, f"model.{quirks.embedding}", (vocab_size, config.hidden_size), scale)
     return ModelEnds(
         embed=embed if multipliers.embeddings == 1.0 else _multiplied(embed, multipliers.embeddings),
         ropes=ropes,

@@ -33,7 +33,7 @@ class WholeDecoder(Protocol):
 
 
 @runtime_checkable
-class JoinsLayers(Protocol):
+class DecoderMaker(Protocol):
     """`Ops` that may compute all layers in one call."""
 
     def decoder(self, layers: Sequence[FusedLayer]) -> WholeDecoder | None:
@@ -123,14 +123,14 @@ class FusedCausalLM:
         attended = self._attention(last, x, delta, ropes, batch)
         if taps is not None and not taps.layers:
             return self._tapped(batch, x, attended)
-        return self._logits_behind(batch, x, attended)
+        return self._last_logits(batch, x, attended)
 
     def take_part(self) -> None:
         assert self._experts is not None
         for block in self._experts.blocks:
             block.take_part()
 
-    def _logits_behind(self, batch: ForwardBatch, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    def _last_logits(self, batch: ForwardBatch, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
         """Computes the second half of the last layer for the rows that are read; returns logits."""
         hidden, last = batch.hidden, self.layers[-1]
         rows = batch.sample_rows if hidden is None else hidden.kept
@@ -157,7 +157,7 @@ class FusedCausalLM:
 
     def _joined(self, layers: Sequence[FusedLayer]) -> WholeDecoder | None:
         is_alone = isinstance(self._group, SingleRank)
-        return self.ops.decoder(layers) if is_alone and isinstance(self.ops, JoinsLayers) else None
+        return self.ops.decoder(layers) if is_alone and isinstance(self.ops, DecoderMaker) else None
 
     def _decoded(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
         """Computes all layers in one call, or in one call between two taps; returns the pending addition to x."""

@@ -86,7 +86,7 @@ class ExpertShare:
         return found
 
 
-class OwnExperts:
+class RankExperts:
     """One block's experts on this rank, by the expert indexes that the block's router chooses."""
 
     def __init__(self, share: ExpertShare, num_experts: int, dtype: torch.dtype = torch.int64) -> None:

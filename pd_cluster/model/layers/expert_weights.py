@@ -143,15 +143,15 @@ class ExpertLayers:
         chosen: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """See `through_experts`. The C kernels return the same bits."""
+        """See `apply_experts`. The C kernels return the same bits."""
         one_by_one = self.watch is not None and self.watch.begin_block(len(x))
         if self._at_once is not None and not one_by_one:
             return self._at_once(x, chosen, weights)
         layers = self.gate_ups.__getitem__, self.downs.__getitem__
-        return through_experts(layers, len(self.downs), gate, x, chosen, weights, self.watch, self.rows)
+        return apply_experts(layers, len(self.downs), gate, x, chosen, weights, self.watch, self.rows)
 
 
-class HeldExperts(torch.nn.Module):
+class UnpackedExperts(torch.nn.Module):
     """Experts of a transformers model with weights in a form that transformers does not know.
 
     `inner` is the module of transformers without its weights.
@@ -179,7 +179,7 @@ class HeldExperts(torch.nn.Module):
             layer = held.down.expert(index).linear()
             return layer if held.rows is None else held.rows.after(layer)
 
-        return through_experts((gate_up, down), len(held.down), self.gate, x, chosen, weights, rows=held.rows)
+        return apply_experts((gate_up, down), len(held.down), self.gate, x, chosen, weights, rows=held.rows)
 
 
 def are_experts(module: Any) -> bool:
@@ -191,7 +191,7 @@ def are_experts(module: Any) -> bool:
 
 def experts_of(module: Any) -> ExpertWeights:
     """Returns the weights of a transformers experts module, without a copy, in the form of its files."""
-    if isinstance(module, HeldExperts):
+    if isinstance(module, UnpackedExperts):
         gate_up, down = (ExpertStack(each.form, each.tensors, each.dtype) for each in (module.gate_up, module.down))
         return ExpertWeights(gate_up, down, module.rows)
     found = []
@@ -204,7 +204,7 @@ def experts_of(module: Any) -> ExpertWeights:
     return ExpertWeights(found[0], found[1])
 
 
-def through_experts(
+def apply_experts(
     layers: tuple[Callable[[int], Linear], Callable[[int], Linear]],
     num_experts: int,
     gate: Callable[[torch.Tensor], torch.Tensor],
@@ -222,14 +222,14 @@ def through_experts(
     """
     gate_up, down = layers
     result = torch.zeros_like(x)
-    waiting: list[_Chosen] = []
+    waiting: list[_PendingExpert] = []
     for index in torch.unique(chosen).tolist():
         if index >= num_experts:
             continue
         places = (chosen == index).nonzero(as_tuple=True)
         if watch is not None:
             watch.choose(places[0])
-        waiting.append(_Chosen(index, places, gate(gate_up(index)(x[places[0]]))))
+        waiting.append(_PendingExpert(index, places, gate(gate_up(index)(x[places[0]]))))
         if rows is None or sum(each.inner.numel() for each in waiting) >= MOST_WAITING:
             _add_experts(result, waiting, down, weights, watch, rows)
     if waiting:
@@ -238,7 +238,7 @@ def through_experts(
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
+class _PendingExpert:
     """An expert between its two products: the rows that chose it, and the column of `chosen` for each."""
 
     index: int
@@ -248,7 +248,7 @@ class _Chosen:
 
 def _add_experts(
     result: torch.Tensor,
-    waiting: list[_Chosen],
+    waiting: list[_PendingExpert],
     down: Callable[[int], Linear],
     weights: torch.Tensor,
     watch: ExpertWatch | None,

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 
 from pd_cluster.model.layers.activations import sigmoid
-from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
+from pd_cluster.model.layers.expert_share import ExpertShare, RankExperts
 from pd_cluster.model.layers.expert_weights import ExpertLayers
 from pd_cluster.model.layers.packed_linear import Linear, make_linear, packs
 from pd_cluster.model.layers.packed_modules import rows_apart
@@ -223,7 +223,7 @@ class Experts:
         self.router = router.linear()  # to [num_rows, num_experts]
         self._routing = router.routing
         self.layers = layers
-        self._own = None if share is None else OwnExperts(share, len(router.weight))
+        self._own = None if share is None else RankExperts(share, len(router.weight))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.router(x.float() if self._routing.in_float32 else x)

@@ -145,7 +145,7 @@ class WeightTensors(torch.nn.Module):
         return self.form.weight.of(self.tensors, self.dtype)
 
 
-class HeldLinear(torch.nn.Module):
+class UnpackedLinear(torch.nn.Module):
     """A linear layer of a transformers model with a weight in a form that transformers does not know.
 
     `rows`: the layer takes whole rows, and this is one rank's share; see `between_ranks`.
@@ -172,7 +172,7 @@ def no_weight(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def weight_of(module: torch.nn.Module) -> LinearWeight:
     """Returns the weight of a loaded linear layer, in the form of its files."""
-    if isinstance(module, HeldLinear):
+    if isinstance(module, UnpackedLinear):
         return module.parts.value
     plain: Any = module
     return PlainWeight(plain.weight.detach(), None if plain.bias is None else plain.bias.detach())
@@ -180,7 +180,7 @@ def weight_of(module: torch.nn.Module) -> LinearWeight:
 
 def between_ranks(module: torch.nn.Module, linear: Linear) -> Linear:
     """Returns `linear`, made of the module's weight, with the gather of inputs over ranks that the module may need."""
-    rows = module.rows if isinstance(module, HeldLinear) else None
+    rows = module.rows if isinstance(module, UnpackedLinear) else None
     return linear if rows is None else rows.around(linear)
 
 

@@ -25,7 +25,7 @@ MOST_PADDED = 16 << 20
 SIZES_PER_OCTAVE = 8
 LEAST_ROWS = 4
 TRIED_ROWS = 7
-COMPANY_ROWS = (1, 2, 3, 17, 64)
+TESTED_ROWS = (1, 2, 3, 17, 64)
 MOST_INPUTS_OF_ONE_ROW = (
     1024  # up to here a single row has the same bits; tests/model/test_packed_linear.py verifies it
 )
@@ -52,7 +52,7 @@ class PackedLinear:
         self.in_features = weight.shape[1]
         few = float_products.few_rows(self._weight, (weight.shape[0], self.in_features), bias)
         self.few = few if few is not None and self._agrees(few) else None
-        warn_of_company(self)
+        warn_of_batch_dependence(self)
 
     def _agrees(self, few: float_products.FloatProducts) -> bool:
         x = torch.randn(TRIED_ROWS, self.in_features, generator=torch.Generator().manual_seed(0))
@@ -94,7 +94,7 @@ class PlainLinear:
 _tried_inputs: set[int] = set()
 
 
-def warn_of_company(layer: PackedLinear) -> None:
+def warn_of_batch_dependence(layer: PackedLinear) -> None:
     """Warns, once per number of inputs, if a row's bits depend on the number of rows in the product.
 
     The constants above hold for the oneDNN in tested versions of torch; another version may add in another order.
@@ -102,9 +102,9 @@ def warn_of_company(layer: PackedLinear) -> None:
     if layer.in_features in _tried_inputs:
         return
     _tried_inputs.add(layer.in_features)
-    x = torch.randn(COMPANY_ROWS[-1], layer.in_features, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(TESTED_ROWS[-1], layer.in_features, generator=torch.Generator().manual_seed(1))
     expected = layer(x)
-    for num_rows in COMPANY_ROWS:
+    for num_rows in TESTED_ROWS:
         if not torch.equal(layer(x[:num_rows]), expected[:num_rows]):
             log.error(
                 "torch %s computes %d rows of %d inputs with other bits than %d rows: greedy output may depend on "

@@ -18,11 +18,11 @@ from pd_cluster.model.layers.expert_weights import (
     ExpertLayers,
     ExpertStack,
     ExpertWeights,
-    HeldExperts,
+    UnpackedExperts,
     are_experts,
     experts_of,
 )
-from pd_cluster.model.layers.linear_weight import HeldLinear, LinearWeight, between_ranks, no_weight, weight_of
+from pd_cluster.model.layers.linear_weight import LinearWeight, UnpackedLinear, between_ranks, no_weight, weight_of
 from pd_cluster.model.layers.packed_linear import Linear, pack_floats, packs
 
 SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid)
@@ -61,9 +61,9 @@ def pack_modules(model: torch.nn.Module, linear_of: Callable[[LinearWeight], Lin
 def _packed(module: torch.nn.Module, linear_of: Callable[[LinearWeight], Linear]) -> torch.nn.Module | None:
     kind = type(module).__name__
     weight: Any = getattr(module, "weight", None)
-    if isinstance(module, HeldLinear):
+    if isinstance(module, UnpackedLinear):
         return PackedModule(between_ranks(module, linear_of(weight_of(module))), weight.shape, weight.dtype)
-    if isinstance(module, HeldExperts):
+    if isinstance(module, UnpackedExperts):
         return PackedExperts(module)
     if type(module) is torch.nn.Linear and packs(weight):
         return PackedModule.of(weight, module.bias)
@@ -162,9 +162,9 @@ class PackedExperts(torch.nn.Module):
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        self._gate = experts.gate if isinstance(experts, HeldExperts) else experts._apply_gate
+        self._gate = experts.gate if isinstance(experts, UnpackedExperts) else experts._apply_gate
         self.layers = ExpertLayers(experts_of(experts))
-        if isinstance(experts, HeldExperts):
+        if isinstance(experts, UnpackedExperts):
             del experts.gate_up, experts.down
         else:
             del experts.gate_up_proj, experts.down_proj

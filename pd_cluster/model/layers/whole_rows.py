@@ -15,7 +15,7 @@ import torch
 from pd_cluster.native.packed_products import Linear
 
 
-class JoinsRows(Protocol):
+class RowGather(Protocol):
     """The methods of `Group` (model/parallel) that are needed here."""
 
     rank: int
@@ -28,7 +28,7 @@ class JoinsRows(Protocol):
 class WholeRows:
     """`outputs`: this rank's outputs, [start, stop) of `num_outputs`."""
 
-    ranks: JoinsRows
+    ranks: RowGather
     outputs: tuple[int, int]
     num_outputs: int
 

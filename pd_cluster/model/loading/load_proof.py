@@ -132,7 +132,7 @@ def prove_same_logits(model: PlainCausalLM, pools: Sequence[KVPool], dtype: str)
         check_same(resumed, expected[0, course.kept :], model, bound, "from a kept state")
 
 
-def own_choices(model: PlainCausalLM, course: ProofSchedule = KEYS, device: Device = CPU) -> torch.Tensor:
+def transformers_logits(model: PlainCausalLM, course: ProofSchedule = KEYS, device: Device = CPU) -> torch.Tensor:
     """Returns logits of the schedule's sequences from transformers alone: two prompts, and perhaps a third that
     continues one.
 
@@ -145,7 +145,7 @@ def own_choices(model: PlainCausalLM, course: ProofSchedule = KEYS, device: Devi
     return torch.cat((*logits, *continued)).float()
 
 
-def fused_choices(
+def fused_logits(
     model: FusedCausalLM, layouts: Sequence[KVLayout], course: ProofSchedule = KEYS, device: Device = CPU
 ) -> torch.Tensor:
     """Returns the same logits from fused layers, in chunks through pools with these layouts, except for the

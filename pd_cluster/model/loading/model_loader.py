@@ -45,17 +45,17 @@ from pd_cluster.model.layers.linear_weight import LinearWeight
 from pd_cluster.model.layers.ops import Ops, TorchOps
 from pd_cluster.model.layers.packed_linear import Linear
 from pd_cluster.model.layers.packed_modules import pack_modules, packed
-from pd_cluster.model.layers.rope.rope_scaling import USE_LOGN, LogN, put_lengths, rope_limit_of
+from pd_cluster.model.layers.rope.rope_scaling import USE_LOGN, LogN, install_length_rotary, rope_limit_of
 from pd_cluster.model.loading import transformers_modules
 from pd_cluster.model.loading.load_proof import (
     KEYS,
     ROUNDED,
     STATES,
     check_finite,
-    fused_choices,
-    own_choices,
+    fused_logits,
     probe_batch,
     refusal,
+    transformers_logits,
 )
 from pd_cluster.model.loading.unlisted_model_check import prove_packing
 from pd_cluster.model.lora.loaded_adapters import Adapters
@@ -66,7 +66,7 @@ from pd_cluster.model.parallel.parallel_plan import ParallelPlan
 from pd_cluster.model.parallel.rank_group import Group, SingleRank
 from pd_cluster.model.parallel.weight_slices import read_named
 from pd_cluster.model.vision import vision_experts
-from pd_cluster.model.vision.mrope import put_sections
+from pd_cluster.model.vision.mrope import install_mrope
 from pd_cluster.model.weights.quantized_lm_head import quantize_head
 from pd_cluster.native.build import KernelsUnavailable, are_wanted
 from pd_cluster.native.packed_products import multiplies_bf16
@@ -205,14 +205,14 @@ def _check_of(
     states = layout_of_states(plain.caches)
     layouts, course = ([layout], KEYS) if states is None else ([layout, states], STATES)
     is_long = layout.has_index or states is not None
-    expected = own_choices(plain, course, device) if is_long else probe_logits(plain, layout, device)
+    expected = transformers_logits(plain, course, device) if is_long else probe_logits(plain, layout, device)
     check_finite(expected, str(checkpoint.path), layout.dtype)
     bound = ROUNDED if plain.rounds_activations else layout.dtype
     if layout.has_index:  # the last bits decide between two keys with equal scores, so one sequence may differ
         bound = ROUNDED
 
     def check(fused: FusedCausalLM) -> None:
-        actual = fused_choices(fused, layouts, course, device) if is_long else probe_logits(fused, layout, device)
+        actual = fused_logits(fused, layouts, course, device) if is_long else probe_logits(fused, layout, device)
         error = change_of(actual, expected, bound)
         if not error <= PROBE_TOLERANCE[bound]:
             raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
@@ -283,11 +283,11 @@ def _modules_of(
         own_experts.share.exchange.form()
     if checkpoint.head_scheme:
         quantize_head(model, checkpoint.head_scheme)
-    put_lengths(model, checkpoint.rope)
+    install_length_rotary(model, checkpoint.rope)
     if checkpoint.vision is not None:
-        put_sections(model, checkpoint, device)
+        install_mrope(model, checkpoint, device)
         if checkpoint.part_of == vision_experts.WHOLE_TYPE:
-            vision_experts.put_experts(model, checkpoint, TORCH_DTYPES[dtype], device, group)
+            vision_experts.install_vision_experts(model, checkpoint, TORCH_DTYPES[dtype], device, group)
     return model
 
 
@@ -305,7 +305,7 @@ def _adapt(
 ) -> None:
     """Attaches adapters to the modules of a transformers model; one watched step shows which modules can have them."""
     adapters.places.take_over(model)
-    adapters.places.take_over_ends(model, vocab_size or plain.config.vocab_size)
+    adapters.places.attach_embedding_and_head(model, vocab_size or plain.config.vocab_size)
     plain.adapters = adapters
     with adapters.places.watched(PROBE_NUM_TOKENS):
         probe_logits(plain, layout, device)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from pd_cluster.errors import ModelError
-from pd_cluster.model.layers.expert_weights import PRODUCTS, ExpertStack, HeldExperts, are_experts
-from pd_cluster.model.layers.linear_weight import PLAIN, HeldLinear, Tensors, WeightTensors, no_weight
+from pd_cluster.model.layers.expert_weights import PRODUCTS, ExpertStack, UnpackedExperts, are_experts
+from pd_cluster.model.layers.linear_weight import PLAIN, Tensors, UnpackedLinear, WeightTensors, no_weight
 from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.model.parallel.parallel_layers import RankShare
 from pd_cluster.model.parallel.parallel_plan import EXPERT_ALIASES, FUSED_EXPERTS, LAYER
@@ -30,7 +30,7 @@ OneByOne = Mapping[int, Mapping[str, Tensors]]  # expert index -> layer name -> 
 
 
 @dataclass(frozen=True, slots=True)
-class HeldWeights:
+class PlaceholderModules:
     """Weights by the path of the module that they replace; for experts, by the name of the product.
 
     `rows`: by the same paths, for linear layers and experts' `down_proj` that take whole rows on several ranks.
@@ -47,10 +47,10 @@ class HeldWeights:
         """Replaces the modules that were loaded with placeholders."""
         for path, parts in self.linears.items():
             linear: Any = model.get_submodule(path)
-            model.set_submodule(path, HeldLinear(parts, linear.weight.shape, self.rows.get(path)))
+            model.set_submodule(path, UnpackedLinear(parts, linear.weight.shape, self.rows.get(path)))
         for path, products in self.experts.items():
             gate_up, down = (products[name] for name in PRODUCTS)
-            experts = HeldExperts(model.get_submodule(path), gate_up, down, self.rows.get(path))
+            experts = UnpackedExperts(model.get_submodule(path), gate_up, down, self.rows.get(path))
             model.set_submodule(path, experts)
 
 
@@ -63,13 +63,13 @@ def is_in_other_form(key: str) -> bool:
 
 def hold(
     weights: Weights, architecture: Any, config: Any, dtype: torch.dtype, share: RankShare | None = None
-) -> HeldWeights:
+) -> PlaceholderModules:
     """Moves layers in other forms out of `weights`, a model's tensors by name, and leaves placeholders.
 
     `architecture`: the class in transformers. `share`: the weights are those of one rank. Raises ModelError if they do
     not fit.
     """
-    held = HeldWeights()
+    held = PlaceholderModules()
     layers = _take(weights)
     if not layers:
         return held
@@ -133,7 +133,7 @@ def _stack(path: str, experts: OneByOne, names: tuple[str, ...], dtype: torch.dt
 
 
 def _leave_placeholders(
-    weights: Weights, held: HeldWeights, skeleton: torch.nn.Module, dtype: torch.dtype, share: RankShare | None
+    weights: Weights, held: PlaceholderModules, skeleton: torch.nn.Module, dtype: torch.dtype, share: RankShare | None
 ) -> None:
     """Leaves placeholders, and records the layers that take whole rows. Raises ModelError for an unknown layer."""
     named = dict(skeleton.named_modules())

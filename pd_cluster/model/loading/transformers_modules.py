@@ -25,7 +25,7 @@ from pd_cluster.devices.device import Device
 from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.layers.attention import sdpa
-from pd_cluster.model.loading.placeholder_weights import HeldWeights, hold, is_in_other_form
+from pd_cluster.model.loading.placeholder_weights import PlaceholderModules, hold, is_in_other_form
 from pd_cluster.model.loading.quantized_files import read_quantized
 from pd_cluster.model.loading.uninitialized_modules import UninitializedModules
 from pd_cluster.model.loading.weight_check import check_loaded, check_stored, is_further
@@ -37,7 +37,9 @@ from pd_cluster.model.vision import vision_experts as vision_experts
 from pd_cluster.model.vision.multimodal_config import whole_config
 from pd_cluster.numerics import overridden
 
-TURNED_EXPERTS = ("qwen3_vl_moe",)  # published with inputs before outputs, but saved by transformers like other models
+TRANSPOSED_EXPERTS = (
+    "qwen3_vl_moe",
+)  # published with inputs before outputs, but saved by transformers like other models
 
 
 def config_of(checkpoint: Checkpoint) -> Any:
@@ -99,7 +101,7 @@ def load_plain(
     transformers_logging.set_verbosity_error()
     source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path}
     architecture: Any = AutoModelForCausalLM
-    held = HeldWeights()
+    held = PlaceholderModules()
     if checkpoint.quantization is None:
         check_stored(checkpoint)
     weights = _read_weights(checkpoint, _part_of(share, experts), TORCH_DTYPES[dtype])
@@ -186,7 +188,7 @@ def _name_of(checkpoint: Checkpoint, key: str) -> str:
 
 def expert_width(checkpoint: Checkpoint) -> int:
     """Returns hidden_size if files may store stacked experts transposed; otherwise 0."""
-    return int(checkpoint.config["hidden_size"]) if checkpoint.part_of in TURNED_EXPERTS else 0
+    return int(checkpoint.config["hidden_size"]) if checkpoint.part_of in TRANSPOSED_EXPERTS else 0
 
 
 def _too_large(checkpoint: Checkpoint, dtype: str, device: Device) -> ConfigError:

@@ -157,11 +157,11 @@ def _own_positions(model: PlainCausalLM) -> Iterator[None]:
     rotaries = [module for module in model.model.modules() if isinstance(module, LengthRotary)]
     try:
         for rotary in rotaries:
-            rotary.is_left_alone = True
+            rotary.uses_transformers_rule = True
         yield
     finally:
         for rotary in rotaries:
-            rotary.is_left_alone = False
+            rotary.uses_transformers_rule = False
 
 
 def _in_chunks(

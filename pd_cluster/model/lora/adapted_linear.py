@@ -18,7 +18,7 @@ from pd_cluster.devices.device import CPU, Device
 from pd_cluster.kv.pool_memory import ids_on
 from pd_cluster.model.layers.packed_linear import Linear, make_linear
 from pd_cluster.model.lora.adapter_row_blocks import AdaptedBlocks, copied
-from pd_cluster.model.lora.device_addition import DeviceAddition, DevicePlace
+from pd_cluster.model.lora.device_addition import ActivationDevice, DeviceAddition
 from pd_cluster.native.lora_products import LoraTable, StepBlocks
 
 Ints = npt.NDArray[np.int64]
@@ -34,7 +34,7 @@ class StepRows:
 
     def __init__(self) -> None:
         self.are_adapted = False  # at least one row has an adapter
-        self.place: DevicePlace | None = None  # the layers' device; None: host memory
+        self.place: ActivationDevice | None = None  # the layers' device; None: host memory
         self._slots: Ints | None = None  # [num_rows]
         self._segments: Sequence[Segment] | None = None
         self._blocks: StepBlocks | None = None
@@ -44,7 +44,7 @@ class StepRows:
         self._on_device: AdaptedBlocks | None = None
 
     @property
-    def is_elsewhere(self) -> bool:
+    def is_on_device(self) -> bool:
         """Whether an accelerator computes the adapters."""
         return self.place is not None or self.has_tables
 
@@ -181,7 +181,7 @@ class DeviceTable(Protocol):
 
 
 @dataclass(slots=True)
-class Site:
+class LinearAdapters:
     """A linear layer and what the loaded adapters add to it, by slot."""
 
     rows: StepRows
@@ -244,7 +244,7 @@ class AdaptedLinear:
 
     __slots__ = ("_base", "_part", "_site")
 
-    def __init__(self, base: Linear, site: Site, part: slice | None = None) -> None:
+    def __init__(self, base: Linear, site: LinearAdapters, part: slice | None = None) -> None:
         self._base, self._site, self._part = base, site, part
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ class AdaptedLinear:
 class AdaptedModule(torch.nn.Module):
     """Replaces a linear module of the transformers model by the same module with adapters."""
 
-    def __init__(self, base: torch.nn.Module, site: Site, out_features: int, in_features: int) -> None:
+    def __init__(self, base: torch.nn.Module, site: LinearAdapters, out_features: int, in_features: int) -> None:
         super().__init__()
         self._base = base
         self._site = site

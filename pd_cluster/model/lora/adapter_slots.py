@@ -36,7 +36,7 @@ class SlotTable(Generic[F]):
         """Loads an adapter into a slot that no row uses. Raises ModelError, and then leaves the slot empty."""
         raise NotImplementedError
 
-    def take_away(self, slot: int) -> None:
+    def clear_slot(self, slot: int) -> None:
         """Removes the content of a slot; call it between steps."""
         raise NotImplementedError
 
@@ -53,7 +53,7 @@ class SlotTable(Generic[F]):
             self.put(slot, folder)
             self.slots[folder.digest] = slot  # last, because from here on requests may use it
             if known is not None:  # left by a load that rank 0 has abandoned
-                self.take_away(known)
+                self.clear_slot(known)
             return slot
 
     def drop(self, digest: str) -> None:
@@ -61,7 +61,7 @@ class SlotTable(Generic[F]):
         with self._lock:
             slot = self.slots.pop(digest, None)
             if slot is not None:
-                self.take_away(slot)
+                self.clear_slot(slot)
                 log.info("%s %s was dropped", self._kind, digest[:20])
 
     def next_slot(self) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import linear
 
 
-class DevicePlace(NamedTuple):
+class ActivationDevice(NamedTuple):
     """The device and the dtype of the activations."""
 
     device: torch.device
@@ -25,7 +25,7 @@ class DeviceAddition:
 
     __slots__ = ("_a", "_parts")
 
-    def __init__(self, parts: Sequence[tuple[slice, torch.Tensor, torch.Tensor]], place: DevicePlace) -> None:
+    def __init__(self, parts: Sequence[tuple[slice, torch.Tensor, torch.Tensor]], place: ActivationDevice) -> None:
         """`parts`: a slice of the layer's output features with its A [rank, in_features] and B [out_features, rank]."""
         self._a = torch.cat([a for _, a, _ in parts]).to(place.device, place.dtype)
         self._parts: list[tuple[slice, slice, torch.Tensor]] = []

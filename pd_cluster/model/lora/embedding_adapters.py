@@ -14,11 +14,11 @@ from torch.nn.functional import embedding
 
 from pd_cluster.model.layers.ops import Norm, Ops
 from pd_cluster.model.layers.packed_linear import Linear, make_linear
-from pd_cluster.model.lora.adapted_linear import LowRank, Site, StepRows, padded_ranks
+from pd_cluster.model.lora.adapted_linear import LinearAdapters, LowRank, StepRows, padded_ranks
 
 
 @dataclass(slots=True)
-class HeadSite(Site):
+class OutputLayerAdapters(LinearAdapters):
     """The output layer, which computes only the rows whose logits are requested."""
 
     wholes: dict[int, Linear] = field(default_factory=dict)
@@ -27,11 +27,11 @@ class HeadSite(Site):
         self.wholes[slot] = make_linear(matrix)
 
     def drop(self, slot: int) -> None:
-        Site.drop(self, slot)
+        LinearAdapters.drop(self, slot)
         self.wholes.pop(slot, None)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        y = Site.add(self, x, y)
+        y = LinearAdapters.add(self, x, y)
         if self.wholes and self.rows.are_adapted:
             flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
             for slot, rows in self.rows.segments:
@@ -49,7 +49,7 @@ class LowRankEmbedding:
 
 
 @dataclass(slots=True)
-class EmbeddingSite:
+class EmbeddingAdapters:
     """The token embedding. `shape`: vocab_size and hidden_size. `factor`: the model multiplies embeddings by it."""
 
     rows: StepRows
@@ -90,7 +90,7 @@ class EmbeddingSite:
 class AdaptedEmbedding(torch.nn.Module):
     """An embedding with adapters."""
 
-    def __init__(self, base: Callable[[torch.Tensor], torch.Tensor], site: EmbeddingSite) -> None:
+    def __init__(self, base: Callable[[torch.Tensor], torch.Tensor], site: EmbeddingAdapters) -> None:
         super().__init__()
         self._base, self._site = base, site
         if isinstance(base, torch.nn.Module) and hasattr(base, "weight"):
@@ -101,7 +101,7 @@ class AdaptedEmbedding(torch.nn.Module):
 
 
 @dataclass(slots=True)
-class NormSite:
+class NormAdapters:
     """A norm over whole rows. `of`: builds the norm from a weight as stored in the file."""
 
     rows: StepRows
@@ -121,11 +121,11 @@ class Norms:
 
     def __init__(self, rows: StepRows) -> None:
         self._rows = rows
-        self.sites: dict[str, NormSite] = {}
-        self._by_norm: dict[int, NormSite] = {}
+        self.sites: dict[str, NormAdapters] = {}
+        self._by_norm: dict[int, NormAdapters] = {}
 
     def beside(self, name: str, norm: Norm, of: Callable[[torch.Tensor], Norm]) -> None:
-        site = NormSite(self._rows, norm, of)
+        site = NormAdapters(self._rows, norm, of)
         self.sites[name] = self._by_norm[id(norm)] = site
 
     def change(self, ops: Ops, norm: Norm, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
@@ -141,4 +141,4 @@ class Norms:
 
 
 Put = Callable[[int], None]  # puts one part of an adapter into the given slot
-Sites = Sequence[Site | EmbeddingSite | NormSite]
+Sites = Sequence[LinearAdapters | EmbeddingAdapters | NormAdapters]

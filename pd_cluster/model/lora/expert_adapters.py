@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pd_cluster.model.layers.expert_weights import ExpertLayers
-from pd_cluster.model.lora.adapted_linear import AdaptedLinear, ModuleFeatures, Site, StepRows
+from pd_cluster.model.lora.adapted_linear import AdaptedLinear, LinearAdapters, ModuleFeatures, StepRows
 
 GATES, UPS, BOTH, DOWNS = "gate_proj", "up_proj", "gate_up_proj", "down_proj"  # names in transformers
 
@@ -22,11 +22,11 @@ class RoutedRows(StepRows):
         """Starts a block whose experts compute `num_rows` rows together. Returns whether some of them have adapters."""
         if self.nums_rows is not None:
             self.nums_rows.append(num_rows)
-        return self._step.are_adapted and not self._step.is_elsewhere
+        return self._step.are_adapted and not self._step.is_on_device
 
     def choose(self, rows: torch.Tensor) -> None:
         """`rows` [num_chosen] int64: indexes of the step's rows."""
-        if self._step.is_elsewhere:
+        if self._step.is_on_device:
             return  # experts take no adapters on a device
         if self._step.are_adapted:
             self.take(self._step, rows)
@@ -34,14 +34,14 @@ class RoutedRows(StepRows):
             self._set(None)
 
 
-def beside_experts(rows: RoutedRows, layers: ExpertLayers) -> dict[str, tuple[Site, ModuleFeatures]]:
+def attach_experts(rows: RoutedRows, layers: ExpertLayers) -> dict[str, tuple[LinearAdapters, ModuleFeatures]]:
     """Attaches adapters to the experts' layers; returns the layers by names that begin with the expert's index."""
     hidden_size, features = layers.shape
     both, downs = slice(0, 2 * features), slice(0, hidden_size)
     own = None if layers.rows is None else layers.rows.part(features)  # of the rows that the second product computes
-    places: dict[str, tuple[Site, ModuleFeatures]] = {}
+    places: dict[str, tuple[LinearAdapters, ModuleFeatures]] = {}
     for index, (gate_up, down) in enumerate(zip(layers.gate_ups, layers.downs, strict=True)):
-        first, second = Site(rows), Site(rows)
+        first, second = LinearAdapters(rows), LinearAdapters(rows)
         places[f"{index}.{BOTH}"] = first, ModuleFeatures(hidden_size, both, layers.order)
         if layers.order is None:
             places[f"{index}.{GATES}"] = first, ModuleFeatures(hidden_size, slice(0, features))

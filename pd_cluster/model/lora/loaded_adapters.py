@@ -35,7 +35,7 @@ class Adapters(SlotTable[LoraFolder]):
         mark(device).wait()  # launches of other threads do not wait for this thread's
         log.info("adapter %s: %d parts of %s", folder.digest[:12], len(placed), folder.path)
 
-    def take_away(self, slot: int) -> None:
+    def clear_slot(self, slot: int) -> None:
         mark(self.places.rows.device).wait()  # steps that use the adapter may be launched but not finished
         self.places.drop(slot)
         self.places.rows.places.pop(slot, None)
@@ -56,5 +56,5 @@ class Adapters(SlotTable[LoraFolder]):
         `new` belongs to the same model, loaded again; do not use it afterwards.
         """
         with self._lock:
-            new.places.take_from(self.places)
+            new.places.move_adapters_from(self.places)
             self.places = new.places

@@ -21,12 +21,12 @@ from pd_cluster.model.lora.adapted_linear import (
     AdaptedLinear,
     AdaptedModule,
     DeviceTable,
+    LinearAdapters,
     ModuleFeatures,
-    Site,
     StepRows,
 )
-from pd_cluster.model.lora.embedding_adapters import AdaptedEmbedding, EmbeddingSite, HeadSite, Norms
-from pd_cluster.model.lora.expert_adapters import RoutedRows, beside_experts
+from pd_cluster.model.lora.embedding_adapters import AdaptedEmbedding, EmbeddingAdapters, Norms, OutputLayerAdapters
+from pd_cluster.model.lora.expert_adapters import RoutedRows, attach_experts
 
 MakeTable = Callable[[list[slice], int], DeviceTable]
 
@@ -38,9 +38,9 @@ class LoraTargets:
         self.rows = StepRows()
         self.head_rows = StepRows()  # the rows whose logits are requested
         self.norms = Norms(self.rows)
-        self.linear: dict[str, tuple[Site, ModuleFeatures]] = {}
-        self.head: tuple[str, HeadSite] | None = None
-        self.embedding: tuple[str, EmbeddingSite] | None = None
+        self.linear: dict[str, tuple[LinearAdapters, ModuleFeatures]] = {}
+        self.head: tuple[str, OutputLayerAdapters] | None = None
+        self.embedding: tuple[str, EmbeddingAdapters] | None = None
         self.experts: dict[str, RoutedRows] = {}  # by module name
 
     def beside(
@@ -51,7 +51,7 @@ class LoraTargets:
         `modules`: out_features and in_features of the modules of `path` that the layer joins, in order. `order`: the
         layer's i-th output feature is the `order[i]`-th of the joined modules; it keeps each module contiguous.
         """
-        site, first = Site(self.rows), 0
+        site, first = LinearAdapters(self.rows), 0
         for name, (out_features, in_features) in modules.items():
             outputs = slice(first, first + out_features)
             own = None if order is None else order[outputs] - first
@@ -60,29 +60,29 @@ class LoraTargets:
             first += out_features
         return AdaptedLinear(layer, site)
 
-    def beside_head(self, layer: Linear, name: str, out_features: int, in_features: int) -> Linear:
+    def attach_head(self, layer: Linear, name: str, out_features: int, in_features: int) -> Linear:
         """Returns the output layer with adapters."""
         site = self._head_site(name, out_features, in_features)
         return AdaptedLinear(layer, site)
 
-    def _head_site(self, name: str, out_features: int, in_features: int) -> HeadSite:
-        site = HeadSite(self.head_rows)
+    def _head_site(self, name: str, out_features: int, in_features: int) -> OutputLayerAdapters:
+        site = OutputLayerAdapters(self.head_rows)
         self.head = name, site
         self.linear[name] = site, ModuleFeatures(in_features, slice(0, out_features))
         return site
 
-    def beside_embedding(
+    def attach_embedding(
         self, embed: Callable[[torch.Tensor], torch.Tensor], name: str, shape: tuple[int, int], factor: float = 1.0
     ) -> AdaptedEmbedding:
         """Returns the embedding with adapters. `shape`: vocab_size and hidden_size of the whole model."""
-        site = EmbeddingSite(self.rows, shape, factor)
+        site = EmbeddingAdapters(self.rows, shape, factor)
         self.embedding = name, site
         return AdaptedEmbedding(embed, site)
 
-    def beside_experts(self, layers: ExpertLayers, path: str) -> None:
+    def attach_experts(self, layers: ExpertLayers, path: str) -> None:
         """Attaches adapters to the layers of all experts of a block."""
         rows = RoutedRows(self.rows)
-        places = beside_experts(rows, layers)
+        places = attach_experts(rows, layers)
         self.linear |= {f"{path}.{name}": place for name, place in places.items()}
         self.experts[path] = rows
 
@@ -97,13 +97,13 @@ class LoraTargets:
                 if not any(part.isdigit() for part in whole.split(".")):
                     continue  # not in a layer
                 if isinstance(child, PackedExperts):
-                    self.beside_experts(child.layers, whole)
+                    self.attach_experts(child.layers, whole)
                 elif (features := _features(child)) is not None:
-                    site = Site(self.rows)
+                    site = LinearAdapters(self.rows)
                     setattr(parent, name, AdaptedModule(child, site, *features))
                     self.linear[whole] = site, ModuleFeatures(features[1], slice(0, features[0]))
 
-    def take_over_ends(self, model: Any, vocab_size: int) -> None:
+    def attach_embedding_and_head(self, model: Any, vocab_size: int) -> None:
         """Attaches adapters to the embedding and the output layer of a transformers model."""
         names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
         head, embed = model.get_output_embeddings(), model.get_input_embeddings()
@@ -113,7 +113,7 @@ class LoraTargets:
         inner = getattr(embed, "inner", embed)
         factor = float(getattr(inner, "scalar_embed_scale", 1.0))
         shape = vocab_size, int(inner.weight.shape[1])
-        model.set_input_embeddings(self.beside_embedding(embed, names[id(embed)], shape, factor))
+        model.set_input_embeddings(self.attach_embedding(embed, names[id(embed)], shape, factor))
 
     def move_to(self, device: Device, make: MakeTable) -> None:
         """Moves the computation to this device, before any adapter is loaded. `make`: builds a table for a layer's
@@ -123,9 +123,9 @@ class LoraTargets:
         for site, modules, num_inputs in self._layers():
             site.table, site.there = None, make(modules, num_inputs)
 
-    def _layers(self) -> list[tuple[Site, list[slice], int]]:
+    def _layers(self) -> list[tuple[LinearAdapters, list[slice], int]]:
         """Returns layers that compute all rows of a step, with their modules' output slices and number of inputs."""
-        found: dict[int, tuple[Site, list[slice], int]] = {}
+        found: dict[int, tuple[LinearAdapters, list[slice], int]] = {}
         for site, part in self.linear.values():
             if site.rows is self.rows:
                 found.setdefault(id(site), (site, [], part.in_features))[1].append(part.outputs)
@@ -137,7 +137,7 @@ class LoraTargets:
             self.rows.use(batch.adapted_rows)
         else:
             self.rows.begin(batch.adapters, batch.query_lens)
-        if not self.rows.is_elsewhere:  # on a device only layers that compute all rows of a step have adapters
+        if not self.rows.is_on_device:  # on a device only layers that compute all rows of a step have adapters
             self.head_rows.take(self.rows, batch.sample_rows)
 
     @contextmanager
@@ -146,7 +146,7 @@ class LoraTargets:
 
         Modules that did not compute exactly these rows once take no adapters.
         """
-        sites: list[Site | EmbeddingSite | RoutedRows] = [
+        sites: list[LinearAdapters | EmbeddingAdapters | RoutedRows] = [
             site for site, _ in self.linear.values() if not isinstance(site.rows, RoutedRows)
         ]
         sites += [*self.experts.values(), *([self.embedding[1]] if self.embedding is not None else [])]
@@ -168,7 +168,7 @@ class LoraTargets:
         for site in sites:
             site.nums_rows = None
 
-    def take_from(self, old: LoraTargets) -> None:
+    def move_adapters_from(self, old: LoraTargets) -> None:
         """Takes over the adapters of `old`, of the same model loaded before; these targets have no adapters yet."""
         self.rows.place, self.rows.places = old.rows.place, old.rows.places
         for name, (site, _) in self.linear.items():

@@ -48,7 +48,7 @@ class PromptAdapters(SlotTable[PromptFolder]):
         mark(self._device).wait()  # launches of other threads do not wait for this thread's
         log.info("prompt adapter %s: %d virtual tokens of %s", folder.digest[:20], folder.num_tokens, folder.path)
 
-    def take_away(self, slot: int) -> None:
+    def clear_slot(self, slot: int) -> None:
         mark(self._device).wait()  # steps that use the adapter may be launched but not finished
         del self._loaded[slot]
 

@@ -17,8 +17,8 @@ import torch
 from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.checkpoints.lora_tensors import LoraTensor, Pair, todays_name
 from pd_cluster.errors import ModelError
-from pd_cluster.model.lora.adapted_linear import LowRank, ModuleFeatures, Site
-from pd_cluster.model.lora.embedding_adapters import EmbeddingSite, Put
+from pd_cluster.model.lora.adapted_linear import LinearAdapters, LowRank, ModuleFeatures
+from pd_cluster.model.lora.embedding_adapters import EmbeddingAdapters, Put
 from pd_cluster.model.lora.expert_adapters import BOTH, DOWNS
 from pd_cluster.model.lora.lora_targets import LoraTargets
 from pd_cluster.model.parallel.parallel_plan import WHOLE, WeightCut
@@ -70,7 +70,7 @@ class TensorPlacement:
         puts += [self._whole_part(name, stored) for name, stored in tensors.wholes.items()]
         for name, stored in tensors.copies.items():
             self._check_copy(name, stored)
-        found: dict[int, tuple[Site, list[tuple[slice, LowRank]]]] = {}
+        found: dict[int, tuple[LinearAdapters, list[tuple[slice, LowRank]]]] = {}
 
         def add(name: str, low: LowRank) -> None:
             key = self._key_of(name)
@@ -95,7 +95,7 @@ class TensorPlacement:
         tensors, head = self._folder.tensors, self._places.head
         ends = [*tensors.embeddings, *tensors.wholes, *tensors.experts]
         ends += [name for name in tensors.modules if head is not None and self._key_of(name) == head[0]]
-        if self._places.rows.is_elsewhere and ends:
+        if self._places.rows.is_on_device and ends:
             raise ModelError(
                 f"{self._numbers.place(ends[0])}: on this device only linear layers of decoder layers have adapters; "
                 "serve this adapter on CPUs"
@@ -153,7 +153,7 @@ class TensorPlacement:
         low = self._numbers.pair(name, pair)
         return lambda slot: site.put(slot, low)
 
-    def _embedding_site(self, name: str) -> EmbeddingSite:
+    def _embedding_site(self, name: str) -> EmbeddingAdapters:
         if self._places.embedding is None or self._places.embedding[0] != self._key_of(name):
             raise ModelError(
                 f"{self._numbers.place(name)}: this model has no embedding of this name that can have adapters"
@@ -247,7 +247,7 @@ class AdapterTensors:
         return (found if keeps_dtype else found.float()).view(stored.shape).clone()
 
 
-def _put(site: Site, parts: Sequence[tuple[slice, LowRank]], slot: int) -> None:
+def _put(site: LinearAdapters, parts: Sequence[tuple[slice, LowRank]], slot: int) -> None:
     site.put(slot, parts)
 
 

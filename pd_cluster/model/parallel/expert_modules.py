@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from pd_cluster.errors import ModelError, called
-from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
-from pd_cluster.model.layers.expert_weights import HeldExperts
+from pd_cluster.model.layers.expert_share import ExpertShare, RankExperts
+from pd_cluster.model.layers.expert_weights import UnpackedExperts
 from pd_cluster.model.layers.packed_modules import PackedExperts
 from pd_cluster.model.parallel.rank_tensors import OwnFiles
 
@@ -25,7 +25,7 @@ class ParallelExperts(torch.nn.Module):
         super().__init__()
         self.inner = inner
         self._num_own = len(share.own(num_experts))
-        self._own = OwnExperts(share, num_experts)
+        self._own = RankExperts(share, num_experts)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self._own.through(self._compute, x, chosen, weights)
@@ -34,7 +34,9 @@ class ParallelExperts(torch.nn.Module):
         self._own.take_part(self._compute)
 
     def _compute(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if not isinstance(self.inner, PackedExperts | HeldExperts):  # other modules do not ignore indexes past the end
+        if not isinstance(
+            self.inner, PackedExperts | UnpackedExperts
+        ):  # other modules do not ignore indexes past the end
             is_here = chosen < self._num_own
             chosen, weights = chosen.where(is_here, 0), weights.where(is_here, 0.0)
         found: torch.Tensor = self.inner(x, chosen, weights)

@@ -34,9 +34,15 @@ def _refused(plan: LoadPlan, is_fused: bool) -> Iterator[tuple[str, str]]:
     config, adapters = plan.config, plan.config.adapters
     if plan.device.is_accelerator and not is_fused:
         backend = f"{called('attention_backend')} {config.attention_backend}"
-        yield f"{called('device')} {plan.device.kind}", f"but {backend} has no kernels for states on this device; use cpu"
+        yield (
+            f"{called('device')} {plan.device.kind}",
+            f"but {backend} has no kernels for states on this device; use cpu",
+        )
     if config.kv_host_cache_gib:
-        yield f"{called('kv_host_cache')} {config.kv_host_cache_gib:g}", "which lower tiers cannot hold; remove the setting"
+        yield (
+            f"{called('kv_host_cache')} {config.kv_host_cache_gib:g}",
+            "which lower tiers cannot hold; remove the setting",
+        )
     if config.speculation.methods:
         methods = ", ".join(config.speculation.methods)
         yield f"{called('speculative_config')}: {methods}", "which wrong drafts would change; remove the setting"
@@ -45,7 +51,10 @@ def _refused(plan: LoadPlan, is_fused: bool) -> Iterator[tuple[str, str]]:
     if adapters.enable_lora:
         yield called("enable_lora"), "and such layers cannot have adapters; remove the setting"
     if plan.checkpoint.is_unproven:
-        yield f"{called('try_unlisted')} {plan.checkpoint.model_type}", "and unlisted types with states are not supported"
+        yield (
+            f"{called('try_unlisted')} {plan.checkpoint.model_type}",
+            "and unlisted types with states are not supported",
+        )
     keeps = config.enable_prefix_caching and config.mamba_cache_mode == "align"
     if keeps and config.mamba_block_size is not None and config.mamba_block_size % plan.block_size:
         yield (

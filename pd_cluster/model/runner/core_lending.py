@@ -18,7 +18,7 @@ WEIGHT = 0.3  # of the newest step in the moving average
 
 
 @dataclass(slots=True)
-class _Way:
+class _StepTimes:
     """The measured times of steps of similar size, either with lent cores or without."""
 
     tried_s: float
@@ -38,8 +38,8 @@ class _Way:
 class CoreLending:
     """Measures the steps of one rank: call `begin`, `takes` between layers, then `end`; any clock with seconds."""
 
-    _ways: dict[int, tuple[_Way, _Way]] = field(default_factory=dict)  # size -> (without, with)
-    _pair: tuple[_Way, _Way] | None = None
+    _ways: dict[int, tuple[_StepTimes, _StepTimes]] = field(default_factory=dict)  # size -> (without, with)
+    _pair: tuple[_StepTimes, _StepTimes] | None = None
     _is_wanted: bool = True
     _is_clean: bool = False  # more cores were offered during the whole step so far
     _began_s: float = 0.0
@@ -49,7 +49,7 @@ class CoreLending:
         self._is_wanted = True
         if num_tokens > MOST_TOKENS:
             return
-        own, lent = self._pair = self._ways.setdefault(num_tokens.bit_length(), (_Way(now_s), _Way(now_s)))
+        own, lent = self._pair = self._ways.setdefault(num_tokens.bit_length(), (_StepTimes(now_s), _StepTimes(now_s)))
         self._is_clean = True
         self._began_s = now_s
         for each in (lent, own):

@@ -21,7 +21,7 @@ from pd_cluster.model.graphs.decode_graphs import sizes_of
 from pd_cluster.model.graphs.prompt_graphs import sizes_up_to
 from pd_cluster.model.graphs.step_graphs import capture_graphs, check_prompt_graphs, why_eager
 from pd_cluster.model.kernels.cuda_speedups import numerics_name
-from pd_cluster.model.language_model.adapter_devices import put_adapters
+from pd_cluster.model.language_model.adapter_devices import place_adapters
 from pd_cluster.model.language_model.cache_declaration import has_states, layouts_of
 from pd_cluster.model.language_model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM
@@ -75,7 +75,7 @@ def load_runner(
             layouts, twin = _layouts_for(plan, parts), _twin_layout(plan.draft, parts.draft)
             eager = why_eager(plan, parts.model, layouts[0]) if device.is_accelerator else ""
             memory = _allocate(plan, layouts, twin, _peak_nbytes(plan, parts, layouts, eager), undo)
-            held = _hold_adapters(plan, parts, layouts[0])
+            held = _load_adapters(plan, parts, layouts[0])
             proof = _prove(plan, parts.model, memory.pools)
         if plan.draft is not None and parts.draft is not None and memory.twin is not None:
             with trial(plan.draft.checkpoint):
@@ -163,13 +163,13 @@ def _allocate_groups(
     return KVMemory(tuple(pools), tuple(swaps), least(sizes.max_num_seqs))
 
 
-def _hold_adapters(plan: LoadPlan, parts: LoadedParts, layout: KVLayout) -> ModelAdapters:
+def _load_adapters(plan: LoadPlan, parts: LoadedParts, layout: KVLayout) -> ModelAdapters:
     """Returns the holder of adapters, with those that the settings name. Only the model has adapters, not its draft
     head.
     """
     settings, device, model = plan.config.adapters, plan.device, parts.model
     if device.is_accelerator and model.adapters is not None:
-        put_adapters(model.adapters.places, settings, device, plan.dtype)
+        place_adapters(model.adapters.places, settings, device, plan.dtype)
     held = ModelAdapters(model, layout.without_head, settings, device)
     held.load_named(settings)
     return held

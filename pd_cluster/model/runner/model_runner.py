@@ -257,12 +257,12 @@ class ModelRunner:
     def encoded(self) -> EncoderTotals:
         return EncoderTotals() if self.tower is None else self.tower.encoded
 
-    def sparing_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
+    def without_foreign_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
         """Returns the parts of pictures for another rank of a step; pixels are omitted if that rank has the features,
         too.
         """
         assert self.tower is not None or not parts
-        return [] if self.tower is None else self.tower.sparing_pixels(parts, rank)
+        return [] if self.tower is None else self.tower.without_foreign_pixels(parts, rank)
 
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None

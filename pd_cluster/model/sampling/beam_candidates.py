@@ -40,7 +40,7 @@ def candidates_of(logits: Tensor, best: Floats, ends: Sequence[Ints], widths: Se
     return rows
 
 
-def told_of(
+def with_client_logprobs(
     logits: Tensor, best: Floats, found: Sequence[list[Candidate]], num_top: Sequence[int]
 ) -> list[list[Candidate]]:
     """Returns the same candidates with logprobs for clients, computed from the model's own logits."""

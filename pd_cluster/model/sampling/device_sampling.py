@@ -25,11 +25,11 @@ from pd_cluster.model.sampling.logit_adjustments import (
     adjusts,
     change,
     edit_ahead,
+    edit_arrays,
     limit,
-    numbers_of,
 )
-from pd_cluster.model.sampling.row_logprobs import PendingLogprobs, counts_of, numbers_there
-from pd_cluster.model.sampling.row_passes import BLOCK_SIZE, best_there, mended, weights_of
+from pd_cluster.model.sampling.row_logprobs import PendingLogprobs, counts_of, logprob_values
+from pd_cluster.model.sampling.row_passes import BLOCK_SIZE, best_on_device, mended, weights_of
 from pd_cluster.model.sampling.sampler import uniforms
 from pd_cluster.model.sampling.token_draw import DrawParameters
 from pd_cluster.types import Request
@@ -60,7 +60,7 @@ def choose(
     if last_ids is None or unknown is None:
         unknown = [last_ids is not None] * len(requests)
     positions = [len(r.output_token_ids) + n for r, n in zip(requests, unknown, strict=True)]
-    token_ids, best = best_there(logits)
+    token_ids, best = best_on_device(logits)
     adjusted = [i for i, r in enumerate(requests) if adjusts(r.sampling, positions[i])]
     apart = frozenset(adjusted)
     as_they_are = [i for i in range(len(requests)) if i not in apart] if apart else range(len(requests))
@@ -89,7 +89,7 @@ def tell(logits: Tensor, token_ids: Tensor, requests: Sequence[Request], device:
         part = slice(few[0], few[-1] + 1)
         at = there["rows"][part]
         own, chosen = logits.index_select(0, at), token_ids.index_select(0, at)
-        parts.append(numbers_there(own, chosen, there["nums"][part], max(nums)))
+        parts.append(logprob_values(own, chosen, there["nums"][part], max(nums)))
     return PendingLogprobs(rows, nums, vocab_size, torch.cat(parts))
 
 
@@ -119,7 +119,7 @@ def _changes(
     return {
         "at": np.array(at, dtype=np.int64),
         "spare": np.array(spare, dtype=np.int64),
-        **numbers_of(edits, vocab_size),
+        **edit_arrays(edits, vocab_size),
     }
 
 
@@ -135,11 +135,11 @@ def _adjusted(
     table, fallback = mended(logits.index_select(0, at)), token_ids.index_select(0, at)
     limit(table, there)
     if "limited" in there:
-        allowed, _ = best_there(table)
+        allowed, _ = best_on_device(table)
         allowed = torch.where(_at(table, allowed) > -math.inf, allowed, spare)
         fallback = torch.where(spare >= 0, allowed, fallback)
     change(table, there, None if last_ids is None else last_ids.index_select(0, at))
-    found, best = best_there(table)
+    found, best = best_on_device(table)
     is_left = _at(table, found) > -math.inf
     return table, torch.where(is_left, found, fallback), torch.where(is_left, best, 0.0)
 

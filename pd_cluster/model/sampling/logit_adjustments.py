@@ -192,13 +192,13 @@ def restrict(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.uint32]]]) ->
 
 def apply(logits: Tensor, edits: Sequence[LogitEdit]) -> None:
     """Changes logits [num_rows, vocab_size] in place, all rows at once; at most one edit per row."""
-    numbers = numbers_of(edits, logits.shape[1])
+    numbers = edit_arrays(edits, logits.shape[1])
     there = {name: torch.from_numpy(array).to(logits.device) for name, array in numbers.items()}
     limit(logits, there)
     change(logits, there)
 
 
-def numbers_of(edits: Sequence[LogitEdit], vocab_size: int) -> dict[str, NDArray[Any]]:
+def edit_arrays(edits: Sequence[LogitEdit], vocab_size: int) -> dict[str, NDArray[Any]]:
     """Returns the arrays that `limit` and `change` need, without unused ones. Positions index the flattened logits."""
     found: dict[str, NDArray[Any]] = {}
 

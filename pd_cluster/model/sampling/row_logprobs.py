@@ -27,7 +27,7 @@ from pd_cluster.model.sampling.row_passes import (
 )
 from pd_cluster.types import Logprobs
 
-NUM_COLUMNS = 3  # written by `logprobs_there` for each row before the most likely tokens
+NUM_COLUMNS = 3  # written by `logprob_values` for each row before the most likely tokens
 
 
 def logprobs_of(logits: Tensor, best: Floats, token_ids: Ints, num_top: Sequence[int]) -> list[Logprobs]:
@@ -55,7 +55,7 @@ class PendingLogprobs(NamedTuple):
     rows: list[int]  # the rows of these logprobs
     nums: list[int]  # number of most likely tokens for each row
     vocab_size: int
-    numbers: Tensor  # the result of `logprobs_there`, one row each
+    numbers: Tensor  # the result of `logprob_values`, one row each
 
 
 def counts_of(nums: Sequence[int], vocab_size: int) -> list[int]:
@@ -63,7 +63,7 @@ def counts_of(nums: Sequence[int], vocab_size: int) -> list[int]:
     return [min(max(num, 0), vocab_size) for num in nums]
 
 
-def numbers_there(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int) -> Tensor:
+def logprob_values(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int) -> Tensor:
     """Computes the input of `logprobs_from` on the logits' device, without waiting; [num_rows, num_values] int32.
 
     Takes rows of logits [num_rows, vocab_size], a token of each row, and how many most likely tokens each row wants

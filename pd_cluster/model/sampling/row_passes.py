@@ -58,7 +58,7 @@ def peaks(logits: Tensor, fallback: Callable[[int], int] = lambda row: 0) -> tup
     return token_ids, best
 
 
-def best_there(logits: Tensor) -> tuple[Tensor, Tensor]:
+def best_on_device(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Returns each row's most likely token, int64, and its logit, float32; [num_rows], on the device, without waiting.
 
     It works like `peaks`: the lowest id among equals, NaN counts as -inf, +inf as the largest float32, and a row

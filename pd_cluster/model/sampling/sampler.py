@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pd_cluster.model.sampling.beam_candidates import candidates_of, ends_of, told_of
+from pd_cluster.model.sampling.beam_candidates import candidates_of, ends_of, with_client_logprobs
 from pd_cluster.model.sampling.grammar_masks import TokenMask
 from pd_cluster.model.sampling.logit_adjustments import LogitEdit, adjustment_of, adjusts, apply, restrict
 from pd_cluster.model.sampling.row_logprobs import logprobs_of
@@ -154,7 +154,7 @@ class Sampler:
         found = candidates_of(work, best_left, ends, [p.beam_width for p in params])
         if told := [i for i, p in enumerate(params) if p.logprobs is not None]:
             index = np.array(told)
-            asked = told_of(
+            asked = with_client_logprobs(
                 rows_of(logits, index), best[index], [found[i] for i in told], [params[i].logprobs or 0 for i in told]
             )
             for i, row in zip(told, asked, strict=True):

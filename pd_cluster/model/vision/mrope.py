@@ -38,7 +38,7 @@ class SectionsRotaryEmbedding(torch.nn.Module):
         return cos, sin
 
 
-def put_sections(model: Any, checkpoint: Checkpoint, device: Device) -> None:
+def install_mrope(model: Any, checkpoint: Checkpoint, device: Device) -> None:
     """Replaces a text model's rotary embedding before it is fused, if pictures rotate by sections. Raises
     ModelError.
     """

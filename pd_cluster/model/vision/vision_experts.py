@@ -77,7 +77,9 @@ def as_text_model(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def put_experts(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: Device, group: Group) -> None:
+def install_vision_experts(
+    model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: Device, group: Group
+) -> None:
     """Adds the picture experts to the text experts. Raises ModelError if the weights do not match."""
     num_experts, width = int(checkpoint.config["moe_num_experts"]), _width(checkpoint)
 

@@ -74,7 +74,7 @@ class Tower:
             return tuple(parts)
         return tuple(part._replace(is_landed=part.key in self.landed) for part in parts)
 
-    def sparing_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
+    def without_foreign_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
         """Returns a step's parts for another rank, with the pixels of only those pictures that it computes."""
         own = {key for key, owner in self._owners(parts).items() if owner == rank}
         return [

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from pd_cluster.errors import ModelError, called
-from pd_cluster.model.layers.linear_weight import HeldLinear, WeightTensors
+from pd_cluster.model.layers.linear_weight import UnpackedLinear, WeightTensors
 from pd_cluster.model.weights.load_time_quantization import encoded
 from pd_cluster.model.weights.weight_forms import form_of
 
@@ -29,4 +29,4 @@ def quantize_head(model: Any, scheme: str) -> None:
     parts = {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
     if head.bias is not None:
         parts["bias"] = head.bias.detach()
-    model.set_submodule(path, HeldLinear(WeightTensors(form_of(parts, path), parts, weight.dtype), weight.shape))
+    model.set_submodule(path, UnpackedLinear(WeightTensors(form_of(parts, path), parts, weight.dtype), weight.shape))

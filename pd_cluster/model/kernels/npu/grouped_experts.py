@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import linear
 
 from pd_cluster.model.kernels.npu.grouped_matmul import grouped_of
-from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
+from pd_cluster.model.layers.expert_share import ExpertShare, RankExperts
 from pd_cluster.model.layers.expert_weights import ExpertWeights
 from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, Gates
 
@@ -34,7 +34,7 @@ class NpuGroupedExperts:
         self._router = weight.clone()  # [experts that the router knows, hidden_size]
         self._router_bias = router.bias
         self._routing = router.routing
-        self._own = None if share is None else OwnExperts(share, len(weight))
+        self._own = None if share is None else RankExperts(share, len(weight))
         self._num_experts = len(weights.down)
         gate_up, down, self._rows = weights.gate_up.whole(), weights.down.whole(), weights.rows
         self._gate_up, self._down = grouped_of(gate_up), grouped_of(down)

@@ -124,7 +124,7 @@ class NpuAttention:
         scoring: Scoring,
     ) -> torch.Tensor:
         """Writes the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
-        if self._goes_by_sdpa(batch):
+        if self._uses_sdpa(batch):
             return sdpa.write_and_attend(layer_idx, query, keys, values, batch, scoring)
         write_kv(layer_idx, keys.contiguous(), values.contiguous(), batch)
         batch.layer_written(layer_idx, scoring.sliding_window)
@@ -147,7 +147,7 @@ class NpuAttention:
         found = _call(query, keys, values, planned, scoring, options)
         return found if self.way == "TND" else found[:, 0]
 
-    def _goes_by_sdpa(self, batch: ForwardBatch) -> bool:
+    def _uses_sdpa(self, batch: ForwardBatch) -> bool:
         """Whether prompts have unsupported head sizes, or tokens see later tokens."""
         is_batched = self.way == "BSND" and len(batch.query_lens) != batch.num_tokens
         return is_batched or batch.key_limits is not None

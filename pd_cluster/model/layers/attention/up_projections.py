@@ -11,7 +11,7 @@ from pd_cluster.model.layers.attention.latent_attention import UpProjection
 from pd_cluster.model.layers.linear_weight import weight_of
 
 
-def put_up_projections(model: torch.nn.Module) -> list[UpProjection]:
+def split_up_projections(model: torch.nn.Module) -> list[UpProjection]:
     """Splits the `kv_b_proj` of each layer, unless it is split already; returns the results.
 
     Raises ModelError if it has a bias.

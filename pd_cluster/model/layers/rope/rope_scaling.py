@@ -37,7 +37,7 @@ class LengthRotary(torch.nn.Module):
         super().__init__()
         self.rotary = rotary
         self.batch: ForwardBatch | None = None
-        self.is_left_alone = False  # transformers decides, in whole forward passes that serve as a reference
+        self.uses_transformers_rule = False  # transformers decides, in whole forward passes that serve as a reference
         self._rope = rope
         self._short: torch.Tensor = rotary.original_inv_freq
         self._turn: Callable[..., Turns] = inspect.unwrap(type(rotary).forward)  # without transformers' own decision
@@ -45,7 +45,7 @@ class LengthRotary(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Turns:
         """Takes `position_ids` [1, num_tokens]. Outside of a step, they all belong to one short request."""
-        if self.is_left_alone:
+        if self.uses_transformers_rule:
             self.rotary.inv_freq = self._short.to(x.device, copy=True)  # some code writes to it
             self.rotary.max_seq_len_cached = self.rotary.original_max_seq_len
             found: Turns = self.rotary(x, position_ids)
@@ -139,7 +139,7 @@ def _kinds(rotary: Any) -> tuple[str, ...]:
     return tuple(found.values()) if isinstance(found, dict) else (str(found),)
 
 
-def put_lengths(model: torch.nn.Module, rope: RopeScaling) -> None:
+def install_length_rotary(model: torch.nn.Module, rope: RopeScaling) -> None:
     """Replaces the rotary embeddings that depend on the length. Raises ModelError if that is impossible."""
     if not rope.kind:
         return

@@ -35,13 +35,17 @@ def turn(module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str) -> tu
     return found
 
 
-def turn_once(module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+def doubled_tables(
+    module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Doubles tables that contain each angle only once (gpt-oss)."""
     cos, sin = turn(module, x, positions, kind)
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
-def turn_complex(module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+def complex_tables(
+    module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Splits tables that have one complex number per angle (DeepSeek-V2)."""
     angles = module(x, positions)
     cos, sin = angles.real, angles.imag

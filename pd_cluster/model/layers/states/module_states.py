@@ -64,7 +64,7 @@ class SequenceCache:
         return state
 
 
-class DrivenState:
+class RecurrentForward:
     """Replaces a recurrent module's forward; `batch` None calls the original, for transformers without a pool."""
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -122,15 +122,15 @@ class DrivenState:
                     plane[each.keep] = plane[each.block]
 
 
-def drive(model: torch.nn.Module) -> list[DrivenState]:
-    """Replaces the forward of each recurrent module by a DrivenState; returns these in layer order.
+def drive(model: torch.nn.Module) -> list[RecurrentForward]:
+    """Replaces the forward of each recurrent module by a RecurrentForward; returns these in layer order.
 
-    A module whose forward is replaced already keeps its DrivenState.
+    A module whose forward is replaced already keeps its RecurrentForward.
     """
     found = []
     for module in state_modules(model).values():
-        if not isinstance(module.forward, DrivenState):
-            module.forward = DrivenState(module)
+        if not isinstance(module.forward, RecurrentForward):
+            module.forward = RecurrentForward(module)
         found.append(module.forward)
     return found
 

@@ -38,7 +38,7 @@ class ExpertMatrices:
         return cls((num_experts, num_outputs, num_inputs), tensors, codes, bias)
 
     @classmethod
-    def taken_over(cls, weight: LinearWeight) -> ExpertMatrices:
+    def from_weight(cls, weight: LinearWeight) -> ExpertMatrices:
         """Takes over the weight of an ExpertStack."""
         return cls.of(codes_of(weight) or weight.matrix().contiguous(), weight.bias)
 

@@ -13,7 +13,7 @@ from pd_cluster.model.kernels.cuda.elementwise_kernels import ACTIVATIONS, DTYPE
 from pd_cluster.model.kernels.cuda.experts import experts_kernels as kernels
 from pd_cluster.model.kernels.cuda.experts.expert_matrices import BlockMatrices, ExpertMatrices
 from pd_cluster.model.kernels.cuda.linear.triton_linear import ROW_TILES_TOGETHER, Tiling, TritonLinear
-from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
+from pd_cluster.model.layers.expert_share import ExpertShare, RankExperts
 from pd_cluster.model.layers.expert_weights import ExpertWeights
 from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, Routing
 from pd_cluster.model.layers.packed_linear import Linear, PlainLinear
@@ -68,7 +68,7 @@ class TritonGroupedExperts:
         assert num_experts == (self._num_routed if share is None else len(share.own(self._num_routed)))
         assert share is None or matrices.rows is None  # a share has whole experts
         assert 0 < router.routing.top_k <= self._num_routed
-        self._own = None if share is None else OwnExperts(share, self._num_routed, torch.int32)
+        self._own = None if share is None else RankExperts(share, self._num_routed, torch.int32)
         self._router_dtype = torch.float32 if router.routing.in_float32 else router.weight.dtype
         self._is_deterministic = is_deterministic
         linear = TritonLinear if is_deterministic else PlainLinear
@@ -86,7 +86,7 @@ class TritonGroupedExperts:
         is_deterministic: bool = False,
     ) -> TritonGroupedExperts:
         """Takes over the router's weight and those of the experts."""
-        gate_up, down = (ExpertMatrices.taken_over(each.whole()) for each in (weights.gate_up, weights.down))
+        gate_up, down = (ExpertMatrices.from_weight(each.whole()) for each in (weights.gate_up, weights.down))
         return cls(router, BlockMatrices(gate_up, down, weights.rows), activation, share, is_deterministic)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from pd_cluster.native.packed_products import Linear
 
 
-class RowGather(Protocol):
+class JoinedRows(Protocol):
     """The methods of `Group` (model/parallel) that are needed here."""
 
     rank: int
@@ -28,7 +28,7 @@ class RowGather(Protocol):
 class WholeRows:
     """`outputs`: this rank's outputs, [start, stop) of `num_outputs`."""
 
-    ranks: RowGather
+    ranks: JoinedRows
     outputs: tuple[int, int]
     num_outputs: int
 

@@ -2,6 +2,6 @@
 
 import os
 
-# MKL multiplies attention's small matrices on CPUs. By default its bits depend on where a thread's buffers lie in
-# memory, at least on AMD's processors; in this mode they do not. It is read at MKL's first product.
+# MKL multiplies attention's small matrices on CPUs. By default its bits depend on where a thread's buffers are in
+# memory, at least on AMD processors; in this mode they do not. MKL reads the variable at its first product.
 os.environ.setdefault("MKL_CBWR", "AUTO")

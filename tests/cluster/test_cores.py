@@ -44,7 +44,7 @@ def cluster(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[L
 
 def num_changes(cluster: LiveCluster, name: str) -> int:
     """How often the threads of its steps have changed."""
-    return cluster.log_file(name).read_text().count("a step continues with")
+    return cluster.log_file(name).read_text().count("step continues with")
 
 
 def complete_all(cluster: LiveCluster, model: Path, seed: int, num_requests: int = 24) -> None:

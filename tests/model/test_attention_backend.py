@@ -74,7 +74,7 @@ def test_what_is_not_installed(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
         with pytest.raises(ConfigError, match=f"--attention-backend flashinfer: {lacks}"):
             check_backend("flashinfer", 16, CUDA)
     assert choose_attention("auto", CONFIG, LAYOUT, CUDA) == choice.SDPA
-    assert "attention by SDPA, sequence by sequence, which is slow: Triton is not installed" in caplog.text
+    assert "attention runs on SDPA, sequence by sequence, which is slow: Triton is not installed" in caplog.text
     with pytest.raises(ConfigError, match="--attention-backend triton: Triton is not installed"):
         choose_attention("triton", CONFIG, LAYOUT, CUDA)
 

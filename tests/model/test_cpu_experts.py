@@ -12,7 +12,7 @@ import torch
 from pd_cluster.model.kernels.cpu.decoder_layers import ACTIVATIONS
 from pd_cluster.model.kernels.cpu.ops import CpuOps
 from pd_cluster.model.layers import expert_weights
-from pd_cluster.model.layers.expert_weights import through_experts
+from pd_cluster.model.layers.expert_weights import apply_experts
 from pd_cluster.model.layers.gated_mlp import Activation
 from pd_cluster.model.layers.ops import TorchOps
 from pd_cluster.model.layers.packed_linear import Linear
@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
     def one_by_one(self, ops: CpuOps, activation: Activation, *given: torch.Tensor) -> torch.Tensor:
         layers = self.gate_ups.__getitem__, self.downs.__getitem__
-        return through_experts(layers, len(self.downs), lambda x: ops.gate(x, activation), *given)
+        return apply_experts(layers, len(self.downs), lambda x: ops.gate(x, activation), *given)
 
 
 def layer(form: str, weight: torch.Tensor, bias: torch.Tensor | None, flags: tuple[str, ...]) -> Linear | None:
@@ -150,7 +150,7 @@ def test_a_model_computes_them_so(checkpoint: Callable[[str], Path], monkeypatch
     if bf16_way() is None:
         pytest.skip("the kernels cannot be compiled here")
     folder, prompts = checkpoint("granitemoe"), prompts_of(1)
-    monkeypatch.setattr(expert_weights, "through_experts", lambda *_: pytest.fail("experts are computed one by one"))
+    monkeypatch.setattr(expert_weights, "apply_experts", lambda *_: pytest.fail("experts are computed one by one"))
     together = numbers(folder, prompts)
     assert numbers(folder, prompts, alone=True) == together
     chunked = numbers(folder, prompts, max_num_batched_tokens=24)

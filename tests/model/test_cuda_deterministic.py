@@ -73,7 +73,7 @@ def test_models_that_are_not_fused_are_refused_by_name(checkpoint: Callable[[str
     folder = Checkpoint.open(str(checkpoint("opt")))
     model = load_plain(folder, "float32", CPU)
     assert why_not_deterministic(model) == why
-    with pytest.raises(ConfigError, match=rf"--deterministic: {why}.*leave it out"):
+    with pytest.raises(ConfigError, match=rf"--deterministic: {why}.*remove"):
         check_rows(model, folder, logn_of(folder))
     folder = Checkpoint.open(str(checkpoint("llama")))
     model = load_plain(folder, "float32", CPU)

@@ -244,7 +244,7 @@ def test_without_memory_for_a_graph_steps_run_eagerly(
     world = World(model, refuse=lambda n: error if n else None)
     steps = [one_token_each(num_seqs) for num_seqs in (1, 2, 4, 1)]
     assert [world.graphs.compute(step) is not None for step in steps] == [True, False, False, True]
-    assert caplog.text.count("no memory is left after 1 graphs; a lower --gpu-memory-utilization") == 1
+    assert caplog.text.count("no memory is left after 1 graphs; lower --gpu-memory-utilization") == 1
     with pytest.raises(type(error)):
         world.use(is_alone=False).compute(one_token_each(1))
 
@@ -273,7 +273,7 @@ def test_after_a_refusal_no_rank_captures_more_and_one_graph_is_given_back(
     assert told == [True, True, True, who == "another rank"]
     assert [size for size, _ in graphs.captured] == [16, 2]
     why = "stream resource insufficient" if who == "this rank" else "another rank holds no more"
-    assert f"2 decode graphs, and no more: {why}; steps" in caplog.text
+    assert f"captured 2 decode graphs, no more: {why}; steps" in caplog.text
     assert graphs.compute(one_token_each(3)) is not None
 
 

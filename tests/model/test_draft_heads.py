@@ -266,5 +266,5 @@ def test_another_head_in_its_place_after_a_sleep(tmp_path: Path) -> None:
     core = Headed(target, Speculation(methods=("eagle3",), model=str(folder))).core()
     core.runner.sleep(2)
     make_eagle3_head(folder, target, seed=1, **TAPS)
-    with pytest.raises(ModelError, match="another draft head than before the sleep"):
+    with pytest.raises(ModelError, match="the draft head has changed during the sleep"):
         core.runner.sleep(0)

@@ -304,15 +304,18 @@ def test_what_cannot_be_spread_is_refused_by_name(checkpoint: Checkpoints) -> No
     adapters = AdapterSettings(enable_lora=True)
     assert "--data-parallel-size 2: --enable-lora: adapters" in refusal(sparse, adapters=adapters, **pair)
     graphs = refusal(sparse, cuda_speedups=("prompt-graphs",), **pair)
-    assert "--data-parallel-size 2: --cuda-speedups prompt-graphs: no graph has" in graphs
+    assert "--data-parallel-size 2: --cuda-speedups prompt-graphs: steps that exchange rows" in graphs
     head = Speculation(methods=("mtp",))
-    assert "method mtp: weights that draft" in refusal(checkpoint("glm4_moe"), speculation=head, **pair)
+    assert "method mtp: draft models and heads" in refusal(checkpoint("glm4_moe"), speculation=head, **pair)
     draft = Speculation(methods=("draft_model",), model=str(sparse))
-    assert "method draft_model: weights that draft" in refusal(sparse, speculation=draft, **pair)
+    assert "method draft_model: draft models and heads" in refusal(sparse, speculation=draft, **pair)
     assert "longcat_flash has LongcatFlashExperts" in refusal(checkpoint("longcat_flash"), **pair)
     with pytest.raises(ConfigError, match="--data-parallel-size 2: the instances of a unit exchange rows"):
         load_runner(EngineConfig(model=str(sparse), data_parallel_size=2))
-    with pytest.raises(ConfigError, match="only whole experts of gpt_oss are spread"), ranks(checkpoint("gpt_oss"), 2):
+    with (
+        pytest.raises(ConfigError, match="only whole experts of gpt_oss can be spread"),
+        ranks(checkpoint("gpt_oss"), 2),
+    ):
         pass
 
 

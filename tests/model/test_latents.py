@@ -94,7 +94,7 @@ def test_what_does_not_fit_is_refused(checkpoint: Checkpoints) -> None:
     for backend in ("flashinfer", "triton"):
         with pytest.raises(ConfigError, match=rf"--attention-backend {backend}: latent attention .* use auto, or sdpa"):
             choose_attention(backend, None, layout, Device("cuda", 0))
-    with pytest.raises(ConfigError, match=r"--deterministic: latent attention .* leave it out"):
+    with pytest.raises(ConfigError, match=r"--deterministic: latent attention .* remove it"):
         choose_attention("auto", None, layout, Device("cuda", 0), is_deterministic=True)
     heads = KVLayout(1, 1, keys_and_values(40), 16, "bfloat16")
     with pytest.raises(LinkError, match="planes is k, v on the prefill instance and latent, rope on the decode"):
@@ -165,4 +165,4 @@ def test_layers_that_predict_further_tokens_are_left_out(
     with caplog.at_level("INFO"):
         (output,) = generate(make_core(tmp_path, num_blocks=32), [prompt], GREEDY)
     assert output == reference_greedy(folder, prompt, GREEDY.max_tokens)
-    assert f"{len(further)} tensors of layers behind the last one are left out" in caplog.text
+    assert f"{len(further)} tensors of layers after the last one are ignored" in caplog.text

@@ -38,8 +38,8 @@ Checkpoints = Callable[..., Path]
 # Architectures that are not on the list, and why each of them must not be.
 OUTSIDE: dict[str, tuple[dict[str, Any], str]] = {
     "mpt": ({"d_model": 64, "n_heads": 4, "n_layers": 3}, "mpt cannot run with paged attention"),
-    "doge": ({}, "DogeAttention attends with attention_mask, which the paged attention does not know"),
-    "jamba": ({}, r"layer_types \['linear_attention'\]: only full, sliding and indexed are supported"),
+    "doge": ({}, "DogeAttention attends with attention_mask, which paged attention does not support"),
+    "jamba": ({}, r"layer_types \['linear_attention'\]: only full, sliding and indexed attention are supported"),
 }
 
 
@@ -150,14 +150,14 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path, architecture: str
     weights = load_file(file)
     weights["model.layers.1.mlp.down_proj.weight"][3, 5] = value
     save_file(weights, file, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match="logits in float32 are not all numbers: its weights have NaN or infinities"):
+    with pytest.raises(ModelError, match="logits in float32 contain NaN or infinity: the weights contain them"):
         make_core(folder, num_blocks=64)
 
 
 # ---- codes in another order than their config says
 
 
-WARNING = "does not know how 1, 2, 3 goes on"
+WARNING = "cannot continue 1, 2, 3"
 ORDERS = {"as it is": list(range(8)), "even ones first": [0, 2, 4, 6, 1, 3, 5, 7], "backwards": list(range(7, -1, -1))}
 
 
@@ -261,7 +261,7 @@ def test_ranks_that_share_it_are_refused(tmp_path: Path, monkeypatch: pytest.Mon
 
     folder = make(tmp_path, "helium", monkeypatch)
     with (
-        pytest.raises(ModelError, match="--tensor-parallel-size 2: no proof would see a wrong split; use 1"),
+        pytest.raises(ModelError, match="--tensor-parallel-size 2: no check would detect a wrong split; use 1"),
         ranks(folder, 2, num_blocks=64, try_unlisted=("helium",)),
     ):
         pass

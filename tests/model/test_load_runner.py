@@ -24,7 +24,7 @@ from pd_cluster.settings.engine_config import EngineConfig
 Checkpoints = Callable[..., Path]
 
 
-@pytest.mark.parametrize("step", ["SwapSpace", "_hold_adapters", "prove", "capture_graphs", "ModelRunner"])
+@pytest.mark.parametrize("step", ["SwapSpace", "_load_adapters", "prove", "capture_graphs", "ModelRunner"])
 def test_a_failure_leaves_no_pool(step: str, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[KVPool] = []
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pd_cluster.model.lora.adapted_linear import LowRank, Site, StepRows
+from pd_cluster.model.lora.adapted_linear import LinearAdapters, LowRank, StepRows
 from pd_cluster.native import lora_products as native
 
 pytestmark = pytest.mark.skipif(not native.LoraTable.is_possible(), reason="without the C kernels")
@@ -36,7 +36,7 @@ class Layer:
         self.in_features, modules = LAYERS[name]
         self.outputs = outputs_of(modules)
         self.out_features = self.outputs[-1].stop
-        self.site = Site(StepRows())
+        self.site = LinearAdapters(StepRows())
         assert self.site.table is not None
         self.matrices: dict[int, list[tuple[slice, LowRank]]] = {}
         rng = torch.Generator().manual_seed(0)

@@ -23,7 +23,7 @@ from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.engine.step.engine_core import EngineCore
 from pd_cluster.errors import ModelError
 from pd_cluster.model.layers.expert_weights import ExpertLayers
-from pd_cluster.model.lora.device_addition import DevicePlace
+from pd_cluster.model.lora.device_addition import ActivationDevice
 from pd_cluster.model.runner.model_adapters import ModelAdapters
 from pd_cluster.settings.lora_settings import AdapterSettings
 from pd_cluster.types import Request, RequestSpec, Sampling
@@ -274,7 +274,7 @@ def test_experts_on_an_accelerator_do_not_read_their_rows(
     load_named, through = ModelAdapters.load_named, ExpertLayers.through
 
     def load_there(self: ModelAdapters, settings: AdapterSettings) -> None:
-        self._lora_needed.places.rows.place = DevicePlace(torch.device("cpu"), torch.float32)
+        self._lora_needed.places.rows.place = ActivationDevice(torch.device("cpu"), torch.float32)
         load_named(self, settings)
 
     def through_there(self: ExpertLayers, *given: Any) -> torch.Tensor:
@@ -313,19 +313,23 @@ LORA_OF_HEAD = {f"{HEAD}.{A}": (4, 64), f"{HEAD}.{B}": (320, 4)}
 @pytest.mark.parametrize(
     ("saved", "tensors", "why"),
     [
-        ("", {**LORA_OF_HEAD, f"{HEAD}.base_layer.weight": ONES}, "not this model's own"),
+        ("", {**LORA_OF_HEAD, f"{HEAD}.base_layer.weight": ONES}, "differs from this model's weight"),
         (
             "",
             {f"{EMBED}.lora_embedding_A": (4, 9), f"{EMBED}.lora_embedding_B": (64, 4)},
             r"A \[4, 9\] and B \[64, 4\] do not fit .* of 320 tokens",
         ),
         ("lm_head", {f"{HEAD}.weight": (330, 64)}, r"lm_head: shape \[330, 64\]; this model's module has \[320, 64\]"),
-        ("embed_tokens", {f"{EMBED}.weight": ONES * float("nan")}, "embed_tokens: NaN or infinity"),
+        ("embed_tokens", {f"{EMBED}.weight": ONES * float("nan")}, "embed_tokens: contains NaN or infinity"),
         ("lm_head", LORA_OF_HEAD, "'lm_head': the file has no weight of it"),
-        ("lm_head", {**LORA_OF_HEAD, f"{HEAD}.weight": ONES}, "lm_head: the file has this module whole, too"),
-        ("q_norm", {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)}, "q_norm: a module that the adapter has"),
+        ("lm_head", {**LORA_OF_HEAD, f"{HEAD}.weight": ONES}, "lm_head: the file also contains this module as a whole"),
+        (
+            "q_norm",
+            {"model.layers.0.self_attn.q_norm.weight": torch.ones(16)},
+            "q_norm: the adapter replaces this module",
+        ),
         ("", {f"{EXPERT}.{A}": (15, 48), f"{EXPERT}.{B}": (64, 15)}, "A has 15 rows; 4 experts of rank 4 have 16"),
-        ("", {f"{EXPERT}.{A}": (16, 47), f"{EXPERT}.{B}": (64, 16)}, "for neither product of this model's experts"),
+        ("", {f"{EXPERT}.{A}": (16, 47), f"{EXPERT}.{B}": (64, 16)}, "fit neither product of this model's experts"),
         ("", {f"{EXPERT}.4.up_proj.{A}": (4, 64), f"{EXPERT}.4.up_proj.{B}": (48, 4)}, "experts.4.up_proj: this model"),
     ],
 )

@@ -188,24 +188,28 @@ def test_what_has_no_such_head_is_refused_by_name(tmp_path: Path, checkpoint: Ch
         (
             checkpoint("llama"),
             "",
-            "has no model.layers.3.enorm, so no such layer behind its last; give another method",
+            "has no model.layers.3.enorm, so no MTP layer after its last layer; give another method",
         ),
-        (glm, "deepseek_mtp", f"method deepseek_mtp is for deepseek_v3, and {glm} is glm4_moe; give mtp"),
-        (add_mtp_layer(make_checkpoint(tmp_path / "dsa", "deepseek_v32")), "", "layers choose keys by an indexer"),
+        (glm, "deepseek_mtp", f"method deepseek_mtp is for deepseek_v3, but {glm} is glm4_moe; give mtp"),
+        (
+            add_mtp_layer(make_checkpoint(tmp_path / "dsa", "deepseek_v32")),
+            "",
+            "sparse attention draft heads do not support",
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             check_mtp(plan_of(folder, mtp_type))
         assert error in str(caught.value)
     check_mtp(plan_of(glm, "glm4_moe_mtp"))
-    with pytest.raises(ConfigError, match="takes the C kernels, and this model has fused layers, torch kernels"):
+    with pytest.raises(ConfigError, match="needs the C kernels, but this model has fused layers, torch kernels"):
         loaded(glm, attention_backend="sdpa")
     whole = load_file(glm / FILE)
     for change, error in (
         (
             {"eh_proj.weight": whole["model.layers.3.eh_proj.weight"][:, :64]},
-            r"eh_proj: \[64, 64\], and \[64, 128\] is",
+            r"eh_proj: \[64, 64\], but \[64, 128\] is",
         ),
-        ({"mlp.gate.weight": None}, r"lack 1 weights.*gate.*\(layer 0 is here layer 3\)"),
+        ({"mlp.gate.weight": None}, r"lack 1 weights.*gate.*\(layer 0 of this message is layer 3\)"),
     ):
         changed = {**whole, **{f"model.layers.3.{name}": tensor for name, tensor in change.items()}}
         kept = {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}

@@ -157,7 +157,7 @@ def test_without_memory_other_sizes_run_eagerly(model: Model, caplog: pytest.Log
 def test_models_that_cannot_have_them_are_refused() -> None:
     fused = FusedCausalLM.__new__(FusedCausalLM)
     fused.attention, fused.caches = "FlashInfer 1 (sm_90)", ()
-    for model, why in ((Model(), "this model's layers are not fused"), (fused, "attention is by FlashInfer 1")):
+    for model, why in ((Model(), "this model's layers are not fused"), (fused, "its attention runs on FlashInfer 1")):
         check_prompt_graphs(cast(CausalLM, model), ("pdl",))
         with pytest.raises(ConfigError, match=rf"^--cuda-speedups prompt-graphs: {why}"):
             check_prompt_graphs(cast(CausalLM, model), ("prompt-graphs",))

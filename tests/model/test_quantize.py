@@ -126,7 +126,7 @@ def test_an_interrupted_job_continues_with_the_same_numbers(tmp_path: Path, arch
         job("resumed").run(stop)
     (first,) = (tmp_path / "resumed" / PARTIAL).glob("layer-*.safetensors")
     kept = first.read_bytes()
-    with pytest.raises(ConfigError, match="not empty, and no unfinished job like this one"):
+    with pytest.raises(ConfigError, match="not empty, and not an unfinished job with the same settings"):
         QuantizeJob(folder, tmp_path / "resumed", W4, "rtn", []).run()
     job("resumed").run()
     job("whole").run()
@@ -178,7 +178,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama")
     job = QuantizeJob(folder, tmp_path / "out", W4, "rtn", [])
     (folder / "vocab").symlink_to("/proc/self/mem")  # opens, and its first byte is not there
-    with pytest.raises(ModelError, match=r"model/vocab: cannot be read: .*; once it can, the same command continues$"):
+    with pytest.raises(
+        ModelError, match=r"model/vocab: cannot be read: .*; the same command continues once it can be read$"
+    ):
         job.run()
     (folder / "vocab").unlink()
     assert job.run() == 21
@@ -189,16 +191,16 @@ def test_weights_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     weights = load_file(folder / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = float("nan")
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight has NaN or infinities; copy"):
+    with pytest.raises(ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight contains NaN or infinity; copy"):
         QuantizeJob(folder, tmp_path / "out", W4, "gptq", SAMPLES).run()
 
 
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "model", "llama")
-    with pytest.raises(ConfigError, match=r"config\.json: a file is there; give another folder"):
+    with pytest.raises(ConfigError, match=r"config\.json: is a file; give another folder"):
         QuantizeJob(folder, folder / "config.json", W4, "rtn", []).run()
     quantized, _ = rewritten(folder, tmp_path, FORMATS["awq"])
-    with pytest.raises(ModelError, match="the model is quantized already"):
+    with pytest.raises(ModelError, match="the model is already quantized"):
         QuantizeJob(quantized, tmp_path / "a", W4, "rtn", []).run()
     with pytest.raises(ModelError, match="no linear layer has a known name"):
         QuantizeJob(make_checkpoint(tmp_path / "neox", "gpt_neox"), tmp_path / "b", W4, "rtn", []).run()

@@ -120,7 +120,7 @@ def test_products_of_w4a8_are_exact(inputs: int) -> None:
 def test_w4a8_is_refused_where_there_are_no_kernels(tmp_path: Path) -> None:
     folder = str(make_checkpoint(tmp_path / "model", "llama"))
     for name in ("quantization", "quantize_head"):
-        said = f"--{name.replace('_', '-')} w4a8: only CPUs have products of 4 bits"
+        said = f"--{name.replace('_', '-')} w4a8: only CPUs multiply 4-bit weights"
         settings: dict[str, Any] = {name: "w4a8"}
         with pytest.raises(ConfigError, match=said):
             load_model(Checkpoint.of(EngineConfig(model=folder, **settings)), "float32", Device("cuda", 0))
@@ -145,7 +145,9 @@ def test_a_model_without_a_plain_output_layer() -> None:
         def get_output_embeddings(self) -> None:
             return None
 
-    with pytest.raises(ModelError, match="--quantize-head int8: Headless has no plain output layer; leave it out"):
+    with pytest.raises(
+        ModelError, match="--quantize-head int8: Headless has no plain output layer; remove the setting"
+    ):
         quantize_head(Headless(), "int8")
 
 

@@ -24,7 +24,7 @@ from pd_cluster.devices.device import CPU
 from pd_cluster.errors import ModelError
 from pd_cluster.model.language_model.cache_declaration import layout_of
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM
-from pd_cluster.model.layers.linear_weight import HeldLinear
+from pd_cluster.model.layers.linear_weight import UnpackedLinear
 from pd_cluster.model.loading.model_loader import load_model, probe_logits
 from pd_cluster.model.loading.transformers_modules import load_plain
 from pd_cluster.model.quantize.quantize_job import QuantizeJob
@@ -205,7 +205,7 @@ def test_compressed_tensors_own_library_reads_the_same(tmp_path: Path, name: str
     )
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     ours = load_plain(Checkpoint.open(str(folder)), "float32", CPU)
-    held = {name: module for name, module in ours.named_modules() if isinstance(module, HeldLinear)}
+    held = {name: module for name, module in ours.named_modules() if isinstance(module, UnpackedLinear)}
     assert held
     for name, module in held.items():
         assert torch.equal(module.parts.value.matrix(), theirs.get_submodule(name).weight), name
@@ -293,19 +293,19 @@ def test_scales_of_the_kv_cache_change_nothing(tmp_path: Path, form: str | None)
 
 
 BROKEN: list[tuple[str, Callable[[Tensors], object], str]] = [
-    ("awq", lambda w: w.pop(f"{DOWN}.scales"), r"down_proj: scales is missing beside qzeros"),
+    ("awq", lambda w: w.pop(f"{DOWN}.scales"), r"down_proj: scales is missing, although the file has qzeros"),
     ("awq", lambda w: w.update({f"{DOWN}.scales": w[f"{DOWN}.scales"][:2]}), "down_proj: qzeros for .* groups, scales"),
     ("awq", lambda w: w.update({f"{DOWN}.qweight": w[f"{DOWN}.qweight"].long()}), r"down_proj: words of torch\.int64"),
     ("awq", lambda w: w.update({"model.layers.0.mlp.x_proj.weight": torch.ones(4, 4)}), "has no such weight"),
     ("awq", lambda w: w.update({f"{DOWN}.qweight": w[f"{DOWN}.qweight"][:48]}), "down_proj: 64 output and 48 input"),
     ("gptq 4", lambda w: w.update({f"{DOWN}.g_idx": w[f"{DOWN}.g_idx"] + 9}), "down_proj: .* groups of scales"),
-    ("gptq 4", lambda w: w.update({f"{DOWN}.g_idx": w[f"{DOWN}.g_idx"][:-1]}), "down_proj: .* input features, and"),
+    ("gptq 4", lambda w: w.update({f"{DOWN}.g_idx": w[f"{DOWN}.g_idx"][:-1]}), "down_proj: .* input features, but"),
     ("gptq 4", lambda w: w.update({f"{DOWN}.bias": torch.zeros(63)}), r"down_proj: 63 and 64 output .* \[64, 96\]"),
     ("packed 4", lambda w: w.update({f"{DOWN}.weight_scale": torch.ones(64, 5)}), "cannot have 5 groups of scales"),
     ("packed 4", lambda w: w.pop(f"{DOWN}.weight_shape"), "down_proj: weight_shape is missing"),
     ("fp8 blocks", lambda w: w.update({f"{DOWN}.weight_scale_inv": torch.ones(9, 9)}), r"weight_scale_inv of \[9, 9\]"),
     ("fp8 blocks", lambda w: w.pop(f"{DOWN}.weight_scale_inv"), "down_proj: weight_scale is missing"),
-    ("fp8 whole", lambda w: w.update({f"{DOWN}.weight_offset": torch.ones(1)}), "weight_offset has no meaning here"),
+    ("fp8 whole", lambda w: w.update({f"{DOWN}.weight_offset": torch.ones(1)}), "weight_offset is unknown"),
 ]
 
 
@@ -324,7 +324,7 @@ def test_experts_that_no_proof_asks_are_checked(tmp_path: Path) -> None:
     before = {name: each.clone() for name, each in load_file(quantized / FILE).items()}  # it may be mapped
     name = "model.layers.2.block_sparse_moe.experts.3.w1"
     change(quantized, lambda weights: weights[f"{name}.weight_scale"].fill_(float("inf")))
-    with pytest.raises(ModelError, match=rf"model.safetensors: {name}: weight_scale has inf in 384 of 384 places"):
+    with pytest.raises(ModelError, match=rf"model.safetensors: {name}: weight_scale has inf in 384 of 384 values"):
         make_core(quantized, num_blocks=32)
     save(before, quantized)
     change_config(quantized, intermediate_size=128)
@@ -340,7 +340,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     save_file({f"{DOWN}.scales": weights[f"{DOWN}.scales"]}, quantized / "model-2.safetensors")
     places = dict.fromkeys(weights, "model-1.safetensors") | {f"{DOWN}.scales": "model-2.safetensors"}
     (quantized / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
-    with pytest.raises(ModelError, match=r"model-2\.safetensors: .*scales is in model-1\.safetensors, too; remove"):
+    with pytest.raises(ModelError, match=r"model-2\.safetensors: .*scales is also in model-1\.safetensors; remove"):
         make_core(quantized, num_blocks=32)
 
 

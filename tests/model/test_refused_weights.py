@@ -103,7 +103,7 @@ def test_a_folder_of_msmodelslim_without_its_description(folder: Path, load: Loa
     (folder / "quant_model_description.json").write_text(
         json.dumps({"model_quant_type": "W8A8_DYNAMIC"})
     )  # which names no tensor
-    assert "has codes, and" in fault(load, folder)
+    assert "is quantized, but" in fault(load, folder)
 
 
 @pytest.mark.parametrize(

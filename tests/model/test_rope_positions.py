@@ -103,10 +103,12 @@ def test_which_models_take_positions(checkpoint: Checkpoints, tmp_path: Path) ->
     for architecture in ("llama", "gpt2"):
         folder = checkpoint(architecture)
         assert problem(folder, own) is None
-        assert "positions from 0 to 513, with delta 502; this model has" in (problem(folder, far) or "")
+        assert "positions from 0 to 513, with delta 502; this model supports" in (problem(folder, far) or "")
         assert "3 rows; this model takes 1" in (problem(folder, RopePositions(((0, 4),) * 3)) or "")
     dynamic = make_checkpoint(tmp_path / "dynamic", rope_parameters={**ROPE, "rope_type": "dynamic", "factor": 2.0})
-    assert "rope_type dynamic takes its frequencies from a request's number of tokens" in (problem(dynamic, own) or "")
+    assert "rope_type dynamic derives its frequencies from a request's number of tokens" in (
+        problem(dynamic, own) or ""
+    )
     plain, none = Checkpoint.open(str(checkpoint("llama"))), torch.nn.Linear(1, 1)
     for opened, is_scaled, why in (
         (plain, False, "has neither a rotary embedding nor a table of positions"),

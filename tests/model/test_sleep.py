@@ -124,7 +124,7 @@ def test_another_model_at_the_same_place_is_refused(checkpoint: Checkpoints, tmp
     weights = load_file(file)
     name = next(iter(weights))
     save_file({**weights, name: torch.zeros_like(weights[name])}, file, {"format": "pt"})
-    with pytest.raises(ModelError, match="it is another model than before the sleep"):
+    with pytest.raises(ModelError, match="the model has changed during the sleep"):
         slept(core, 0)
 
 

@@ -171,7 +171,7 @@ def test_a_token_of_deepseek_v32() -> None:
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3", "int4"])
 def test_index_keys_are_never_codes(dtype: str) -> None:
-    with pytest.raises(ConfigError, match=f"--kv-cache-dtype {dtype}: the keys .* stay numbers; leave it out"):
+    with pytest.raises(ConfigError, match=f"--kv-cache-dtype {dtype}: the index keys .* cannot be quantized; use auto"):
         layout_of((LayerCache(1, PLANES),), 16, dtype)
 
 
@@ -188,9 +188,13 @@ def test_layers_that_keep_other_widths_are_no_model_and_no_pair() -> None:
 def test_devices_and_dtypes_without_fused_layers_are_refused(checkpoint: Checkpoints) -> None:
     folder = Checkpoint.open(str(checkpoint("glm_moe_dsa")))
     for kind in ("cuda", "npu"):
-        with pytest.raises(ConfigError, match=f"--device {kind}: glm_moe_dsa attends to keys .* only CPUs .*; use cpu"):
+        with pytest.raises(
+            ConfigError, match=f"--device {kind}: glm_moe_dsa uses sparse attention, .* only CPUs .*; use cpu"
+        ):
             model_loader.load_model(folder, "float32", Device(kind, 0))
-    with pytest.raises(ConfigError, match=r"--dtype float16: glm_moe_dsa chooses keys in fused layers .* use auto"):
+    with pytest.raises(
+        ConfigError, match=r"--dtype float16: glm_moe_dsa has sparse attention in fused layers .* use auto"
+    ):
         model_loader.load_model(folder, "float16", CPU)
 
 

@@ -219,14 +219,14 @@ def test_windows_make_a_group() -> None:
 @pytest.mark.parametrize("architecture", ["bamba", "falcon_h1", "granitemoehybrid"])
 def test_time_steps_that_single_tokens_would_not_bound(checkpoint: Checkpoints, architecture: str) -> None:
     folder = checkpoint(architecture, time_step_limit=(0.001, 0.1))
-    with pytest.raises(ModelError, match=r"has time_step_limit \[0\.001, 0\.1\], which .*: leave it out"):
+    with pytest.raises(ModelError, match=r"has time_step_limit \[0\.001, 0\.1\], which .*: remove the field"):
         load_modules(folder)
 
 
 def test_lightning_attention_and_ranks(checkpoint: Checkpoints, tmp_path: Path) -> None:
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     with pytest.raises(
-        ModelError, match=r"layer_types .*: only full, sliding and indexed are supported, and the states"
+        ModelError, match=r"layer_types .*: only full, sliding and indexed attention are supported, and the states"
     ):
         load_modules(make_checkpoint(tmp_path, "minimax", layer_types=kinds))
     with pytest.raises(ModelError, match="--tensor-parallel-size 2: olmo_hybrid cannot be split: the states"):

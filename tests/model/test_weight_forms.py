@@ -230,10 +230,10 @@ def test_a_stack_is_its_experts() -> None:
 
 EXPERT, Q_PROJ = "model.layers.1.block_sparse_moe.experts.2.w3", "model.layers.0.self_attn.q_proj"
 CHANGES: list[tuple[list[str], str, str]] = [  # parts that go, a layer that comes, what is said
-    ([f"{EXPERT}.codes"], "", r"gate_proj or up_proj of expert 2 has not the tensors codes, steps"),
-    ([f"{EXPERT}.codes", f"{EXPERT}.steps"], "", r"expert 2 lacks its up_proj"),
+    ([f"{EXPERT}.codes"], "", r"gate_proj or up_proj of expert 2 lacks some of the tensors codes, steps"),
+    ([f"{EXPERT}.codes", f"{EXPERT}.steps"], "", r"expert 2 lacks up_proj"),
     ([f"{Q_PROJ}.codes"], "", r"q_proj: steps are not the tensors of a known form"),
-    ([], "model.layers.0.x_proj", r"x_proj: this architecture has no linear layer there"),
+    ([], "model.layers.0.x_proj", r"x_proj: this architecture has no linear layer here"),
 ]
 
 

@@ -56,7 +56,7 @@ def test_steps_have_the_logits_of_the_whole(tmp_path: Path) -> None:
     plan = replace(
         LoadPlan.of(EngineConfig(model=str(folder), max_model_len=64), SingleRank(), CPU), device=Device("cuda")
     )
-    why: Any = "no graph holds the states of its layers"
+    why: Any = "graphs do not support the states of its layers"
     assert why_eager(plan, model, world.keys.layout) == why
     with pytest.raises(ConfigError, match=f"^--cuda-speedups prompt-graphs: {why}"):
         check_prompt_graphs(model, ("prompt-graphs",))

@@ -113,7 +113,7 @@ def test_fused_layers_are_exact(
 @pytest.mark.parametrize(
     ("architecture", "settings", "message"),
     [
-        ("gemma2", {}, "softcap.*--attention-backend sdpa is slow, and can"),
+        ("gemma2", {}, "softcap.*--attention-backend sdpa is slow, but supports it"),
         ("llama", {"attention_backend": "triton"}, "on NPU expected auto or sdpa"),
         ("llama", {"num_blocks": 1 << 20}, "--num-blocks 1048576: an NPU takes at most 65532"),
     ],
@@ -137,7 +137,11 @@ def test_what_npus_cannot_do_is_refused_at_load(
         ({"block_size": 24}, {}, "--block-size 24: on NPUs a multiple of 16"),
         ({"planes": keys_and_values(24)}, {}, "head_dim 24: .* multiples of 16"),
         ({}, {"max_num_seqs": 5000}, "--max-num-seqs 5000: .* at most 4096"),
-        ({"planes": keys_and_values(192)}, {"traits": {"window"}}, "head_dim 192: .* takes prompts with 128, .*window"),
+        (
+            {"planes": keys_and_values(192)},
+            {"traits": {"window"}},
+            "head_dim 192: .* supports prompts with 128, .*window",
+        ),
     ],
 )
 def test_limits_of_the_operators(changes: dict[str, Any], given: dict[str, Any], reason: str) -> None:
@@ -157,7 +161,7 @@ def test_the_pool_leaves_memory_to_the_pairs_of_other_hosts(tmp_path: Path, capl
         nbytes.append(runner.pool.num_blocks * runner.pool.layout.block_nbytes)
         runner.pool.close()
     assert nbytes[0] - nbytes[1] == pytest.approx(4 * 128 << 20, abs=2 * runner.pool.layout.block_nbytes)
-    assert "0.50 GiB are left to communicators, 4 of them KV pairs" in caplog.text
+    assert "0.50 GiB are reserved for communicators, 4 of them for KV transfers" in caplog.text
 
 
 def test_float32_becomes_bfloat16_unless_it_is_asked_for(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_a_device_that_refuses_the_heads_goes_the_slow_way(
     folder = make_checkpoint(tmp_path, "llama", head_dim=32, **SIZES)
     core, runner = core_of(folder, npu_head_dims="wide", enforce_eager=True)
     assert runner.model.kernels == BATCHED
-    assert "--npu-head-dims wide: without effect, packed attention with head_dim 32" in caplog.text
+    assert "--npu-head-dims wide has no effect: packed attention with head_dim 32" in caplog.text
     check(folder, core, (5, 150))
 
 

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from pd_cluster.errors import ConfigError
-from pd_cluster.model.lora.device_addition import DeviceAddition, DevicePlace
+from pd_cluster.model.lora.device_addition import ActivationDevice, DeviceAddition
 from pd_cluster.model.runner.memory_profile import nbytes_of_adapters
 from pd_cluster.settings.lora_settings import AdapterSettings
 from pd_cluster.types import Request, RequestSpec
@@ -75,7 +75,7 @@ def test_a_wide_layer(dtype: torch.dtype) -> None:
         (at, torch.randn(16, 4096) * 0.02, torch.randn(at.stop - at.start, 16))
         for at in (slice(0, 4096), slice(5120, 6144))
     ]
-    addition = DeviceAddition(parts, DevicePlace(torch.device("cpu"), dtype))
+    addition = DeviceAddition(parts, ActivationDevice(torch.device("cpu"), dtype))
     for rows in (slice(2, 6), torch.tensor([0, 3, 8])):
         found = y.clone()
         addition.add(x, found, rows)
@@ -101,5 +101,5 @@ def test_the_pool_leaves_room_for_them(tmp_path: Path) -> None:
 
 def test_prompt_adapters_are_refused(tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "base", "llama", head_dim=128, **SIZES)
-    with pytest.raises(ConfigError, match="--enable-prompt-adapter: prompt adapters are computed on CPUs and CUDA"):
+    with pytest.raises(ConfigError, match="--enable-prompt-adapter: prompt adapters run on CPUs and CUDA"):
         core_of(folder, adapters=AdapterSettings(enable_prompt_adapter=True))

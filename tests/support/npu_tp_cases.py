@@ -85,7 +85,8 @@ def test_without_the_flag_ranks_decode_eagerly_and_wait(
         assert core.ahead.num_ahead == 0
     assert all(runner.graphs.decode is None for runner in runners)
     assert (
-        "decode steps run eagerly: graphs of ranks have not run on NPUs; --npu-tp-graphs captures them" in caplog.text
+        "decode steps run eagerly: graphs with several ranks are untested on NPUs; --npu-tp-graphs enables them"
+        in caplog.text
     )
 
 

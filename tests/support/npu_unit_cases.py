@@ -143,4 +143,7 @@ def test_a_units_tokens_are_those_of_transformers(
     outputs = [tokens[f"r{at}"] for at in range(3)]
     assert_all_same(folder, prompts, outputs, [MAX_TOKENS, MAX_TOKENS, 2])
     assert "decode steps run eagerly: instances of a unit agree on each step" in caplog.text
-    assert f"{0.390625 * (1 + (tp_size > 1)):.2f} GiB are left to communicators, 0 of them KV pairs" in caplog.text
+    assert (
+        f"{0.390625 * (1 + (tp_size > 1)):.2f} GiB are reserved for communicators, 0 of them for KV transfers"
+        in caplog.text
+    )

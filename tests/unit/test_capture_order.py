@@ -81,12 +81,12 @@ def test_loading_an_adapter_waits_for_launches_but_not_for_the_device(monkeypatc
     assert done == ["put"]
     monkeypatch.setattr(LoraTargets, "drop", lambda self, slot: done.append("dropped"))
     gpu.launch(0, lambda: done.append("step"))
-    adapters.take_away(1)
+    adapters.clear_slot(1)
     assert done == ["put", "step", "dropped"]
     prompts = PromptAdapters(8, KVLayout(1, 1, keys_and_values(8), 16, "float32"), device=device)
     prompts._loaded[1] = None  # type: ignore[assignment]
     gpu.launch(0, lambda: done.append("prompt"))
-    prompts.take_away(1)
+    prompts.clear_slot(1)
     assert done[-1] == "prompt"
 
 

@@ -28,7 +28,7 @@ def test_a_gpu_has_them_in_their_order_and_a_cpu_none(hopper: None) -> None:
 @pytest.mark.parametrize(
     ("wanted", "device", "is_deterministic", "enforce_eager", "says"),
     [
-        ("pdl", Device("npu"), False, False, "it is for NVIDIA GPUs; leave it out on NPUs"),
+        ("pdl", Device("npu"), False, False, "it is for NVIDIA GPUs; remove it on NPUs"),
         ("skinny-gate", CUDA, True, False, "not with --deterministic, which fixes the order of sums"),
         ("symmetric-sums", CUDA, True, False, "not with --deterministic, which fixes the order of sums"),
         ("prompt-graphs", CUDA, False, True, "not with --enforce-eager, which captures no graphs"),
@@ -45,7 +45,7 @@ def test_dependent_launches_need_hopper_and_those_that_change_numbers_are_part_o
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cuda_speedups, "compute_capability", lambda device: (8, 9))
-    with pytest.raises(ConfigError, match=r"pdl: it needs compute capability 9\.0, and this GPU has 8\.9"):
+    with pytest.raises(ConfigError, match=r"pdl: it needs compute capability 9\.0, but this GPU has 8\.9"):
         speedups_for(("pdl",), CUDA, is_deterministic=False, enforce_eager=False)
     assert numerics_name("Triton", ()) == numerics_name("Triton", ("pdl", "prompt-graphs")) == "Triton"
     assert numerics_name("Triton", CUDA_SPEEDUPS) == "Triton + skinny-gate + symmetric-sums"

@@ -77,7 +77,7 @@ def test_what_travels_is_the_narrower_form(source: str, target: str) -> None:
 def test_odd_widths_have_no_int4() -> None:
     odd = keys_and_values(15)
     assert [can_hold(odd, dtype) for dtype in ("float32", "int8", "fp8_e4m3", "int4")] == [True, True, True, False]
-    with pytest.raises(ConfigError, match="--kv-cache-dtype int4: vectors of 15, 15 numbers, an odd number; use int8"):
+    with pytest.raises(ConfigError, match="--kv-cache-dtype int4: vectors of 15, 15 values, an odd number; use int8"):
         layout_of((LayerCache(2, odd),), 16, "int4")
     pair = KVLayout(1, 2, odd, 16, "int4")
     with pytest.raises(LinkError, match="int4 has two values per byte, but a width is odd"):

@@ -264,7 +264,7 @@ def test_groups_take_what_an_accelerator_has_left() -> None:
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
-        ({"kv_host_cache_gib": 1.5}, "--kv-host-cache 1.5: kimi keeps states, which no lower tier holds"),
+        ({"kv_host_cache_gib": 1.5}, "--kv-host-cache 1.5: kimi keeps states, which lower tiers cannot hold"),
         ({"mamba_block_size": 1022}, "--mamba-block-size 1022: .* a multiple of --block-size 4"),
         ({"adapters": AdapterSettings(enable_prompt_adapter=True)}, "--enable-prompt-adapter: kimi keeps states"),
         ({"adapters": AdapterSettings(enable_lora=True)}, "--enable-lora: kimi keeps states"),
@@ -281,7 +281,7 @@ def test_settings_that_states_do_not_go_with(settings: dict[str, Any], error: st
     check_states(replace(plan, config=config(mamba_block_size=1022, enable_prefix_caching=False)), True)
     on_gpu = replace(plan, device=Device("cuda"))
     check_states(on_gpu, True)
-    with pytest.raises(ConfigError, match=r"^--device cuda: kimi keeps states, for which"):
+    with pytest.raises(ConfigError, match=r"^--device cuda: kimi keeps states, but"):
         check_states(on_gpu, False)
     with pytest.raises(ConfigError, match="--mamba-ssm-cache-dtype 'bfloat16': expected auto or float32"):
         config(mamba_ssm_cache_dtype="bfloat16")

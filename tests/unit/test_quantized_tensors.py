@@ -114,15 +114,15 @@ FP4 = {
 }
 NAN_FLOATS = {"weight": torch.full((NUM_OUTPUTS, 64), NAN).to(FP8), "weight_scale": torch.ones(1)}
 BROKEN: list[tuple[str, Tensors, str]] = [
-    ("gptq", gptq(64, 1, scales=torch.full((1, NUM_OUTPUTS), NAN)), "scales has nan in 8 of 8 places"),
+    ("gptq", gptq(64, 1, scales=torch.full((1, NUM_OUTPUTS), NAN)), "scales has nan in 8 of 8 values"),
     ("gptq", gptq(64, 1, scales=torch.ones(1, NUM_OUTPUTS).int()), r"scales of torch\.int32"),
     ("gptq", gptq(64, 1, scales=torch.ones(NUM_OUTPUTS)), r"scales of \[8\]"),
-    ("gptq", gptq(64, 1, bias=torch.full((NUM_OUTPUTS,), INF)), "bias has inf in 8 of 8 places"),
+    ("gptq", gptq(64, 1, bias=torch.full((NUM_OUTPUTS,), INF)), "bias has inf in 8 of 8 values"),
     ("compressed-tensors", packed(weight_scale=torch.full((NUM_OUTPUTS, 2), INF)), "weight_scale has inf in 16 of 16"),
     ("compressed-tensors", packed(weight_shape=torch.zeros(2).long()), r"weight_shape \[0, 0\]"),
     ("compressed-tensors", packed(weight_packed=torch.ones(NUM_OUTPUTS, 4)), r"weight_packed of torch\.float32"),
     ("compressed-tensors", eight_bits(torch.int8, torch.ones(NUM_OUTPUTS, 1).long()), r"weight_scale of torch\.int64"),
-    ("compressed-tensors", NAN_FLOATS, "NaN among its eight-bit floats"),
+    ("compressed-tensors", NAN_FLOATS, "a weight contains NaN"),
     ("mxfp4", {**FP4, "weight_scale": torch.full((NUM_OUTPUTS, 1), 255, dtype=torch.uint8)}, "weight_scale has 255, w"),
     ("compressed-tensors", FP4, "weight_scale_2 is missing"),
     (
@@ -137,7 +137,7 @@ def test_what_is_no_number_is_named() -> None:
     for method, tensors, said in BROKEN:
         with pytest.raises(ModelError, match=f"^file: layer: .*{said}") as caught:
             numbers(method, tensors)
-        assert "make it again" in str(caught.value)
+        assert "recreate it" in str(caught.value)
         assert "\n" not in str(caught.value)
 
 
@@ -183,7 +183,7 @@ def test_weights_that_are_no_numbers_are_not_quantized() -> None:
         for value in (NAN, INF):
             weight = torch.ones(4, 64)
             weight[2, 5] = value
-            with pytest.raises(ModelError, match=r"^file: layer: weight has NaN or infinities; copy"):
+            with pytest.raises(ModelError, match=r"^file: layer: weight contains NaN or infinity; copy"):
                 encoded(weight, scheme, "file: layer")
 
 

@@ -294,7 +294,7 @@ class Runner:
     def step_of(self, chunks: Any) -> StepInput:
         return StepInput(np.array([[1, 5, 2, 1, 9, 0]]), np.array([7]), np.array([3, 4]), leaders=np.array([0]))
 
-    def sparing_pixels(self, parts: Any) -> list[Any]:
+    def without_foreign_pixels(self, parts: Any) -> list[Any]:
         return list(parts)
 
     def launch_step(self, step: StepInput, chunks: Any, after: Any, on_layer: Any) -> str:

@@ -96,9 +96,9 @@ def test_requests_with_one_row_three_rows_and_none_share_a_step() -> None:
         (RopePositions((tuple(range(6)),) * 3), "3 rows; this model takes 1"),
         (RopePositions(()), "0 rows; this model takes 1"),
         (RopePositions(((0, 1),)), "a row of 2 for 6 prompt tokens; give one for each"),
-        (RopePositions((tuple(range(6)),), 7), "positions from 0 to 20, with delta 7; this model has"),
-        (RopePositions(((0, 1, 2, 3, 4, 20),)), "positions from 0 to 20, with delta 0; this model has"),
-        (RopePositions((tuple(range(6)),), -7), "positions from -1 to 6, with delta -7; this model has"),
+        (RopePositions((tuple(range(6)),), 7), "positions from 0 to 20, with delta 7; this model supports"),
+        (RopePositions(((0, 1, 2, 3, 4, 20),)), "positions from 0 to 20, with delta 0; this model supports"),
+        (RopePositions((tuple(range(6)),), -7), "positions from -1 to 6, with delta -7; this model supports"),
     ],
 )
 def test_an_engine_refuses_positions_that_its_model_lacks(own: RopePositions, said: str | None) -> None:
@@ -114,6 +114,6 @@ def test_no_position_is_needed_behind_a_prompt_that_is_pooled_and_a_model_says_w
     limit = RopeLimit(3, 20, "its positions are fixed")
     assert limit.problem(request(None).order) is None
     own = RopePositions((tuple(range(6)),))
-    assert limit.problem(request(own).order) == "rope_positions: its positions are fixed; give none"
+    assert limit.problem(request(own).order) == "rope_positions: its positions are fixed; remove the field"
     problem = RopeLimit(3, 20).problem(request(RopePositions(own.rows * 2)).order)
     assert problem == "rope_positions: 2 rows; this model takes 1 or 3"

@@ -69,7 +69,7 @@ def test_gpus_that_cannot_share_memory_are_an_error(monkeypatch: pytest.MonkeyPa
         raise RuntimeError("no peer access\nand a stack")
 
     monkeypatch.setattr(symmetric_sums, "_shared", shared)
-    with pytest.raises(ConfigError, match=r"--cuda-speedups symmetric-sums: no peer access; leave it out$"):
+    with pytest.raises(ConfigError, match=r"--cuda-speedups symmetric-sums: no peer access; remove it$"):
         SymmetricSums(None, 0, 2, CUDA)
 
 

@@ -176,7 +176,7 @@ def test_channels_of_short_convolutions_are_cut_in_whole_heads_of_the_pool(tmp_p
     assert torch.equal(shares[1], whole((192, 64))[[*range(32, 64), *range(96, 128), *range(160, 192)]])
     local = ParallelPlan(config, 2).local_config()
     assert (local.intermediate_size, local.block_auto_adjust_ff_dim) == (8, False)  # 24 * 2 / 3 are 16
-    with pytest.raises(ModelError, match="64 channels of convolutions cannot be split evenly in whole 16"):
+    with pytest.raises(ModelError, match="64 channels of convolutions cannot be split by multiples of 16"):
         ParallelPlan(config, 8)
 
 

@@ -224,7 +224,7 @@ def test_a_guide_that_cannot_be_followed_ends_its_request_only(world: World, n: 
     world.submit("guided", PROMPT, sampling(n=n, guide=Guide("regex", "a+")))
     world.submit("too long", PROMPT, sampling(n=n, guide=Guide("regex", "a" * (MAX_GUIDE_NUM_CHARS + 1))))
     world.run()
-    why = "its guide cannot be followed: this engine has no tokenizer to follow a guide with"
+    why = "its guide cannot be followed: this engine has no tokenizer, which guides need"
     long = "a guide of 262145 characters; at most 262144 are allowed"
     assert sorted((each.request_id, each.error) for each in world.post.ended) == [("guided", why), ("too long", long)]
     assert found(world, "r") == generate_alone(PROMPT, sampling())

@@ -153,7 +153,7 @@ class LeadRunner:
             message = structs.replace(message, unit_rows=self._unit_rows)
         if step.images:
             for rank, follower in enumerate(self._followers, start=1):
-                parts = self.runner.sparing_pixels(step.images, rank)
+                parts = self.runner.without_foreign_pixels(step.images, rank)
                 follower.send(structs.replace(message, images=tuple(to.StepImage(*part) for part in parts)))
         else:
             self._tell(message)

@@ -1,8 +1,8 @@
-"""A draft head: one layer behind a model's own that guesses the token after the next one (EAGLE-3, MTP).
+"""A draft head: one layer after the model's own that guesses the token after the next one (EAGLE-3, MTP).
 
-It reads pairs of a token and the model's states of the token before. Pair j, of token j and the states of token j - 1,
-has token j's slot of the pool's last layer and its rotary position. So a block's bytes follow from the tokens up to its
-end, here as in the other layers, and slot 0 has no pair: its attention begins at FIRST_KEY.
+It reads pairs of a token and the model's states of the preceding token. Pair j, of token j and the states of token j -
+1, has token j's slot in the pool's last layer, and its rotary position. So a block's bytes depend only on the tokens up
+to its end, as in other layers; slot 0 has no pair: the attention begins at FIRST_KEY.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ FIRST_KEY = 1
 
 @dataclass(frozen=True, slots=True)
 class DraftHead:
-    """`model` has one layer, of index `num_hidden_layers` of the model that it drafts for, and reads `batch.pairs`.
+    """`model`: one layer, with index `num_hidden_layers` of the target model; it reads `batch.pairs`.
 
-    Its `batch.hidden.states` are what the next pair of a chain of drafts takes as its states. `taps`: see batch.Taps.
-    `project` makes states of what was tapped, [num_tokens, max(1, len(taps)) * hidden_size] to [num_tokens,
-    hidden_size], once for each token. `token_ids`: those of the columns of its logits, [vocab_size of the head] int64;
-    None: the model's own. `identity`: instances whose heads have the same one compute the same keys and values.
+    Its `batch.hidden.states` are the states of the next pair in a chain of drafts. `taps`: see batch.Taps. `project`:
+    maps tapped values [num_tokens, max(1, len(taps)) * hidden_size] to states [num_tokens, hidden_size], once per
+    token. `token_ids`: the tokens of the head's logit columns, [vocab_size of the head] int64; None: those of the
+    model. `identity`: instances with the same head identity compute the same keys and values.
     """
 
     model: FusedCausalLM
@@ -34,7 +34,7 @@ class DraftHead:
     token_ids: torch.Tensor | None = None
 
     def in_model_vocabulary(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Returns logits [num_rows, vocab_size] of the model's tokens; those that the head does not know have -inf."""
+        """Returns logits [num_rows, vocab_size] of the model's tokens; -inf for tokens that the head does not have."""
         if self.token_ids is None:
             return logits
         whole = logits.new_full((len(logits), vocab_size), -torch.inf)

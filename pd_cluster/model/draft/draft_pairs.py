@@ -1,9 +1,10 @@
-"""The pairs that a draft head still has to compute of each sequence, as the states of the tokens before.
+"""The pairs that a draft head still has to compute for each sequence, and the states of the preceding tokens.
 
-Pairs of a prompt are written in the step that computes it, so that they leave with its layers. Those of decoded tokens
-wait until somebody drafts, or until a block is full: a block whose hash is known is whole in all layers. A token's
-states are lost where another process, or another sequence, has computed it; then the next step computes it once more,
-as a row that only reads. Beams take one another's tokens and blocks, so theirs never wait and are always lost.
+Pairs of a prompt are written in the step that computes it, so that they are handed over with its layers. Pairs of
+decoded tokens wait until the head drafts, or until a block is full: a block with a known hash is complete in all
+layers. A token's states are missing if another process or another sequence computed it; then the next step computes the
+token once more, as a row that writes no keys and values. Beams take over each other's tokens and blocks, so their
+states are never kept.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pd_cluster.types import Request
 
 
 class HeadOutput(NamedTuple):
-    """The outputs of the last pair of each chunk."""
+    """The outputs of the last pair in each chunk."""
 
     logits: torch.Tensor  # [num_chunks, vocab_size] float32, of the model's tokens
     states: torch.Tensor  # [num_chunks, hidden_size]
@@ -31,7 +32,7 @@ class HeadOutput(NamedTuple):
 
 @dataclass(slots=True)
 class PairChunk:
-    """Consecutive pairs of a sequence: tokens from index `start` on, each with the states of the one before."""
+    """Consecutive pairs of a sequence: tokens from index `start` on, each with the states of the preceding token."""
 
     request: Request
     start: int
@@ -40,10 +41,11 @@ class PairChunk:
 
 
 @dataclass(slots=True)
-class _Waiting:
-    """`rows`: what was tapped of tokens from `first` on, each [width]. Pairs of tokens up to `first` are written.
+class _WaitingPairs:
+    """`rows`: the tapped values of tokens from `first` on, each [width]. Pairs of tokens up to `first` are written.
 
-    `num_computed`: tokens that it had computed at least. With fewer it has begun again, in other blocks.
+    `num_computed`: the number of computed tokens when this was recorded. With fewer, the request has restarted in other
+    blocks.
     """
 
     first: int
@@ -56,14 +58,14 @@ class _Waiting:
 
 
 class HeadPairs:
-    """By sequence; see `num_paired`."""
+    """The waiting pairs by sequence; see `num_paired`."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._waiting: WeakKeyDictionary[Request, _Waiting] = WeakKeyDictionary()
+        self._waiting: WeakKeyDictionary[Request, _WaitingPairs] = WeakKeyDictionary()
 
     def lacking(self, chunks: Iterable[tuple[Request, int]]) -> list[Request]:
-        """Returns those whose token before their chunk has to be computed once more, for its states."""
+        """Returns the requests whose token before the chunk must be computed once more for its states."""
         return [request for request, _ in chunks if self._lacks(request)]
 
     def _lacks(self, request: Request) -> bool:
@@ -73,7 +75,7 @@ class HeadPairs:
         return waiting is None or not waiting.num_computed <= start <= waiting.stop
 
     def unpaired_blocks(self, chunks: Iterable[tuple[Request, int]]) -> list[int]:
-        """Returns blocks that tokens without pairs begin to fill; they must be cleared in the head's layer."""
+        """Returns blocks that tokens without pairs begin to fill; the head's layer must be cleared in them."""
         found: list[int] = []
         for request, num_tokens in chunks:
             if not has_embeddings(request):
@@ -84,9 +86,10 @@ class HeadPairs:
     def take(
         self, chunks: Sequence[tuple[Request, int]], drafts: Drafts, lacking: Sequence[Request], taps: torch.Tensor
     ) -> list[PairChunk]:
-        """Takes what a step's tokens left, [num_tokens, width], in the order of `step_input`; returns pairs to compute.
+        """Takes the tapped values of a step, [num_tokens, width], in the order of `step_input`; returns the pairs to
+        compute.
 
-        Those are in `PairChunk.states` as they were tapped. Chunks have not been booked yet.
+        `PairChunk.states` holds the tapped values. Call this before the chunks are booked.
         """
         num_tokens, num_drafts = sum(number for _, number in chunks), sum(map(len, drafts.values()))
         again = dict(zip(lacking, taps[num_tokens + num_drafts :], strict=True))
@@ -105,17 +108,17 @@ class HeadPairs:
     def _continued(
         self, request: Request, number: int, drafts: Sequence[int], own: torch.Tensor, before: torch.Tensor | None
     ) -> Iterable[PairChunk]:
-        """Notes the states of a chunk and its drafts, `own`; yields its pairs if they have to be written now."""
+        """Records the states of a chunk and its drafts, `own`; yields the pairs that must be written now."""
         start = request.num_computed_tokens
         stop, computed = start + len(own), start + number
         waiting = self._waiting.get(request)
         if start == 0 or waiting is None:
-            waiting = _Waiting(0, 0)
+            waiting = _WaitingPairs(0, 0)
         if before is not None:
-            waiting = _Waiting(start - 1, start, [before])
+            waiting = _WaitingPairs(start - 1, start, [before])
         del waiting.rows[start - waiting.first :]
         waiting.num_computed = computed
-        kept = own[number - 1 :].clone()  # the step's own rows are not kept for a few of them
+        kept = own[number - 1 :].clone()  # a copy, so that the step's own rows can be freed
         if number == 1 and stop // self._block_size == start // self._block_size and _may_wait(request):
             waiting.rows += kept.unbind()
         else:
@@ -125,7 +128,7 @@ class HeadPairs:
             states = torch.cat((*(row[None] for row in waiting.rows), own[:-1]))
             if first < stop:
                 yield PairChunk(request, first, [*before_ids, *token_ids[max(0, first - start) :]], states)
-            # Drafts may be wrong: theirs are written once more when they are known to be right.
+            # Drafts may be wrong: their pairs are written again once the drafts are accepted.
             waiting.first, waiting.rows = computed - 1, [*kept.unbind()]
         if request.sampling.beam_width:
             self._waiting.pop(request, None)
@@ -133,7 +136,7 @@ class HeadPairs:
             self._waiting[request] = waiting
 
     def waiting(self, request: Request) -> PairChunk | None:
-        """Returns the pairs up to a sequence's last token, with states as they were tapped; then call `wrote`.
+        """Returns the pairs up to a sequence's last token, with tapped values as states; then call `wrote`.
 
         None: states of earlier tokens are missing.
         """
@@ -144,19 +147,19 @@ class HeadPairs:
         return PairChunk(request, first, request.token_ids(first, stop), torch.stack(rows))
 
     def wrote(self, request: Request) -> None:
-        """Notes that the pairs of all its tokens are written."""
-        self._waiting[request] = _Waiting(request.num_tokens - 1, request.num_tokens - 1)
+        """Records that the pairs of all tokens of the request are written."""
+        self._waiting[request] = _WaitingPairs(request.num_tokens - 1, request.num_tokens - 1)
 
 
 def has_embeddings(request: Request) -> bool:
-    """Whether all its tokens have embeddings of the model."""
+    """Whether all tokens of the request have embeddings of the model."""
     return not request.order.images and not request.num_virtual_tokens
 
 
 def num_paired(request: Request) -> int:
-    """Returns how many of its first tokens have pairs: those before a picture; none with tokens of a prompt adapter.
+    """Returns how many leading tokens have pairs: those before the first picture; none with virtual tokens.
 
-    Blocks of texts are shared with those of other requests, also if a picture follows.
+    Blocks of text are shared with other requests even if a picture follows.
     """
     if has_embeddings(request):
         return request.most_tokens
@@ -164,20 +167,22 @@ def num_paired(request: Request) -> int:
 
 
 def _may_wait(request: Request) -> bool:
-    """Whether the pair of its next token is for itself only: it is neither handed over with its block nor shared."""
+    """Whether the next token's pair is private: it is neither handed over with its block nor shared."""
     is_decoded = request.num_computed_tokens >= len(request.prompt_token_ids)
     return is_decoded and request.leg != "prefill" and not request.sampling.beam_width
 
 
 def write_pairs(head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk]) -> None:
-    """Writes the keys and values of pairs, whose states are as they were tapped."""
+    """Writes the keys and values of pairs, with tapped values as states."""
     _compute(head, pool, chunks, head.project(_states(chunks)), 0)
 
 
 def draft_pairs(
     head: DraftHead, pool: KVPool, chunks: Sequence[PairChunk], are_tapped: bool, vocab_size: int
 ) -> HeadOutput:
-    """Does the same, and returns what follows the last pair of each chunk; states may be such as it returns."""
+    """Writes the pairs and returns the head's outputs after the last pair of each chunk; states may be returned
+    ones.
+    """
     states = _states(chunks)
     logits, batch = _compute(head, pool, chunks, head.project(states) if are_tapped else states, 1)
     assert batch.hidden is not None

@@ -1,6 +1,6 @@
-"""Plans how a draft model is loaded beside the one that it drafts for, and checks that the two go together.
+"""Plans how a draft model is loaded together with its target model, and checks that the two match.
 
-All of that happens before any weight is read.
+All of this happens before any weight is read.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from pd_cluster.text.token_ids import vocabulary_of
 log = logging.getLogger(__name__)
 
 PLACE = called("speculative_config")
-OTHERWISE = "give another model, or method ngram or suffix"
+WAY_OUT = "give another model, or method ngram or suffix"
 
 
 def with_draft(plan: LoadPlan) -> LoadPlan:
-    """Returns the plan with that of its draft model, if the settings name one. Raises ConfigError, ModelError."""
+    """Returns the plan with the plan of its draft model, if the settings name one. Raises ConfigError, ModelError."""
     speculation = plan.config.speculation
     if speculation.with_weights != "draft_model":
         return plan
     if plan.device.is_accelerator:
         raise ConfigError(
-            f"{PLACE}: model: only CPUs draft with a model, and this is {plan.device.kind}; give method ngram or suffix"
+            f"{PLACE}: model: draft models run on CPUs only, and this is {plan.device.kind}; give method ngram or "
+            f"suffix"
         )
     where = f"{PLACE}: model"
     folder = resolve_model(
@@ -68,7 +69,7 @@ def _check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
     own, wanted = int(draft.config["vocab_size"]), int(target.config["vocab_size"])
     if own != wanted:
         raise ConfigError(
-            f"{PLACE}: model: {draft.path} has a vocabulary of {own}, and {target.path} of {wanted}; {OTHERWISE}"
+            f"{PLACE}: model: {draft.path} has a vocabulary of {own}, but {target.path} of {wanted}; {WAY_OUT}"
         )
     if draft.tokenizer_path is None or target.tokenizer_path is None:
         return
@@ -76,17 +77,17 @@ def _check_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
     if num_others := sum(one.get(token) != token_id for token, token_id in other.items()):
         raise ConfigError(
             f"{PLACE}: model: the tokenizer of {draft.path} lacks {num_others} of the {len(other)} tokens of "
-            f"{target.path}, or has other ids for them; {OTHERWISE}"
+            f"{target.path}, or has other ids for them; {WAY_OUT}"
         )
 
 
 def _max_model_len(draft: Checkpoint, speculation: Speculation, most: int) -> int:
-    """Returns the longest sequence to draft for. Raises ConfigError for more than the model has positions for."""
+    """Returns the longest sequence to draft for. Raises ConfigError if the model has fewer positions."""
     wanted, limit = speculation.max_model_len, max(draft.max_position_embeddings, draft.rope.most)
     if wanted > limit:
         raise ConfigError(
-            f"{PLACE}: max_model_len {wanted}: {draft.path} has positions for {limit} tokens; give at most that"
+            f"{PLACE}: max_model_len {wanted}: {draft.path} has positions for {limit} tokens only; give at most that"
         )
     if not wanted and limit < most:
-        log.info("drafts for sequences of up to %d tokens of %d: %s has no more positions", limit, most, draft.path)
+        log.info("sequences get drafts up to %d tokens, not %d: %s has no more positions", limit, most, draft.path)
     return min(wanted or limit, most)

@@ -1,8 +1,8 @@
 """Loads an EAGLE-3 head: a decoder layer that reads a token's embedding and states of the model's inner layers.
 
-Its attention takes both, each normed, side by side; the residual stream begins with the states alone. `fc` makes these
-of the inputs of three of the model's layers, once for each token; a chain of drafts goes on with the layer's own
-output. As in https://arxiv.org/abs/2503.01840 and in vLLM's llama_eagle3.
+Its attention takes both, each normed and then concatenated; the residual stream starts with the states alone. `fc`
+computes these from the inputs of three of the model's layers, once per token; a chain of drafts continues with the
+layer's own output. See https://arxiv.org/abs/2503.01840 and vLLM's llama_eagle3.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ from pd_cluster.model.planning.load_plan import LoadPlan
 log = logging.getLogger(__name__)
 
 PLACE = called("speculative_config")
-INSTEAD = "give method ngram or suffix"
-IDS_AT_ONCE = 4096  # whose embeddings are compared
+WAY_OUT = "give method ngram or suffix"
+IDS_AT_ONCE = 4096  # rows compared at a time
 
 
 def check_eagle3(plan: LoadPlan) -> Eagle3Folder:
-    """Returns the head that the settings name, without its weights, once it fits the model that is to be loaded.
+    """Returns the head that the settings name, without its weights, if it matches the model to be loaded.
 
     Raises ConfigError, ModelError.
     """
     speculation = plan.config.speculation
     method = f"{PLACE}: method eagle3"
     if plan.device.is_accelerator:
-        raise ConfigError(f"{method}: only CPUs draft with a head, and this is {plan.device.kind}; {INSTEAD}")
+        raise ConfigError(f"{method}: draft heads run on CPUs only, and this is {plan.device.kind}; {WAY_OUT}")
     if not plan.is_alone:
-        raise ConfigError(f"{method}: {called('tensor_parallel_size')} {plan.group.size}: use 1, or {INSTEAD}")
+        raise ConfigError(f"{method}: {called('tensor_parallel_size')} {plan.group.size}: use 1, or {WAY_OUT}")
     where = f"{PLACE}: model"
     path = resolve_model(
         speculation.model, speculation.revision, plan.config.download_dir, where, revision_flag=f"{PLACE}: revision"
@@ -74,7 +74,7 @@ def check_eagle3(plan: LoadPlan) -> Eagle3Folder:
     config = config_of(plan.checkpoint)
     if getattr(config, "kv_lora_rank", None):
         raise ConfigError(
-            f"{method}: {plan.checkpoint.path} keeps latents, and {folder.config.file} a layer of keys and values; "
+            f"{method}: {plan.checkpoint.path} keeps latents, but {folder.config.file} has a layer of keys and values; "
             f"give method mtp, ngram or suffix"
         )
     num_heads = config.num_attention_heads
@@ -94,13 +94,14 @@ def check_eagle3(plan: LoadPlan) -> Eagle3Folder:
 def load_eagle3(plan: LoadPlan, target: CausalLM) -> DraftHead:
     """Loads the head that the settings of the target's plan name. Raises ConfigError, ModelError.
 
-    On CPUs that multiply bfloat16 its matrices are bfloat16 if the target's are; otherwise all of it is float32.
+    On CPUs that multiply bfloat16 the head's matrices are bfloat16 if the target's are; otherwise everything is
+    float32.
     """
     folder = check_eagle3(plan)
     if not isinstance(target, FusedCausalLM) or not isinstance(target.ops, CpuOps):
         raise ConfigError(
-            f"{PLACE}: method eagle3: {plan.checkpoint.path} runs by {target.kernels}, and heads take the C kernels' "
-            f"attention; {INSTEAD}"
+            f"{PLACE}: method eagle3: {plan.checkpoint.path} runs by {target.kernels}, but heads need the C kernels' "
+            f"attention; {WAY_OUT}"
         )
     _check_caches(folder, target)
     dtype = torch.bfloat16 if target.bf16_way else torch.float32
@@ -117,15 +118,15 @@ def load_eagle3(plan: LoadPlan, target: CausalLM) -> DraftHead:
 
 
 def _check_caches(folder: Eagle3Folder, target: FusedCausalLM) -> None:
-    """Raises ModelError unless the model's layers keep what the head's layer does."""
+    """Raises ModelError unless the model's layers keep the same planes as the head's layer."""
     config, kept = folder.config, target.caches[0]
     wanted = LayerCache(config.num_kv_heads, keys_and_values(config.head_dim))
     if has_latents(target.caches) or kept.apart_from_index != wanted:
-        raise ModelError(f"{config.file}: its layer keeps {wanted}, and the model's {kept}; {INSTEAD}")
+        raise ModelError(f"{config.file}: its layer keeps {wanted}, but the model's layers {kept}; {WAY_OUT}")
 
 
 class _HeadWeights:
-    """Reads a head's tensors as parts of a fused model. `dtype`: of its matrices; all else is float32."""
+    """Reads a head's tensors as parts of a fused model. `dtype`: that of matrices; everything else is float32."""
 
     def __init__(self, folder: Eagle3Folder, ops: Ops, dtype: torch.dtype) -> None:
         self.folder, self.config, self.ops, self._dtype = folder, folder.config, ops, dtype
@@ -137,7 +138,7 @@ class _HeadWeights:
         return self._read(name, self._dtype)
 
     def linear(self, *names: str) -> Linear:
-        """Returns the layer of several, joined along their output features."""
+        """Returns one layer that joins several along their output features."""
         return self.ops.linear(PlainWeight.join([PlainWeight(self.matrix(name)) for name in names]))
 
     def norm(self, name: str) -> Norm:
@@ -155,7 +156,7 @@ class _HeadWeights:
 
 @dataclass(frozen=True, slots=True)
 class PairAttention:
-    """The attention of a head's layer, of a token's normed embedding with its normed states behind it."""
+    """The attention of a head's layer; its input is a token's normed embedding followed by the normed states."""
 
     inner: HeadsAttention
     embedding_norm: Norm
@@ -165,7 +166,7 @@ class PairAttention:
         return self.inner.output
 
     def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
-        """`x`: the normed states. See LayerAttention."""
+        """Attends. `x`: the normed states. See LayerAttention."""
         assert batch.pairs is not None
         assert batch.pairs.embeddings is not None
         embeddings = self.inner.ops.norm(batch.pairs.embeddings, self.embedding_norm)
@@ -195,7 +196,7 @@ def _model_of(weights: _HeadWeights, target: FusedCausalLM) -> FusedCausalLM:
             ACTIVATIONS[config.activation],
             config.intermediate_size,
         ),
-        input_norm=None if config.norm_before_residual else hidden_norm,  # otherwise `join` has normed them
+        input_norm=None if config.norm_before_residual else hidden_norm,  # otherwise `join` norms them
         mlp_norm=weights.norm(f"{LAYER}post_attention_layernorm.weight"),
     )
     cache = LayerCache(config.num_kv_heads, keys_and_values(config.head_dim))
@@ -203,7 +204,9 @@ def _model_of(weights: _HeadWeights, target: FusedCausalLM) -> FusedCausalLM:
 
 
 def _rotary(config: Eagle3Config) -> Any:
-    """Returns transformers' module, whose config is that of the layer and its output layer. Raises ModelError."""
+    """Returns transformers' rotary module; its config is the one for the layer and its output layer. Raises
+    ModelError.
+    """
     try:
         return LlamaRotaryEmbedding(
             LlamaConfig(
@@ -219,8 +222,9 @@ def _rotary(config: Eagle3Config) -> Any:
                 **config.rope,
             )
         )
-    except Exception as error:  # huggingface_hub's own for values of another type, and those of formulas
-        raise ModelError(f"{config.file}: {dict(config.rope)}: {first_line(error)}; {INSTEAD}") from error
+    # huggingface_hub has its own errors for values of the wrong type, and formulas have others.
+    except Exception as error:
+        raise ModelError(f"{config.file}: {dict(config.rope)}: {first_line(error)}; {WAY_OUT}") from error
 
 
 def _attention(weights: _HeadWeights, layer_idx: int) -> PairAttention:
@@ -246,7 +250,7 @@ def _attention(weights: _HeadWeights, layer_idx: int) -> PairAttention:
 
 
 def _embedding(weights: _HeadWeights, target: FusedCausalLM) -> Linear:
-    """Returns the target's embedding, unless the head has one with other numbers."""
+    """Returns the target's embedding, unless the head has one with other values."""
     if EMBEDDING not in weights:
         return target.ends.embed
     own = weights.matrix(EMBEDDING)
@@ -257,13 +261,13 @@ def _embedding(weights: _HeadWeights, target: FusedCausalLM) -> Linear:
     for start in range(0, len(own), IDS_AT_ONCE):
         ids = torch.arange(start, min(start + IDS_AT_ONCE, len(own)))
         if not torch.equal(embed(ids), target.ends.embed(ids)):
-            log.info("draft head: %s has an embedding of its own, of %d MiB", weights.folder.path, own.nbytes >> 20)
+            log.info("draft head: %s has its own embedding, %d MiB", weights.folder.path, own.nbytes >> 20)
             return embed
     return target.ends.embed
 
 
 def _projection(weights: _HeadWeights) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns `project` of a DraftHead."""
+    """Returns `DraftHead.project`."""
     config, ops = weights.config, weights.ops
     if not config.num_taps:
         return lambda states: states
@@ -282,7 +286,7 @@ def _projection(weights: _HeadWeights) -> Callable[[torch.Tensor], torch.Tensor]
 
 
 def _behind(norm: Norm, head: Linear, ops: Ops) -> Linear:
-    """Returns the output layer with the norm before it, which the states of a chain do not go through."""
+    """Returns the output layer preceded by the norm; the states of a chain are those before the norm."""
     return lambda x: head(ops.norm(x, norm))
 
 
@@ -291,6 +295,6 @@ def _joining(norm: Norm, ops: Ops) -> Callable[[torch.Tensor, torch.Tensor], tor
 
 
 def _turn(module: Any, x: torch.Tensor, positions: torch.Tensor, _: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Turns by the first of M-RoPE's positions, if there are three: those of texts are alike."""
+    """Uses the first of M-RoPE's three positions; for text they are equal."""
     found: tuple[torch.Tensor, torch.Tensor] = module(x, positions if positions.dim() == 2 else positions[0])
     return found

@@ -1,4 +1,4 @@
-"""Loads the draft head that the settings name, once the model that it drafts for is loaded."""
+"""Loads the draft head that the settings name, after the target model."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ KINDS: dict[Method, _Kind] = {"eagle3": _Kind(check_eagle3, load_eagle3), "mtp":
 
 
 def check_head(plan: LoadPlan) -> None:
-    """Checks that the head and the model go together, before any weight is read. Raises ConfigError, ModelError."""
+    """Checks that head and model match, before any weight is read. Raises ConfigError, ModelError."""
     if (kind := _kind_of(plan)) is not None:
         kind.check(plan)
 
 
 def load_head(plan: LoadPlan, model: CausalLM) -> DraftHead | None:
-    """Returns None if the settings name no head. Raises ConfigError, ModelError."""
+    """Loads the draft head; returns None if the settings name none. Raises ConfigError, ModelError."""
     kind = _kind_of(plan)
     return None if kind is None else kind.load(plan, model)
 

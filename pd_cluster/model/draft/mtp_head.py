@@ -1,14 +1,14 @@
-"""The layer behind a checkpoint's last one that predicts the token after the next (MTP), as a draft head.
+"""The layer after a checkpoint's last one that predicts the token after the next (MTP), as a draft head.
 
-DeepSeek-V3, GLM-4.5 and others store it as model.layers.N of a model with N layers: a decoder layer, and beside it
-`enorm`, `hnorm` and `eh_proj`, which make its input of a token's embedding and the states of the token before, and
-`shared_head.norm`. Its embedding and output layer are copies of the model's, and are not read. It is loaded as a model
-of one layer of the same type, by the machinery and under the proof of any model.
+DeepSeek-V3, GLM-4.5 and others store it as model.layers.N of a model with N layers: a decoder layer, together with
+`enorm`, `hnorm` and `eh_proj`, which compute its input from a token's embedding and the states of the preceding token,
+and `shared_head.norm`. Its embedding and output layer are copies of the model's and are not read. It is loaded as a
+model with one layer of the same type, by the same code and with the same proof as any model.
 
-States are those behind a final norm, the model's or the head's own, and pair j has rotary position j: transformers'
+States are those after a final norm, the model's or the head's own, and pair j has rotary position j: transformers'
 MtpModel (modeling_layers.py) computes the same. vLLM (models/deepseek_mtp.py) counts a pair's positions from 0, zeroes
-the embedding at position 0, and takes a chain's states from before the norm: for the first draft of a sequence's first
-pair, and from the second draft of a chain on, its guesses are others.
+the embedding at position 0, and takes a chain's states before the norm: its guesses differ for the first draft of a
+sequence's first pair, and from the second draft of a chain on.
 """
 
 from __future__ import annotations
@@ -55,41 +55,39 @@ log = logging.getLogger(__name__)
 
 Join = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-OTHERWISE = "give another method, such as ngram or suffix"
+WAY_OUT = "give another method, such as ngram or suffix"
 NORMS, PROJECTION = ("enorm", "hnorm"), "eh_proj"
 NEEDED = (*NORMS, PROJECTION, "shared_head.norm")
 NOT_OF_THE_LAYER = (*NORMS, PROJECTION, "embed_tokens", "shared_head")
-FIRST = "model.layers.0."  # the layer's name in the model of one layer
+FIRST = "model.layers.0."  # the layer's name in the model with one layer
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-FEW_ROWS = 16  # of the model's embedding: a vocabulary with which the layer is proven
+FEW_ROWS = 16  # of the model's embedding: the layer is proven with this small vocabulary
 
 
 def check_mtp(plan: LoadPlan) -> None:
-    """Checks all that can be known before any weight is read. Raises ConfigError, ModelError."""
+    """Checks everything that is known before any weight is read. Raises ConfigError, ModelError."""
     checkpoint, mtp_type = plan.checkpoint, plan.config.speculation.mtp_type
     if plan.device.is_accelerator or not plan.is_alone:
         where = plan.device.kind if plan.device.is_accelerator else f"{plan.group.size} ranks"
-        raise ConfigError(
-            f"{PLACE}: method mtp: only CPUs draft with it, by one rank, and here are {where}; {OTHERWISE}"
-        )
+        raise ConfigError(f"{PLACE}: method mtp: it runs on CPUs only, on one rank, and here are {where}; {WAY_OUT}")
     if mtp_type and checkpoint.model_type not in MTP_TYPES[mtp_type]:
         types = " and ".join(MTP_TYPES[mtp_type])
         raise ConfigError(
-            f"{PLACE}: method {mtp_type} is for {types}, and {checkpoint.path} is {checkpoint.model_type}; give mtp"
+            f"{PLACE}: method {mtp_type} is for {types}, but {checkpoint.path} is {checkpoint.model_type}; give mtp"
         )
     if why := _why_not(checkpoint):
-        raise ConfigError(f"{PLACE}: method mtp: {checkpoint.path} {why}; {OTHERWISE}")
+        raise ConfigError(f"{PLACE}: method mtp: {checkpoint.path} {why}; {WAY_OUT}")
 
 
 def load_mtp(plan: LoadPlan, target: CausalLM) -> DraftHead:
-    """Loads the head of a plan that passed `check_mtp` beside the loaded model. Raises ConfigError, ModelError."""
+    """Loads the head of a plan that passed `check_mtp`, after the model. Raises ConfigError, ModelError."""
     checkpoint = plan.checkpoint
     if not isinstance(target, FusedCausalLM) or not isinstance(target.ops, CpuOps):
-        raise ConfigError(f"{PLACE}: method mtp: takes the C kernels, and this model has {target.kernels}; {OTHERWISE}")
+        raise ConfigError(f"{PLACE}: method mtp needs the C kernels, but this model has {target.kernels}; {WAY_OUT}")
     one, index = _load_layer(plan), len(target.layers)
     if replace(one.caches[0], window=0) != replace(target.caches[-1], window=0):
         raise ModelError(
-            f"{checkpoint.path}: layer {index} keeps {one.caches[0]}, and those before {target.caches[-1]}"
+            f"{checkpoint.path}: layer {index} keeps {one.caches[0]}, but earlier layers {target.caches[-1]}"
         )
     one.config.vocab_size = target.config.vocab_size
     ends = replace(
@@ -101,27 +99,28 @@ def load_mtp(plan: LoadPlan, target: CausalLM) -> DraftHead:
         join=_join_of(plan, one, target.ops),
     )
     layers = [_behind(layer, index, target.ops) for layer in one.layers]
-    served = Served(one.caches, target.rope_limit, target.adapters)  # its ends take the model's adapters
+    # Its embedding and output layer use the model's adapters.
+    served = Served(one.caches, target.rope_limit, target.adapters)
     model = FusedCausalLM(one.config, target.ops, layers, ends, served)
     log.info("draft head: layer %d of %s, %s", index, checkpoint.path, model.kernels)
     return DraftHead(model, f"mtp {checkpoint.identity}", project=lambda states: states)
 
 
 def _why_not(checkpoint: Checkpoint) -> str:
-    """Returns why a model has no such head here, to follow its name; "": it has one. Raises ModelError."""
+    """Returns why a model has no usable MTP layer, phrased to follow its name; "" if it has one. Raises ModelError."""
     if checkpoint.layout is not None or checkpoint.part_of or checkpoint.is_unproven:
         return "is not a listed text model's own folder in transformers' layout"
     config = config_of(checkpoint)
     prefix = _prefix(checkpoint)
     stored = {part.key.rpartition(".")[0] for part in checkpoint.weights.stored()}
     if missing := [name for name in NEEDED if prefix + name not in stored]:
-        return f"has no {prefix}{missing[0]}, so no such layer behind its last"
+        return f"has no {prefix}{missing[0]}, so no MTP layer after its last layer"
     if is_indexed(config):
-        return f"is a {checkpoint.model_type}, whose layers choose keys by an indexer, as no head does"
+        return f"is a {checkpoint.model_type}, whose sparse attention draft heads do not support"
     if not is_known(_architecture(config), config):
         return f"is a {checkpoint.model_type}, whose layers are not fused"
     if len(set(getattr(config, "layer_types", None) or ())) > 1:
-        return "has layers of several types, and does not say of which type that layer is"
+        return "has layers of several types, but does not name the type of the MTP layer"
     return ""
 
 
@@ -134,7 +133,7 @@ def _architecture(config: Any) -> Any:
 
 
 def _load_layer(plan: LoadPlan) -> FusedCausalLM:
-    """Loads the decoder layer as a model of its own, with a few rows of the embedding at both ends."""
+    """Loads the decoder layer as a separate model, with a few rows of the embedding at both ends."""
     checkpoint, config = plan.checkpoint, plan.config
     try:
         one = load_model(
@@ -146,16 +145,18 @@ def _load_layer(plan: LoadPlan) -> FusedCausalLM:
             kv_cache_dtype=config.kv_cache_dtype,
         )
     except ModelError as error:
-        raise ModelError(f"{error} (layer 0 is here layer {checkpoint.config['num_hidden_layers']})") from error
-    assert isinstance(one, FusedCausalLM)  # as the model is: see _why_not
+        raise ModelError(
+            f"{error} (layer 0 of this message is layer {checkpoint.config['num_hidden_layers']})"
+        ) from error
+    assert isinstance(one, FusedCausalLM)  # like the model: see _why_not
     return one
 
 
 def _as_model(checkpoint: Checkpoint) -> Checkpoint:
-    """Returns the layer as a checkpoint of one layer.
+    """Returns the layer as a checkpoint with one layer.
 
-    The fields that say which layers are of which kind are those of transformers' `get_mtp_config`; the tensors say
-    whether the layer has experts.
+    The fields for the kinds of layers are those that transformers' `get_mtp_config` sets; the tensors show whether the
+    layer has experts.
     """
     known = config_of(checkpoint)
     prefix, num_rows = _prefix(checkpoint), min(FEW_ROWS, int(checkpoint.config["vocab_size"]))
@@ -182,7 +183,7 @@ def _as_model(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _name_of_layer(prefix: str, key: str) -> tuple[str, ...]:
-    """Returns the names of a stored tensor in the model of one layer; none if it is not read."""
+    """Returns the names of a stored tensor in the model with one layer; empty if it is not read."""
     if key == EMBEDDING:
         return EMBEDDING, HEAD
     name = key.removeprefix(prefix)
@@ -194,14 +195,14 @@ def _name_of_layer(prefix: str, key: str) -> tuple[str, ...]:
 
 
 def _name_beside_layer(prefix: str, key: str) -> tuple[str, ...]:
-    """Returns the name of a tensor that makes the layer's input; none if it is another."""
+    """Returns the name of a tensor that computes the layer's input; empty for other tensors."""
     name = key.removeprefix(prefix)
     is_read = name != key and name.startswith(tuple(f"{each}." for each in (*NORMS, PROJECTION)))
     return (FIRST + name,) if is_read else ()
 
 
 def _layout(names: Callable[[str], tuple[str, ...]], num_rows: int) -> Layout:
-    """`num_rows`: those of the embedding that are read, if it is named."""
+    """`num_rows`: the number of rows of the embedding that are read, if it is read."""
 
     def places(key: str, shape: tuple[int, ...]) -> tuple[TensorPlace, ...]:
         pieces = ((0, num_rows),) if key == EMBEDDING else None
@@ -211,7 +212,7 @@ def _layout(names: Callable[[str], tuple[str, ...]], num_rows: int) -> Layout:
 
 
 def _quantization(folder: WeightFolder, found: Quantization | None) -> Quantization | None:
-    """Returns what a quantized folder says of these tensors; None: they are numbers, as quantizers often leave them."""
+    """Returns the quantization of these tensors; None: they are not quantized, as quantizers often leave them."""
     if found is None or found.at_load:
         return found
     for part in folder.stored():
@@ -223,7 +224,7 @@ def _quantization(folder: WeightFolder, found: Quantization | None) -> Quantizat
 
 
 def _join_of(plan: LoadPlan, one: FusedCausalLM, ops: Ops) -> Join:
-    """Returns what makes x of embeddings and states. Raises ModelError."""
+    """Returns the function that computes x from embeddings and states. Raises ModelError."""
     checkpoint, dtype = plan.checkpoint, TORCH_DTYPES[plan.dtype]
     folder = WeightFolder(checkpoint.path, _layout(partial(_name_beside_layer, _prefix(checkpoint)), 0))
     found = _quantization(folder, checkpoint.quantization)
@@ -245,20 +246,20 @@ def _join_of(plan: LoadPlan, one: FusedCausalLM, ops: Ops) -> Join:
 
 
 def _projection(checkpoint: Checkpoint, weights: dict[str, torch.Tensor], dtype: torch.dtype, ops: Ops) -> Linear:
-    """Raises ModelError for one of another shape."""
+    """Returns the input projection. Raises ModelError if it has another shape."""
     place, width = f"{_prefix(checkpoint)}{PROJECTION}", int(checkpoint.config["hidden_size"])
     parts = {name.removeprefix(f"{FIRST}{PROJECTION}."): tensor for name, tensor in weights.items()}
     form = form_of(parts, f"{checkpoint.path}: {place}")
     weight = form.weight.of({name: each.to(dtype) for name, each in parts.items()} if form is PLAIN else parts, dtype)
     if (shape := tuple(weight.matrix().shape)) != (width, 2 * width):
         raise ModelError(
-            f"{checkpoint.path}: {place}: {list(shape)}, and {[width, 2 * width]} is expected; copy it again"
+            f"{checkpoint.path}: {place}: {list(shape)}, but {[width, 2 * width]} is expected; copy it again"
         )
     return ops.linear(weight)
 
 
 def _behind(layer: FusedLayer, index: int, ops: CpuOps) -> FusedLayer:
-    """Returns the layer as that of index `index` of the model's pool, where its first pair is at slot FIRST_KEY."""
+    """Returns the layer with index `index` of the model's pool; its first pair is in slot FIRST_KEY."""
     attention = layer.attention
     if isinstance(attention, HeadsAttention):
         heads = replace(attention.heads, layer_idx=index, first_key=FIRST_KEY)

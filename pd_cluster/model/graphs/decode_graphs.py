@@ -1,9 +1,9 @@
 """Runs decode steps as graphs: captured once for a padded number of sequences, then replayed on the same buffers.
 
-Graphs are captured at the start as far as time allows, the others on the first use of their size; or all at the start,
-until the device refuses one, and steps of other sizes take a larger one. All write their logits to one buffer, so that
-each need not keep its own. Rows of padding have no context, and write to the pool's padding block. The capturing
-function comes from outside: see `streams.capture`.
+Graphs are captured at the start as far as time allows, the others on the first use of their size. Alternatively all are
+captured at the start, until the device refuses one, and steps of other sizes use a larger graph. All graphs write
+logits to one shared buffer. Rows of padding have no context, and write to the pool's padding block. The caller supplies
+the capturing function: see `streams.capture`.
 """
 
 from __future__ import annotations
@@ -31,22 +31,23 @@ from pd_cluster.model.lora.adapter_row_blocks import AdaptedBlocks, blocks_of, m
 
 log = logging.getLogger(__name__)
 
-LEAST_BUCKET = 512  # tokens of the longest context that a graph's work is divided for; the next has four times as many
+# Tokens of context that a graph's work is divided for, at least; the next value is four times as large.
+LEAST_BUCKET = 512
 BUCKET_FACTOR = 4
-SIZE_STEP = 8  # between sizes; below it they are powers of two
-MAX_START_S = 5.0  # after which no further graph is captured at the start
-MAX_ONLY_START_S = 120.0  # the same where none is captured later
-NUM_STAGES = 2  # of host memory: one is filled while the device reads the other
+SIZE_STEP = 8  # between sizes; smaller sizes are powers of two
+MAX_START_S = 5.0  # no further graph is captured at the start after this time
+MAX_ONLY_START_S = 120.0  # the same if none is captured later
+NUM_STAGES = 2  # host buffers: one is filled while the device reads the other
 
 Run = Callable[[], torch.Tensor]
-Capture = Callable[[Run], Callable[..., torch.Tensor]]  # its result repeats the launches of the first: `Replay`
+Capture = Callable[[Run], Callable[..., torch.Tensor]]  # returns `Replay`, which repeats the launches of Run
 
 
 def sizes_of(given: Sequence[int], max_num_seqs: int) -> list[int]:
-    """Returns the numbers of sequences that graphs are for, ascending, at most `max_num_seqs`.
+    """Returns the numbers of sequences to capture graphs for, ascending, at most `max_num_seqs`.
 
-    `given` is `--graph-sizes`: none means 1, 2, 4 and multiples of 8 up to `max_num_seqs`, which is the last; one
-    number means the same up to it; several mean themselves.
+    `given`: the value of `--graph-sizes`. Empty means 1, 2, 4, multiples of 8, and `max_num_seqs`; one number means the
+    same with this number as the maximum; several numbers are used as they are.
     """
     if len(given) > 1:
         return sorted({min(size, max_num_seqs) for size in given})
@@ -63,7 +64,7 @@ def bucket_of(context_len: int) -> int:
 
 
 class _Parts(NamedTuple):
-    """A step's numbers, side by side in one piece of memory; all but the last have room for the largest step."""
+    """The arrays of a step in one piece of memory; all but the last have room for the largest step."""
 
     input_ids: slice
     rope_positions: slice
@@ -76,28 +77,28 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, num_seqs: int, num_blocks: int, num_adapted_blocks: int = 0) -> _Parts:
-        """Counts in int32; the first three are int64."""
+        """Counts in int32 elements; the first three arrays are int64."""
         adapted = [num_seqs, 3 * num_adapted_blocks] if num_adapted_blocks else [0, 0]
         starts = np.cumsum([0, *[2 * num_seqs] * 3, num_seqs, num_seqs + 1, *adapted, num_blocks]).tolist()
         return cls(*(slice(start, stop) for start, stop in itertools.pairwise(starts)))
 
 
 class _Graph(NamedTuple):
-    batch: ForwardBatch  # over buffers that each step refills
+    batch: ForwardBatch  # over buffers that each step fills again
     replay: Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphRules:
-    """The steps that an engine's graphs are for, and when they are captured.
+    """The steps that graphs are captured for, and when.
 
-    `is_for_any_context`: the work of a graph is not divided by its context's length. `is_alone`: no other rank captures
-    the same graphs, so this one may do without. `only_at_start`: only `prepare` captures, and a step takes the next
-    larger size that there is.
+    `is_for_any_context`: a graph's work is not divided by the length of the context. `is_alone`: no other rank captures
+    the same graphs, so this rank may skip some. `only_at_start`: only `prepare` captures, and a step uses the next
+    larger size that was captured.
     """
 
     max_num_seqs: int
-    longest: int  # context, in tokens
+    longest: int  # longest context, in tokens
     sizes: Sequence[int] = ()  # see `sizes_of`
     is_for_any_context: bool = False
     is_alone: bool = True
@@ -105,19 +106,19 @@ class GraphRules:
 
 
 class DecodeGraphs:
-    """`compute` equals the runner's for the steps that graphs support; it returns None for the others."""
+    """`compute` equals the runner's for steps that graphs support, and returns None for other steps."""
 
     def __init__(self, model: CausalLM, pool: KVPool, capture: Capture, rules: GraphRules, max_loras: int = 0) -> None:
-        """`max_loras`: above 0, these graphs are for steps with at most so many adapters, and none without; those of 0
-        are for steps without.
+        """`max_loras`: above 0, the graphs are for steps with 1 to `max_loras` adapters; 0: for steps without adapters.
 
-        With transformers' own modules, no more is tried after a capture that fails for another reason than memory.
+
+        With transformers' modules, no further capture is tried after one that fails for another reason than memory.
         """
         self._model, self._pool, self._capture, self._rules = model, pool, capture, rules
         self._sizes, longest = sizes_of(rules.sizes, rules.max_num_seqs), rules.longest
         max_num_seqs = self._sizes[-1]
         self._may_fail = isinstance(model, PlainCausalLM)
-        self._is_over = False  # nothing more is captured
+        self._is_over = False  # no further graph is captured
         self._logits: torch.Tensor | None = None  # [most sequences, vocab_size]
         self._least_bucket = bucket_of(longest) if rules.is_for_any_context else LEAST_BUCKET
         self.captured: dict[tuple[int, int], _Graph] = {}
@@ -140,18 +141,18 @@ class DecodeGraphs:
 
     @property
     def _buckets(self) -> list[int]:
-        """Returns the longest contexts of graphs, ascending; the last takes any."""
+        """Returns the longest contexts of graphs, ascending; the last graph supports any."""
         found = [self._least_bucket]
         while found[-1] < self._rules.longest:
             found.append(found[-1] * BUCKET_FACTOR)
         return found
 
     def prepare(self, has_time: Callable[[], bool], agree: Callable[[bool], bool] = bool) -> None:
-        """Captures graphs before they are wanted, while there is time: short contexts first, then large sizes first.
+        """Captures graphs before they are needed, while there is time: short contexts first, then large sizes first.
 
         Small graphs then use the memory of large ones. The steps write to the pool's first blocks, which must be free.
-        Where only this captures, those of some sizes are spread over all, wherever time or the device ends it; `agree`
-        returns whether all ranks that share the model have captured a graph.
+        If graphs are captured only here, the sizes are ordered so that they cover the range wherever time or the device
+        ends the capture; `agree` returns whether all ranks that share the model have captured a graph.
         """
         sizes = spread_out(self._sizes) if self._rules.only_at_start else self._sizes[::-1]
         keys = [(size, bucket) for bucket in self._buckets for size in sizes]
@@ -168,9 +169,9 @@ class DecodeGraphs:
         log.info("captured %d of %d decode graphs at the start", self.num_captured, len(keys))
 
     def compute(self, step: StepInput, input_ids: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Returns logits [num_seqs, vocab_size], which the next call overwrites.
+        """Returns logits [num_seqs, vocab_size], which the next call overwrites; None: the step must run eagerly.
 
-        `input_ids` [num_seqs] int64, on the device, replace the step's own.
+        `input_ids` [num_seqs] int64, on the device, replace those of the step.
         """
         num_seqs = len(step.rows)
         if (
@@ -210,7 +211,7 @@ class DecodeGraphs:
         return graph.replay()[:num_seqs]
 
     def _add(self, size: int, context_len: int, lens: Ints) -> _Graph | None:
-        """Captures a graph for the step in the buffers, whose lengths are `lens`; None: there is no memory for it."""
+        """Captures a graph for the step in the buffers, with lengths `lens`; None: there is no memory for it."""
         try:
             return self._captured(size, context_len, lens)
         except RuntimeError as error:
@@ -222,16 +223,17 @@ class DecodeGraphs:
                 log.warning("decode steps run eagerly: their capture failed: %s", str(error).splitlines()[0])
                 return None
             log.warning(
-                "decode steps of further sizes run eagerly: no memory is left after %d graphs; a lower %s or fewer %s "
-                "leave some",
+                "decode steps of further sizes run eagerly: no memory is left after %d graphs; lower %s or give fewer "
+                "%s "
+                "to save memory",
                 *(self.num_captured, flag_of("gpu_memory_utilization"), flag_of("graph_sizes")),
             )
             return None
 
     def _try(self, size: int, context_len: int, lens: Ints, agree: Callable[[bool], bool]) -> None:
-        """Captures a graph on all ranks or on none; after the first that is refused, no more.
+        """Captures a graph on all ranks or on none; after the first refusal no further graph is captured.
 
-        How many a device holds is only known from its refusal. One more is then given back: its streams and memory are
+        Only a refusal shows how many graphs a device can hold. Then one more graph is freed: its streams and memory are
         for what starts later, such as links.
         """
         why = "another rank holds no more"
@@ -246,8 +248,8 @@ class DecodeGraphs:
         if self.captured:
             self.captured.popitem()
         log.warning(
-            "%d decode graphs, and no more: %s; steps of other sizes take a larger one or run eagerly, and fewer %s "
-            "are captured without a refusal",
+            "captured %d decode graphs, no more: %s; steps of other sizes use a larger graph or run eagerly; fewer %s "
+            "avoid the refusal",
             *(self.num_captured, why, flag_of("graph_sizes")),
         )
 
@@ -259,13 +261,13 @@ class DecodeGraphs:
         return graph
 
     def _kept(self, logits: torch.Tensor) -> torch.Tensor:
-        """Copies logits to the buffer that all graphs share: each graph would keep the memory of its own."""
+        """Copies logits to the buffer that all graphs share: otherwise each graph would keep its own."""
         if self._logits is None:  # in the run before the first capture, so outside of the graphs' memory
             self._logits = logits.new_empty(self._sizes[-1], logits.shape[1])
         return self._logits[: len(logits)].copy_(logits)
 
     def _put(self, step: StepInput, size: int) -> None:
-        """Copies the step's numbers, and those of rows of padding, to the device in one copy."""
+        """Copies the step's arrays, with rows of padding, to the device in one copy."""
         num_seqs, block_size = len(step.rows), self._pool.layout.block_size
         _, starts, nums_blocks, *_ = step.rows.T
         table_starts = np.zeros(size + 1, dtype=np.int64)
@@ -274,7 +276,7 @@ class DecodeGraphs:
         self._pool.check_blocks(step.blocks, int(table_starts[-1]))
         slots = (
             self._pool.num_blocks * block_size + np.arange(size) % block_size
-        )  # all different: some kernels require that
+        )  # all different, as some kernels require
         slots[:num_seqs] = step.blocks[table_starts[:num_seqs] + starts // block_size] * block_size
         slots[:num_seqs] += starts % block_size
         self._copied[self._turn].wait()
@@ -303,7 +305,9 @@ class DecodeGraphs:
         self._turn = (self._turn + 1) % NUM_STAGES
 
     def _batch(self, size: int, context_len: int) -> ForwardBatch:
-        """Returns a batch over the buffers, valid while they live; its work is divided for contexts of that length."""
+        """Returns a batch over the buffers, with work divided for contexts of this length; valid while the
+        buffers live.
+        """
         parts = self._parts
         return ForwardBatch(
             input_ids=self._of(parts.input_ids, size, torch.int64)[None],
@@ -321,7 +325,7 @@ class DecodeGraphs:
         )
 
     def _adapted(self, size: int) -> AdaptedBlocks:
-        """Returns the blocks of rows in the buffers, as many as a step of this size may have."""
+        """Returns the row blocks in the buffers, as many as a step of this size may have."""
         blocks = self._of(self._parts.adapted_blocks, 3 * most_blocks(size, self._max_loras))
         return AdaptedBlocks(self._of(self._parts.adapted_rows, size), blocks.view(-1, 3))
 
@@ -330,7 +334,7 @@ class DecodeGraphs:
 
 
 def spread_out(sizes: Sequence[int]) -> list[int]:
-    """Returns the ascending sizes in an order of which every beginning is spread over them: the largest comes first."""
+    """Returns the ascending sizes in an order whose every prefix covers the range; the largest comes first."""
     found, gaps = [sizes[-1]], deque([(-1, len(sizes) - 1)])
     while gaps:
         below, above = gaps.popleft()
@@ -342,7 +346,7 @@ def spread_out(sizes: Sequence[int]) -> list[int]:
 
 
 def has_one_row(rope_positions: Ints | None) -> bool:
-    """Whether all rows are equal, as they are behind a prompt: the buffers hold one position per sequence."""
+    """Whether all rows are equal, as they are after a prompt: the buffers hold one position per sequence."""
     return rope_positions is None or bool((rope_positions == rope_positions[0]).all())
 
 
@@ -354,6 +358,6 @@ def _padded(numbers: Ints, size: int) -> Ints:
 
 
 def _one_token_each(num_seqs: int) -> StepInput:
-    """Returns a step of first tokens, each in a block of its own."""
+    """Returns a step of first tokens, each in its own block."""
     rows = np.tile(np.array([1, 0, 1, 1, 1, 0], dtype=np.int64), (num_seqs, 1))
     return StepInput(rows, np.zeros(num_seqs, dtype=np.int64), np.arange(num_seqs, dtype=np.int64))

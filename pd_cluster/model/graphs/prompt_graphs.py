@@ -1,9 +1,9 @@
-"""Runs small steps that compute prompts as graphs, beside sequences that decode.
+"""Runs small steps that compute prompts as graphs, together with sequences that decode.
 
-A graph is for a padded number of tokens and of sequences. The attention's grid is that of the most tiles that so many
-tokens can have; its buffers name the tiles of each step, and a tile of padding belongs to a sequence without tokens.
-Graphs are captured at the start as far as time allows, the others on the first use of their size. How attention divides
-its work comes from outside: see `AttentionPlanner`.
+A graph is for a padded number of tokens and of sequences. The attention's grid has the largest number of tiles that so
+many tokens can need; buffers name the tiles of each step, and a padding tile belongs to a sequence without tokens.
+Graphs are captured at the start as far as time allows, the others on the first use of their size. The caller defines
+how attention divides its work: see `AttentionPlanner`.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from pd_cluster.model.language_model.causal_lm import CausalLM
 
 log = logging.getLogger(__name__)
 
-TOKENS = (64, 128, 256, 512)  # of a graph; a step has fewer, since rows of padding write to the last one
+TOKENS = (64, 128, 256, 512)  # of a graph; a step has fewer, because rows of padding write to the last one
 SEQS = (4, 16, 64)
 Ids = npt.NDArray[np.int32]
 
 
 class AttentionPlanner(Protocol):
-    """How the attention divides the work of steps with so many tokens and sequences; see `PaddedPlanner`."""
+    """Divides the attention's work for steps of some size; see `PaddedPlanner`."""
 
     def num_tiles(self, size: GraphSize) -> int: ...
 
     def items(self, query_lens: Any, context_lens: Any, size: GraphSize) -> tuple[Ids, Ids]:
-        """Returns a step's sequences that decode, [num_seqs], and its tiles, [num_tiles, 2], both padded."""
+        """Returns a step's decoding sequences, [num_seqs], and its tiles, [num_tiles, 2], both padded."""
 
     def install(
         self, batch: ForwardBatch, size: GraphSize, longest: int, decode_seqs: torch.Tensor, tiles: torch.Tensor
@@ -52,7 +52,7 @@ class GraphSize(NamedTuple):
 
 
 class _PromptParts(NamedTuple):
-    """A step's numbers, side by side in one piece of memory, with room for the largest step."""
+    """The arrays of a step in one piece of memory, with room for the largest step."""
 
     input_ids: slice
     rope_positions: slice
@@ -67,7 +67,7 @@ class _PromptParts(NamedTuple):
 
     @classmethod
     def of(cls, size: GraphSize, num_tiles: int, num_blocks: int) -> _PromptParts:
-        """Counts in int32; the first four are int64. One more sequence is there, which has no tokens."""
+        """Counts in int32 elements; the first four arrays are int64. One extra sequence has no tokens."""
         num_tokens, num_seqs = size
         lengths = [*[2 * num_tokens] * 3, 2 * num_seqs, num_seqs + 2, num_seqs + 1, num_seqs + 2, num_seqs]
         starts = np.cumsum([0, *lengths, 2 * num_tiles, num_blocks]).tolist()
@@ -75,12 +75,12 @@ class _PromptParts(NamedTuple):
 
 
 class PromptGraphs:
-    """`compute` equals the runner's for the steps that graphs support; it returns None for the others."""
+    """`compute` equals the runner's for steps that graphs support, and returns None for other steps."""
 
     def __init__(
         self, model: CausalLM, pool: KVPool, capture: Capture, rules: GraphRules, planner: AttentionPlanner
     ) -> None:
-        """`rules`: its sizes are those of decode steps. Captures may follow on the first use of a size."""
+        """`rules`: their sizes are those of decode steps. Graphs may be captured later, on the first use of a size."""
         self._model, self._pool, self._capture, self._planner = model, pool, capture, planner
         self._rules, self._is_over = rules, False
         self._sizes = sizes_up_to(rules.max_num_seqs)
@@ -100,7 +100,7 @@ class PromptGraphs:
         return len(self.captured)
 
     def prepare(self, has_time: Callable[[], bool]) -> None:
-        """Captures graphs before they are wanted, large ones first, which leave their memory to the others.
+        """Captures graphs before they are needed, the large ones first, whose memory the others share.
 
         The steps write to the pool's first blocks, which must be free.
         """
@@ -118,10 +118,10 @@ class PromptGraphs:
     def compute(
         self, step: StepInput, input_ids: torch.Tensor | None = None, on_layer: OnLayer | None = None
     ) -> torch.Tensor | None:
-        """Returns logits [num_samples, vocab_size], which the next call overwrites.
+        """Returns logits [num_samples, vocab_size], which the next call overwrites; None: the step must run eagerly.
 
-        `input_ids` [num_tokens] int64, on the device, replace the step's own. `on_layer` receives all layers behind the
-        replay.
+        `input_ids` [num_tokens] int64, on the device, replace those of the step. `on_layer` is called for all layers
+        after the replay.
         """
         size = self._size_of(step)
         if size is None or (self._is_over and size not in self.captured):
@@ -139,7 +139,7 @@ class PromptGraphs:
         return logits
 
     def _size_of(self, step: StepInput) -> GraphSize | None:
-        """Returns the least size for the step; None: no graph supports it."""
+        """Returns the smallest size for the step; None: no graph supports it."""
         lens, starts, _, counts, _, nums_hidden = step.rows.T
         if counts.max() > 1 or nums_hidden.any() or (lens == 1).all():
             return None
@@ -151,7 +151,7 @@ class PromptGraphs:
         return next(fitting, None)
 
     def _add(self, size: GraphSize) -> Callable[..., torch.Tensor] | None:
-        """Captures a graph for the step in the buffers; None: it cannot be."""
+        """Captures a graph for the step in the buffers; None: the capture fails."""
         batch = self._batch(size)
         try:
             self.captured[size] = self._capture(lambda: self._kept(self._model(batch)))
@@ -172,7 +172,7 @@ class PromptGraphs:
         return self._logits[: len(logits)].copy_(logits)
 
     def _put(self, step: StepInput, size: GraphSize) -> None:
-        """Copies the step's numbers, and those of padding, to the device in one copy."""
+        """Copies the step's arrays, with padding, to the device in one copy."""
         num_tokens, num_seqs = size
         numbers = step_numbers(step, self._pool)
         lens, starts = step.rows[:, 0], step.rows[:, 1]
@@ -217,7 +217,7 @@ class PromptGraphs:
             context_lens=self._of("context_lens", num_seqs + 1),
             block_table=self._there[self._parts.block_table],
             table_starts=self._of("table_starts", num_seqs + 2),
-            query_lens=np.zeros(num_seqs + 1, dtype=np.int64),  # nothing may read a step's own on the host
+            query_lens=np.zeros(num_seqs + 1, dtype=np.int64),  # no kernel may read the step's own values on the host
             host_context_lens=np.zeros(num_seqs + 1, dtype=np.int64),
             pool=self._pool,
         )

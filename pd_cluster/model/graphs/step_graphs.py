@@ -1,4 +1,4 @@
-"""Makes the graphs of a loaded model: of decode steps, and of steps with prompts; or says why it has none."""
+"""Captures the graphs of a loaded model: of decode steps, and of steps with prompts; or says why it has none."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from pd_cluster.settings.engine_config import PROMPT_GRAPHS
 
 log = logging.getLogger(__name__)
 
-ASKING_ROPES = ("dynamic", "longrope")  # transformers' own code compares the step's largest position on the host
+ASKING_ROPES = ("dynamic", "longrope")  # transformers compares the step's largest position on the host
 
 
 class StepGraphs(NamedTuple):
-    """Graphs of decode steps without adapters, of those with, and of steps with prompts; None: such steps run eagerly.
+    """Graphs of decode steps without adapters, with adapters, and of steps with prompts; None: such steps run eagerly.
 
-    Ranks that share a model capture and replay the same steps, including their sums: the graph of a step follows from
-    its numbers, and those are the same on all ranks.
+    Ranks that share a model capture and replay the same steps, including their sums: the step's arrays decide which
+    graph is used, and all ranks have the same arrays.
     """
 
     decode: DecodeGraphs | None = None
@@ -43,22 +43,22 @@ class StepGraphs(NamedTuple):
 
 
 def check_prompt_graphs(model: CausalLM, speedups: Sequence[str]) -> None:
-    """Raises ConfigError if graphs of steps with prompts are wanted and this model cannot have them."""
+    """Raises ConfigError if graphs of steps with prompts are requested and this model cannot have them."""
     if PROMPT_GRAPHS not in speedups:
         return
     why = "" if isinstance(model, FusedCausalLM) else "this model's layers are not fused"
     if not why and has_states(model.caches):
-        why = "no graph holds the states of its layers"
+        why = "graphs do not support the states of its layers"
     if not why and model.attention != "Triton":
-        why = f"attention is by {model.attention}, not by Triton"
+        why = f"its attention runs on {model.attention}, not on Triton"
     if why:
-        raise ConfigError(f"{called('cuda_speedups')} {PROMPT_GRAPHS}: {why}; leave it out")
+        raise ConfigError(f"{called('cuda_speedups')} {PROMPT_GRAPHS}: {why}; remove it")
 
 
 def why_eager(plan: LoadPlan, model: CausalLM, layout: KVLayout) -> str:
     """Returns why an accelerator captures no graphs of this model, or "".
 
-    May compute two decode steps; all ranks that share the model call this at the same time.
+    It may compute two decode steps; all ranks that share the model call this at the same time.
     """
     device = plan.device
     if plan.config.enforce_eager:
@@ -66,25 +66,25 @@ def why_eager(plan: LoadPlan, model: CausalLM, layout: KVLayout) -> str:
     if (rope := rope_type(model.config)) in ASKING_ROPES:
         return f"rope_type {rope} asks the device for positions"
     if plan.exchanges_rows:
-        return "instances of a unit agree on each step and exchange rows within it; nor is any launched ahead"
+        return "instances of a unit agree on each step and exchange rows within it"
     if not plan.is_alone and not (device.traits.captures_sums or plan.config.npu_tp_graphs):
-        return "graphs of ranks have not run on NPUs; --npu-tp-graphs captures them"
+        return "graphs with several ranks are untested on NPUs; --npu-tp-graphs enables them"
     if has_states(model.caches):
-        return "no graph holds the states of its layers"
+        return "graphs do not support the states of its layers"
     if isinstance(model, FusedCausalLM):
         return "" if model.ops.is_capturable else "SDPA asks the device for lengths"
     if model.attention == SDPA.name:
         return "SDPA asks the device for lengths"
     if not device.traits.captures_modules:
-        return f"its layers are not fused, and graphs of others are untested on {device.kind.upper()}"
+        return f"its layers are not fused, and such graphs are untested on {device.kind.upper()}"
     found = obstacle(model, layout, device)
     return f"in its layers {found}" if found else ""
 
 
 def capture_graphs(plan: LoadPlan, model: CausalLM, pool: KVPool, eager: str) -> StepGraphs:
-    """Returns graphs, some of them captured. `eager`: see `why_eager`.
+    """Returns the graphs, some of them captured. `eager`: see `why_eager`.
 
-    On an NPU attention divides its work itself, and no step of a client waits for a capture.
+    On an NPU attention divides its work itself, and no client's step waits for a capture.
     """
     if not plan.device.is_accelerator:
         return StepGraphs()
@@ -102,14 +102,15 @@ def capture_graphs(plan: LoadPlan, model: CausalLM, pool: KVPool, eager: str) ->
     )
     decode = DecodeGraphs(model, pool, capturing, rules)
     adapted = prompts = None
-    if config.adapters.enable_lora and are_in_tables(model):  # others have no launches for them
+    # Other implementations of adapters have no launches to capture.
+    if config.adapters.enable_lora and are_in_tables(model):
         adapted = DecodeGraphs(model, pool, capturing, rules, config.adapters.max_loras)
     if PROMPT_GRAPHS in plan.speedups:
         prompts = _prompt_graphs(plan, model, pool, capturing, rules)
     stop_s = time.monotonic() + (MAX_ONLY_START_S if traits.captures_at_start_only else MAX_START_S)
 
     def agree(holds: bool) -> bool:
-        """Whether it holds on every rank that shares the model."""
+        """Whether `holds` is true on every rank that shares the model."""
         return bool(plan.group.least(int(holds)))
 
     with torch.inference_mode():
@@ -130,7 +131,7 @@ def _prompt_graphs(
 
 
 def rope_type(config: Any) -> str:
-    """Returns the rope_type of a transformers config; where kinds of layers differ, one that asks for positions."""
+    """Returns the rope_type of a transformers config; if layer kinds differ, one that reads positions on the host."""
     given = getattr(config, "rope_parameters", None) or {}
     kinds = [each for each in given.values() if isinstance(each, dict)] or [given]
     found = [str(each.get("rope_type", "default")) for each in kinds]

@@ -1,4 +1,4 @@
-"""One step's input to the model, as tensors. Knows nothing of how these tokens were chosen."""
+"""The input of one step to the model, as tensors. Knows nothing of how these tokens were chosen."""
 
 from __future__ import annotations
 
@@ -28,14 +28,16 @@ from pd_cluster.model.inputs.step_input import (
 from pd_cluster.model.inputs.virtual_token_rows import VirtualRows
 from pd_cluster.types import Request
 
-OnLayer = Callable[[int], None]  # receives how many layers of a step's keys and values are in the pool, or launched
+OnLayer = Callable[[int], None]  # receives the number of layers whose keys and values are in the pool, or launched
 
 ALIGNMENT = 16  # bytes
 _DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "float64": torch.float64}
 
 
 class EncoderTotals(NamedTuple):
-    """Images that a tower has computed since the start, pairs of frames included, and the seconds that they took."""
+    """The number of images that a tower has computed since the start, including pairs of frames, and the
+    seconds taken.
+    """
 
     num_images: int = 0
     seconds: float = 0.0
@@ -45,7 +47,7 @@ class RunnerOutput(NamedTuple):
     """The result of a step's forward pass, float32; rows are in the order of the step's chunks."""
 
     logits: torch.Tensor  # [num_samples, vocab_size]
-    hidden_states: torch.Tensor  # [num_hidden_rows, hidden_size], on the host; width 0: the model cannot tell them
+    hidden_states: torch.Tensor  # [num_hidden_rows, hidden_size], on the host; width 0: the model has none
 
 
 NO_HIDDEN_STATES = torch.empty(0, 0)
@@ -53,9 +55,10 @@ NO_HIDDEN_STATES = torch.empty(0, 0)
 
 @dataclass(slots=True)
 class HiddenRows:
-    """The rows of a batch whose final hidden states are wanted; the model fills in `states`.
+    """The rows of a batch whose final hidden states are requested; the model fills in `states`.
 
-    `kept` are these rows and those whose logits are wanted, ascending; the other two tell which of them are which.
+    `kept`: these rows and those whose logits are requested, ascending; `logits_at` and `hidden_at` are indexes in
+    `kept`.
     """
 
     rows: torch.Tensor  # [num_hidden_rows] int64, ascending
@@ -67,9 +70,9 @@ class HiddenRows:
 
 @dataclass(slots=True)
 class AuxiliaryStates:
-    """The states of all tokens that a draft head reads; the model fills in `states`, in the order of `layers`.
+    """The states of all tokens, for a draft head; the model fills in `states`, in the order of `layers`.
 
-    `layers`: those whose input is read, the residual stream before any norm; (): the output of the final norm.
+    `layers`: those whose input is recorded, the residual stream before any norm; (): the output of the final norm.
     """
 
     layers: tuple[int, ...]
@@ -78,9 +81,9 @@ class AuxiliaryStates:
 
 @dataclass(slots=True)
 class PairRows:
-    """The second half of the pairs in a draft head's batch, whose tokens are the first: see draft_head.py.
+    """The states of the pairs in a draft head's batch; the batch's tokens are the other half: see draft_head.py.
 
-    The model fills in `embeddings`, those of its tokens.
+    The model fills in `embeddings`, those of the tokens.
     """
 
     states: torch.Tensor  # [num_tokens, hidden_size]
@@ -88,7 +91,7 @@ class PairRows:
 
 
 class GroupSlotMapping(NamedTuple):
-    """Where a step's tokens are in the pool of another group of layers: see ForwardBatch."""
+    """The positions of a step's tokens in the pool of another group of layers: see ForwardBatch."""
 
     pool: KVPool
     slot_mapping: torch.Tensor
@@ -100,62 +103,67 @@ class GroupSlotMapping(NamedTuple):
 class ForwardBatch:
     """All sequences of a step, flattened: sequence i owns rows [query_starts[i], query_starts[i + 1]).
 
-    Its blocks are block_table[table_starts[i] : table_starts[i + 1]]; all of them are blocks of the pool. Rotary
-    positions say nothing of slots, masks and windows, which follow from lengths.
+    Its blocks are block_table[table_starts[i] : table_starts[i + 1]]; all of them are in the pool. Rotary positions do
+    not affect slots, masks and windows, which depend on lengths.
 
-    Where layers are in several groups, these are the places of group 0; `of_layer` has those of the others.
+    If there are several groups of layers, these fields are those of group 0; `of_layer` returns those of other groups.
     """
 
     input_ids: torch.Tensor  # [1, num_tokens] int64
     rope_positions: torch.Tensor  # [1, num_tokens] int64, or [3, 1, num_tokens] for M-RoPE
     slot_mapping: torch.Tensor  # [num_tokens] int64: block * block_size + offset
     query_starts: torch.Tensor  # [num_seqs + 1] int32
-    context_lens: torch.Tensor  # [num_seqs] int32: tokens in the pool once this step has written
+    context_lens: torch.Tensor  # [num_seqs] int32: tokens in the pool after this step has written
     block_table: torch.Tensor  # [sum of blocks] int32
     table_starts: torch.Tensor  # [num_seqs + 1] int32
-    sample_rows: torch.Tensor  # [num_samples] int64: rows whose logits are wanted, ascending
+    sample_rows: torch.Tensor  # [num_samples] int64: rows whose logits are requested, ascending
     query_lens: Ints  # [num_seqs], on the host
     host_context_lens: Ints  # [num_seqs], the same as `context_lens`
     pool: KVPool
-    hidden: HiddenRows | None = None  # None: no hidden states are wanted
-    taps: AuxiliaryStates | None = None  # None: no draft head reads
-    pairs: PairRows | None = None  # None: these are the rows of a whole model
-    images: ImageRows | None = None  # None: no token stands for a picture
-    virtual: VirtualRows | None = None  # None: no token is an adapter's
-    key_limits: torch.Tensor | None = None  # [num_tokens] int32: the end of the keys that a row sees; None: itself
+    hidden: HiddenRows | None = None  # None: no hidden states are requested
+    taps: AuxiliaryStates | None = None  # None: no draft head reads states
+    pairs: PairRows | None = None  # None: the batch is for a whole model
+    images: ImageRows | None = None  # None: no token belongs to a picture
+    virtual: VirtualRows | None = None  # None: no token is a virtual token of an adapter
+    # [num_tokens] int32: the end of each row's visible keys; None: the row itself.
+    key_limits: torch.Tensor | None = None
     masks: dict[tuple[int, int, int], torch.Tensor] = field(default_factory=dict)
     layers_written: list[int] = field(default_factory=list)
-    windows: set[int | None] = field(default_factory=set)  # the windows that its layers attended through
-    after_layer: Callable[[], None] | None = None  # called on a CPU between layers: the number of threads may change
-    on_layer: OnLayer | None = None  # receives how many layers' keys and values are in the pool
-    write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces attention/sdpa.py's
-    reads: Mapping[int, int] = field(default_factory=dict)  # layer without keys -> the one before it whose keys it sees
-    chosen: torch.Tensor | None = None  # [num_tokens, most] int32, see attention/sparse.py; None: all keys are seen
-    further: tuple[GroupSlotMapping, ...] = ()  # of groups 1 and up that keep tokens
-    views: list[ForwardBatch] = field(default_factory=list)  # this batch in each of them, once a layer has asked
+    windows: set[int | None] = field(default_factory=set)  # the windows of the layers that have attended
+    after_layer: Callable[[], None] | None = None  # called between layers on a CPU: the number of threads may change
+    on_layer: OnLayer | None = None  # receives the number of layers whose keys and values are in the pool
+    write_and_attend: Callable[..., torch.Tensor] | None = None  # replaces the function in layers/attention/sdpa.py
+    # Layer without keys -> the earlier layer whose keys it reads.
+    reads: Mapping[int, int] = field(default_factory=dict)
+    # [num_tokens, most] int32, see layers/attention/sparse_selection.py; None: all keys are visible.
+    chosen: torch.Tensor | None = None
+    further: tuple[GroupSlotMapping, ...] = ()  # of the other groups that keep tokens, from group 1 on
+    # This batch for each of these groups, after a layer has requested it.
+    views: list[ForwardBatch] = field(default_factory=list)
     states: StateRows | None = None  # None: no layer keeps a state
     states_written: list[int] = field(default_factory=list)  # layers whose states are in their pool
-    kernel_state: object = None  # kept by the kernels from layer to layer
-    adapters: Ints | None = None  # [num_seqs]: slots of their adapters; None: there are none
+    kernel_state: object = None  # kept by the kernels between layers
+    adapters: Ints | None = None  # [num_seqs]: adapter slots; None: no sequence has an adapter
     leaders: Ints | None = None  # [num_seqs], see StepInput
-    adapted_rows: Any = None  # a graph's batch only: lora.device_rows.DeviceBlocks of the step that it replays
+    adapted_rows: Any = None  # only for a graph's batch: AdaptedBlocks of the replayed step
     kept_rows: Ints = field(
         default_factory=lambda: np.empty(0, dtype=np.int64)
     )  # `hidden.kept`, or `sample_rows`, on the host
-    most_tokens: Ints | None = None  # [num_seqs]: the limits of their requests; None: as `host_context_lens`
+    most_tokens: Ints | None = None  # [num_seqs]: the requests' token limits; None: like `host_context_lens`
     query_factors: torch.Tensor | None = None  # [num_tokens] float32: factors of the queries, applied last
-    replay_lens: Ints | None = None  # a graph's batch only: the `host_context_lens` of the step that it replays
-    before_replay: Callable[[], None] | None = None  # a graph's batch only: the kernels' work on the host
-    host_values: Callable[[Ints], HostValues] | None = None  # a graph's batch only: kernels' host values, by lengths
+    replay_lens: Ints | None = None  # only for a graph's batch: the `host_context_lens` of the replayed step
+    before_replay: Callable[[], None] | None = None  # only for a graph's batch: the kernels' work on the host
+    # Only for a graph's batch: the kernels' host values, by lengths.
+    host_values: Callable[[Ints], HostValues] | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.slot_mapping)
 
     def of_group(self, group: int) -> ForwardBatch:
-        """Returns the batch as layers of another group that keeps tokens see it: its pool, slots and block tables.
+        """Returns the batch for the layers of another group that keeps tokens: with its pool, slots and block tables.
 
-        All that layers write is in both. To be called once the batch is complete, from the model's layers.
+        Both batches share everything that layers write. Call this from the model's layers, once the batch is complete.
         """
         if group == 0:
             return self
@@ -166,13 +174,15 @@ class ForwardBatch:
         return self.views[group - 1]
 
     def of_layer(self, layer_idx: int) -> ForwardBatch:
-        """Returns the batch as the attention of this layer of the model sees it."""
+        """Returns the batch for the attention of this layer."""
         if not self.further or self.pool.has_layer(layer_idx):
             return self
         return self.of_group(1 + [each.pool.has_layer(layer_idx) for each in self.further].index(True))
 
     def layer_written(self, layer_idx: int, window: int | None) -> None:
-        """Notes that this layer's keys and values are in the pool, seen through `window`; loading proves the order."""
+        """Records that this layer's keys and values are in the pool, with its `window`; the proof at load checks the
+        order.
+        """
         if self.virtual is not None:
             self.virtual.written(layer_idx, self.pool, self.slot_mapping)
         self.layers_written.append(layer_idx)
@@ -183,7 +193,7 @@ class ForwardBatch:
             self.on_layer(len(self.layers_written))
 
     def state_written(self, layer_idx: int) -> None:
-        """Notes that the states that this layer keeps of all sequences are in their pool, checkpoints included."""
+        """Records that this layer's states of all sequences are in the pool, including checkpoints."""
         self.states_written.append(layer_idx)
         if self.after_layer is not None:
             self.after_layer()
@@ -199,7 +209,7 @@ def build_batch(chunks: list[tuple[Request, int]], pool: KVPool, further: Sequen
 
 
 def sizes_of_blocks(pools: Sequence[KVPool]) -> list[int]:
-    """Returns the tokens of a block in each of these pools, as RowCollector takes them."""
+    """Returns the tokens per block in each of these pools, for RowCollector."""
     layouts = [pool.layout for pool in pools]
     return [ONE_BLOCK if layout.holds.is_state else layout.block_size for layout in layouts]
 
@@ -207,7 +217,7 @@ def sizes_of_blocks(pools: Sequence[KVPool]) -> list[int]:
 def batch_of(step: StepInput, pool: KVPool, sees_whole: bool = False, further: Sequence[KVPool] = ()) -> ForwardBatch:
     """Builds a step's tensors. Raises ValueError for a block table that is too short or names an unknown block.
 
-    `sees_whole`: each token of a picture attends to all of it. `further`: the pools of groups 1 and up.
+    `sees_whole`: each token of a picture attends to the whole picture. `further`: the pools of groups 1 and up.
     """
     lens, starts, _, _, most_tokens, nums_hidden = step.rows.T  # each [num_seqs]
     arrays = step_numbers(step, pool, sees_whole)
@@ -232,7 +242,7 @@ def batch_of(step: StepInput, pool: KVPool, sees_whole: bool = False, further: S
 
 
 def _of_groups(step: StepInput, pools: Sequence[KVPool]) -> dict[str, Any]:
-    """Returns the fields of a batch that are about groups 1 and up."""
+    """Returns the fields of a batch for groups 1 and up."""
     lens, starts = step.rows[:, 0], step.rows[:, 1]
     positions = _positions(lens, starts, starts_of(lens))
     places, states = list[GroupSlotMapping](), None
@@ -263,7 +273,7 @@ def _positions(lens: Ints, starts: Ints, query_starts: Ints) -> Ints:
 
 
 def _places(pool: KVPool, tables: GroupTables, positions: Ints, lens: Ints) -> dict[str, npt.NDArray[Any]]:
-    """Returns the tensors that say where the step's tokens are in this pool. Raises ValueError as `batch_of` does."""
+    """Returns the positions of the step's tokens in this pool. Raises ValueError like `batch_of`."""
     block_size, table_starts = pool.layout.block_size, starts_of(tables.nums_blocks)
     pool.check_blocks(tables.blocks, int(table_starts[-1]))
     first_block = table_starts[:-1]
@@ -278,7 +288,7 @@ def _places(pool: KVPool, tables: GroupTables, positions: Ints, lens: Ints) -> d
 
 
 def step_numbers(step: StepInput, pool: KVPool, sees_whole: bool = False) -> dict[str, npt.NDArray[Any]]:
-    """Returns the tensors of a step's batch as arrays. Raises ValueError as `batch_of` does."""
+    """Returns the tensors of a step's batch as arrays. Raises ValueError like `batch_of`."""
     input_ids = step.input_ids
     lens, starts, nums_blocks, counts, _, _ = step.rows.T
     query_starts = starts_of(lens)
@@ -313,7 +323,7 @@ def _hidden_rows(sample_rows: Ints, rows: Ints) -> dict[str, Ints]:
 
 
 def on_device(arrays: Mapping[str, npt.NDArray[Any]], device: Device) -> dict[str, torch.Tensor]:
-    """Returns the arrays as tensors; on an accelerator in a single copy, which the host does not wait for."""
+    """Returns the arrays as tensors; on an accelerator with a single copy, without waiting for it."""
     if not device.is_accelerator:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
     return packed(arrays, lambda host: host.to(device.torch_name, non_blocking=True), pinned=True)

@@ -1,4 +1,4 @@
-"""The tokens of a step that stand for pictures. Knows nothing of how features are computed."""
+"""The tokens of a step that belong to pictures. Knows nothing of how features are computed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ Ints = npt.NDArray[np.int64]
 
 
 class ImagePart(NamedTuple):
-    """Tokens [start, start + num_tokens) of a picture, which are rows [row, row + num_tokens) of a step.
+    """Tokens [start, start + num_tokens) of a picture, in rows [row, row + num_tokens) of a step.
 
-    `key`: what its features may be kept by. Requests of another salt have another one, so that nobody learns by the
-    time of an answer which pictures another tenant has sent. `is_landed`: rank 0 has its features from an encoder.
+    `key`: caches the picture's features. Requests with another salt have another key, so that the time of an answer
+    does not reveal which pictures another tenant has sent. `is_landed`: rank 0 has received its features from an
+    encoder.
     """
 
     row: int
@@ -32,15 +33,15 @@ class ImagePart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ImageRows:
-    """The features of a step's rows that stand for pictures, in the place of their embeddings.
+    """The features of a step's picture rows, which replace their embeddings.
 
-    `features`, [1 + num_deep, num_rows, hidden_size]: the first replace the rows' embeddings; each of the others is
-    added to the residual stream after a layer, from the first one on (DeepStack).
+    `features`, [1 + num_deep, num_rows, hidden_size]: the first replace the rows' embeddings; the others are added to
+    the residual stream, one after each of the first layers (DeepStack).
     """
 
     rows: torch.Tensor  # [num_rows] int64
     features: torch.Tensor
-    experts: tuple[torch.Tensor, torch.Tensor] | None = None  # rows of pictures with their marks, and all others
+    experts: tuple[torch.Tensor, torch.Tensor] | None = None  # picture rows and marks around them; all other rows
 
     def embed(self, x: torch.Tensor) -> None:
         """Replaces embeddings x, [num_tokens, hidden_size], in place."""
@@ -57,9 +58,11 @@ class ImageRows:
 
 
 def key_limits(parts: Sequence[ImagePart], positions: Ints) -> Ints:
-    """Returns the end of the keys that each row of a step sees, [num_tokens], if a picture's tokens see all of it.
+    """Returns the end of the keys visible to each row of a step, [num_tokens], if a picture's tokens see the whole
+    picture.
 
-    `positions`: the rows' places in their sequences. The step has the rest of each picture that it has a part of.
+    `positions`: the rows' positions in their sequences. The step contains the rest of each picture that it starts or
+    continues.
     """
     limits = positions + 1
     for part in parts:
@@ -69,7 +72,7 @@ def key_limits(parts: Sequence[ImagePart], positions: Ints) -> Ints:
 
 
 def image_parts(chunks: Sequence[tuple[Request, int]]) -> tuple[ImagePart, ...]:
-    """Returns the parts of pictures among the tokens that a step computes, in the order of its rows."""
+    """Returns the parts of pictures among the tokens that a step computes, in row order."""
     found: list[ImagePart] = []
     row = 0
     for request, num_tokens in chunks:
@@ -94,5 +97,5 @@ def _parts_of(request: Request, num_tokens: int, row: int) -> list[ImagePart]:
 
 
 def feature_key(span: Span, order: RequestSpec) -> bytes:
-    """Returns ImagePart.key of the picture that this span of an order stands for."""
+    """Returns ImagePart.key for the picture in this span of a request."""
     return span.digest + order.cache_salt.encode()

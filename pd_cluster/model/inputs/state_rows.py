@@ -1,8 +1,8 @@
-"""Where the sequences of a step keep the states of recurrent layers, and which of their rows follow one another.
+"""Says where the sequences of a step keep the states of recurrent layers, and which of their rows are consecutive.
 
 A state is a block of one token: planes of a layer's recurrence and of its convolution, all float32. A segment is a run
-of rows of one sequence, computed in order from the state in `block`, to where the state behind them is written. If
-`keep` names a block, that receives a copy of the state behind the segment's last row (a checkpoint).
+of rows of one sequence: they are computed in order from the state in `block`, and the state after them is written
+there. If `keep` names a block, it receives a copy of the state after the segment's last row (a checkpoint).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NO_BLOCK = -1
 
 
 class Segment(NamedTuple):
-    """Rows [first, stop) of the step. Segments of one sequence follow one another and share `block`."""
+    """Rows [first, stop) of the step. Segments of one sequence are consecutive and share `block`."""
 
     first: int
     stop: int
@@ -30,15 +30,15 @@ class Segment(NamedTuple):
 
 @dataclass(slots=True)
 class StateRows:
-    """All segments of a step, in the order of its rows; `table` is the same as [num_segments, 4] int32.
+    """All segments of a step, in row order; `table` is the same as [num_segments, 4] int32.
 
-    A state that nothing has been computed into is zeros.
+    A state at the start of a sequence is zeros.
     """
 
     pool: KVPool
     segments: tuple[Segment, ...]
     table: npt.NDArray[np.int32]
-    kernel_state: object = None  # kept by the kernels from layer to layer
+    kernel_state: object = None  # kept by the kernels between layers
 
     @classmethod
     def of(cls, pool: KVPool, segments: Iterable[Segment]) -> StateRows:
@@ -49,10 +49,10 @@ class StateRows:
 def segments_of(
     nums_tokens: Sequence[int], blocks: Sequence[int], keeps: Sequence[tuple[int, int, int]] = ()
 ) -> Iterator[Segment]:
-    """Cuts the rows of a step's sequences after those of whose states a copy is kept.
+    """Cuts the rows of a step's sequences after each row whose state is copied.
 
-    `blocks` are the sequences' states; `keeps` are sorted: a sequence, its tokens of this step that the copy follows,
-    and the block that receives it.
+    `blocks`: the sequences' states. `keeps`, sorted: a sequence, the number of its tokens in this step before the copy,
+    and the block that receives the copy.
     """
     first, rest = 0, list(reversed(keeps))
     for seq, (num_tokens, block) in enumerate(zip(nums_tokens, blocks, strict=True)):

@@ -1,4 +1,4 @@
-"""The numbers of one step that every rank needs, as arrays. Knows nothing of how its tokens were chosen."""
+"""The arrays of one step that every rank needs. Knows nothing of how its tokens were chosen."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from pd_cluster.types import Request, StateCopy
 from pd_cluster.types.variants import lora_of
 
 Ints = npt.NDArray[np.int64]
-Drafts = Mapping[Request, Sequence[int]]  # tokens that may follow those of a chunk of one token
+Drafts = Mapping[Request, Sequence[int]]  # draft tokens to follow a chunk of one token
 NO_DRAFTS: Drafts = MappingProxyType({})
-NUM_COLUMNS = 6  # of StepInput.rows
-KEEP_COLUMNS = 3  # of StepInput.keeps
-ONE_BLOCK = 0  # for the tokens of a block of states, of which a sequence has one
+NUM_COLUMNS = 6  # columns of StepInput.rows
+KEEP_COLUMNS = 3  # columns of StepInput.keeps
+ONE_BLOCK = 0  # tokens per block of states: a sequence has one block
 
 
 class AdapterSlots(NamedTuple):
-    """Slots of LoRA adapters by the requests' variants, and of prompt adapters; None: this engine takes none."""
+    """Slots of LoRA adapters by the requests' variants, and of prompt adapters; None: this engine supports none."""
 
     lora: dict[str, int] | None = None
     prompt: dict[str, int] | None = None
@@ -42,32 +42,34 @@ NO_SLOTS = AdapterSlots()
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """The numbers of a step that every rank needs: sequence i computes `rows[i]` of the tokens in order.
+    """The arrays of a step that every rank needs: sequence i computes `rows[i]` of the tokens in order.
 
-    `rows`, [num_seqs, NUM_COLUMNS] int64: tokens to compute, tokens computed before, blocks, rows whose logits are
-    wanted, the most tokens that the request may ever have, and rows whose final hidden states are wanted. Wanted rows
-    are counted from the end of the sequence's tokens.
+    `rows`, [num_seqs, NUM_COLUMNS] int64: tokens to compute, tokens computed before, blocks, rows with requested
+    logits, the most tokens that the request may ever have, and rows with requested final hidden states. Requested rows
+    are the last ones of the sequence.
     """
 
     rows: Ints
     input_ids: Ints  # [num_tokens]
     blocks: Ints  # [sum of blocks]
-    rope_positions: Ints | None = None  # [1 or 3, num_tokens]; None: every token's index in its sequence
+    rope_positions: Ints | None = None  # [1 or 3, num_tokens]; None: each token's index in its sequence
     adapters: Ints | None = None  # [num_seqs]: slots (model/lora); None: no sequence has an adapter
     images: tuple[ImagePart, ...] = ()
     virtual: Ints | None = (
-        None  # [num_parts, 4], see model/inputs/virtual_token_rows.py; None: no token is an adapter's
+        None  # [num_parts, 4], see model/inputs/virtual_token_rows.py; None: no token is a virtual token
     )
-    leaders: Ints | None = None  # [num_seqs]: sequences with the same one share a block table; None: none does
-    num_again: int = 0  # the last of the sequences are tokens computed before, whose keys and values go nowhere
+    # [num_seqs]: sequences with the same leader share a block table; None: no sequences share one.
+    leaders: Ints | None = None
+    num_again: int = 0  # the last sequences are tokens computed before; their keys and values are discarded
     further: tuple[GroupTables, ...] = ()  # of groups 1 and up; `rows` and `blocks` have those of group 0
-    keeps: Ints | None = None  # [n, KEEP_COLUMNS]: a sequence, its tokens before a copy of its state, its block; sorted
+    # [n, KEEP_COLUMNS], sorted: a sequence, its tokens before the copy of its state, the copy's block.
+    keeps: Ints | None = None
 
 
 class RowCollector:
     """Collects the sequences of a step, each with tokens from some index on.
 
-    `further`: the tokens of a block in groups 1 and up; see ONE_BLOCK.
+    `further`: the tokens per block in groups 1 and up; see ONE_BLOCK.
     """
 
     def __init__(self, block_size: int, further: Sequence[int] = ()) -> None:
@@ -109,7 +111,7 @@ class RowCollector:
         return tuple(GroupTables(*(np.array(each, dtype=np.int64) for each in found)) for _, *found in self._further)
 
     def step(self) -> StepInput:
-        """Returns a step of tokens of texts, without adapters."""
+        """Returns a step of text tokens, without adapters."""
         return StepInput(*self.arrays())
 
 
@@ -121,15 +123,16 @@ def step_input(
     again: Sequence[Request] = (),
     further: Sequence[int] = (),
 ) -> StepInput:
-    """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0, and behind them all the drafts.
+    """Takes tokens [num_computed, num_computed + n) of every (request, n), n > 0, followed by all drafts.
 
-    Each draft is a sequence of one token that shares the blocks of its request: a row by itself, never part of a longer
-    chunk, so that its numbers are those of a step of its own. All keys of a step are written before any are read.
-    Last come the tokens before the chunks of `again`, which only read: a draft head needs what they leave.
+    Each draft is a sequence of one token that shares the blocks of its request: a separate row, never part of a longer
+    chunk, so that its results equal those of a separate step. All keys of a step are written before any are read. At
+    the end come the tokens before the chunks of `again`: they are computed once more for a draft head's states, without
+    writing keys and values.
 
     `further`: see RowCollector.
 
-    The input id of a token that only the device knows, one behind a request's last, is 0.
+    A token that only the device knows, after a request's last known token, has the input id 0.
     """
     rows = RowCollector(block_size, further)
     for request, num_tokens in chunks:
@@ -167,7 +170,7 @@ def keeps_of(chunks: Sequence[tuple[Request, int]], keeps: Sequence[StateCopy]) 
 
 
 def _adapters(variants: Sequence[str], slots: Mapping[str, int]) -> Ints | None:
-    """Returns `adapters` of a StepInput. Unknown variants never come here (engine/step/engine_limits.py)."""
+    """Returns `adapters` of a StepInput. engine/step/engine_limits.py has refused unknown variants."""
     digests = [lora_of(variant) for variant in variants]
     if not any(digests):
         return None
@@ -175,7 +178,7 @@ def _adapters(variants: Sequence[str], slots: Mapping[str, int]) -> Ints | None:
 
 
 def sample_rows_of(step: StepInput) -> Ints:
-    """Returns the rows of a step's tokens whose logits are wanted, ascending."""
+    """Returns the rows of a step's tokens with requested logits, ascending."""
     return last_rows(starts_of(step.rows[:, 0]), step.rows[:, 3])
 
 
@@ -200,7 +203,7 @@ def starts_of(lens: Ints) -> Ints:
 
 
 def last_rows(query_starts: Ints, counts: Ints) -> Ints:
-    """Returns the last `counts` rows of each sequence in turn."""
+    """Returns the last `counts` rows of each sequence, sequence by sequence."""
     if counts.max() <= 1:
         return query_starts[1:][counts > 0] - 1
     ends = starts_of(counts)

@@ -1,4 +1,4 @@
-"""The tokens of a step that stand for an adapter's virtual tokens. Knows nothing of folders."""
+"""The tokens of a step that are virtual tokens of a prompt adapter. Knows nothing of folders."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from pd_cluster.kv.kv_vectors import encode, write_kv
 from pd_cluster.types import Request
 
 Ints = npt.NDArray[np.int64]
-NUM_COLUMNS = 4  # of `virtual_parts`
+NUM_COLUMNS = 4  # columns of `virtual_parts`
 
 
 def virtual_parts(chunks: Sequence[tuple[Request, int]], slots: Mapping[str, int]) -> Ints | None:
-    """Returns the virtual tokens that a step computes; None: there are none.
+    """Returns the virtual tokens that a step computes; None: it computes none.
 
-    [num_parts, NUM_COLUMNS]: the adapter's slot, its first token, the first row of the step, and how many follow.
+    [num_parts, NUM_COLUMNS]: the adapter's slot, its first token, the first row of the step, and the number of rows.
     """
     found: list[tuple[int, int, int, int]] = []
     row = 0
@@ -35,7 +35,7 @@ def virtual_parts(chunks: Sequence[tuple[Request, int]], slots: Mapping[str, int
 
 @dataclass(frozen=True, slots=True)
 class VirtualTokens:
-    """An adapter's numbers for its virtual tokens, in float32.
+    """An adapter's values for its virtual tokens, in float32.
 
     `embeddings` [num_tokens, hidden_size], or `kv` [num_layers, 2, num_tokens, num_kv_heads, head_dim].
     """
@@ -46,7 +46,7 @@ class VirtualTokens:
 
 @dataclass(frozen=True, slots=True)
 class VirtualRows:
-    """A step's rows of virtual tokens, each part with its adapter."""
+    """A step's rows of virtual tokens, in parts of one adapter each."""
 
     parts: Ints
     adapters: Sequence[VirtualTokens]  # by part
@@ -58,7 +58,9 @@ class VirtualRows:
                 x[row : row + count] = adapter.embeddings[first : first + count].to(x.dtype)
 
     def written(self, layer_idx: int, pool: KVPool, slots: torch.Tensor) -> None:
-        """Overwrites the keys and values that a layer has written; `slots` [num_tokens]: the rows' own."""
+        """Overwrites the keys and values that a layer has written; `slots` [num_tokens]: the slots of the
+        step's rows.
+        """
         for (_, first, row, count), adapter in zip(self.parts.tolist(), self.adapters, strict=True):
             if adapter.kv is not None:
                 keys, values = (

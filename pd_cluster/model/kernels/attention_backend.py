@@ -1,9 +1,9 @@
 """Chooses a model's attention on a device from `--attention-backend` and what is available.
 
-`auto` is Triton on CUDA, SDPA where Triton cannot serve, torch-npu's operators on NPUs, and on CPU the attention of the
-model's other kernels. FlashInfer is used only on request: nothing here has been timed on a GPU yet. A requested backend
-that cannot serve is an error, never replaced by another. Kernels are imported when they are chosen, so none needs to be
-installed.
+`auto` is Triton on CUDA, SDPA if Triton cannot serve the model, torch-npu's operators on NPUs, and on CPU the attention
+of the model's other kernels. FlashInfer is used only on request: nothing here has been timed on a GPU yet. A requested
+backend that cannot serve the model is an error; no other replaces it. Kernels are imported when they are chosen, so
+none needs to be installed.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ TRITON_BLOCK_SIZES = (4, 256)  # the smallest and the largest, powers of two
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """A function that is None stands for attention/sdpa.py's, or for that of the layers' own kernels."""
+    """Functions that are None stand for those in layers/attention/sdpa.py, or for the attention in the layers' own
+    kernels.
+    """
 
-    name: str  # for the log, and for `Numerics`: equal names mean equal numbers on equal devices
+    name: str  # for the log and for `Numerics`: equal names mean equal results on equal devices
     write_and_attend: Callable[..., torch.Tensor] | None = None  # called by transformers' modules
     attend_batch: Callable[..., torch.Tensor] | None = None  # called by fused layers on CUDA
-    make_ops: Callable[[Attention], Ops] | None = None  # fused layers' operations, if they depend on the attention
+    make_ops: Callable[[Attention], Ops] | None = None  # operations of fused layers, if they depend on the attention
     is_asked_for: bool = False
-    speedups: tuple[str, ...] = ()  # see speedups.py
+    speedups: tuple[str, ...] = ()  # see cuda_speedups.py
 
 
 SDPA = Attention("SDPA")
@@ -51,17 +53,19 @@ def default_block_size(device: Device) -> int:
 
 
 def check_deterministic(wanted: str, device: Device) -> None:
-    """Checks whether this device and backend can make rows independent of their batch. Raises ConfigError."""
+    """Checks whether this device and backend can make rows independent of the batch. Raises ConfigError."""
     if not device.is_accelerator:
         name = told(DETERMINISTIC)
-        log.info("%s changes nothing on a CPU: docs/models.md says what is the same to the bit there", name)
+        log.info("%s changes nothing on a CPU: docs/models.md says which results have equal bits there", name)
     elif not device.traits.runs_triton:
         raise ConfigError(
             f"{DETERMINISTIC}: {device.kind.upper()}s' operators choose their order of sums by the number of rows; "
-            f"leave it out (HCCL_DETERMINISTIC=true fixes the order of sums over devices)"
+            f"remove it (HCCL_DETERMINISTIC=true fixes the order of sums over devices)"
         )
     elif wanted not in ("auto", "triton"):
-        raise ConfigError(f"{DETERMINISTIC}: not with {BACKEND} {wanted}, whose sums follow the batch; use triton")
+        raise ConfigError(
+            f"{DETERMINISTIC}: not with {BACKEND} {wanted}, whose results depend on the batch; use triton"
+        )
 
 
 def check_backend(wanted: str, block_size: int, device: Device) -> None:
@@ -73,7 +77,7 @@ def check_backend(wanted: str, block_size: int, device: Device) -> None:
             raise ConfigError(f"{BACKEND} flashinfer: it is not installed; pip install flashinfer-python, or use auto")
         if not has_triton():
             raise ConfigError(
-                f"{BACKEND} flashinfer: Triton, which serves beside it, is not installed; pip install triton"
+                f"{BACKEND} flashinfer: Triton, which the other kernels need, is not installed; pip install triton"
             )
     least, most = TRITON_BLOCK_SIZES
     by_triton = device.traits.runs_triton and has_triton() and wanted in ("auto", "triton")
@@ -93,9 +97,10 @@ def choose_attention(
     npu_head_dims: str = "strict",
     dtype: str = "",
 ) -> Attention:
-    """Chooses for this rank's pool and transformers config. Raises ConfigError for a backend that cannot serve them.
+    """Chooses the attention for this rank's pool and transformers config. Raises ConfigError if the backend does not
+    support them.
 
-    `dtype`: the model's, if it is another than the pool's.
+    `dtype`: that of the model, if it differs from the pool's.
     """
     dtype = dtype or layout.dtype
     if not device.is_accelerator or wanted == "sdpa":
@@ -106,7 +111,9 @@ def choose_attention(
         return _by_modules(wanted, is_deterministic, "attention whose values are narrower than its keys runs")
     if layout.dtype != dtype and not device.traits.runs_triton:
         setting = f"{called('kv_cache_dtype')} {layout.dtype}"
-        raise ConfigError(f"{setting}: the operators of NPUs read {dtype} here; leave it out, or {BACKEND} sdpa, slow")
+        raise ConfigError(
+            f"{setting}: NPU operators read {dtype} here; remove the setting, or use {BACKEND} sdpa, which is slow"
+        )
     if not device.traits.runs_triton:
         return _npu(config, layout, device, has_sinks, max_num_seqs, is_wide=npu_head_dims == "wide")
     if wanted == "flashinfer":
@@ -117,27 +124,28 @@ def choose_attention(
         if wanted == "triton":
             raise ConfigError(f"{BACKEND} triton: {why}; use auto")
         if is_deterministic:
-            raise ConfigError(f"{DETERMINISTIC}: {why}; leave it out")
-        log.warning("attention by SDPA, sequence by sequence, which is slow: %s", why)
+            raise ConfigError(f"{DETERMINISTIC}: {why}; remove it")
+        log.warning("attention runs on SDPA, sequence by sequence, which is slow: %s", why)
         return SDPA
     return triton_attention(is_deterministic)
 
 
 def _by_modules(wanted: str, is_deterministic: bool, what: str) -> Attention:
-    """Returns the one attention that no kernel of accelerators computes. Raises ConfigError for another."""
+    """Returns SDPA, for an attention that no accelerator kernel supports. Raises ConfigError for another backend."""
     why = f"{what} as transformers' modules on accelerators"
     if wanted != "auto":
         raise ConfigError(f"{BACKEND} {wanted}: {why}; use auto, or sdpa")
     if is_deterministic:
-        raise ConfigError(f"{DETERMINISTIC}: {why}, whose sums follow the batch; leave it out")
-    log.warning("attention by SDPA, sequence by sequence, which is slow: %s", why)
+        raise ConfigError(f"{DETERMINISTIC}: {why}, whose results depend on the batch; remove it")
+    log.warning("attention runs on SDPA, sequence by sequence, which is slow: %s", why)
     return SDPA
 
 
 def _npu(config: Any, layout: KVLayout, device: Device, has_sinks: bool, max_num_seqs: int, is_wide: bool) -> Attention:
-    """Chooses torch-npu's operators. SDPA would serve everything, one sequence after the other: only on request.
+    """Chooses torch-npu's operators. SDPA would serve every model, but sequence by sequence: it is used on request
+    only.
 
-    `is_wide`: heads of other sizes than described are tried on the device. If it fails, all is as without.
+    `is_wide`: head sizes outside the description are tried on the device. If that fails, they are not used.
     """
     from pd_cluster.model.kernels.npu.head_dim_probe import why_not
     from pd_cluster.model.kernels.npu.npu_attention import NpuAttention, problem, way_of
@@ -157,14 +165,14 @@ def _npu(config: Any, layout: KVLayout, device: Device, has_sinks: bool, max_num
             why = why_not(device, layout, num_heads, has["window"], has_sinks)
             way, way_out = "BSND" if why else "TND", ""
             if why:
-                log.warning("%s wide: without effect, packed attention with head_dim %d: %s", told(HEAD_DIMS), dim, why)
+                log.warning("%s wide has no effect: packed attention with head_dim %d: %s", told(HEAD_DIMS), dim, why)
             else:
-                log.info("%s wide: this device computes packed attention with head_dim %d", told(HEAD_DIMS), dim)
+                log.info("%s wide: this device supports packed attention with head_dim %d", told(HEAD_DIMS), dim)
     if why := problem(layout, num_heads, max_num_seqs, traits, way):
-        raise ConfigError(f"{why}; {way_out}{BACKEND} sdpa is slow, and can")
+        raise ConfigError(f"{why}; {way_out}{BACKEND} sdpa is slow, but supports it")
     if way == "BSND":
         hint = told(f"; {HEAD_DIMS} wide tries another way") if way_out else ""
-        log.warning("prompts attend by SDPA, sequence by sequence, which is slow: head_dim %d%s", dim, hint)
+        log.warning("attention of prompts runs on SDPA, sequence by sequence, which is slow: head_dim %d%s", dim, hint)
     kernels, name = NpuAttention(device, way), f"torch-npu ({way})"
     return Attention(name, kernels.write_and_attend, make_ops=lambda own: NpuOps(kernels.write_and_attend, own.name))
 
@@ -177,7 +185,7 @@ def uses_window(config: Any) -> bool:
 
 
 def triton_attention(is_deterministic: bool = False) -> Attention:
-    """`is_deterministic` concerns fused layers only; the loader refuses others."""
+    """`is_deterministic` affects fused layers only; the loader refuses other models."""
     from pd_cluster.model.kernels.cuda.attention.triton_planner import attend_batch, write_and_attend
 
     if is_deterministic:
@@ -196,7 +204,7 @@ def deterministic_ops(attention: Attention) -> Ops:
 
 
 def cuda_ops(attention: Attention) -> Ops:
-    """Returns Triton's kernels around an attention that reads the pool."""
+    """Returns Triton kernels around an attention that reads the pool."""
     from pd_cluster.model.kernels.cuda.ops import CudaOps  # Triton may be missing
 
     assert attention.attend_batch is not None
@@ -212,12 +220,12 @@ def _flashinfer(config: Any, layout: KVLayout, device: Device, has_sinks: bool) 
     if why := problem(layout, config.num_attention_heads, capability, has_sinks=has_sinks):
         raise ConfigError(f"{BACKEND} flashinfer: {why}; use auto")
     kernels = FlashInfer(device)
-    name = "FlashInfer {} (sm_{}{})".format(VERSION, *capability)  # both decide which kernels it takes
+    name = "FlashInfer {} (sm_{}{})".format(VERSION, *capability)  # both decide which kernels it selects
     return Attention(name, kernels.write_and_attend, kernels.attend_batch, cuda_ops)
 
 
 def _why_not_triton(layout: KVLayout, config: Any) -> str:
-    """Returns why Triton's kernels do not serve such a pool and model on CUDA, or ""."""
+    """Returns why Triton's kernels do not support such a pool and model on CUDA, or ""."""
     if not has_triton():
         return "Triton is not installed"
     from pd_cluster.model.kernels.cuda.attention.triton_planner import problem

@@ -1,5 +1,5 @@
-"""Speed-ups on NVIDIA GPUs that are off until a GPU has measured them (`--cuda-speedups`): which can be had, and which
-of them change numbers.
+"""Speed-ups on NVIDIA GPUs that are off until measured on a GPU (`--cuda-speedups`): availability, and effect on
+results.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pd_cluster.settings.engine_config import CUDA_SPEEDUPS, PDL, PROMPT_GRAPHS,
 log = logging.getLogger(__name__)
 
 OF_NUMBERS = (SKINNY_GATE, SYMMETRIC_SUMS)  # these add in another order
-OF_TRITON = ("Triton", "deterministic Triton")  # the attentions whose kernels take part in `pdl`
+OF_TRITON = ("Triton", "deterministic Triton")  # attentions whose kernels support `pdl`
 NAME = called("cuda_speedups")
 PDL_CAPABILITY = (9, 0)
 
 
 def speedups_for(wanted: Sequence[str], device: Device, is_deterministic: bool, enforce_eager: bool) -> tuple[str, ...]:
-    """Returns the speed-ups that this device has, in their order: none on a CPU. Raises ConfigError."""
+    """Returns the requested speed-ups that this device supports, in order; none on a CPU. Raises ConfigError."""
     if not wanted:
         return ()
     if not device.is_accelerator:
         log.info("%s changes nothing on a CPU", told(NAME))
         return ()
     if not device.traits.runs_triton:
-        raise ConfigError(f"{NAME} {wanted[0]}: it is for NVIDIA GPUs; leave it out on {device.kind.upper()}s")
+        raise ConfigError(f"{NAME} {wanted[0]}: it is for NVIDIA GPUs; remove it on {device.kind.upper()}s")
     changing = [name for name in OF_NUMBERS if name in wanted]
     if is_deterministic and changing:
         raise ConfigError(f"{NAME} {changing[0]}: not with {called('deterministic')}, which fixes the order of sums")
@@ -38,7 +38,7 @@ def speedups_for(wanted: Sequence[str], device: Device, is_deterministic: bool, 
         raise ConfigError(f"{NAME} {PROMPT_GRAPHS}: not with {called('enforce_eager')}, which captures no graphs")
     if PDL in wanted and compute_capability(device) < PDL_CAPABILITY:
         has = "{}.{}".format(*compute_capability(device))
-        raise ConfigError(f"{NAME} {PDL}: it needs compute capability 9.0, and this GPU has {has}; leave it out")
+        raise ConfigError(f"{NAME} {PDL}: it needs compute capability 9.0, but this GPU has {has}; remove it")
     return tuple(name for name in CUDA_SPEEDUPS if name in wanted)
 
 
@@ -51,5 +51,5 @@ def sped_up(attention: Attention, speedups: Sequence[str]) -> Attention:
 
 
 def numerics_name(attention: str, speedups: Sequence[str]) -> str:
-    """Returns the name of an attention with the speed-ups that change numbers, for `Numerics`."""
+    """Returns the name of an attention with the speed-ups that change results, for `Numerics`."""
     return " + ".join((attention, *(name for name in OF_NUMBERS if name in speedups)))

@@ -1,8 +1,9 @@
-"""Probability masses as whole numbers: their sums are exact in any order, so every device keeps and draws the same.
+"""Probability masses as integers: their sums are exact in any order, so every device keeps and draws the same tokens.
 
-A mass is 2 ** x for x = (logit - best) / temperature * log2(e), in units of 2 ** -MASS_BITS. It takes only additions
-and multiplications in double, each rounded by itself, so numpy, torch and Triton (`cuda/draw_kernels`) find the same
-bits; the functions of their libraries differ in the last ones. Knows nothing of how tokens are chosen.
+A mass is 2 ** x for x = (logit - best) / temperature * log2(e), in units of 2 ** -MASS_BITS. It is computed with only
+additions and multiplications in double, each rounded separately, so numpy, torch and Triton
+(cuda/sampling/draw_kernels.py) get the same bits, while their libraries' functions differ in the last bits. Knows
+nothing of how tokens are chosen.
 """
 
 from __future__ import annotations
@@ -13,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-MASS_BITS: Final = 42  # the sum of two million tokens that are all the best fits 64 bits
+MASS_BITS: Final = 42  # the sum for two million equally likely tokens fits 64 bits
 MAX_VOCAB_SIZE: Final = 1 << 21
-AT_ONCE: Final = 1 << 14  # numbers that numpy computes with while they are in the cache
+AT_ONCE: Final = 1 << 14  # values that numpy computes with while they are in the cache
 LOG2_E: Final = 1.4426950408889634
 LEAST_EXPONENT: Final = -60.0  # masses are zero long before
-ROUNDER: Final = 6755399441055744.0  # 1.5 * 2 ** 52: adding it and taking it away rounds to the nearest whole number
-# ln(2) ** k / k!, for powers of -0.5 to 0.5: the error is below 1e-12. Written out, because a library's powers differ.
+ROUNDER: Final = 6755399441055744.0  # 1.5 * 2 ** 52: adding and subtracting it rounds to the nearest integer
+# ln(2) ** k / k!, for powers of -0.5 to 0.5: the error is below 1e-12. Written out, because libraries' powers differ.
 TAYLOR: Final = (
     0.6931471805599453,
     0.24022650695910072,
@@ -37,10 +38,10 @@ TAYLOR: Final = (
 def fixed_masses(values: Any, best: Any, inverse_temperature: Any) -> Any:
     """Returns the masses of logits [num_rows, num_tokens] float32 in rows with maxima `best`, int64.
 
-    `best` and `inverse_temperature`, both [num_rows], and the logits are all numpy's or all torch's. -inf has mass 0;
-    no logit may be NaN or above its row's best.
+    `best` and `inverse_temperature`, both [num_rows], and the logits are all from numpy or all from torch. -inf has
+    mass 0; no logit may be NaN or above its row's best.
     """
-    assert values.shape[1] <= MAX_VOCAB_SIZE, f"{values.shape[1]} tokens; exact sums take {MAX_VOCAB_SIZE}"
+    assert values.shape[1] <= MAX_VOCAB_SIZE, f"{values.shape[1]} tokens; exact sums support {MAX_VOCAB_SIZE}"
     factor = (_double(inverse_temperature) * LOG2_E)[:, None]
     if isinstance(values, Tensor):
         return _masses(values, _double(best)[:, None], factor)
@@ -70,7 +71,7 @@ def _masses(values: Any, best: Any, factor: Any) -> Any:
 
 
 def share_of(fraction: Any, total: Any) -> Any:
-    """Returns that fraction of a sum of masses, rounded down; both [num_rows], numpy's or torch's."""
+    """Returns a fraction of a sum of masses, rounded down; both [num_rows], from numpy or torch."""
     return _whole(fraction * _double(total))
 
 
@@ -83,7 +84,7 @@ def _whole(numbers: Any) -> Any:
 
 
 def sums_by_bin(bins: NDArray[np.int64], masses: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Returns the exact sum of masses of each bin; numpy counts in double, which holds each half of the bits."""
+    """Returns the exact sum of masses in each bin; numpy sums doubles, which hold each half of the bits."""
     half = MASS_BITS // 2
     high, low = np.bincount(bins, masses >> half), np.bincount(bins, masses & ((1 << half) - 1))
     found: NDArray[np.int64] = (high.astype(np.int64) << half) + low.astype(np.int64)

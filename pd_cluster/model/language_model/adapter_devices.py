@@ -1,4 +1,4 @@
-"""Where a model's LoRA adapters are computed: by kernels on CUDA, by plain products on other accelerators."""
+"""Chooses how a model's LoRA adapters are computed on accelerators: kernels on CUDA, plain products elsewhere."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import torch
 from pd_cluster.devices.device import Device, has_triton
 from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.language_model.causal_lm import CausalLM
-from pd_cluster.model.lora.device_addition import DevicePlace
+from pd_cluster.model.lora.device_addition import ActivationDevice
 from pd_cluster.model.lora.lora_targets import LoraTargets
 from pd_cluster.settings.lora_settings import AdapterSettings
 
 
-def put_adapters(places: LoraTargets, settings: AdapterSettings, device: Device, dtype: str) -> None:
-    """Makes an accelerator the place of adapters, before any is loaded."""
+def place_adapters(places: LoraTargets, settings: AdapterSettings, device: Device, dtype: str) -> None:
+    """Moves the computation of adapters to an accelerator; call it before any adapter is loaded."""
     if device.traits.runs_triton and has_triton():
         to_tables(places, settings, device, dtype)
     else:
-        places.rows.place = DevicePlace(torch.device(device.torch_name), TORCH_DTYPES[dtype])
+        places.rows.place = ActivationDevice(torch.device(device.torch_name), TORCH_DTYPES[dtype])
 
 
 def to_tables(places: LoraTargets, settings: AdapterSettings, device: Device, dtype: str) -> None:
@@ -28,5 +28,5 @@ def to_tables(places: LoraTargets, settings: AdapterSettings, device: Device, dt
 
 
 def are_in_tables(model: CausalLM) -> bool:
-    """Whether graphs can hold adapters' launches."""
+    """Whether graphs can capture the launches of adapters."""
     return model.adapters is not None and model.adapters.places.rows.has_tables

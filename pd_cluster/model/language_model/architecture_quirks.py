@@ -1,4 +1,6 @@
-"""The architectures whose layers are fused, each as its differences from Llama. No other module knows their names."""
+"""The architectures whose layers are fused, described by their differences from Llama. Only this module knows their
+names.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from pd_cluster.model.layers.gated_mlp import SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT, Activation
-from pd_cluster.model.layers.rope.rope_tables import NO_ROPE, WHOLE_MODEL, Turn, turn, turn_complex, turn_once
+from pd_cluster.model.layers.rope.rope_tables import NO_ROPE, WHOLE_MODEL, Turn, complex_tables, doubled_tables, turn
 
-# A layer's norms: the field of FusedLayer -> the module's name.
+# The norms of a layer: field of FusedLayer -> name of the module.
 BEFORE_EACH_HALF = {"input_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 BEFORE_FEED_FORWARD = {"input_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
 BEFORE_EACH_HALF_OF_LFM = {"input_norm": "operator_norm", "mlp_norm": "ffn_norm"}
@@ -29,7 +31,7 @@ def own_window(attention: Any) -> int | None:
 
 
 def models_window(attention: Any) -> int | None:
-    """All layers attend through the config's window."""
+    """All layers attend through the window of the config."""
     return own_window(attention.config)
 
 
@@ -42,7 +44,7 @@ def one_rope(attention: Any) -> str:
 
 
 def rope_of_its_type(attention: Any) -> str:
-    """Sliding and full layers have ropes of their own."""
+    """Sliding and full layers have different ropes."""
     kind: str = attention.layer_type
     return kind
 
@@ -66,12 +68,12 @@ def no_rope(attention: Any) -> str:
 
 
 def rope_if_of_its_type(attention: Any) -> str:
-    """The config says what kind of positions there are (Granite 4)."""
+    """The config names the kind of positions (Granite 4)."""
     return WHOLE_MODEL if attention.config.position_embedding_type == "rope" else NO_ROPE
 
 
 class Multipliers(NamedTuple):
-    """Factors of embeddings and of what each half of a layer adds, and the divisor of logits."""
+    """Factors of the embeddings and of each half's contribution, and the divisor of logits."""
 
     embeddings: float = 1.0
     residual: float = 1.0
@@ -87,7 +89,7 @@ def multipliers_of_granite(config: Any) -> Multipliers:
 
 
 def multipliers_of_minicpm(config: Any) -> Multipliers:
-    """Its embedding module multiplies by itself."""
+    """MiniCPM's embedding module applies its own factor."""
     return Multipliers(1.0, config.scale_depth / math.sqrt(config.num_hidden_layers), config.logits_scaling)
 
 
@@ -110,20 +112,22 @@ def if_interleaved(config: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Quirks:
-    """The differences of an architecture from Llama that its modules do not show themselves.
+    """Differences of an architecture from Llama that its modules do not reveal.
 
     `adds_one`: norms multiply by 1 + w. `scales_in_float32`: norms are rounded after the multiplication, not before.
-    `norms`: a layer's, by their place. `norms_span_heads`: those of queries and keys norm all heads as one vector.
-    `window`, `rope`: a layer's window, and the kind of layer whose rope it has, from its attention module.
-    `pairs_neighbours`: rope rotates feature 2i with 2i + 1, by the config; `indexer_pairs`: an indexer's too, with the
-    same tables. `turn` calls the rotary embedding.
+    `norms`: the norms of a layer, by their position. `norms_span_heads`: the norms of queries and keys treat all heads
+    as one vector. `window`, `rope`: a layer's window, and the kind of layer whose rope it uses, from its attention
+    module.
+    `pairs_neighbours`: rope rotates feature 2i with 2i + 1, depending on the config; `indexer_pairs`: so does the rope
+    of an indexer, with the same tables. `turn`: calls the rotary embedding.
     `caps_scores`: attention applies the config's softcap, which other architectures may have without effect.
-    `multipliers`: of the config, which other architectures may have without effect.
-    `activation`: instead of the config's. `mlp`: the name of a layer's second half; `has_second_half`: each layer has
-    one, not an attention, a state or an MLP alone. `router`: its name in a sparse block. `interleaves_gates`: the
-    experts' files have gates and ups in turn. `embedding`, `last_norm`: the names of the parts around the layers.
-    `only_with`: values of the config without which the kernels do not compute this architecture. A version of
-    transformers whose config lacks one has that value in its modules.
+    `multipliers`: those of the config, which other architectures may have without effect.
+    `activation`: replaces the config's. `mlp`: the name of a layer's second half; `has_second_half`: each layer has
+    one, instead of being only an attention, a state or an MLP. `router`: its name in a sparse block.
+    `interleaves_gates`: the experts' files interleave gates and ups. `embedding`, `last_norm`: the names of the parts
+    around the layers.
+    `only_with`: config values that the kernels require for this architecture. If a version of transformers lacks the
+    field, its modules have that value.
     """
 
     adds_one: bool = False
@@ -204,7 +208,7 @@ ARCHITECTURES: dict[str, Quirks] = {
     "HYV3ForCausalLM": Quirks(),
     "MiniMaxM2ForCausalLM": Quirks(norms_span_heads=True),
     "ExaoneMoeForCausalLM": Quirks(window=window_if_sliding, rope=rope_if_sliding),
-    "DeepseekV2ForCausalLM": Quirks(pairs_neighbours=always, turn=turn_complex),
+    "DeepseekV2ForCausalLM": Quirks(pairs_neighbours=always, turn=complex_tables),
     "DeepseekV3ForCausalLM": Quirks(pairs_neighbours=if_interleaved),
     "DeepseekV32ForCausalLM": Quirks(pairs_neighbours=always),
     "GlmMoeDsaForCausalLM": Quirks(pairs_neighbours=always, indexer_pairs=True),
@@ -216,7 +220,7 @@ ARCHITECTURES: dict[str, Quirks] = {
     "Glm4ForCausalLM": Quirks(norms=AROUND_EACH_HALF_OF_GLM, pairs_neighbours=always),
     "GptOssForCausalLM": Quirks(
         scales_in_float32=True,
-        turn=turn_once,
+        turn=doubled_tables,
         activation="swigluoai",
         router="router",
         interleaves_gates=True,

@@ -1,8 +1,8 @@
-"""Finds out what each layer of a loaded model keeps of a sequence, by its own modules. Asks no config for a size.
+"""Finds out from a loaded model's modules what each layer keeps per sequence. Takes no size from a config.
 
-A token goes through the model, whose cache of transformers' then holds one tensor a plane for each layer, and through
-an attention that notes what it is given. Where that is more than the cache holds, the heads are made anew from what is
-kept (latent attention). Layers follow from that in groups, each of which has a pool of its own.
+One token passes through the model. Afterwards transformers' cache holds one tensor per plane for each layer, and a
+recording attention has received its arguments. If the arguments are larger than the cache, the layer rebuilds heads
+from what it keeps (latent attention). From this follow groups of layers, each with its own pool.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from pd_cluster.model.layers.states.state_planes import StateParts, parts_of, st
 from pd_cluster.wire import Plane
 
 NAME = "pd_cluster_declaring"
-INDEXED = "indexed_attention"  # transformers' type of layers in which an indexer chooses keys
-STATE_DTYPE = "float32"  # of states, whatever the model's
+INDEXED = "indexed_attention"  # in transformers, the type of layers with an indexer that chooses keys
+STATE_DTYPE = "float32"  # of states, whatever the model's dtype
 NOTHING: tuple[type, ...] = (cache_utils.DummyLayer,) if hasattr(cache_utils, "DummyLayer") else ()
 
 
 class AttentionArguments(NamedTuple):
-    """The arguments of a layer's attention; `window`: the tokens that one sees, 0 for all."""
+    """The arguments of a layer's attention; `window`: the tokens that a token attends to, 0 for all."""
 
     keys: torch.Tensor  # [1, num_heads, num_tokens, width]
     value_width: int
@@ -40,20 +40,20 @@ class AttentionArguments(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Returns the heads, the width of the keys and that of the values."""
+        """Returns the number of heads, the width of keys and the width of values."""
         return self.keys.shape[1], self.keys.shape[3], self.value_width
 
 
-Seen = dict[int, AttentionArguments]  # layer -> what its attention is given
+Seen = dict[int, AttentionArguments]  # layer index -> arguments of its attention
 _seen: ContextVar[Seen] = ContextVar("_seen")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """A layer keeps `num_heads` vectors of each plane for every token, and `state` of the sequence as a whole.
+    """The cache of a layer: `num_heads` vectors per plane for every token, and `state` for the whole sequence.
 
-    Both, one or none: planes () mean that no keys and values are kept. `window`: the tokens that its attention sees,
-    itself included; 0: all. `reads` is the layer whose keys and values a layer without its own attends to.
+    A layer has both, one or none: planes () mean no keys and values. `window`: the tokens that a token attends to,
+    including itself; 0: all. `reads`: the layer whose keys and values a layer without its own attends to.
     """
 
     num_heads: int = 0
@@ -64,23 +64,24 @@ class LayerCache:
 
     @property
     def index_plane(self) -> Plane | None:
-        """Returns the plane of an indexer's keys; None: the layer has none."""
+        """Returns the plane of the indexer's keys; None: the layer has no indexer."""
         return next((plane for plane in self.planes if plane.name == INDEX), None)
 
     @property
     def apart_from_index(self) -> LayerCache:
-        """Returns what is kept of a token without that plane: the part in which all layers of a group are alike."""
+        """Returns the cache per token without the index plane; layers of a group must be alike in this part."""
         return LayerCache(self.num_heads, tuple(plane for plane in self.planes if plane.name != INDEX))
 
 
 def caches_of(model: Any) -> tuple[LayerCache, ...]:
-    """Returns what each layer keeps, on this rank. Raises ModelError: it keeps something else than planes or a state.
+    """Returns the cache of each layer on this rank. Raises ModelError if a layer keeps neither planes nor a known
+    state.
 
-    Layers that attend through the same window keep the same, and so do all that keep a state.
+    Layers with the same window have equal planes, and all layers with a state have equal states.
     """
     seen = Seen()
     token_ids = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
-    with torch.inference_mode(), _noting(model, seen):
+    with torch.inference_mode(), _recording(model, seen):
         output = model(input_ids=token_ids, use_cache=True, logits_to_keep=1, **_mask(model, token_ids))
     cache = output.get("cache", output.get("past_key_values"))  # 5.24 has renamed it
     modules = state_modules(model)
@@ -90,7 +91,7 @@ def caches_of(model: Any) -> tuple[LayerCache, ...]:
 
 
 def _check_alike(model_type: str, caches: Sequence[LayerCache]) -> None:
-    """Raises ModelError unless layers with the same window, and all with a state, keep the same."""
+    """Raises ModelError unless layers with the same window have equal planes, and all states are equal."""
     index_planes = {each.index_plane for each in caches} - {None}
     firsts, state = dict[int, int](), next((each.state for each in caches if each.state is not None), None)
     for index, each in enumerate(caches):
@@ -98,28 +99,28 @@ def _check_alike(model_type: str, caches: Sequence[LayerCache]) -> None:
         if each.apart_from_index != caches[first].apart_from_index or len(index_planes) > 1:
             raise ModelError(f"{model_type}: layer {index} keeps {each}, and layer {first} {caches[first]}")
         if each.state not in (None, state):
-            raise ModelError(f"{model_type}: layer {index} keeps {each.state}, and others {state}")
+            raise ModelError(f"{model_type}: layer {index} keeps {each.state}, and other layers {state}")
 
 
 def _all_planes(caches: Sequence[LayerCache]) -> tuple[Plane, ...]:
-    """Returns the planes of all layers, each name once, in their order in a layer."""
+    """Returns the planes of all layers, each name once, in their order within a layer."""
     return tuple({plane.name: plane for cache in reversed(caches) for plane in cache.planes}.values())
 
 
 def _mask(model: Any, token_ids: torch.Tensor) -> dict[str, Any]:
-    """Returns the mask that an indexer asks for, which transformers makes for attentions that it knows."""
+    """Returns the mask that an indexer requires; transformers makes it only for attentions that it knows."""
     if not is_indexed(model.config):
         return {}
     return {"attention_mask": {INDEXED: torch.zeros(1, 1, 1, 1, device=token_ids.device)}}
 
 
 def is_indexed(config: Any) -> bool:
-    """Whether an indexer chooses the keys that layers of such a model see."""
+    """Whether an indexer chooses the keys that layers of such a model attend to."""
     return INDEXED in (getattr(config, "layer_types", None) or ())
 
 
 def cache_argument(model: Any) -> str:
-    """Returns the name under which a model of transformers takes its cache."""
+    """Returns the name of the cache argument of a transformers model."""
     return "cache" if "cache" in inspect.signature(type(model).forward).parameters else "past_key_values"
 
 
@@ -138,12 +139,13 @@ def layouts_of(
     draft_head: str = "",
     split_windows: bool = False,
 ) -> tuple[KVLayout, ...]:
-    """Returns the layouts of a model's groups of layers: those that see all tokens, a window, or keep a state.
+    """Returns the layouts of a model's groups of layers: those with all tokens, with a window, and with states.
 
-    `dtype` is that of pools of keys and values; states are float32. `draft_head`: the identity of the one that writes
-    the last layer; "": all layers are the model's own. `split_windows`: layers with the smallest window get a group of
-    their own, if others see everything and there is no draft head; those with a larger one stay with the others.
-    Raises ConfigError for a dtype that cannot hold such vectors, ModelError for layers that one pool cannot hold.
+    `dtype`: that of pools of keys and values; states are float32. `draft_head`: the identity of the draft head that
+    writes the last layer; "": all layers belong to the model. `split_windows`: layers with the smallest window get
+    their own group if others attend to all tokens and there is no draft head; layers with a larger window stay with the
+    others. Raises ConfigError for a dtype that cannot hold such vectors, ModelError for layers that one pool cannot
+    hold.
     """
     attending = [index for index, each in enumerate(caches) if each.planes]
     if not attending:
@@ -161,18 +163,20 @@ def layouts_of(
 
 
 def least_layouts(caches: Sequence[LayerCache], block_size: int, dtype: str) -> tuple[KVLayout, ...]:
-    """Returns the same of as few groups as can hold a model: windows get their own if they keep something else."""
+    """Returns the layouts with the fewest groups that can hold the model: windows are split only if their
+    planes differ.
+    """
     kept = {each.apart_from_index for each in caches if each.planes}
     return layouts_of(caches, block_size, dtype, split_windows=len(kept) > 1)
 
 
 def layout_of(caches: Sequence[LayerCache], block_size: int, dtype: str, draft_head: str = "") -> KVLayout:
-    """Returns the layout of a pool for all layers that keep keys and values, see `layouts_of`."""
+    """Returns the layout of one pool for all layers that keep keys and values, see `layouts_of`."""
     return layouts_of(caches, block_size, dtype, draft_head)[0]
 
 
 def layout_of_states(caches: Sequence[LayerCache]) -> KVLayout | None:
-    """Returns the layout of a pool whose blocks are sequences' states; None: no layer keeps one."""
+    """Returns the layout of a pool whose blocks are states of sequences; None: no layer keeps a state."""
     layers = tuple(index for index, each in enumerate(caches) if each.state is not None)
     if not layers:
         return None
@@ -185,14 +189,14 @@ def layout_of_states(caches: Sequence[LayerCache]) -> KVLayout | None:
 def _layout_of_keys(
     caches: Sequence[LayerCache], layers: list[int], block_size: int, dtype: str, draft_head: str = ""
 ) -> KVLayout:
-    """Returns the layout of these layers' keys and values."""
+    """Returns the layout of the keys and values of these layers."""
     own = [caches[index] for index in layers]
     for index, each in zip(layers, own, strict=True):
         if each.apart_from_index != own[0].apart_from_index:
             raise ModelError(
                 f"layer {index} keeps {each.num_heads} heads of {_widths(each.planes)}, and layer {layers[0]} "
-                f"{own[0].num_heads} of {_widths(own[0].planes)}, which one pool does not hold; windows have one of "
-                f"their own only on CPUs, without {called('kv_host_cache')}, prompt adapters and drafts by a model"
+                f"{own[0].num_heads} of {_widths(own[0].planes)}, which one pool cannot hold; windows get a separate "
+                f"pool only on CPUs, without {called('kv_host_cache')}, prompt adapters and a draft model"
             )
     planes = _all_planes(own)
     with_plane = tuple(tuple(at for at, each in enumerate(own) if plane in each.planes) for plane in planes)
@@ -216,11 +220,11 @@ def _check_dtype(layout: KVLayout) -> None:
     """Raises ConfigError for vectors that a pool of the layout's dtype cannot hold."""
     dtype, flag = layout.dtype, called("kv_cache_dtype")
     if layout.has_index and dtype in CODE_BITS:
-        raise ConfigError(f"{flag} {dtype}: the keys by which an indexer chooses stay numbers; leave it out")
+        raise ConfigError(f"{flag} {dtype}: the index keys of this model cannot be quantized; use auto")
     if layout.has_latents and dtype == "int4":
         raise ConfigError(f"{flag} int4: latents keep 8 bits or more; use int8 or fp8")
     if not can_hold(layout.planes, dtype):
-        raise ConfigError(f"{flag} {dtype}: vectors of {_widths(layout.planes)} numbers, an odd number; use int8")
+        raise ConfigError(f"{flag} {dtype}: vectors of {_widths(layout.planes)} values, an odd number; use int8")
 
 
 def _widths(planes: Sequence[Plane]) -> str:
@@ -233,7 +237,7 @@ def _cache_of(model: Any, index: int, layer: Any, seen: Seen, modules: dict[int,
     if index not in seen:
         if state is not None or isinstance(layer, NOTHING):
             return LayerCache(state=state)
-        raise ModelError(f"{place} does not call the attention that it is given; this model cannot be served")
+        raise ModelError(f"{place} does not call the registered attention; this model cannot be served")
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
     attended = seen[index]
     if keys is None:
@@ -249,17 +253,21 @@ def _cache_of(model: Any, index: int, layer: Any, seen: Seen, modules: dict[int,
 def _planes_of(
     place: str, keys: torch.Tensor, values: torch.Tensor, attended: AttentionArguments
 ) -> tuple[int, tuple[Plane, ...]]:
-    """Returns the heads and the planes of what a cache holds, [1, num_heads, num_tokens, width] each."""
+    """Returns the heads and planes of the tensors in a cache, [1, num_heads, num_tokens, width] each."""
     num_heads, width, value_width = keys.shape[1], keys.shape[3], values.shape[3]
     if (num_heads, width, value_width) != attended.shape:
         if values.shape[1] != num_heads:
-            raise ModelError(f"{place} keeps {num_heads} and {values.shape[1]} heads, which a pool does not hold")
+            raise ModelError(
+                f"{place} keeps {num_heads} and {values.shape[1]} heads of keys and values, which a pool cannot hold"
+            )
         return num_heads, latents(width, value_width)
     return num_heads, keys_and_values(width, value_width)
 
 
 def _state_of(place: str, layer: Any, module: torch.nn.Module | None) -> StateParts | None:
-    """Returns the state of a layer by its module, if that is what transformers' cache holds of it."""
+    """Returns the state of a layer as its module declares it. Raises ModelError if transformers' cache holds
+    another.
+    """
     if not getattr(layer, "is_conv_states_initialized", None):
         return None
     shapes = [
@@ -267,16 +275,20 @@ def _state_of(place: str, layer: Any, module: torch.nn.Module | None) -> StatePa
         for states in (layer.conv_states, layer.recurrent_states)
     ]
     if module is None:
-        raise ModelError(f"{place} keeps a state of {shapes} that no listed module computes; it cannot be served")
+        raise ModelError(
+            f"{place} keeps a state of {shapes} that no listed module computes; this model cannot be served"
+        )
     state = parts_of(module)
     recurrent = [] if state.recurrent is None else [tuple(state.recurrent)]
     if shapes != [[(state.num_channels, state.kernel_size)], recurrent]:
-        raise ModelError(f"{place} keeps a state of {shapes}, and its module says {state}; it cannot be served")
+        raise ModelError(
+            f"{place} keeps a state of {shapes}, but its module declares {state}; this model cannot be served"
+        )
     return state
 
 
 def _index_planes(layer: Any) -> Iterator[Plane]:
-    """Yields the plane of an indexer's keys [1, num_tokens, width], if the layer has them."""
+    """Yields the plane of the index keys [1, num_tokens, width], if the layer has them."""
     keys = getattr(layer, "indexer_keys", None)
     if keys is not None:
         yield Plane(INDEX, keys.shape[2])
@@ -291,7 +303,7 @@ def _note(
     sliding_window: int | type[WindowOfModule] | None = WindowOfModule,
     **__: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Stands for an attention: notes what it is given, and returns zeros [1, num_tokens, num_heads, width]."""
+    """Replaces an attention: records its arguments, and returns zeros [1, num_tokens, num_heads, width]."""
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
     _seen.get()[layer_idx] = AttentionArguments(key, value.shape[3], window_of(module, sliding_window) or 0)
@@ -299,7 +311,7 @@ def _note(
 
 
 @contextmanager
-def _noting(model: Any, seen: Seen) -> Iterator[None]:
+def _recording(model: Any, seen: Seen) -> Iterator[None]:
     AttentionInterface.register(NAME, _note)
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     before = {key: config._attn_implementation for key, config in configs.items()}

@@ -1,6 +1,6 @@
-"""The runner's view of a loaded model: a ForwardBatch in, logits of its sampled rows out.
+"""The runner's view of a loaded model: takes a ForwardBatch, returns logits of its sampled rows.
 
-`PlainCausalLM` calls transformers' own forward; fused_lm.py runs the same layers in a loop of its own. Neither knows
+`PlainCausalLM` calls transformers' own forward; fused_lm.py runs the same layers in its own loop. Neither knows
 requests or files.
 """
 
@@ -22,7 +22,7 @@ from pd_cluster.model.language_model.cache_declaration import (
 )
 from pd_cluster.model.language_model.weak_hook import WeakHook
 from pd_cluster.model.layers.attention.latent_attention import LatentCache
-from pd_cluster.model.layers.attention.up_projections import put_up_projections
+from pd_cluster.model.layers.attention.up_projections import split_up_projections
 from pd_cluster.model.layers.linear_weight import WeightForm
 from pd_cluster.model.layers.rope.rope_limit import RopeLimit
 from pd_cluster.model.layers.rope.rope_scaling import LengthRotary, LogN
@@ -33,38 +33,39 @@ from pd_cluster.model.parallel.expert_modules import ParallelExperts
 from pd_cluster.model.parallel.rank_group import Group, SingleRank
 from pd_cluster.model.vision.vision_experts import ModalityExperts
 
-FORGETFUL = ("StableLmAttention", "NemotronAttention")  # the layers around these do not pass the batch on
+WITHOUT_BATCH_ARGUMENT = ("StableLmAttention", "NemotronAttention")  # their layers do not pass the batch on
 
-ASKS_FOR_PADDING = "warn_if_padding_and_no_attention_mask"  # a method of transformers' models; no batch here is padded
+PADDING_CHECK = "warn_if_padding_and_no_attention_mask"  # method of transformers' models; no batch here is padded
 
 NO_POSITIONS = RopeLimit(why_not="nothing proves that this model takes them")
 
 
 class CausalLM(Protocol):
-    config: Any  # transformers' own
-    kernels: str  # the kernels in use, for the log
-    attention: str  # the attention in use
-    rope_limit: RopeLimit  # the rotary positions that requests may bring
-    key_order: str  # of a head's features in the KV pool
-    key_features: torch.Tensor | None  # [head_dim] int64: that order, of the model's own features; None: as they are
-    embedding_factor: float  # of embeddings, before the first layer
-    adapters: Adapters | None  # None: it was loaded without places for adapters
-    caches: tuple[LayerCache, ...]  # what each layer keeps, on this rank
-    bf16_way: str  # how weights of bfloat16 are multiplied with float32 activations; "": not so
+    config: Any  # from transformers
+    kernels: str  # name of the kernels in use, for the log
+    attention: str  # name of the attention in use
+    rope_limit: RopeLimit  # the rotary positions that requests may have
+    key_order: str  # order of a head's features in the KV pool
+    # [head_dim] int64: indexes of the model's features in that order; None: unchanged.
+    key_features: torch.Tensor | None
+    embedding_factor: float  # factor of embeddings before the first layer
+    adapters: Adapters | None  # None: loaded without support for adapters
+    caches: tuple[LayerCache, ...]  # the cache of each layer on this rank
+    bf16_way: str  # how bfloat16 weights are multiplied with float32 activations; "": not used
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Returns logits [num_samples, vocab_size] of `batch.sample_rows`; writes keys and values to the batch's pool.
 
-        Fills in the states of `batch.hidden`, if it is there, on every rank. They remain None if a model has no part
-        without its output layer.
-        When it returns on rank 0, every rank has written; on accelerators, once rank 0's device has reached that point.
+        Sets the states of `batch.hidden`, if it is set, on every rank; they remain None if the model has no module
+        below its output layer. When it returns on rank 0, every rank has written; on accelerators, once rank 0's device
+        has reached that point.
         On ranks other than 0 the logits cover this rank's part of the vocabulary.
         """
 
     def take_part(self) -> None:
-        """Computes this rank's experts for a step of the unit's other members, while it has no rows of its own.
+        """Computes this rank's experts for a step of the unit's other members, without own rows.
 
-        For models whose experts are exchanged among instances, layer by layer, in this order on all of them.
+        For models whose experts are exchanged among instances, layer by layer, in the same order on all of them.
         """
 
 
@@ -81,9 +82,9 @@ class PlainCausalLM:
         logn: LogN | None = None,
         rope_limit: RopeLimit | None = None,
     ) -> None:
-        """`caches`: its own, if they are known. `vocab_size`: the whole model's, if this is one rank's share.
+        """`caches`: the model's own, if they are known. `vocab_size`: the whole model's, if this is one rank's share.
 
-        `rope_limit` None: no positions but indices.
+        `rope_limit` None: requests cannot have their own positions.
         """
         self.config, self.caches = model.config, caches or caches_of(model)
         self.adapters: Adapters | None = None
@@ -95,7 +96,7 @@ class PlainCausalLM:
         self.bf16_way = ""
         self._attend = attention.write_and_attend
         self._has_latents, self._cache_argument = has_latents(self.caches), cache_argument(model)
-        self._up_projections = put_up_projections(model) if self._has_latents else []
+        self._up_projections = split_up_projections(model) if self._has_latents else []
         self._reads = {layer: each.reads for layer, each in enumerate(self.caches) if each.reads is not None}
         self._states = drive(model) if has_states(self.caches) else []
         self.model = model
@@ -111,10 +112,10 @@ class PlainCausalLM:
         for module in _below_output_layer(model):
             module.register_forward_hook(WeakHook(self._keep_hidden))
         for module in model.modules():
-            if type(module).__name__ in FORGETFUL:
+            if type(module).__name__ in WITHOUT_BATCH_ARGUMENT:
                 module.register_forward_pre_hook(WeakHook(self._remind), with_kwargs=True)
-            if hasattr(module, ASKS_FOR_PADDING):  # in each step it would wait for the device
-                setattr(module, ASKS_FOR_PADDING, lambda *_: None)
+            if hasattr(module, PADDING_CHECK):  # it would wait for the device in each step
+                setattr(module, PADDING_CHECK, lambda *_: None)
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         batch.write_and_attend, batch.reads = self._attend, self._reads
@@ -151,7 +152,7 @@ class PlainCausalLM:
 
     @cached_property
     def _experts(self) -> list[ParallelExperts]:
-        """The blocks of a model that serves: a fused one, which takes their weights, is made of these modules first."""
+        """Returns the blocks of experts; only if this model serves, because a fused model takes their weights away."""
         return [module for module in self.model.modules() if isinstance(module, ParallelExperts)]
 
     def _set_batch(self, batch: ForwardBatch | None) -> None:
@@ -167,7 +168,7 @@ class PlainCausalLM:
             block.rows = None if images is None else images.experts
 
     def take_deep_features(self) -> None:
-        """Lets its layers take what pictures add to the residual stream after them (DeepStack)."""
+        """Adds the features that pictures contribute to the residual stream after its layers (DeepStack)."""
         for layer_idx, layer in enumerate(self.model.model.layers):
             layer.register_forward_hook(partial(WeakHook(self._deepen), layer_idx))
 
@@ -176,11 +177,11 @@ class PlainCausalLM:
             self._batch.images.deepen(output[0], layer_idx)
 
     def whole(self, logits: torch.Tensor) -> torch.Tensor:
-        """Joins the shares of the module's own logits to […, vocab_size]."""
+        """Joins the ranks' shares of the output layer's logits to […, vocab_size]."""
         return self._group.gather(logits)[..., : self._vocab_size]
 
     def _keep_hidden(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        """Keeps the wanted rows of what the layers return to the output layer: transformers' `last_hidden_state`."""
+        """Stores the requested rows of the output layer's input, transformers' `last_hidden_state`."""
         if self._batch is not None and (hidden := self._batch.hidden) is not None:
             hidden.states = output[0][0, hidden.rows]
 
@@ -189,7 +190,7 @@ class PlainCausalLM:
 
 
 def _below_output_layer(model: Any) -> list[torch.nn.Module]:
-    """Returns the modules that return `last_hidden_state`, the outermost last; OPT's own calls only the inner one."""
+    """Returns the modules that return `last_hidden_state`, the outermost last; OPT calls only the inner one."""
     base = model.base_model
     found = [module for module in (base.get_decoder(), base) if module is not model]
     return found if len(found) < 2 or found[0] is not found[1] else found[:1]

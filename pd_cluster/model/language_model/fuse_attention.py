@@ -1,4 +1,4 @@
-"""Makes the attention of a fused layer from one of transformers' modules, whose projections are gone afterwards."""
+"""Makes the attention of a fused layer from a transformers module, whose projections are removed."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def heads_attention(
 
 
 def _gates_last(heads: Heads, rows: torch.Tensor | None) -> torch.Tensor:
-    """Returns the order of the rows of QKV, whose queries have a gate behind each head, with all gates at the end.
+    """Returns the order of QKV rows that moves the gates, stored after each head's query, to the end.
 
-    `rows`: that of QKV without them.
+    `rows`: the order of QKV rows without gates.
     """
     num_heads, dim = heads.num_heads, heads.head_dim
     queries, gates = torch.arange(2 * num_heads * dim).view(num_heads, 2, dim).unbind(1)
@@ -56,7 +56,7 @@ def _gates_last(heads: Heads, rows: torch.Tensor | None) -> torch.Tensor:
 
 
 def _factors(attention: Any, heads: Heads) -> tuple[tuple[slice, Callable[[torch.Tensor], torch.Tensor]], ...]:
-    """Returns what multiplies all keys, if there is such a factor (Falcon-H1), with their part of the rows of QKV."""
+    """Returns the factor of all keys, if there is one (Falcon-H1), with the columns of keys in the rows of QKV."""
     factor = float(getattr(attention, "key_multiplier", 1.0))
     first = heads.num_heads * heads.head_dim
     keys = slice(first, first + heads.num_kv_heads * heads.head_dim)
@@ -95,7 +95,7 @@ def latent_attention(
 
 
 def _indexer(attention: Any, order: torch.Tensor | None, maker: LayerMaker) -> Indexer:
-    """`order`: that of the rotated features, if they have to be put in another."""
+    """`order`: the new order of the rotated features; None: unchanged."""
     assert isinstance(maker.ops, SparseOps)
     module, rope_width = attention.indexer, attention.qk_rope_head_dim
     num_heads, width = module.weights_proj.out_features, module.wk.out_features
@@ -142,7 +142,7 @@ def _heads(attention: Any, config: Any, quirks: Quirks, order: torch.Tensor | No
 def _spanning(
     attention: Any, heads: Heads, ops: Ops, quirks: Quirks
 ) -> tuple[tuple[slice, Callable[[torch.Tensor], torch.Tensor]], ...]:
-    """Returns the norms of all query heads and of all key heads, each with its part of the rows of QKV."""
+    """Returns the norms over all query heads and over all key heads, each with its columns in the rows of QKV."""
     first_key = heads.num_heads * heads.head_dim
     parts = (slice(first_key), slice(first_key, first_key + heads.num_kv_heads * heads.head_dim))
     return tuple(
@@ -152,7 +152,7 @@ def _spanning(
 
 
 def _spanning_norm(module: Any, ops: Ops, quirks: Quirks) -> Callable[[torch.Tensor], torch.Tensor]:
-    if isinstance(module, SpanningNorm):  # with the other ranks
+    if isinstance(module, SpanningNorm):  # normed together with the other ranks
         return module
     norm = norm_of(module, quirks)
     return lambda x: ops.norm(x, norm)

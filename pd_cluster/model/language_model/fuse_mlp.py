@@ -1,4 +1,4 @@
-"""Makes the second half of a fused layer from transformers' modules, whose weights are gone afterwards."""
+"""Makes the second half of a fused layer from transformers modules, whose weights are removed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from pd_cluster.model.language_model.architecture_quirks import Quirks
 from pd_cluster.model.language_model.layer_maker import LayerMaker
-from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
+from pd_cluster.model.layers.expert_share import ExpertShare, RankExperts
 from pd_cluster.model.layers.expert_weights import ExpertLayers, ExpertStack, ExpertWeights, experts_of
 from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, Experts, GatedMLP, SharedExpert
 from pd_cluster.model.layers.linear_weight import weight_of
@@ -19,17 +19,19 @@ from pd_cluster.model.layers.packed_modules import rows_apart
 from pd_cluster.model.parallel.expert_modules import ParallelExperts
 
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-SHARED = "shared_mlp"  # of a layer itself, beside its experts or instead of them (Granite 4)
+SHARED = "shared_mlp"  # in the layer itself, in addition to its experts or instead of them (Granite 4)
 MULTIPLIER = "gate_multiplier"
 
 
 def activation_name(config: Any) -> str:
-    """Returns transformers' name of a config's activation; "" if it has none."""
+    """Returns transformers' name of the activation in a config; "" if it has none."""
     return str(getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", ""))
 
 
 def mlp_of(layer: Any, name: str, config: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
-    """Takes the part of a layer that has this name, an MLP or a sparse block, and what stands beside it, out of it."""
+    """Removes the module with this name, an MLP or a sparse block, and its shared MLP from a layer; returns
+    them fused.
+    """
     mlp, shared = getattr(layer, name, None), getattr(layer, SHARED, None)
     path = maker.of("mlp" if name == quirks.mlp else name)
     found = None if mlp is None else _mlp(mlp, config, quirks, path)
@@ -45,7 +47,7 @@ def mlp_of(layer: Any, name: str, config: Any, quirks: Quirks, maker: LayerMaker
 
 
 def is_ungated(mlp: Any) -> bool:
-    """Whether its first product goes through an activation alone: its own, or that of its experts."""
+    """Whether an MLP, or each of its experts, is ungated: one product, an activation, another product."""
     inner = getattr(mlp, "experts", mlp)
     return hasattr(inner, "up_proj") and not hasattr(inner, "gate_proj")
 
@@ -58,7 +60,7 @@ def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
         mlp.experts = own.inner
     if is_ungated(mlp):
         return _ungated(mlp, quirks, maker)
-    if activation is None:  # an activation without a kernel: the module itself, on a batch of one sequence
+    if activation is None:  # no kernel for the activation: use the module itself, on a batch of one sequence
         if maker.adapters is not None:
             maker.adapters.take_over(mlp, maker.path)
         if isinstance(own, ParallelExperts) and maker.experts is not None:
@@ -72,7 +74,7 @@ def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
         features = getattr(mlp, quirks.router).weight.shape
         router = {quirks.router: (int(features[0]), int(features[1]))}
         experts.router = maker.adapters.beside(experts.router, maker.path, router, None)
-        maker.adapters.beside_experts(experts.layers, f"{maker.path}.experts")
+        maker.adapters.attach_experts(experts.layers, f"{maker.path}.experts")
     if getattr(mlp, "shared_experts", None) is not None:
         return SharedExpert(experts, maker.of("shared_experts").gated_mlp(mlp.shared_experts, activation))
     if not hasattr(mlp, "shared_expert"):
@@ -90,7 +92,7 @@ def _mlp(mlp: Any, config: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
 
 
 def _block(mlp: Any, quirks: Quirks, activation: Activation, maker: LayerMaker) -> Rows:
-    """Takes router and experts out of a sparse block; notes the block if this rank has a share of the experts."""
+    """Removes router and experts from a sparse block; records the block if this rank has a share of the experts."""
     router, blocks = ExpertRouter.of(mlp, quirks.router), maker.experts
     if blocks is None:
         return maker.ops.experts(router, _experts(mlp, quirks), activation)
@@ -100,7 +102,7 @@ def _block(mlp: Any, quirks: Quirks, activation: Activation, maker: LayerMaker) 
 
 
 def _experts(mlp: Any, quirks: Quirks) -> ExpertWeights:
-    """Takes the experts' weights out of a sparse block, gates before ups."""
+    """Removes the experts' weights from a sparse block, and orders gates before ups."""
     weights = experts_of(mlp.experts)
     del mlp.experts
     if not quirks.interleaves_gates:
@@ -110,7 +112,7 @@ def _experts(mlp: Any, quirks: Quirks) -> ExpertWeights:
 
 
 def _ungated(mlp: Any, quirks: Quirks, maker: LayerMaker) -> Rows:
-    """Squares what is positive of the first product: relu2, the only activation of such MLPs (Nemotron-H)."""
+    """Uses relu2, the squared positive part, the only activation of such MLPs (Nemotron-H)."""
     if not hasattr(mlp, "experts"):
         first, last = maker.joined(mlp, ("up_proj",)), maker.joined(mlp, ("down_proj",))
         return lambda x: last(squared_relu(first(x)))
@@ -134,7 +136,7 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 class UngatedExperts:
-    """A sparse block of experts with an activation alone, perhaps of narrower rows: see `_ungated`."""
+    """A sparse block of ungated experts, perhaps with narrower rows; see `_ungated`."""
 
     def __init__(
         self,
@@ -143,10 +145,10 @@ class UngatedExperts:
         ends: tuple[Linear | None, Linear | None],
         share: ExpertShare | None = None,
     ) -> None:
-        """`ends`: to narrower rows, and back. `share`: as `Experts` has it."""
+        """`ends`: the projections to narrower rows, and back. `share`: see `Experts`."""
         self._router, self._routing, self._layers = router.linear(), router.routing, layers
         self._narrow, self._wide = ends
-        self._own = None if share is None else OwnExperts(share, len(router.weight))
+        self._own = None if share is None else RankExperts(share, len(router.weight))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self._routing.weigh(self._router(x.float() if self._routing.in_float32 else x), x.dtype)
@@ -168,7 +170,7 @@ class UngatedExperts:
 
 
 class MultipliedMLP:
-    """A gated MLP with multipliers of its gates, before their activation, and of its output (Falcon-H1)."""
+    """A gated MLP with multipliers for its gates, before the activation, and for its output (Falcon-H1)."""
 
     def __init__(self, inner: GatedMLP, ops: Ops, multipliers: tuple[float, float]) -> None:
         self._inner, self._ops, self._multipliers = inner, ops, multipliers

@@ -1,7 +1,7 @@
-"""Fuses transformers' loaded modules into layers: QKV as one linear, gate and up as one, weights packed on CPU.
+"""Fuses transformers' loaded modules into layers: QKV as one linear, gate and up as one; packs weights on CPU.
 
-Handles known architectures only (architecture_quirks.py); others stay as they are. Works layer by layer and drops each
-plain weight as soon as it is packed, so that memory stays near one copy.
+Handles known architectures only (architecture_quirks.py); others stay unchanged. Works layer by layer and drops each
+plain weight once it is packed, so that the peak of memory stays near one copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pd_cluster.model.language_model.fuse_states import attends, is_recurrent, m
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM, ModelEnds, Served
 from pd_cluster.model.language_model.layer_maker import LayerMaker
 from pd_cluster.model.language_model.mixed_precision import WideEmbedding, is_narrow, widen
-from pd_cluster.model.layers.attention.up_projections import put_up_projections
+from pd_cluster.model.layers.attention.up_projections import split_up_projections
 from pd_cluster.model.layers.fused_layer import FusedLayer, LayerAttention
 from pd_cluster.model.layers.linear_weight import joined
 from pd_cluster.model.layers.ops import Ops
@@ -35,23 +35,23 @@ from pd_cluster.native.packed_products import bf16_way
 
 log = logging.getLogger(__name__)
 
-ROTARY = ("rotary_emb", "pos_emb")  # names of the rotary embedding; a model whose layers are not rotated has none
+ROTARY = ("rotary_emb", "pos_emb")  # names of the rotary embedding; models without rotated layers have none
 
 
 def can_fuse(model: torch.nn.Module) -> bool:
-    """Whether the architecture is known, and where it runs on CPU, computes in float32 (mixed_precision.py included).
+    """Whether the architecture is known and, on CPU, computes in float32 (including mixed_precision.py).
 
-    Its recurrent layers need kernels beside this: see fuse_states.has_kernels.
+    Recurrent layers also need kernels: see fuse_states.has_kernels.
     """
     if not is_known(type(model), model.config) or any(
         isinstance(module, ModalityExperts) for module in model.modules()
     ):
-        return False  # tokens of texts and of pictures have experts of their own
+        return False  # text tokens and picture tokens have different experts
     return is_narrow(model) or all(p.dtype == torch.float32 or p.device.type != "cpu" for p in model.parameters())
 
 
 def is_known(architecture: type[Any], config: Any) -> bool:
-    """Whether layers of this class of transformers' models can be fused, with this config."""
+    """Whether the layers of this transformers class can be fused, with this config."""
     quirks = ARCHITECTURES.get(architecture.__name__)
     if quirks is None or not architecture.__module__.startswith("transformers.models."):
         return False
@@ -59,7 +59,7 @@ def is_known(architecture: type[Any], config: Any) -> bool:
 
 
 def why_not_deterministic(model: Any) -> str:
-    """Returns which part of a model would still be computed by modules whose sums follow the batch; "" if none."""
+    """Returns the part of a model whose modules sum in an order that depends on the batch; "" if there is none."""
     if not can_fuse(model):
         return f"{type(model).__name__}'s layers are not fused"
     if any(isinstance(module, SpanningNorm) for module in model.modules()):
@@ -73,10 +73,10 @@ def why_not_deterministic(model: Any) -> str:
 
 
 def fuse(model: Any, ops: Ops, served: Served, share: RankShare | None = None) -> FusedCausalLM:
-    """Takes the model apart: its linear layers are gone afterwards, and so is the mapping of the files.
+    """Takes the model apart: afterwards its linear layers and the mapping of its files are gone.
 
-    `served.adapters`: its linear layers shall take adapters, which are kept there.
-    `share`: the model is one rank's share, with the share installed; the fused one does its own sums.
+    `served.adapters`: collects the linear layers that can have adapters. `share`: the model is one rank's share, with
+    the share installed; the fused model computes its own sums over ranks.
     """
     if share is not None:
         share.remove(model)
@@ -84,7 +84,7 @@ def fuse(model: Any, ops: Ops, served: Served, share: RankShare | None = None) -
     is_wide = is_narrow(model)
     if is_wide:
         widen(model)
-    put_up_projections(model)
+    split_up_projections(model)
     quirks = ARCHITECTURES[type(model).__name__]
     maker = LayerMaker(ops, None if served.adapters is None else served.adapters.places, "model", served.experts)
     like = getattr(inner, quirks.embedding).weight[:1]
@@ -111,17 +111,17 @@ def _ropes(inner: Any, config: Any, quirks: Quirks, like: torch.Tensor) -> RopeT
 
 
 def _ends(model: Any, quirks: Quirks, ropes: RopeTables, maker: LayerMaker, share: RankShare | None) -> ModelEnds:
-    """Takes the parts around the layers. The output layer first: it may be packed from the embedding's rows."""
+    """Takes the parts around the layers, first the output layer, which may be packed from the embedding's rows."""
     config, inner, adapters = model.config, model.model, maker.adapters
     embedding = getattr(inner, quirks.embedding)
     tied = model.lm_head.weight is embedding.weight
     multipliers = quirks.multipliers(config)
     head = maker.ops.linear(joined(model.lm_head))
     if adapters is not None:
-        head = adapters.beside_head(head, "lm_head", model.lm_head.out_features, model.lm_head.in_features)
+        head = adapters.attach_head(head, "lm_head", model.lm_head.out_features, model.lm_head.in_features)
     del model.lm_head
     is_wide = is_narrow(embedding)
-    if is_wide or packs(embedding.weight):  # otherwise the head uses this weight, or one of its own
+    if is_wide or packs(embedding.weight):  # otherwise the head uses this weight or its own
         embedding.weight = torch.nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
         if tied:
             log.info("tied embeddings: the output layer has a packed copy of the embedding's rows")
@@ -131,7 +131,7 @@ def _ends(model: Any, quirks: Quirks, ropes: RopeTables, maker: LayerMaker, shar
     embed = embedding if share is None else share.embedding(embedding)
     vocab_size = config.vocab_size if share is None else share.plan.vocab_size
     if adapters is not None:
-        embed = adapters.beside_embedding(embed, f"model.{quirks.embedding}", (vocab_size, config.hidden_size), scale)
+        embed = adapters.attach_embedding(embed, f"model.{quirks.embedding}", (vocab_size, config.hidden_size), scale)
     return ModelEnds(
         embed=embed if multipliers.embeddings == 1.0 else _multiplied(embed, multipliers.embeddings),
         ropes=ropes,
@@ -174,7 +174,7 @@ def _fuse_layer(layer: Any, config: Any, quirks: Quirks, order: torch.Tensor | N
 def _first_half(
     layer: Any, config: Any, quirks: Quirks, order: torch.Tensor | None, maker: LayerMaker
 ) -> LayerAttention:
-    """Returns what reaches other tokens: an attention, a state, or both side by side."""
+    """Returns the attention, the state, or both side by side."""
     states, attentions = list[LayerAttention](), list[LayerAttention]()
     for name, module in mixers_of(layer):
         own = maker.of(name)

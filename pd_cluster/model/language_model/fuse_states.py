@@ -1,4 +1,4 @@
-"""Makes the recurrent layers of a fused model from transformers' modules, whose projections are gone afterwards."""
+"""Makes the recurrent layers of a fused model from transformers modules, whose projections are removed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pd_cluster.native.recurrence_values import ConvHeads, Convolution, GatedDel
 
 
 def mixers_of(layer: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the modules by which the tokens of a sequence reach each other in a layer, with their names."""
+    """Yields the attentions and recurrent modules of a layer, with their names."""
     for name in MIXERS:
         if (module := getattr(layer, name, None)) is not None:
             yield name, module
@@ -36,12 +36,12 @@ def is_recurrent(module: Any) -> bool:
 
 
 def attends(module: Any) -> bool:
-    """Whether it is an attention over keys and values, or latents."""
+    """Whether the module is an attention over keys and values, or latents."""
     return not is_recurrent(module) and any(hasattr(module, name) for name in ("q_proj", "qkv_proj", "kv_b_proj"))
 
 
 def has_kernels(model: torch.nn.Module, ops: Ops) -> bool:
-    """Whether the kernels of `ops` compute all recurrent layers of a model, if it has any."""
+    """Whether the kernels of `ops` support all recurrent layers of a model."""
     return all(_fits(module, ops) for module in state_modules(model).values())
 
 
@@ -56,7 +56,7 @@ def _fits(module: Any, ops: Ops) -> bool:
 
 
 def recurrent(module: Any, maker: LayerMaker) -> LayerAttention:
-    """Makes a layer of a module that `is_recurrent`."""
+    """Makes a layer from a module that `is_recurrent`."""
     parts = parts_of(module)
     if parts.recurrence == "short_conv":
         layer = _layer(module, parts, None, maker.ops, has_silu=False)
@@ -67,7 +67,7 @@ def recurrent(module: Any, maker: LayerMaker) -> LayerAttention:
 
 
 def side_by_side(layer: Any, state: LayerAttention, attention: LayerAttention) -> RecurrentWithAttention:
-    """Joins what a layer of Falcon-H1 has side by side."""
+    """Joins the state and the attention of a Falcon-H1 layer."""
     assert isinstance(state, GatedState)
     return RecurrentWithAttention(
         state,
@@ -88,7 +88,7 @@ def _layer(
 
 
 def _delta(module: Any, parts: StateParts, gate: Any, norm: GatedNorm) -> GatedDelta:
-    """`gate` has the parameters of the decays."""
+    """`gate`: has the parameters of the decays."""
     assert parts.recurrent is not None
     num_heads, key_width, value_width = parts.recurrent
     rates = gate.A_log.detach().float().exp().flatten()
@@ -108,9 +108,9 @@ def _gated_delta(module: Any, parts: StateParts, maker: LayerMaker) -> GatedStat
 
 
 def _apart(module: Any) -> torch.Tensor:
-    """Returns the order that puts the rows of Qwen3-Next's projections, which lie by key heads, by what they make.
+    """Returns the order that groups the rows of Qwen3-Next's projections by output instead of by key head.
 
-    That is q, k, v, z, a, b; of each key head there are q, k, v, z, and behind all of them b, a.
+    The new order is q, k, v, z, a, b; the files have q, k, v, z for each key head, followed by b, a for each key head.
     """
     keys, share = module.num_k_heads, module.num_v_heads // module.num_k_heads
     widths = [module.head_k_dim, module.head_k_dim, share * module.head_v_dim, share * module.head_v_dim]

@@ -1,4 +1,4 @@
-"""A fused model: the layers of transformers' modules, taken apart, in a loop of its own. Knows no requests or files."""
+"""A fused model: the layers taken from transformers' modules, in its own loop. Knows no requests or files."""
 
 from __future__ import annotations
 
@@ -23,49 +23,50 @@ from pd_cluster.model.parallel.rank_group import Group, SingleRank
 
 
 class WholeDecoder(Protocol):
-    """All layers of a step as one function."""
+    """Computes all layers of a step in one call."""
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """Whether it can compute this batch."""
+        """Whether it supports this batch."""
 
     def __call__(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
-        """Updates x; returns what the last layer adds to it."""
+        """Updates x; returns the last layer's pending addition to x."""
 
 
 @runtime_checkable
-class JoinsLayers(Protocol):
-    """`Ops` that may compute all layers at once."""
+class DecoderMaker(Protocol):
+    """`Ops` that may compute all layers in one call."""
 
     def decoder(self, layers: Sequence[FusedLayer]) -> WholeDecoder | None:
-        """None: they are computed one by one."""
+        """Returns the decoder; None: the layers are computed one by one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelEnds:
-    """The parts of a fused model around its layers."""
+    """The parts of a fused model before and after its layers."""
 
     embed: Callable[[torch.Tensor], torch.Tensor]
     ropes: RopeTables
-    norm: Norm | None  # None: `head` has it, and states are those before it
+    norm: Norm | None  # None: `head` applies it, and hidden states are those before the norm
     head: Linear
-    vocab_size: int  # the whole model's
-    embedding_factor: float = 1.0  # which `embed` applies
-    bf16_way: str = ""  # as in CausalLM
-    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None  # a draft head's: to x
+    vocab_size: int  # of the whole model
+    embedding_factor: float = 1.0  # already applied by `embed`
+    bf16_way: str = ""  # see CausalLM
+    # In a draft head: joins the embedding to x.
+    join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A loader finds this out about a model before it takes it apart."""
+    """Facts about a model that the loader collects before it is taken apart."""
 
     caches: tuple[LayerCache, ...]
     rope_limit: RopeLimit = NO_POSITIONS
     adapters: Adapters | None = None
-    experts: ExpertBlocks | None = None  # whose blocks are noted as they are made; None: this rank has all of them
+    experts: ExpertBlocks | None = None  # records the blocks of experts; None: this rank has all experts
 
 
 class FusedCausalLM:
-    """Updates the residual stream x in place; the output of a half-layer is added at the next norm."""
+    """Updates the residual stream x in place; the output of half a layer is added before the next norm."""
 
     def __init__(
         self,
@@ -88,7 +89,7 @@ class FusedCausalLM:
         self.ends, self.layers = ends, layers
         self._embed, self._ropes, self._norm, self._head = ends.embed, ends.ropes, ends.norm, ends.head
         self.decoder = self._joined(layers)
-        self._parts: dict[tuple[int, ...], list[WholeDecoder]] = {}  # by taps, the decoders between them
+        self._parts: dict[tuple[int, ...], list[WholeDecoder]] = {}  # taps -> the decoders between them
         attentions = (layer.attention for layer in layers)
         self.indexers = [each for attention in attentions if (each := getattr(attention, "indexer", None)) is not None]
         self._final_softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -122,15 +123,15 @@ class FusedCausalLM:
         attended = self._attention(last, x, delta, ropes, batch)
         if taps is not None and not taps.layers:
             return self._tapped(batch, x, attended)
-        return self._logits_behind(batch, x, attended)
+        return self._last_logits(batch, x, attended)
 
     def take_part(self) -> None:
         assert self._experts is not None
         for block in self._experts.blocks:
             block.take_part()
 
-    def _logits_behind(self, batch: ForwardBatch, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Computes the second half of the last layer, of the rows that are read; returns logits."""
+    def _last_logits(self, batch: ForwardBatch, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """Computes the second half of the last layer for the rows that are read; returns logits."""
         hidden, last = batch.hidden, self.layers[-1]
         rows = batch.sample_rows if hidden is None else hidden.kept
         if self._experts is not None and self._experts.are_exchanged:  # in each layer, all rows of a step
@@ -156,10 +157,10 @@ class FusedCausalLM:
 
     def _joined(self, layers: Sequence[FusedLayer]) -> WholeDecoder | None:
         is_alone = isinstance(self._group, SingleRank)
-        return self.ops.decoder(layers) if is_alone and isinstance(self.ops, JoinsLayers) else None
+        return self.ops.decoder(layers) if is_alone and isinstance(self.ops, DecoderMaker) else None
 
     def _decoded(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
-        """Computes all layers as one, or as one between two taps; returns what the last one adds to x."""
+        """Computes all layers in one call, or in one call between two taps; returns the pending addition to x."""
         taps = batch.taps
         if taps is None or not taps.layers:
             assert self.decoder is not None
@@ -168,7 +169,7 @@ class FusedCausalLM:
             edges = [0, *taps.layers, len(self.layers)]
             found = [self._joined(self.layers[first:stop]) for first, stop in itertools.pairwise(edges) if first < stop]
             parts = self._parts[taps.layers] = [part for part in found if part is not None]
-            assert len(parts) == len(found)  # they are parts of one that was joined
+            assert len(parts) == len(found)  # the joined decoder can be split
         if taps.layers[0] == 0:
             taps.states.append(x.clone())
         delta = parts[0](x, ropes, batch)
@@ -178,7 +179,7 @@ class FusedCausalLM:
         return delta
 
     def _tapped(self, batch: ForwardBatch, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Computes the second half of the last layer for all rows, whose final states are tapped; returns logits."""
+        """Computes the second half of the last layer for all rows and taps their final states; returns logits."""
         assert batch.taps is not None
         x = self._added(x, self._after_attention(self.layers[-1], x, attended), self._norm)
         batch.taps.states.append(x)
@@ -188,7 +189,7 @@ class FusedCausalLM:
         return self.logits_of(x) if len(x) else x.new_empty(0, self._vocab_size)
 
     def logits_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the output layer's [num_rows, vocab_size] of final states [num_rows, hidden_size]."""
+        """Returns the logits [num_rows, vocab_size] of final states [num_rows, hidden_size]."""
         logits = self._head(x)
         if self._final_softcap is not None:
             logits = logits.div_(self._final_softcap).tanh_().mul_(self._final_softcap)
@@ -202,7 +203,7 @@ class FusedCausalLM:
         ropes: dict[str, Rope],
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        """Adds the pending delta to x; returns what the layer's attention makes of it."""
+        """Adds the pending delta to x; returns the output of the layer's attention."""
         return layer.attention.attend(self._added(x, delta, layer.input_norm), ropes, batch)
 
     def _after_attention(self, layer: FusedLayer, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -220,7 +221,7 @@ class FusedCausalLM:
         return normed if self.adapters is None else self.adapters.places.norms.change(self.ops, norm, x, normed)
 
     def _delta(self, layer: FusedLayer, output: torch.Tensor, norm: Norm | None) -> torch.Tensor:
-        """Returns the addition to the residual stream, from this rank's part of the output of half a layer."""
+        """Returns the addition to the residual stream, given this rank's part of half a layer's output."""
         delta = self._group.sum(output)
         if norm is not None:
             delta = self._added(delta, None, norm)
@@ -228,6 +229,6 @@ class FusedCausalLM:
 
 
 def _tap(taps: AuxiliaryStates | None, layer_idx: int, x: torch.Tensor, delta: torch.Tensor | None) -> None:
-    """Notes the residual stream that enters a layer, if a draft head reads it. `delta`: what is still to be added."""
+    """Records the residual stream that enters a layer, if a draft head reads it. `delta`: the pending addition."""
     if taps is not None and layer_idx in taps.layers:
         taps.states.append(x.clone() if delta is None else x + delta)

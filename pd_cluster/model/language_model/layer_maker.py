@@ -1,4 +1,4 @@
-"""Takes the linear layers and norms out of one of transformers' modules, as functions, with adapters beside them."""
+"""Takes the linear layers and norms out of a transformers module, as functions with adapters."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from pd_cluster.model.layers.ops import Norm, Ops
 from pd_cluster.model.layers.packed_linear import Linear
 from pd_cluster.model.lora.lora_targets import LoraTargets
 
-# Names of gated MLPs' layers: gates and ups, which may be joined already, and what follows them.
+# Names of the layers in gated MLPs: gates and ups, which may already be joined, and the layer after them.
 GATE_UP = (("gate_up_proj",), ("gate_proj", "up_proj"), ("input_linear",), ("w1", "w3"))
 DOWN = ("down_proj", "output_linear", "w2")
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMaker:
-    """Makes the linear layers of one decoder layer, with adapters beside them if there are to be any."""
+    """Makes the linear layers of one decoder layer, with adapters if adapters are enabled."""
 
     ops: Ops
     adapters: LoraTargets | None
     path: str
-    experts: ExpertBlocks | None = None  # of which this rank has a share
+    experts: ExpertBlocks | None = None  # records the blocks of which this rank has a share
 
     def of(self, name: str) -> LayerMaker:
         return replace(self, path=f"{self.path}.{name}")
 
     def joined(self, module: Any, *choices: tuple[str, ...], rows: torch.Tensor | None = None) -> Linear:
-        """Takes the linear layers of the first choice that the module has, joined into one, out of it."""
+        """Removes the linear layers of the first choice that the module has; returns them joined into one."""
         names = next(names for names in choices if hasattr(module, names[0]))
         modules = {name: getattr(module, name) for name in names}
         found = self.ops.linear(joined(*modules.values(), rows=rows))
@@ -47,7 +47,7 @@ class LayerMaker:
         return found
 
     def norm(self, module: Any, name: str, quirks: Quirks) -> Norm:
-        """Takes a norm of whole rows."""
+        """Removes a norm over whole rows from the module."""
         found = getattr(module, name)
         norm = norm_of(found, quirks)
         if self.adapters is not None:
@@ -69,7 +69,7 @@ class LayerMaker:
 
 
 def norm_of(module: Any, quirks: Quirks, order: torch.Tensor | None = None) -> Norm:
-    """`order`: that of a head's features, if they are what is normed."""
+    """`order`: the order of a head's features, if the norm is over them."""
     weight = norm_weight(module.weight.detach().clone(), quirks)
     if order is not None:
         weight = weight[order.to(weight.device)]
@@ -77,7 +77,7 @@ def norm_of(module: Any, quirks: Quirks, order: torch.Tensor | None = None) -> N
 
 
 def norm_weight(weight: torch.Tensor, quirks: Quirks) -> torch.Tensor:
-    """Returns what a norm multiplies by, from a weight of the files."""
+    """Returns the factor that a norm multiplies by, from its weight in the files."""
     if quirks.adds_one:
         return 1.0 + weight.float()  # in 16 bits the sum would lose the weight
     return weight.float() if quirks.scales_in_float32 else weight

@@ -1,6 +1,6 @@
-"""bfloat16 on a CPU: matrices keep 16 bits, and all else is computed in float32, activations and sums included.
+"""bfloat16 on a CPU: matrices stay in 16 bits; everything else, including activations and sums, is float32.
 
-Only for models whose layers are fused; transformers' modules compute in bfloat16 throughout, which CPUs emulate.
+Only for models whose layers are fused; transformers' modules would compute in bfloat16 throughout, which CPUs emulate.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pd_cluster.native.packed_products import bf16_way
 
 
 def is_narrow(model: torch.nn.Module) -> bool:
-    """Whether this is a model in bfloat16, on a CPU that has the kernels for it."""
+    """Whether this is a bfloat16 model on a CPU that has the kernels for it."""
     parameters = list(model.parameters())
     kinds = {(parameter.device.type, parameter.dtype) for parameter in parameters}
     has_any = ("cpu", torch.bfloat16) in kinds
@@ -23,7 +23,7 @@ def is_narrow(model: torch.nn.Module) -> bool:
 
 
 def widen(model: torch.nn.Module) -> None:
-    """Makes every parameter float32, except for the matrices of linear layers, experts and embeddings."""
+    """Converts every parameter to float32, except for the matrices of linear layers, experts and embeddings."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if not _is_matrix(module, name):
@@ -37,7 +37,7 @@ def _is_matrix(module: torch.nn.Module, name: str) -> bool:
 
 
 class WideEmbedding(torch.nn.Module):
-    """Looks up rows of bfloat16 and returns them in float32, times the factor that some architectures have."""
+    """Looks up bfloat16 rows and returns them in float32, scaled by the embedding factor of the architecture."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()

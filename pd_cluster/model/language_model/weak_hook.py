@@ -1,4 +1,4 @@
-"""A module's hook that calls an object which holds the module: without a cycle, so both are freed at once."""
+"""A hook for a module that calls an object holding the module, without a reference cycle: both are freed at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class WeakHook:
-    """Calls a bound method, and does nothing once its object is gone."""
+    """Calls a bound method, or does nothing after its object was freed."""
 
     __slots__ = ("_method",)
 

@@ -1,8 +1,8 @@
-"""Activation functions whose bits do not depend on where in a tensor a number is.
+"""Activation functions whose result for a value does not depend on its position in a tensor.
 
-On a CPU torch's own sigmoid, silu and tanh-gelu compute full vectors in one way and the rest of a thread's part in
-another: a row's bits would depend on the rows beside it and on the number of threads. Its exp and tanh do not, nor do
-sums, products and quotients. On accelerators torch's own are used.
+On CPUs torch's own sigmoid, silu and tanh-gelu compute full vectors in one way and the remainder of a thread's part in
+another: a row's bits would depend on the other rows and on the number of threads. Its exp, tanh, sums, products and
+quotients do not. On accelerators torch's own functions are used.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def _logistic(x: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
-    """Returns x in float32 if it has 16 bits, which are rounded once, at the end."""
+    """Converts 16-bit x to float32, so that results are rounded only once, at the end."""
     return x.float() if x.dtype.itemsize < 4 else x
 
 
 class Elementwise(torch.nn.Module):
-    """One of these functions in the place of a module of transformers or torch."""
+    """One of these functions as a replacement for a module of transformers or torch."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__()
@@ -54,4 +54,5 @@ class Elementwise(torch.nn.Module):
         return self._function(x)
 
 
-REPLACEMENTS = {"SiLU": silu, "SiLUActivation": silu, "GELUTanh": gelu_tanh, "Sigmoid": sigmoid}  # by modules' names
+# By class name of the module.
+REPLACEMENTS = {"SiLU": silu, "SiLUActivation": silu, "GELUTanh": gelu_tanh, "Sigmoid": sigmoid}

@@ -1,8 +1,8 @@
-"""Which experts a rank has, and how it computes them for rows of other instances. Knows no layers and no files.
+"""The experts of a rank, and how it computes them for rows of other instances. Knows no layers and no files.
 
-A rank has whole experts. Those of one instance add up what theirs return in the sum that ends the layer anyway. The
-instances of a unit exchange rows: each rank gets those of all members, computes its experts, and returns what they
-make of them to the rows' owner.
+A rank has whole experts. The ranks of one instance add up their experts' outputs in the all-reduce that ends the layer
+anyway. The instances of a unit exchange rows: each rank receives the rows of all members, computes its experts, and
+returns the results to the rows' owners.
 """
 
 from __future__ import annotations
@@ -21,41 +21,43 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ExpertExchange(Protocol):
-    """One rank's end of the exchange among the members of a unit that have its tensor-parallel index.
+    """One rank's end of the exchange between the members of a unit that have the same tensor-parallel index.
 
-    All ends call `gather` and then `combine` once for each layer with experts, with any number of rows, 0 included.
+    All ends call `gather` and then `combine` once per layer with experts, with any number of rows, including 0.
     """
 
     def gather(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Returns the same of all members, one behind the other.
+        """Returns the same tensors of all members, concatenated in order.
 
-        x [num_rows, hidden_size] in the dtype of activations; chosen int64 and weights float32, [num_rows, top_k].
+        x [num_rows, hidden_size] has the dtype of activations; chosen is int64, weights float32, both [num_rows,
+        top_k].
         """
 
     def combine(self, partials: torch.Tensor) -> torch.Tensor:
-        """Returns this member's rows, [num_rows, hidden_size]: the sum of all members' partials, in their order.
+        """Returns this member's rows, [num_rows, hidden_size]: the sum of all members' partials, in member order.
 
-        `partials`: what this rank's experts make of the rows that `gather` returned.
+        `partials`: the outputs of this rank's experts for the rows that `gather` returned.
         """
 
 
 class ExpertUnit(ExpertExchange, Protocol):
-    """An exchange whose ends have to meet first.
+    """An exchange whose ends must connect first.
 
-    `rows`: those of each member in the next step; None: as many as here, as in proofs that all compute alike.
+    `rows`: the rows of each member in the next step; None: every member has as many as this one, as in the proof at
+    load.
     """
 
     rows: Sequence[int] | None
 
     def form(self) -> None:
-        """Returns once all members are there: weights are loaded, and nothing is computed yet. Raises InstanceLost."""
+        """Returns once all members have loaded their weights and before anything is computed. Raises InstanceLost."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertShare:
-    """This rank's experts. `rank` among the `size` ranks that have a share; `exchange` None: there is no unit."""
+    """This rank's experts: the share of `rank` among `size` ranks; `exchange` None: no unit of instances."""
 
     rank: int
     size: int
@@ -63,7 +65,7 @@ class ExpertShare:
     exchange: ExpertUnit | None = None
 
     def own(self, num_experts: int) -> list[int]:
-        """Returns the numbers of this rank's experts, ascending. Raises ModelError if they cannot be spread evenly."""
+        """Returns the indexes of this rank's experts, ascending. Raises ModelError if they cannot be spread evenly."""
         if num_experts % self.size:
             flag = called("enable_expert_parallel" if self.exchange is None else "data_parallel_size")
             raise ModelError(
@@ -75,26 +77,28 @@ class ExpertShare:
         return list(range(self.rank * num_own, (self.rank + 1) * num_own))
 
     def local_numbers(self, num_experts: int) -> torch.Tensor:
-        """Returns [num_experts] int64: each expert's number among this rank's; others' are past the end of those."""
+        """Returns [num_experts] int64: each expert's index on this rank; experts of other ranks get an index past the
+        end.
+        """
         own = self.own(num_experts)
         found = torch.full((num_experts,), len(own), dtype=torch.int64)
         found[own] = torch.arange(len(own))
         return found
 
 
-class OwnExperts:
-    """One block's experts that this rank has, by the numbers that the block's router chooses."""
+class RankExperts:
+    """One block's experts on this rank, by the expert indexes that the block's router chooses."""
 
     def __init__(self, share: ExpertShare, num_experts: int, dtype: torch.dtype = torch.int64) -> None:
-        """`num_experts`: those that the router knows. `dtype`: of the numbers that `compute` takes."""
+        """`num_experts`: the number of experts that the router knows. `dtype`: of the indexes that `compute` takes."""
         self._local, self._exchange = share.local_numbers(num_experts).to(dtype), share.exchange
         self._no_rows: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     def through(self, compute: Compute, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's part of what the experts make of each row, x [num_rows, hidden_size].
+        """Returns this rank's part of the experts' outputs for x [num_rows, hidden_size].
 
-        `compute` takes rows, numbers of this rank's experts and weights; it ignores numbers past the end of those.
-        With an exchange, it computes the rows of all members, and the parts of all members are added up.
+        `compute` takes rows, indexes of this rank's experts, and weights; it ignores indexes past the end. With an
+        exchange, it computes the rows of all members, and the partial results of all members are added up.
         """
         if self._exchange is None:
             return compute(x, self._numbers(chosen), weights)
@@ -106,28 +110,30 @@ class OwnExperts:
         return self._exchange.combine(own)
 
     def take_part(self, compute: Compute) -> None:
-        """Computes rows of the unit's other members only. Rows of its own came first: the proof at load has some."""
+        """Computes only rows of the unit's other members. A call with own rows, as in the proof at load, must come
+        first.
+        """
         assert self._no_rows is not None
         self.through(compute, *self._no_rows)
 
     def _numbers(self, chosen: torch.Tensor) -> torch.Tensor:
         if self._local.device != chosen.device:
             self._local = self._local.to(chosen.device)
-        # A gather: indexing by tensors may make the host wait for an NPU.
+        # index_select gathers: indexing by tensors may make the host wait for an NPU.
         return self._local.index_select(0, chosen.flatten()).view(chosen.shape)
 
 
 @runtime_checkable
 class UnitExperts(Protocol):
-    """A block of experts of a unit."""
+    """A block of experts that is spread over a unit."""
 
     def take_part(self) -> None:
-        """Computes this rank's experts for rows of the unit's other members, and has no rows of its own."""
+        """Computes this rank's experts for rows of the unit's other members, without rows of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertBlocks:
-    """The blocks of a model of which this rank has a share, in the order of layers."""
+    """The blocks of a model whose experts this rank shares with others, in layer order."""
 
     share: ExpertShare
     blocks: list[UnitExperts] = field(default_factory=list)
@@ -137,7 +143,7 @@ class ExpertBlocks:
         return self.share.exchange is not None
 
     def note(self, block: object) -> None:
-        """Keeps the next block if it takes part in an exchange."""
+        """Records the next block if it takes part in an exchange."""
         if self.are_exchanged:
-            assert isinstance(block, UnitExperts)  # `Ops` whose blocks exchange no rows have refused
+            assert isinstance(block, UnitExperts)  # `Ops` without an exchange refuse earlier
             self.blocks.append(block)

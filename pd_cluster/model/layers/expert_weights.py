@@ -1,7 +1,7 @@
-"""The weights of experts as values of the same forms as linear layers': their parts, stacked expert by expert.
+"""The weights of experts in the same forms as linear layers: their parts, stacked over experts.
 
-Files have them fused, `experts.gate_up_proj` with a leading dimension of experts, or expert by expert. Here both are a
-stack for each of the two products, from which `Ops.experts` takes packed layers or matrices.
+Files store experts fused, `experts.gate_up_proj` with a leading dimension of experts, or one by one. Here both become
+one stack per product, from which `Ops.experts` takes packed layers or matrices.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pd_cluster.model.layers.packed_linear import Linear, make_expert_linear
 from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.native.expert_products import experts_at_once
 
-PRODUCTS = ("gate_up_proj", "down_proj")  # transformers' names
-MOST_WAITING = 1 << 20  # numbers between the two products of experts, before ranks join them
+PRODUCTS = ("gate_up_proj", "down_proj")  # names in transformers
+MOST_WAITING = 1 << 20  # values between the two products of experts that are held before ranks join them
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertStack:
-    """One linear layer of every expert; each part is [num_experts, …]. `rows`: an order of its output features."""
+    """One linear layer of every expert; each part is [num_experts, …]. `rows`: the order of its output features."""
 
     form: WeightForm
     parts: Tensors
@@ -33,7 +33,7 @@ class ExpertStack:
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> ExpertStack:
-        """Takes plain matrices without biases, [num_experts, out_features, in_features]."""
+        """Makes a stack of plain matrices without biases, [num_experts, out_features, in_features]."""
         return cls(PLAIN, {"weight": weight}, weight.dtype)
 
     def __len__(self) -> int:
@@ -44,11 +44,11 @@ class ExpertStack:
         return self.form.weight.of(self.parts, self.dtype).out_features
 
     def reordered(self, rows: torch.Tensor) -> ExpertStack:
-        """Returns the stack with these output features of each expert in this order; nothing is copied yet."""
+        """Returns the stack with these output features of each expert, in this order; copies nothing yet."""
         return replace(self, rows=rows if self.rows is None else self.rows[rows])
 
     def expert(self, index: int) -> LinearWeight:
-        """Raises ModelError, as `whole` does, if the form cannot be reordered."""
+        """Returns one expert's weight. Raises ModelError, like `whole`, if the form cannot be reordered."""
         return self._weight({name: part[index].contiguous() for name, part in self.parts.items()})
 
     def linears(self) -> list[Linear]:
@@ -56,7 +56,7 @@ class ExpertStack:
         return [_linear(self.expert(index)) for index in range(len(self))]
 
     def whole(self) -> LinearWeight:
-        """Returns all experts' weights as one value, whose matrix and bias have a leading dimension of experts.
+        """Returns the weights of all experts as one value, whose matrix and bias have a leading dimension of experts.
 
         Plain weights are not copied unless they are reordered.
         """
@@ -68,9 +68,9 @@ class ExpertStack:
 
     @classmethod
     def stacked(cls, form: WeightForm, experts: Sequence[Sequence[Tensors]], dtype: torch.dtype) -> ExpertStack:
-        """Joins layers of an expert (gate and up) along their output features, then stacks the experts.
+        """Joins each expert's layers (gate and up) along their output features, then stacks the experts.
 
-        Raises ModelError if a part without output features differs among the layers of an expert.
+        Raises ModelError if a part without output features differs between the layers of an expert.
         """
         parts = {}
         for name in experts[0][0]:
@@ -79,7 +79,7 @@ class ExpertStack:
                 joined = [_joined([layer[name] for layer in layers], outputs, name) for layers in experts]
                 parts[name] = torch.stack(joined)
             except RuntimeError as error:
-                raise ModelError(f"experts have {name} of several shapes, which one product cannot take") from error
+                raise ModelError(f"the experts' {name} have different shapes and cannot be stacked") from error
         return cls(form, parts, dtype)
 
 
@@ -91,15 +91,15 @@ def _joined(tensors: Sequence[torch.Tensor], outputs: int | None, name: str) -> 
     if outputs is not None:
         return torch.cat(list(tensors), dim=outputs)
     if not all(torch.equal(each, tensors[0]) for each in tensors):
-        raise ModelError(f"an expert's gate and up differ in {name}, which both products would share")
+        raise ModelError(f"an expert's gate and up have different {name}, but their joint product needs one")
     return tensors[0]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """`gate_up` maps hidden_size to 2 * features, `down` maps features to hidden_size.
+    """The two products: `gate_up` maps hidden_size to 2 * features, `down` maps features to hidden_size.
 
-    `Ops.experts` takes gates before ups; some architectures have them in turn. `rows`: `down` takes whole rows, and is
+    `Ops.experts` expects gates before ups; some architectures interleave them. `rows`: `down` takes whole rows and is
     one rank's share.
     """
 
@@ -109,23 +109,23 @@ class ExpertWeights:
 
 
 class ExpertWatch(Protocol):
-    """Learns, before an expert computes, which rows of its block it has."""
+    """Receives, before an expert computes, the rows of its block that it computes."""
 
     def begin_block(self, num_rows: int) -> bool:
-        """Returns whether experts must be computed one by one."""
+        """Starts a block. Returns whether its experts must be computed one by one."""
 
     def choose(self, rows: torch.Tensor) -> None: ...
 
 
 class ExpertLayers:
-    """The two products of every expert of a block.
+    """The two products of every expert in a block.
 
-    `shape`: hidden_size, and the features between the products. `order`: of the outputs of the first, see ExpertStack.
-    `rows`: the second takes whole rows, see ExpertWeights.
+    `shape`: hidden_size, and the number of features between the products. `order`: the output order of the first
+    product, see ExpertStack. `rows`: the second product takes whole rows, see ExpertWeights.
     """
 
     def __init__(self, weights: ExpertWeights, activation: int | None = None) -> None:
-        """`activation`: between the products, by its number in the C kernels, which compute all experts at once."""
+        """`activation`: the activation's number in the C kernels, which then compute all experts at once."""
         self.rows = weights.rows
         self.gate_ups, self.downs = weights.gate_up.linears(), weights.down.linears()
         hidden_size = weights.down.out_features
@@ -143,18 +143,18 @@ class ExpertLayers:
         chosen: torch.Tensor,
         weights: torch.Tensor,
     ) -> torch.Tensor:
-        """See `through_experts`. The C kernels return the same bits."""
+        """See `apply_experts`. The C kernels return the same bits."""
         one_by_one = self.watch is not None and self.watch.begin_block(len(x))
         if self._at_once is not None and not one_by_one:
             return self._at_once(x, chosen, weights)
         layers = self.gate_ups.__getitem__, self.downs.__getitem__
-        return through_experts(layers, len(self.downs), gate, x, chosen, weights, self.watch, self.rows)
+        return apply_experts(layers, len(self.downs), gate, x, chosen, weights, self.watch, self.rows)
 
 
-class HeldExperts(torch.nn.Module):
-    """Experts of transformers' model whose weights have a form that transformers does not know.
+class UnpackedExperts(torch.nn.Module):
+    """Experts of a transformers model with weights in a form that transformers does not know.
 
-    `inner` is transformers' module without its weights.
+    `inner` is the module of transformers without its weights.
     """
 
     def __init__(self, inner: Any, gate_up: WeightTensors, down: WeightTensors, rows: WholeRows | None = None) -> None:
@@ -169,7 +169,7 @@ class HeldExperts(torch.nn.Module):
         return gated
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Computes as PackedExperts does, for the proof at load: experts are packed before they serve."""
+        """Computes like PackedExperts, for the proof at load; experts are packed before the model serves."""
         held = experts_of(self)
 
         def gate_up(index: int) -> Linear:
@@ -179,19 +179,19 @@ class HeldExperts(torch.nn.Module):
             layer = held.down.expert(index).linear()
             return layer if held.rows is None else held.rows.after(layer)
 
-        return through_experts((gate_up, down), len(held.down), self.gate, x, chosen, weights, rows=held.rows)
+        return apply_experts((gate_up, down), len(held.down), self.gate, x, chosen, weights, rows=held.rows)
 
 
 def are_experts(module: Any) -> bool:
-    """Whether these are transformers' experts: their weights in one tensor, and a method between the two products."""
+    """Whether this is an experts module of transformers: fused weights, and a method for the activation."""
     if not all(hasattr(module, name) for name in ("is_transposed", "has_bias", "_apply_gate", "gate_up_proj")):
         return False
     return module.gate_up_proj.dim() == 3 and not getattr(module, "has_post_expert_norm", False)
 
 
 def experts_of(module: Any) -> ExpertWeights:
-    """Returns the weights of transformers' experts, without a copy, in the form of their files."""
-    if isinstance(module, HeldExperts):
+    """Returns the weights of a transformers experts module, without a copy, in the form of its files."""
+    if isinstance(module, UnpackedExperts):
         gate_up, down = (ExpertStack(each.form, each.tensors, each.dtype) for each in (module.gate_up, module.down))
         return ExpertWeights(gate_up, down, module.rows)
     found = []
@@ -204,7 +204,7 @@ def experts_of(module: Any) -> ExpertWeights:
     return ExpertWeights(found[0], found[1])
 
 
-def through_experts(
+def apply_experts(
     layers: tuple[Callable[[int], Linear], Callable[[int], Linear]],
     num_experts: int,
     gate: Callable[[torch.Tensor], torch.Tensor],
@@ -214,22 +214,22 @@ def through_experts(
     watch: ExpertWatch | None = None,
     rows: WholeRows | None = None,
 ) -> torch.Tensor:
-    """Passes each row through the experts that its router chose, in the order of their numbers.
+    """Passes each row through the experts that its router chose, in index order.
 
-    Takes x [num_rows, hidden_size]; chosen, weights [num_rows, top_k]. Ignores numbers beyond the experts. `layers`
-    give an expert's two products; `watch` learns which rows they have. `rows`: the second takes whole rows, which all
-    ranks join for many experts at once; each of them has the same choice.
+    Takes x [num_rows, hidden_size]; chosen, weights [num_rows, top_k]. Ignores indexes past the last expert. `layers`
+    return an expert's two products; `watch` receives each expert's rows. `rows`: the second product takes whole rows,
+    which the ranks join for many experts at once; all ranks have the same `chosen`.
     """
     gate_up, down = layers
     result = torch.zeros_like(x)
-    waiting: list[_Chosen] = []
+    waiting: list[_PendingExpert] = []
     for index in torch.unique(chosen).tolist():
         if index >= num_experts:
             continue
         places = (chosen == index).nonzero(as_tuple=True)
         if watch is not None:
             watch.choose(places[0])
-        waiting.append(_Chosen(index, places, gate(gate_up(index)(x[places[0]]))))
+        waiting.append(_PendingExpert(index, places, gate(gate_up(index)(x[places[0]]))))
         if rows is None or sum(each.inner.numel() for each in waiting) >= MOST_WAITING:
             _add_experts(result, waiting, down, weights, watch, rows)
     if waiting:
@@ -238,8 +238,8 @@ def through_experts(
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
-    """An expert halfway: the rows that chose it, and which of their choices it is; between its two products."""
+class _PendingExpert:
+    """An expert between its two products: the rows that chose it, and the column of `chosen` for each."""
 
     index: int
     places: tuple[torch.Tensor, ...]
@@ -248,19 +248,19 @@ class _Chosen:
 
 def _add_experts(
     result: torch.Tensor,
-    waiting: list[_Chosen],
+    waiting: list[_PendingExpert],
     down: Callable[[int], Linear],
     weights: torch.Tensor,
     watch: ExpertWatch | None,
     whole: WholeRows | None,
 ) -> None:
-    """Adds what experts return, each times its weight; none waits any more."""
+    """Adds the outputs of the waiting experts, times their weights, and empties `waiting`."""
     inners = [each.inner for each in waiting]
     if whole is not None:
         inners = list(torch.split(whole.gathered(torch.cat(inners)), [len(inner) for inner in inners]))
     for each, inner in zip(waiting, inners, strict=True):
         rows, rank = each.places
-        if watch is not None and whole is not None:  # others have computed their first product since
+        if watch is not None and whole is not None:  # other experts were chosen since
             watch.choose(rows)
         result.index_add_(0, rows, down(each.index)(inner).mul_(weights[rows, rank, None]))
     waiting.clear()

@@ -1,8 +1,8 @@
-"""A decoder layer taken apart: an attention, an MLP, and the norms around them.
+"""A decoder layer in parts: an attention, an MLP, and the norms around them.
 
-An attention is one object, which owns its projections and what it keeps of a token: it writes this to the pool, and
-attends. `HeadsAttention` keeps keys and values; `LatentAttention` (MLA) what all heads' keys and values are made of;
-states/recurrent.py has layers that keep a state of each sequence instead.
+An attention is one object that owns its projections and its part of the KV cache: it writes each token's entry to the
+pool, then attends. `HeadsAttention` stores keys and values; `LatentAttention` (MLA) stores the latents of all heads'
+keys and values; the layers in states/recurrent_layers.py store one state per sequence instead.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pd_cluster.model.layers.rope.rope_tables import WHOLE_MODEL
 class LayerAttention(Protocol):
     @property
     def output(self) -> Linear:
-        """The projection behind it, from what `attend` returns to [num_rows, hidden_size]."""
+        """The output projection, which maps the result of `attend` to [num_rows, hidden_size]."""
 
     def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
-        """Maps [num_tokens, hidden_size], normed, to what each token's heads add up, side by side in a row.
+        """Maps normed rows [num_tokens, hidden_size] to the outputs of each token's heads, concatenated.
 
-        Writes what it keeps of these tokens to the batch's pool first. `ropes`: the step's tables by kind of layer.
+        It first writes these tokens' cache entries to the batch's pool. `ropes`: the step's tables by kind of layer.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsAttention:
-    """Attends with heads of queries over heads of keys and values, which one projection makes.
+    """Attention with heads of queries, keys and values, which one projection computes.
 
-    `rope`: the kind of layer whose tables rotate its heads. `spanning` norms parts of the rows of `qkv`, each over all
+    `rope`: the kind of layer whose tables rotate the heads. `spanning`: norms of parts of the `qkv` rows, each over all
     its heads.
     """
 
@@ -57,7 +57,9 @@ class HeadsAttention:
 
 @dataclass(frozen=True, slots=True)
 class GatedHeadsAttention:
-    """Likewise, and each head's features are multiplied by the sigmoids of their gates, which `qkv` makes behind it."""
+    """HeadsAttention whose head outputs are multiplied by the sigmoid of gates, which `qkv` computes after the
+    values.
+    """
 
     inner: HeadsAttention
     output: Linear
@@ -72,11 +74,11 @@ class GatedHeadsAttention:
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """Attends over the latents of all heads' keys and values (MLA), in which its queries are absorbed.
+    """Attention over the latents of all heads' keys and values (MLA), with absorbed queries.
 
-    `down` makes the rows of queries, or what they are made of, and behind them those of the latent and its rotated
-    part. With `query_norm`, `up` makes queries of the first; otherwise `down` has made them. `indexer` chooses the keys
-    that are seen here, and in the layers behind this one that have none.
+    `down` computes the queries, or their low-rank input, followed by the latent and its rotated part. With
+    `query_norm`, `up` computes the queries from that input; otherwise `down` has computed them. `indexer` chooses the
+    keys for this layer and for later layers without an indexer.
     """
 
     latents: Latents
@@ -102,15 +104,15 @@ class LatentAttention:
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """One decoder layer. The two `post_*` norms are of what each half adds to the residual stream.
+    """One decoder layer. The two `post_*` norms apply to what each half adds to the residual stream.
 
-    Without `input_norm` and `mlp_norm` the halves read the residual stream as it is.
+    Without `input_norm` and `mlp_norm` the halves read the residual stream without a norm.
     """
 
     attention: LayerAttention
-    mlp: Callable[[torch.Tensor], torch.Tensor] | None  # None: the layer ends behind the attention
+    mlp: Callable[[torch.Tensor], torch.Tensor] | None  # None: the layer has no second half
     input_norm: Norm | None = None
     mlp_norm: Norm | None = None
     post_attention_norm: Norm | None = None
     post_mlp_norm: Norm | None = None
-    residual_multiplier: float = 1.0  # of what each half adds
+    residual_multiplier: float = 1.0  # multiplies what each half adds

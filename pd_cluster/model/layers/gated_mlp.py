@@ -1,4 +1,4 @@
-"""Computes the second half of a layer: one gated MLP, or several experts among which a router chooses."""
+"""Computes the second half of a layer: one gated MLP, or experts that a router chooses."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 
 from pd_cluster.model.layers.activations import sigmoid
-from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
+from pd_cluster.model.layers.expert_share import ExpertShare, RankExperts
 from pd_cluster.model.layers.expert_weights import ExpertLayers
 from pd_cluster.model.layers.packed_linear import Linear, make_linear, packs
 from pd_cluster.model.layers.packed_modules import rows_apart
 
 Activation = Literal["silu", "gelu_tanh", "swigluoai"]
-SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT = 1.702, 7.0  # gpt-oss's; the kernels have them as constants
-MLP_NBYTES_AT_ONCE = 8 << 20  # of gate and up together
-MLP_LEAST_ROWS = 256  # fewer would cost more in repeated reads of the weights than they save
+SWIGLUOAI_ALPHA, SWIGLUOAI_LIMIT = 1.702, 7.0  # from gpt-oss; constants in the kernels
+MLP_NBYTES_AT_ONCE = 8 << 20  # for gate and up together
+MLP_LEAST_ROWS = 256  # with fewer rows, repeated reads of the weights would cost more than this saves
 
 
 class Gates(Protocol):
-    """The part of `Ops` that MLPs need."""
+    """The operations of `Ops` that MLPs need."""
 
     def gate(self, gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
         """Multiplies the left half's activation by the right half: [num_rows, 2 * features] to [num_rows, features].
@@ -32,7 +32,7 @@ class Gates(Protocol):
 
 
 class FewRows(Protocol):
-    """activation(gate(x)) * up(x) for x of at most `most_rows` rows."""
+    """Computes activation(gate(x)) * up(x) for at most `most_rows` rows."""
 
     most_rows: int
 
@@ -41,16 +41,16 @@ class FewRows(Protocol):
 
 @runtime_checkable
 class GatesFewRows(Protocol):
-    """`Ops` that may compute the first half of an MLP at once, for few rows."""
+    """`Ops` that may compute the first half of an MLP in one kernel, for few rows."""
 
     def few_rows_gate(self, gate_up: Linear, activation: Activation) -> FewRows | None:
-        """`gate_up` is the layer of both; None: it is computed as it is."""
+        """Returns the kernel for `gate_up`, the joint layer of gate and up; None: there is no such kernel."""
 
 
 class GatedMLP:
-    """Computes down(activation(gate(x)) * up(x)), for some rows at a time.
+    """Computes down(activation(gate(x)) * up(x)) for a limited number of rows at a time.
 
-    The intermediate result is a large temporary; from 32 MiB on, glibc maps each one anew, which takes longer than its
+    The intermediate result is a large temporary; from 32 MiB on, glibc maps each one anew, which takes longer than the
     computation.
     """
 
@@ -63,7 +63,7 @@ class GatedMLP:
         intermediate_size: int,
         needs_all: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`needs_all`: whether the layers must see a step's rows together."""
+        """`needs_all`: whether the layers must see all rows of a step together."""
         self.gate_up, self.down, self._ops, self.activation = gate_up, down, ops, activation
         self._needs_all = needs_all
         self._few = ops.few_rows_gate(gate_up, activation) if isinstance(ops, GatesFewRows) else None
@@ -71,11 +71,11 @@ class GatedMLP:
 
     @property
     def is_special(self) -> bool:
-        """Whether few rows take another way than through `gate_up`, the activation and `down`."""
+        """Whether few rows use a kernel instead of `gate_up`, the activation and `down`."""
         return self._few is not None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        # Still below the limit, and faster whole.
+        # Still below the limit, and faster in one piece.
         if len(x) <= 2 * self._num_rows or not x.is_cpu or self._needs_all():
             return self._some(x)
         result = torch.empty_like(x)
@@ -92,18 +92,18 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Routing:
-    """How router logits become weights, all in float32: a score for each expert, a choice of `top_k`, the last steps.
+    """How router logits become weights, all in float32: score the experts, choose `top_k`, then renormalise and scale.
 
-    Scores are a softmax over all experts, or `sigmoid`s. `choice_bias` [num_experts] is added for the choice alone. The
-    experts are in `num_groups` equal groups, of which the best `top_groups` take part: those with the best expert, or
-    `best_two`, with the largest sum of two. The chosen scores are divided by their sum plus `epsilon`, or by
-    `least_sum` if that is more (`renormalise`), and multiplied by `scale`. A softmax over the chosen logits alone
-    (gpt-oss) is the same as one that is renormalised.
+    Scores are a softmax over all experts, or `sigmoid`s. `choice_bias` [num_experts] is added for the choice only. The
+    experts form `num_groups` equal groups; only the `top_groups` best groups take part, ranked by their best expert or,
+    with `best_two`, by the sum of their best two. The chosen scores are divided by their sum plus `epsilon`, or by
+    `least_sum` if that is larger (`renormalise`), and multiplied by `scale`. A softmax over the chosen logits alone
+    (gpt-oss) equals a renormalised one.
     """
 
     top_k: int
     renormalise: bool = True
-    round_weights: bool = False  # to the rows' dtype, as most softmax routers do
+    round_weights: bool = False  # to the dtype of the rows, as most softmax routers do
     sigmoid: bool = False
     choice_bias: torch.Tensor | None = None
     num_groups: int = 1
@@ -112,18 +112,18 @@ class Routing:
     epsilon: float = 0.0
     least_sum: float = 0.0
     scale: float = 1.0
-    in_float32: bool = False  # the router's product, too, whatever the model's dtype
+    in_float32: bool = False  # computes the router's product in float32, too
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is a softmax, the largest of it, and perhaps their sum."""
+        """Whether the routing is only a softmax, its largest scores, and perhaps their renormalisation."""
         has_more = self.sigmoid or self.choice_bias is not None or self.top_groups < self.num_groups
         return not has_more and (self.epsilon, self.least_sum, self.scale) == (0.0, 0.0, 1.0)
 
     def weigh(self, logits: torch.Tensor, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Maps logits [num_rows, num_experts] to weights (float32) and experts (int64), both [num_rows, top_k].
 
-        `dtype`: the rows'; None: the logits'.
+        `dtype`: that of the rows; None: that of the logits.
         """
         numbers = logits.float()  # in 16 bits experts would tie
         scores = sigmoid(numbers) if self.sigmoid else numbers.softmax(-1)
@@ -139,7 +139,7 @@ class Routing:
         return (weights.to(dtype or logits.dtype).float() if self.round_weights else weights), chosen
 
     def _wanted(self, scores: torch.Tensor) -> torch.Tensor:
-        """Returns what decides the choice: minus infinity in groups that take no part."""
+        """Returns the scores that decide the choice: minus infinity in groups that take no part."""
         wanted = scores if self.choice_bias is None else scores + self.choice_bias
         if self.top_groups == self.num_groups:
             return wanted
@@ -151,7 +151,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ExpertRouter:
-    """A sparse block's router: logits are `weight` [num_experts, hidden_size] times a row, plus `bias`."""
+    """The router of a sparse block: logits are `weight` [num_experts, hidden_size] times a row, plus `bias`."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -159,13 +159,15 @@ class ExpertRouter:
 
     @classmethod
     def of(cls, block: Any, name: str = "gate") -> ExpertRouter:
-        """Reads one of transformers' sparse blocks, whose router has this name."""
+        """Reads the router with this name from a sparse block of transformers."""
         gate = getattr(block, name)
         bias: torch.Tensor | None = getattr(gate, "bias", None)
         return cls(gate.weight.detach(), None if bias is None else bias.detach(), _routing(block, gate))
 
     def linear(self) -> Linear:
-        """Returns the product, whose rows on a CPU begin apart: the scores of a row are computed alike in every row."""
+        """Returns the product; on CPU its rows are padded apart, so that every row's scores are computed in the same
+        way.
+        """
         weight = self.weight.float() if self.routing.in_float32 else self.weight
         if self.routing.sigmoid and packs(weight):
             return rows_apart(weight, self.bias)
@@ -182,7 +184,7 @@ def _routing(block: Any, gate: Any) -> Routing:
             return routing
         return replace(routing, num_groups=int(gate.num_group), top_groups=int(gate.topk_group))
     renormalise = bool(getattr(gate, "norm_topk_prob", True))
-    statics = getattr(gate, "moe_statics", block)  # ERNIE 4.5 keeps it there, MiniMax-M2 and Hy3 in the block
+    statics = getattr(gate, "moe_statics", block)  # ERNIE 4.5 has it there, MiniMax-M2 and Hy3 in the block
     bias = getattr(gate, "e_score_correction_bias", getattr(statics, "e_score_correction_bias", None))
     if kind == "Lfm2MoeTopKRouter":
         bias = block.expert_bias.detach().float() if block.use_expert_bias else None
@@ -206,7 +208,7 @@ def _routing(block: Any, gate: Any) -> Routing:
 class Experts:
     """A sparse block: each row goes through the `top_k` experts that its router rates highest.
 
-    `share`: the layers are this rank's experts, and what they return is its part of a sum over the ranks.
+    `share`: the layers are this rank's experts, and their output is its part of a sum over ranks.
     """
 
     def __init__(
@@ -221,7 +223,7 @@ class Experts:
         self.router = router.linear()  # to [num_rows, num_experts]
         self._routing = router.routing
         self.layers = layers
-        self._own = None if share is None else OwnExperts(share, len(router.weight))
+        self._own = None if share is None else RankExperts(share, len(router.weight))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         logits = self.router(x.float() if self._routing.in_float32 else x)
@@ -242,10 +244,10 @@ class Experts:
 
 
 class SharedExpert:
-    """Adds to the chosen experts' output that of an expert which every row goes through, perhaps weighted by a gate."""
+    """Adds the output of a shared expert, perhaps weighted by a gate, to the output of the chosen experts."""
 
     def __init__(self, experts: Linear, shared: Linear, gate: Linear | None = None) -> None:
-        """`gate` maps [num_rows, hidden_size] to [num_rows, 1]: the logits of the weights; None: it counts as it is."""
+        """`gate` maps [num_rows, hidden_size] to [num_rows, 1], the logits of the weights; None: the weight is 1."""
         self._experts, self._shared, self._gate = experts, shared, gate
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""The weight of a linear layer as a value: read in some form, cut to a rank's share, joined with others, computed with.
+"""The weight of a linear layer as a value that is read in some form, sliced for a rank, joined and computed with.
 
-A form is a set of named tensors. The parallel plan cuts the features of a layer; a form maps these features to
-dimensions of its tensors. So another form (packed words, scales, zeros) is a row in known_forms.py and a class with
-the methods of `LinearWeight`; plan, loader, fused layers and experts (expert_weight.py) know none of them.
+A form is a set of named tensors. The parallel plan slices the features of a layer; a form maps these features to
+dimensions of its tensors. So a new form (packed words, scales, zeros) is an entry of the table of forms and a class
+with the methods of `LinearWeight`; plan, loader, fused layers and experts know nothing of it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import torch
 from pd_cluster.model.layers.packed_linear import Linear, PlainLinear, make_linear
 from pd_cluster.model.layers.whole_rows import WholeRows
 
-Tensors = Mapping[str, torch.Tensor]  # by the names of their parts
+Tensors = Mapping[str, torch.Tensor]  # by part name
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPart:
-    """One tensor of a linear layer: its dimension of output features and of input features, None if it has none.
+    """One tensor of a linear layer, with its dimensions of output and input features; None: it has no such dimension.
 
-    A dimension may hold fewer elements than there are features: words, or groups that share a scale. It is cut in whole
-    elements. `is_added`: the part is added once to the product, so only one of the ranks that sum their products may
-    have it.
+    A dimension may hold fewer elements than there are features: words, or groups that share a scale. It is sliced
+    between elements only. `is_added`: the part is added once to the product, so only one of the ranks that sum their
+    products has it.
     """
 
     outputs: int | None
@@ -38,7 +38,7 @@ class LinearWeight(Protocol):
 
     @classmethod
     def of(cls, parts: Tensors, dtype: torch.dtype) -> Self:
-        """Returns the weight of these parts, for activations of `dtype`. Further leading dimensions may be stacks."""
+        """Returns the weight of these parts, for activations of `dtype`. Leading dimensions may be stacks."""
 
     @property
     def out_features(self) -> int: ...
@@ -49,22 +49,22 @@ class LinearWeight(Protocol):
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
-        """Returns the layer whose output is the concatenation of theirs."""
+        """Returns the layer whose output is the concatenation of the outputs of `parts`."""
 
     def reordered(self, rows: torch.Tensor) -> Self:
         """Returns the layer with these output features in this order; `rows` [num_rows] int64.
 
-        Raises ModelError, naming the form, if it keeps several output features together.
+        Raises ModelError, naming the form, if the form stores several output features together.
         """
 
     def linear(self) -> Linear:
-        """Returns the layer. The caller drops its own reference to the weight."""
+        """Returns the layer that computes with the weight. The caller drops its own reference to the weight."""
 
     def reference(self) -> Linear:
-        """Returns a slower layer by other products, for the proof at load."""
+        """Returns a slower layer that computes in another way, for the proof at load."""
 
     def matrix(self) -> torch.Tensor:
-        """Returns the weight as numbers, [..., out_features, in_features]; without a copy where it is stored so."""
+        """Returns the weight as a matrix, [..., out_features, in_features]; without a copy if it is stored as one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class PlainWeight:
 
     @classmethod
     def join(cls, parts: Sequence[PlainWeight]) -> PlainWeight:
-        """Joins weights; a missing bias among others is zero."""
+        """Joins weights; if only some have a bias, the others get zeros."""
         if len(parts) == 1:
             return parts[0]
         weight = torch.cat([part.weight for part in parts])
@@ -110,10 +110,10 @@ class PlainWeight:
 
 @dataclass(frozen=True, slots=True)
 class WeightForm:
-    """`parts`: the tensors of a layer in safetensors files, by the last part of their names.
+    """`parts`: the tensors of a layer in safetensors files, by the last component of their names.
 
-    Layers have all of them but those that are added. `rounds_activations`: to codes, some of which fall to the other
-    side by the last bits of what came before.
+    A layer has all parts except perhaps those that are added. `rounds_activations`: activations are rounded to codes,
+    and some change with the last bits of earlier results.
     """
 
     parts: Mapping[str, WeightPart]
@@ -128,7 +128,7 @@ PLAIN = WeightForm(
 
 
 class WeightTensors(torch.nn.Module):
-    """A weight's tensors as buffers, which move to a device with their model and keep their dtypes."""
+    """The tensors of a weight as buffers, which move to a device with their model and keep their dtypes."""
 
     def __init__(self, form: WeightForm, tensors: Tensors, dtype: torch.dtype) -> None:
         super().__init__()
@@ -145,10 +145,10 @@ class WeightTensors(torch.nn.Module):
         return self.form.weight.of(self.tensors, self.dtype)
 
 
-class HeldLinear(torch.nn.Module):
-    """A linear layer of transformers' model whose weight has a form that transformers does not know.
+class UnpackedLinear(torch.nn.Module):
+    """A linear layer of a transformers model with a weight in a form that transformers does not know.
 
-    `rows`: it takes whole rows, and this is one rank's share; see `between_ranks`.
+    `rows`: the layer takes whole rows, and this is one rank's share; see `between_ranks`.
     """
 
     def __init__(self, parts: WeightTensors, shape: Sequence[int], rows: WholeRows | None = None) -> None:
@@ -158,12 +158,12 @@ class HeldLinear(torch.nn.Module):
         self.weight = no_weight(shape, parts.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        # Only for the proof at load: layers are packed before they serve.
+        # Used only in the proof at load: layers are packed before they serve.
         return between_ranks(self, self.parts.value.reference())(x)
 
 
 def no_weight(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor for code that reads a weight's dtype; it has a number's memory.
+    """Returns a placeholder for code that reads a weight's dtype; it occupies one value's memory.
 
     Computing with it yields NaN, and the model is refused.
     """
@@ -172,22 +172,22 @@ def no_weight(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 def weight_of(module: torch.nn.Module) -> LinearWeight:
     """Returns the weight of a loaded linear layer, in the form of its files."""
-    if isinstance(module, HeldLinear):
+    if isinstance(module, UnpackedLinear):
         return module.parts.value
     plain: Any = module
     return PlainWeight(plain.weight.detach(), None if plain.bias is None else plain.bias.detach())
 
 
 def between_ranks(module: torch.nn.Module, linear: Linear) -> Linear:
-    """Returns the layer in a module's place, of the layer made of its weight: ranks may have to join its inputs."""
-    rows = module.rows if isinstance(module, HeldLinear) else None
+    """Returns `linear`, made of the module's weight, with the gather of inputs over ranks that the module may need."""
+    rows = module.rows if isinstance(module, UnpackedLinear) else None
     return linear if rows is None else rows.around(linear)
 
 
 def joined(*modules: torch.nn.Module, rows: torch.Tensor | None = None) -> LinearWeight:
-    """Returns the weight of a layer whose output is the concatenation of theirs; `rows`: its features in this order.
+    """Returns the weight of a layer whose output concatenates those of `modules`; `rows`: the order of its features.
 
-    If their forms differ, they are joined as numbers. Raises ModelError if a form cannot be reordered.
+    Weights of different forms are joined as plain matrices. Raises ModelError if a form cannot be reordered.
     """
     first, *others = (weight_of(module) for module in modules)
     if any(type(other) is not type(first) for other in others):

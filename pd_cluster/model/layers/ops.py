@@ -1,7 +1,7 @@
-"""Operations of a fused decoder: one interface, implemented here in torch.
+"""Operations of a fused decoder: the interface, and its implementation in torch.
 
-kernels/cpu/ops.py has the same in C, for float32, kernels/cuda/ops.py in Triton. Rows are tokens:
-activations are [num_tokens, features]; norms compute in float32.
+kernels/cpu/ops.py implements it in C, for float32, kernels/cuda/ops.py in Triton. Rows are tokens: activations are
+[num_tokens, features]; norms compute in float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pd_cluster.native.recurrence_values import Convolution, GatedDelta, Mamba2
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """Root-mean-square norm. Where an architecture multiplies by 1 + w, `weight` is that sum, in float32.
+    """Root-mean-square norm. If an architecture multiplies by 1 + w, `weight` is that sum, in float32.
 
     A normed value is rounded to the weight's dtype before the multiplication.
     """
@@ -39,7 +39,7 @@ class Norm:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Heads:
-    """One layer's attention on the output of its projections: queries, keys, values side by side in each row."""
+    """One layer's attention on the output of its projections: queries, keys and values, concatenated in each row."""
 
     layer_idx: int
     num_heads: int
@@ -50,8 +50,8 @@ class Heads:
     softcap: float | None = None
     q_norm: Norm | None = None
     k_norm: Norm | None = None
-    sinks: torch.Tensor | None = None  # [num_heads]: scores of one more key, whose value is zero (gpt-oss)
-    first_key: int = 0  # slots before it are not seen; others than 0 in the C kernels only
+    sinks: torch.Tensor | None = None  # [num_heads]: scores of one more key with value zero (gpt-oss)
+    first_key: int = 0  # earlier slots are masked; only the C kernels support values other than 0
 
     @property
     def scoring(self) -> sdpa.Scoring:
@@ -60,10 +60,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Latents:
-    """One layer's latent attention (MLA) on the output of its projections; see attention/latent.py."""
+    """One layer's latent attention (MLA) on the output of its projections; see attention/latent_attention.py."""
 
     layer_idx: int
-    norm: Norm  # of the latent
+    norm: Norm  # applied to the latent
     keys: torch.Tensor  # [num_heads, width of a query without its rotated part, width]
     values: torch.Tensor  # [num_heads, width, value_width]
     rope_width: int
@@ -89,85 +89,85 @@ class Latents:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rope:
-    """cos and sin of a step's tokens, each [num_tokens, head_dim]; both halves of a row are the same.
+    """cos and sin for a step's tokens, each [num_tokens, head_dim]; both halves of a row are the same.
 
-    They have the activations' dtype, or float32: then the rotation is rounded once, at its end.
+    Their dtype is that of the activations, or float32: then the rotation is rounded once, at its end.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
 
 
-Rows = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, hidden_size] to the same shape
+Rows = Callable[[torch.Tensor], torch.Tensor]  # [num_rows, hidden_size] -> [num_rows, hidden_size]
 
 
 class Ops(Gates, Protocol):
-    """`is_capturable`: on an accelerator nothing here reads from the device, so that a graph can hold all of it."""
+    """`is_capturable`: on an accelerator no operation reads from the device, so that graphs can capture all of them."""
 
     name: str
-    attention: str  # the attention in use, for the log
+    attention: str  # name of the attention in use, for the log
     is_capturable: bool
 
     def linear(self, weight: LinearWeight) -> Linear:
-        """Returns the layer that computes with this weight, whose other references the caller drops."""
+        """Returns the layer that computes with this weight; the caller drops its own references to the weight."""
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """Returns x [num_rows, features] normed, and leaves it unchanged."""
+        """Returns x [num_rows, features] normed; leaves x unchanged."""
 
     def add_norm(self, x: torch.Tensor, delta: torch.Tensor, norm: Norm) -> torch.Tensor:
-        """Adds delta to x in place; returns x normed."""
+        """Adds delta to x in place; returns the normed sum."""
 
     def experts(
         self, router: ExpertRouter, weights: ExpertWeights, activation: Activation, share: ExpertShare | None = None
     ) -> Rows:
-        """Returns a function for a sparse block; `weights` have gates before ups.
+        """Returns the function of a sparse block; `weights` have gates before ups.
 
-        The caller drops the weights. Raises ModelError if their form cannot have this order. `share`: the weights are
-        those of this rank's experts; the router's are all. Raises ConfigError if it cannot be computed.
+        The caller drops the weights. Raises ModelError if their form cannot be reordered. `share`: `weights` are those
+        of this rank's experts, while `router` covers all. Raises ConfigError if this device cannot compute it.
 
-        On accelerators the host need not know which experts are chosen.
+        On accelerators the host does not need to know which experts are chosen.
         """
 
     def attend(self, heads: Heads, qkv: torch.Tensor, rope: Rope, batch: ForwardBatch) -> torch.Tensor:
         """Maps [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] to [num_tokens, num_heads * head_dim].
 
-        Norms and rotates, writes keys and values to the pool's slots, attends. May overwrite qkv.
+        Norms and rotates, writes keys and values to the pool's slots, then attends. May overwrite qkv.
         """
 
     def takes_states(self, shape: StateShape, device: torch.device) -> bool:
-        """Whether `recurrent` has kernels for layers of this shape, whose weights are on this device."""
+        """Whether `recurrent` has kernels for layers of this shape with weights on this device."""
 
     def recurrent(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> RecurrentKernel:
-        """Returns what computes a recurrent layer between its projections; it has copies of the weights."""
+        """Returns the kernel of a recurrent layer, between its projections; it has copies of the weights."""
 
 
 @runtime_checkable
 class LatentOps(Ops, Protocol):
-    """`Ops` that have latent attention."""
+    """`Ops` with latent attention."""
 
     def attend_latents(
         self, latents: Latents, queries: torch.Tensor, kept: torch.Tensor, rope: Rope, batch: ForwardBatch
     ) -> torch.Tensor:
         """Maps queries [num_tokens, num_heads * (query_width + rope_width)] to [num_tokens, num_heads * value_width].
 
-        `kept` [num_tokens, width + rope_width] is normed and rotated here and written to the pool's slots. A token sees
-        the keys of `batch.chosen`.
+        It norms and rotates `kept` [num_tokens, width + rope_width] and writes it to the pool's slots. A token attends
+        to the keys in `batch.chosen`.
         """
 
 
 @runtime_checkable
 class SparseOps(LatentOps, Protocol):
-    """`LatentOps` whose tokens may attend to some keys alone: to those of `ForwardBatch.chosen`, if there are any."""
+    """`LatentOps` whose tokens may attend to some keys only: those in `ForwardBatch.chosen`, if it is set."""
 
     def choose_keys(self, rows: IndexRows, rope: Rope, batch: ForwardBatch) -> torch.Tensor | None:
-        """Writes the keys to the layer's third plane; returns what `ForwardBatch.chosen` shall be.
+        """Writes the index keys to the layer's third plane; returns the new value of `ForwardBatch.chosen`.
 
-        `rope`: the tables by which the rows were rotated.
+        `rope`: the tables that rotated the rows.
         """
 
 
 class TorchOps:
-    """The reference, also used where the C kernels cannot be built."""
+    """The reference, which also replaces the C kernels if they cannot be built."""
 
     name = "torch"
     attention = "SDPA"
@@ -225,7 +225,7 @@ class TorchOps:
         return NativeStates.takes(shape, device)
 
     def recurrent(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> RecurrentKernel:
-        """Token by token in torch it would take minutes, so this is in C."""
+        """Returns the C kernel, since a torch loop over tokens would take minutes."""
         return NativeStates.of(convolution, recurrence)
 
 

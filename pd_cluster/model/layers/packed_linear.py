@@ -1,9 +1,9 @@
-"""Linear layers whose weight has another order, which is faster on CPU: oneDNN's, or that of the C kernels.
+"""Linear layers with repacked weights, which are faster on CPU: in oneDNN's layout, or in that of the C kernels.
 
-The rule is fixed, never measured: on x86-64 float32 is packed for oneDNN where there is AVX-512, and for the C kernels
-where there is only AVX2, on which oneDNN takes twice the time for a few rows; bfloat16 is packed for the C kernels
-where they can run; anything else stays plain. So the same checkpoint computes the same numbers in every process of a
-machine; and with packing, a row's numbers do not depend on how many rows are computed with it, unlike MKL's.
+The layout is chosen by fixed rules, without measurements: on x86-64 float32 is packed for oneDNN if there is AVX-512,
+and for the C kernels if there is only AVX2, on which oneDNN takes twice the time for a few rows; bfloat16 is packed for
+the C kernels where they can run; anything else stays plain. So a checkpoint gives the same values in every process of a
+machine; and in packed layers, unlike MKL's, a row's values do not depend on how many rows are computed with it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from pd_cluster.native.packed_products import bf16_linear, float32_linear
 
 log = logging.getLogger(__name__)
 
-MOST_PADDED = 16 << 20  # padding's multiplications per product: cheaper than compiling for another number of rows
+# Multiplications wasted on padding per product: cheaper than compiling for another number of rows.
+MOST_PADDED = 16 << 20
 SIZES_PER_OCTAVE = 8
 LEAST_ROWS = 4
 TRIED_ROWS = 7
-COMPANY_ROWS = (1, 2, 3, 17, 64)
+TESTED_ROWS = (1, 2, 3, 17, 64)
 MOST_INPUTS_OF_ONE_ROW = (
-    1024  # up to here one row alone has the same bits; tests/model/test_packed_linear.py verifies it
+    1024  # up to here a single row has the same bits; tests/model/test_packed_linear.py verifies it
 )
 
 
 class PackedLinear:
-    """`x @ weight.T + bias` with a weight that only oneDNN can read; the plain one is not kept.
+    """`x @ weight.T + bias` with a weight in oneDNN's own layout; the plain weight is not kept.
 
-    oneDNN compiles anew for every number of rows, a millisecond each, and keeps about a thousand results. So rows are
-    padded to a frequent number. Fewer than four rows of a wide input become four: for a single row, oneDNN adds in
-    another order from 1,025 inputs on (AVX-512), and four take no longer than one, while two and three do.
+    oneDNN compiles anew for every number of rows, a millisecond each, and caches about a thousand results. So rows are
+    padded to a common number. Fewer than four rows of a wide input are padded to four: for a single row of more than
+    1,024 inputs oneDNN adds in another order (AVX-512), and four rows take no longer than one, while two or three do.
 
-    `few` computes up to 96 rows faster and with the same bits, where a trial with this weight has shown so.
+    `few` computes up to 96 rows faster, and is used only if a test with this weight has given the same bits.
     """
 
     __slots__ = ("_bias", "_most_padding", "_run", "_weight", "few", "in_features", "least_rows")
@@ -51,7 +52,7 @@ class PackedLinear:
         self.in_features = weight.shape[1]
         few = float_products.few_rows(self._weight, (weight.shape[0], self.in_features), bias)
         self.few = few if few is not None and self._agrees(few) else None
-        warn_of_company(self)
+        warn_of_batch_dependence(self)
 
     def _agrees(self, few: float_products.FloatProducts) -> bool:
         x = torch.randn(TRIED_ROWS, self.in_features, generator=torch.Generator().manual_seed(0))
@@ -78,7 +79,7 @@ class PackedLinear:
 
 
 class PlainLinear:
-    """Computes the same with the weight in its original order."""
+    """Computes the same product with the weight in its original layout."""
 
     __slots__ = ("bias", "weight")
 
@@ -93,21 +94,21 @@ class PlainLinear:
 _tried_inputs: set[int] = set()
 
 
-def warn_of_company(layer: PackedLinear) -> None:
-    """Logs, once for each number of inputs, that rows have other bits in other company.
+def warn_of_batch_dependence(layer: PackedLinear) -> None:
+    """Warns, once per number of inputs, if a row's bits depend on the number of rows in the product.
 
-    The constants above are facts of the oneDNN in tried versions of torch; another one may add in another order.
+    The constants above hold for the oneDNN in tested versions of torch; another version may add in another order.
     """
     if layer.in_features in _tried_inputs:
         return
     _tried_inputs.add(layer.in_features)
-    x = torch.randn(COMPANY_ROWS[-1], layer.in_features, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(TESTED_ROWS[-1], layer.in_features, generator=torch.Generator().manual_seed(1))
     expected = layer(x)
-    for num_rows in COMPANY_ROWS:
+    for num_rows in TESTED_ROWS:
         if not torch.equal(layer(x[:num_rows]), expected[:num_rows]):
             log.error(
-                "torch %s computes %d rows of %d inputs with other bits than among %d: greedy output may depend on "
-                "what is computed beside it; torch 2.11 to 2.14 do not",
+                "torch %s computes %d rows of %d inputs with other bits than %d rows: greedy output may depend on "
+                "the rest of the batch; use torch 2.11 to 2.14",
                 torch.__version__,
                 num_rows,
                 layer.in_features,
@@ -127,23 +128,23 @@ def packs(weight: torch.Tensor) -> bool:
 
 
 def padded(num_rows: int, most: int) -> int:
-    """Rounds up to one of eight sizes per octave, at most `most` apart: computing a few extra rows is cheap."""
+    """Rounds up to one of eight sizes per octave, at most `most` apart: a few extra rows cost little."""
     step = min(num_rows // SIZES_PER_OCTAVE, most)
     step = 1 << step.bit_length() - 1 if step > 1 else 1
     return -(-num_rows // step) * step
 
 
 def pack_floats(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Makes a layer of a weight that `packs`."""
+    """Makes a layer from a weight that `packs`."""
     bias = None if bias is None else bias.detach()
     own = None if float_products.can_run() else float32_linear(weight.detach(), bias)
     return own or PackedLinear(weight, bias)
 
 
 def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Makes a layer of weight [out_features, in_features], bias [out_features]; the caller drops its own weight.
+    """Makes a layer from weight [out_features, in_features] and bias [out_features]; the caller drops its own weight.
 
-    On a CPU, activations of a layer in bfloat16 are float32 (model/language_model/mixed_precision.py).
+    On a CPU, activations of a bfloat16 layer are float32 (model/language_model/mixed_precision.py).
     """
     if packs(weight):
         return pack_floats(weight, bias)
@@ -155,7 +156,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linea
 
 
 def make_expert_linear(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Makes a layer of one of many experts, which the C kernels compute in one call where they can run."""
+    """Makes the layer of one expert among many, which the C kernels, if available, compute in one call."""
     if weight.device.type == "cpu" and weight.dtype == torch.float32 and weight.numel():
         packed = float32_linear(weight.detach(), bias)
         if packed is not None:

@@ -1,8 +1,7 @@
-"""Packs the products of models whose layers stay transformers' own: linear layers, routers, experts.
+"""Packs the products of models that keep transformers' layers: linear layers, routers, experts.
 
-Packing makes them faster on CPU, and a row's numbers independent of the rows beside it (packed_linear.py), as are
-those of the activation functions put in their place. Modules are recognised by their structure; others stay as they
-are.
+Packing makes them faster on CPU, and makes a row's values independent of the other rows (packed_linear.py); activation
+functions are replaced for the same reason. Modules are recognized by their structure; unknown ones stay unchanged.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from pd_cluster.model.layers.expert_weights import (
     ExpertLayers,
     ExpertStack,
     ExpertWeights,
-    HeldExperts,
+    UnpackedExperts,
     are_experts,
     experts_of,
 )
-from pd_cluster.model.layers.linear_weight import HeldLinear, LinearWeight, between_ranks, no_weight, weight_of
+from pd_cluster.model.layers.linear_weight import LinearWeight, UnpackedLinear, between_ranks, no_weight, weight_of
 from pd_cluster.model.layers.packed_linear import Linear, pack_floats, packs
 
 SIGMOIDS = (torch.sigmoid, torch.Tensor.sigmoid)
-APART = 16  # float32 numbers in a vector register, at most
+APART = 16  # float32 values in a vector register, at most
 
 
 def packed(weight: LinearWeight) -> Linear:
@@ -37,13 +36,13 @@ def packed(weight: LinearWeight) -> Linear:
 def pack_modules(model: torch.nn.Module, linear_of: Callable[[LinearWeight], Linear] = packed) -> int:
     """Replaces the modules that can be packed; returns their number.
 
-    `linear_of` makes the layers of weights in forms that transformers does not know.
+    `linear_of` makes the layers from weights in forms that transformers does not know.
     """
     on_cpu = all(each.device.type == "cpu" for each in model.parameters())
     places = [
         (parent, name, child)
         for parent in model.modules()
-        if _router_weight(parent) is None  # it may read the weights of its parts
+        if _router_weight(parent) is None  # a router may read the weights of its children
         for name, child in parent._modules.items()  # includes both names of a module that has two
         if child is not None
     ]
@@ -62,13 +61,13 @@ def pack_modules(model: torch.nn.Module, linear_of: Callable[[LinearWeight], Lin
 def _packed(module: torch.nn.Module, linear_of: Callable[[LinearWeight], Linear]) -> torch.nn.Module | None:
     kind = type(module).__name__
     weight: Any = getattr(module, "weight", None)
-    if isinstance(module, HeldLinear):
+    if isinstance(module, UnpackedLinear):
         return PackedModule(between_ranks(module, linear_of(weight_of(module))), weight.shape, weight.dtype)
-    if isinstance(module, HeldExperts):
+    if isinstance(module, UnpackedExperts):
         return PackedExperts(module)
     if type(module) is torch.nn.Linear and packs(weight):
         return PackedModule.of(weight, module.bias)
-    if kind == "Conv1D" and weight is not None and packs(weight):  # GPT-2's, from transformers.pytorch_utils
+    if kind == "Conv1D" and weight is not None and packs(weight):  # GPT-2, from transformers.pytorch_utils
         return PackedModule.of(weight.T.contiguous(), getattr(module, "bias", None))
     if (of_router := _router_weight(module)) is not None and packs(of_router):
         return PackedRouter(module, of_router)
@@ -80,7 +79,7 @@ def _packed(module: torch.nn.Module, linear_of: Callable[[LinearWeight], Linear]
 
 
 def _router_weight(module: torch.nn.Module) -> torch.Tensor | None:
-    """Returns what a router multiplies rows with, its own or its linear layer's; None: it is no router."""
+    """Returns the weight of a router, its own or its linear layer's; None: the module is not a router."""
     if not type(module).__name__.endswith("Router"):
         return None
     weight = getattr(module, "weight", None)
@@ -90,7 +89,7 @@ def _router_weight(module: torch.nn.Module) -> torch.Tensor | None:
 
 
 class PackedModule(torch.nn.Module):
-    """A linear layer that computes nothing but the product."""
+    """A linear layer that computes only the product."""
 
     def __init__(self, product: Linear, shape: Sequence[int], dtype: torch.dtype) -> None:
         """`shape`: out_features, in_features."""
@@ -110,10 +109,10 @@ class PackedModule(torch.nn.Module):
 
 
 def rows_apart(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
-    """Makes a packed linear of few outputs, whose rows begin a multiple of APART numbers apart.
+    """Makes a packed linear of few outputs, whose rows start at multiples of APART values.
 
-    torch's functions compute adjacent numbers several at a time, and the last few of them in another way, with other
-    bits: the choice of these must not depend on the rows before.
+    torch's functions compute adjacent values several at a time, and the last few in another way with other bits: the
+    way a value is computed must not depend on the rows before it.
     """
     num_outputs = weight.shape[0]
     padding = -num_outputs % APART
@@ -124,7 +123,7 @@ def rows_apart(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear
 
 
 class PackedRouter(torch.nn.Module):
-    """Transformers' own router, except for its product."""
+    """A router of transformers with a packed product."""
 
     def __init__(self, router: Any, weight: torch.Tensor) -> None:
         super().__init__()
@@ -137,7 +136,9 @@ class PackedRouter(torch.nn.Module):
 
 
 class _Product(TorchFunctionMode):
-    """Computes `linear(x, weight, bias)` of one weight by `packed`, and sigmoids alike in every row."""
+    """Replaces `linear(x, weight, bias)` of one weight by `packed`, and sigmoids by ones that are the same in
+    every row.
+    """
 
     def __init__(self, weight: torch.Tensor, packed: Linear) -> None:
         super().__init__()
@@ -157,13 +158,13 @@ class _Product(TorchFunctionMode):
 
 
 class PackedExperts(torch.nn.Module):
-    """Passes each row through the experts that its router chose, in the order of their numbers."""
+    """Passes each row through the experts that its router chose, in index order."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()
-        self._gate = experts.gate if isinstance(experts, HeldExperts) else experts._apply_gate
+        self._gate = experts.gate if isinstance(experts, UnpackedExperts) else experts._apply_gate
         self.layers = ExpertLayers(experts_of(experts))
-        if isinstance(experts, HeldExperts):
+        if isinstance(experts, UnpackedExperts):
             del experts.gate_up, experts.down
         else:
             del experts.gate_up_proj, experts.down_proj
@@ -173,7 +174,7 @@ class PackedExperts(torch.nn.Module):
 
 
 class PackedZeroExperts(torch.nn.Module):
-    """Experts of which those with the last numbers return a row as it is (LongCat-Flash)."""
+    """Experts of which those with the highest indexes return a row unchanged (LongCat-Flash)."""
 
     def __init__(self, experts: Any) -> None:
         super().__init__()

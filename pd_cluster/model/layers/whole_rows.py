@@ -1,7 +1,8 @@
-"""A rank's share of a layer that rounds its inputs to codes, where each rank has only a part of a row.
+"""A rank's share of a layer that rounds its inputs to codes, when each rank has only a part of each row.
 
-A row's codes depend on the whole row. So the ranks join their parts, and each computes some of the outputs from all
-inputs; the sum that follows puts the outputs together. No bit differs from those of one rank. Knows nothing of codes.
+A row's codes depend on the whole row. So the ranks join their parts of rows, and each rank computes some of the outputs
+from all inputs; the sum that follows combines the outputs. The result has the same bits as on one rank. Knows nothing
+of codes.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from pd_cluster.native.packed_products import Linear
 
 
-class JoinsRows(Protocol):
-    """The part of `Group` (model/parallel) that is needed here."""
+class JoinedRows(Protocol):
+    """The methods of `Group` (model/parallel) that are needed here."""
 
     rank: int
     size: int
@@ -25,36 +26,36 @@ class JoinsRows(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class WholeRows:
-    """`outputs`: those of this rank, [start, stop) of `num_outputs`."""
+    """`outputs`: this rank's outputs, [start, stop) of `num_outputs`."""
 
-    ranks: JoinsRows
+    ranks: JoinedRows
     outputs: tuple[int, int]
     num_outputs: int
 
     def gathered(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns rows of all inputs, from every rank's part of them."""
+        """Returns rows with all inputs, joined from every rank's part."""
         return self.ranks.gather_to_all(x)
 
     def placed(self, y: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's outputs [..., stop - start] in their place among zeros, [..., num_outputs]."""
+        """Returns this rank's outputs [..., stop - start] at their positions among zeros, [..., num_outputs]."""
         whole = y.new_zeros(*y.shape[:-1], self.num_outputs)
         whole[..., slice(*self.outputs)] = y
         return whole
 
     def around(self, linear: Linear) -> Linear:
-        """Returns a layer from a part of each row to what is summed over the ranks; `linear` takes whole rows."""
+        """Returns a layer from a part of each row to a summand of the sum over ranks; `linear` takes whole rows."""
         after = self.after(linear)
         return lambda x: after(self.gathered(x))
 
     def after(self, linear: Linear) -> Linear:
-        """Returns the same for rows that are gathered already."""
+        """Returns the same for rows that are already joined."""
         return lambda rows: self.placed(linear(rows))
 
     def own_shape(self, num_inputs: int) -> tuple[int, int]:
-        """Returns the outputs and inputs of this rank's weight, where it has `num_inputs` of a row."""
+        """Returns the outputs and inputs of this rank's weight if the rank has `num_inputs` inputs of each row."""
         return self.outputs[1] - self.outputs[0], num_inputs * self.ranks.size
 
     def part(self, num_inputs: int) -> slice:
-        """Returns which of a whole row's inputs this rank had, `num_inputs` of them."""
+        """Returns the slice of a whole row that this rank had, `num_inputs` wide."""
         first = self.ranks.rank * num_inputs
         return slice(first, first + num_inputs)

@@ -1,14 +1,14 @@
-"""Imports only the part of transformers that rank processes on a CPU need; a user's own program keeps the whole.
+"""Imports only the part of transformers that rank processes on a CPU need; a user's own program keeps all of it.
 
-Three things are left out, which together take half of the time of all imports:
+Three parts are left out, which together take half of the time of all imports:
 
-- The packages `transformers` and `transformers.models` read a part of each of their thousands of files, to learn which
-  module has which name. Rank processes import modules by their paths; their substitute packages load the list
-  on access to a name that is not a module.
-- Its own ways to share a model (DTensor, FSDP) and its losses, as with a torch that was built without
-  torch.distributed and where there is no scipy: ranks are sharded by `model/parallel`, and train nothing.
-- torch's compiler, which transformers imports to mark functions for it. Ranks compile nothing; on access to
-  more than the marks, it is imported.
+- The packages `transformers` and `transformers.models` read a part of each of their thousands of files to map names to
+modules. Rank processes import modules by path; the replacement packages load the map on access to a name that is not a
+module.
+- Its own sharding (DTensor, FSDP) and its losses, as if torch had no torch.distributed and scipy were missing:
+`model/parallel` shards the ranks, and nothing is trained.
+- torch's compiler, which transformers imports to mark functions. Ranks compile nothing; the compiler is imported on
+access to anything except the marks.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _ByName(types.ModuleType):
 
 
 def make_light() -> None:
-    """Installs the light packages, before transformers is imported; afterwards it has no effect."""
+    """Installs the light packages; has no effect after transformers was imported."""
     if any(name in sys.modules for name in (*PACKAGES, COMPILER)):
         return
     import torch  # noqa: F401
@@ -73,7 +73,7 @@ def make_light() -> None:
 
 
 def import_architecture(model_type: str) -> None:
-    """Imports the modules of its models. The loader reports modules that are missing or broken."""
+    """Imports the modules of a model type. The loader reports modules that are missing or broken."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
     name = model_type_to_module_name(model_type)

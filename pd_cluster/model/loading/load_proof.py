@@ -1,7 +1,7 @@
-"""Proves a loaded model before it serves: every layer uses the pool, and the numbers are the model's own.
+"""Proves a loaded model before it serves: every layer uses the pool, and the results equal those of transformers.
 
-transformers gives many architectures the registered attention function, but not all of them use it, and some pass it
-less than their own mask contains. Such a model would answer wrongly; here it is refused.
+transformers passes the registered attention function to many architectures, but some ignore it, and some pass it less
+than their own mask contains. Such a model would give wrong answers; it is refused here.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from pd_cluster.model.layers.states.state_planes import state_modules
 from pd_cluster.types import Request, RequestSpec, Sampling
 
 BLOCK_SIZE = 4
-WINDOW = 3  # replaces a longer one, and the number of keys that an indexer chooses, which so few tokens would not reach
+# Replaces a longer sliding window and the number of keys that an indexer chooses: the proof's few tokens would not
+# reach those.
+WINDOW = 3
 SHORTENED = ("sliding_window", "index_topk")
-SCAN, MOST_SCANNED = "chunk_size", 64  # tokens that recurrent modules scan together, some of them more than these
-ROUNDED = "int8"  # activations are codes, of which some fall to the other side by the last bits
+SCAN, MOST_SCANNED = "chunk_size", 64  # tokens that recurrent modules scan together: some scan more than 64
+ROUNDED = "int8"  # activations are rounded to codes, and some change with the last bits
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, ROUNDED: 0.25}  # relative; float32 differs by about 1e-6
-# The share of the rows of logits that may differ by more: in 16 bits a router can choose another expert, which changes
-# everything after it. A model with no past, or a wrong one, has at least half its rows wrong.
+# The share of rows of logits that may differ by more: in 16 bits a router can choose another expert, which changes
+# everything after it. A model without a past, or with a wrong one, has at least half its rows wrong.
 SPARED_ROWS = {"float32": 0.0, "bfloat16": 0.25, "float16": 0.25, ROUNDED: 0.25}
 
 
 class ProofSchedule(NamedTuple):
-    """How the proof computes two sequences: `steps` has the tokens of both in each step.
+    """How the proof computes two sequences: `steps` has the number of tokens of both in each step.
 
-    A copy of the first one's state after `kept` tokens is kept, if it is not 0; a third sequence continues from it.
+    If `kept` is not 0, a copy of the first sequence's state after `kept` tokens is kept, and a third sequence continues
+    from it.
     """
 
     steps: tuple[tuple[int, int], ...]
@@ -47,33 +50,33 @@ class ProofSchedule(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Counts the tokens of each sequence."""
+        """Counts the tokens of one sequence."""
         return sum(first for first, _ in self.steps)
 
 
 KEYS = ProofSchedule(((5, 7), (6, 4), (1, 1)))
 STATES = ProofSchedule(
     ((64, 1), (65, 67), (1, 62), (1, 1)), kept=68
-)  # scans are of 64 tokens; it is kept within a chunk
+)  # scans are of 64 tokens; the state is kept within a chunk
 
 
 def prove(model: CausalLM, pools: KVPool | Sequence[KVPool], dtype: str) -> int | None:
-    """Raises ModelError for a model that must not be served; also the warm-up. `dtype`: the model's.
+    """Raises ModelError for a model that must not be served; also warms up. `dtype`: that of the model.
 
-    `pools` are those of its groups of layers. Returns the sliding window that all layers have; None when one of them
-    sees everything, or they differ.
+    `pools`: those of the model's groups of layers. Returns the sliding window that all layers share; None if a layer
+    attends to all tokens, or if the windows differ.
     """
     pools = [pools] if isinstance(pools, KVPool) else list(pools)
     windows = prove_every_layer_writes(model, pools)
-    if isinstance(model, PlainCausalLM):  # fused layers were compared with this at their creation
+    if isinstance(model, PlainCausalLM):  # fused layers were compared with this when they were made
         prove_same_logits(model, pools, dtype)
     return windows.pop() if len(windows) == 1 else None
 
 
 def prove_every_layer_writes(model: CausalLM, pools: KVPool | Sequence[KVPool]) -> set[int | None]:
-    """Raises ModelError unless each layer wrote its pool once, in ascending order; returns the layers' windows.
+    """Raises ModelError unless each layer wrote to its pool once, in ascending order; returns the layers' windows.
 
-    Layers with keys and values write these, layers with a state that. Uses the padding blocks.
+    Layers write keys and values, or a state. Uses the padding blocks.
     """
     pools = [pools] if isinstance(pools, KVPool) else list(pools)
     probe = Request("probe", RequestSpec([0, 0], Sampling()), tables=[[pool.num_blocks] for pool in pools])
@@ -95,7 +98,7 @@ def prove_every_layer_writes(model: CausalLM, pools: KVPool | Sequence[KVPool]) 
 
 
 def _layers_of(layout: KVLayout) -> Sequence[int]:
-    """Returns the indices in the model of a group's layers, without a draft head's."""
+    """Returns the model's layer indexes in a group, without the draft head's layer."""
     return (layout.layers or range(layout.num_layers))[: layout.num_model_layers]
 
 
@@ -112,10 +115,10 @@ def probe_batch(
 
 
 def prove_same_logits(model: PlainCausalLM, pools: Sequence[KVPool], dtype: str) -> None:
-    """Raises ModelError unless two prompts, in chunks through small pools, give the logits of transformers alone.
+    """Raises ModelError unless two prompts, in chunks through small pools, give the same logits as transformers alone.
 
-    Pools of keys and values have the model's dtype: codes would change the numbers. A row's mean carries no information
-    and is left out.
+    Pools of keys and values have the model's dtype, since quantized ones would change the results. A row's mean carries
+    no information and is subtracted.
     """
     layouts = [pool.layout if pool.layout.holds.is_state else replace(pool.layout, dtype=dtype) for pool in pools]
     course = STATES if any(layout.holds.is_state for layout in layouts) else KEYS
@@ -129,10 +132,11 @@ def prove_same_logits(model: PlainCausalLM, pools: Sequence[KVPool], dtype: str)
         check_same(resumed, expected[0, course.kept :], model, bound, "from a kept state")
 
 
-def own_choices(model: PlainCausalLM, course: ProofSchedule = KEYS, device: Device = CPU) -> torch.Tensor:
-    """Returns logits by transformers alone of the sequences of a course: of two prompts, and where a third continues.
+def transformers_logits(model: PlainCausalLM, course: ProofSchedule = KEYS, device: Device = CPU) -> torch.Tensor:
+    """Returns logits of the schedule's sequences from transformers alone: two prompts, and perhaps a third that
+    continues one.
 
-    Most tokens of KEYS see fewer keys than there are.
+    In KEYS, most tokens have more keys than WINDOW.
     """
     token_ids = probe_token_ids(model.config.vocab_size, 2 * course.num_tokens)
     with torch.inference_mode(), refusal(model), _shortened(model.model.modules() if course is KEYS else ()):
@@ -141,17 +145,19 @@ def own_choices(model: PlainCausalLM, course: ProofSchedule = KEYS, device: Devi
     return torch.cat((*logits, *continued)).float()
 
 
-def fused_choices(
+def fused_logits(
     model: FusedCausalLM, layouts: Sequence[KVLayout], course: ProofSchedule = KEYS, device: Device = CPU
 ) -> torch.Tensor:
-    """Returns the same by fused layers, in chunks through pools of these layouts, but for the size of blocks."""
+    """Returns the same logits from fused layers, in chunks through pools with these layouts, except for the
+    block size.
+    """
     token_ids = probe_token_ids(model.config.vocab_size, 2 * course.num_tokens)
     with torch.inference_mode(), _shortened(model.indexers if course is KEYS else ()):
         return torch.cat(_in_chunks(model, layouts, device, token_ids.tolist(), course)).float()
 
 
 def own_logits(model: PlainCausalLM, token_ids: torch.Tensor, rows: torch.Tensor | int = 0) -> torch.Tensor:
-    """Computes logits by transformers alone, without a cache, of `rows` of each sequence; 0 means all rows."""
+    """Computes logits with transformers alone, without a cache, of `rows` of each sequence; 0 means all rows."""
     with _eager(model.model):
         return model.whole(model.model(input_ids=token_ids, use_cache=False, logits_to_keep=rows).logits)
 
@@ -159,7 +165,7 @@ def own_logits(model: PlainCausalLM, token_ids: torch.Tensor, rows: torch.Tensor
 def check_same(
     actual: torch.Tensor, expected: torch.Tensor, model: PlainCausalLM, dtype: str, where: str = "with paged attention"
 ) -> None:
-    """Raises ModelError unless rows of logits [..., vocab_size] are the same, within the limits of the dtype."""
+    """Raises ModelError unless rows of logits [..., vocab_size] are equal within the tolerance of the dtype."""
     check_finite(expected, _name(model), dtype)
     expected, actual = _centred(expected), _centred(actual)
     errors = ((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).flatten().sort().values  # of each row
@@ -172,11 +178,11 @@ def check_same(
 
 
 def check_finite(logits: torch.Tensor, model: str, dtype: str) -> None:
-    """Raises ModelError for logits that are not finite, which no choice of kernels could fix."""
+    """Raises ModelError if the logits are not finite, which no choice of kernels could fix."""
     if not logits.isfinite().all():
         raise ModelError(
-            f"{model}: the model's logits in {dtype} are not all numbers: its weights have NaN or infinities, or "
-            f"{dtype} is too narrow for them"
+            f"{model}: the logits in {dtype} contain NaN or infinity: the weights contain them, too, or "
+            f"the range of {dtype} is too small"
         )
 
 
@@ -186,7 +192,7 @@ def _centred(logits: torch.Tensor) -> torch.Tensor:
 
 
 def probe_token_ids(vocab_size: int, num_tokens: int = 2 * KEYS.num_tokens) -> torch.Tensor:
-    """Returns ids [2, num_tokens / 2] from all over the vocabulary."""
+    """Returns ids [2, num_tokens / 2], spread over the vocabulary."""
     return (torch.arange(num_tokens) * 7919 % vocab_size).view(2, -1)
 
 
@@ -195,7 +201,7 @@ def _in_chunks(
 ) -> list[torch.Tensor]:
     """Computes logits [course.num_tokens, vocab_size] of two sequences, in chunks through small pools.
 
-    They are followed by those of the third sequence of a course that has one, from where it continues.
+    If the schedule has a third sequence, its logits follow, from the token where it continues.
     """
     per_seq = -(-course.num_tokens // BLOCK_SIZE)
     with ExitStack() as stack:
@@ -223,14 +229,14 @@ def _in_chunks(
 
 
 def _table(pool: KVPool, blocks: list[int], seq: int) -> list[int]:
-    """Returns a sequence's table in a pool: its blocks, or its state."""
+    """Returns a sequence's block table in a pool: its blocks, or its one state."""
     return [seq + 1] if pool.layout.holds.is_state else list(blocks)
 
 
 def _steps(
     model: CausalLM, pools: Sequence[KVPool], requests: list[Request], course: ProofSchedule
 ) -> list[torch.Tensor]:
-    """Computes the course of two sequences; the third one's state is where the first one's is kept."""
+    """Computes the steps of two sequences; keeps the first one's state in the block of the third."""
     rows: list[list[torch.Tensor]] = [[], []]
     for step in course.steps:
         after = course.kept - requests[0].num_computed_tokens
@@ -249,7 +255,7 @@ def _all_logits(model: CausalLM, batch: ForwardBatch) -> torch.Tensor:
 
 @contextmanager
 def refusal(model: CausalLM) -> Iterator[None]:
-    """Turns errors in an unknown architecture's own code into refusals instead of crashes."""
+    """Turns errors in an unknown architecture's own code into ModelError instead of a crash."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -260,9 +266,9 @@ def refusal(model: CausalLM) -> Iterator[None]:
 
 @contextmanager
 def _shortened(owners: Iterable[Any], names: Sequence[str] = SHORTENED, most: int = WINDOW) -> Iterator[None]:
-    """Sets every sliding window to `most`: the config's, which transformers' masks use, and the modules' own.
+    """Sets every sliding window to `most`, both in the configs, for transformers' masks, and in the modules.
 
-    Likewise the number of keys that indexers choose, or what else is named.
+    It does the same with other fields in `names`, such as the number of keys that indexers choose.
     """
     values = [(owner, name, getattr(owner, name, None)) for owner in owners for name in names]
     values = [each for each in values if isinstance(each[2], int)]
@@ -277,7 +283,7 @@ def _shortened(owners: Iterable[Any], names: Sequence[str] = SHORTENED, most: in
 
 @contextmanager
 def _all_shortened(model: PlainCausalLM) -> Iterator[None]:
-    """Shortens whatever the proof's few tokens would not reach."""
+    """Shortens every length that the proof's few tokens would not reach."""
     scans = state_modules(model.model).values()
     with _shortened([*model.model.modules(), *_configs(model.model)]), _shortened(scans, (SCAN,), MOST_SCANNED):
         yield
@@ -297,7 +303,7 @@ def _eager(model: torch.nn.Module) -> Iterator[None]:
 
 
 def _configs(model: torch.nn.Module) -> list[Any]:
-    """Returns the configs of the model and its modules, each once."""
+    """Returns the configs of the model and its modules, without duplicates."""
     found = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     return list(found.values())
 

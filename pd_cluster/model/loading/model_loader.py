@@ -1,7 +1,7 @@
 """Turns a checkpoint folder into a torch module that attends through the paged pool.
 
-transformers builds the modules; this file picks the dtype, fuses what it can and proves, on small forward
-passes, that the numbers are unchanged and every layer used the pool.
+transformers builds the modules; this file picks the dtype, fuses what it can, and proves with small forward passes that
+the results are unchanged and that every layer used the pool.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from pd_cluster.model.layers.linear_weight import LinearWeight
 from pd_cluster.model.layers.ops import Ops, TorchOps
 from pd_cluster.model.layers.packed_linear import Linear
 from pd_cluster.model.layers.packed_modules import pack_modules, packed
-from pd_cluster.model.layers.rope.rope_scaling import USE_LOGN, LogN, put_lengths, rope_limit_of
+from pd_cluster.model.layers.rope.rope_scaling import USE_LOGN, LogN, install_length_rotary, rope_limit_of
 from pd_cluster.model.loading import transformers_modules
 from pd_cluster.model.loading.load_proof import (
     KEYS,
     ROUNDED,
     STATES,
     check_finite,
-    fused_choices,
-    own_choices,
+    fused_logits,
     probe_batch,
     refusal,
+    transformers_logits,
 )
 from pd_cluster.model.loading.unlisted_model_check import prove_packing
 from pd_cluster.model.lora.loaded_adapters import Adapters
@@ -66,7 +66,7 @@ from pd_cluster.model.parallel.parallel_plan import ParallelPlan
 from pd_cluster.model.parallel.rank_group import Group, SingleRank
 from pd_cluster.model.parallel.weight_slices import read_named
 from pd_cluster.model.vision import vision_experts
-from pd_cluster.model.vision.mrope import put_sections
+from pd_cluster.model.vision.mrope import install_mrope
 from pd_cluster.model.weights.quantized_lm_head import quantize_head
 from pd_cluster.native.build import KernelsUnavailable, are_wanted
 from pd_cluster.native.packed_products import multiplies_bf16
@@ -76,9 +76,10 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 log = logging.getLogger(__name__)
 
 PROBE_NUM_TOKENS = 4
-# Relative; in float32 fusing changes about 1e-6, and where activations are codes, codes that fall to the other side.
+# Relative; in float32 fusing changes about 1e-6, and if activations are rounded to codes, some codes change.
 PROBE_TOLERANCE = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.1, ROUNDED: 0.25}
-HEADS, EMBEDDINGS = ("lm_head", "embed_out"), ("embed_tokens", "wte", "embed_in")  # in files of any architecture
+# Names in the files of any architecture.
+HEADS, EMBEDDINGS = ("lm_head", "embed_out"), ("embed_tokens", "wte", "embed_in")
 ALIASES = {"float": "float32", "half": "float16"}
 
 
@@ -91,9 +92,9 @@ def resolve_kv_cache_dtype(wanted: str, dtype: str) -> str:
 def resolve_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> str:
     """Resolves `auto` to the checkpoint's dtype on accelerators.
 
-    On a CPU it is float32, as 16 bits would be slow emulation; or a checkpoint's bfloat16, if the processor multiplies
-    it and the model's layers are fused. NPUs attend only in 16 bits, so there `auto` turns float32 into bfloat16, which
-    has its range.
+    On a CPU `auto` is float32, as 16 bits would be slow emulation; or a checkpoint's bfloat16, if the processor
+    multiplies it and the model's layers are fused. NPUs attend only in 16 bits, so there `auto` turns float32 into
+    bfloat16, which has the same range.
     """
     if wanted != "auto":
         return ALIASES.get(wanted, wanted)
@@ -101,16 +102,16 @@ def resolve_dtype(wanted: str, checkpoint: Checkpoint, device: Device) -> str:
     if device.traits.emulates_16_bits:
         if found != "bfloat16" or not multiplies_bf16() or not _is_plain_and_fused(checkpoint):
             return "float32"
-        log.info("bfloat16, as the checkpoint: this processor multiplies it; activations stay float32")
+        log.info("dtype bfloat16, like the checkpoint: this processor multiplies it; activations stay float32")
         return "bfloat16"
     if found == "float32" and not device.traits.attends_in_float32:
-        log.info("the checkpoint's float32 becomes bfloat16: attention on NPUs takes 16 bits")
+        log.info("dtype bfloat16 instead of the checkpoint's float32: attention on NPUs requires 16 bits")
         return "bfloat16"
     return found
 
 
 def _is_plain_and_fused(checkpoint: Checkpoint) -> bool:
-    """Whether weights are numbers and the layers of such a model can be fused."""
+    """Whether weights are not quantized and the layers of such a model can be fused."""
     if checkpoint.quantization is not None or checkpoint.is_unproven or logn_of(checkpoint) is not None:
         return False
     if checkpoint.vision is not None and checkpoint.part_of == vision_experts.WHOLE_TYPE:
@@ -122,7 +123,7 @@ def _is_plain_and_fused(checkpoint: Checkpoint) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LoadChoices:
-    """Kernels that are not used unless somebody asks for them, and this rank's share of the experts.
+    """Kernels that are used only on request, and this rank's share of the experts.
 
     `speedups`: see model/kernels/cuda_speedups.py.
     """
@@ -147,9 +148,9 @@ def load_model(
     kv_cache_dtype: str = "auto",
     choices: LoadChoices = USUAL,
 ) -> CausalLM:
-    """Loads the whole model, or this rank's share. Raises ModelError when the weights do not fit the architecture.
-    The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, only models that compute
-    each row alike in every batch. Raises ConfigError.
+    """Loads the whole model, or this rank's share. Raises ModelError if the weights do not fit the architecture.
+    The proofs here use pools of the model's own dtype. `is_deterministic`: on an accelerator, accept only models that
+    compute each row in the same way in every batch. Raises ConfigError.
     """
     _check_device(checkpoint, device)
     share = _share_of(checkpoint, group, choices.experts is not None)
@@ -174,11 +175,11 @@ def load_model(
     plain = PlainCausalLM(model, caches, vocab_size, own_group, attention, logn, rope_limit)
     if checkpoint.vision is not None:
         plain.take_deep_features()
-    takes_adapters = checkpoint.takes_adapters and not has_states(caches)  # group_limits.py refuses both together
+    takes_adapters = checkpoint.takes_adapters and not has_states(caches)  # layer_group_limits.py refuses both
     adapters = adapters_of(checkpoint, share) if takes_adapters else None
     own = replace(layout, dtype=dtype)
     without_kernels = logn is not None or (layout.has_latents and device.is_accelerator)
-    may_fuse = not (without_kernels or checkpoint.is_unproven)  # unlisted types use others' classes
+    may_fuse = not (without_kernels or checkpoint.is_unproven)  # unlisted types use the classes of others
     is_fused = may_fuse and can_fuse(model) and has_kernels(model, _ops_of(attention))
     if not is_fused:
         _check_dense(layout, checkpoint, dtype)
@@ -200,18 +201,18 @@ def load_model(
 def _check_of(
     plain: PlainCausalLM, layout: KVLayout, device: Device, checkpoint: Checkpoint
 ) -> Callable[[FusedCausalLM], None]:
-    """Computes a model's logits; returns a check that its fused layers have the same. Both raise ModelError."""
+    """Computes a model's logits; returns a check that its fused layers give the same. Both raise ModelError."""
     states = layout_of_states(plain.caches)
     layouts, course = ([layout], KEYS) if states is None else ([layout, states], STATES)
     is_long = layout.has_index or states is not None
-    expected = own_choices(plain, course, device) if is_long else probe_logits(plain, layout, device)
+    expected = transformers_logits(plain, course, device) if is_long else probe_logits(plain, layout, device)
     check_finite(expected, str(checkpoint.path), layout.dtype)
     bound = ROUNDED if plain.rounds_activations else layout.dtype
-    if layout.has_index:  # between two keys that are equally good, the last bits decide: a sequence may be spared
+    if layout.has_index:  # the last bits decide between two keys with equal scores, so one sequence may differ
         bound = ROUNDED
 
     def check(fused: FusedCausalLM) -> None:
-        actual = fused_choices(fused, layouts, course, device) if is_long else probe_logits(fused, layout, device)
+        actual = fused_logits(fused, layouts, course, device) if is_long else probe_logits(fused, layout, device)
         error = change_of(actual, expected, bound)
         if not error <= PROBE_TOLERANCE[bound]:
             raise ModelError(f"{checkpoint.path}: fusing the layers changed the logits by {error:.1e} of the largest")
@@ -220,11 +221,11 @@ def _check_of(
 
 
 def _check_device(checkpoint: Checkpoint, device: Device) -> None:
-    """Raises ConfigError for what only CPUs compute: sparse attention, and products of some weights."""
+    """Raises ConfigError for features that only CPUs support: sparse attention, and products of some weights."""
     if device.is_accelerator and is_indexed(transformers_modules.config_of(checkpoint)):
         raise ConfigError(
-            f"{called('device')} {device.kind}: {checkpoint.model_type} attends to keys that it chooses, which only "
-            f"CPUs compute here; use cpu"
+            f"{called('device')} {device.kind}: {checkpoint.model_type} uses sparse attention, which only "
+            f"CPUs support; use cpu"
         )
     found = checkpoint.quantization
     asked = {f"{called('quantize_head')} {checkpoint.head_scheme}": checkpoint.head_scheme}
@@ -233,32 +234,33 @@ def _check_device(checkpoint: Checkpoint, device: Device) -> None:
     for place, scheme in asked.items():
         if device.is_accelerator and scheme in ONLY_ON_CPU:
             raise ConfigError(
-                f"{place}: only CPUs have products of 4 bits with int8 activations, and this is "
-                f"{device.kind}; take a folder of w4a16, or a plain one with --quantization int4_wo"
+                f"{place}: only CPUs multiply 4-bit weights with int8 activations, and this is "
+                f"{device.kind}; use a w4a16 folder, or an unquantized one with --quantization int4_wo"
             )
 
 
 def _check_dense(layout: KVLayout, checkpoint: Checkpoint, dtype: str) -> None:
-    """Raises ConfigError for a model of transformers' modules that chooses keys."""
+    """Raises ConfigError for a sparse-attention model that is not fused."""
     if layout.has_index:
         raise ConfigError(
-            f"{called('dtype')} {dtype}: {checkpoint.model_type} chooses keys in fused layers alone, which are float32 "
+            f"{called('dtype')} {dtype}: {checkpoint.model_type} has sparse attention in fused layers only, which are "
+            f"float32 "
             f"or, on CPUs that multiply it, bfloat16; use auto"
         )
 
 
 def _share_of(checkpoint: Checkpoint, group: Group | None, has_whole_experts: bool) -> RankShare | None:
-    """Returns this rank's share; None: the whole model, experts apart. Raises ModelError."""
+    """Returns this rank's share; None: it has the whole model, except perhaps for experts. Raises ModelError."""
     if group is None or group.size == 1:
         return None
     if checkpoint.is_unproven:
         setting = called("tensor_parallel_size")
-        raise ModelError(f"{setting} {group.size}: no proof would see a wrong split; use 1")
+        raise ModelError(f"{setting} {group.size}: no check would detect a wrong split; use 1")
     return RankShare(plan_of(checkpoint, group.size, has_whole_experts), group)
 
 
 def _experts_of(checkpoint: Checkpoint, share: ExpertShare | None) -> ExpertModules | None:
-    """Returns this rank's experts of the model; None: it has them all, or a part of each. Raises ModelError."""
+    """Returns this rank's experts of the model; None: it has all experts, or a slice of each. Raises ModelError."""
     if share is None:
         return None
     return ExpertModules(share, num_experts_of(checkpoint.config), transformers_modules.config_of(checkpoint))
@@ -272,35 +274,38 @@ def _modules_of(
     group: Group,
     own_experts: ExpertModules | None,
 ) -> Any:
-    """Returns transformers' model with all that is put in it before it is looked at: positions, what pictures need.
+    """Returns transformers' model after its positions and picture features were installed.
 
-    A unit's members have met when it returns.
+    When it returns, all members of a unit have connected.
     """
     model = transformers_modules.load_plain(checkpoint, dtype, device, share, own_experts)
     if own_experts is not None and own_experts.share.exchange is not None:
         own_experts.share.exchange.form()
     if checkpoint.head_scheme:
         quantize_head(model, checkpoint.head_scheme)
-    put_lengths(model, checkpoint.rope)
+    install_length_rotary(model, checkpoint.rope)
     if checkpoint.vision is not None:
-        put_sections(model, checkpoint, device)
+        install_mrope(model, checkpoint, device)
         if checkpoint.part_of == vision_experts.WHOLE_TYPE:
-            vision_experts.put_experts(model, checkpoint, TORCH_DTYPES[dtype], device, group)
+            vision_experts.install_vision_experts(model, checkpoint, TORCH_DTYPES[dtype], device, group)
     return model
 
 
 def _check_backend(checkpoint: Checkpoint, attention_backend: str) -> None:
-    """Raises ConfigError for one that cannot show a picture's tokens to each other, where the model needs it."""
+    """Raises ConfigError for an attention backend without bidirectional picture attention, if the model needs that."""
     if attention_backend == "flashinfer" and checkpoint.vision is not None and checkpoint.vision.rules.sees_whole:
-        raise ConfigError(f"{called('attention_backend')} flashinfer: it hides a picture's later tokens; use auto")
+        raise ConfigError(
+            f"{called('attention_backend')} flashinfer: this model's pictures need bidirectional attention, which it "
+            f"lacks; use auto"
+        )
 
 
 def _adapt(
     plain: PlainCausalLM, model: Any, adapters: Adapters, vocab_size: int, layout: KVLayout, device: Device
 ) -> None:
-    """Puts adapters beside the modules of transformers' model; a step shows which of them can have any."""
+    """Attaches adapters to the modules of a transformers model; one watched step shows which modules can have them."""
     adapters.places.take_over(model)
-    adapters.places.take_over_ends(model, vocab_size or plain.config.vocab_size)
+    adapters.places.attach_embedding_and_head(model, vocab_size or plain.config.vocab_size)
     plain.adapters = adapters
     with adapters.places.watched(PROBE_NUM_TOKENS):
         probe_logits(plain, layout, device)
@@ -322,7 +327,9 @@ def adapters_of(checkpoint: Checkpoint, share: RankShare | None) -> Adapters:
 
 
 def stored_weight(folder: WeightFolder, module: str, name_of: Callable[[str], str]) -> torch.Tensor | None:
-    """Returns the weight of an embedding or output layer as the files have it; a tied one has the embedding's."""
+    """Returns the weight of an embedding or output layer as the files have it; a tied output layer has the
+    embedding's.
+    """
     last = module.rpartition(".")[2]
     names = [module, *(HEADS if last in HEADS else ()), *(EMBEDDINGS if last in (*HEADS, *EMBEDDINGS) else ())]
     for end in names:
@@ -337,12 +344,12 @@ def _ends_with(name: str, end: str) -> bool:
 
 
 def check_rows(model: torch.nn.Module, checkpoint: Checkpoint, logn: LogN | None) -> None:
-    """Checks that kernels with one form for every number of rows will compute all of the model. Raises ConfigError."""
+    """Raises ConfigError unless kernels that work alike for every number of rows will compute the whole model."""
     why = why_not_deterministic(model)
     if logn is not None or checkpoint.is_unproven:
         why = "log-n attention and unlisted architectures run as transformers' modules"
     if why:
-        raise ConfigError(f"{called('deterministic')}: {why}, and modules' sums follow the batch; leave it out")
+        raise ConfigError(f"{called('deterministic')}: {why}, so results depend on the batch; remove the setting")
 
 
 def logn_of(checkpoint: Checkpoint) -> LogN | None:
@@ -351,7 +358,7 @@ def logn_of(checkpoint: Checkpoint) -> LogN | None:
 
 
 def change_of(logits: torch.Tensor, expected: torch.Tensor, dtype: str) -> float:
-    """Returns the change of logits relative to the largest: the worst row's, or with fewer bits the median row's.
+    """Returns the change of logits relative to the largest: in the worst row, or in 16 bits in the median row.
 
     In 16 bits, a router may choose another of two almost equal experts, which changes everything after it.
     """
@@ -362,11 +369,11 @@ def change_of(logits: torch.Tensor, expected: torch.Tensor, dtype: str) -> float
 def choose_ops(
     layout: KVLayout, device: Device = CPU, attention: Attention = SDPA, latent_values: Collection[int] = ()
 ) -> Ops:
-    """Chooses the operations of fused layers for a pool. `latent_values`: see cpu/ops.py.
+    """Chooses the operations of fused layers for a pool. `latent_values`: see kernels/cpu/ops.py.
 
-    On CUDA they are Triton's kernels around the chosen attention, on NPUs torch-npu's operators; on CPU the C kernels
-    with their own attention, unless SDPA was requested, they cannot be built, do not support the shape, or
-    PD_CLUSTER_CPU_KERNELS is 0.
+    On CUDA these are Triton kernels around the chosen attention, on NPUs torch-npu's operators. On CPU these are C
+    kernels with their own attention, unless SDPA was requested, the kernels cannot be built or do not support the
+    shape, or PD_CLUSTER_CPU_KERNELS is 0.
     """
     if attention.make_ops is not None:
         return attention.make_ops(attention)
@@ -375,22 +382,22 @@ def choose_ops(
     try:
         return CpuOps(pool_dtype=layout.dtype, has_latents=layout.has_latents)
     except KernelsUnavailable as error:
-        log.warning("no C kernels, the forward pass is slower: %s", error)
+        log.warning("C kernels are not available, so the forward pass is slower: %s", error)
         return TorchOps()
 
 
 def _ops_of(attention: Attention) -> Ops:
-    """Returns operations that have the same kernels of states as those that `choose_ops` chooses."""
+    """Returns operations with the same state kernels as those that `choose_ops` chooses."""
     return TorchOps() if attention.make_ops is None else attention.make_ops(attention)
 
 
 def linears_by(attention: Attention) -> Callable[[LinearWeight], Linear]:
-    """Returns what makes the layers of weights in other forms, for transformers' modules around this attention."""
+    """Returns the function that makes layers from weights in other forms, for a model of transformers' modules."""
     return packed if attention.make_ops is None else attention.make_ops(attention).linear
 
 
 def plan_of(checkpoint: Checkpoint, tp_size: int, has_whole_experts: bool = False) -> ParallelPlan:
-    """See `ParallelPlan`. Raises ModelError: no plan, or sizes that cannot be split."""
+    """See `ParallelPlan`. Raises ModelError without a plan, or if sizes cannot be split."""
     return ParallelPlan(transformers_modules.config_of(checkpoint), tp_size, has_whole_experts)
 
 

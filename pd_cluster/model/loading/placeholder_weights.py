@@ -1,6 +1,6 @@
-"""Loads weights of forms that transformers does not know: it gets placeholders, and its modules are replaced.
+"""Loads weights in forms that transformers does not know: it gets placeholders, whose modules are then replaced.
 
-A placeholder has the shape and dtype that transformers expects, and the memory of one number.
+A placeholder has the shape and dtype that transformers expects, but occupies the memory of one value.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from typing import Any
 import torch
 
 from pd_cluster.errors import ModelError
-from pd_cluster.model.layers.expert_weights import PRODUCTS, ExpertStack, HeldExperts, are_experts
-from pd_cluster.model.layers.linear_weight import PLAIN, HeldLinear, Tensors, WeightTensors, no_weight
+from pd_cluster.model.layers.expert_weights import PRODUCTS, ExpertStack, UnpackedExperts, are_experts
+from pd_cluster.model.layers.linear_weight import PLAIN, Tensors, UnpackedLinear, WeightTensors, no_weight
 from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.model.parallel.parallel_layers import RankShare
 from pd_cluster.model.parallel.parallel_plan import EXPERT_ALIASES, FUSED_EXPERTS, LAYER
 from pd_cluster.model.weights.weight_forms import FORMS, form_of
 
-# The layers that are joined to each of transformers' products, in this order.
+# The layers that are joined into each product of transformers, in this order.
 JOINED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 LAYER_OF = re.compile(r"(?:.*\.)?layers\.\d+\.")
 ONE_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<index>\d+)\.(?P<name>\w+)")
 Weights = dict[str, torch.Tensor]
-OneByOne = Mapping[int, Mapping[str, Tensors]]  # experts by number, their layers by name
+OneByOne = Mapping[int, Mapping[str, Tensors]]  # expert index -> layer name -> tensors
 
 
 @dataclass(frozen=True, slots=True)
-class HeldWeights:
-    """Weights by the paths of the modules that they replace; of experts, by the names of their products.
+class PlaceholderModules:
+    """Weights by the path of the module that they replace; for experts, by the name of the product.
 
-    `rows`: by the same paths, of linear layers and experts' `down_proj` that take whole rows on several ranks.
+    `rows`: by the same paths, for linear layers and experts' `down_proj` that take whole rows on several ranks.
     """
 
     linears: dict[str, WeightTensors] = field(default_factory=dict)
@@ -47,15 +47,15 @@ class HeldWeights:
         """Replaces the modules that were loaded with placeholders."""
         for path, parts in self.linears.items():
             linear: Any = model.get_submodule(path)
-            model.set_submodule(path, HeldLinear(parts, linear.weight.shape, self.rows.get(path)))
+            model.set_submodule(path, UnpackedLinear(parts, linear.weight.shape, self.rows.get(path)))
         for path, products in self.experts.items():
             gate_up, down = (products[name] for name in PRODUCTS)
-            experts = HeldExperts(model.get_submodule(path), gate_up, down, self.rows.get(path))
+            experts = UnpackedExperts(model.get_submodule(path), gate_up, down, self.rows.get(path))
             model.set_submodule(path, experts)
 
 
 def is_in_other_form(key: str) -> bool:
-    """Whether a name in the safetensors files is a part that only forms other than transformers' have."""
+    """Whether a name in safetensors files is a part that only forms unknown to transformers have."""
     fused, layer = FUSED_EXPERTS.search(key), LAYER.search(key)
     name = (fused["part"] or "weight") if fused else layer["part"] if layer else ""
     return name not in PLAIN.parts and any(name in form.parts for form in FORMS.values())
@@ -63,12 +63,13 @@ def is_in_other_form(key: str) -> bool:
 
 def hold(
     weights: Weights, architecture: Any, config: Any, dtype: torch.dtype, share: RankShare | None = None
-) -> HeldWeights:
-    """Takes layers of other forms out of `weights`, a model's by their names, and leaves placeholders.
+) -> PlaceholderModules:
+    """Moves layers in other forms out of `weights`, a model's tensors by name, and leaves placeholders.
 
-    `architecture`: transformers' class. `share`: the weights are one rank's. Raises ModelError for what does not fit.
+    `architecture`: the class in transformers. `share`: the weights are those of one rank. Raises ModelError if they do
+    not fit.
     """
-    held = HeldWeights()
+    held = PlaceholderModules()
     layers = _take(weights)
     if not layers:
         return held
@@ -94,7 +95,7 @@ def hold(
 
 
 def _take(weights: Weights) -> dict[str, Tensors]:
-    """Removes layers of other forms, with all of their parts; returns them by path."""
+    """Removes layers in other forms, with all of their parts; returns them by path."""
     keys: dict[str, dict[str, str]] = defaultdict(dict)
     for key in weights:
         if fused := FUSED_EXPERTS.search(key):
@@ -106,39 +107,40 @@ def _take(weights: Weights) -> dict[str, Tensors]:
 
 
 def _experts_path(places: list[str], path: str) -> str:
-    """Returns the place of that layer's experts, which may have another path in files. Raises ModelError."""
+    """Returns the module path of that layer's experts, which may differ from the path in files. Raises ModelError."""
     layer = LAYER_OF.match(path)
     found = [place for place in places if layer is not None and place.startswith(layer.group())]
     if len(found) != 1:
-        raise ModelError(f"{path}: this architecture has no experts there whose weights may have another form")
+        raise ModelError(f"{path}: this architecture has no experts here that can be quantized")
     return found[0]
 
 
 def _stack(path: str, experts: OneByOne, names: tuple[str, ...], dtype: torch.dtype) -> WeightTensors:
-    """Stacks layers that files have expert by expert. Raises ModelError if one is missing, or not as the others."""
+    """Stacks layers that files store by expert. Raises ModelError if one is missing or differs from the others."""
     for index in range(len(experts)):
         if missing := [name for name in names if name not in experts.get(index, {})]:
             raise ModelError(
-                f"{path}: expert {index} lacks its {missing[0]} in the others' form; copy the folder or make it again"
+                f"{path}: expert {index} lacks {missing[0]} in the form of the other experts; copy or recreate the "
+                f"folder"
             )
     layers = [[experts[index][name] for name in names] for index in range(len(experts))]
     form = form_of(layers[0][0], path)
     for index, each in enumerate(layers):
         if any(layer.keys() != layers[0][0].keys() for layer in each):
             expected = ", ".join(sorted(layers[0][0]))
-            raise ModelError(f"{path}: {' or '.join(names)} of expert {index} has not the tensors {expected}")
+            raise ModelError(f"{path}: {' or '.join(names)} of expert {index} lacks some of the tensors {expected}")
     return WeightTensors(form, ExpertStack.stacked(form, layers, dtype).parts, dtype)
 
 
 def _leave_placeholders(
-    weights: Weights, held: HeldWeights, skeleton: torch.nn.Module, dtype: torch.dtype, share: RankShare | None
+    weights: Weights, held: PlaceholderModules, skeleton: torch.nn.Module, dtype: torch.dtype, share: RankShare | None
 ) -> None:
-    """Also notes which layers take whole rows. Raises ModelError for a layer that the architecture does not have."""
+    """Leaves placeholders, and records the layers that take whole rows. Raises ModelError for an unknown layer."""
     named = dict(skeleton.named_modules())
     for path in held.linears:
         linear = named.get(path)
         if not isinstance(linear, torch.nn.Linear):
-            raise ModelError(f"{path}: this architecture has no linear layer there, whose weight may have another form")
+            raise ModelError(f"{path}: this architecture has no linear layer here that can be quantized")
         if (rows := _whole_rows(share, path, held.linears[path], len(linear.weight))) is not None:
             held.rows[path] = rows
         _check_shape(path, held.linears[path], tuple(linear.weight.shape), rows=rows)
@@ -154,13 +156,13 @@ def _leave_placeholders(
                 has_parts = share is not None and not share.plan.has_whole_experts
                 rows = _whole_rows(share, f"{path}.{name}", products[name], num_outputs) if has_parts else None
                 if rows is not None:
-                    held.rows[path] = rows  # of `down_proj`, whose inputs alone are shared out
+                    held.rows[path] = rows  # `down_proj` only: its inputs are split over ranks
                 _check_shape(f"{path}.{name}", products[name], tuple(each.shape), turned, rows)
         weights |= {f"{path}.{name}": no_weight(each.shape, dtype) for name, each in experts.named_parameters()}
 
 
 def _whole_rows(share: RankShare | None, path: str, parts: WeightTensors, num_outputs: int) -> WholeRows | None:
-    """Returns this rank's share of a layer whose inputs are shared out, and become codes; None for others."""
+    """Returns this rank's share of a layer whose inputs are split over ranks and rounded to codes; None for others."""
     if share is None or not parts.form.rounds_activations or not share.plan.shares_inputs(path):
         return None
     return share.whole_rows(num_outputs)
@@ -169,7 +171,7 @@ def _whole_rows(share: RankShare | None, path: str, parts: WeightTensors, num_ou
 def _check_shape(
     path: str, parts: WeightTensors, shape: tuple[int, ...], is_transposed: bool = False, rows: WholeRows | None = None
 ) -> None:
-    """`shape`: transformers' [..., N, K], or [..., K, N] transposed. Raises ModelError for parts of other features."""
+    """`shape`: transformers' [..., N, K], or [..., K, N] transposed. Raises ModelError if the features do not match."""
     leading = len(shape) - 2
     outputs, inputs = set(), {0}
     for name, tensor in parts.tensors.items():
@@ -188,5 +190,5 @@ def _check_shape(
 
 def _wrong_shape(path: str, found: str, shape: tuple[int, ...]) -> ModelError:
     return ModelError(
-        f"{path}: {found}, where config.json says {list(shape)}; the two are of different models, copy the folder again"
+        f"{path}: {found}, but config.json requires {list(shape)}; copy the folder again, since its files do not match"
     )

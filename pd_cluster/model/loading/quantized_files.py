@@ -1,7 +1,7 @@
-"""Reads a quantized model folder, layer by layer, straight from its safetensors files.
+"""Reads a quantized model folder, layer by layer, directly from its safetensors files.
 
-A layer is decoded whole, and a rank keeps its share: a cut through a group of inputs only makes the groups smaller.
-Layers whose activations become codes are not cut through their inputs.
+A layer is decoded as a whole, and a rank keeps its share: a cut through a group of inputs only makes the groups
+smaller. Layers whose activations are rounded to codes are not cut through their inputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 FUSED = re.compile(r"(?P<path>.*\.experts\.(?:gate_up_proj|down_proj))_(?P<part>blocks|scales)")
 FUSED_PATH = re.compile(r"\.experts\.(?:gate_up_proj|down_proj)$")
-LINEAR = re.compile(r"\.layers\.\d+\..*(?:_proj|\.w[123])$")  # what is quantized at load: no routers, no head
+LINEAR = re.compile(r"\.layers\.\d+\..*(?:_proj|\.w[123])$")  # layers to quantize at load: no routers, no output layer
 CODES = (torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn)
 PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 Weights = dict[str, torch.Tensor]
@@ -45,10 +45,10 @@ Rename = Callable[[str], str]
 def read_quantized(
     folder: WeightFolder, found: Quantization, name_of: Rename, dtype: torch.dtype, part: RankTensors
 ) -> Weights:
-    """Maps names to a rank's weights: quantized layers as parts of a form, others as they are.
+    """Maps names to a rank's weights: quantized layers as parts of a form, others unchanged.
 
-    `name_of`: a tensor's name in the model; "" if it is not read. Embeddings and output layers become numbers of
-    `dtype`. Raises ModelError that names the layer, and the tensor or file.
+    `name_of`: maps a tensor's name to its name in the model; "" if it is not read. Embeddings and output layers are
+    dequantized to `dtype`. Raises ModelError that names the layer, and the tensor or file.
     """
     weights: Weights = {}
     num_quantized = num_scales = 0
@@ -76,7 +76,8 @@ def read_quantized(
         kind = found.types.get(f"{path}.weight", "FLOAT") if found.method == ASCEND else ""
         if kind == "FLOAT":
             raise ModelError(
-                f"{place} has codes, and {found.place} says nothing of them, or FLOAT; copy the folder or make it again"
+                f"{place} is quantized, but {found.place} does not list it, or lists it as FLOAT; copy the folder "
+                f"again or recreate it"
             )
         num_quantized += 1
         parts = decoded(place, tensors, found, kind)
@@ -84,13 +85,17 @@ def read_quantized(
             parts = numbers(parts, dtype)
         _keep_parts(weights, path, parts, own_name_of, part)
     if not num_quantized and found.at_load:
-        raise ModelError(f"{found.place}: {folder.path} has no linear layer that could be quantized; leave it out")
+        raise ModelError(
+            f"{found.place}: {folder.path} has no linear layer that could be quantized; remove the setting"
+        )
     if not num_quantized and not num_scales:
         raise ModelError(f"{found.place}: {found.method}, but no tensor is quantized; remove that")
     if num_quantized:
         log.info("%d linear layers are quantized (%s)", num_quantized, found.at_load or found.method)
     if num_scales:
-        log.info("%d scales of activations or of the KV cache beside plain weights are not needed", num_scales)
+        log.info(
+            "%d scales of activations or of the KV cache are ignored, since their layers are not quantized", num_scales
+        )
     return weights
 
 
@@ -104,13 +109,13 @@ def _keep_parts(weights: Weights, path: str, parts: Parts, name_of: Rename, of_r
 
 
 def numbers(parts: Parts, dtype: torch.dtype) -> Parts:
-    """Returns the weight that the parts of a form stand for, and its bias."""
+    """Returns the dequantized weight of the parts, and its bias."""
     weight = form_of(parts, "").weight.of(parts, dtype)
     return {"weight": weight.matrix()} | ({} if weight.bias is None else {"bias": weight.bias})
 
 
 def _in_shares(parts: Parts, size: int) -> Parts:
-    """Makes groups so small that no share of the input features ends within one."""
+    """Makes groups small enough that no rank's share of the input features ends within a group."""
     codes = parts.get("codes")
     if codes is None or codes.shape[-1] % size:
         return parts
@@ -143,9 +148,9 @@ def _has_codes(tensors: Tensors) -> bool:
 
 
 def _layers(folder: WeightFolder, name_of: Rename, of_rank: RankTensors) -> Iterator[tuple[str, Tensors, Path]]:
-    """Yields the tensors of each module that is read, by the last part of their names, and a file that has some.
+    """Yields the tensors of each module, by the last component of their names, and one of their files.
 
-    Reads only the rank's own of stacked experts. Raises ModelError.
+    It reads only the rank's own part of stacked experts. Raises ModelError.
     """
     with ExitStack() as stack:
         places: dict[str, dict[str, tuple[Any, str, Path]]] = defaultdict(dict)
@@ -162,7 +167,7 @@ def _layers(folder: WeightFolder, name_of: Rename, of_rank: RankTensors) -> Iter
                     path, _, part = key.rpartition(".")
                 if part in places[path]:
                     other = places[path][part][2]
-                    raise ModelError(f"{file}: {key} is in {other.name}, too; remove the file that is left from before")
+                    raise ModelError(f"{file}: {key} is also in {other.name}; remove the outdated file")
                 places[path][part] = (stream, key, file)
         for path, parts in places.items():
             if not name_of(f"{path}.weight"):

@@ -1,6 +1,7 @@
-"""transformers' own module of a checkpoint, or of a rank's share of it, attending through the paged pool.
+"""Loads the transformers module of a checkpoint, or of a rank's share of it, with attention through the paged pool.
 
-transformers builds the modules; weights in its own form it also reads, others are read here, file by file.
+transformers builds the modules; it also reads weights in its own form. Weights in other forms are read here, file by
+file.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pd_cluster.devices.device import Device
 from pd_cluster.errors import ConfigError, ModelError, called
 from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.layers.attention import sdpa
-from pd_cluster.model.loading.placeholder_weights import HeldWeights, hold, is_in_other_form
+from pd_cluster.model.loading.placeholder_weights import PlaceholderModules, hold, is_in_other_form
 from pd_cluster.model.loading.quantized_files import read_quantized
 from pd_cluster.model.loading.uninitialized_modules import UninitializedModules
 from pd_cluster.model.loading.weight_check import check_loaded, check_stored, is_further
@@ -36,11 +37,13 @@ from pd_cluster.model.vision import vision_experts as vision_experts
 from pd_cluster.model.vision.multimodal_config import whole_config
 from pd_cluster.numerics import overridden
 
-TURNED_EXPERTS = ("qwen3_vl_moe",)  # published with inputs before outputs, saved by transformers as other models
+TRANSPOSED_EXPERTS = (
+    "qwen3_vl_moe",
+)  # published with inputs before outputs, but saved by transformers like other models
 
 
 def config_of(checkpoint: Checkpoint) -> Any:
-    """Returns transformers' config with the checkpoint's overrides; that of the text model where it is served alone.
+    """Returns transformers' config with the checkpoint's overrides; the text model's if it is served alone.
 
     Raises ModelError for invalid values.
     """
@@ -51,14 +54,14 @@ def config_of(checkpoint: Checkpoint) -> Any:
             return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
         settings = text_settings(checkpoint) if checkpoint.part_of else checkpoint.config
         return CONFIG_MAPPING[checkpoint.model_type].from_dict(_with_floats(settings))
-    except Exception as error:  # also huggingface_hub's errors for values of another type
+    except Exception as error:  # including huggingface_hub's errors for values of the wrong type
         given = f"{called('hf_overrides')} {checkpoint.hf_overrides}"
         place = given if overrides else str(checkpoint.path / "config.json")
         raise ModelError(f"{place}: {' '.join(str(error).split())}{null_fields(checkpoint.config)}") from error
 
 
 def _with_floats(value: Any) -> Any:
-    """Returns a part of config.json with the floats that transformers writes as {"__float__": "Infinity"}."""
+    """Replaces the floats that transformers writes as {"__float__": "Infinity"} in a part of config.json."""
     if isinstance(value, list):
         return [_with_floats(each) for each in value]
     if not isinstance(value, dict):
@@ -69,16 +72,16 @@ def _with_floats(value: Any) -> Any:
 
 
 def text_settings(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns the config of a multimodal folder's text model in transformers' form."""
+    """Returns the text model's config of a multimodal folder, in transformers' form."""
     whole = whole_config(checkpoint)
     text = whole.text_config
     left_out = ("model_type", *QUANTIZERS_FIELDS)
     own = {name: value for name, value in text.to_dict().items() if name not in left_out}
-    if text.model_type in PLAIN_TYPES:  # its positions have three dimensions, which are equal in texts
+    if text.model_type in PLAIN_TYPES:  # its positions have three dimensions, which are equal for text
         rope = {name: value for name, value in (own.get("rope_parameters") or {}).items() if "mrope" not in name}
         own["rope_parameters"] = {**rope, "rope_type": "default"} if rope.get("rope_type") == "mrope" else rope
         own |= plain_fields(text.model_type, own)
-    # Models differ in which of the two configs counts; untied output layers have weights in the files.
+    # Models differ in which of the two configs decides; untied output layers have weights in the files.
     is_tied = any(getattr(config, "tie_word_embeddings", False) for config in (whole, text))
     own["tie_word_embeddings"] = is_tied and not has_head(checkpoint.weights)
     return overridden(own, checkpoint.overrides)
@@ -91,14 +94,14 @@ def load_plain(
     share: RankShare | None = None,
     experts: ExpertModules | None = None,
 ) -> torch.nn.Module:
-    """Loads transformers' model, or a rank's part, attending through the pool. Raises ModelError, ConfigError."""
+    """Loads transformers' model, or a rank's part, with attention through the pool. Raises ModelError, ConfigError."""
     AttentionInterface.register(sdpa.NAME, sdpa.forward)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     source: dict[str, Any] = {"pretrained_model_name_or_path": checkpoint.path}
     architecture: Any = AutoModelForCausalLM
-    held = HeldWeights()
+    held = PlaceholderModules()
     if checkpoint.quantization is None:
         check_stored(checkpoint)
     weights = _read_weights(checkpoint, _part_of(share, experts), TORCH_DTYPES[dtype])
@@ -120,15 +123,15 @@ def load_plain(
                 trust_remote_code=False,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # refused below, by name
-                **({} if held else straight_to(device)),  # placeholders would grow there
+                **({} if held else straight_to(device)),  # placeholders would occupy full memory there
             )
     except torch.OutOfMemoryError as error:
         raise _too_large(checkpoint, dtype, device) from error
     except (OSError, ValueError, RuntimeError, LookupError, ImportError, TypeError, AttributeError) as error:
         if error.args == (sdpa.NAME,):
             raise ModelError(
-                f"{checkpoint.path}: {checkpoint.config['model_type']} has attention functions of its own instead of "
-                f"those that transformers lets others register; this architecture cannot be served"
+                f"{checkpoint.path}: {checkpoint.config['model_type']} has its own attention functions instead of "
+                f"those that can be registered with transformers; this architecture cannot be served"
             ) from error
         hint = null_fields(checkpoint.config)
         raise ModelError(f"{checkpoint.path}: cannot load the model: {' '.join(str(error).split())}{hint}") from error
@@ -146,12 +149,12 @@ def load_plain(
 
 
 def _is_quick(checkpoint: Checkpoint, device: Device) -> bool:
-    """Whether modules may be built without numbers; on accelerators other things take the time of a start."""
+    """Whether to build modules without values; on accelerators other steps dominate the start-up."""
     return not (device.is_accelerator or checkpoint.is_unproven or checkpoint.rope.kind)
 
 
 def _class_of(config: Any, share: RankShare | None, experts: ExpertModules | None) -> type[Any]:
-    """Returns transformers' class of a model whose modules have a rank's sizes."""
+    """Returns the transformers class of a model whose modules have the sizes of one rank."""
     architecture = AutoModelForCausalLM._model_mapping[type(config)]
     if share is not None:
         architecture = narrowed(architecture, share.plan)
@@ -167,9 +170,7 @@ def _read_weights(checkpoint: Checkpoint, part: RankTensors, dtype: torch.dtype)
     """Returns this rank's weights by name; None: transformers reads the files, whose weights are in its own form."""
     if checkpoint.quantization is not None:
         if checkpoint.part_of == vision_experts.WHOLE_TYPE:
-            raise ModelError(
-                f"{checkpoint.path}: experts of pictures are not quantized here; serve plain weights as they are"
-            )
+            raise ModelError(f"{checkpoint.path}: vision experts cannot be quantized; serve unquantized weights")
         return read_quantized(checkpoint.weights, checkpoint.quantization, partial(_name_of, checkpoint), dtype, part)
     if checkpoint.part_of == vision_experts.WHOLE_TYPE:
         return vision_experts.as_text_model(read_named(checkpoint.weights, vision_experts.texts_name(checkpoint), part))
@@ -181,13 +182,13 @@ def _read_weights(checkpoint: Checkpoint, part: RankTensors, dtype: torch.dtype)
 
 
 def _name_of(checkpoint: Checkpoint, key: str) -> str:
-    """Returns a tensor's name in the model; "" for one of a further layer, whose codes would have no module."""
+    """Returns a tensor's name in the model; "" for a further layer's tensor, since no module would take its codes."""
     return "" if is_further(checkpoint, key) else text_name(key) if checkpoint.part_of else key
 
 
 def expert_width(checkpoint: Checkpoint) -> int:
-    """Returns the features of the residual stream if files may have stacked experts the other way round; or 0."""
-    return int(checkpoint.config["hidden_size"]) if checkpoint.part_of in TURNED_EXPERTS else 0
+    """Returns hidden_size if files may store stacked experts transposed; otherwise 0."""
+    return int(checkpoint.config["hidden_size"]) if checkpoint.part_of in TRANSPOSED_EXPERTS else 0
 
 
 def _too_large(checkpoint: Checkpoint, dtype: str, device: Device) -> ConfigError:
@@ -197,7 +198,7 @@ def _too_large(checkpoint: Checkpoint, dtype: str, device: Device) -> ConfigErro
 
 
 def straight_to(device: Device) -> dict[str, Any]:
-    """Returns arguments that make transformers fill an accelerator's memory from several threads, with accelerate."""
+    """Returns arguments that let transformers fill an accelerator's memory from several threads, with accelerate."""
     if device.is_accelerator and importlib.util.find_spec("accelerate") is not None:
         return {"device_map": {"": device.torch_name}}
-    return {}  # first to the host, and from there in one piece
+    return {}  # first to the host, then to the device in one piece

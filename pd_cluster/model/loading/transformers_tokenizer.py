@@ -1,4 +1,4 @@
-"""A model's tokenizer as transformers has it, for users' own programs. The engine has its own (text/tokenizer.py)."""
+"""The transformers tokenizer of a model, for users' own programs. The engine uses text/tokenizer.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cluster.errors import ModelError
 
 
 def transformers_tokenizer(folder: Path) -> Any:
-    """Opens a folder's tokenizer. Runs no code of the folder. Raises ModelError."""
+    """Opens a folder's tokenizer. Runs no code from the folder. Raises ModelError."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:

@@ -1,4 +1,4 @@
-"""Builds a model's modules without the numbers that its files bring."""
+"""Builds a model's modules without the values that its files supply."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.overrides import TorchFunctionMode
 
 
 class UninitializedModules(TorchFunctionMode):
-    """Spares what torch computes in Python on the meta device, where tensors have no memory.
+    """Avoids computations of torch in Python on the meta device, where tensors have no memory.
 
-    transformers builds modules there: draws initial weights, and computes frequencies of rotary embeddings from
-    `torch.arange`. torch imports sympy for it, which takes longer than loading a small model. Here, nothing is drawn,
-    and ranges are numbers in memory. An architecture that combines them with a tensor of the meta device fails, as
-    longrope does. transformers computes all of these tensors again after it has moved them from that device.
+    transformers builds modules there: it draws initial weights, and computes rotary frequencies from `torch.arange`.
+    For these torch imports sympy, which takes longer than loading a small model. In this mode nothing is drawn, and
+    ranges are real tensors. An architecture that combines them with a tensor on the meta device fails, as longrope
+    does. transformers recomputes all of these tensors after it has moved them from that device.
     """
 
     def __torch_function__(

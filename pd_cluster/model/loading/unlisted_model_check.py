@@ -1,7 +1,7 @@
-"""The further proof of a model of an unlisted type, which is served because --try-unlisted names it.
+"""The additional proof of a model with an unlisted type, which is served because --try-unlisted names it.
 
-No test compares such a type with transformers, so loading it checks more: its whole config, the effect of packing on
-its modules, and sequences just longer than each length beyond which it computes in another way. Knows no other types.
+No test compares such a type with transformers, so loading it checks more: the whole config, the effect of packing its
+modules, and sequences just longer than each length at which its computation may change. Knows no other types.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 log = logging.getLogger(__name__)
 
 NUM_BEYOND = 8  # tokens after a length
-NUM_BEFORE = 4  # tokens before it whose logits are compared, too
-COMPANY = 12  # tokens of another sequence in the same steps
-MOST_FLOP = {"cpu": 5e12}  # of all these sequences together: about a minute on few cores
+NUM_BEFORE = 4  # tokens before the length whose logits are also compared
+COMPANY = 12  # tokens of a second sequence in the same steps
+MOST_FLOP = {"cpu": 5e12}  # for all these sequences together: about a minute on few cores
 MOST_FLOP_ELSEWHERE = 2e15
 NOTHING_MORE = Sampling(max_tokens=0)  # positions may depend on the most tokens that a request may get
 MOST_SCORES_NBYTES = 2 << 30  # held at once by a layer of transformers' own attention
@@ -41,7 +41,7 @@ MOST_SCORES_NBYTES = 2 << 30  # held at once by a layer of transformers' own att
 
 @contextmanager
 def trial(checkpoint: Checkpoint) -> Iterator[None]:
-    """Turns every failure of an unlisted type into a ModelError that says so; leaves listed types alone."""
+    """Turns every failure of an unlisted type into a ModelError that says so; does nothing for listed types."""
     try:
         yield
     except ModelError as error:
@@ -60,15 +60,15 @@ def _asked(checkpoint: Checkpoint) -> str:
 
 
 def check_fields(model: Any) -> None:
-    """Checks the whole config, with the defaults that config.json leaves out. Raises ModelError."""
+    """Checks the whole config, including defaults that config.json omits. Raises ModelError."""
     if reason := why_not_by_fields(model.config.to_dict(), bool(getattr(model, "_is_stateful", False))):
         raise ModelError(f"{model.config.model_type} {reason}")
 
 
 def prove_packing(model: PlainCausalLM, device: Device, dtype: str) -> int:
-    """Packs the model's modules and returns how many. Raises ModelError if that changes its logits.
+    """Packs the model's modules and returns their number. Raises ModelError if that changes the logits.
 
-    The later proof runs packed modules on both sides, and so would not detect it.
+    The later proof has packed modules on both sides, and so would not detect a change.
     """
     token_ids = probe_token_ids(model.config.vocab_size).to(device.torch_name)
     with torch.inference_mode(), refusal(model):
@@ -80,14 +80,14 @@ def prove_packing(model: PlainCausalLM, device: Device, dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ConfigLengths:
-    """The lengths of a config that loading tries, and those that would take too long; each with its field."""
+    """The config's lengths that loading tests, and those that would take too long; each with its field."""
 
     proven: dict[int, str]
     skipped: dict[int, str]
 
     @classmethod
     def of(cls, config: Any, num_weights: int, max_model_len: int, device: str, rope: RopeScaling) -> ConfigLengths:
-        """Leaves out lengths that no sequence exceeds. `num_weights` is the model's number of parameters."""
+        """Collects the lengths that a sequence can exceed. `num_weights`: the model's number of parameters."""
         found = thresholds(config.to_dict())
         if rope.kind:
             found.setdefault(rope.reach, f"the reach of {rope.kind} positions,")
@@ -97,7 +97,7 @@ class ConfigLengths:
         for length, name in sorted(found.items()):
             if length >= max_model_len:
                 continue
-            flop -= 2 * 2 * num_weights * (length + NUM_BEYOND)  # in chunks, and whole
+            flop -= 2 * 2 * num_weights * (length + NUM_BEYOND)  # in chunks, and as a whole
             fits = 4 * config.num_attention_heads * (length + NUM_BEYOND) ** 2 <= MOST_SCORES_NBYTES
             (proven if fits and flop > 0 else skipped)[length] = name
         return cls(proven, skipped)
@@ -106,9 +106,10 @@ class ConfigLengths:
 def prove_lengths(
     model: PlainCausalLM, pool: KVPool, max_model_len: int, num_weights: int, rope: RopeScaling, dtype: str
 ) -> None:
-    """Raises ModelError unless sequences just beyond each length give, in chunks, the logits of transformers alone.
+    """Raises ModelError unless sequences just beyond each length give, in chunks, the same logits as transformers
+    alone.
 
-    `dtype`: the model's, which the pools of this proof have, too.
+    `dtype`: that of the model and of the pools in this proof.
     """
     lengths = ConfigLengths.of(model.config, num_weights, max_model_len, pool.device.kind, rope)
     own = replace(pool.layout, dtype=dtype)
@@ -152,15 +153,15 @@ def _prove_length(
 
 @contextmanager
 def _own_positions(model: PlainCausalLM) -> Iterator[None]:
-    """Lets transformers interpret positions by the longest sequence of the pass."""
+    """Lets transformers choose positions by the longest sequence of the pass."""
     rotaries = [module for module in model.model.modules() if isinstance(module, LengthRotary)]
     try:
         for rotary in rotaries:
-            rotary.is_left_alone = True
+            rotary.uses_transformers_rule = True
         yield
     finally:
         for rotary in rotaries:
-            rotary.is_left_alone = False
+            rotary.uses_transformers_rule = False
 
 
 def _in_chunks(
@@ -170,7 +171,7 @@ def _in_chunks(
     steps: Sequence[Sequence[int]],
     first: Sequence[int],
 ) -> list[torch.Tensor]:
-    """Returns each request's logits of its tokens from `first` on."""
+    """Returns the logits of each request's tokens from `first` on."""
     parts: list[list[torch.Tensor]] = [[] for _ in requests]
     for step in steps:
         batch = build_batch(list(zip(requests, step, strict=True)), pool)

@@ -1,6 +1,6 @@
-"""Whether the files hold the architecture's weights: all of them, as numbers, and nothing that would be left out.
+"""Checks that the files hold exactly the architecture's weights: none is missing, quantized or left over.
 
-A tensor that no module takes is an error, because it may be what the others have to be multiplied by.
+A tensor that no module takes is an error, because other tensors may have to be multiplied by it.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ log = logging.getLogger(__name__)
 ATTENDING = {"full_attention", "sliding_attention", INDEXED}
 OF_HYBRIDS = {"linear_attention", "conv", "hybrid", "mlp", "moe"}
 LIMIT, NO_LIMIT = "time_step_limit", (0.0, math.inf)
-BOUNDED_ALIKE = ("NemotronHMamba2Mixer",)  # single tokens, too: see states/driven.py
+BOUNDED_ALIKE = ("NemotronHMamba2Mixer",)  # single tokens, too: see states/module_states.py
 
-# Buffers of floats that earlier versions of transformers saved in each layer, and modules compute today.
+# Buffers of floats that earlier versions of transformers saved in each layer; modules compute them today.
 ROTARY = re.compile(r"(?:^|\.)rotary_emb\.(?:(?:original_)?inv_freq|(?:cos|sin)_cached)$")
 LAYER = re.compile(r"(?:^|\.)layers\.(?P<index>\d+)\.")
 NUM_LAYERS = "num_hidden_layers"
-# For speculative decoding, stored as layers behind the last one. The names of some are known to transformers.
+# Layers for speculative decoding, stored after the last layer. transformers knows some of their names.
 NUM_FURTHER_LAYERS = "num_nextn_predict_layers"
 
 
 def check_stored(checkpoint: Checkpoint) -> None:
-    """Checks the dtypes of all tensors that are read, before any is. Raises ModelError that names file and tensor."""
+    """Checks the dtypes of all tensors before any is read. Raises ModelError that names file and tensor."""
     num_spare = 0
     for file, key, dtype, _ in checkpoint.weights.stored():
         names = checkpoint.names_of(key)
@@ -43,19 +43,17 @@ def check_stored(checkpoint: Checkpoint) -> None:
         if names and dtype not in PLAIN_DTYPES and not BUFFERS.search(key) and not any(map(is_in_other_form, names)):
             raise quantized(f"{file}: {key} ({dtype})")
     if num_spare:
-        log.info("%s: %d tensors of layers that predict further tokens are left out", checkpoint.path, num_spare)
+        log.info("%s: %d tensors of layers that predict further tokens are ignored", checkpoint.path, num_spare)
 
 
 def check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> None:
     """Checks that the files match the architecture exactly, and that it can be served. Raises ModelError.
 
-    `info`: what transformers' from_pretrained tells of its loading.
+    `info`: the loading info that transformers' from_pretrained returns.
     """
     wrong = sorted(str(entry[0] if isinstance(entry, tuple) else entry) for entry in info["mismatched_keys"])
     if wrong:
-        raise ModelError(
-            f"{checkpoint.path}: {len(wrong)} weights have another shape than config.json says: {wrong[0]}"
-        )
+        raise ModelError(f"{checkpoint.path}: {len(wrong)} weights do not have the shape in config.json: {wrong[0]}")
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(f"{checkpoint.path}: the safetensors lack {len(missing)} weights, such as {missing[0]}")
@@ -67,42 +65,43 @@ def check_loaded(checkpoint: Checkpoint, model: Any, info: dict[str, Any]) -> No
             f"be computed without it; if a quantizer made this folder, {WAY_OUT}; otherwise remove such tensors"
         )
     if num_further := sum(is_further(checkpoint, each.key) for each in checkpoint.weights.stored()):
-        log.info("%s: %d tensors of layers behind the last one are left out", checkpoint.path, num_further)
+        log.info("%s: %d tensors of layers after the last one are ignored", checkpoint.path, num_further)
     if checkpoint.is_unproven:
         check_fields(model)
     _check_layers(checkpoint, model)
 
 
 def _check_layers(checkpoint: Checkpoint, model: Any) -> None:
-    """Checks that the layers are of kinds that are supported, and compute the same in every step. Raises ModelError."""
+    """Raises ModelError unless all layers are of supported kinds that compute alike in every step."""
     layer_types, recurrent = set(getattr(model.config, "layer_types", None) or ()), state_modules(model)
     if layer_types - ATTENDING - (OF_HYBRIDS if recurrent else set()):
         raise ModelError(
-            f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full, sliding and indexed are supported, and "
+            f"{checkpoint.path}: layer_types {sorted(layer_types)}: only full, sliding and indexed attention are "
+            f"supported, and "
             f"the states of {', '.join(sorted(MODULES))}"
         )
     for module in recurrent.values():
         limit = getattr(module, LIMIT, None)
         if limit is not None and tuple(limit) != NO_LIMIT and type(module).__name__ not in BOUNDED_ALIKE:
             raise ModelError(
-                f"{checkpoint.path}: config.json has {LIMIT} {list(limit)}, which transformers applies to prompts and "
-                f"not to single tokens; only [0, inf] is supported: leave it out"
+                f"{checkpoint.path}: config.json has {LIMIT} {list(limit)}, which transformers applies to prompts but "
+                f"not to single tokens; only [0, inf] is supported: remove the field"
             )
 
 
 def _may_be_left(checkpoint: Checkpoint, key: str) -> bool:
-    """Whether a tensor that no module takes changes nothing, beyond those that transformers knows of."""
+    """Whether a tensor that no module takes can be ignored, in addition to those that transformers ignores."""
     return bool(BUFFERS.search(key) or ROTARY.search(key)) or is_further(checkpoint, key)
 
 
 def is_further(checkpoint: Checkpoint, key: str) -> bool:
-    """Whether a tensor is of a layer behind those that config.json counts, and may be left out."""
+    """Whether a tensor belongs to a layer after those that config.json counts, and can be ignored."""
     layer = LAYER.search(key)
     num_layers, num_further = checkpoint.config.get(NUM_LAYERS), checkpoint.config.get(NUM_FURTHER_LAYERS)
     if layer is None or not isinstance(num_layers, int):
         return False
     beyond = int(layer["index"]) - num_layers
-    is_cut = NUM_LAYERS in checkpoint.overrides  # the user asks for fewer layers than there are
+    is_cut = NUM_LAYERS in checkpoint.overrides  # the user requests fewer layers than there are
     return beyond >= 0 and (is_cut or (isinstance(num_further, int) and beyond < num_further))
 
 

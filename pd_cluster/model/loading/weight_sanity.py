@@ -1,7 +1,7 @@
-"""Whether a quantized folder's numbers mean anything: a model that was trained knows how counting goes on.
+"""Checks that a quantized folder's weights make sense: a trained model can continue a counting sequence.
 
-Tensors do not tell the order of the codes in their words: each order gives finite numbers of the right size. Only what
-the model predicts shows a wrong one.
+Tensors do not show the order of the codes in their words: each order gives finite values of the right size. Only the
+model's predictions reveal a wrong order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 log = logging.getLogger(__name__)
 
 COUNTING = " ".join(str(number) for number in range(1, 21))
-# Equal chances lose ln(vocabulary). The shipped model loses 0.02 of it, and 1.16 with its codes reordered.
+# Guessing loses ln(vocabulary). The shipped model loses 0.02 of that, and 1.16 with its codes reordered.
 MOST_LOSS = 0.75
 MOST_TOKENS, LEAST_KINDS = 128, 10
 
@@ -36,18 +36,18 @@ MOST_TOKENS, LEAST_KINDS = 128, 10
 def warn_of_chance(
     model: CausalLM, checkpoint: Checkpoint, layouts: Sequence[KVLayout], device: Device, group: Group
 ) -> None:
-    """Logs a warning if a quantized folder's model predicts counting hardly better than chance.
+    """Logs a warning if a quantized folder's model predicts a counting sequence hardly better than chance.
 
     All ranks call this, as they compute a step together, and the first one warns. `layouts`: of pools of the model's
-    own dtype. Models made for vectors may have forgotten how to count, and those of proteins never knew.
+    own dtype. Embedding models may have lost the ability to count, and protein models never had it.
     """
     found = checkpoint.quantization
     is_for_vectors = (checkpoint.path / MODULES_FILE).exists()
     if found is None or found.at_load or is_for_vectors:
         return
-    vocab_size = int(checkpoint.config["vocab_size"])  # the whole model's; a rank's may be a share
+    vocab_size = int(checkpoint.config["vocab_size"])  # of the whole model; a rank may have a share
     token_ids = _counting(checkpoint, vocab_size)
-    if not group.least(len(token_ids)):  # one that cannot read the file must not leave the others waiting
+    if not group.least(len(token_ids)):  # a rank that cannot read the file must not leave the others waiting
         return
     logits = _logits(model, token_ids, layouts, device)
     if group.rank:
@@ -56,27 +56,27 @@ def warn_of_chance(
     loss, chance = float(torch.nn.functional.cross_entropy(logits, wanted)), math.log(vocab_size)
     if not loss <= MOST_LOSS * chance:
         log.warning(
-            "%s: this model does not know how 1, 2, 3 goes on (it loses %.1f nats a token, and chance %.1f): if it was "
-            "trained, its tensors are in another order than %s says",
+            "%s: this model cannot continue 1, 2, 3 (it loses %.1f nats per token, chance %.1f): if it was "
+            "trained, the order of its codes is not the one in %s",
             *(checkpoint.path, loss, chance, found.place),
         )
 
 
 def _counting(checkpoint: Checkpoint, vocab_size: int) -> list[int]:
-    """Returns the tokens of `COUNTING`; none if there are too few kinds of them to tell anything."""
+    """Returns the tokens of `COUNTING`; empty if they have too few kinds to tell anything."""
     if checkpoint.tokenizer_path is None:
         return []
     try:
         token_ids = token_ids_of(checkpoint.tokenizer_path, COUNTING)
-    except ModelError as error:  # whoever needs text fails with it, in another process
-        log.debug("whether the weights make sense is not known: %s", error)
+    except ModelError as error:  # processes that need text report the error
+        log.debug("cannot check whether the weights make sense: %s", error)
         return []
     token_ids = token_ids[: min(MOST_TOKENS, checkpoint.max_position_embeddings)]
     return token_ids if len(set(token_ids)) >= LEAST_KINDS and max(token_ids) < vocab_size else []
 
 
 def _logits(model: CausalLM, token_ids: list[int], layouts: Sequence[KVLayout], device: Device) -> torch.Tensor:
-    """Returns what predicts the second half's tokens."""
+    """Returns the logits that predict the second half's tokens."""
     num_tokens = len(token_ids)
     nums_blocks = [1 if layout.holds.is_state else layout.num_blocks_for(num_tokens) for layout in layouts]
     request = Request("sense", RequestSpec(token_ids, Sampling()), tables=[list(range(count)) for count in nums_blocks])

@@ -1,1 +1,1 @@
-"""LoRA adapters beside the linear layers of a loaded model: never merged, computed for the rows that ask for them."""
+"""LoRA adapters attached to linear layers of a loaded model: never merged, computed only for rows that request them."""

@@ -1,7 +1,7 @@
-"""Linear layers to which adapters may add: y = W x + B (A x) for the rows of an adapter, and W x for all others.
+"""Linear layers with adapters: y = W x + B (A x) for the rows of an adapter, and y = W x for all other rows.
 
-Rows of one adapter are computed together, and nothing of a row's numbers depends on the others. A step without
-adapters pays one comparison in each layer. Knows nothing of files and ranks.
+Rows of one adapter are computed together, and the values of a row do not depend on other rows. A step without adapters
+pays one comparison per layer. Knows nothing of files and ranks.
 """
 
 from __future__ import annotations
@@ -18,47 +18,47 @@ from pd_cluster.devices.device import CPU, Device
 from pd_cluster.kv.pool_memory import ids_on
 from pd_cluster.model.layers.packed_linear import Linear, make_linear
 from pd_cluster.model.lora.adapter_row_blocks import AdaptedBlocks, copied
-from pd_cluster.model.lora.device_addition import DeviceAddition, DevicePlace
+from pd_cluster.model.lora.device_addition import ActivationDevice, DeviceAddition
 from pd_cluster.native.lora_products import LoraTable, StepBlocks
 
 Ints = npt.NDArray[np.int64]
 NONE = 0  # the slot of rows without an adapter
-RANK_MULTIPLE = 16  # ranks are padded to it, with zeros: parts of a product then begin where vectors do
+RANK_MULTIPLE = 16  # ranks are padded with zeros to this multiple: parts of a product then start at vector boundaries
 
-# Rows of one adapter in a step, ascending; a slice where they are adjacent.
+# The rows of one adapter in a step, ascending; a slice if they are adjacent.
 Segment = tuple[int, slice | torch.Tensor]
 
 
 class StepRows:
-    """The rows of the step under way, by their adapters' slots. One for all layers of a model."""
+    """Maps the current step's rows to adapter slots; all layers of a model share one instance."""
 
     def __init__(self) -> None:
-        self.are_adapted = False  # some of them
-        self.place: DevicePlace | None = None  # of the layers; None: the host's memory
+        self.are_adapted = False  # at least one row has an adapter
+        self.place: ActivationDevice | None = None  # the layers' device; None: host memory
         self._slots: Ints | None = None  # [num_rows]
         self._segments: Sequence[Segment] | None = None
         self._blocks: StepBlocks | None = None
         self.device: Device = CPU
-        self.has_tables = False  # for kernels, on the device
-        self.places: dict[int, int] = {}  # in the device's tables, by slots
+        self.has_tables = False  # for device kernels
+        self.places: dict[int, int] = {}  # slot -> index in the device's tables
         self._on_device: AdaptedBlocks | None = None
 
     @property
-    def is_elsewhere(self) -> bool:
-        """Whether adapters are computed on an accelerator."""
+    def is_on_device(self) -> bool:
+        """Whether an accelerator computes the adapters."""
         return self.place is not None or self.has_tables
 
     def begin(self, slots: Ints | None, lens: Ints) -> None:
-        """Starts a step whose sequence i has `lens[i]` rows and the adapter in `slots[i]`; None: there is none."""
+        """Starts a step: sequence i has `lens[i]` rows and the adapter in `slots[i]`; None: no sequence has one."""
         self._set(None if slots is None else np.repeat(slots, lens))
 
     def use(self, blocks: AdaptedBlocks) -> None:
-        """Starts a step whose rows are in buffers on the device, which others fill."""
+        """Starts a step whose rows are in device buffers that the caller fills."""
         self._set(None)
         self.are_adapted, self._on_device = True, blocks
 
     def keep(self, rows: Ints | None) -> None:
-        """Goes on with these of the current rows [num_kept]; None if no step has adapters."""
+        """Continues with only these of the current rows [num_kept]; None if no step has adapters."""
         if self._slots is not None:
             assert rows is not None
             self._set(self._slots[rows])
@@ -72,12 +72,12 @@ class StepRows:
         return self._on_device
 
     def take(self, step: StepRows, rows: torch.Tensor) -> None:
-        """Takes these of a step's rows [num_taken] int64, for layers that see only them."""
+        """Selects these rows of `step` [num_taken] int64, for layers that see only them."""
         self._set(None if step._slots is None else step._slots[rows.numpy()])
 
     @property
     def segments(self) -> Sequence[Segment]:
-        """The rows by adapter; some are adapted."""
+        """Returns the rows by adapter; at least one row must have an adapter."""
         if self._segments is None:
             assert self._slots is not None
             found = _segments(self._slots)
@@ -88,7 +88,7 @@ class StepRows:
 
     @property
     def blocks(self) -> StepBlocks:
-        """The same for the kernel in C."""
+        """Returns the rows by adapter for the C kernel."""
         if self._blocks is None:
             assert self._slots is not None
             self._blocks = StepBlocks(self._slots)
@@ -112,19 +112,19 @@ def _segments(slots: Ints) -> list[Segment]:
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """One module's B @ A. `a` [rank, in_features]; `b` [out_features, rank], with the scale in it; both float32."""
+    """One module's low-rank pair. `a` [rank, in_features]; `b` [out_features, rank], already scaled; both float32."""
 
     a: torch.Tensor
     b: torch.Tensor
 
 
 class Addition:
-    """An adapter's part of one layer, without C: the A's of all modules as one product, then a B for each's outputs."""
+    """An adapter's part of one layer, without C: one product for the A of all modules, then one B per module."""
 
     __slots__ = ("_a", "_parts")
 
     def __init__(self, parts: Sequence[tuple[slice, LowRank]]) -> None:
-        """`parts`: the layer's output features that a matrix adds to."""
+        """`parts`: a slice of the layer's output features and the matrices that add to it."""
         self._a = make_linear(torch.cat([padded_ranks(part.a, 0) for _, part in parts]))
         self._parts: list[tuple[slice, slice, Linear]] = []
         first = 0
@@ -134,7 +134,9 @@ class Addition:
             first += b.shape[1]
 
     def add(self, x: torch.Tensor, y: torch.Tensor, rows: slice | torch.Tensor) -> None:
-        """Adds to `rows` of y [num_rows, out_features], from the same rows of x [num_rows, in_features]."""
+        """Adds the adapter to `rows` of y [num_rows, out_features], computed from the same rows of x [num_rows,
+        in_features].
+        """
         low = self._a(x[rows].float())
         for ranks, outputs, b in self._parts:
             added, place = b(low[:, ranks].contiguous()), y[:, outputs]
@@ -157,10 +159,10 @@ def padded_ranks(matrix: torch.Tensor, dim: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ModuleFeatures:
-    """One module of transformers' in a layer that may join several: its features on this rank.
+    """A module of the transformers model within a layer that may join several modules: its features on this rank.
 
-    `outputs`: its features among the layer's. `order` [out_features] int64: the layer's i-th of them is the module's
-    `order[i]`-th; None: they are in the module's own order.
+    `outputs`: its slice of the layer's output features. `order` [out_features] int64: the layer's i-th feature of the
+    slice is the module's `order[i]`-th; None: the order is unchanged.
     """
 
     in_features: int
@@ -169,7 +171,7 @@ class ModuleFeatures:
 
 
 class DeviceTable(Protocol):
-    """The additions of loaded adapters to one layer on a device, by their places in its tables."""
+    """The additions of loaded adapters to one layer on a device, by table index."""
 
     def put(self, place: int, parts: Sequence[tuple[slice, LowRank]]) -> None: ...
 
@@ -179,17 +181,19 @@ class DeviceTable(Protocol):
 
 
 @dataclass(slots=True)
-class Site:
-    """A linear layer, and what loaded adapters add to it, by their slots."""
+class LinearAdapters:
+    """A linear layer and what the loaded adapters add to it, by slot."""
 
     rows: StepRows
     table: LoraTable | None = field(default_factory=lambda: LoraTable() if LoraTable.is_possible() else None)
-    additions: dict[int, Addition | DeviceAddition] = field(default_factory=dict)  # without C
-    nums_rows: list[int] | None = None  # of each call while it is watched
-    there: DeviceTable | None = None  # on an accelerator, instead of the others
+    additions: dict[int, Addition | DeviceAddition] = field(default_factory=dict)  # if C kernels are not available
+    nums_rows: list[int] | None = None  # rows of each call, recorded during `watched`
+    there: DeviceTable | None = None  # on an accelerator, replaces the other two
 
     def put(self, slot: int, parts: Sequence[tuple[slice, LowRank]]) -> None:
-        """Adds an adapter, on any thread. `parts`: the layer's output features that a matrix adds to."""
+        """Adds an adapter; any thread may call this. `parts`: slices of the layer's output features with their
+        matrices.
+        """
         if self.there is not None:
             self.there.put(self.rows.places[slot], parts)
         elif self.rows.place is not None:
@@ -200,7 +204,7 @@ class Site:
             self.table.put(slot, torch.cat([part.a for _, part in parts]), [(at, part.b) for at, part in parts])
 
     def drop(self, slot: int) -> None:
-        """Forgets an adapter that no row has, between two steps."""
+        """Removes an adapter that no row uses; call it between steps."""
         if self.there is not None:
             self.there.drop(self.rows.places[slot])
         self.additions.pop(slot, None)
@@ -208,7 +212,7 @@ class Site:
             self.table.drop(slot)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Adds in place the adapters' outputs for x [..., num_rows, in_features]; returns y."""
+        """Adds the adapters' outputs for x [..., num_rows, in_features] to y in place; returns y."""
         if self.nums_rows is not None:
             self.nums_rows.append(x.numel() // x.shape[-1])
         if not self.rows.are_adapted:
@@ -236,11 +240,11 @@ class Site:
 
 
 class AdaptedLinear:
-    """A fused layer's product with adapters beside it. `part`: the inputs that adapters take; None: all."""
+    """A fused layer's product with adapters. `part`: the slice of inputs that adapters read; None: all."""
 
     __slots__ = ("_base", "_part", "_site")
 
-    def __init__(self, base: Linear, site: Site, part: slice | None = None) -> None:
+    def __init__(self, base: Linear, site: LinearAdapters, part: slice | None = None) -> None:
         self._base, self._site, self._part = base, site, part
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -248,14 +252,14 @@ class AdaptedLinear:
 
 
 class AdaptedModule(torch.nn.Module):
-    """The same in place of a linear module of transformers' own model."""
+    """Replaces a linear module of the transformers model by the same module with adapters."""
 
-    def __init__(self, base: torch.nn.Module, site: Site, out_features: int, in_features: int) -> None:
+    def __init__(self, base: torch.nn.Module, site: LinearAdapters, out_features: int, in_features: int) -> None:
         super().__init__()
         self._base = base
         self._site = site
         self.out_features, self.in_features = out_features, in_features
-        self.weight = base.weight  # for code that reads its dtype
+        self.weight = base.weight  # for code that reads the weight's dtype
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self._site.add(x, self._base(x))

@@ -1,4 +1,4 @@
-"""A step's rows by adapter, on an accelerator: blocks of rows of one adapter each. Knows nothing of kernels."""
+"""Splits a step's rows on an accelerator into blocks, each with rows of one adapter. Knows nothing of kernels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from pd_cluster.model.inputs.forward_batch import on_device
 
 Ints = npt.NDArray[np.int64]
 Ints32 = npt.NDArray[np.int32]
-BLOCK_ROWS = 16  # of a block
-MOST_ADAPTERS = 1024  # on a device at a time
+BLOCK_ROWS = 16  # rows in a block
+MOST_ADAPTERS = 1024  # loaded on a device at the same time
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AdaptedBlocks:
-    """`rows` [num_places] int32: those with adapters, by adapter. `blocks` [num_blocks, 3] int32: an adapter's place in
-    the tables, the first of its places, and how many; a block of none is skipped.
+    """Rows with adapters, sorted by adapter.
+
+    `rows` [num_adapted] int32: row indexes. `blocks` [num_blocks, 3] int32: the adapter's index in the device's tables,
+    the index in `rows` of the block's first row, and the number of rows; blocks with 0 rows are skipped.
     """
 
     rows: torch.Tensor
@@ -29,7 +31,7 @@ class AdaptedBlocks:
 
 
 def blocks_of(slots: Ints, places: Mapping[int, int]) -> tuple[Ints32, Ints32]:
-    """Returns the arrays of DeviceBlocks; `slots` [num_rows]: the rows' adapters, 0 for none."""
+    """Returns `rows` and `blocks` of AdaptedBlocks; `slots` [num_rows]: the adapter slot of each row, 0 for none."""
     rows = np.flatnonzero(slots)
     rows = rows[np.argsort(slots[rows], kind="stable")]
     found, firsts, counts = np.unique(slots[rows], return_index=True, return_counts=True)
@@ -42,7 +44,7 @@ def blocks_of(slots: Ints, places: Mapping[int, int]) -> tuple[Ints32, Ints32]:
 
 
 def most_blocks(num_rows: int, max_loras: int) -> int:
-    """Returns the most blocks of so many rows with at most `max_loras` adapters."""
+    """Returns the largest number of blocks that `num_rows` rows with at most `max_loras` adapters need."""
     return num_rows // BLOCK_ROWS + min(num_rows, max_loras)
 
 

@@ -1,4 +1,6 @@
-"""Slots of adapters that come and go beside the steps, by the adapters' digests. Knows nothing of what is in them."""
+"""Assigns slots to adapters, by digest, while they are loaded and dropped between steps. Knows nothing of their
+content.
+"""
 
 from __future__ import annotations
 
@@ -21,27 +23,27 @@ F = TypeVar("F", bound=Folder)
 
 
 class SlotTable(Generic[F]):
-    """One kind of adapters of one rank. `slots`: those that requests may have, by digest; changed in place."""
+    """The adapters of one kind on one rank. `slots`: those that requests may use, by digest; changed in place."""
 
     def __init__(self, kind: str) -> None:
-        """`kind`: for the log."""
+        """`kind`: the name in log messages."""
         self.slots: dict[str, int] = {}
         self._kind = kind
-        self._slots_given = itertools.count(NONE + 1)  # none of them twice
+        self._slots_given = itertools.count(NONE + 1)  # no slot is reused
         self._lock = threading.Lock()
 
     def put(self, slot: int, folder: F) -> None:
-        """Puts an adapter into a slot that no row has. Raises ModelError, and then nothing of it is there."""
+        """Loads an adapter into a slot that no row uses. Raises ModelError, and then leaves the slot empty."""
         raise NotImplementedError
 
-    def take_away(self, slot: int) -> None:
-        """Forgets what is in a slot, between two steps."""
+    def clear_slot(self, slot: int) -> None:
+        """Removes the content of a slot; call it between steps."""
         raise NotImplementedError
 
     def load(self, folder: F, slot: int | None = None) -> int:
-        """Loads an adapter on any thread, while steps are computed; returns its slot. Raises ModelError.
+        """Loads an adapter and returns its slot; any thread may call this while steps are computed. Raises ModelError.
 
-        `slot`: the one that it has on rank 0; None: the next.
+        `slot`: the adapter's slot on rank 0; None: the next free slot.
         """
         with self._lock:
             known = self.slots.get(folder.digest)
@@ -49,19 +51,19 @@ class SlotTable(Generic[F]):
                 return known
             slot = self.next_slot() if slot is None else slot
             self.put(slot, folder)
-            self.slots[folder.digest] = slot  # last: now requests may have it
-            if known is not None:  # of a load that rank 0 has given up
-                self.take_away(known)
+            self.slots[folder.digest] = slot  # last, because from here on requests may use it
+            if known is not None:  # left by a load that rank 0 has abandoned
+                self.clear_slot(known)
             return slot
 
     def drop(self, digest: str) -> None:
-        """Forgets an adapter that no request has, between two steps."""
+        """Removes an adapter that no request uses; call it between steps."""
         with self._lock:
             slot = self.slots.pop(digest, None)
             if slot is not None:
-                self.take_away(slot)
-                log.info("%s %s is dropped", self._kind, digest[:20])
+                self.clear_slot(slot)
+                log.info("%s %s was dropped", self._kind, digest[:20])
 
     def next_slot(self) -> int:
-        """Returns a slot that no adapter has had."""
+        """Returns a slot that no adapter has used."""
         return next(self._slots_given)

@@ -1,8 +1,7 @@
-"""Computes the addition of adapters to a layer on an accelerator: plain products, one adapter after another, in the
-model's own dtype.
+"""Adds adapters to a layer on an accelerator with plain products, adapter by adapter, in the model's dtype.
 
-Portable on purpose: it needs no kernel. Rows are gathered and added along the first dimension only, which no device
-answers by copying the whole tensor or by waiting for the host.
+Portable because it needs no kernel. Rows are gathered and added along the first dimension only: for this access no
+device copies the whole tensor or waits for the host.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ import torch
 from torch.nn.functional import linear
 
 
-class DevicePlace(NamedTuple):
-    """The device of the activations, and their dtype."""
+class ActivationDevice(NamedTuple):
+    """The device and the dtype of the activations."""
 
     device: torch.device
     dtype: torch.dtype
 
 
 class DeviceAddition:
-    """An adapter's part of one layer: the A's of all modules as one product, then a B for each one's outputs."""
+    """An adapter's part of one layer: one product for the A of all modules, then one B per module."""
 
     __slots__ = ("_a", "_parts")
 
-    def __init__(self, parts: Sequence[tuple[slice, torch.Tensor, torch.Tensor]], place: DevicePlace) -> None:
-        """`parts`: the layer's output features, A [rank, in_features] and B [out_features, rank] that adds to them."""
+    def __init__(self, parts: Sequence[tuple[slice, torch.Tensor, torch.Tensor]], place: ActivationDevice) -> None:
+        """`parts`: a slice of the layer's output features with its A [rank, in_features] and B [out_features, rank]."""
         self._a = torch.cat([a for _, a, _ in parts]).to(place.device, place.dtype)
         self._parts: list[tuple[slice, slice, torch.Tensor]] = []
         first = 0
@@ -36,7 +35,8 @@ class DeviceAddition:
             first += len(a)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, rows: slice | torch.Tensor) -> None:
-        """Adds to `rows` of y [num_rows, out_features], from the same rows of x [num_rows, in_features].
+        """Adds the adapter to `rows` of y [num_rows, out_features], computed from the same rows of x [num_rows,
+        in_features].
 
         `rows` [num_chosen] int64 is on the device.
         """

@@ -1,6 +1,6 @@
-"""Adapters of embeddings and output layers, and whole modules that an adapter has instead of the model's.
+"""Adapters of embeddings and output layers, and modules that an adapter replaces as a whole.
 
-A row is computed with its own adapter's numbers alone; rows of the model itself keep what the model gave them. Knows
+A row is computed with the values of its own adapter only; rows without an adapter keep the model's results. Knows
 nothing of files and ranks.
 """
 
@@ -14,12 +14,12 @@ from torch.nn.functional import embedding
 
 from pd_cluster.model.layers.ops import Norm, Ops
 from pd_cluster.model.layers.packed_linear import Linear, make_linear
-from pd_cluster.model.lora.adapted_linear import LowRank, Site, StepRows, padded_ranks
+from pd_cluster.model.lora.adapted_linear import LinearAdapters, LowRank, StepRows, padded_ranks
 
 
 @dataclass(slots=True)
-class HeadSite(Site):
-    """The output layer, which sees only the rows whose logits are wanted."""
+class OutputLayerAdapters(LinearAdapters):
+    """The output layer, which computes only the rows whose logits are requested."""
 
     wholes: dict[int, Linear] = field(default_factory=dict)
 
@@ -27,11 +27,11 @@ class HeadSite(Site):
         self.wholes[slot] = make_linear(matrix)
 
     def drop(self, slot: int) -> None:
-        Site.drop(self, slot)
+        LinearAdapters.drop(self, slot)
         self.wholes.pop(slot, None)
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        y = Site.add(self, x, y)
+        y = LinearAdapters.add(self, x, y)
         if self.wholes and self.rows.are_adapted:
             flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
             for slot, rows in self.rows.segments:
@@ -42,20 +42,20 @@ class HeadSite(Site):
 
 @dataclass(frozen=True, slots=True)
 class LowRankEmbedding:
-    """`a` [vocab_size, rank], and the product with B, which has the scale in it."""
+    """`a` [vocab_size, rank], and the product with B, which is already scaled."""
 
     a: torch.Tensor
     b: Linear
 
 
 @dataclass(slots=True)
-class EmbeddingSite:
-    """The embedding of tokens. `shape`: vocab_size and hidden_size. `factor`: of every embedding."""
+class EmbeddingAdapters:
+    """The token embedding. `shape`: vocab_size and hidden_size. `factor`: the model multiplies embeddings by it."""
 
     rows: StepRows
     shape: tuple[int, int]
     factor: float = 1.0
-    nums_rows: list[int] | None = None  # of each call while it is watched
+    nums_rows: list[int] | None = None  # rows of each call, recorded during `watched`
     low: dict[int, LowRankEmbedding] = field(default_factory=dict)
     wholes: dict[int, torch.Tensor] = field(default_factory=dict)  # [vocab_size, hidden_size]
 
@@ -88,21 +88,21 @@ class EmbeddingSite:
 
 
 class AdaptedEmbedding(torch.nn.Module):
-    """An embedding with adapters beside it."""
+    """An embedding with adapters."""
 
-    def __init__(self, base: Callable[[torch.Tensor], torch.Tensor], site: EmbeddingSite) -> None:
+    def __init__(self, base: Callable[[torch.Tensor], torch.Tensor], site: EmbeddingAdapters) -> None:
         super().__init__()
         self._base, self._site = base, site
         if isinstance(base, torch.nn.Module) and hasattr(base, "weight"):
-            self.weight = base.weight  # for code that reads its dtype
+            self.weight = base.weight  # for code that reads the weight's dtype
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         return self._site.add(input_ids, self._base(input_ids))
 
 
 @dataclass(slots=True)
-class NormSite:
-    """A norm over whole rows. `of`: what is computed with, from a weight as files have it."""
+class NormAdapters:
+    """A norm over whole rows. `of`: builds the norm from a weight as stored in the file."""
 
     rows: StepRows
     norm: Norm
@@ -117,19 +117,19 @@ class NormSite:
 
 
 class Norms:
-    """The norms of a fused model, by their names."""
+    """The norms of a fused model, by name."""
 
     def __init__(self, rows: StepRows) -> None:
         self._rows = rows
-        self.sites: dict[str, NormSite] = {}
-        self._by_norm: dict[int, NormSite] = {}
+        self.sites: dict[str, NormAdapters] = {}
+        self._by_norm: dict[int, NormAdapters] = {}
 
     def beside(self, name: str, norm: Norm, of: Callable[[torch.Tensor], Norm]) -> None:
-        site = NormSite(self._rows, norm, of)
+        site = NormAdapters(self._rows, norm, of)
         self.sites[name] = self._by_norm[id(norm)] = site
 
     def change(self, ops: Ops, norm: Norm, x: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """Replaces the rows of x [num_rows, features], normed, whose adapters have a norm of their own."""
+        """Replaces rows of `normed` [num_rows, features] whose adapters have their own norm, computed from x."""
         if not self._rows.are_adapted:
             return normed
         site = self._by_norm.get(id(norm))
@@ -140,5 +140,5 @@ class Norms:
         return normed
 
 
-Put = Callable[[int], None]  # puts a part of an adapter into its slot
-Sites = Sequence[Site | EmbeddingSite | NormSite]
+Put = Callable[[int], None]  # puts one part of an adapter into the given slot
+Sites = Sequence[LinearAdapters | EmbeddingAdapters | NormAdapters]

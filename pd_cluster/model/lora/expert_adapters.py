@@ -1,47 +1,47 @@
-"""Adapters of experts, each of which sees some of a step's rows. Knows nothing of files and ranks."""
+"""Adapters of experts, each of which computes some of a step's rows. Knows nothing of files and ranks."""
 
 from __future__ import annotations
 
 import torch
 
 from pd_cluster.model.layers.expert_weights import ExpertLayers
-from pd_cluster.model.lora.adapted_linear import AdaptedLinear, ModuleFeatures, Site, StepRows
+from pd_cluster.model.lora.adapted_linear import AdaptedLinear, LinearAdapters, ModuleFeatures, StepRows
 
-GATES, UPS, BOTH, DOWNS = "gate_proj", "up_proj", "gate_up_proj", "down_proj"  # transformers' names
+GATES, UPS, BOTH, DOWNS = "gate_proj", "up_proj", "gate_up_proj", "down_proj"  # names in transformers
 
 
 class RoutedRows(StepRows):
-    """The rows that the expert under way computes."""
+    """The rows that the current expert computes."""
 
     def __init__(self, step: StepRows) -> None:
         super().__init__()
         self._step = step
-        self.nums_rows: list[int] | None = None  # of each call of the block, while it is watched
+        self.nums_rows: list[int] | None = None  # rows of each call of the block, recorded during `watched`
 
     def begin_block(self, num_rows: int) -> bool:
-        """All experts together compute so many rows. Returns whether adapters are beside some of them."""
+        """Starts a block whose experts compute `num_rows` rows together. Returns whether some of them have adapters."""
         if self.nums_rows is not None:
             self.nums_rows.append(num_rows)
-        return self._step.are_adapted and not self._step.is_elsewhere
+        return self._step.are_adapted and not self._step.is_on_device
 
     def choose(self, rows: torch.Tensor) -> None:
-        """`rows` [num_chosen] int64, of the step's."""
-        if self._step.is_elsewhere:
-            return  # there experts take no adapters
+        """`rows` [num_chosen] int64: indexes of the step's rows."""
+        if self._step.is_on_device:
+            return  # experts take no adapters on a device
         if self._step.are_adapted:
             self.take(self._step, rows)
         elif self.are_adapted:
             self._set(None)
 
 
-def beside_experts(rows: RoutedRows, layers: ExpertLayers) -> dict[str, tuple[Site, ModuleFeatures]]:
-    """Puts adapters beside the experts' layers; returns these by names that begin with the expert's number."""
+def attach_experts(rows: RoutedRows, layers: ExpertLayers) -> dict[str, tuple[LinearAdapters, ModuleFeatures]]:
+    """Attaches adapters to the experts' layers; returns the layers by names that begin with the expert's index."""
     hidden_size, features = layers.shape
     both, downs = slice(0, 2 * features), slice(0, hidden_size)
-    own = None if layers.rows is None else layers.rows.part(features)  # of the rows that the second product takes
-    places: dict[str, tuple[Site, ModuleFeatures]] = {}
+    own = None if layers.rows is None else layers.rows.part(features)  # of the rows that the second product computes
+    places: dict[str, tuple[LinearAdapters, ModuleFeatures]] = {}
     for index, (gate_up, down) in enumerate(zip(layers.gate_ups, layers.downs, strict=True)):
-        first, second = Site(rows), Site(rows)
+        first, second = LinearAdapters(rows), LinearAdapters(rows)
         places[f"{index}.{BOTH}"] = first, ModuleFeatures(hidden_size, both, layers.order)
         if layers.order is None:
             places[f"{index}.{GATES}"] = first, ModuleFeatures(hidden_size, slice(0, features))

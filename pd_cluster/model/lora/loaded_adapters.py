@@ -1,4 +1,4 @@
-"""The adapters of one loaded model: its modules that can have them, and those that are loaded."""
+"""The adapters of one loaded model: the modules that can have adapters, and the adapters that are loaded."""
 
 from __future__ import annotations
 
@@ -17,42 +17,44 @@ log = logging.getLogger(__name__)
 
 
 class Adapters(SlotTable[LoraFolder]):
-    """`places`: the modules of the model that can have adapters."""
+    """`places`: the model's modules that can have adapters."""
 
     def __init__(self, weights: ModelWeights | None = None) -> None:
-        """`weights` None: a whole model, with names as in the files."""
+        """`weights` None: a whole model with the names of its files."""
         super().__init__("adapter")
         self.places = LoraTargets()
         self._weights = weights or ModelWeights()
 
     def put(self, slot: int, folder: LoraFolder) -> None:
         device = self.places.rows.device
-        use(device)  # where it is an accelerator, this thread's launches go there
-        placed = TensorPlacement(self.places, self._weights, folder).puts()  # all of it, before any is put
+        use(device)  # on an accelerator, this thread launches its work there
+        placed = TensorPlacement(self.places, self._weights, folder).puts()  # all parts, before the first is put
         self._take_place(slot, folder)
         for put in placed:
             put(slot)
-        mark(device).wait()  # other threads' launches do not wait for this one's
+        mark(device).wait()  # launches of other threads do not wait for this thread's
         log.info("adapter %s: %d parts of %s", folder.digest[:12], len(placed), folder.path)
 
-    def take_away(self, slot: int) -> None:
-        mark(self.places.rows.device).wait()  # steps that have it are launched, and may not be computed
+    def clear_slot(self, slot: int) -> None:
+        mark(self.places.rows.device).wait()  # steps that use the adapter may be launched but not finished
         self.places.drop(slot)
         self.places.rows.places.pop(slot, None)
 
     def _take_place(self, slot: int, folder: LoraFolder) -> None:
-        """Gives an adapter a place in the device's tables. Raises ModelError if they are full."""
+        """Assigns the adapter an index in the device's tables. Raises ModelError if they are full."""
         places = self.places.rows.places
         free = set(range(MOST_ADAPTERS)).difference(places.values())
         if not free:
-            raise ModelError(f"{folder.path}: {MOST_ADAPTERS} adapters are loaded, as many as a device takes")
+            raise ModelError(
+                f"{folder.path}: {MOST_ADAPTERS} adapters are loaded, the most that a device takes; drop one first"
+            )
         places[slot] = min(free)
 
     def adopt(self, new: Adapters) -> None:
-        """Puts the adapters that are loaded here beside the layers of `new`, which has none.
+        """Attaches the adapters that are loaded here to the layers of `new`, which has no adapters yet.
 
-        `new` belongs to the same model, loaded again, and is of no use afterwards.
+        `new` belongs to the same model, loaded again; do not use it afterwards.
         """
         with self._lock:
-            new.places.take_from(self.places)
+            new.places.move_adapters_from(self.places)
             self.places = new.places

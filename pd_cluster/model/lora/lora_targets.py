@@ -1,6 +1,7 @@
-"""The modules of a model that can have adapters, by the names that transformers gives them.
+"""The modules of a model that can have adapters, by their names in transformers.
 
-A fused layer has several. Which of transformers' own modules can have any shows at load: they are watched in a step.
+A fused layer joins several of them. A watched step at load shows which modules of a transformers model can have
+adapters.
 """
 
 from __future__ import annotations
@@ -20,37 +21,37 @@ from pd_cluster.model.lora.adapted_linear import (
     AdaptedLinear,
     AdaptedModule,
     DeviceTable,
+    LinearAdapters,
     ModuleFeatures,
-    Site,
     StepRows,
 )
-from pd_cluster.model.lora.embedding_adapters import AdaptedEmbedding, EmbeddingSite, HeadSite, Norms
-from pd_cluster.model.lora.expert_adapters import RoutedRows, beside_experts
+from pd_cluster.model.lora.embedding_adapters import AdaptedEmbedding, EmbeddingAdapters, Norms, OutputLayerAdapters
+from pd_cluster.model.lora.expert_adapters import RoutedRows, attach_experts
 
 MakeTable = Callable[[list[slice], int], DeviceTable]
 
 
 class LoraTargets:
-    """`linear`: linear layers in decoder layers, of experts too, and the output layer."""
+    """`linear`: linear layers in decoder layers, including those of experts, and the output layer."""
 
     def __init__(self) -> None:
         self.rows = StepRows()
-        self.head_rows = StepRows()  # those whose logits are wanted
+        self.head_rows = StepRows()  # the rows whose logits are requested
         self.norms = Norms(self.rows)
-        self.linear: dict[str, tuple[Site, ModuleFeatures]] = {}
-        self.head: tuple[str, HeadSite] | None = None
-        self.embedding: tuple[str, EmbeddingSite] | None = None
-        self.experts: dict[str, RoutedRows] = {}  # by the names of their modules
+        self.linear: dict[str, tuple[LinearAdapters, ModuleFeatures]] = {}
+        self.head: tuple[str, OutputLayerAdapters] | None = None
+        self.embedding: tuple[str, EmbeddingAdapters] | None = None
+        self.experts: dict[str, RoutedRows] = {}  # by module name
 
     def beside(
         self, layer: Linear, path: str, modules: dict[str, tuple[int, int]], order: torch.Tensor | None
     ) -> Linear:
-        """Returns the layer with adapters beside it.
+        """Returns the layer with adapters.
 
-        `modules`: out_features and in_features of the modules of `path` that it joins, in their order. `order`: the
-        layer's i-th output feature is the `order[i]`-th of theirs together; it keeps each module's in one piece.
+        `modules`: out_features and in_features of the modules of `path` that the layer joins, in order. `order`: the
+        layer's i-th output feature is the `order[i]`-th of the joined modules; it keeps each module contiguous.
         """
-        site, first = Site(self.rows), 0
+        site, first = LinearAdapters(self.rows), 0
         for name, (out_features, in_features) in modules.items():
             outputs = slice(first, first + out_features)
             own = None if order is None else order[outputs] - first
@@ -59,36 +60,36 @@ class LoraTargets:
             first += out_features
         return AdaptedLinear(layer, site)
 
-    def beside_head(self, layer: Linear, name: str, out_features: int, in_features: int) -> Linear:
-        """Returns the output layer with adapters beside it."""
+    def attach_head(self, layer: Linear, name: str, out_features: int, in_features: int) -> Linear:
+        """Returns the output layer with adapters."""
         site = self._head_site(name, out_features, in_features)
         return AdaptedLinear(layer, site)
 
-    def _head_site(self, name: str, out_features: int, in_features: int) -> HeadSite:
-        site = HeadSite(self.head_rows)
+    def _head_site(self, name: str, out_features: int, in_features: int) -> OutputLayerAdapters:
+        site = OutputLayerAdapters(self.head_rows)
         self.head = name, site
         self.linear[name] = site, ModuleFeatures(in_features, slice(0, out_features))
         return site
 
-    def beside_embedding(
+    def attach_embedding(
         self, embed: Callable[[torch.Tensor], torch.Tensor], name: str, shape: tuple[int, int], factor: float = 1.0
     ) -> AdaptedEmbedding:
-        """Returns the embedding with adapters beside it. `shape`: vocab_size and hidden_size of the whole model."""
-        site = EmbeddingSite(self.rows, shape, factor)
+        """Returns the embedding with adapters. `shape`: vocab_size and hidden_size of the whole model."""
+        site = EmbeddingAdapters(self.rows, shape, factor)
         self.embedding = name, site
         return AdaptedEmbedding(embed, site)
 
-    def beside_experts(self, layers: ExpertLayers, path: str) -> None:
-        """Puts adapters beside the layers of all experts of a block."""
+    def attach_experts(self, layers: ExpertLayers, path: str) -> None:
+        """Attaches adapters to the layers of all experts of a block."""
         rows = RoutedRows(self.rows)
-        places = beside_experts(rows, layers)
+        places = attach_experts(rows, layers)
         self.linear |= {f"{path}.{name}": place for name, place in places.items()}
         self.experts[path] = rows
 
     def take_over(self, model: torch.nn.Module, prefix: str = "") -> None:
-        """Puts adapters beside the modules of transformers' model, or of a part of it: linear ones and experts.
+        """Attaches adapters to the linear modules and experts of a transformers model, or of a part of it.
 
-        Which of them can have adapters shows when they are `watched`: others see other rows than the step's.
+        A `watched` step shows which of them can have adapters: the others do not compute the step's rows.
         """
         for path, parent in list(model.named_modules()):
             for name, child in list(parent.named_children()):
@@ -96,14 +97,14 @@ class LoraTargets:
                 if not any(part.isdigit() for part in whole.split(".")):
                     continue  # not in a layer
                 if isinstance(child, PackedExperts):
-                    self.beside_experts(child.layers, whole)
+                    self.attach_experts(child.layers, whole)
                 elif (features := _features(child)) is not None:
-                    site = Site(self.rows)
+                    site = LinearAdapters(self.rows)
                     setattr(parent, name, AdaptedModule(child, site, *features))
                     self.linear[whole] = site, ModuleFeatures(features[1], slice(0, features[0]))
 
-    def take_over_ends(self, model: Any, vocab_size: int) -> None:
-        """Puts adapters beside the embedding and the output layer of transformers' model."""
+    def attach_embedding_and_head(self, model: Any, vocab_size: int) -> None:
+        """Attaches adapters to the embedding and the output layer of a transformers model."""
         names = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
         head, embed = model.get_output_embeddings(), model.get_input_embeddings()
         if head is not None and (features := _features(head)) is not None:
@@ -112,17 +113,19 @@ class LoraTargets:
         inner = getattr(embed, "inner", embed)
         factor = float(getattr(inner, "scalar_embed_scale", 1.0))
         shape = vocab_size, int(inner.weight.shape[1])
-        model.set_input_embeddings(self.beside_embedding(embed, names[id(embed)], shape, factor))
+        model.set_input_embeddings(self.attach_embedding(embed, names[id(embed)], shape, factor))
 
     def move_to(self, device: Device, make: MakeTable) -> None:
-        """Computes on this device, before any adapter is loaded. `make`: a table of a layer's outputs and inputs."""
+        """Moves the computation to this device, before any adapter is loaded. `make`: builds a table for a layer's
+        outputs and inputs.
+        """
         self.rows.device, self.rows.has_tables = device, True
         for site, modules, num_inputs in self._layers():
             site.table, site.there = None, make(modules, num_inputs)
 
-    def _layers(self) -> list[tuple[Site, list[slice], int]]:
-        """Returns the layers that see all rows of a step, with their modules' outputs and their number of inputs."""
-        found: dict[int, tuple[Site, list[slice], int]] = {}
+    def _layers(self) -> list[tuple[LinearAdapters, list[slice], int]]:
+        """Returns layers that compute all rows of a step, with their modules' output slices and number of inputs."""
+        found: dict[int, tuple[LinearAdapters, list[slice], int]] = {}
         for site, part in self.linear.values():
             if site.rows is self.rows:
                 found.setdefault(id(site), (site, [], part.in_features))[1].append(part.outputs)
@@ -134,16 +137,16 @@ class LoraTargets:
             self.rows.use(batch.adapted_rows)
         else:
             self.rows.begin(batch.adapters, batch.query_lens)
-        if not self.rows.is_elsewhere:  # on a device only layers that see all of a step's rows have adapters
+        if not self.rows.is_on_device:  # on a device only layers that compute all rows of a step have adapters
             self.head_rows.take(self.rows, batch.sample_rows)
 
     @contextmanager
     def watched(self, num_rows: int) -> Iterator[None]:
-        """Watches a step of so many rows, all of whose logits are wanted.
+        """Watches a step of `num_rows` rows whose logits are all requested.
 
-        Modules that did not compute exactly these rows, once, take no adapters.
+        Modules that did not compute exactly these rows once take no adapters.
         """
-        sites: list[Site | EmbeddingSite | RoutedRows] = [
+        sites: list[LinearAdapters | EmbeddingAdapters | RoutedRows] = [
             site for site, _ in self.linear.values() if not isinstance(site.rows, RoutedRows)
         ]
         sites += [*self.experts.values(), *([self.embedding[1]] if self.embedding is not None else [])]
@@ -165,8 +168,8 @@ class LoraTargets:
         for site in sites:
             site.nums_rows = None
 
-    def take_from(self, old: LoraTargets) -> None:
-        """Takes the adapters beside the same model's modules, loaded before; nothing is beside these yet."""
+    def move_adapters_from(self, old: LoraTargets) -> None:
+        """Takes over the adapters of `old`, of the same model loaded before; these targets have no adapters yet."""
         self.rows.place, self.rows.places = old.rows.place, old.rows.places
         for name, (site, _) in self.linear.items():
             before, _ = old.linear[name]
@@ -179,7 +182,7 @@ class LoraTargets:
             norm.wholes = old.norms.sites[name].wholes
 
     def drop(self, slot: int) -> None:
-        """Forgets what is in a slot."""
+        """Removes the content of a slot."""
         for site, _ in self.linear.values():
             site.drop(slot)
         for norm in self.norms.sites.values():
@@ -189,9 +192,9 @@ class LoraTargets:
 
 
 def _features(module: Any) -> tuple[int, int] | None:
-    """Returns out_features and in_features of a linear module of known kind."""
+    """Returns out_features and in_features of a linear module of a known kind."""
     if isinstance(module, PackedModule) or type(module) is torch.nn.Linear:
         return int(module.out_features), int(module.in_features)
-    if type(module).__name__ == "Conv1D":  # GPT-2's, whose weight is transposed
+    if type(module).__name__ == "Conv1D":  # in GPT-2, with a transposed weight
         return int(module.weight.shape[1]), int(module.weight.shape[0])
     return None

@@ -1,8 +1,8 @@
-"""Prompt adapters of a loaded model: what stands in the place of a prompt's first, virtual tokens.
+"""Prompt adapters of a loaded model: they supply a prompt's first, virtual tokens.
 
-Prompt tuning and p-tuning replace embeddings. Prefix tuning has finished keys and values: the rows of virtual tokens
-are computed like others and nobody reads the results, because each layer's keys and values are overwritten with the
-adapter's once they are in the pool. The scheduler ends a chunk behind them, so that later rows read them there.
+Prompt tuning and p-tuning replace embeddings. Prefix tuning supplies finished keys and values: the rows of virtual
+tokens are computed like others, and the adapter's keys and values then overwrite theirs in the pool of each layer. The
+scheduler ends a chunk after the virtual tokens, so that later rows read the overwritten values.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class PromptAdapters(SlotTable[PromptFolder]):
-    """Those of one rank."""
+    """The prompt adapters of one rank."""
 
     def __init__(
         self,
@@ -34,20 +34,22 @@ class PromptAdapters(SlotTable[PromptFolder]):
         order: torch.Tensor | None = None,
         device: Device = CPU,
     ) -> None:
-        """`factor`: of all embeddings before the first layer. `order`: the pool's of a key's features; None: as is."""
+        """`factor`: the model multiplies all embeddings by it before the first layer. `order`: the order of a key's
+        features in the pool; None: unchanged.
+        """
         super().__init__("prompt adapter")
         self._hidden_size, self._layout, self._factor, self._order = hidden_size, layout, factor, order
         self._device = device
         self._loaded: dict[int, VirtualTokens] = {}
 
     def put(self, slot: int, folder: PromptFolder) -> None:
-        use(self._device)  # where it is an accelerator, this thread's copies go there
+        use(self._device)  # on an accelerator, this thread copies there
         self._loaded[slot] = self._read(folder)
-        mark(self._device).wait()  # other threads' launches do not wait for this one's
+        mark(self._device).wait()  # launches of other threads do not wait for this thread's
         log.info("prompt adapter %s: %d virtual tokens of %s", folder.digest[:20], folder.num_tokens, folder.path)
 
-    def take_away(self, slot: int) -> None:
-        mark(self._device).wait()  # steps that have it are launched, and may not be computed
+    def clear_slot(self, slot: int) -> None:
+        mark(self._device).wait()  # steps that use the adapter may be launched but not finished
         del self._loaded[slot]
 
     def rows(self, parts: Ints) -> VirtualRows:
@@ -59,21 +61,21 @@ class PromptAdapters(SlotTable[PromptFolder]):
         self._check_width(place, folder)
         matrix = torch.frombuffer(folder.weights(), dtype=DTYPES[stored.dtype], count=count, offset=stored.start)
         if not matrix.isfinite().all():
-            raise ModelError(f"{place}: NaN or infinity among its numbers")
+            raise ModelError(f"{place}: contains NaN or infinity")
         matrix = matrix.float().view(stored.shape).to(self._device.torch_name, copy=True)
         if folder.kind == "prompt":
             return VirtualTokens(embeddings=matrix if self._factor == 1.0 else matrix * self._factor)
         return VirtualTokens(kv=self._given_kv(matrix))
 
     def _check_width(self, place: str, folder: PromptFolder) -> None:
-        """Raises ModelError where the adapter's rows do not fit the model."""
+        """Raises ModelError if the adapter's rows do not fit the model."""
         given, layout = folder.tensor.shape[1], self._layout
         if folder.kind == "prompt":
             if given != self._hidden_size:
                 raise ModelError(f"{place}: rows of {given}; this model has {self._hidden_size}")
             return
         if {plane.name for plane in layout.planes} != {"k", "v"} or layout.width_of("k") != layout.width_of("v"):
-            raise ModelError(f"{place}: this model's cache has no plain keys and values, which prefix tuning gives")
+            raise ModelError(f"{place}: this model's cache has no plain keys and values, which prefix tuning needs")
         width = 2 * layout.num_layers * layout.num_kv_heads * layout.head_dim
         if given != width:
             raise ModelError(
@@ -82,7 +84,7 @@ class PromptAdapters(SlotTable[PromptFolder]):
             )
 
     def _given_kv(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Returns keys and values of this rank's heads in the pool's order."""
+        """Returns keys and values of this rank's heads in the pool's order of features."""
         layout = self._layout
         kv = matrix.view(len(matrix), layout.num_layers, 2, layout.num_kv_heads, layout.head_dim)
         kv = kv[..., slice(*layout.head_range), :].permute(1, 2, 0, 3, 4).contiguous()

@@ -1,7 +1,7 @@
-"""Places the tensors of an adapter's file beside the modules of a model: each has a place, or is an error by name.
+"""Assigns each tensor of an adapter's file to a module of the model; a tensor without a module is an error by name.
 
-On a rank that has a share of the model, A and B are cut as the weights beside them are, so that existing sums add the
-parts up.
+On a rank that has a share of the model, A and B are sliced like the weights that they adapt, so that the existing
+all-reduce also sums the adapters' parts.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from pd_cluster.checkpoints.lora_folder import LoraFolder
 from pd_cluster.checkpoints.lora_tensors import LoraTensor, Pair, todays_name
 from pd_cluster.errors import ModelError
-from pd_cluster.model.lora.adapted_linear import LowRank, ModuleFeatures, Site
-from pd_cluster.model.lora.embedding_adapters import EmbeddingSite, Put
+from pd_cluster.model.lora.adapted_linear import LinearAdapters, LowRank, ModuleFeatures
+from pd_cluster.model.lora.embedding_adapters import EmbeddingAdapters, Put
 from pd_cluster.model.lora.expert_adapters import BOTH, DOWNS
 from pd_cluster.model.lora.lora_targets import LoraTargets
 from pd_cluster.model.parallel.parallel_plan import WHOLE, WeightCut
@@ -33,11 +33,11 @@ def uncut(key: str, shape: tuple[int, ...]) -> WeightCut:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """The means by which adapters are placed: the model's own weights.
+    """The model's own weights, which decide how adapters are placed.
 
-    `cut`: this rank's share of a weight, by its name in the files. `name_of`: a weight's name in the model that is
-    served, by its name in the model that was trained. `stored`: a module's own weight in the files; None: there is
-    none. `vocab_size`: the whole model's.
+    `cut`: this rank's share of a weight, by its name in the files. `name_of`: maps a weight's name in the trained model
+    to its name in the served model. `stored`: a module's own weight in the files; None: the files have none.
+    `vocab_size`: that of the whole model.
     """
 
     cut: Callable[[str, tuple[int, ...]], WeightCut] = uncut
@@ -48,16 +48,16 @@ class ModelWeights:
 
 
 class TensorPlacement:
-    """Raises ModelError, here and below."""
+    """Methods raise ModelError."""
 
     def __init__(self, places: LoraTargets, weights: ModelWeights, folder: LoraFolder) -> None:
         self._places, self._weights, self._folder = places, weights, folder
         self._numbers = AdapterTensors(folder)
 
     def puts(self) -> list[Put]:
-        """Returns what puts each part of the adapter into a slot; on error, nothing is in any.
+        """Returns functions that put each part of the adapter into a slot; on error, no slot changes.
 
-        All shapes are placed before the file is read, so that nothing is read of one that does not fit the model.
+        All shapes are checked before the file is read, so that an adapter that does not fit is never read.
         """
         self._parts()
         self._numbers.read()
@@ -70,13 +70,13 @@ class TensorPlacement:
         puts += [self._whole_part(name, stored) for name, stored in tensors.wholes.items()]
         for name, stored in tensors.copies.items():
             self._check_copy(name, stored)
-        found: dict[int, tuple[Site, list[tuple[slice, LowRank]]]] = {}
+        found: dict[int, tuple[LinearAdapters, list[tuple[slice, LowRank]]]] = {}
 
         def add(name: str, low: LowRank) -> None:
             key = self._key_of(name)
             if key not in self._places.linear:
                 raise ModelError(
-                    f"{self._numbers.place(name)}: this model has no linear layer of this name that takes adapters"
+                    f"{self._numbers.place(name)}: this model has no linear layer of this name that can have adapters"
                 )
             site, part = self._places.linear[key]
             own = self._low_rank(self._numbers.place(name), key, part, low)
@@ -84,7 +84,7 @@ class TensorPlacement:
 
         for name, pair in tensors.modules.items():
             if name in tensors.wholes:
-                raise ModelError(f"{self._numbers.place(name)}: the file has this module whole, too")
+                raise ModelError(f"{self._numbers.place(name)}: the file also contains this module as a whole")
             add(name, self._numbers.pair(name, pair))
         for name, pairs in tensors.experts.items():
             for part, low in self._experts_parts(name, pairs):
@@ -95,29 +95,29 @@ class TensorPlacement:
         tensors, head = self._folder.tensors, self._places.head
         ends = [*tensors.embeddings, *tensors.wholes, *tensors.experts]
         ends += [name for name in tensors.modules if head is not None and self._key_of(name) == head[0]]
-        if self._places.rows.is_elsewhere and ends:
+        if self._places.rows.is_on_device and ends:
             raise ModelError(
-                f"{self._numbers.place(ends[0])}: on this device only linear layers in decoder layers take adapters; "
-                "serve this one on CPUs"
+                f"{self._numbers.place(ends[0])}: on this device only linear layers of decoder layers have adapters; "
+                "serve this adapter on CPUs"
             )
 
     def _key_of(self, name: str) -> str:
         return self._weights.name_of(f"{todays_name(name)}.weight").removesuffix(".weight")
 
     def _experts_parts(self, name: str, pairs: Sequence[Pair]) -> Iterator[tuple[str, LowRank]]:
-        """Yields the matrices of each expert, from those of all: a pair of matrices tells by its shape whose it is."""
+        """Splits the matrices of all experts by expert; the shapes show which product they belong to."""
         key, seen = self._key_of(name), set[str]()
         if key not in self._places.experts:
-            raise ModelError(f"{self._numbers.place(name)}: this model has no experts of this name that take adapters")
+            raise ModelError(
+                f"{self._numbers.place(name)}: this model has no experts of this name that can have adapters"
+            )
         num_experts = sum(place.startswith(f"{key}.") and place.endswith(f".{DOWNS}") for place in self._places.linear)
         for pair in pairs:
             shape = pair.b.shape[0], pair.a.shape[1]
             part = next((part for part in (BOTH, DOWNS) if self._whole_shape(f"{key}.0.{part}") == shape), "")
             if not part or part in seen:
                 given = f"A {list(pair.a.shape)} and B {list(pair.b.shape)}"
-                raise ModelError(
-                    f"{self._numbers.place(name)}: {given} are for neither product of this model's experts"
-                )
+                raise ModelError(f"{self._numbers.place(name)}: {given} fit neither product of this model's experts")
             seen.add(part)
             rank = self._folder.settings.rank_of(f"{name}.{part}")
             if pair.rank != num_experts * rank:
@@ -131,7 +131,7 @@ class TensorPlacement:
                 yield f"{name}.{index}.{part}", LowRank(a[index], b[:, :, index])
 
     def _whole_shape(self, key: str) -> tuple[int, int]:
-        """Returns out_features and in_features of a module on all ranks together."""
+        """Returns out_features and in_features of a module, over all ranks."""
         _, part = self._places.linear[key]
         shape = part.outputs.stop - part.outputs.start, part.in_features
         cut = self._weights.cut(f"{key}.weight", (shape[0], shape[1]))
@@ -144,19 +144,19 @@ class TensorPlacement:
     def _embedding_part(self, name: str, pair: Pair) -> Put:
         site = self._embedding_site(name)
         if name in self._folder.tensors.wholes:
-            raise ModelError(f"{self._numbers.place(name)}: the file has this module whole, too")
+            raise ModelError(f"{self._numbers.place(name)}: the file also contains this module as a whole")
         if (pair.a.shape[1], pair.b.shape[0]) != site.shape:
             raise ModelError(
                 f"{self._numbers.place(name)}: A {list(pair.a.shape)} and B {list(pair.b.shape)} do not fit this "
-                f"model's embedding of {site.shape[0]} tokens with {site.shape[1]} numbers each"
+                f"model's embedding of {site.shape[0]} tokens with {site.shape[1]} features each"
             )
         low = self._numbers.pair(name, pair)
         return lambda slot: site.put(slot, low)
 
-    def _embedding_site(self, name: str) -> EmbeddingSite:
+    def _embedding_site(self, name: str) -> EmbeddingAdapters:
         if self._places.embedding is None or self._places.embedding[0] != self._key_of(name):
             raise ModelError(
-                f"{self._numbers.place(name)}: this model has no embedding of this name that takes adapters"
+                f"{self._numbers.place(name)}: this model has no embedding of this name that can have adapters"
             )
         return self._places.embedding[1]
 
@@ -182,22 +182,22 @@ class TensorPlacement:
             whole = self._numbers.tensor(name, stored, keeps_dtype=True)
             return lambda slot: embedding.put_whole(slot, whole)
         raise ModelError(
-            f"{place}: a module that the adapter has whole (modules_to_save); this model takes its embedding, its "
-            f"output layer and norms of whole rows so, where its layers are fused, not this one"
+            f"{place}: the adapter replaces this module as a whole (modules_to_save); only the embedding, the output "
+            f"layer and, in fused models, norms over whole rows can be replaced"
         )
 
     def _check_copy(self, name: str, stored: LoraTensor) -> None:
-        """Checks a weight of the base that PEFT saves with an adapter of it."""
+        """Checks a base weight that PEFT saved with the adapter."""
         own = self._weights.stored(self._key_of(name))
         given = self._numbers.tensor(f"{name}.base_layer", stored, keeps_dtype=True)
         if own is None or own.shape != given.shape or not (given.is_meta or torch.equal(own.to(given.dtype), given)):
             raise ModelError(
-                f"{self._numbers.place(name)}.base_layer.weight: not this model's own weight, on which alone the "
-                f"adapter is right; if the base was not changed, save the adapter with save_embedding_layers=False"
+                f"{self._numbers.place(name)}.base_layer.weight: differs from this model's weight, for which alone the "
+                f"adapter is valid; if the base was not changed, save the adapter with save_embedding_layers=False"
             )
 
     def _low_rank(self, place: str, key: str, part: ModuleFeatures, low: LowRank) -> LowRank:
-        """Returns this rank's share, in the layer's order. Raises ModelError."""
+        """Returns this rank's share, with features in the layer's order. Raises ModelError."""
         a, b = low.a, low.b
         given = f"A {list(a.shape)} and B {list(b.shape)}"
         cut = self._weights.cut(f"{key}.weight", (b.shape[0], a.shape[1]))
@@ -214,7 +214,7 @@ class TensorPlacement:
 
 
 class AdapterTensors:
-    """The numbers of an adapter's file, in float32, with the scale in each B; shapes alone before `read`.
+    """The tensors of an adapter's file, in float32, each B scaled; before `read`, only their shapes.
 
     Raises ModelError.
     """
@@ -233,21 +233,21 @@ class AdapterTensors:
         low = LowRank(self.tensor(name, pair.a), self.tensor(name, pair.b).clone())
         low.b.mul_(self.folder.settings.scale_of(name))
         if self._data is not None and not low.b.isfinite().all():
-            raise ModelError(f"{self.place(name)}: numbers too large for float32 once they are scaled (lora_alpha)")
+            raise ModelError(f"{self.place(name)}: values overflow float32 after scaling (lora_alpha)")
         return low
 
     def tensor(self, name: str, stored: LoraTensor, keeps_dtype: bool = False) -> torch.Tensor:
-        """Returns a tensor of the file. Raises ModelError if one of its numbers is none."""
+        """Returns a tensor of the file. Raises ModelError if it contains NaN or infinity."""
         if self._data is None:
             return torch.empty(stored.shape, dtype=DTYPES[stored.dtype] if keeps_dtype else None, device="meta")
         count = math.prod(stored.shape)
         found = torch.frombuffer(self._data, dtype=DTYPES[stored.dtype], count=count, offset=stored.start)
         if not found.isfinite().all():
-            raise ModelError(f"{self.place(name)}: NaN or infinity among its numbers")
+            raise ModelError(f"{self.place(name)}: contains NaN or infinity")
         return (found if keeps_dtype else found.float()).view(stored.shape).clone()
 
 
-def _put(site: Site, parts: Sequence[tuple[slice, LowRank]], slot: int) -> None:
+def _put(site: LinearAdapters, parts: Sequence[tuple[slice, LowRank]], slot: int) -> None:
     site.put(slot, parts)
 
 

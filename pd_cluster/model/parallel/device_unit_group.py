@@ -1,7 +1,7 @@
-"""Exchanges rows among the instances of a unit between their devices: NCCL on CUDA, HCCL on NPUs.
+"""Exchanges rows between the devices of a unit's instances: NCCL on CUDA, HCCL on NPUs.
 
-All numbers of rows are agreed before a step, between hosts, so that no host waits for a device within it. Knows nothing
-of models, nor of how the members found each other.
+The members agree on all numbers of rows before a step, over the hosts, so that no host waits for a device within it.
+Knows nothing of models, nor of how the members found each other.
 """
 
 from __future__ import annotations
@@ -20,31 +20,35 @@ from pd_cluster.model.parallel.unit_group import LOAD_TIMEOUT_S, UnitGroup
 
 
 class UnitEnds(NamedTuple):
-    """One rank's process groups with the other members: between hosts, and between devices (None: on CPUs)."""
+    """One rank's process groups with the other members: between hosts, and between devices (None on CPUs)."""
 
     host: Any
     device: Any
 
 
 class DeviceUnitGroup:
-    """Satisfies model.layers.expert_share.ExpertUnit on an accelerator; `rank` among the `size` members.
+    """Implements model.layers.expert_share.ExpertUnit on an accelerator; `rank` among the `size` members.
 
     Calls are launched in order on each device, and the host does not wait: errors of NCCL or HCCL end the process, at
-    the latest after the timeout. A mate that is lost is noticed by `agree`, or by the connection to it.
+    the latest after the timeout. `agree`, or the connection to a member, detects that the member is lost.
     """
 
     def __init__(self, rank: int, size: int, meet: Callable[[], UnitEnds], timeout_s: float) -> None:
-        """`meet` returns this rank's ends, once all members are there. `timeout_s`: of an exchange in a step."""
+        """`meet` returns this rank's ends, once all members are connected. `timeout_s`: the limit of an exchange in a
+        step.
+        """
         self.rank, self.size = rank, size
-        self.rows: Sequence[int] | None = None  # of each member in this step; None: as many as here
+        self.rows: Sequence[int] | None = None  # of each member in this step; None: the same as here
         self._host = UnitGroup(rank, size, self._joined, timeout_s)
         self._meet, self._timeout = meet, timedelta(seconds=timeout_s)
         self._group: Any = None
-        self._num_rows: list[int] = []  # of each member, since the last `gather`
+        self._num_rows: list[int] = []  # of each member, set by the last `gather`
 
     @property
     def exchange_s(self) -> float:
-        """Returns the seconds spent on agreeing. Those of rows are not known: the host does not wait for them."""
+        """Returns the seconds spent on agreeing. The time of row exchanges is unknown: the host does not wait
+        for them.
+        """
         return self._host.exchange_s
 
     def form(self) -> None:
@@ -61,21 +65,21 @@ class DeviceUnitGroup:
         self._group._set_default_timeout(self._timeout)
 
     def agree(self, number: int) -> list[int]:
-        """Returns the numbers of all members, in their order. The host waits."""
+        """Returns the numbers of all members, in member order. The host waits."""
         return self._host.agree(number)
 
     def gather(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ExpertExchange. Numbers of experts travel with the weights: float32 has them exactly."""
+        """See ExpertExchange. Expert indexes are sent together with the weights: float32 represents them exactly."""
         num_rows = [len(x)] * self.size if self.rows is None else list(self.rows)
-        assert num_rows[self.rank] == len(x)  # what all members have agreed on
+        assert num_rows[self.rank] == len(x)  # all members have agreed on this
         self._num_rows, top_k = num_rows, chosen.shape[1]
         rows, numbers = self._to_all(x, torch.cat((chosen.to(weights.dtype), weights), dim=1))
         return rows, numbers[:, :top_k].long(), numbers[:, top_k:].contiguous()
 
     def combine(self, partials: torch.Tensor) -> torch.Tensor:
-        """See ExpertExchange. The sum is a float32 one in the order of the members, rounded once."""
+        """See ExpertExchange. The sum is in float32, in member order, and rounded once."""
         if not sum(self._num_rows):
             return partials
         width, own = partials.shape[1], self._num_rows[self.rank]
@@ -89,7 +93,7 @@ class DeviceUnitGroup:
         return total.to(partials.dtype)
 
     def _to_all(self, *given: torch.Tensor) -> list[torch.Tensor]:
-        """Returns each of `given`, [own rows, columns], of all members, one behind the other."""
+        """Returns each of `given`, [own rows, columns], of all members, concatenated in member order."""
         found = [each.new_empty(sum(self._num_rows), each.shape[1]) for each in given]
         if not sum(self._num_rows):
             return found
@@ -116,22 +120,22 @@ class DeviceUnitGroup:
 
 
 def device_end(store: Store, rank: int, size: int, device: Device) -> Any:
-    """Returns the process group of all members' devices, once each has received every other one's rank.
+    """Returns the process group of all members' devices, after each has received every other member's rank.
 
-    A communicator is set up by its first call, with keys in the store. Raises RuntimeError if it cannot be, and
-    InstanceLost if it exchanges wrongly.
+    The first call sets up a communicator, with keys in the store. Raises RuntimeError if that fails, and InstanceLost
+    if the exchange is wrong.
     """
     group = device_group.make_unit(PrefixStore(device.dist_backend, store), rank, size, LOAD_TIMEOUT_S, device)
     own = torch.full((size,), rank, dtype=torch.float32, device=device.torch_name)
     found = torch.empty_like(own)
     _all_to_all(group, found, own, [1] * size, [1] * size).wait()
     if found.tolist() != [*range(size)]:
-        raise InstanceLost(f"{device.dist_backend.upper()} gave this member {found.tolist()} as ranks of its unit")
+        raise InstanceLost(f"{device.dist_backend.upper()} gave this member wrong ranks of its unit: {found.tolist()}")
     return group
 
 
 def _all_to_all(
     group: Any, received: torch.Tensor, sent: torch.Tensor, received_sizes: list[int], sent_sizes: list[int]
 ) -> Any:
-    """Begins an exchange of one-dimensional tensors: torch counts rows there, and torch-npu numbers."""
+    """Begins an exchange of one-dimensional tensors: for these torch counts rows and torch-npu counts elements."""
     return group.alltoall_base(received, sent, received_sizes, sent_sizes, AllToAllOptions())

@@ -1,6 +1,6 @@
-"""A rank's experts in transformers' model: modules of as many experts as it has, which take the router's numbers.
+"""A rank's experts in transformers' model: modules with only its experts, which take the router's expert indexes.
 
-The router stays whole. Put into transformers' modules from outside, as parallel/layers.py does with a rank's share.
+The router stays whole. The modules are replaced from outside, as parallel/parallel_layers.py does with a rank's share.
 """
 
 from __future__ import annotations
@@ -10,22 +10,22 @@ from typing import Any
 import torch
 
 from pd_cluster.errors import ModelError, called
-from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
-from pd_cluster.model.layers.expert_weights import HeldExperts
+from pd_cluster.model.layers.expert_share import ExpertShare, RankExperts
+from pd_cluster.model.layers.expert_weights import UnpackedExperts
 from pd_cluster.model.layers.packed_modules import PackedExperts
 from pd_cluster.model.parallel.rank_tensors import OwnFiles
 
-NAME = "experts"  # of the module in a sparse block
+NAME = "experts"  # name of the module in a sparse block
 
 
 class ParallelExperts(torch.nn.Module):
-    """One block's experts, all that this rank has of them in `inner`, by the numbers that the router chooses."""
+    """One block's experts: `inner` has those of this rank, `forward` takes the indexes that the router chooses."""
 
     def __init__(self, inner: torch.nn.Module, share: ExpertShare, num_experts: int) -> None:
         super().__init__()
         self.inner = inner
         self._num_own = len(share.own(num_experts))
-        self._own = OwnExperts(share, num_experts)
+        self._own = RankExperts(share, num_experts)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         return self._own.through(self._compute, x, chosen, weights)
@@ -34,7 +34,9 @@ class ParallelExperts(torch.nn.Module):
         self._own.take_part(self._compute)
 
     def _compute(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if not isinstance(self.inner, PackedExperts | HeldExperts):  # others ignore no numbers
+        if not isinstance(
+            self.inner, PackedExperts | UnpackedExperts
+        ):  # other modules do not ignore indexes past the end
             is_here = chosen < self._num_own
             chosen, weights = chosen.where(is_here, 0), weights.where(is_here, 0.0)
         found: torch.Tensor = self.inner(x, chosen, weights)
@@ -42,24 +44,26 @@ class ParallelExperts(torch.nn.Module):
 
 
 class ExpertModules:
-    """The experts of a rank in transformers' model. `config`: the whole model's, transformers' own."""
+    """The experts of a rank in transformers' model. `config`: that of the whole model, from transformers."""
 
     def __init__(self, share: ExpertShare, num_experts: int, config: Any) -> None:
-        """Raises ModelError if the experts cannot be spread evenly."""
+        """Plans the experts. Raises ModelError if they cannot be spread evenly."""
         self.share, self.files = share, OwnFiles.of(share, num_experts)
         self._num_experts, self._config = num_experts, config
 
     def shrink(self, model: Any) -> None:
-        """Builds the experts of a model without weights again: this rank's, and each of them whole.
+        """Rebuilds the experts of a model without weights: only this rank's experts, each of them whole.
 
-        Raises ModelError for experts of another structure.
+        Raises ModelError for experts with another structure.
         """
         places = _places(model)
         if not places:
             raise self._unknown("has no module of experts")
         for parent, module in places:
             if getattr(module, "num_experts", None) != self._num_experts:
-                raise self._unknown(f"has {type(module).__name__}, whose experts are not counted by config.json alone")
+                raise self._unknown(
+                    f"has {type(module).__name__}, whose number of experts is not the one in config.json"
+                )
             setattr(parent, NAME, self._shrunk(module))
 
     def _shrunk(self, module: Any) -> torch.nn.Module:
@@ -71,22 +75,22 @@ class ExpertModules:
             setattr(whole, name, torch.nn.Parameter(each.new_empty(num_own, *each.shape[1:]), each.requires_grad))
         whole.num_experts = num_own
         if hasattr(module, "config"):
-            whole.config = module.config  # where transformers notes how experts are computed
+            whole.config = module.config  # transformers stores here how experts are computed
         built: torch.nn.Module = whole
         return built
 
     def install(self, model: Any) -> None:
-        """Makes loaded experts compute what the router chooses of them."""
+        """Makes loaded experts compute this rank's part of the router's choice."""
         for parent, module in _places(model):
             setattr(parent, NAME, ParallelExperts(module, self.share, self._num_experts))
 
     def _unknown(self, what: str) -> ModelError:
         flags = f"{called('enable_expert_parallel')}, {called('data_parallel_size')}"
         return ModelError(
-            f"{flags}: {self._config.model_type} {what}, and its experts cannot be spread over ranks; leave them out"
+            f"{flags}: {self._config.model_type} {what}, so its experts cannot be spread over ranks; remove the setting"
         )
 
 
 def _places(model: Any) -> list[tuple[Any, Any]]:
-    """Returns each block and its experts."""
+    """Returns each block with its experts."""
     return [(parent, getattr(parent, NAME)) for parent in model.modules() if NAME in parent._modules]

@@ -1,6 +1,7 @@
-"""The parts of a rank's share of a model that differ from a whole one: embeddings, norms over heads of all, and sums.
+"""The parts of a rank's share of a model that differ from a whole model: embeddings, norms over all heads, and sums.
 
-Put into transformers' modules from outside; the fused model calls the same functions. Knows nothing of files.
+They are installed in transformers' modules from outside; the fused model calls the same functions. Knows nothing of
+files.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from pd_cluster.model.layers.whole_rows import WholeRows
 from pd_cluster.model.parallel.parallel_plan import ParallelPlan
 from pd_cluster.model.parallel.rank_group import Group
 
-MIXERS = ("self_attn", "linear_attn", "mamba", "conv", "mixer")  # the names of a layer's first halves
+MIXERS = ("self_attn", "linear_attn", "mamba", "conv", "mixer")  # names of a layer's first half
 SECOND_HALVES = ("mlp", "block_sparse_moe", "feed_forward", "shared_mlp")
-KNOWN_AS = "_known_as"  # of a class of `rebuilt`: transformers' own
-NORM_IN_MLP = "post_mlp_layernorm"  # A.X-K1's blocks of experts end with a norm, which must see the sum
+KNOWN_AS = "_known_as"  # attribute of a class from `rebuilt`: transformers' own class
+NORM_IN_MLP = "post_mlp_layernorm"  # A.X-K1's blocks of experts end with a norm, which must follow the sum
 
 
 class VocabParallelEmbedding(torch.nn.Module):
-    """Looks up the ids of this rank's rows; the sum over all ranks has every id's."""
+    """Looks up the ids in this rank's rows; the sum over all ranks has the embeddings of all ids."""
 
     def __init__(self, inner: torch.nn.Module, first_id: int, num_ids: int, group: Group) -> None:
         super().__init__()
@@ -36,7 +37,9 @@ class VocabParallelEmbedding(torch.nn.Module):
 
 
 class SpanningNorm(torch.nn.Module):
-    """A root-mean-square norm over the heads of all ranks (OLMo 2's of queries and keys); `weight` is this rank's."""
+    """A root-mean-square norm over the heads of all ranks (queries and keys in OLMo 2); `weight` is this rank's
+    part.
+    """
 
     def __init__(self, inner: Any, num_features: int, num_replicas: int, group: Group) -> None:
         super().__init__()
@@ -51,9 +54,9 @@ class SpanningNorm(torch.nn.Module):
 
 
 class SpanningGatedNorm(torch.nn.Module):
-    """Mamba-2's gated norm of groups of heads that are spread over several ranks; `weight` is this rank's.
+    """Mamba-2's gated norm over groups of heads that several ranks share; `weight` is this rank's part.
 
-    The gate comes before the norm, or after it (Falcon-H1). `group_features`: those of a whole group.
+    The gate is applied before the norm, or after it (Falcon-H1). `group_features`: the features of a whole group.
     """
 
     def __init__(self, inner: Any, group_features: int, num_groups: int, group: Group) -> None:
@@ -63,7 +66,7 @@ class SpanningGatedNorm(torch.nn.Module):
         self._group_features, self._num_groups, self._group = group_features, num_groups, group
 
     def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """Takes and returns [..., num_features] of this rank, which are of one group."""
+        """Takes and returns [..., num_features] of this rank, which belong to one group."""
         wide, gates = x.float(), torch.nn.functional.silu(gate.float())
         if not self._gates_last:
             wide = wide * gates
@@ -77,7 +80,7 @@ class SpanningGatedNorm(torch.nn.Module):
 
 
 class RankShare:
-    """One rank's share of a model of transformers: the parts to install in it, and to remove again."""
+    """One rank's share of a transformers model: the parts to install in it, and to remove again."""
 
     def __init__(self, plan: ParallelPlan, group: Group) -> None:
         self.plan, self.group = plan, group
@@ -105,7 +108,7 @@ class RankShare:
                     self._hooks.append(norm.register_forward_pre_hook(self._add_up_before))
 
     def remove(self, model: Any) -> None:
-        """Restores the model for a caller that takes it apart and does the sums itself. Norms that span heads stay."""
+        """Restores the model for a caller that takes it apart and sums by itself. Norms that span heads stay."""
         model.set_input_embeddings(model.get_input_embeddings().inner)
         for hook in self._hooks:
             hook.remove()
@@ -132,9 +135,9 @@ class RankShare:
 
 
 def narrowed(architecture: type[Any], plan: ParallelPlan) -> type[Any]:
-    """Returns transformers' class whose short convolutions have a rank's channels: they take theirs from hidden_size.
+    """Returns transformers' class with short convolutions of a rank's size; the original derives it from hidden_size.
 
-    Other classes are returned as they are.
+    Other classes are returned unchanged.
     """
     if plan.states is None or plan.states.module != "conv":
         return architecture
@@ -149,12 +152,14 @@ def narrowed(architecture: type[Any], plan: ParallelPlan) -> type[Any]:
 
 
 def rebuilt(architecture: type[Any], change: Callable[[Any], None]) -> type[Any]:
-    """Returns transformers' class whose models are changed as soon as their modules are built, before any weight."""
+    """Returns transformers' class with a hook that changes each model after its modules are built, before any
+    weight.
+    """
 
     def build(self: Any, config: Any, *rest: Any, **more: Any) -> None:
         architecture.__init__(self, config, *rest, **more)
         change(self)
-        self.__class__ = known  # by which others know it
+        self.__class__ = known  # the class by which other code knows it
 
     known = getattr(architecture, KNOWN_AS, architecture)
 
@@ -164,7 +169,7 @@ def rebuilt(architecture: type[Any], change: Callable[[Any], None]) -> type[Any]
 
 
 def _narrow(module: Any, hidden_size: int, num_channels: int) -> None:
-    """Builds the three parts of one of transformers' short convolutions again, with fewer channels."""
+    """Rebuilds the three parts of a short convolution of transformers with fewer channels."""
     has_bias, kernel = bool(module.bias), module.conv.kernel_size[0]
     module.in_proj = torch.nn.Linear(hidden_size, 3 * num_channels, bias=has_bias)
     module.out_proj = torch.nn.Linear(num_channels, hidden_size, bias=has_bias)

@@ -1,10 +1,12 @@
-"""The share of each weight that a rank holds, from transformers' `base_model_tp_plan`. Sizes and names: no weights.
+"""The share of each weight that a rank holds, from transformers' `base_model_tp_plan`. Knows sizes and names, no
+weights.
 
-Megatron's scheme: weights that produce heads or intermediate features are split by rows (`colwise`), those that consume
-them by columns (`rowwise`), so that a layer needs two sums: after attention and after the MLP. KV heads fewer than
-ranks are replicated. Embedding and output layer are split by vocabulary. Layers that round their inputs to codes take
-whole rows (layers/whole_rows.py): where others are split by columns, they are split by rows. Hybrids, whose plans in
-transformers cover little, are split by a table of this file and, where they keep states, by heads (state_heads.py).
+Megatron's scheme: weights that produce heads or intermediate features are split by rows (`colwise`), weights that
+consume them by columns (`rowwise`), so that a layer needs two sums: after attention and after the MLP. KV heads are
+replicated if there are fewer than ranks. Embedding and output layer are split by vocabulary. Layers that round their
+inputs to codes take whole rows (layers/whole_rows.py): instead of by columns, they are split by rows. transformers'
+plans cover little of hybrids; these are split by a table in this file and, if they keep states, by heads
+(state_heads.py).
 """
 
 from __future__ import annotations
@@ -24,42 +26,42 @@ Style = Literal["column", "row", "whole", "summed"]
 STYLES: dict[str, Style] = {
     "colwise": "column",
     "packed_colwise": "column",
-    "colwise_gather_output": "column",  # gathered by transformers only because later code does not know the share
+    "colwise_gather_output": "column",  # transformers gathers it only because later code does not know the share
     "rowwise": "row",
     "rowwise_split_input": "row",
     "replicated_with_grad_allreduce": "whole",
     "mla_kv_a_proj": "whole",
-    "moe_tp_experts": "whole",  # concerns the computation of experts, not their split
+    "moe_tp_experts": "whole",  # describes the computation of experts, not their split
 }
-# Latent attention: what makes heads is split by them, and what they are made of is the same for all.
+# Latent attention: layers that output heads are split by heads; layers that output latents are the same on all ranks.
 LATENT_STYLES: dict[str, Style] = {
     **dict.fromkeys(("q_proj", "q_b_proj", "kv_b_proj"), "column"),
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "whole"),
     "o_proj": "row",
 }
-# Hybrids' attentions and MLPs. "summed": all of a layer whose outputs are terms of the sum.
+# Attentions and MLPs of hybrids. "summed": the whole layer; its outputs are terms of the sum.
 HYBRID_STYLES: dict[str, Style] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_up_proj", "up_proj", "input_linear"), "column"),
     **dict.fromkeys(("o_proj", "out_proj", "down_proj", "output_linear"), "row"),
     "fc2_latent_proj": "summed",
 }
-# Attentions of models that are split only where a rank has whole experts: theirs are not cut through their features.
+# Attentions of models that are split only if a rank has whole experts: their experts are not cut through features.
 WITH_WHOLE_EXPERTS: dict[str, dict[str, Style]] = {
     "gpt_oss": {**dict.fromkeys(("q_proj", "k_proj", "v_proj"), "column"), "o_proj": "row"}
 }
-SINKS = ".self_attn.sinks"  # one number a head
+SINKS = ".self_attn.sinks"  # one value per head
 EMBEDDINGS = ("embed_tokens.weight", ".embeddings.weight")
 STACKED = ("block_sparse_moe.input_linear", "block_sparse_moe.output_linear")  # Granite 4's experts in files
-NO_FIT = "transformers' plan does not fit the shapes of its weights"
+NO_FIT = "transformers' plan does not match the shapes of its weights"
 REFUSED = {
     "gpt_neox": "transformers derives the size of a head from the number of heads",
     "apertus": "its activation has weights that the plan does not know",
-    "gemma3n_text": "a layer chooses activations by the mean of all of them",
-    **dict.fromkeys(("gemma4_text", "mimo_v2_flash"), "its layers differ in their heads"),
+    "gemma3n_text": "a layer selects activations by the mean over all of them",
+    **dict.fromkeys(("gemma4_text", "mimo_v2_flash"), "its layers have different heads"),
     **dict.fromkeys(("cohere", "granitemoe", "granitemoeshared", "hunyuan_v1_moe", "olmoe", "phimoe"), NO_FIT),
 }
-REFUSED |= dict.fromkeys(("bailing_hybrid", "olmo_hybrid"), "the states of its layers are not divided")
-EXPERT_ALIASES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # Mixtral's files
+REFUSED |= dict.fromkeys(("bailing_hybrid", "olmo_hybrid"), "the states of its layers cannot be split")
+EXPERT_ALIASES = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}  # names in Mixtral's files
 SPLIT_SIZES = (
     *("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"),
     *("moe_shared_expert_intermediate_size", "shared_intermediate_size"),
@@ -75,9 +77,9 @@ Piece = tuple[int, int]  # [start, stop) along the dimension that is split
 
 @dataclass(frozen=True, slots=True)
 class WeightCut:
-    """`pieces` of a weight along `dim`, joined; None: all of it. `padded_to` rows, with zeros, where it has fewer.
+    """`pieces` of a weight along `dim`, joined; None: the whole weight. `padded_to`: pads with zeros to so many rows.
 
-    `on_rank_0_only`: zeros elsewhere, for a term that is added to a sum.
+    `on_rank_0_only`: zeros on other ranks, for a term that is added to a sum.
     """
 
     dim: int = 0
@@ -90,10 +92,10 @@ WHOLE = WeightCut()
 
 
 class ParallelPlan:
-    """One architecture on `size` ranks. Raises ModelError, naming what cannot be split and the remedy."""
+    """One architecture on `size` ranks. Raises ModelError that names what cannot be split and the remedy."""
 
     def __init__(self, config: Any, size: int, has_whole_experts: bool = False) -> None:
-        """`config` is transformers' own. `has_whole_experts`: ranks have different experts, not parts of the same."""
+        """`config`: from transformers. `has_whole_experts`: ranks have different experts, not slices of the same."""
         self.size = size
         self.config, self.has_whole_experts = config, has_whole_experts
         self.vocab_size: int = config.vocab_size
@@ -106,19 +108,21 @@ class ParallelPlan:
             plan = {}
             if not has_whole_experts:
                 name = called("enable_expert_parallel")
-                raise ModelError(f"{flag}: only whole experts of {config.model_type} are spread; give {name}, or use 1")
+                raise ModelError(
+                    f"{flag}: only whole experts of {config.model_type} can be spread; give {name}, or use 1"
+                )
         elif not plan and self.states is None:
             raise ModelError(f"{flag}: transformers has no tensor parallel plan for {config.model_type}; use 1")
         elif unknown := sorted(set(plan.values()) - set(STYLES)):
             raise ModelError(f"{flag}: the plan of {config.model_type} has the unknown style {unknown[0]}; use 1")
-        # The only reason for transformers to gather each rank's queries.
+        # transformers gathers each rank's queries for this reason only.
         self.norms_span_heads = plan.get("layers.*.self_attn.q_proj") == "colwise_gather_output"
         self._styles = {pattern.rpartition(".")[2]: STYLES[style] for pattern, style in plan.items()}
         if attention is not None or self.states is not None:
             self._styles = dict(attention or HYBRID_STYLES)
-        if getattr(config, "kv_lora_rank", None):  # some plans leave this attention whole, which needs no sum behind it
+        if getattr(config, "kv_lora_rank", None):  # some plans leave this attention whole, which needs no sum after it
             self._styles |= LATENT_STYLES
-        if "gate_up_proj" in self._styles:  # some files have its halves apart
+        if "gate_up_proj" in self._styles:  # some files store its halves separately
             self._styles |= {"gate_proj": "column", "up_proj": "column"}
         self.num_heads: int = config.num_attention_heads
         self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or self.num_heads
@@ -141,7 +145,7 @@ class ParallelPlan:
 
     @property
     def local_vocab_size(self) -> int:
-        """Returns the rows of embedding and output layer on each rank; the last rank's are padded."""
+        """Returns the rows of embedding and output layer on each rank; the last rank's rows are padded."""
         return -(-self.vocab_size // self.size)
 
     @property
@@ -155,7 +159,7 @@ class ParallelPlan:
         local.num_key_value_heads = self.local_kv_heads
         local.head_dim = self.head_dim
         local.vocab_size = self.local_vocab_size
-        local.pad_token_id = None  # it need not be one of this rank's rows
+        local.pad_token_id = None  # it may be outside of this rank's rows
         fields = {name: features // self.size for name, features in self._sizes.items()}
         if self.states is not None:
             fields |= self.states.local_fields(self.size)
@@ -165,11 +169,11 @@ class ParallelPlan:
             local.block_auto_adjust_ff_dim = False
         if hasattr(local, "mamba_expand"):
             factor = expand_for(local.mamba_n_heads * local.mamba_d_head, local.hidden_size)
-            object.__setattr__(local, "mamba_expand", factor)  # past the config's check, which wants a whole number
+            object.__setattr__(local, "mamba_expand", factor)  # bypasses the config's check, which requires an integer
         return local
 
     def layout_of_rank(self, local: KVLayout, rank: int) -> KVLayout:
-        """Returns a rank's layout; `local` is that of its model, taken as a whole one."""
+        """Returns a rank's layout; `local`: the layout of its model, as if it were a whole model."""
         if local.rule == "state":
             return self._layout_of_states(local, rank)
         num_kv_heads = 1 if local.has_latents else self.num_kv_heads
@@ -238,17 +242,19 @@ class ParallelPlan:
         return rank * num_outputs // self.size, (rank + 1) * num_outputs // self.size
 
     def _elements(self, piece: Piece, total: int, length: int, key: str) -> Piece:
-        """Returns the elements that hold a piece of `total` shares of a dimension. Raises ModelError for half ones."""
+        """Returns the elements with one of `total` shares of a dimension. Raises ModelError if a share is not
+        integral.
+        """
         start, stop = piece[0] * length, piece[1] * length
         if start % total or stop % total:
             raise ModelError(
-                f"{called('tensor_parallel_size')} {self.size}: {key} has {length} elements in the dimension that is "
-                f"split, which cannot be split in whole ones; use a divisor"
+                f"{called('tensor_parallel_size')} {self.size}: {key} has {length} elements in the split "
+                f"dimension, which cannot be split evenly; use a divisor"
             )
         return start // total, stop // total
 
     def _outputs(self, name: str, rank: int) -> tuple[int, list[Piece]]:
-        """Returns a number of equal shares of a layer's output features, and the rank's pieces of them."""
+        """Returns the number of equal shares of a layer's output features, and the rank's pieces of them."""
         even = (rank, rank + 1)
         if name in ("gate_up_proj", "input_linear"):  # gates, then ups
             return 2 * self.size, [even, (self.size + rank, self.size + rank + 1)]
@@ -288,7 +294,7 @@ class ParallelPlan:
 
 
 def adjusted_size(config: Any) -> int:
-    """Returns the features between the layers of LFM2's MLPs, as transformers computes them from the config."""
+    """Returns the intermediate size of LFM2's MLPs, as transformers computes it from the config."""
     size = int(2 * config.intermediate_size / 3)
     if config.block_ffn_dim_multiplier is None:
         return size

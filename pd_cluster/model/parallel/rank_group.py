@@ -1,6 +1,6 @@
-"""Joint computations of the ranks of one instance: sums over all of them, and rows of which each has a piece.
+"""Collective operations of one instance's ranks: sums over all of them, and gathers of the ranks' pieces of rows.
 
-gloo on CPU, NCCL on CUDA, HCCL on NPUs, between processes of one host. Knows nothing of models or of plans.
+gloo on CPU, NCCL on CUDA, HCCL on NPUs, between processes of one host. Knows nothing of models or plans.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ HOST = "127.0.0.1"  # all devices of an instance are on one host
 
 
 class Group(Protocol):
-    """`reduce_s`: seconds spent in sums, and in joining rows for all, since the start."""
+    """`reduce_s`: seconds spent in sums, and in gathers to all ranks, since the start."""
 
     rank: int
     size: int
     reduce_s: float
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns the sum of every rank's x, the same bits on each of them; overwrites x."""
+        """Returns the sum of every rank's x, with the same bits on all ranks; overwrites x."""
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns all ranks' x joined along the last dimension on rank 0; elsewhere x itself."""
+        """Returns all ranks' x, joined along the last dimension, on rank 0; on other ranks returns x itself."""
 
     def gather_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns all ranks' x joined along the last dimension, on every rank."""
+        """Returns all ranks' x, joined along the last dimension, on every rank."""
 
     def spread(self, x: torch.Tensor, source: int = 0) -> torch.Tensor:
-        """Returns the x of rank `source` on every rank; elsewhere overwrites x."""
+        """Returns the x of rank `source` on every rank; overwrites x on other ranks."""
 
     def least(self, number: int) -> int:
-        """Returns the least of every rank's number."""
+        """Returns the smallest of every rank's number."""
 
     def loaded(self) -> None:
         """Switches from the timeout of loading to that of a step."""
 
 
 class SingleRank:
-    """A model that is whole on one rank."""
+    """A single rank with the whole model."""
 
     rank, size = 0, 1
     reduce_s = 0.0
@@ -82,7 +82,7 @@ class SingleRank:
 
 @dataclass(frozen=True, slots=True)
 class Rendezvous:
-    """The meeting place of one instance's ranks: a file in a folder that only their user can enter."""
+    """Where one instance's ranks connect: a file in a folder that only their user can enter."""
 
     path: str
     rank: int
@@ -92,7 +92,7 @@ class Rendezvous:
 
 
 class GlooGroup:
-    """Raises InstanceLost when another rank is gone or delays all others for longer than the timeout."""
+    """Ranks on CPUs. Raises InstanceLost if another rank is lost or delays all others for longer than the timeout."""
 
     def __init__(self, place: Rendezvous) -> None:
         self.rank, self.size = place.rank, place.size
@@ -108,7 +108,7 @@ class GlooGroup:
             self.store.set_timeout(self._timeout)
             self._group: Any = ProcessGroupGloo(self.store, place.rank, place.size, options)
         except RuntimeError as error:
-            raise InstanceLost(f"rank {place.rank} of {place.size} did not meet the others: {error}") from error
+            raise InstanceLost(f"rank {place.rank} of {place.size} could not connect to the others: {error}") from error
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         started_s = time.perf_counter()
@@ -121,10 +121,10 @@ class GlooGroup:
         return x
 
     def _double(self, x: torch.Tensor) -> None:
-        """Sums by recursive doubling: pairs, then pairs of pairs. Several times as fast as gloo's own for a step's
-        sums.
+        """Sums by recursive doubling: pairs, then pairs of pairs. For a step's sums this is several times as fast as
+        gloo's.
 
-        Addition commutes, and all ranks add the same pairs, so that they get the same bits.
+        Addition is commutative, and all ranks add the same pairs, so they get the same bits.
         """
         distance = 1
         while distance < self.size:
@@ -137,7 +137,7 @@ class GlooGroup:
         started_s = time.perf_counter()
         parts = x.new_empty(self.size, *x.shape)
         parts[self.rank] = x
-        if self._doubles:  # as in sums: pairs exchange theirs, then pairs of pairs
+        if self._doubles:  # as in `_double`: pairs exchange their pieces, then pairs of pairs
             distance = 1
             while distance < self.size:
                 own = self.rank & ~(distance - 1)
@@ -151,7 +151,7 @@ class GlooGroup:
         return joined
 
     def _swap(self, ours: torch.Tensor, theirs: torch.Tensor, other: int) -> None:
-        """Sends `ours` to another rank, and fills `theirs` with what it sends."""
+        """Sends `ours` to another rank, and fills `theirs` with what that rank sends."""
         received = self._start(self._group.recv, theirs, other)
         self._wait(self._start(self._group.send, ours, other))
         self._wait(received)
@@ -163,7 +163,7 @@ class GlooGroup:
     def _start(self, operation: Any, x: torch.Tensor, other: int) -> Any:
         try:
             return operation([x], other, TAG)
-        except RuntimeError as error:  # its connection is closed
+        except RuntimeError as error:  # the connection is closed
             raise self._lost(error) from error
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -204,13 +204,14 @@ def _from(source: int) -> BroadcastOptions:
 
 
 class DeviceGroup:
-    """Sums and gathers on the devices, in the order of each one's stream; the host does not wait.
+    """Sums and gathers on the devices, in stream order; the host does not wait.
 
-    Errors of NCCL or HCCL end the process, at the latest after the timeout. Numbers of the host go over gloo.
+    Errors of NCCL or HCCL end the process, at the latest after the timeout. Numbers from the host are exchanged over
+    gloo.
 
-    NCCL and HCCL choose the order of a sum by its size. `sums_in_order`: every element is the float32 sum of the ranks'
-    in their order, rounded once; each rank receives all of the others' numbers for that. `is_symmetric`: small sums are
-    made by symmetric.py.
+    NCCL and HCCL choose the order of a sum by its size. `sums_in_order`: every element is the float32 sum in rank
+    order, rounded once; for that each rank receives the values of all others. `is_symmetric`: symmetric_sums.py
+    computes small sums.
     """
 
     def __init__(
@@ -249,7 +250,7 @@ class DeviceGroup:
         return torch.cat(self._parts(x.contiguous()), dim=-1)
 
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Returns every rank's x, which is contiguous."""
+        """Returns the contiguous x of every rank."""
         parts = [torch.empty_like(x) for _ in range(self.size)]
         self._group.allgather([parts], [x]).wait()
         return parts
@@ -270,9 +271,9 @@ class DeviceGroup:
 def join(
     place: Rendezvous | None, device: Device = CPU, sums_in_order: bool = False, is_symmetric: bool = False
 ) -> Group:
-    """Joins the ranks of an instance; `sums_in_order` and `is_symmetric` as `DeviceGroup` has them.
+    """Joins the ranks of an instance. `sums_in_order`, `is_symmetric`: see `DeviceGroup`.
 
-    Raises InstanceLost; and ConfigError for symmetric memory that cannot be had.
+    Raises InstanceLost; and ConfigError if symmetric memory is not available.
     """
     if place is None or place.size == 1:
         return SingleRank()

@@ -1,6 +1,6 @@
-"""The tensors of the files that one rank reads: its cuts of all by a plan, and its own experts whole.
+"""The tensors that one rank reads from files: slices of all tensors by a plan, and its own experts whole.
 
-Files have experts one by one, `experts.N.…`, or stacked along dimension 0; in a rank's model its own are counted from
+Files store experts one by one, `experts.N.…`, or stacked along dimension 0; a rank's model numbers its own experts from
 0. Knows nothing of forms of weights.
 """
 
@@ -19,17 +19,17 @@ STACKED_LAYER = re.compile(rf"(?:^|\.)layers\.\d+\.(?:{'|'.join(map(re.escape, S
 
 @dataclass(frozen=True, slots=True)
 class OwnFiles:
-    """The experts of a rank in files that have all: `local` maps their numbers, ascending, to this rank's."""
+    """The experts of a rank, in files with all experts. `local`: expert index -> index on this rank, ascending."""
 
     local: dict[int, int]
 
     @classmethod
     def of(cls, share: ExpertShare, num_experts: int) -> OwnFiles:
-        """`num_experts`: those of each block. Raises ModelError if they cannot be spread evenly."""
+        """Makes the map; `num_experts`: those in each block. Raises ModelError if they cannot be spread evenly."""
         return cls({expert: at for at, expert in enumerate(share.own(num_experts))})
 
     def name(self, name: str) -> str:
-        """Returns the name of a tensor in this rank's model; "" for one of an expert of another rank."""
+        """Returns the name of a tensor in this rank's model; "" for an expert of another rank."""
         found = EXPERTS.match(name)
         if found is None or found["index"] is None:
             return name
@@ -37,7 +37,7 @@ class OwnFiles:
         return "" if local is None else f"{found['before']}{local}.{name[found.end() :]}"
 
     def has(self, name: str) -> bool:
-        """Whether a tensor is of experts, one or all of a block."""
+        """Whether a tensor belongs to one expert, or to all experts of a block."""
         return EXPERTS.match(name) is not None or STACKED_LAYER.search(name) is not None
 
     def pieces(self) -> tuple[Piece, ...]:
@@ -49,18 +49,18 @@ class OwnFiles:
 
 @dataclass(frozen=True, slots=True)
 class RankTensors:
-    """A rank reads this: without a plan, nothing is cut; without `experts`, they are cut by the plan."""
+    """Decides what a rank reads: without a plan nothing is cut; without `experts` the plan cuts all experts."""
 
     plan: ParallelPlan | None = None
     rank: int = 0
     experts: OwnFiles | None = None
 
     def name(self, name: str) -> str:
-        """Returns the name of a tensor in this rank's model; "" for one that it does not read."""
+        """Returns the name of a tensor in this rank's model; "" if the rank does not read it."""
         return name if self.experts is None else self.experts.name(name)
 
     def own_experts(self, name: str) -> WeightCut | None:
-        """Returns the cut of a tensor in which experts are stacked, if this rank has some of them whole."""
+        """Returns the cut of a tensor that stacks experts, if this rank has whole experts; otherwise None."""
         if self.experts is None or not self.experts.has(name):
             return None
         found = EXPERTS.match(name)

@@ -1,4 +1,5 @@
-"""Exchanges rows among the instances of a unit: one end for each rank, all of one tensor-parallel index. gloo on CPU.
+"""Exchanges rows between the instances of a unit: one end per rank, all with the same tensor-parallel index. gloo on
+CPU.
 
 Knows nothing of models, nor of how the members found each other.
 """
@@ -20,20 +21,22 @@ LOAD_TIMEOUT_S = 600.0  # until all members have proven the model
 
 
 class UnitGroup:
-    """Satisfies model.layers.expert_share.ExpertUnit.
+    """Implements model.layers.expert_share.ExpertUnit.
 
-    `rank` among the `size` members. Raises InstanceLost when another member is gone, or delays all others for too long.
+    `rank` among the `size` members. Raises InstanceLost if another member is lost, or delays all others for too long.
     """
 
     def __init__(self, rank: int, size: int, meet: Callable[[], Any], timeout_s: float) -> None:
-        """`meet` returns the process group, once all members are there. `timeout_s`: of an exchange in a step."""
+        """`meet` returns the process group, once all members are connected. `timeout_s`: the limit of an exchange in a
+        step.
+        """
         self.rank, self.size = rank, size
-        self.rows: Sequence[int] | None = None  # of each member in this step; None: as many as here
+        self.rows: Sequence[int] | None = None  # of each member in this step; None: the same as here
         self.exchange_s = 0.0
         self._meet = meet
         self._group: Any = None
         self._timeout, self._step_timeout = timedelta(seconds=LOAD_TIMEOUT_S), timedelta(seconds=timeout_s)
-        self._num_rows: list[int] = []  # of each member, since the last `gather`
+        self._num_rows: list[int] = []  # of each member, set by the last `gather`
 
     def form(self) -> None:
         self._group = self._meet()
@@ -43,7 +46,7 @@ class UnitGroup:
         self._timeout = self._step_timeout
 
     def agree(self, number: int) -> list[int]:
-        """Returns the numbers of all members, in their order."""
+        """Returns the numbers of all members, in member order."""
         own = torch.tensor([[number]], dtype=torch.int64)
         found: list[int] = self._joined([own], [1] * self.size)[0].flatten().tolist()
         return found
@@ -51,9 +54,9 @@ class UnitGroup:
     def gather(
         self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """See ExpertExchange. Rows are sent from where they are, numbers and weights in a message of their own."""
+        """See ExpertExchange. Rows are sent without a copy; indexes and weights are sent in a separate message."""
         num_rows = [len(x)] * self.size if self.rows is None else list(self.rows)
-        assert num_rows[self.rank] == len(x)  # what all members have agreed on
+        assert num_rows[self.rank] == len(x)  # all members have agreed on this
         self._num_rows = num_rows
         top_k = chosen.shape[1]
         routes = torch.cat([chosen.to(torch.int32), weights.contiguous().view(torch.int32)], dim=1)
@@ -72,7 +75,7 @@ class UnitGroup:
         return total
 
     def _joined(self, own: Sequence[torch.Tensor], num_rows: Sequence[int]) -> list[torch.Tensor]:
-        """Returns each tensor of all members, one behind the other."""
+        """Returns each tensor of all members, concatenated in member order."""
         found, swaps = [], []
         for each in own:
             joined = each.new_empty(sum(num_rows), each.shape[1])
@@ -86,7 +89,7 @@ class UnitGroup:
     def _swap(self, *swaps: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]) -> None:
         """For each (ours, theirs), sends `ours[m]` to each other member m, and fills `theirs[m]` with what it sends.
 
-        Empty ones are left out.
+        Empty tensors are skipped.
         """
         assert self._group is not None  # see `form`
         started_s = time.perf_counter()
@@ -100,7 +103,7 @@ class UnitGroup:
     def _begin(self, call: Any, x: torch.Tensor, member: int) -> tuple[int, Any]:
         try:
             return member, call([x], member, TAG)
-        except RuntimeError as error:  # its connection is closed
+        except RuntimeError as error:  # the connection is closed
             raise self._lost(member, error) from error
 
     def _wait(self, member: int, work: Any) -> None:

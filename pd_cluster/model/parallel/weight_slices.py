@@ -1,6 +1,6 @@
 """Reads weights from the safetensors files slice by slice.
 
-Skips other ranks' weights and, for the text part of a multimodal model, those of its other parts.
+Skips the weights of other ranks and, for the text part of a multimodal model, those of the other parts.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from pd_cluster.model.weights.stored_tensors import opened
 def read_shard(
     folder: WeightFolder, part: RankTensors, is_text_part: bool = False, expert_width: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Maps names to what a rank has of the weights. Raises ModelError.
+    """Maps names to a rank's weights. Raises ModelError.
 
-    `is_text_part`: of those of the text model in a multimodal folder.
-    `expert_width`: see `_is_turned`; 0: experts are as transformers has them.
+    `is_text_part`: reads only the text model in a multimodal folder.
+    `expert_width`: see `_is_turned`; 0: experts are stored as transformers expects.
     """
     return _read(folder, part, text_name if is_text_part else str, expert_width)
 
@@ -38,7 +38,7 @@ def read_whole(folder: WeightFolder) -> dict[str, torch.Tensor]:
 def read_named(
     folder: WeightFolder, name_of: Callable[[str], str], part: RankTensors = WHOLE_PART
 ) -> dict[str, torch.Tensor]:
-    """Maps names to what a rank has of the weights that `name_of` names; "" leaves one out. Raises ModelError."""
+    """Maps names to a rank's weights; `name_of` returns a weight's name, or "" to skip it. Raises ModelError."""
     return _read(folder, part, name_of)
 
 
@@ -77,7 +77,7 @@ def _read(
 
 
 def _taken(stored: Any, name: str, part: RankTensors, expert_width: int) -> torch.Tensor:
-    """Reads what a rank has of a stored tensor."""
+    """Reads this rank's part of a stored tensor."""
     shape = tuple(stored.get_shape())
     turned = bool(expert_width) and _is_turned(name, shape, expert_width)
     if (own := part.own_experts(name)) is not None:
@@ -89,9 +89,9 @@ def _taken(stored: Any, name: str, part: RankTensors, expert_width: int) -> torc
 
 
 def _is_turned(name: str, shape: tuple[int, ...], width: int) -> bool:
-    """Whether stacked experts, of `width` features outside, have their inputs before their outputs.
+    """Whether stacked experts, with `width` outer features, are stored transposed: inputs before outputs.
 
-    Where both are equal it cannot be seen; then they are taken as they are, as transformers does.
+    If both dimensions are equal, this is undecidable; then they are read unchanged, as transformers does.
     """
     found = FUSED_EXPERTS.search(name)
     if found is None or len(shape) != 3:
@@ -101,7 +101,7 @@ def _is_turned(name: str, shape: tuple[int, ...], width: int) -> bool:
 
 
 def take(stored: object, cut: WeightCut) -> torch.Tensor:
-    """Reads a cut of `stored`, a slice of safetensors: indexing it reads."""
+    """Reads a cut of `stored`, a slice of safetensors, which reads when it is indexed."""
     if cut.pieces is None:
         whole: torch.Tensor = stored[:]  # type: ignore[index]
         whole = whole.contiguous()

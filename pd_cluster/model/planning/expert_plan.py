@@ -1,4 +1,4 @@
-"""Plans which experts of a model a rank has, before any weight is read, and refuses what does not go with that."""
+"""Plans, before any weight is read, which experts a rank has; refuses settings that do not combine with that."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from pd_cluster.settings.engine_config import PROMPT_GRAPHS, EngineConfig
 def share_of(
     config: EngineConfig, checkpoint: Checkpoint, group: Group, device: Device, unit: ExpertUnit | None
 ) -> ExpertShare | None:
-    """Returns this rank's share of the experts; None: it has all of them, or a part of each. Raises ConfigError.
+    """Returns this rank's share of the experts; None: it has all experts, or a slice of each. Raises ConfigError.
 
-    `unit`: this rank's end of the exchange among the instances of a unit.
+    `unit`: this rank's end of the exchange between the instances of a unit.
     """
     num_experts, num_members = num_experts_of(checkpoint.config), config.data_parallel_size
     if config.enable_expert_parallel and not num_experts:
         raise ConfigError(
-            f"{called('enable_expert_parallel')}: {checkpoint.path} ({checkpoint.model_type}) has no experts; leave it "
-            f"out"
+            f"{called('enable_expert_parallel')}: {checkpoint.path} ({checkpoint.model_type}) has no experts; remove it"
         )
     size = num_members * group.size
     if not num_experts or size == 1 or not (config.enable_expert_parallel or num_members > 1):
@@ -32,12 +31,12 @@ def share_of(
     flag = _flag(config)
     if num_members > 1 and device.is_accelerator and (why := why_none(device.dist_backend, device)):
         raise ConfigError(
-            f"{flag}: {why}, over which instances exchange the rows of experts; leave it out, and give "
+            f"{flag}: {why}, which instances need to exchange the rows of experts; remove it, and give "
             f"{called('enable_expert_parallel')} with a larger {called('tensor_parallel_size')} to spread the experts "
             f"of one instance"
         )
     if num_members > 1 and unit is None:
-        raise ConfigError(f"{flag}: the instances of a unit exchange rows, and this process is alone; give 1")
+        raise ConfigError(f"{flag}: the instances of a unit exchange rows, but this process runs alone; give 1")
     if why := _why_not(config, checkpoint):
         raise ConfigError(f"{flag}: {why}")
     exchange = unit if num_members > 1 else None
@@ -52,18 +51,20 @@ def _flag(config: EngineConfig) -> str:
 
 
 def _why_not(config: EngineConfig, checkpoint: Checkpoint) -> str:
-    """Returns what does not go together with experts that are spread over ranks, and the way out; "" if nothing."""
+    """Returns the setting that does not combine with experts spread over ranks, and the way out; "" if none."""
     if config.adapters.enable_lora:
         name = called("enable_lora")
-        return f"{name}: adapters are not placed beside experts that are spread over ranks; leave one of the two out"
+        return f"{name}: adapters do not support experts that are spread over ranks; remove one of the two"
     if (method := config.speculation.with_weights) is not None:
         name = called("speculative_config")
-        return f"{name}: method {method}: weights that draft are not computed in step with mates; give ngram or suffix"
+        return (
+            f"{name}: method {method}: draft models and heads do not run in a unit of instances; give ngram or suffix"
+        )
     if config.data_parallel_size > 1 and PROMPT_GRAPHS in config.cuda_speedups:
-        return f"{called('cuda_speedups')} {PROMPT_GRAPHS}: no graph has steps that exchange rows; leave it out"
+        return f"{called('cuda_speedups')} {PROMPT_GRAPHS}: steps that exchange rows cannot be graphs; remove it"
     if checkpoint.is_unproven:
         kind = checkpoint.model_type
-        return f"{called('try_unlisted')}: no proof would see that experts of {kind} are spread wrongly; leave it out"
+        return f"{called('try_unlisted')}: no check would detect that experts of {kind} are spread wrongly; remove it"
     if checkpoint.part_of == WHOLE_TYPE:
-        return f"{checkpoint.path}: {WHOLE_TYPE} has experts of pictures, which are not spread; leave it out"
+        return f"{checkpoint.path}: {WHOLE_TYPE} has vision experts, which cannot be spread over ranks; remove it"
     return ""

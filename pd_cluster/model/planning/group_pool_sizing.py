@@ -1,7 +1,8 @@
-"""Splits the memory for KV caches over the pools of several groups of layers. Knows no tensors.
+"""Splits the memory for KV caches among the pools of several groups of layers. Knows no tensors.
 
-A group of windows has blocks for what all sequences see, for one step's tokens, and a quarter of both for the cache. A
-group of states has one for each sequence, and checkpoints. The group of all tokens gets the rest.
+The group of sliding windows has blocks for the windows of all sequences, for the tokens of one step, and a quarter more
+for the prefix cache. The group of states has one state per sequence, and checkpoints. The group that holds all tokens
+gets the rest.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from pd_cluster.settings.engine_config import DEFAULT_NUM_SEQS, EngineConfig
 
 log = logging.getLogger(__name__)
 
-STATES_SHARE = 4  # checkpoints get one part in so many
-WINDOWS_CACHED = 4  # a block for the cache for so many others
+STATES_SHARE = 4  # checkpoints get one part in 4
+WINDOWS_CACHED = 4  # one cached block per 4 blocks in use
 
 
 class GroupSizes(NamedTuple):
-    """Blocks of each group's pool and of its swap space.
+    """The number of blocks in each group's pool and in its swap space.
 
-    A pool of states has them for `max_num_seqs` sequences and for `num_checkpoints`.
+    The pool of states has `max_num_seqs` blocks for running sequences and `num_checkpoints` for checkpoints.
     """
 
     nums_blocks: tuple[int, ...]
@@ -45,9 +46,9 @@ class GroupSizes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupNeeds:
-    """Tells what a model's groups, whose layouts these are, must hold at least and at best.
+    """Computes how much memory the groups with these layouts need at least and can use at most.
 
-    `left`: the bytes that an accelerator has left for pools, and the flag that they follow from; None: the pools are in
+    `left`: the bytes left for pools on an accelerator, and the setting that determines them; None: the pools are in
     host memory.
     """
 
@@ -59,7 +60,7 @@ class GroupNeeds:
 
     @property
     def window(self) -> KVLayout | None:
-        """Returns the layout of the windows that have a group of their own."""
+        """Returns the layout of the sliding windows that have their own group."""
         return next((layout for layout in self.layouts[1:] if layout.window), None)
 
     @property
@@ -72,16 +73,18 @@ class GroupNeeds:
 
     @property
     def per_request(self) -> int:
-        """Counts blocks of the longest request where all tokens are held."""
+        """Counts the blocks of the longest request in the group that holds all tokens."""
         return self.layouts[0].num_blocks_for(self.max_model_len)
 
     @property
     def token_nbytes(self) -> int:
-        """Returns the bytes that one more block of all tokens takes where windows hold all, too."""
+        """Returns the bytes that one more block of tokens takes in the groups of tokens, while no window drops any."""
         return self.layouts[0].block_nbytes + (0 if self.window is None else self.window.block_nbytes)
 
     def num_window_blocks(self, num_seqs: int) -> int:
-        """Counts the blocks of windows that so many sequences can use; a prompt that is handed over has all its own."""
+        """Counts the window blocks that `num_seqs` sequences can use, at least those of one whole prompt for a
+        handover.
+        """
         if (layout := self.window) is None:
             return 0
         held = num_seqs * (layout.num_blocks_for(layout.window - 1) + 1)
@@ -89,7 +92,7 @@ class GroupNeeds:
         return max(held + held // WINDOWS_CACHED, self.per_request)
 
     def nbytes_of(self, num_blocks: int, num_seqs: int) -> int:
-        """Counts the bytes of all groups of tokens, if the first one has so many blocks."""
+        """Counts the bytes of all groups of tokens if the first group has `num_blocks` blocks."""
         window = 0 if self.window is None else self.window.block_nbytes
         return num_blocks * self.layouts[0].block_nbytes + window * min(num_blocks, self.num_window_blocks(num_seqs))
 
@@ -103,26 +106,26 @@ class GroupNeeds:
 
     @property
     def keeps_states(self) -> bool:
-        """Whether there are checkpoints."""
+        """Whether the pool keeps checkpoints of states."""
         config = self.config
         return self.state is not None and config.enable_prefix_caching and config.mamba_cache_mode != "none"
 
     @property
     def is_default(self) -> bool:
-        """Whether fewer sequences may be served than the settings say."""
+        """Whether the number of sequences is the default, so that fewer may be served."""
         return self.config.max_num_seqs == DEFAULT_NUM_SEQS
 
     def share_of(self, free: host.HostMemory, share: float) -> int:
-        """Returns the bytes of all pools together at most, if this share of host memory is for them."""
+        """Returns the largest total of all pools in bytes, if they get this share of host memory."""
         return self.left[0] if self.left is not None else host_share(free, share, self.config.num_local_ranks)
 
     def check(self, nbytes: int, free: host.HostMemory, flag: str) -> None:
-        """Raises ConfigError if pools of so many bytes do not fit host memory; those of accelerators are tried."""
+        """Raises ConfigError if pools of `nbytes` do not fit host memory; an accelerator finds out by allocating."""
         if self.left is None:
             check_fits(nbytes, free, self.config.num_local_ranks, flag)
 
     def num_checkpoints(self, nbytes: int) -> int:
-        """Counts states that are kept for later requests, of pools of so many bytes together. Raises ConfigError."""
+        """Counts the checkpoints of states in pools of `nbytes` in total. Raises ConfigError."""
         if not self.keeps_states:
             return 0
         if (given := self.config.state_cache_gib) is None:
@@ -138,7 +141,8 @@ class GroupNeeds:
 def group_sizes(needs: GroupNeeds) -> GroupSizes:
     """Returns the sizes of several groups. Raises ConfigError unless one request of max_model_len fits.
 
-    Fewer sequences are served than by default where memory is short of states; other numbers of them must fit.
+    If max_num_seqs is the default and memory cannot hold as many states, fewer sequences are served; a configured
+    number must fit.
     """
     config, free = needs.config, host.memory()
     nbytes, flag = _budget(needs, free)
@@ -168,7 +172,7 @@ def group_sizes(needs: GroupNeeds) -> GroupSizes:
 
 
 def _num_seqs(needs: GroupNeeds, nbytes: int, flag: str) -> int:
-    """Returns how many sequences are served, if their states have so many bytes. Raises ConfigError."""
+    """Returns how many sequences are served if their states get `nbytes`. Raises ConfigError."""
     wanted = needs.config.max_num_seqs
     if needs.state is None:
         return wanted
@@ -185,7 +189,7 @@ def _num_seqs(needs: GroupNeeds, nbytes: int, flag: str) -> int:
 
 
 def _budget(needs: GroupNeeds, free: host.HostMemory) -> tuple[int, str]:
-    """Returns the bytes of all pools together, and the flag that they follow from."""
+    """Returns the bytes of all pools together, and the setting that determines them."""
     config = needs.config
     if config.num_blocks is not None:
         most = needs.share_of(free, DEFAULT_SHARE if needs.is_default else 1.0)
@@ -208,7 +212,7 @@ def _budget(needs: GroupNeeds, free: host.HostMemory) -> tuple[int, str]:
 
 
 def _with_checkpoints(needs: GroupNeeds, nbytes: int) -> int:
-    """Returns the bytes of pools that hold so many, and checkpoints."""
+    """Returns `nbytes` plus the bytes of the checkpoints that belong to pools of this size."""
     if not needs.keeps_states:
         return nbytes
     if needs.config.state_cache_gib is not None:
@@ -217,7 +221,7 @@ def _with_checkpoints(needs: GroupNeeds, nbytes: int) -> int:
 
 
 def _sizes(needs: GroupNeeds, num_blocks: int, num_seqs: int, num_checkpoints: int) -> GroupSizes:
-    """Returns the sizes of all groups, with each one's part of the swap space, and logs them."""
+    """Returns the sizes of all groups, each with its part of the swap space, and logs them."""
     found, held = [num_blocks], [num_blocks]
     if needs.window is not None:
         found.append(min(num_blocks, needs.num_window_blocks(num_seqs)))
@@ -232,7 +236,7 @@ def _sizes(needs: GroupNeeds, num_blocks: int, num_seqs: int, num_checkpoints: i
     log.info(
         "KV pools: %d tokens%s%s",
         num_blocks * size,
-        "" if needs.window is None else f", {found[1] * size} of them where windows of {needs.window.window} are seen",
+        "" if needs.window is None else f", {found[1] * size} of them in layers with windows of {needs.window.window}",
         ""
         if needs.state is None
         else f", {num_seqs} sequences at once and {num_checkpoints} checkpoints, with states of "

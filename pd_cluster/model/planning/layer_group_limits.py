@@ -1,4 +1,6 @@
-"""Refuses settings that do not go together with several groups of layers by name, or leaves windows whole."""
+"""Refuses, by name, settings that do not combine with several groups of layers, and decides whether windows are
+split.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from pd_cluster.model.planning.load_plan import LoadPlan
 
 
 def splits_windows(plan: LoadPlan) -> bool:
-    """Whether layers that see a window may have a group of their own, if others see everything.
+    """Whether sliding-window layers may have their own group if other layers attend to all tokens.
 
-    Kernels of accelerators, lower tiers, draft models' twins and prefix tuning know one pool.
+    Kernels of accelerators, lower tiers, the twin blocks of draft models and prefix tuning support one pool only.
     """
     config = plan.config
     is_plain = not (config.kv_host_cache_gib or config.adapters.enable_prompt_adapter or plan.checkpoint.is_unproven)
@@ -19,34 +21,43 @@ def splits_windows(plan: LoadPlan) -> bool:
 
 
 def check_states(plan: LoadPlan, is_fused: bool) -> None:
-    """Raises ConfigError for settings that do not go together with a model whose layers keep states.
+    """Raises ConfigError for settings that do not combine with a model whose layers keep states.
 
-    `is_fused`: kernels compute its layers, not transformers' modules.
+    `is_fused`: this package's kernels compute its layers, not transformers' modules.
     """
     for setting, why in _refused(plan, is_fused):
         raise ConfigError(f"{setting}: {plan.checkpoint.model_type} keeps states, {why}")
 
 
 def _refused(plan: LoadPlan, is_fused: bool) -> Iterator[tuple[str, str]]:
-    """Yields each setting that is refused, with its value, and why."""
+    """Yields each refused setting with its value, and the reason."""
     config, adapters = plan.config, plan.config.adapters
     if plan.device.is_accelerator and not is_fused:
         backend = f"{called('attention_backend')} {config.attention_backend}"
-        yield f"{called('device')} {plan.device.kind}", f"for which it has no kernels here, with {backend}; use cpu"
+        yield (
+            f"{called('device')} {plan.device.kind}",
+            f"but {backend} has no kernels for states on this device; use cpu",
+        )
     if config.kv_host_cache_gib:
-        yield f"{called('kv_host_cache')} {config.kv_host_cache_gib:g}", "which no lower tier holds; leave it out"
+        yield (
+            f"{called('kv_host_cache')} {config.kv_host_cache_gib:g}",
+            "which lower tiers cannot hold; remove the setting",
+        )
     if config.speculation.methods:
         methods = ", ".join(config.speculation.methods)
-        yield f"{called('speculative_config')}: {methods}", "which wrong drafts would change; leave it out"
+        yield f"{called('speculative_config')}: {methods}", "which wrong drafts would change; remove the setting"
     if adapters.enable_prompt_adapter:
-        yield called("enable_prompt_adapter"), "which no prompt adapter gives; leave it out"
+        yield called("enable_prompt_adapter"), "which prompt adapters do not supply; remove the setting"
     if adapters.enable_lora:
-        yield called("enable_lora"), "whose layers are computed without adapters; leave it out"
+        yield called("enable_lora"), "and such layers cannot have adapters; remove the setting"
     if plan.checkpoint.is_unproven:
-        yield f"{called('try_unlisted')} {plan.checkpoint.model_type}", "and only listed types with them are served"
+        yield (
+            f"{called('try_unlisted')} {plan.checkpoint.model_type}",
+            "and unlisted types with states are not supported",
+        )
     keeps = config.enable_prefix_caching and config.mamba_cache_mode == "align"
     if keeps and config.mamba_block_size is not None and config.mamba_block_size % plan.block_size:
         yield (
             f"{called('mamba_block_size')} {config.mamba_block_size}",
-            f"which end with blocks: give a multiple of {called('block_size')} {plan.block_size}",
+            f"which are saved at the ends of blocks: give a multiple of {called('block_size')} {plan.block_size}",
         )

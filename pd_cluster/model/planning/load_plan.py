@@ -1,4 +1,4 @@
-"""The plan of a runner: everything about it that is known before any weight is read."""
+"""The plan of a runner: everything that is known about it before any weight is read."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ from pd_cluster.settings.lora_settings import AdapterSettings
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The settings with their defaults, for one checkpoint on one device. `group`: the ranks that share the model."""
+    """The settings with defaults filled in, for one checkpoint on one device. `group`: the ranks that share the
+    model.
+    """
 
     config: EngineConfig
     checkpoint: Checkpoint
@@ -32,14 +34,14 @@ class LoadPlan:
     speedups: tuple[str, ...]
     max_model_len: int
     max_num_batched_tokens: int
-    experts: ExpertShare | None = None  # None: this rank has all experts, or a part of each
-    draft: LoadPlan | None = None  # of the model that drafts for this one; see draft_plan.py
+    experts: ExpertShare | None = None  # None: this rank has all experts, or a slice of each
+    draft: LoadPlan | None = None  # plan of this model's draft model; see draft_plan.py
 
     @classmethod
     def of(cls, config: EngineConfig, group: Group, device: Device, unit: ExpertUnit | None = None) -> LoadPlan:
-        """All ranks of the group call this at the same time. Raises ConfigError, ModelError.
+        """Makes the plan; all ranks of the group call this at the same time. Raises ConfigError, ModelError.
 
-        `unit`: as `share_of` has it.
+        `unit`: see `share_of`.
         """
         assert group.size == config.tensor_parallel_size
         block_size = config.block_size or default_block_size(device)
@@ -80,8 +82,8 @@ class LoadPlan:
 
     @property
     def goes_ahead(self) -> bool:
-        """Whether steps are launched from tokens that the host does not know; a host as the device gains nothing."""
-        if self.exchanges_rows:  # members agree on each step before it is launched
+        """Whether steps are launched with tokens that the host does not know yet; on CPUs this would gain nothing."""
+        if self.exchanges_rows:  # members of the unit agree on each step before its launch
             return False
         spreads = self.device.traits.spreads_tokens or self.config.npu_tp_graphs
         return self.device.is_accelerator and (self.is_alone or spreads)
@@ -93,7 +95,7 @@ class LoadPlan:
 
 
 def check_adapters(adapters: AdapterSettings, device: Device) -> None:
-    """Raises ConfigError for adapters that this kind of device does not compute."""
+    """Raises ConfigError for adapters that this kind of device does not support."""
     if adapters.enable_prompt_adapter and not device.traits.takes_prompt_adapters:
         name = called("enable_prompt_adapter")
-        raise ConfigError(f"{name}: prompt adapters are computed on CPUs and CUDA only; give {called('device')} cpu")
+        raise ConfigError(f"{name}: prompt adapters run on CPUs and CUDA only; give {called('device')} cpu")

@@ -1,7 +1,7 @@
-"""Counts what a model needs of a device: weights, operations and the KV cache of a token. Reads no weight.
+"""Counts what a model needs of a device: weights, operations, and KV cache per token. Reads no weight.
 
-The model is built without numbers, on torch's meta device, and declares its cache there as a loaded one does. Its files
-are read only for the sizes of quantized weights, from their headers, so a folder with config.json alone is enough.
+The model is built without values, on torch's meta device, and declares its cache there as a loaded model does. Its
+files are read only for the sizes of quantized weights, from their headers, so a folder with only config.json suffices.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from pd_cluster.kv.kv_layout import DTYPE_NBYTES, KVLayout
 if TYPE_CHECKING:
     import torch
 
-FLOPS_PER_WEIGHT = 2  # of a token: a product and a sum
+FLOPS_PER_WEIGHT = 2  # per token: one multiplication and one addition
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")
 SIXTEEN_BITS = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelNeeds:
-    """A whole model's sizes. `layouts`: of its groups of layers, the first one that of all tokens, undivided."""
+    """A whole model's sizes. `layouts`: those of its groups of layers, for all ranks; the first holds all tokens."""
 
     name: str
     dtype: str
     weights_nbytes: int  # in memory
-    read_nbytes: int  # of them, by a step of many sequences: all experts, but no table of embeddings
-    num_active_weights: int  # that a token is multiplied with: its experts alone
-    pair_flops: int  # of one token that attends to another, all layers
+    read_nbytes: int  # read by a step of many sequences: all experts, but no embedding table
+    num_active_weights: int  # multiplied for each token: only its own experts
+    pair_flops: int  # for one token attending to another, in all layers
     num_layers: int
     num_heads: int
     hidden_size: int
-    widest: int  # numbers of a token between two products of a layer
+    widest: int  # values per token at the widest point of a layer
     vocab_size: int
     max_model_len: int
     layouts: tuple[KVLayout, ...]
 
     @property
     def token_flops(self) -> int:
-        """Counts the operations of a token, those of attention apart."""
+        """Counts the operations per token, without attention."""
         return FLOPS_PER_WEIGHT * self.num_active_weights
 
     def why_not_split(self, tp_size: int) -> str:
-        """Returns why so many ranks cannot share the model; "" if they can."""
+        """Returns why the model cannot be split over `tp_size` ranks; "" if it can."""
         if self.num_heads % tp_size:
             return f"{self.num_heads} attention heads cannot be divided among {tp_size} ranks"
         if not all(each.can_split(tp_size) for each in self.layouts if not each.holds.is_state):
@@ -59,7 +59,7 @@ class ModelNeeds:
 
 
 def model_needs(model: str) -> ModelNeeds:
-    """Counts the needs of a folder or a hub's model, whose weights are not fetched. Raises ModelError."""
+    """Counts the needs of a model in a folder or on the hub, without fetching its weights. Raises ModelError."""
     import torch
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
@@ -99,37 +99,41 @@ def model_needs(model: str) -> ModelNeeds:
 
 
 def _checkpoint(path: Path) -> Checkpoint:
-    """Opens a whole folder, or one whose weights are not there. Raises ModelError."""
+    """Opens a checkpoint with or without its weights. Raises ModelError."""
     if any(path.glob("*.safetensors")):
         return Checkpoint.open(str(path))
     file = path / "config.json"
     config = read_json(file)
     if (model_type := config.get("model_type")) not in SUPPORTED_MODEL_TYPES:
         raise ModelError(
-            f"{file}: model_type {model_type!r}: without weights, only types of docs/models.md are planned"
+            f"{file}: model_type {model_type!r}: without weights, only the types in docs/models.md can be planned"
         )
     if found := next((name for name in QUANTIZERS_FIELDS if config.get(name)), ""):
-        raise ModelError(f"{file}: {found}: only their files tell the size of quantized weights; give a whole folder")
+        raise ModelError(
+            f"{file}: {found}: the size of quantized weights is known from their files only; give a complete folder"
+        )
     return Checkpoint(path, config, {}, "", None)
 
 
 def _dtype(checkpoint: Checkpoint) -> str:
-    """Returns that of an accelerator's weights and pools, in 16 bits where the files have more."""
+    """Returns the dtype of weights and pools on an accelerator: 16 bits if the files have more."""
     found = str(checkpoint.config.get("dtype") or checkpoint.config.get("torch_dtype") or "")
     return found if found in SIXTEEN_BITS else "bfloat16"
 
 
 def _weight_nbytes(checkpoint: Checkpoint, num_weights: int, dtype: str) -> float:
-    """Returns the bytes of a weight in memory, on average."""
+    """Returns the average bytes per weight in memory."""
     if checkpoint.quantization is None:
         return DTYPE_NBYTES[dtype]
     if found := weights_nbytes(checkpoint.path):
         return found / num_weights
-    raise ModelError(f"{checkpoint.path}: no *.safetensors file; {called('model')} needs those of quantized weights")
+    raise ModelError(
+        f"{checkpoint.path}: no *.safetensors file; {called('model')} needs the files of quantized weights"
+    )
 
 
 def _counts(model: torch.nn.Module, config: Any) -> tuple[int, int, int]:
-    """Counts all weights, those that are looked up and never multiplied, and those of experts that a token skips."""
+    """Counts all weights, those that are only looked up, and those of experts that a token does not use."""
     import torch
 
     num_experts, per_token = num_experts_of(config.to_dict()), _experts_per_token(config)
@@ -150,9 +154,9 @@ def _experts_per_token(config: Any) -> int:
 
 
 def _pair_flops(config: Any, layouts: tuple[KVLayout, ...]) -> int:
-    """Counts the products of a query with a key and of a weight with a value, of all heads in all layers.
+    """Counts the operations of a query times a key and of a weight times a value, over all heads and layers.
 
-    Latent attention is counted with keys and values of every head, as prompts compute it.
+    Latent attention is counted with keys and values of every head, as prefill computes it.
     """
     found = 0
     for layout in layouts:

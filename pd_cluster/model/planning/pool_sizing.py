@@ -1,4 +1,6 @@
-"""Determines a step's tokens and the blocks of the KV pool and the swap space: as configured, or by the memory."""
+"""Determines the tokens per step and the number of blocks in the KV pool and the swap space, from settings or
+memory.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,18 @@ log = logging.getLogger(__name__)
 
 STEP_TOKENS, LARGE_STEP_TOKENS = 2048, 8192  # defaults; the help text of the setting names them
 DEFAULT_KV_CACHE_NBYTES = 1 << 30
-DEFAULT_SHARE = 0.5  # of a host's free memory, for the pools of all its ranks; the rest is for steps and other programs
+DEFAULT_SHARE = 0.5  # of a host's free memory for the pools of all its ranks; steps and other programs use the rest
 GIB = 1 << 30
-DEFAULT_UTILIZATION = 0.9  # of an accelerator
-UNSEEN_NBYTES = 1 << 30  # of an accelerator: the driver's context, libraries' workspaces, graphs
+DEFAULT_UTILIZATION = 0.9  # of an accelerator's memory
+UNSEEN_NBYTES = 1 << 30  # on an accelerator: the driver's context, library workspaces, graphs
 
 
 def num_step_tokens(config: EngineConfig, device: Device) -> int:
-    """Returns the most tokens of a step; the default follows from the device's kind and its memory."""
+    """Returns the largest number of tokens per step; the default depends on the device's kind and memory."""
     if config.max_num_batched_tokens is not None:
         return config.max_num_batched_tokens
     found = default_step_tokens(device)
-    log.info("steps of at most %d tokens, the default for %s", found, device.torch_name)
+    log.info("a step has at most %d tokens, the default for %s", found, device.torch_name)
     return found
 
 
@@ -45,10 +47,11 @@ def num_pool_blocks(
     peak_nbytes: int = 0,
     twin_nbytes: int = 0,
 ) -> int:
-    """Returns the pool's blocks, once the weights are loaded. Raises ConfigError unless one of max_model_len fits.
+    """Returns the number of blocks in the pool, after the weights are loaded. Raises ConfigError if max_model_len does
+    not fit.
 
-    `peak_nbytes`: the memory that the weights and the largest step take on an accelerator. `twin_nbytes`: of a block's
-    twin for the draft model, which is in the same memory.
+    `peak_nbytes`: the memory that weights and the largest step take on an accelerator. `twin_nbytes`: the size of a
+    block's twin for the draft model, in the same memory.
     """
     block_nbytes = layout.block_nbytes + twin_nbytes
     per_request = layout.num_blocks_for(max_model_len)
@@ -83,17 +86,17 @@ def num_pool_blocks(
 
 
 def host_share(free: host.HostMemory, share: float, num_ranks: int) -> int:
-    """Returns the bytes of a rank's pool, of `num_ranks` that share a host's memory and start in any order.
+    """Returns the bytes of a rank's pool if `num_ranks` ranks share a host's memory and start in any order.
 
-    Others may have loaded nothing yet, and then take as much as this rank has taken by now. A pool takes its memory as
-    it is used, so what is free now does not tell who has a pool already: each takes its equal part.
+    Other ranks may have loaded nothing yet; they will take as much as this rank has taken so far. A pool takes memory
+    only as it is used, so the free memory does not show which ranks have a pool: each rank takes an equal part.
     """
     others_nbytes = (max(1, num_ranks) - 1) * host.own_nbytes()
     return int(max(0, free.available - others_nbytes) * share) // max(1, num_ranks)
 
 
 def check_fits(nbytes: int, free: host.HostMemory, num_ranks: int, flag: str) -> None:
-    """Raises ConfigError if pools of this size cannot be: this one by what is free, all of the host by its limit."""
+    """Raises ConfigError if this pool exceeds the free memory, or the pools of all ranks exceed the host's limit."""
     if nbytes > free.available or nbytes * max(1, num_ranks) > free.limit:
         ranks = f", of {num_ranks} ranks" * (num_ranks > 1)
         raise ConfigError(
@@ -102,13 +105,13 @@ def check_fits(nbytes: int, free: host.HostMemory, num_ranks: int, flag: str) ->
 
 
 def shared(free: host.HostMemory, config: EngineConfig) -> str:
-    """Says how much memory the ranks of a host share."""
+    """Says how much free memory the ranks of a host share."""
     ranks = f", for {config.num_local_ranks} ranks" if config.num_local_ranks > 1 else ""
     return f"{free} are free{ranks}"
 
 
 def _within_indices(num_blocks: int, layout: KVLayout, device: Device, is_asked_for: bool) -> int:
-    """Limits the pool for NPUs, which index the numbers of one layer's keys in 32 bits."""
+    """Limits the pool on NPUs, which index the values of one layer's keys with 32 bits."""
     traits = device.traits
     if not traits.most_plane_numel:
         return num_blocks
@@ -122,7 +125,7 @@ def _within_indices(num_blocks: int, layout: KVLayout, device: Device, is_asked_
 
 
 def left_on(device: Device, config: EngineConfig, peak_nbytes: int) -> tuple[int, str]:
-    """Returns this process's share of an accelerator, less its other needs, and no more than is free; and its flag."""
+    """Returns this process's share of an accelerator less its other needs, limited to free memory; and its setting."""
     share = config.gpu_memory_utilization or DEFAULT_UTILIZATION
     of_a_step = max(0, peak_nbytes - reserved_nbytes(device))
     known = memory(device)
@@ -132,14 +135,16 @@ def left_on(device: Device, config: EngineConfig, peak_nbytes: int) -> tuple[int
 
 
 def check_offload(wanted_gib: float, device: Device) -> None:
-    """Checks the wish for weights in host memory, where a CPU has them anyway. Raises ConfigError on accelerators."""
+    """Checks the setting for weights in host memory, which changes nothing on CPUs. Raises ConfigError on
+    accelerators.
+    """
     name = called("cpu_offload_gb")
     if device.is_accelerator:
         raise ConfigError(
-            f"{name} {wanted_gib:g}: weights stay on the device; leave it out, and give more devices "
+            f"{name} {wanted_gib:g}: weights stay on the device; remove it, and give more devices "
             f"({called('tensor_parallel_size')}) or fewer bits ({called('quantization')})"
         )
-    log.warning("%s %g changes nothing: on a CPU all weights are in host memory", told(name), wanted_gib)
+    log.warning("%s %g changes nothing: on CPUs all weights are in host memory", told(name), wanted_gib)
 
 
 def num_host_cache_blocks(config: EngineConfig, layout: KVLayout) -> int:
@@ -147,7 +152,7 @@ def num_host_cache_blocks(config: EngineConfig, layout: KVLayout) -> int:
 
 
 def num_swap_blocks(config: EngineConfig, layout: KVLayout, share: float = 1.0) -> int:
-    """Returns the swap space's blocks of this layout, which have this share of its bytes."""
+    """Returns the number of swap blocks with this layout, which get `share` of the swap space."""
     if config.preemption_mode != "swap":
         return 0
     return int(config.swap_space_gib * GIB / max(1, config.num_local_ranks) * share) // layout.block_nbytes

@@ -1,1 +1,1 @@
-"""Makes quantized model folders out of plain ones."""
+"""Makes quantized model folders from unquantized ones."""

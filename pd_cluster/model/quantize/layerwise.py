@@ -1,4 +1,4 @@
-"""A model of which one layer at a time is in memory, for what happens layer by layer."""
+"""A model with one layer in memory at a time, for layer-by-layer processing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pd_cluster.model.loading.transformers_modules import config_of
 from pd_cluster.model.weights.stored_tensors import opened
 
 LAYERS = "model.layers"
-Hidden = list[torch.Tensor]  # [1, num_tokens, hidden_size] of each sample
+Hidden = list[torch.Tensor]  # [1, num_tokens, hidden_size] for each sample
 
 
 class FolderTensors:
-    """The tensors of a folder by their names. Used as a context."""
+    """The tensors of a folder by name; a context manager."""
 
     def __init__(self, folder: WeightFolder) -> None:
         self._folder = folder
@@ -55,7 +55,7 @@ class FolderTensors:
 
 
 class _Recorder(torch.nn.Module):
-    """In place of a layer: keeps what it is called with."""
+    """Replaces a layer and records its arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class _Recorder(torch.nn.Module):
 
 @contextmanager
 def _parameters_without_memory() -> Iterator[None]:
-    """Puts parameters that modules register on the meta device; buffers, which are in no file, keep their numbers."""
+    """Puts parameters that modules register on the meta device; buffers, which no file has, keep their values."""
     register = torch.nn.Module.register_parameter
 
     def without_memory(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
@@ -89,7 +89,7 @@ def _put(module: torch.nn.Module, path: str, tensor: torch.Tensor) -> None:
 
 
 class Layerwise:
-    """transformers' model without memory, but for embeddings and what runs before the layers; in float32 on the CPU.
+    """transformers' model without memory, except for embeddings and modules before the layers; in float32 on the CPU.
 
     Raises ModelError for architectures whose layers are not `model.layers`, or whose weights have other names in files.
     """
@@ -102,7 +102,9 @@ class Layerwise:
             self.model = architecture(config).eval()
         inner = getattr(self.model, "model", None)
         if inner is None or not hasattr(inner, "layers") or not hasattr(inner, "rotary_emb"):
-            raise ModelError(f"{checkpoint.path}: {checkpoint.model_type} takes --method rtn only, without data")
+            raise ModelError(
+                f"{checkpoint.path}: {checkpoint.model_type} only supports --method rtn, which needs no data"
+            )
         self._files, self._path = files, checkpoint.path
         self.num_layers = len(inner.layers)
         for name, module in inner.named_children():
@@ -117,7 +119,7 @@ class Layerwise:
             _put(module, name, self._files[f"{path}.{name}"].to(torch.float32))
 
     def start(self, samples: list[list[int]]) -> tuple[Hidden, list[list[dict[str, Any]]]]:
-        """Returns the layers' first input for each sample, and what each layer is called with, by layer and sample."""
+        """Returns the first layer's input for each sample, and the arguments of each layer, by layer and sample."""
         inner: Any = self.model.model
         layers, inner.layers = inner.layers, torch.nn.ModuleList(_Recorder() for _ in range(self.num_layers))
         hidden: Hidden = []

@@ -1,4 +1,4 @@
-"""Quantizes a model folder layer by layer into another one, as compressed-tensors. An interrupted job is resumed."""
+"""Quantizes a model folder layer by layer into another, as compressed-tensors. An interrupted job can be resumed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from pd_cluster.model.weights.layer_tensors import FP8
 from pd_cluster.model.weights.quantized_formats import decoded
 from pd_cluster.model.weights.weight_forms import form_of
 
-PARTIAL = ".partial"  # the folder of an unfinished job, in the output folder
+PARTIAL = ".partial"  # the folder of an unfinished job, within the output folder
 STATE = "job.json"
 CHUNK_NBYTES = 1 << 22
 LAYER = re.compile(r"(?P<layer>(?:.*\.)?layers\.(?P<index>\d+))\.(?P<name>.+)\.(?P<part>\w+)$")
@@ -40,7 +40,7 @@ NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", INDEX)
 
 @dataclass(frozen=True, slots=True)
 class QuantizeJob:
-    """`samples`: token ids to calibrate with; none are needed by rounding to nearest ("rtn")."""
+    """`samples`: token ids for calibration; rounding to nearest ("rtn") needs none."""
 
     model: Path
     out: Path
@@ -50,19 +50,21 @@ class QuantizeJob:
 
     @property
     def digest(self) -> str:
-        """Identifies the model, what is done with it, and the data."""
+        """Identifies the model, the settings and the data."""
         what = [Checkpoint.open(str(self.model)).identity, self.scheme.name, self.method, self.samples]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     @torch.no_grad()
     def run(self, progress: Callable[[int, int], None] = lambda done, total: None) -> int:
-        """Returns the number of quantized layers. `progress`: layers of the model that are done, and all.
+        """Returns the number of quantized layers. `progress` receives the finished and total layers of the model.
 
         Raises ConfigError for an output folder with other contents, ModelError for a model that cannot be quantized.
         """
         checkpoint = Checkpoint.open(str(self.model))
         if checkpoint.quantization is not None:
-            raise ModelError(f"{checkpoint.quantization.place}: the model is quantized already; give its plain folder")
+            raise ModelError(
+                f"{checkpoint.quantization.place}: the model is already quantized; give the unquantized folder"
+            )
         partial = self._partial()
         with FolderTensors(checkpoint.weights) as files:
             layers: dict[int, list[str]] = defaultdict(list)
@@ -98,11 +100,13 @@ class QuantizeJob:
     def _partial(self) -> Path:
         partial = self.out / PARTIAL
         if self.out.exists() and not self.out.is_dir():
-            raise ConfigError(f"{self.out}: a file is there; give another folder")
+            raise ConfigError(f"{self.out}: is a file; give another folder")
         state, digest = partial / STATE, self.digest
         has_work = self.out.exists() and (any(partial.glob("*.safetensors")) or {*self.out.iterdir()} - {partial})
         if has_work and (not state.exists() or b"".join(_chunks(state)) != digest.encode()):
-            raise ConfigError(f"{self.out}: not empty, and no unfinished job like this one; give another folder")
+            raise ConfigError(
+                f"{self.out}: not empty, and not an unfinished job with the same settings; give another folder"
+            )
         with self._writing():
             partial.mkdir(parents=True, exist_ok=True)
             _free(state.with_suffix(".new")).write_text(digest, "utf-8")
@@ -122,7 +126,7 @@ class QuantizeJob:
     def _layer(self, index: int, names: list[str], files: FolderTensors, walk: _Walk | None, scheme: Scheme) -> Tensors:
         for name in names:
             if _is_quantized(name, files) and not torch.stack(files[name].aminmax()).isfinite().all():
-                raise ModelError(f"{self.model}: {name} has NaN or infinities; copy the folder or make it again")
+                raise ModelError(f"{self.model}: {name} contains NaN or infinity; copy the folder again or recreate it")
         if walk is not None:
             return walk.quantize(index, names, scheme, self.method)
         found: Tensors = {}
@@ -161,13 +165,13 @@ class QuantizeJob:
 
 
 def _free(file: Path) -> Path:
-    """Makes room for a new file: a link or a pipe that lies in its place is neither followed nor waited for."""
+    """Makes room for a new file: removes a link or pipe of this name instead of following it or waiting for it."""
     file.unlink(missing_ok=True)
     return file
 
 
 def _chunks(file: Path) -> Iterator[bytes]:
-    """Yields a file's contents. Raises ModelError, so that no fault of reading is taken for one of writing."""
+    """Yields a file's contents. Raises ModelError, so that read errors are not mistaken for write errors."""
     try:
         with file.open("rb") as source:
             while chunk := source.read(CHUNK_NBYTES):
@@ -177,11 +181,11 @@ def _chunks(file: Path) -> Iterator[bytes]:
 
 
 def _unreadable(file: Path, error: Exception) -> ModelError:
-    return ModelError(f"{file}: cannot be read: {error}; once it can, the same command continues")
+    return ModelError(f"{file}: cannot be read: {error}; the same command continues once it can be read")
 
 
 def _earlier(file: Path) -> Tensors | None:
-    """Returns a layer that an earlier run has written; None if there is none, or one that was cut short."""
+    """Returns a layer that an earlier run has written; None if it is missing or incomplete."""
     try:
         return load_file(file) if file.exists() else None
     except SafetensorError:
@@ -197,7 +201,7 @@ def _is_quantized(name: str, files: FolderTensors) -> bool:
 
 
 class _Walk:
-    """The samples on their way through the layers."""
+    """The samples' hidden states as they pass through the layers."""
 
     def __init__(self, checkpoint: Checkpoint, files: FolderTensors, samples: list[list[int]]) -> None:
         if not samples:
@@ -222,7 +226,7 @@ class _Walk:
         return {name: each.contiguous() for name, each in found.items()}
 
     def pass_by(self, index: int, tensors: Tensors) -> None:
-        """Takes the samples through a layer that an earlier run has quantized."""
+        """Passes the samples through a layer that an earlier run has quantized."""
         prefix = f"model.layers.{index}."
         modules: dict[str, Tensors] = defaultdict(dict)
         for name, tensor in tensors.items():
@@ -237,10 +241,11 @@ class _Walk:
 
 
 def _numbers(path: str, parts: Tensors) -> Tensors:
-    """Returns a module's parameters as numbers."""
+    """Returns a module's parameters, dequantized."""
     if "weight_packed" not in parts and ("weight" not in parts or parts["weight"].dtype not in (torch.int8, FP8)):
         return parts
-    is_w4a8 = "weight_packed" not in parts and parts["weight_scale"].shape[-1] > 1  # others have a scale a row
+    # Other schemes have one scale per row.
+    is_w4a8 = "weight_packed" not in parts and parts["weight_scale"].shape[-1] > 1
     read = decoded(path, parts, Quantization(COMPRESSED, path, is_w4a8=is_w4a8))
     weight = form_of(read, path).weight.of(read, torch.float32)
     return {"weight": weight.matrix()} | ({} if weight.bias is None else {"bias": weight.bias})

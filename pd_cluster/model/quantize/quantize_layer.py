@@ -1,4 +1,4 @@
-"""Quantizes the linear layers of one decoder layer, whose inputs are known."""
+"""Quantizes the linear layers of one decoder layer, given its inputs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from pd_cluster.model.quantize.quantize_schemes import Scheme, Tensors
 log = logging.getLogger(__name__)
 
 METHODS = ("rtn", "gptq", "smoothquant", "awq")
-STRENGTH = 0.5  # of SmoothQuant
-SAMPLED_ROWS = 512  # that AWQ compares
-UNCHANGED = 1e-3  # of the largest output: what moving scales may change
-# Scales move from the first to the inputs of the others, which are computed from it feature by feature.
+STRENGTH = 0.5  # the exponent of SmoothQuant
+SAMPLED_ROWS = 512  # rows that AWQ compares
+UNCHANGED = 1e-3  # relative to the largest output: the most that moving scales may change
+# Scales move from the first module to the inputs of the others, which are computed from it feature by feature.
 NORMS = (
     ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
@@ -32,7 +32,7 @@ LINEARS = (("mlp.up_proj", ("mlp.down_proj",)),)
 class InputStatistics:
     """Statistics of a linear layer's inputs. `rows`: a sample of them."""
 
-    largest: torch.Tensor | None = None  # [K], magnitudes
+    largest: torch.Tensor | None = None  # [K], largest magnitudes
     rows: list[torch.Tensor] = field(default_factory=list)
     hessian: torch.Tensor | None = None
 
@@ -65,13 +65,13 @@ def _watched(linears: dict[str, torch.nn.Linear], method: str) -> Iterator[dict[
 def quantize_layer(
     layer: torch.nn.Module, names: list[str], scheme: Scheme, method: str, hidden: Hidden, called: list[dict[str, Any]]
 ) -> dict[str, Tensors]:
-    """Returns the tensors of each named linear layer. The layer then has the numbers that they stand for.
+    """Returns the tensors of each named linear layer. The layer then has the dequantized weights.
 
-    Norms before them may have changed.
+    The norms before the linear layers may have changed.
     """
     linears = {name: layer.get_submodule(name) for name in names}
     if strangers := [name for name, each in linears.items() if not isinstance(each, torch.nn.Linear)]:
-        raise TypeError(f"{strangers[0]} is no linear layer")
+        raise TypeError(f"{strangers[0]} is not a linear layer")
     with _watched(linears, method) as inputs:  # type: ignore[arg-type]
         through(layer, hidden, called)
     if method in ("smoothquant", "awq"):
@@ -94,7 +94,7 @@ def _move_scales(
     hidden: Hidden,
     called: list[dict[str, Any]],
 ) -> None:
-    """Moves scales where the layer's output stays the same."""
+    """Moves scales if the layer's output stays the same."""
     for place, names in (*NORMS, *(LINEARS if method == "awq" else ())):
         modules: Any = dict(layer.named_modules())
         if place not in modules or any(name not in inputs for name in names):

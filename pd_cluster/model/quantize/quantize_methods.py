@@ -1,4 +1,4 @@
-"""Ways to choose codes and scales: rounding, GPTQ, and scales that move between layers (SmoothQuant, AWQ).
+"""Methods of choosing codes and scales: rounding, GPTQ, and scales that move between layers (SmoothQuant, AWQ).
 
 GPTQ: Frantar et al., 2022. SmoothQuant: Xiao et al., 2022. AWQ: Lin et al., 2023. Knows nothing of models.
 """
@@ -13,28 +13,28 @@ from pd_cluster.model.quantize.quantize_schemes import Scheme
 
 log = logging.getLogger(__name__)
 
-DAMPING = 0.01  # of the mean of the Hessian's diagonal
-COLUMNS = 128  # that GPTQ corrects together
-RATIOS = 20  # that AWQ tries
+DAMPING = 0.01  # relative to the mean of the Hessian's diagonal
+COLUMNS = 128  # corrected together by GPTQ
+RATIOS = 20  # tried by AWQ
 LEAST = 1e-4
 
 
 def round_to_nearest(weight: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns codes [N, K] and steps [N, G], as float32 numbers, of a weight [N, K]."""
+    """Returns codes [N, K] and steps [N, G] of a weight [N, K], both float32."""
     groups = weight.to(torch.float32).reshape(len(weight), -1, scheme.group_of(weight.shape[1]))
     steps = scheme.steps(groups)
     return scheme.rounded(groups, steps.unsqueeze(-1)).flatten(1), steps
 
 
 def numbers(codes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-    """Returns the weight that codes and steps stand for."""
+    """Returns the dequantized weight of codes and steps."""
     return (codes.reshape(*steps.shape, -1) * steps.unsqueeze(-1)).flatten(1)
 
 
 def gptq(weight: torch.Tensor, hessian: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounds column by column, and makes up for each error in the columns that follow.
+    """Rounds column by column, and compensates each error in the following columns.
 
-    `hessian` [K, K]: the sum of x xᵀ over the layer's inputs. Without enough inputs it rounds to nearest.
+    `hessian` [K, K]: the sum of x xᵀ over the layer's inputs. With too few inputs it rounds to nearest.
     """
     left, group = weight.to(torch.float32).clone(), scheme.group_of(weight.shape[1])
     hessian = hessian.to(torch.float64).clone()
@@ -68,7 +68,7 @@ def gptq(weight: torch.Tensor, hessian: torch.Tensor, scheme: Scheme) -> tuple[t
 
 
 def smooth_scales(inputs: torch.Tensor, weights: list[torch.Tensor], strength: float) -> torch.Tensor:
-    """Returns scales [K] that divide the inputs and multiply the weights: SmoothQuant's.
+    """Returns SmoothQuant's scales [K], which divide the inputs and multiply the weights.
 
     `inputs` [K]: each feature's largest magnitude.
     """
@@ -78,7 +78,7 @@ def smooth_scales(inputs: torch.Tensor, weights: list[torch.Tensor], strength: f
 
 
 def awq_scales(inputs: torch.Tensor, weights: list[torch.Tensor], scheme: Scheme) -> torch.Tensor:
-    """Returns scales [K] as above: of the powers of the inputs' mean magnitudes, that of the least error.
+    """Returns AWQ's scales [K]: the power of the inputs' mean magnitudes with the least error.
 
     `inputs` [rows, K]: a sample.
     """

@@ -18,9 +18,9 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """`bits` of a weight; integers unless `is_float`. `group` input features share a scale; 0: all of them.
+    """`bits` of a weight, an integer unless `is_float`. `group`: input features that share a scale; 0: all of them.
 
-    `has_activations`: activations have 8 bits, too, with a scale for each row.
+    `has_activations`: activations also become 8 bits, with one scale per row.
     """
 
     name: str
@@ -34,11 +34,11 @@ class Scheme:
         return not self.is_float and not self.has_activations
 
     def group_of(self, num_inputs: int) -> int:
-        """Returns the size of a group: at most `group`, so that all are equal."""
+        """Returns the size of a group: at most `group`, such that all groups are equal."""
         return math.gcd(num_inputs, self.group) if self.group else num_inputs
 
     def fitted(self, inputs: Iterable[int]) -> Scheme:
-        """Returns the scheme with one size of groups for layers of these input features: readers know only one."""
+        """Returns the scheme with one group size for all these numbers of inputs: readers support only one."""
         return replace(self, group=math.gcd(self.group, *inputs)) if self.group else self
 
     @property
@@ -47,12 +47,12 @@ class Scheme:
 
     @property
     def uses_all_codes(self) -> bool:
-        """Whether the least code has no opposite, so that there is one more of them."""
+        """Whether the smallest code, which has no positive counterpart, is used."""
         return self.is_packed or self.is_w4a8
 
     @property
     def most(self) -> float:
-        """The largest magnitude in steps; of integers of up to four bits, half a step beyond the largest code."""
+        """The largest magnitude in steps; for integers of up to four bits, half a step beyond the largest code."""
         if self.is_float:
             return LARGEST_FP8
         half = float(1 << self.bits - 1)
@@ -64,7 +64,7 @@ class Scheme:
         return torch.where(steps > 0, steps, 1.0)
 
     def rounded(self, weight: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
-        """Returns codes as float32 numbers, for a weight and steps that broadcast."""
+        """Returns codes, as float32, for a weight and steps that broadcast."""
         if self.is_float:
             return (weight / steps).clamp(-LARGEST_FP8, LARGEST_FP8).to(FP8).to(torch.float32)
         half = 1 << self.bits - 1
@@ -80,7 +80,7 @@ class Scheme:
         return {"weight_packed": words, "weight_scale": steps, "weight_shape": torch.tensor(codes.shape)}
 
     def config(self, ignored: list[str]) -> dict[str, Any]:
-        """Returns config.json's quantization_config. `ignored`: linear layers that stay as they are."""
+        """Returns config.json's quantization_config. `ignored`: linear layers that stay unquantized."""
         weights = {
             "num_bits": self.bits,
             "type": "float" if self.is_float else "int",
@@ -121,7 +121,7 @@ SCHEMES = {
 
 
 def packed(fields: torch.Tensor, bits: int) -> torch.Tensor:
-    """Packs unsigned fields [N, K] into int32 words [N, ceil(K * bits / 32)], the lowest bits first."""
+    """Packs unsigned fields [N, K] into int32 words [N, ceil(K * bits / 32)], lowest bits first."""
     per_word = WORD_BITS // bits
     padding = -fields.shape[1] % per_word
     fields = torch.nn.functional.pad(fields, (0, padding)).reshape(len(fields), -1, per_word)

@@ -1,7 +1,7 @@
-"""Decides whether a step of few tokens uses cores that are lent to it, by what such steps took. No clock of its own.
+"""Decides, from measured step times, whether a step of few tokens uses lent cores. The caller passes the time.
 
-Such a step reads all weights at the memory's speed, which few cores nearly reach, and each of its parts waits for all
-threads. So where other programs, or the answering of these very tokens, use the lent cores now and then, it takes
+Such a step is bound by memory bandwidth, which a few cores nearly saturate, and each of its parts waits for all
+threads. So if other programs, or the sending of the generated tokens, use the lent cores now and then, the step takes
 longer with them than without.
 """
 
@@ -9,21 +9,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-MOST_TOKENS = 64  # steps of more are bound by arithmetic, and always borrow
-GAIN = 0.9  # of the time without is what a step with lent cores may take
-NUM_TRIED = 4  # steps in a row, for each of both ways
+MOST_TOKENS = 64  # larger steps are bound by arithmetic and always borrow
+GAIN = 0.9  # a step with lent cores must take at most this part of the time without
+NUM_TRIED = 4  # successive steps, with and without lent cores
 TRIED_AGAIN_S = 20.0
-MOST_TRYING_S = 5.0  # where no step is offered cores from its beginning to its end
-WEIGHT = 0.3  # of the newest step
+MOST_TRYING_S = 5.0  # if no step is offered cores from its start to its end
+WEIGHT = 0.3  # of the newest step in the moving average
 
 
 @dataclass(slots=True)
-class _Way:
-    """Steps of about the same number of tokens, with lent cores or without."""
+class _StepTimes:
+    """The measured times of steps of similar size, either with lent cores or without."""
 
     tried_s: float
     step_s: float = 0.0
-    num_left: int = NUM_TRIED  # to be tried, until it is judged
+    num_left: int = NUM_TRIED  # steps to try before it is judged
 
     def try_again(self, now_s: float) -> None:
         self.step_s, self.num_left, self.tried_s = 0.0, NUM_TRIED, now_s
@@ -36,12 +36,12 @@ class _Way:
 
 @dataclass(slots=True)
 class CoreLending:
-    """The steps of one rank. `begin`, `takes` before each layer or so, `end`; times are in seconds, by any clock."""
+    """Measures the steps of one rank: call `begin`, `takes` between layers, then `end`; any clock with seconds."""
 
-    _ways: dict[int, tuple[_Way, _Way]] = field(default_factory=dict)  # without and with, by size
-    _pair: tuple[_Way, _Way] | None = None
+    _ways: dict[int, tuple[_StepTimes, _StepTimes]] = field(default_factory=dict)  # size -> (without, with)
+    _pair: tuple[_StepTimes, _StepTimes] | None = None
     _is_wanted: bool = True
-    _is_clean: bool = False  # the whole step was offered more cores
+    _is_clean: bool = False  # more cores were offered during the whole step so far
     _began_s: float = 0.0
 
     def begin(self, num_tokens: int, now_s: float) -> None:
@@ -49,7 +49,7 @@ class CoreLending:
         self._is_wanted = True
         if num_tokens > MOST_TOKENS:
             return
-        own, lent = self._pair = self._ways.setdefault(num_tokens.bit_length(), (_Way(now_s), _Way(now_s)))
+        own, lent = self._pair = self._ways.setdefault(num_tokens.bit_length(), (_StepTimes(now_s), _StepTimes(now_s)))
         self._is_clean = True
         self._began_s = now_s
         for each in (lent, own):
@@ -66,11 +66,11 @@ class CoreLending:
             self._is_wanted = not self._is_wanted
 
     def takes(self, is_offered: bool) -> bool:
-        """Returns whether this step uses cores that are lent to it, as `is_offered` says they are."""
+        """Returns whether this step uses the lent cores, if `is_offered` says that there are any."""
         self._is_clean = self._is_clean and is_offered
         return is_offered and self._is_wanted
 
     def end(self, now_s: float) -> None:
-        """Counts a step that could have borrowed from its beginning to its end."""
+        """Records the time of a step if cores were offered from its start to its end."""
         if self._pair is not None and self._is_clean:
             self._pair[self._is_wanted].add(now_s - self._began_s, now_s)

@@ -1,6 +1,6 @@
-"""Makes a runner of values in order: a plan, the weights, the pool beside them, adapters, the proof, graphs.
+"""Builds a runner from values in order: plan, weights, pool, adapters, proof, graphs.
 
-Each is made of those before it, and nothing is completed later.
+Each value is made from the earlier ones and is complete when it is made.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pd_cluster.model.graphs.decode_graphs import sizes_of
 from pd_cluster.model.graphs.prompt_graphs import sizes_up_to
 from pd_cluster.model.graphs.step_graphs import capture_graphs, check_prompt_graphs, why_eager
 from pd_cluster.model.kernels.cuda_speedups import numerics_name
-from pd_cluster.model.language_model.adapter_devices import put_adapters
+from pd_cluster.model.language_model.adapter_devices import place_adapters
 from pd_cluster.model.language_model.cache_declaration import has_states, layouts_of
 from pd_cluster.model.language_model.causal_lm import CausalLM, PlainCausalLM
 from pd_cluster.model.language_model.fused_lm import FusedCausalLM
@@ -56,11 +56,12 @@ log = logging.getLogger(__name__)
 def load_runner(
     config: EngineConfig, group: Group | None = None, device: Device | None = None, unit: ExpertUnit | None = None
 ) -> ModelRunner:
-    """`group`: the ranks that share the model; each of them loads its runner at the same time.
+    """Loads a runner. `group`: the ranks that share the model; each rank loads its runner at the same time.
 
-    `unit`: this rank's end of the exchange among the instances that share the experts, which load theirs, too.
+    `unit`: this rank's end of the exchange between the instances that share the experts; they load at the same time,
+    too.
 
-    Raises ConfigError, and ModelError for a model that must not be served; then no pool is left.
+    Raises ConfigError, and ModelError for a model that must not be served; on an error all pools are closed.
     """
     device = device or resolve(config.device)
     use(device)
@@ -74,7 +75,7 @@ def load_runner(
             layouts, twin = _layouts_for(plan, parts), _twin_layout(plan.draft, parts.draft)
             eager = why_eager(plan, parts.model, layouts[0]) if device.is_accelerator else ""
             memory = _allocate(plan, layouts, twin, _peak_nbytes(plan, parts, layouts, eager), undo)
-            held = _hold_adapters(plan, parts, layouts[0])
+            held = _load_adapters(plan, parts, layouts[0])
             proof = _prove(plan, parts.model, memory.pools)
         if plan.draft is not None and parts.draft is not None and memory.twin is not None:
             with trial(plan.draft.checkpoint):
@@ -87,7 +88,7 @@ def load_runner(
 
 
 def _layouts_for(plan: LoadPlan, parts: LoadedParts) -> tuple[KVLayout, ...]:
-    """Returns the layouts of this rank's pools. Raises ConfigError if the model and the settings do not go together."""
+    """Returns the layouts of this rank's pools. Raises ConfigError if the settings do not suit the model."""
     model, group = parts.model, plan.group
     if has_states(parts.caches):
         check_states(plan, isinstance(model, FusedCausalLM))
@@ -105,12 +106,12 @@ def _layouts_for(plan: LoadPlan, parts: LoadedParts) -> tuple[KVLayout, ...]:
 
 
 def _twin_layout(plan: LoadPlan | None, model: CausalLM | None) -> KVLayout | None:
-    """Returns the layout of the draft model's pool; None without one."""
+    """Returns the layout of the draft model's pool; None without a draft model."""
     return None if plan is None or model is None else _layouts_for(plan, LoadedParts(model, None))[0]
 
 
 def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layouts: Sequence[KVLayout], eager: str) -> int:
-    """Returns the bytes that all but the pools take on an accelerator at most. `eager`: see `why_eager`."""
+    """Returns the most bytes that everything except the pools takes on an accelerator. `eager`: see `why_eager`."""
     config, device, model, num_seqs = plan.config, plan.device, parts.model, plan.config.max_num_seqs
     peak = peak_of_a_step(model, layouts, plan.max_num_batched_tokens, num_seqs, plan.max_model_len, device)
     layout = layouts[0]
@@ -126,14 +127,14 @@ def _peak_nbytes(plan: LoadPlan, parts: LoadedParts, layouts: Sequence[KVLayout]
     peak += decode_workspace_nbytes(model, layout, num_seqs, plan.max_model_len)
     num_pairs = sum(num_lanes(each, config.paired_tp_sizes) for each in layouts)
     if nbytes := buffers_nbytes(device, num_pairs, not plan.is_alone, plan.exchanges_rows):
-        log.info("%.2f GiB are left to communicators, %d of them KV pairs", nbytes / 2**30, num_pairs)
+        log.info("%.2f GiB are reserved for communicators, %d of them for KV transfers", nbytes / 2**30, num_pairs)
     return peak + nbytes
 
 
 def _allocate(
     plan: LoadPlan, layouts: Sequence[KVLayout], twin: KVLayout | None, peak_nbytes: int, undo: contextlib.ExitStack
 ) -> KVMemory:
-    """Allocates as many blocks as the rank with the least memory, and their twins; `undo` closes the pools."""
+    """Allocates as many blocks as the rank with the least memory can hold, and their twins; `undo` closes the pools."""
     config, least = plan.config, plan.group.least
     if len(layouts) > 1:
         return _allocate_groups(plan, layouts, peak_nbytes, undo)
@@ -150,7 +151,7 @@ def _allocate(
 def _allocate_groups(
     plan: LoadPlan, layouts: Sequence[KVLayout], peak_nbytes: int, undo: contextlib.ExitStack
 ) -> KVMemory:
-    """Allocates the pools of several groups, and their swap space, likewise."""
+    """Allocates the pools and the swap space of several groups in the same way."""
     least, device = plan.group.least, plan.device
     left = left_on(device, plan.config, peak_nbytes) if device.is_accelerator else None
     sizes = group_sizes(GroupNeeds(plan.config, layouts, plan.max_model_len, plan.max_num_batched_tokens, left))
@@ -162,11 +163,13 @@ def _allocate_groups(
     return KVMemory(tuple(pools), tuple(swaps), least(sizes.max_num_seqs))
 
 
-def _hold_adapters(plan: LoadPlan, parts: LoadedParts, layout: KVLayout) -> ModelAdapters:
-    """Returns what holds adapters, with those that the settings name. They are the model's alone, not its head's."""
+def _load_adapters(plan: LoadPlan, parts: LoadedParts, layout: KVLayout) -> ModelAdapters:
+    """Returns the holder of adapters, with those that the settings name. Only the model has adapters, not its draft
+    head.
+    """
     settings, device, model = plan.config.adapters, plan.device, parts.model
     if device.is_accelerator and model.adapters is not None:
-        put_adapters(model.adapters.places, settings, device, plan.dtype)
+        place_adapters(model.adapters.places, settings, device, plan.dtype)
     held = ModelAdapters(model, layout.without_head, settings, device)
     held.load_named(settings)
     return held
@@ -184,7 +187,7 @@ def _prove(plan: LoadPlan, model: CausalLM, pools: Sequence[KVPool]) -> LoadProo
 
 
 def numerics_of(plan: LoadPlan, model: CausalLM) -> Numerics:
-    """Names what changes the loaded model's numbers."""
+    """Returns the name of everything that changes the loaded model's numerics."""
     config, checkpoint, on_host = plan.config, plan.checkpoint, not plan.device.is_accelerator
     coded = checkpoint.quantization
     return Numerics(

@@ -1,4 +1,4 @@
-"""Loads what of a checkpoint takes memory: the language model and, for pictures, the vision tower."""
+"""Loads the parts of a checkpoint that take memory: the language model and, for pictures, the vision tower."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pd_cluster.settings.engine_config import EngineConfig
 
 
 class LoadedParts(NamedTuple):
-    """The model, or this rank's share, and its tower; None: it takes no pictures.
+    """The model, or this rank's share, and its vision tower; None: the model takes no pictures.
 
-    `draft`: the model that drafts; `head`: the one layer that does.
+    `draft`: the draft model; `head`: the draft head, which is a single layer.
     """
 
     model: CausalLM
@@ -34,12 +34,12 @@ class LoadedParts(NamedTuple):
 
     @property
     def caches(self) -> tuple[LayerCache, ...]:
-        """The caches of all layers, the head's last."""
+        """Returns the caches of all layers; the draft head's cache is last."""
         return self.model.caches if self.head is None else (*self.model.caches, *self.head.model.caches)
 
 
 def load_parts(plan: LoadPlan) -> LoadedParts:
-    """Raises ModelError."""
+    """Loads all parts. Raises ModelError."""
     checkpoint, config = plan.checkpoint, plan.config
     model, tower = _model_of(plan), None
     if checkpoint.vision is not None:
@@ -65,6 +65,6 @@ def _model_of(plan: LoadPlan) -> CausalLM:
 
 
 def load_tower_part(checkpoint: Checkpoint, config: EngineConfig, dtype: str, device: Device, group: Group) -> Tower:
-    """Returns the tower of a model that takes pictures. Raises ModelError. `dtype`: the activations'."""
+    """Returns the vision tower of a model that takes pictures. Raises ModelError. `dtype`: that of the activations."""
     kept_dtype = TORCH_DTYPES[dtype] if device.is_accelerator else torch.float32
     return load_tower(checkpoint, kept_dtype, device, config.mm_encoder_cache_tokens, group)

@@ -1,4 +1,4 @@
-"""Measures the memory of the largest step on an accelerator by running one before the KV pool is allocated."""
+"""Measures the largest step's memory on an accelerator by running it before the KV pool is allocated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from pd_cluster.types import Request, RequestSpec, Sampling
 def peak_of_a_step(
     model: CausalLM, layouts: Sequence[KVLayout], num_tokens: int, num_seqs: int, max_model_len: int, device: Device
 ) -> int:
-    """Returns the bytes that weights and the largest step take together; 0 on CPU. Raises ConfigError if too many.
+    """Returns the bytes that weights and the largest step take together; 0 on CPU. Raises ConfigError if they do not
+    fit.
 
     The step has `num_tokens` and up to `num_seqs` sequences.
     """
@@ -40,8 +41,8 @@ def peak_of_a_step(
         synchronize(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"{called('max_num_batched_tokens')} {num_tokens}: a step of so many tokens does not "
-            f"fit {device.torch_name} beside the weights; give fewer, or more devices"
+            f"{called('max_num_batched_tokens')} {num_tokens}: a step of this many tokens does not "
+            f"fit {device.torch_name} in addition to the weights; give fewer, or more devices"
         ) from error
     del logits
     of_pools = sum(pool.layout.block_nbytes * (pool.num_blocks + NUM_EXTRA_BLOCKS) for pool in pools)
@@ -51,7 +52,7 @@ def peak_of_a_step(
 def peak_of_images(tower: Tower | None, device: Device) -> int:
     """Returns the bytes that weights, the largest picture and kept features take together; 0 on CPU.
 
-    Raises ConfigError if they are too many.
+    Raises ConfigError if they do not fit.
     """
     if tower is None or not device.is_accelerator:
         return 0
@@ -62,31 +63,34 @@ def peak_of_images(tower: Tower | None, device: Device) -> int:
         synchronize(device)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
-            f"a picture of {largest.num_rows} x {largest.num_columns} does not fit {device.torch_name} beside the "
-            f"weights; lower the sizes in preprocessor_config.json, or give {called('language_model_only')}"
+            f"a picture of {largest.num_rows} x {largest.num_columns} does not fit {device.torch_name} in addition to "
+            f"the weights; lower the sizes in preprocessor_config.json, or give {called('language_model_only')}"
         ) from error
     num_kept = max(tower.num_kept_tokens, features.shape[1]) if tower.num_kept_tokens else 0
     return peak_nbytes(device) + num_kept * (features.nbytes // features.shape[1])
 
 
 def check_pictures_fit(rules: ImageRules, num_tokens: int, num_seqs: int) -> None:
-    """Raises ConfigError if pictures stay in one piece, and one does not fit a step beside all others' next tokens."""
+    """Raises ConfigError if pictures are not split and the largest does not fit a step with one token per other
+    sequence.
+    """
     most = rules.num_tokens(rules.most())
     if rules.sees_whole and most + num_seqs - 1 > num_tokens:
         raise ConfigError(
             f"{called('max_num_batched_tokens')} {num_tokens}: a picture's {most} tokens are computed in one step with "
-            f"this model, beside one of each other sequence; give at least {most + num_seqs - 1}, or a lower "
+            f"this model, with one token of each other sequence; give at least {most + num_seqs - 1}, or a lower "
             f"{called('max_num_seqs')}"
         )
 
 
 def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: Device, num_tokens: int = 0) -> int:
-    """Returns the bytes that graphs of up to `num_seqs` sequences take: the largest one's, which all share, and logits.
+    """Returns the bytes of graphs of up to `num_seqs` sequences: the memory that all share, sized by the largest, and
+    logits.
 
-    `num_tokens`: of a step, if it is more than one for each sequence.
+    `num_tokens`: the tokens of a step, if a sequence can have more than one.
 
-    A graph's intermediate results lie in memory of its own, which other steps cannot use meanwhile. The driver's part
-    of each graph is not in it; `sizing.UNSEEN_NBYTES` is for that. Raises ConfigError if there is no room.
+    A graph keeps its intermediate results in its own memory, which other steps cannot use. The driver's part of each
+    graph is not counted here, but in `UNSEEN_NBYTES`. Raises ConfigError if the graphs do not fit.
     """
     num_tokens = max(num_tokens, num_seqs)
     chunks = largest_step(num_tokens, num_seqs, num_tokens, [layout])
@@ -106,7 +110,8 @@ def nbytes_of_graphs(model: CausalLM, layout: KVLayout, num_seqs: int, device: D
 
 
 def nbytes_of_adapters(config: Any, adapters: AdapterSettings, dtype: str) -> int:
-    """Returns the bytes of as many LoRA adapters of the largest rank as may be in memory, beside all linear layers.
+    """Returns the bytes of the LoRA adapters that may be loaded at once, each with the largest rank, on all linear
+    layers.
 
     A rank that has a share of the model keeps less.
     """
@@ -121,15 +126,16 @@ def nbytes_of_adapters(config: Any, adapters: AdapterSettings, dtype: str) -> in
 
 
 def decode_workspace_nbytes(model: CausalLM, layout: KVLayout, num_seqs: int, max_model_len: int) -> int:
-    """Returns the bytes that the splits of the largest decode step take; graphs hold them beside the peak.
+    """Returns the bytes of the split-KV workspace of the largest decode step, which graphs hold in addition to the
+    peak.
 
-    With latents: those that a step over the longest past takes, since the peak's step has no past.
+    For latents: the workspace of a step over the longest past, because the step that is measured has no past.
     """
     if layout.has_latents:
         return workspace_nbytes(max_model_len, sum(plane.width for plane in layout.planes))
     if model.attention != "Triton":
         return 0
-    num_heads: int = model.config.num_attention_heads  # this rank's: its config is that of its share
+    num_heads: int = model.config.num_attention_heads  # this rank's heads: the config describes its share
     return 4 * num_seqs * num_heads * most_splits(max_model_len) * (layout.head_dim + 1)
 
 
@@ -138,7 +144,7 @@ def largest_step(
 ) -> list[tuple[Request, int]]:
     """Returns prompts that fill a step: as many as may run, all of them sampled.
 
-    They have one state among them: so many may not fit, and none is more work for it.
+    They share one state: the pool may not hold one for each, and separate states would add no work.
     """
     num_seqs = max(1, min(num_seqs, num_tokens))
     lens = [num_tokens // num_seqs + (i < num_tokens % num_seqs) for i in range(num_seqs)]

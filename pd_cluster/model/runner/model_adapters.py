@@ -1,4 +1,4 @@
-"""All adapters of one loaded model, of whichever kind, by their digests."""
+"""All adapters of one loaded model, of every kind, by digest."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pd_cluster.types.variants import num_virtual_tokens
 
 
 class ModelAdapters:
-    """`variants`: the slots of those that are loaded, by digest; they come and go.
+    """`variants`: the slots of the loaded adapters by digest; they change as adapters are loaded and dropped.
 
-    `named`: the paths of those of the settings, by digest.
+    `named`: the paths of the adapters that the settings name, by digest.
     """
 
     def __init__(self, model: CausalLM, layout: KVLayout, settings: AdapterSettings, device: Device = CPU) -> None:
@@ -38,18 +38,18 @@ class ModelAdapters:
         self.variants: Mapping[str, int] = ChainMap(*(slots for slots in self.slots if slots is not None))
 
     def adopt(self, model: CausalLM) -> None:
-        """Gives the adapters that are loaded to the same model, which has been loaded again."""
+        """Moves the loaded adapters to the same model after it was loaded again."""
         if self._lora is not None:
             assert model.adapters is not None
             self._lora.adopt(model.adapters)
             model.adapters = self._lora
 
     def let_go(self) -> None:
-        """Frees all of them, at the end of the model."""
+        """Frees all adapters when the model is closed."""
         self._lora = self.prompts = None
 
     def load_named(self, settings: AdapterSettings) -> None:
-        """Loads the adapters that the settings name, each at least for a moment. Raises ModelError, ConfigError."""
+        """Loads the adapters that the settings name, at least once to check each. Raises ModelError, ConfigError."""
         most = settings.max_cpu_loras
         for module in settings.lora_modules:
             lora = LoraFolder.read(Path(module.path), settings.max_lora_rank)
@@ -63,9 +63,9 @@ class ModelAdapters:
             self.named[prompt.digest] = module.path
 
     def load_adapter(self, folder: AdapterFolder, slot: int | None = None) -> None:
-        """Loads an adapter, on any thread; then requests may have it as their variant. Raises ModelError, ConfigError.
+        """Loads an adapter, on any thread; then requests may name it as their variant. Raises ModelError, ConfigError.
 
-        Nothing is done if it is loaded already. `slot`: the one that it has on rank 0.
+        Does nothing if the adapter is loaded already. `slot`: the adapter's slot on rank 0.
         """
         if isinstance(folder, PromptFolder):
             self._prompts_needed.load(folder, slot)
@@ -73,11 +73,11 @@ class ModelAdapters:
             self._lora_needed.load(folder, slot)
 
     def drop_adapter(self, digest: str) -> None:
-        """Forgets an adapter that no request has, between two steps."""
+        """Removes an adapter that no request uses; call it between steps."""
         self._holder_of(digest).drop(digest)
 
     def next_slot(self, digest: str) -> int:
-        """Returns a slot that no adapter of its kind has had. Raises ConfigError."""
+        """Returns a slot that no adapter of this kind has used. Raises ConfigError."""
         return self._holder_of(digest).next_slot()
 
     def _holder_of(self, digest: str) -> Adapters | PromptAdapters:

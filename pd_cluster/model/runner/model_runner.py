@@ -1,6 +1,6 @@
-"""Runs one step's forward pass: a plan's chunks in, logits of the sampled rows out.
+"""Runs a step's forward pass: takes a plan's chunks, returns logits of the sampled rows.
 
-On an accelerator decode steps are graphs, and steps may be launched whose tokens the host does not know yet.
+On an accelerator decode steps run as graphs, and a step may be launched before the host knows its tokens.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ CLOSE_S = 2.0
 
 
 class KVMemory(NamedTuple):
-    """The pool of each group of layers, and its swap space.
+    """The pool and the swap space of each group of layers.
 
-    `max_num_seqs`: the sequences that have room for their states at once. `twin`: of the draft model, with as many
-    blocks as the pool; see kv/twin_blocks.py.
+    `max_num_seqs`: the most sequences whose states fit at once. `twin`: the pool of the draft model, with as many
+    blocks as the main pool; see kv/twin_blocks.py.
     """
 
     pools: tuple[KVPool, ...]
@@ -66,14 +66,14 @@ class KVMemory(NamedTuple):
 
 
 class DraftLimits(NamedTuple):
-    """The longest sequence that a draft model drafts for, and whether each of its drafts is the likeliest token."""
+    """The longest sequence that a draft model drafts for, and whether each draft is the likeliest token."""
 
     max_model_len: int
     is_greedy: bool
 
 
 class LoadProof(NamedTuple):
-    """Found when the model was proven. `window`: the sliding window of all layers, see `prove`."""
+    """Results of the proof at load. `window`: the sliding window of all layers, see `prove`."""
 
     window: int | None
     numerics: Numerics
@@ -99,7 +99,7 @@ class ModelRunner:
         self.max_model_len, self.max_num_batched_tokens = plan.max_model_len, plan.max_num_batched_tokens
         self.model_identity, self.tokenizer_file = plan.checkpoint.identity, plan.tokenizer_file
         self.eos_token_ids, self.vocab_size = plan.checkpoint.eos_token_ids, int(plan.checkpoint.config["vocab_size"])
-        self.goes_ahead = plan.goes_ahead and len(memory.pools) == 1  # the host plans which states are kept
+        self.goes_ahead = plan.goes_ahead and len(memory.pools) == 1  # the host decides which states are kept
         self.max_num_seqs = memory.max_num_seqs
         self._further_sizes = sizes_of_blocks(memory.pools[1:])
         self.held, self.graphs = held, graphs
@@ -110,27 +110,29 @@ class ModelRunner:
 
     @property
     def pools(self) -> tuple[KVPool, ...]:
-        """Returns that of each group of layers. Raises Closed after `let_go`."""
+        """Returns the pool of each group of layers. Raises Closed after `let_go`."""
         return self._kv_memory.pools
 
     @property
     def swaps(self) -> tuple[SwapSpace, ...]:
-        """Returns that of each group of layers. Raises Closed after `let_go`."""
+        """Returns the swap space of each group of layers. Raises Closed after `let_go`."""
         return self._kv_memory.swaps
 
     @property
     def pool(self) -> KVPool:
-        """Returns that of group 0. Raises Closed after `let_go`."""
+        """Returns the pool of group 0. Raises Closed after `let_go`."""
         return self._kv_memory.pools[0]
 
     @property
     def swap(self) -> SwapSpace:
-        """Returns that of group 0. Raises Closed after `let_go`."""
+        """Returns the swap space of group 0. Raises Closed after `let_go`."""
         return self._kv_memory.swaps[0]
 
     @property
     def draft_limits(self) -> DraftLimits | None:
-        """None: no model drafts. It does for sequences that no window has passed, whose blocks are all there."""
+        """Returns None without a draft model. It drafts for sequences that fit its window, so that all their blocks
+        exist.
+        """
         speculation, draft = self._plan.config.speculation, self._plan.draft
         if draft is None and self.head is None:
             return None
@@ -146,26 +148,27 @@ class ModelRunner:
 
     @property
     def model(self) -> CausalLM:
-        """Raises Closed in a sleep without weights, and after `let_go`."""
+        """Returns the model. Raises Closed during a sleep without weights, and after `let_go`."""
         if self._parts is None:
             raise Closed("the model's weights are not in memory")
         return self._parts.model
 
     @property
     def head(self) -> DraftHead | None:
-        """None also while the weights are not in memory."""
+        """Returns the draft head; None without one, and while the weights are not in memory."""
         return None if self._parts is None else self._parts.head
 
     @property
     def tower(self) -> Tower | None:
-        """None also while the weights are not in memory."""
+        """Returns the vision tower; None without one, and while the weights are not in memory."""
         return None if self._parts is None else self._parts.tower
 
     @property
     def rows_are_alike(self) -> bool:
-        """Whether a row's company changes no more than the last bits of float32, or what an accelerator's libraries do.
+        """Whether a row's results depend on other rows only in the last bits of float32, or by an accelerator's
+        libraries.
 
-        Torch's own products of 16 bits on a CPU change more, and near ties are frequent there.
+        On CPUs, torch's own 16-bit products vary more, and in 16 bits the best two tokens often nearly tie.
         """
         return self.device.is_accelerator or self._plan.dtype == "float32" or bool(self.model.bf16_way)
 
@@ -176,9 +179,9 @@ class ModelRunner:
         drafts: Drafts = NO_DRAFTS,
         keeps: Sequence[StateCopy] = (),
     ) -> RunnerOutput:
-        """See `compute`. A draft head's pairs of prompts, and of blocks that become full, are computed too.
+        """See `compute`. Also computes the draft head's pairs for prompts and for blocks that become full.
 
-        `keeps`: where copies of states go, for models that have them.
+        `keeps`: the copies of states to make, for models that have states.
         """
         if (head := self.head) is None:
             return self.compute(self.step_of(chunks, drafts, keeps=keeps), on_layer)
@@ -202,11 +205,11 @@ class ModelRunner:
         is_ahead: bool = False,
         taps: AuxiliaryStates | None = None,
     ) -> RunnerOutput:
-        """Computes the chunks into the pool; returns logits and hidden states of the rows wanted.
+        """Computes the chunks into the pool; returns logits and hidden states of the rows that need them.
 
-        After each layer, `on_layer` receives how many layers of the chunks' keys and values are in the pool; on an
-        accelerator, how many have their writes launched. `is_ahead`, on ranks other than 0 only: rank 0 has launched
-        the step from tokens on its device.
+        After each layer, `on_layer` receives the number of layers whose keys and values for the chunks are in the pool;
+        on an accelerator, whose writes are launched. `is_ahead`, on ranks other than 0 only: rank 0 has launched this
+        step with tokens that are still on its device.
         """
         input_ids = None
         if is_ahead:
@@ -217,9 +220,9 @@ class ModelRunner:
         return RunnerOutput(logits.float(), hidden_states)
 
     def compute_draft(self, step: StepInput) -> torch.Tensor:
-        """Computes rows of the draft model into the twins of their blocks; returns logits of the rows wanted, float32.
+        """Runs the draft model into the twins of the rows' blocks; returns float32 logits of the rows that need them.
 
-        It has this rank's own share of cores.
+        It runs on this rank's own share of cores.
         """
         twin = self._kv_memory.twin
         assert self._parts is not None
@@ -229,7 +232,7 @@ class ModelRunner:
             return self._parts.draft(batch_of(step, twin)).float()
 
     def draft_pairs(self, chunks: Sequence[PairChunk], are_tapped: bool) -> HeadOutput:
-        """Computes pairs of the draft head; see head_pairs.py."""
+        """Computes pairs of the draft head; see draft/draft_pairs.py."""
         assert self.head is not None
         with torch.inference_mode():
             return draft_pairs(self.head, self.pool, chunks, are_tapped, self.vocab_size)
@@ -254,15 +257,17 @@ class ModelRunner:
     def encoded(self) -> EncoderTotals:
         return EncoderTotals() if self.tower is None else self.tower.encoded
 
-    def sparing_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
-        """Returns a step's parts of pictures for another rank, which keeps the same features as this one."""
+    def without_foreign_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
+        """Returns the parts of pictures for another rank of a step; pixels are omitted if that rank has the features,
+        too.
+        """
         assert self.tower is not None or not parts
-        return [] if self.tower is None else self.tower.sparing_pixels(parts, rank)
+        return [] if self.tower is None else self.tower.without_foreign_pixels(parts, rank)
 
     def launch(
         self, chunks: Sequence[tuple[Request, int]], after: After | None = None, on_layer: OnLayer | None = None
     ) -> DeviceTokens:
-        """See engine/step/look_ahead.py; for runners that go ahead."""
+        """Launches a step's forward pass and sampling; see engine/step/look_ahead.py. Only if `goes_ahead`."""
         return self.launch_step(self.step_of(chunks), chunks, after, on_layer)
 
     def launch_step(
@@ -272,7 +277,7 @@ class ModelRunner:
         after: After | None,
         on_layer: OnLayer | None = None,
     ) -> DeviceTokens:
-        """Launches a step on rank 0; the others `compute` it."""
+        """Launches a step on rank 0; the other ranks call `compute`."""
         with torch.inference_mode():
             input_ids = None if after is None else self.group.spread(after.input_ids(step))
             logits, _ = self._compute(step, input_ids, on_layer)
@@ -284,7 +289,7 @@ class ModelRunner:
     def _choose(
         self, logits: torch.Tensor, ready: list[tuple[Request, int]], step: StepInput, input_ids: torch.Tensor | None
     ) -> torch.Tensor:
-        """Returns a token for each of the chunks that catch up, [num_ready] int64."""
+        """Returns a token for each chunk that completes its sequence, [num_ready] int64."""
         if not ready:
             return torch.empty(0, dtype=torch.int64, device=logits.device)
         requests, last_ids = [request for request, _ in ready], None
@@ -303,7 +308,7 @@ class ModelRunner:
         on_layer: OnLayer | None = None,
         taps: AuxiliaryStates | None = None,
     ) -> RunnerOutput:
-        """Returns logits in the model's dtype; `input_ids` [num_tokens], on the device, replace the step's."""
+        """Returns logits in the model's dtype; `input_ids` [num_tokens], on the device, replace those of the step."""
         with torch.inference_mode():
             graphs = self.graphs.decode if step.adapters is None else self.graphs.adapted
             if graphs is not None and on_layer is None:
@@ -328,25 +333,25 @@ class ModelRunner:
             batch.after_layer = self.threads.adjust if self.threads.may_change else None
             logits = self.model(batch)
             states = batch.hidden.states if batch.hidden is not None else None
-            # Ranks other than 0 drop them, but a copy to the host is small beside a step that computed prompts.
+            # Ranks other than 0 discard them, but a copy to the host is cheap next to a step that computes prompts.
             return RunnerOutput(logits, NO_HIDDEN_STATES if states is None else states.cpu().float())
 
     def expect(self, rows: Sequence[int]) -> None:
-        """Says how many rows each member of the unit has in the next step."""
+        """Sets how many rows each member of the unit has in the next step."""
         assert self._unit is not None
         self._unit.rows = rows
 
     def take_part(self) -> None:
-        """Computes this rank's experts for the rows of the unit's other members; it has none itself."""
+        """Computes this rank's experts for the rows of the unit's other members, without own rows."""
         assert self._unit is not None
         with torch.inference_mode(), self.threads.step(sum(self._unit.rows or ())):
             self.model.take_part()
 
     def sleep(self, level: SleepLevel) -> None:
-        """Returns memory to the system, or takes it again, between two steps; no block may be in use. On CPU only.
+        """Frees memory, or allocates it again, between two steps; no block may be in use. CPU only.
 
-        Level 1: without the KV cache; level 2: without weights, too. Raises ModelError: they cannot be had
-        again; TierBusy.
+        Level 1 frees the KV cache; level 2 also the weights. Raises ModelError if the weights cannot be loaded again,
+        and TierBusy.
         """
         assert not self.device.is_accelerator
         if level == 2:
@@ -365,16 +370,16 @@ class ModelRunner:
             give_freed_back()
 
     def order(self, kind: LowerKind, orders: Sequence[AnyTierCommand]) -> None:
-        """Has this rank's thread of a lower tier carry out orders, once all moves so far are made."""
+        """Makes this rank's thread of a lower tier carry out commands after all moves up to now."""
         self.tiers[kind].submit(orders, mark(self.device))
 
     def close_tiers(self) -> None:
-        """Lets the threads of lower tiers write what is queued, for a short while."""
+        """Gives the threads of lower tiers a short time to write what is queued."""
         for tier in self.tiers.values():
             tier.close(CLOSE_S)
 
     def let_go(self) -> None:
-        """Frees weights, adapters, graphs and the KV cache at once; this object is of no use afterwards."""
+        """Frees weights, adapters, graphs and the KV cache at once; do not use this object afterwards."""
         self.graphs, self._parts = StepGraphs(), None
         self.held.let_go()
         memory, self._memory = self._memory, None
@@ -385,19 +390,23 @@ class ModelRunner:
             give_freed_back()
 
     def _loaded_again(self) -> LoadedParts:
-        """Raises ModelError if the folder is another model by now than the one that others know by its identity."""
+        """Loads the parts again. Raises ModelError if the folder now holds another model than the identity known to
+        others.
+        """
         checkpoint = Checkpoint.of(self._plan.config)
         if checkpoint.identity != self.model_identity:
-            raise ModelError(f"{checkpoint.path}: it is another model than before the sleep; start all instances again")
+            raise ModelError(f"{checkpoint.path}: the model has changed during the sleep; restart all instances")
         if (draft := self._plan.draft) is not None and Checkpoint.of(
             draft.config
         ).identity != draft.checkpoint.identity:
-            raise ModelError(f"{draft.checkpoint.path}: it is another draft model than before the sleep; start again")
+            raise ModelError(
+                f"{draft.checkpoint.path}: the draft model has changed during the sleep; restart the instance"
+            )
         with self.threads.loading():
             parts = load_parts(self._plan)
         if parts.head is not None and parts.head.identity != self.pool.layout.draft_head:
             place = self._plan.config.speculation.model or checkpoint.path
-            raise ModelError(f"{place}: it is another draft head than before the sleep; start all instances again")
+            raise ModelError(f"{place}: the draft head has changed during the sleep; restart all instances")
         self.held.adopt(parts.model)
         prove(parts.model, self.pools, self._plan.dtype)
         self.group.loaded()
@@ -406,7 +415,7 @@ class ModelRunner:
     def move(self, moves: Sequence[GroupMove]) -> None:
         """Copies or clears blocks (kind, source, target, group) in this order; see SwapSpace.
 
-        Groups have no block in common, so each has its moves at once.
+        Groups share no block, so each group carries out all its moves at once.
         """
         for at, swap in enumerate(self.swaps):
             own = [(kind, source, target) for kind, source, target, group in moves if group == at]

@@ -1,6 +1,7 @@
-"""The compute threads of a rank's steps, where the ranks of a host share its cores. Knows nothing of files.
+"""Sets the compute threads of a rank's steps while the ranks of a host share its cores. Knows nothing of files.
 
-Numbers never depend on the number of threads, or on where they run: tests/model/test_step_threads.py verifies that.
+Results never depend on the number of threads or on the cores they run on: tests/model/test_step_threads.py verifies
+this.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class StepThreads:
-    """Without a ledger, every step has the threads that the process started with; without a home, on any core."""
+    """Without a ledger, every step uses the threads that the process started with; without an affinity, any core."""
 
     def __init__(self) -> None:
         self._ledger: CoreLedger | None = None
@@ -34,28 +35,28 @@ class StepThreads:
         return self._ledger is not None
 
     def share(self, ledger: CoreLedger, judges: bool = True) -> None:
-        """Steps from now on use what `ledger`, which is open, gives them; the rest of their work has its own share.
+        """Makes later steps use the cores that the open `ledger` assigns; other work keeps the rank's own share.
 
-        `judges`: steps of few tokens decline it where it has not made them faster.
+        `judges`: steps of few tokens decline lent cores that have not made them faster.
         """
         self._ledger = ledger
         self._core_lending = CoreLending() if judges else None
 
     def settle(self, home: CoreAffinity) -> None:
-        """Steps from now on run in `home` while they use the rank's own share of cores."""
+        """Pins later steps to these cores while they use the rank's own share."""
         self._home = home
 
     def watch(self, spinning: Spinning) -> None:
-        """Steps from now on tell `spinning` when they have ended."""
+        """Notifies `spinning` at the end of each later step."""
         self._spinning = spinning
 
     def loading(self) -> contextlib.AbstractContextManager[None]:
-        """Loads weights again, near the home."""
+        """Returns a context for loading weights again, near the rank's own cores."""
         return contextlib.nullcontext() if self._home is None else self._home.loading()
 
     @contextlib.contextmanager
     def step(self, num_tokens: int) -> Iterator[None]:
-        """Computes a step; the caller's thread is the one that computes. `rest` follows when no other step does."""
+        """Wraps a step that the calling thread computes. Call `rest` if no other step follows."""
         if self._ledger is not None:
             self._ledger.begin()
             if self._core_lending is not None:
@@ -76,7 +77,9 @@ class StepThreads:
                 self._spinning.tick()
 
     def adjust(self) -> None:
-        """Takes cores that are free and pay, and gives back those whose ranks compute again; called between layers."""
+        """Takes free cores that make steps faster, and returns those whose ranks compute again; call it between
+        layers.
+        """
         num_threads = torch.get_num_threads()
         if self._ledger is not None:
             allowed, own = self._ledger.num_threads(), self._ledger.own_threads
@@ -84,11 +87,11 @@ class StepThreads:
                 allowed = min(allowed, own)
             if allowed != num_threads:
                 torch.set_num_threads(num_threads := allowed)
-                log.debug("a step continues with %d threads", num_threads)
+                log.debug("step continues with %d threads", num_threads)
         if self._home is not None:
             self._home.take(num_threads)
 
     def rest(self) -> None:
-        """Lends this rank's cores until its next step."""
+        """Lends this rank's cores to others until its next step."""
         if self._ledger is not None:
             self._ledger.end()

@@ -19,9 +19,10 @@ def ends_of(params: Sampling, eos_token_ids: frozenset[int], vocab_size: int) ->
 
 
 def candidates_of(logits: Tensor, best: Floats, ends: Sequence[Ints], widths: Sequence[int]) -> list[list[Candidate]]:
-    """Returns all that a search of its width may need, per row of logits [num_rows, vocab_size] with maxima `best`.
+    """Returns the candidates that a search of each width may need, per row of logits [num_rows, vocab_size] with maxima
+    `best`.
 
-    Those are the `width` likeliest tokens, and the `width` likeliest that do not end a hypothesis; likeliest first, and
+    These are the `width` likeliest tokens, and the `width` likeliest that do not end a hypothesis: likeliest first, and
     among equals the lowest id first. There are fewer if masks leave fewer. Overwrites the logits.
     """
     totals = log_totals(logits, best)  # [num_rows]
@@ -39,10 +40,10 @@ def candidates_of(logits: Tensor, best: Floats, ends: Sequence[Ints], widths: Se
     return rows
 
 
-def told_of(
+def with_client_logprobs(
     logits: Tensor, best: Floats, found: Sequence[list[Candidate]], num_top: Sequence[int]
 ) -> list[list[Candidate]]:
-    """Returns the same candidates with the logprobs for clients, from each row of the model's own logits."""
+    """Returns the same candidates with logprobs for clients, computed from the model's own logits."""
     token_ids = np.array([row[0].token_id for row in found], dtype=np.int64)
     totals, told = log_totals(logits, best), logprobs_of(logits, best, token_ids, num_top)
     rows = []

@@ -1,8 +1,8 @@
-"""Chooses the next tokens on the device that has the logits, without the host: greedy and drawn ones, with logprobs.
+"""Chooses the next tokens, greedy or drawn, and their logprobs on the logits' device, without the host.
 
-The arithmetic is that of `adjust`, `draw` and `logprobs`, so a sequence gets the same tokens whichever of the two
-chooses. The tokens that a row keeps are found by a Triton kernel, or by sorting it where there is none; neither needs a
-decision by the host. Knows nothing of steps.
+The arithmetic equals that of logit_adjustments.py, token_draw.py and row_logprobs.py, so a sequence gets the same
+tokens on device and host. A Triton kernel finds the tokens that a row keeps, or sorting where there is no Triton;
+neither needs the host. Knows nothing of steps.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from pd_cluster.model.sampling.logit_adjustments import (
     adjusts,
     change,
     edit_ahead,
+    edit_arrays,
     limit,
-    numbers_of,
 )
-from pd_cluster.model.sampling.row_logprobs import PendingLogprobs, counts_of, numbers_there
-from pd_cluster.model.sampling.row_passes import BLOCK_SIZE, best_there, mended, weights_of
+from pd_cluster.model.sampling.row_logprobs import PendingLogprobs, counts_of, logprob_values
+from pd_cluster.model.sampling.row_passes import BLOCK_SIZE, best_on_device, mended, weights_of
 from pd_cluster.model.sampling.sampler import uniforms
 from pd_cluster.model.sampling.token_draw import DrawParameters
 from pd_cluster.types import Request
 
-MAX_AT_ONCE = 4 << 20  # numbers: sorting and summing takes some forty bytes for each
-MAX_FOR_KERNEL = 5 * MAX_AT_ONCE  # `cuda/draw` takes eight
+MAX_AT_ONCE = 4 << 20  # values: sorting and summing takes about forty bytes for each
+MAX_FOR_KERNEL = 5 * MAX_AT_ONCE  # the kernel of triton_draw takes eight
 
 
 def can_choose(requests: Sequence[Request], device: Device) -> bool:
-    """Whether the host is not needed. Draws take numbers in double, which NPUs compute slowly if at all."""
+    """Whether the host is not needed. Draws need doubles, which NPUs compute slowly if at all."""
     return device.traits.has_doubles or all(request.sampling.greedy for request in requests)
 
 
@@ -53,13 +53,14 @@ def choose(
 ) -> Tensor:
     """Returns token ids [num_rows] int64, on the device, for rows of logits [num_rows, vocab_size], one per request.
 
-    `last_ids` [num_rows] int64, on the device: the last token of each request's output, if the host has not seen it
-    yet; None if the host has seen them all. `unknown` says of each row whether that is so; None: of all rows alike.
+    `last_ids` [num_rows] int64, on the device: the last token of each request's output, if the host does not know it
+    yet; None if the host knows them all. `unknown`: for each row, whether the host does not know it; None: it is the
+    same for all rows.
     """
     if last_ids is None or unknown is None:
         unknown = [last_ids is not None] * len(requests)
     positions = [len(r.output_token_ids) + n for r, n in zip(requests, unknown, strict=True)]
-    token_ids, best = best_there(logits)
+    token_ids, best = best_on_device(logits)
     adjusted = [i for i, r in enumerate(requests) if adjusts(r.sampling, positions[i])]
     apart = frozenset(adjusted)
     as_they_are = [i for i in range(len(requests)) if i not in apart] if apart else range(len(requests))
@@ -76,7 +77,7 @@ def choose(
 
 
 def tell(logits: Tensor, token_ids: Tensor, requests: Sequence[Request], device: Device) -> PendingLogprobs | None:
-    """Starts the logprobs of those tokens [num_rows] whose requests ask for them; None if there are none."""
+    """Starts the logprobs of those tokens [num_rows] whose requests want them; None if no request does."""
     rows = [i for i, request in enumerate(requests) if request.sampling.logprobs is not None]
     if not rows:
         return None
@@ -88,7 +89,7 @@ def tell(logits: Tensor, token_ids: Tensor, requests: Sequence[Request], device:
         part = slice(few[0], few[-1] + 1)
         at = there["rows"][part]
         own, chosen = logits.index_select(0, at), token_ids.index_select(0, at)
-        parts.append(numbers_there(own, chosen, there["nums"][part], max(nums)))
+        parts.append(logprob_values(own, chosen, there["nums"][part], max(nums)))
     return PendingLogprobs(rows, nums, vocab_size, torch.cat(parts))
 
 
@@ -101,9 +102,10 @@ def few_at_once(at: list[int], vocab_size: int, most_numbers: int = MAX_AT_ONCE)
 def _changes(
     requests: Sequence[Request], at: list[int], is_unknown: bool, vocab_size: int, eos_token_ids: frozenset[int]
 ) -> dict[str, NDArray[Any]]:
-    """Returns `numbers_of` the requests' edits, their rows among all logits, and a fallback id for each.
+    """Returns the arrays of `edit_arrays` for the requests' edits, the rows' indexes, and a fallback id for each row.
 
-    The fallback is the first of the allowed_token_ids, or -1 if there are none. `is_unknown`: the last tokens are.
+    The fallback is the first of the allowed_token_ids, or -1 if there are none. `is_unknown`: the last tokens are
+    unknown.
     """
     edits = []
     for row, request in enumerate(requests):
@@ -117,27 +119,27 @@ def _changes(
     return {
         "at": np.array(at, dtype=np.int64),
         "spare": np.array(spare, dtype=np.int64),
-        **numbers_of(edits, vocab_size),
+        **edit_arrays(edits, vocab_size),
     }
 
 
 def _adjusted(
     logits: Tensor, token_ids: Tensor, last_ids: Tensor | None, there: dict[str, Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns some rows with masks, biases and penalties applied, float32; each one's most likely token, and its logit.
+    """Returns rows with masks, biases and penalties applied, float32; each row's most likely token, and its logit.
 
-    `token_ids` are the most likely tokens of all rows of logits. As on the host, a row without candidates gets the most
-    likely of its allowed tokens, or of all if there are none; a draw from such a row returns that token, too.
+    `token_ids`: the most likely tokens of all rows of logits. As on the host, a row without candidates gets the most
+    likely of its allowed tokens, or of all tokens if there are none; a draw from such a row also returns that token.
     """
     at, spare = there["at"], there["spare"]
     table, fallback = mended(logits.index_select(0, at)), token_ids.index_select(0, at)
     limit(table, there)
     if "limited" in there:
-        allowed, _ = best_there(table)
+        allowed, _ = best_on_device(table)
         allowed = torch.where(_at(table, allowed) > -math.inf, allowed, spare)
         fallback = torch.where(spare >= 0, allowed, fallback)
     change(table, there, None if last_ids is None else last_ids.index_select(0, at))
-    found, best = best_there(table)
+    found, best = best_on_device(table)
     is_left = _at(table, found) > -math.inf
     return table, torch.where(is_left, found, fallback), torch.where(is_left, best, 0.0)
 
@@ -156,9 +158,9 @@ def _drawn(
     among: Collection[int],
     device: Device,
 ) -> Tensor:
-    """Returns `token_ids`, the most likely ones, with drawn ones for those rows `among` them that are not greedy.
+    """Returns `token_ids`, the most likely tokens, with drawn ones for the rows in `among` that are not greedy.
 
-    `positions` [num_rows]: of the tokens in the outputs.
+    `positions` [num_rows]: those of the tokens in the outputs.
     """
     drawn = [i for i in among if not requests[i].sampling.greedy]
     plain = [i for i in drawn if _is_plain(requests[i])]
@@ -182,14 +184,14 @@ def _drawn(
 
 
 def _is_plain(request: Request) -> bool:
-    """Returns whether only a temperature and min_p shape its draws."""
+    """Whether only temperature and min_p shape the request's draws."""
     return request.sampling.top_k <= 0 and request.sampling.top_p >= 1.0
 
 
 def _knobs(
     requests: list[Request], at: list[int], positions: list[int], vocab_size: int, device: Device
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the rows, and each field of `DrawParameters` for them, on the device."""
+    """Returns the rows' indexes, and each field of `DrawParameters` for them, on the device."""
     params = [request.sampling for request in requests]
     draws = uniforms([p.seed for p in params], [request.index for request in requests], positions)
     knobs = DrawParameters.of(params, draws, vocab_size)

@@ -1,8 +1,8 @@
-"""Masks of the tokens that may follow in guided outputs, computed for a step's rows while the model runs.
+"""Masks of the tokens that guided outputs allow next, computed for a step's rows while the model runs.
 
-Guides compile on a thread of their own while their requests wait; masks are computed on another while the model runs.
-An output's progress follows from its token ids alone: what is kept of it can be dropped at any time. Knows nothing of
-how a token is then chosen, and imports no torch.
+Guides compile on their own thread while their requests wait; masks are computed on another while the model runs. An
+output's progress follows from its token ids alone: cached progress can be dropped at any time. Knows nothing of how a
+token is then chosen, and imports no torch.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from pd_cluster.errors import GuideError
 from pd_cluster.text.grammar import Compiler, Matcher, Words
 from pd_cluster.types import Guide, Request
 
-MAX_GUIDES = 64  # kept compiled, besides those in use
-MAX_NUM_CHARS = 2 << 20  # of guide text; a large guide takes some hundred times as much memory when compiled
+MAX_GUIDES = 64  # compiled guides that are kept, in addition to those in use
+MAX_NUM_CHARS = 2 << 20  # of guide text; compiled, a large guide takes some hundred times as much memory
 STACK_NBYTES = 16 << 20  # more than in the process that checked the guide
 UNREADY_WAIT_S = 0.05  # when there is nothing else to compute
 
 
 class TokenMask(NamedTuple):
-    """Bit t % 32 of `words[t // 32]` tells whether token t may follow; if there is a `problem`, none may.
+    """Bit t % 32 of `words[t // 32]` tells whether token t is allowed; if there is a `problem`, no token is.
 
-    `accepts`: the output fits its guide, so an end or stop token ends it; elsewhere such a token is text.
-    `is_forced`: the output cannot continue otherwise; a request's other constraints do not apply.
+    `accepts`: the output matches its guide, so an end or stop token ends it; otherwise such a token is text.
+    `is_forced`: the output has only one continuation, so the request's other constraints do not apply.
     """
 
     words: Words  # [num_words], at least one bit per token of the model; empty if there is a problem
@@ -42,14 +42,15 @@ class TokenMask(NamedTuple):
 
     @property
     def is_complete(self) -> bool:
-        """Whether only an end may follow."""
+        """Whether only an end is allowed."""
         return self.accepts and self.is_forced
 
 
 class Masks:
     """The masks of one step's requests, by their keys; call `wait` after the model has run.
 
-    A request has one for its next token, and one behind each of its drafts, up to the first that may not follow.
+    A request has one mask for its next token, and one after each of its drafts, up to the first draft that is not
+    allowed.
     """
 
     def __init__(
@@ -58,16 +59,16 @@ class Masks:
         keys: Sequence[str] = (),
         late: Callable[[], None] = lambda: None,
     ) -> None:
-        """`late` is called when the masks are given up."""
+        """`late` is called when the wait for the masks times out."""
         self._made, self._keys, self._late = made, keys, late
 
     def wait(self) -> dict[str, list[TokenMask]]:
-        """Returns the masks. A library that never returns fails these requests, but not the engine."""
+        """Returns the masks. If a library never returns, these requests fail, but not the engine."""
         try:
             return self._made.result(MASKS_TIMEOUT_S) if self._made is not None else {}
         except TimeoutError:
             self._late()
-            late = _no_mask(f"the masks of a step took more than {MASKS_TIMEOUT_S:g} s")
+            late = _no_mask(f"computing the masks of a step took more than {MASKS_TIMEOUT_S:g} s")
             return {key: [late] for key in self._keys}
 
 
@@ -87,10 +88,10 @@ class _State:
         self._matcher = self._compiled.copy()
         self._output = output  # the request's own list
         self._num_taken = 0
-        self._last = -1  # the last one
+        self._last = -1  # the last token taken
 
     def follow(self, output: list[int]) -> Matcher:
-        """Takes the new tokens, or all of them if the output was replaced. Raises GuideError."""
+        """Processes the new tokens, or all of them if the output was replaced. Raises GuideError."""
         taken = self._num_taken
         if self._output is not output or taken > len(output) or (taken and output[taken - 1] != self._last):
             self._start(output)
@@ -101,7 +102,7 @@ class _State:
 
 
 class Guides:
-    """All guides of one engine. Only the engine's thread may call its methods."""
+    """All guides of one engine. Only the engine's thread may call the methods."""
 
     def __init__(self, load: Callable[[], Compiler]) -> None:
         """`load` is called for the first guide, on the compiling thread; it may raise GuideError."""
@@ -109,7 +110,7 @@ class Guides:
         self._compiler: Compiler | None = None
         self._compiled: OrderedDict[Guide, Future[Matcher]] = OrderedDict()
         self._num_chars = 0  # of all guides
-        # A guide that is being compiled, or the progress along it; rebuilt from the token ids where it is absent.
+        # A guide that is being compiled, or the progress in it; a missing entry is rebuilt from the token ids.
         self.states: WeakKeyDictionary[Request, Future[Matcher] | _State] = WeakKeyDictionary()
         self._compiling: ThreadPoolExecutor | None = None
         self._masking: ThreadPoolExecutor | None = None
@@ -141,7 +142,7 @@ class Guides:
     def begin(
         self, chunks: list[tuple[Request, int]], drafts: Mapping[Request, Sequence[int]] = MappingProxyType({})
     ) -> Masks:
-        """Starts computing masks for the requests that choose a token in this step, and behind their drafts."""
+        """Starts computing masks for the requests that choose a token in this step, and after each of their drafts."""
         requests = [r for r, num_tokens in chunks if r.sampling.guide is not None and num_tokens == r.num_behind]
         if not requests:
             return NO_MASKS
@@ -152,7 +153,7 @@ class Guides:
         return Masks(self._masking.submit(self._make, requests, drafts), [r.key for r in requests], self._give_up)
 
     def forced(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
-        """Returns the tokens of the text that must follow each output; guides that are not compiled have none."""
+        """Returns the tokens of the text that must follow each output; empty for guides that are not compiled."""
         following = [request for request in requests if isinstance(self.states.get(request), _State)]
         if not following or self._masking is None:
             return {}
@@ -163,7 +164,7 @@ class Guides:
             return {}
 
     def _give_up(self) -> None:
-        """Abandons a masks' thread that does not return; the next step starts another."""
+        """Abandons a mask thread that does not return; the next step starts another."""
         if self._masking is not None:
             self._masking.shutdown(wait=False)
         self._masking = None
@@ -186,7 +187,7 @@ class Guides:
         return self._compiler.compile(guide)
 
     def close(self) -> None:
-        """Ends the threads, without waiting for a guide that is being compiled; no other call may follow."""
+        """Ends the threads without waiting for a guide that is being compiled; call no method afterwards."""
         for threads in (self._compiling, self._masking):
             if threads is not None:
                 threads.shutdown(wait=False, cancel_futures=True)
@@ -194,7 +195,7 @@ class Guides:
         self._compiled.clear()
         self.states.clear()
 
-    # ---- on the masks' thread
+    # ---- on the mask thread
 
     def _forced(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
         found: dict[Request, list[int]] = {}
@@ -246,7 +247,7 @@ class Guides:
 
 
 def _behind(matcher: Matcher, drafts: Sequence[int]) -> list[Matcher]:
-    """Returns a matcher behind each draft, up to the first that may not follow."""
+    """Returns a matcher after each draft, up to the first draft that is not allowed."""
     found: list[Matcher] = []
     for token_id in drafts:
         matcher = matcher.copy()
@@ -263,7 +264,9 @@ def _no_mask(problem: str) -> TokenMask:
 
 
 def _one_thread(name: str) -> ThreadPoolExecutor:
-    """Starts a thread with enough stack for nested grammars, at once, because the stack size is set per process."""
+    """Starts a thread with enough stack for nested grammars; starts it at once, because the stack size is set per
+    process.
+    """
     before = threading.stack_size(STACK_NBYTES)
     try:
         executor = ThreadPoolExecutor(1, thread_name_prefix=name)
@@ -274,9 +277,9 @@ def _one_thread(name: str) -> ThreadPoolExecutor:
 
 
 def no_guides() -> Guides:
-    """Returns the guides of an engine without a tokenizer: every guide fails."""
+    """Returns guides for an engine without a tokenizer: every guide fails."""
 
     def load() -> Compiler:
-        raise GuideError("this engine has no tokenizer to follow a guide with")
+        raise GuideError("this engine has no tokenizer, which guides need")
 
     return Guides(load)

@@ -23,7 +23,7 @@ from pd_cluster.types import Request, Sampling
 
 
 def adjusts(params: Sampling, position: int) -> bool:
-    """Returns whether logits of this output position are changed at all."""
+    """Whether logits at this output position change at all."""
     return bool(
         position < params.min_tokens
         or params.repetition_penalty != 1.0
@@ -44,7 +44,7 @@ class Adjustment:
         self.allowed = self._ids(params.allowed_token_ids)
         self.ends = self._ids(eos_token_ids.union(params.stop_token_ids))
         self.always_banned = self._ids(words[0] for words in params.bad_words if len(words) == 1)
-        self.bad_words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)  # by the last token but one
+        self.bad_words: dict[int, list[tuple[list[int], int]]] = defaultdict(list)  # by the token before the last
         for words in params.bad_words:
             if len(words) > 1 and 0 <= words[-1] < vocab_size:
                 self.bad_words[words[-2]].append((list(words[:-1]), words[-1]))
@@ -62,8 +62,8 @@ class Adjustment:
         self._ids_seen = np.zeros(64, dtype=np.int64)
         self._counts = np.zeros(64, dtype=np.float32)
         self._output: list[int] | None = None  # the request's own list
-        self._num_counted = 0  # tokens of it counted so far
-        self._last = -1  # the last one counted
+        self._num_counted = 0  # tokens counted so far
+        self._last = -1  # the last token counted
 
     @property
     def penalized(self) -> Ints:
@@ -107,7 +107,7 @@ class Adjustment:
     def banned(self, request: Request, position: int, may_end: bool = True) -> Ints:
         """Returns the ids that bad_words and min_tokens forbid now; may hold duplicates.
 
-        `may_end`: an end token is one here, and not the text of a guide.
+        `may_end`: an end token ends the output here, instead of being text of a guide.
         """
         parts = [self.banned_anyway(position, may_end)]
         if self.bad_words and request.num_tokens:
@@ -122,13 +122,13 @@ class Adjustment:
         return np.concatenate(parts)
 
     def banned_anyway(self, position: int, may_end: bool = True) -> Ints:
-        """Returns those of them that are forbidden whatever the preceding tokens."""
+        """Returns the banned ids that do not depend on the preceding tokens."""
         if position >= self.params.min_tokens or not may_end:
             return self.always_banned
         return np.concatenate([self.always_banned, self.ends])
 
     def banned_after(self, request: Request) -> Ints:
-        """Returns the ids that bad_words forbid after one more token, [num_found, 2]: that token, the forbidden id."""
+        """Returns pairs [num_found, 2] for bad_words: a possible next token, and the id that is banned after it."""
         end = request.num_tokens
         found = [
             (token_id, last)
@@ -159,11 +159,11 @@ class LogitEdit(NamedTuple):
     row: int
     adjustment: Adjustment
     banned: Ints  # token ids; may hold duplicates
-    banned_after: Ints | None = None  # [n, 2], if the last token is unknown: a possible last token, the id it forbids
+    banned_after: Ints | None = None  # [n, 2], if the last token is unknown: a possible last token, the id it bans
 
 
 def edit_ahead(row: int, request: Request, vocab_size: int, eos_token_ids: frozenset[int]) -> LogitEdit:
-    """Prepares the token after the next one, while only the device knows the next one."""
+    """Prepares the edit for the token after the next one, while only the device knows the next one."""
     adjustment = adjustment_of(request, vocab_size, eos_token_ids)
     banned = adjustment.banned_anyway(len(request.output_token_ids) + 1)
     return LogitEdit(row, adjustment, banned, adjustment.banned_after(request))
@@ -175,9 +175,9 @@ _ADDED_OF_BYTE = _ADDED.astype(np.float32)
 
 
 def restrict(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.uint32]]]) -> None:
-    """Forbids, in rows of logits [num_rows, vocab_size], each token t whose bit t % 32 of words[t // 32] is not set.
+    """Bans, in rows of logits [num_rows, vocab_size], each token t whose bit t % 32 of words[t // 32] is not set.
 
-    Tokens beyond the last word are forbidden. No logit may be NaN or +inf.
+    Tokens beyond the last word are banned. No logit may be NaN or +inf.
     """
     known = [(row, words) for row, words in masks if len(words)]
     for row, words in masks:
@@ -192,14 +192,14 @@ def restrict(logits: Tensor, masks: Sequence[tuple[int, NDArray[np.uint32]]]) ->
 
 def apply(logits: Tensor, edits: Sequence[LogitEdit]) -> None:
     """Changes logits [num_rows, vocab_size] in place, all rows at once; at most one edit per row."""
-    numbers = numbers_of(edits, logits.shape[1])
+    numbers = edit_arrays(edits, logits.shape[1])
     there = {name: torch.from_numpy(array).to(logits.device) for name, array in numbers.items()}
     limit(logits, there)
     change(logits, there)
 
 
-def numbers_of(edits: Sequence[LogitEdit], vocab_size: int) -> dict[str, NDArray[Any]]:
-    """Returns the arrays that `limit` and `change` need, without unused ones. Places index the flattened logits."""
+def edit_arrays(edits: Sequence[LogitEdit], vocab_size: int) -> dict[str, NDArray[Any]]:
+    """Returns the arrays that `limit` and `change` need, without unused ones. Positions index the flattened logits."""
     found: dict[str, NDArray[Any]] = {}
 
     def places(parts: Iterable[tuple[int, Ints]]) -> Ints:
@@ -233,9 +233,9 @@ def numbers_of(edits: Sequence[LogitEdit], vocab_size: int) -> dict[str, NDArray
 
 
 def limit(logits: Tensor, there: Mapping[str, Tensor]) -> None:
-    """Forbids, in place, all but the allowed_token_ids in those rows of logits [num_rows, vocab_size] that have some.
+    """Bans, in place, all but the allowed_token_ids in the rows of logits [num_rows, vocab_size] that have some.
 
-    `there`: `numbers_of` the edits, on the logits' device.
+    `there`: the arrays of `edit_arrays`, on the logits' device.
     """
     if "limited" in there:
         flat, at = logits.view(-1), there["allowed"]
@@ -247,10 +247,10 @@ def limit(logits: Tensor, there: Mapping[str, Tensor]) -> None:
 def change(logits: Tensor, there: Mapping[str, Tensor], last_ids: Tensor | None = None) -> None:
     """Applies all other edits in place.
 
-    `last_ids` [num_rows] int64: for edits of a step ahead, each row's last token, which they do not include.
+    `last_ids` [num_rows] int64: each row's last token, if the edits were made ahead without it.
     """
     flat = logits.view(-1)
-    last = None  # places of the last tokens
+    last = None  # positions of the last tokens
     if last_ids is not None:
         last = last_ids + torch.arange(0, logits.numel(), logits.shape[1], device=logits.device)
     if "banned" in there:
@@ -265,7 +265,7 @@ def change(logits: Tensor, there: Mapping[str, Tensor], last_ids: Tensor | None 
 
 
 def _penalize(flat: Tensor, there: Mapping[str, Tensor], last: Tensor | None) -> None:
-    """Applies the penalties. `last` [num_penalizing]: places of tokens that each occur once more than `counts` says."""
+    """Applies the penalties. `last` [num_penalizing]: positions of tokens that occur once more than `counts` says."""
     at, counts, owners = there["penalized"], there["counts"], there["owners"]
     strengths = [there[name] for name in ("repetition", "frequency", "presence")]
     values = _penalized(flat[at], counts, *(strength[owners] for strength in strengths))
@@ -280,6 +280,6 @@ def _penalize(flat: Tensor, there: Mapping[str, Tensor], last: Tensor | None) ->
 
 
 def _penalized(values: Tensor, counts: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor) -> Tensor:
-    """Returns penalized logits of tokens that occur `counts` times in the output; all have the same shape."""
+    """Returns the penalized logits of tokens that occur `counts` times in the output; all have the same shape."""
     values = torch.where(values > 0, values / repetition, values * repetition)
     return values - frequency * counts - presence * (counts > 0)

@@ -1,7 +1,7 @@
 """Log-probabilities of tokens under the model's own logits. Knows nothing of sampling parameters.
 
-They are computed either at once, or in two halves: the large part runs where the logits are, without waiting, and the
-host completes its result to exactly what it would have computed at once.
+They are computed either at once, or in two halves: the large part runs on the logits' device, without waiting, and the
+host completes it to exactly the same result.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pd_cluster.model.sampling.row_passes import (
 )
 from pd_cluster.types import Logprobs
 
-NUM_COLUMNS = 3  # that `numbers_there` writes for each row before the most likely tokens
+NUM_COLUMNS = 3  # written by `logprob_values` for each row before the most likely tokens
 
 
 def logprobs_of(logits: Tensor, best: Floats, token_ids: Ints, num_top: Sequence[int]) -> list[Logprobs]:
@@ -50,12 +50,12 @@ def _entries(
 
 
 class PendingLogprobs(NamedTuple):
-    """Logprobs that are still where the logits are."""
+    """Logprobs that are still on the logits' device."""
 
-    rows: list[int]  # the rows they belong to
-    nums: list[int]  # number of most likely tokens of each
+    rows: list[int]  # the rows of these logprobs
+    nums: list[int]  # number of most likely tokens for each row
     vocab_size: int
-    numbers: Tensor  # the result of `numbers_there`, one row each
+    numbers: Tensor  # the result of `logprob_values`, one row each
 
 
 def counts_of(nums: Sequence[int], vocab_size: int) -> list[int]:
@@ -63,22 +63,22 @@ def counts_of(nums: Sequence[int], vocab_size: int) -> list[int]:
     return [min(max(num, 0), vocab_size) for num in nums]
 
 
-def numbers_there(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int) -> Tensor:
-    """Computes all that `logprobs_from` needs, where the logits are, without waiting; [num_rows, num_numbers] int32.
+def logprob_values(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int) -> Tensor:
+    """Computes the input of `logprobs_from` on the logits' device, without waiting; [num_rows, num_values] int32.
 
-    Takes rows of logits [num_rows, vocab_size], a token of each and `nums` of the most likely ones, both [num_rows]
-    int64; `most` is the largest of `nums`. Floats are stored by their bits:
+    Takes rows of logits [num_rows, vocab_size], a token of each row, and how many most likely tokens each row wants
+    (`nums`), both [num_rows] int64; `most` is the largest of `nums`. Floats are stored by their bits:
 
         best │ the token's logit │ number of better ones │ most logits │ their ids │ most equals │ sums of blocks
 
-    Equals are the lowest ids of tokens that equal the last of the most likely ones, counted from the vocabulary's end,
-    and 0 if there are no more: among equal tokens topk finds any.
+    Equals are the lowest ids of tokens with the same logit as the last of the most likely ones, counted from the
+    vocabulary's end, and 0 if there are no more: among equal tokens topk finds any.
     """
     table = mended(logits)
     best = table.amax(1, keepdim=True)
     is_left = best > -math.inf
     best = torch.where(is_left, best, 0.0)
-    table[:, :1] = torch.where(is_left, table[:, :1], 0.0)  # as `peaks` mends a row without candidates
+    table[:, :1] = torch.where(is_left, table[:, :1], 0.0)  # like `peaks` for a row without candidates
     values = table.gather(1, token_ids[:, None])
     better = (table > values).sum(1, keepdim=True)
     parts = [best.view(torch.int32), values.view(torch.int32), better.int()]
@@ -94,7 +94,7 @@ def numbers_there(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int) ->
 
 
 def logprobs_from(numbers: NDArray[np.int32], telling: PendingLogprobs) -> list[Logprobs]:
-    """Returns the result of `logprobs_of` for the rows of a telling, from numbers that have reached the host."""
+    """Returns the result of `logprobs_of` for the rows of `telling`, from values that have reached the host."""
     nums, vocab_size = telling.nums, telling.vocab_size
     floats, most = numbers.view(np.float32), max(nums)
     tops, ids, equals, sums = np.split(numbers, NUM_COLUMNS + most * np.arange(4), axis=1)[1:]
@@ -124,7 +124,8 @@ def leading_logprobs(logits: Tensor, totals: Floats, nums: Sequence[int]) -> lis
 def _top(logits: Tensor, row: int, values: Floats, ids: Ints, num: int, log_total: float) -> list[tuple[int, float]]:
     """Returns ids and log-probabilities of the `num` best tokens of a row, given at least that many candidates."""
     edge = _edge(values, num)
-    if edge == values.min() and len(values) < logits.shape[1]:  # others equal to it may not be among the candidates
+    # Other tokens with this logit may be missing from the candidates.
+    if edge == values.min() and len(values) < logits.shape[1]:
         values, ids = at_least(logits, row, edge)
     return _best(values, ids, num, log_total)
 

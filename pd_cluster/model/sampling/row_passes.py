@@ -1,8 +1,8 @@
 """Passes over whole rows of logits: the best token, the k best, the total mass, the number of better tokens.
 
-Only this part of sampling grows with the vocabulary; the rest is small and runs on the host. It uses numpy on the CPU,
-where its vectorised partition and argmax are several times as fast as torch's, and torch elsewhere. No row's result
-depends on other rows. Knows nothing of requests or of sampling parameters.
+Only this part of sampling grows with the vocabulary; the rest is small and runs on the host. On the CPU it uses numpy,
+whose vectorised partition and argmax are several times as fast as torch's, and torch elsewhere. No row's result depends
+on other rows. Knows nothing of requests or of sampling parameters.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ LEADING_BLOCK_SIZE = 32  # tokens of which only the best is examined first
 
 
 def on_host(logits: Tensor) -> bool:
-    """Returns whether numpy can read the logits where they are."""
+    """Whether numpy can read the logits without a copy."""
     return logits.is_cpu
 
 
 def rows_of(logits: Tensor, at: Ints) -> Tensor:
-    """Returns those rows; the tensor itself if they are all its rows in order."""
+    """Returns the rows `at`; the tensor itself if these are all rows in order."""
     if len(at) == len(logits) and (at == np.arange(len(at))).all():
         return logits
     return copy_of_rows(logits, at)
@@ -46,8 +46,8 @@ def copy_of_rows(logits: Tensor, at: Ints) -> Tensor:
 def peaks(logits: Tensor, fallback: Callable[[int], int] = lambda row: 0) -> tuple[Ints, Floats]:
     """Returns the most likely token of each row, the lowest id among equals, and its logit; both [num_rows].
 
-    Mends irregular logits in place: NaN becomes -inf, +inf the largest float32, and a row without candidates allows
-    only its `fallback` token. Every logit returned is therefore finite.
+    Repairs irregular logits in place: NaN becomes -inf, +inf the largest float32, and a row without candidates allows
+    only its `fallback` token. So every returned logit is finite.
     """
     token_ids, best = _argmax(logits)
     for row in np.flatnonzero(~np.isfinite(best)).tolist():
@@ -58,11 +58,11 @@ def peaks(logits: Tensor, fallback: Callable[[int], int] = lambda row: 0) -> tup
     return token_ids, best
 
 
-def best_there(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns each row's most likely token, int64, and its logit, float32; [num_rows], on the device, not awaited.
+def best_on_device(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns each row's most likely token, int64, and its logit, float32; [num_rows], on the device, without waiting.
 
-    It follows `peaks`: the lowest id among equals, NaN counts as -inf, +inf as the largest float32, and a row without
-    candidates gives token 0.
+    It works like `peaks`: the lowest id among equals, NaN counts as -inf, +inf as the largest float32, and a row
+    without candidates gives token 0.
     """
     if logits.is_cuda and has_triton():
         from pd_cluster.model.kernels.cuda.sampling.argmax import argmax_rows  # Triton may be missing
@@ -75,7 +75,7 @@ def best_there(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mended(logits: Tensor) -> Tensor:
-    """Returns a float32 copy in which NaN is -inf, and +inf the largest number."""
+    """Returns a float32 copy with -inf instead of NaN, and the largest float32 instead of +inf."""
     return logits.float().nan_to_num(nan=-math.inf, posinf=LARGEST, neginf=-math.inf)
 
 
@@ -85,7 +85,7 @@ def _argmax(logits: Tensor) -> tuple[Ints, Floats]:
             from pd_cluster.model.kernels.cuda.sampling.argmax import argmax_rows
 
             found = argmax_rows(logits)
-            values = found.logits.masked_fill(found.irregular, math.nan)  # the caller mends those rows itself
+            values = found.logits.masked_fill(found.irregular, math.nan)  # the caller repairs those rows itself
             return found.token_ids.cpu().numpy(), values.cpu().numpy()
         values, indices = logits.max(-1)
         return indices.cpu().numpy().copy(), values.cpu().numpy().copy()
@@ -97,7 +97,7 @@ def _argmax(logits: Tensor) -> tuple[Ints, Floats]:
 def leading(logits: Tensor, k: int) -> tuple[Floats, Ints]:
     """Returns logits and ids of the k best tokens of each row, both [num_rows, k], unordered.
 
-    Among several tokens that are equally k-th, any may be included: decide by values, and see `tied_at_edge`.
+    If several tokens tie for place k, any may be included: decide by values, and see `_top` in row_logprobs.py.
     """
     num_rows, vocab_size = logits.shape
     if not on_host(logits):
@@ -125,7 +125,7 @@ def _partition(table: Floats, k: int) -> tuple[Floats, Ints]:
 
 
 def at_least(logits: Tensor, row: int, value: float) -> tuple[Floats, Ints]:
-    """Returns logits and ids, ascending, of all tokens of one row with at least this logit; both [num_found]."""
+    """Returns logits and ids, ascending, of all tokens in one row with at least this logit; both [num_found]."""
     line = logits[row].cpu().numpy()
     token_ids = np.flatnonzero(line >= value)
     return line[token_ids], token_ids
@@ -140,7 +140,7 @@ def num_better(logits: Tensor, values: Floats) -> list[int]:
 
 
 def log_totals(logits: Tensor, best: Floats) -> Floats:
-    """Returns the log of the sum of exp(logit) of each row, whose largest are `best`; [num_rows] float64."""
+    """Returns the log of the sum of exp(logit) of each row, whose maxima are `best`; [num_rows] float64."""
     _, sums = masses(logits, best, np.ones(len(best)), np.full(len(best), -np.inf))
     totals: Floats = best + np.log(sums.sum(1))
     return totals

@@ -1,12 +1,12 @@
 """Chooses the next token of each row of logits, with its logprobs.
 
 Randomness is a counter-based hash of (seed, sequence index, position), computed on the host: a request draws the same
-numbers alone, in a batch, after a retry and on every device. Knows nothing of requests' lives.
+random numbers alone, in a batch, after a retry and on every device. Knows nothing of the lives of requests.
 
-    logits ─ argmax ─┬─ rows that are greedy and nothing else ────────────────────────────┬─ token ids ─ logprobs
-                     └─ the others ─ copy, masks and penalties (adjust) ─ argmax or draw ─┘  of the raw logits
+    logits ─ argmax ─┬─ greedy rows without masks and penalties ──────────────────────────┬─ token ids ─ logprobs
+                     └─ other rows ─ copy, masks and penalties ─ argmax or draw ──────────┘  of the raw logits
 
-Masks of guides come with the rows; see guided.py.
+The rows carry the masks of guides; see grammar_masks.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pd_cluster.model.sampling.beam_candidates import candidates_of, ends_of, told_of
+from pd_cluster.model.sampling.beam_candidates import candidates_of, ends_of, with_client_logprobs
 from pd_cluster.model.sampling.grammar_masks import TokenMask
 from pd_cluster.model.sampling.logit_adjustments import LogitEdit, adjustment_of, adjusts, apply, restrict
 from pd_cluster.model.sampling.row_logprobs import logprobs_of
@@ -28,7 +28,7 @@ from pd_cluster.model.sampling.token_draw import DrawParameters, draw
 from pd_cluster.types import Candidate, Logprobs, Request, Sampling
 
 MASK = (1 << 64) - 1
-NO_TOKEN = -1  # nothing may follow
+NO_TOKEN = -1  # no token is allowed
 MAX_LOGITS_AT_ONCE = 6 << 20  # 24 MiB of float32: glibc maps each temporary of 32 MiB or more anew, slowly
 
 
@@ -71,13 +71,15 @@ class SamplingRow(NamedTuple):
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether the request's own masks and penalties apply; they do not if its guide allows nothing else."""
+        """Whether the request's own masks and penalties apply; they do not if its guide leaves only one
+        continuation.
+        """
         is_forced = self.mask is not None and self.mask.is_forced
         return not is_forced and adjusts(self.request.sampling, self.position)
 
     @property
     def may_end(self) -> bool:
-        """Whether an end or stop token ends the sequence here; a guide may have it as text."""
+        """Whether an end or stop token ends the sequence here; in a guide it may be text."""
         return self.mask is None or self.mask.accepts
 
 
@@ -87,7 +89,7 @@ class Sampled(NamedTuple):
 
 
 class Sampler:
-    """Chooses tokens. Its only memory is in adjust.py, and can be dropped at any time."""
+    """Chooses tokens. It keeps state only in logit_adjustments.py, which can be dropped at any time."""
 
     def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
         self.vocab_size = vocab_size
@@ -98,9 +100,9 @@ class Sampler:
 
         `at` gives the row of logits for each, if several use the same one.
 
-        Never raises for any logits or parameters. If masks forbid every token, the most likely of the allowed_token_ids
-        is chosen, or of all if there are none; if one of the masks is a guide's, an end where the output fits it, and
-        NO_TOKEN elsewhere.
+        Never raises for any logits or parameters. If the masks ban every token, the result is the most likely of the
+        allowed_token_ids, or of all tokens if there are none; for a guided row it is an end if the output matches its
+        guide, and otherwise NO_TOKEN.
         """
         num_rows = len(rows) if at is None else len(logits)
         assert logits.shape == (num_rows, self.vocab_size), f"{tuple(logits.shape)} for {num_rows} rows"
@@ -112,7 +114,9 @@ class Sampler:
         return sampled
 
     def token_ids(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-        """Returns the tokens that `sample` chooses, without their logprobs; a row without any has one of no meaning."""
+        """Returns the tokens that `sample` chooses, without logprobs; where it returns NO_TOKEN, the value is
+        meaningless.
+        """
         found: list[int] = []
         with torch.inference_mode():
             for part in self._parts(len(rows)):
@@ -130,9 +134,9 @@ class Sampler:
         return told
 
     def candidates(self, logits: Tensor, rows: Sequence[SamplingRow], at: Sequence[int]) -> list[list[Candidate]]:
-        """Returns continuations of beams: each of `rows` with row `at` of logits [num_rows, vocab_size] float32.
+        """Returns continuations of beams: each of `rows` uses row `at` of logits [num_rows, vocab_size] float32.
 
-        Best first.
+        The best come first.
         """
         found: list[list[Candidate]] = []
         with torch.inference_mode():
@@ -150,7 +154,7 @@ class Sampler:
         found = candidates_of(work, best_left, ends, [p.beam_width for p in params])
         if told := [i for i, p in enumerate(params) if p.logprobs is not None]:
             index = np.array(told)
-            asked = told_of(
+            asked = with_client_logprobs(
                 rows_of(logits, index), best[index], [found[i] for i in told], [params[i].logprobs or 0 for i in told]
             )
             for i, row in zip(told, asked, strict=True):
@@ -171,7 +175,7 @@ class Sampler:
         return found
 
     def _choose(self, logits: Tensor, rows: Sequence[SamplingRow]) -> tuple[Ints, Floats, set[int]]:
-        """Returns tokens, the largest of each row's logits, and the rows where nothing may follow."""
+        """Returns the tokens, each row's largest logit, and the rows where no token is allowed."""
         params = [row.request.sampling for row in rows]
         token_ids, best = peaks(logits)
         drawn = [i for i, p in enumerate(params) if not p.greedy]
@@ -204,10 +208,10 @@ class Sampler:
         apply(logits, edits)
 
     def _fallback(self, line: Tensor, row: SamplingRow, stuck: set[int], at: int) -> int:
-        """Returns the choice for a row with every token masked; `line` [vocab_size] holds the model's own logits.
+        """Returns the choice for a row whose tokens are all banned; `line` [vocab_size] holds the model's own logits.
 
-        An output that fits its guide ends. Any other guided row has no choice: `at` is added to `stuck`, and the result
-        is ignored.
+        An output that matches its guide ends. Any other guided row has no choice: `at` is added to `stuck`, and the
+        result is ignored.
         """
         if row.mask is None:
             return self._likeliest_allowed(line, row)
@@ -229,7 +233,7 @@ class Sampler:
     def _logprobs(
         self, logits: Tensor, best: Floats, token_ids: Ints, params: Sequence[Sampling]
     ) -> dict[int, Logprobs]:
-        """Returns the logprobs of the rows that ask for them, by row."""
+        """Returns the logprobs of the rows that request them, by row."""
         num_top = {i: p.logprobs for i, p in enumerate(params) if p.logprobs is not None}
         if not num_top:
             return {}

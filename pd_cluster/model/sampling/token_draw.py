@@ -1,9 +1,9 @@
 """Draws a token from each row of logits: temperature, min_p, top_k, top_p, then inverse transform sampling.
 
-The kept tokens are always a prefix of the tokens sorted by logit and, among equals, by id. Where top_k or top_p shape
-the draw, masses are whole numbers (`fixed_point`): the prefix and the draw are then the same to the bit, whichever
-device finds them and in whatever order it sums. The draw sums in vocabulary order, so rounding that swaps two almost
-equally likely tokens does not change it. Knows nothing of requests, nor of the source of random numbers.
+The kept tokens are always a prefix of the tokens sorted by logit and, among equals, by id. If top_k or top_p shape the
+draw, masses are integers (`fixed_point`): prefix and draw then have the same bits on every device and in any order of
+summation. The draw sums in vocabulary order, so rounding that swaps two almost equally likely tokens does not change
+it. Knows nothing of requests, nor of the source of random numbers.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from pd_cluster.model.kernels.fixed_point import MASS_BITS, fixed_masses, share_
 from pd_cluster.model.sampling.row_passes import Bools, Floats, Ints, leading, masses, rows_of
 from pd_cluster.types import Sampling
 
-FEW = 64  # tokens kept by all but a few rows; such rows are processed together
-MARGIN = 16  # extra candidates, so that tokens equal to the last one kept are seldom cut off
+FEW = 64  # all but a few rows keep at most this many tokens; such rows are processed together
+MARGIN = 16  # extra candidates, so that tokens equal to the last kept one are seldom cut off
 NUM_BINS = 4096  # of logits below the best one
-MASS_ERROR = 2.0**-16  # of a sum of float32 masses, relative: 44 octaves' products, sums of a block, the last bits
+# Relative error of a sum of float32 masses: products of 44 octaves, sums in a block, the last bits.
+MASS_ERROR = 2.0**-16
 MAX_BELOW = 80.0  # logits over temperature; less likely tokens share a bin
 
 
 @dataclass(frozen=True, slots=True)
 class DrawParameters:
-    """The parameters of each row's distribution, every field [num_rows]. A row is one draw."""
+    """The parameters of each row's distribution; every field is [num_rows]. A row is one draw."""
 
     inverse_temperature: Floats
     top_k: Ints  # the vocabulary's size if unlimited
@@ -64,7 +65,7 @@ def draw(logits: Tensor, best: Floats, knobs: DrawParameters) -> Ints:
     """Returns token ids [num_rows] for logits [num_rows, vocab_size] float32 whose maxima are `best`, all finite."""
     num_rows, vocab_size = logits.shape
     token_ids = np.zeros(num_rows, dtype=np.int64)
-    total = np.zeros(num_rows)  # mass of all tokens that min_p keeps, for rows without top_k; nearly
+    total = np.zeros(num_rows)  # approximate mass of all tokens that min_p keeps, for rows without top_k
     unlimited = knobs.top_k == vocab_size
     if unlimited.any():
         at = np.flatnonzero(unlimited)
@@ -99,18 +100,18 @@ def _draw_above(logits: Tensor, best: Floats, knobs: DrawParameters, floor: Floa
 
 
 def _draw_from_few(logits: Tensor, best: Floats, knobs: DrawParameters, total: Floats) -> tuple[Ints, Bools]:
-    """Returns token ids, and which of them are valid; `total` is nearly the mass of all tokens that min_p keeps.
+    """Returns token ids, and which are valid; `total` is the approximate mass of all tokens that min_p keeps.
 
-    A row is invalid if it keeps more tokens than there are candidates, or only some of those equal to its worst kept
-    one: others with lower ids may then be missing from the candidates. It is also invalid where `total` is not exact
-    enough to say how many top_p keeps.
+    A row is invalid if it keeps more tokens than there are candidates, or only some of those that tie with its last
+    kept token, since tied tokens with lower ids may be missing. It is also invalid if `total` is not exact enough to
+    determine how many tokens top_p keeps.
     """
     num_candidates = min(FEW + MARGIN, logits.shape[1])
     values, ids = leading(logits, num_candidates)
     ranked = np.sort(values, axis=1)[:, ::-1]
     num_kept, is_certain = _num_kept(ranked, best, knobs, total, num_candidates == logits.shape[1])
     threshold = ranked[np.arange(len(ranked)), num_kept - 1]
-    num_tied = num_kept - (ranked > threshold[:, None]).sum(1)  # of the tokens that equal the last one kept
+    num_tied = num_kept - (ranked > threshold[:, None]).sum(1)  # of the tokens that tie with the last kept one
     order = ids.argsort(1)
     values, ids = np.take_along_axis(values, order, 1), np.take_along_axis(ids, order, 1)
     tied = values == threshold[:, None]
@@ -123,15 +124,15 @@ def _draw_from_few(logits: Tensor, best: Floats, knobs: DrawParameters, total: F
 
 
 def _target(knobs: DrawParameters, total: Ints) -> Ints:
-    """Returns the mass at which the drawn token lies, in the vocabulary's order; below the total, [num_rows]."""
+    """Returns the cumulative mass, in vocabulary order, at which the drawn token lies; below the total, [num_rows]."""
     found: Ints = np.minimum(share_of(knobs.uniform, total), total - 1)
     return found
 
 
 def _num_kept(ranked: Floats, best: Floats, knobs: DrawParameters, total: Floats, is_all: bool) -> tuple[Ints, Bools]:
-    """Returns how many values min_p, top_k and top_p keep of [num_rows, num_candidates], best first; at least one.
+    """Returns how many of the values [num_rows, num_candidates], best first, min_p, top_k and top_p keep; at least one.
 
-    And whether that is certain. `is_all`: the candidates are the vocabulary.
+    Also returns whether that is certain. `is_all`: the candidates are the whole vocabulary.
     """
     num_above = (ranked >= knobs.floor(best)[:, None]).sum(1)
     limit: Ints = np.minimum(num_above, knobs.top_k)
@@ -154,12 +155,12 @@ def _draw_from_many(line: Floats, best: Floats, knobs: DrawParameters) -> int:
 
 
 class KeptTokens(NamedTuple):
-    """The tokens that one row may keep, in the vocabulary's order."""
+    """The tokens that one row may keep, in vocabulary order."""
 
     threshold: np.floating[Any]  # the worst logit that is kept
     num_kept: int
     ids: Ints | None  # None: the whole vocabulary
-    masses: Ints  # zero for those that are not kept
+    masses: Ints  # zero for tokens that are not kept
 
 
 def kept_of(line: Floats, best: Floats, knobs: DrawParameters) -> KeptTokens:
@@ -188,10 +189,10 @@ def _without_surplus(ids: Ints, is_worst: Bools, num_surplus: int) -> Ints:
 
 
 def _nucleus(values: Floats, masses: Ints, best: Floats, knobs: DrawParameters) -> tuple[np.floating[Any], int]:
-    """Returns the worst logit that top_p keeps of one row's values, and the number of tokens kept.
+    """Returns the lowest logit that top_p keeps among one row's values, and the number of tokens kept.
 
-    Sorts only the bin of almost equal logits in which the mass is reached. Bins divide the row's own range, because
-    those of a fixed width would hold all tokens of a flat row.
+    Sorts only the bin of almost equal logits in which the mass is reached. Bins divide the row's own range, because a
+    bin of fixed width would hold all tokens of a flat row.
     """
     with np.errstate(over="ignore"):
         below = (best - values) * knobs.inverse_temperature.astype(np.float32)  # in units of the exponent

@@ -1,4 +1,4 @@
-"""Builds what computes a folder's pictures, transformers' own modules in float32, and reads its weights."""
+"""Builds the modules that compute a folder's pictures, transformers' own in float32, and reads their weights."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pd_cluster.model.vision.vision_tower import Tower
 log = logging.getLogger(__name__)
 
 WEIGHTS = re.compile(r"(?:model\.)?visual\.(?P<name>.+)")
-TEXT_MODEL = re.compile(r"(?:.*\.)?(?:language_model|text_model|lm_head)\..+")  # of modules that are no part of a tower
+TEXT_MODEL = re.compile(r"(?:.*\.)?(?:language_model|text_model|lm_head)\..+")  # modules that do not belong to a tower
 FAULTS = ("missing_keys", "unexpected_keys", "mismatched_keys")
 
 
 def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: Device, num_kept_tokens: int, group: Group) -> Tower:
-    """Raises ModelError for weights that do not fit. `dtype`: see Tower. `group`: each rank has the whole tower."""
+    """Raises ModelError if the weights do not match. `dtype`: see Tower. `group`: each rank has the whole tower."""
     part = checkpoint.vision
     assert part is not None
     if not sys.stderr.isatty():
@@ -42,7 +42,7 @@ def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: Device, num_k
     if num_deep >= (num_layers := int(checkpoint.config["num_hidden_layers"])):
         raise ModelError(
             f"{checkpoint.path / 'config.json'}: deepstack_visual_indexes: {num_deep} for {num_layers} layers; the "
-            f"last layer takes none"
+            f"last layer cannot have one"
         )
     module = _tower(checkpoint, part, config) if CLASSES[part.model_type].tower else _whole(checkpoint, config)
     module.requires_grad_(False)
@@ -53,7 +53,7 @@ def load_tower(checkpoint: Checkpoint, dtype: torch.dtype, device: Device, num_k
 
 
 def _tower(checkpoint: Checkpoint, part: VisionPart, config: Any) -> Any:
-    """Returns a tower that is a model of its own in transformers."""
+    """Returns a tower that is a separate model in transformers."""
     kind = class_of(part, CLASSES[part.model_type].tower)
     module, info = _load(checkpoint, kind, config.vision_config, _tower_name)
     _check(checkpoint, info, lambda key: f"visual.{key}")
@@ -61,9 +61,9 @@ def _tower(checkpoint: Checkpoint, part: VisionPart, config: Any) -> Any:
 
 
 def _whole(checkpoint: Checkpoint, config: Any) -> Any:
-    """Returns the whole model less its text model, which is loaded by itself.
+    """Returns the whole model without its text model, which is loaded separately.
 
-    transformers builds it with a text model of no layers, so that weights have the names that it converts.
+    transformers builds it with a text model of zero layers, so that weights have the names that it converts.
     """
     kind = AutoModelForImageTextToText._model_mapping[type(config)]
     config = copy.deepcopy(config)
@@ -110,7 +110,7 @@ def _tower_name(key: str) -> str:
 
 
 def _others_name(key: str) -> str:
-    """Names weights that are not the text model's."""
+    """Returns the names of weights outside the text model, "" for others."""
     return "" if text_name(key) else key
 
 

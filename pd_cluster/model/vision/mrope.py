@@ -1,4 +1,4 @@
-"""M-RoPE in the place of a text model's rotary embedding, for prompts that have pictures."""
+"""M-RoPE: replaces a text model's rotary embedding for prompts with pictures."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from pd_cluster.model.vision.vision_classes import CLASSES, class_of
 
 
 class SectionsRotaryEmbedding(torch.nn.Module):
-    """Turns sections of a head by time, height and width; by one row of positions, as the text model alone does."""
+    """Rotates sections of a head by time, height and width; with one row of positions, like the text model's
+    embedding.
+    """
 
     def __init__(self, one: torch.nn.Module, three: torch.nn.Module, pairs_neighbours: bool = False) -> None:
-        """`pairs_neighbours`: of the tables of `three`; those of `one` have all angles twice."""
+        """`pairs_neighbours`: the tables of `three` have each angle twice in a row; those of `one` repeat all
+        angles.
+        """
         super().__init__()
         self._pairs_neighbours = pairs_neighbours
-        self._one, self._three = (one,), (three,)  # not among its modules: loaders look for rotary embeddings there
+        self._one, self._three = (one,), (three,)  # hidden from modules(): loaders look for rotary embeddings there
         self.mrope_section = three.mrope_section
         self.rope_type = getattr(three, "rope_type", "")
 
@@ -34,16 +38,19 @@ class SectionsRotaryEmbedding(torch.nn.Module):
         return cos, sin
 
 
-def put_sections(model: Any, checkpoint: Checkpoint, device: Device) -> None:
-    """Replaces a text model's rotary embedding, before it is fused, if pictures turn by sections. Raises ModelError."""
+def install_mrope(model: Any, checkpoint: Checkpoint, device: Device) -> None:
+    """Replaces a text model's rotary embedding before it is fused, if pictures rotate by sections. Raises
+    ModelError.
+    """
     assert checkpoint.vision is not None
     classes = CLASSES[checkpoint.vision.model_type]
     if not classes.rotary:
         return
     if checkpoint.rope.kind:
         raise ModelError(
-            f"{checkpoint.path / 'config.json'}: rope_type {checkpoint.rope.kind}: its frequencies follow a request's "
-            f"tokens, and pictures have positions of their own; give another rope_type"
+            f"{checkpoint.path / 'config.json'}: rope_type {checkpoint.rope.kind}: its frequencies depend on a "
+            f"request's "
+            f"tokens, but pictures have their own positions; give another rope_type"
         )
     whole = whole_config(checkpoint)
     sections = {name: value for name, value in whole.text_config.rope_parameters.items() if "mrope" in name}
@@ -54,6 +61,6 @@ def put_sections(model: Any, checkpoint: Checkpoint, device: Device) -> None:
     if sum(three.mrope_section) != len(three.inv_freq):
         raise ModelError(
             f"{checkpoint.path / 'config.json'}: mrope_section {list(three.mrope_section)}: must add up to half of "
-            f"the features that are rotated, {len(three.inv_freq)}"
+            f"the rotated features, {len(three.inv_freq)}"
         )
     model.model.rotary_emb = SectionsRotaryEmbedding(model.model.rotary_emb, three, classes.pairs_neighbours)

@@ -11,7 +11,7 @@ from pd_cluster.errors import ModelError
 
 
 def whole_config(checkpoint: Checkpoint) -> Any:
-    """Returns that of the folder's config.json, from its form in transformers where it has another one.
+    """Returns the whole model's config, in transformers' form if config.json has another.
 
     Raises ModelError for invalid values.
     """
@@ -19,5 +19,5 @@ def whole_config(checkpoint: Checkpoint) -> Any:
         if (whole := checkpoint.whole) is not None:
             return CONFIG_MAPPING[str(whole["model_type"])].from_dict(whole)
         return AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
-    except Exception as error:  # also huggingface_hub's errors for values of another type
+    except Exception as error:  # including huggingface_hub's errors for values of the wrong type
         raise ModelError(f"{checkpoint.path / 'config.json'}: {' '.join(str(error).split())}") from error

@@ -1,4 +1,4 @@
-"""Pixels as a tower takes them: the numbers of each 8-bit value, and the order of patches."""
+"""The pixels that a tower takes: the value of each 8-bit pixel, and the order of patches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Floats = np.ndarray[Any, np.dtype[np.float32]]
 
 
 class Pixels:
-    """Turns the pixels of pictures into a tower's numbers, rounded as by transformers' processors."""
+    """Converts the pixels of pictures to a tower's input values, rounded like transformers' processors."""
 
     def __init__(self, part: VisionPart) -> None:
         self.rules: ImageRules = part.rules
@@ -34,7 +34,7 @@ class Pixels:
     def patches(self, image: Image) -> Floats:
         """Returns [num_patches, channels * frames * patch_size²], in the order of merged patches, for GridRules.
 
-        A picture of one frame is repeated; frames that no patch joins follow one another.
+        A picture with a single frame is repeated; frames that patches do not join are consecutive.
         """
         rules = self.rules
         assert isinstance(rules, GridRules)

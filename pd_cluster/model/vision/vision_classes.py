@@ -1,4 +1,4 @@
-"""The classes of transformers that compute pictures, by the model_type of the whole model, and how they are called."""
+"""The transformers classes that compute pictures, by the model_type of the whole model, and how to call them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Encode = Callable[[Any, Pixels, Image, Device], Layers]
 
 
 class VisionClasses(NamedTuple):
-    """Names in transformers' module of a model type.
+    """Names in the transformers module of a model type.
 
-    `tower`: that of a tower whose weights' names begin with `visual.`; "": the tower is a part of the whole model. With
-    the first, the module that `encode` is called with is the tower; without, it is the whole model less its text model.
-    `rotary`: the text model's rotary embedding, if pictures have positions of several dimensions; `pairs_neighbours`
-    if its tables have each angle twice in a row, otherwise they have all of them twice.
+    `tower`: the class of a tower whose weights' names begin with `visual.`; `encode` is called with this tower. "": the
+    tower is a part of the whole model; `encode` is called with the whole model without its text model. `rotary`: the
+    text model's rotary embedding, if pictures have positions of several dimensions. `pairs_neighbours`: its tables have
+    each angle twice in a row; otherwise they repeat all angles.
     """
 
     encode: Encode

@@ -1,7 +1,6 @@
-"""The experts of ERNIE 4.5 VL: some compute texts, others pictures, and each layer has both.
+"""The experts of ERNIE 4.5 VL: some compute text, others pictures, and each layer has both.
 
-The text model is loaded as ERNIE 4.5 MoE, and here the pictures' experts are put beside its own. Every rank has all of
-them.
+The text model is loaded as ERNIE 4.5 MoE; this file adds the experts for pictures. Every rank has all of the latter.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ BIAS = "mlp.moe_statics.e_score_correction_bias"
 
 
 class ModalityExperts(torch.nn.Module):
-    """A sparse block. `rows`: those of a step that its pictures' experts compute, and all others; None: none."""
+    """A sparse block. `rows`: picture rows of a step, and all other rows; None: there are no pictures."""
 
     def __init__(self, texts: Any, pictures: Any, group: Group) -> None:
-        """`group`: the ranks that share the experts of texts, whose results each has summed."""
+        """`group`: the ranks that share the text experts, whose results are already summed on each rank."""
         super().__init__()
         self._group = group
         self.texts, self.pictures = texts, pictures
@@ -53,7 +52,7 @@ class ModalityExperts(torch.nn.Module):
 
 
 def texts_name(checkpoint: Checkpoint) -> Callable[[str], str]:
-    """Returns the function that names the weights of the text model itself, "" for others."""
+    """Returns the function that maps names of the text model's weights to themselves, and others to ""."""
     num_experts = int(checkpoint.config["moe_num_experts"])
 
     def name_of(key: str) -> str:
@@ -78,8 +77,10 @@ def as_text_model(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def put_experts(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: Device, group: Group) -> None:
-    """Puts the pictures' experts beside those of texts. Raises ModelError for weights that do not fit."""
+def install_vision_experts(
+    model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: Device, group: Group
+) -> None:
+    """Adds the picture experts to the text experts. Raises ModelError if the weights do not match."""
     num_experts, width = int(checkpoint.config["moe_num_experts"]), _width(checkpoint)
 
     def name_of(key: str) -> str:
@@ -101,7 +102,7 @@ def put_experts(model: Any, checkpoint: Checkpoint, dtype: torch.dtype, device: 
             if block.get_parameter(name).shape != each.shape:
                 raise ModelError(
                     f"{checkpoint.path}: layer {index}: {name} of the pictures' experts has the shape "
-                    f"{list(each.shape)}; config.json has {list(block.get_parameter(name).shape)}"
+                    f"{list(each.shape)}; config.json requires {list(block.get_parameter(name).shape)}"
                 )
         state = {name: each.to(torch.float32 if "statics" in name else dtype) for name, each in state.items()}
         block.load_state_dict(state, assign=True)
@@ -123,9 +124,9 @@ def _state(
             "experts.down_proj": torch.stack([expert(i, "down_proj") for i in range(num_experts)]),
         }
     except KeyError as missing:
-        raise ModelError(f"{checkpoint.path}: {missing.args[0]}: missing among the experts of pictures") from None
+        raise ModelError(f"{checkpoint.path}: {missing.args[0]}: missing among the picture experts") from None
 
 
 def _width(checkpoint: Checkpoint) -> int:
-    """Returns the features between the two layers of an expert of pictures."""
+    """Returns the intermediate size of a picture expert."""
     return int(checkpoint.config["picture_intermediate_size"])

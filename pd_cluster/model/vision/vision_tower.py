@@ -1,7 +1,7 @@
-"""A checkpoint's vision tower: one picture a call, so that its features depend on nothing but its pixels.
+"""A checkpoint's vision tower: it computes pictures one by one, so that features depend on the pixels only.
 
-Each picture is computed by one of the ranks that share a model, and all of them keep its features: the most recently
-used. Knows nothing of requests, nor of how a tower is built.
+One of the ranks that share a model computes a picture, and all of them cache its features. Knows nothing of requests,
+nor of how a tower is built.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from pd_cluster.types import Image
 
 
 class Tower:
-    """Computes pictures, and keeps the features of up to `num_kept_tokens` tokens, least recently used out first.
+    """Computes pictures, and caches the features of up to `num_kept_tokens` tokens; drops the least recently used
+    first.
 
-    Ranks that share a model compute the same steps, so they keep the same features: docs/protocol/handover.md,
+    Ranks that share a model compute the same steps, so they cache the same features: docs/protocol/handover.md,
     "Images".
     """
 
@@ -46,7 +47,7 @@ class Tower:
         widths: tuple[int, int],
         group: Group,
     ) -> None:
-        """`dtype`: that in which features are kept, the activations' own. `widths`: 1 + num_deep, hidden_size."""
+        """`dtype`: that of cached features and of the activations. `widths`: 1 + num_deep, hidden_size."""
         self.rules: ImageRules = part.rules
         self.encoded = EncoderTotals()
         self.num_encoded = 0  # by this rank
@@ -54,7 +55,7 @@ class Tower:
         self._pixels = Pixels(part)
         self.kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()  # by ImagePart.key, see `encode`
         self.num_kept_tokens = num_kept_tokens
-        # On the host, on rank 0: what an encoder has computed and no step has used, see engine/encode/encoder_stage.py.
+        # On the host of rank 0: features from an encoder that no step has used yet, see engine/encode/encoder_stage.py.
         self.landed: dict[bytes, torch.Tensor] = {}
         self._widths, self.group = widths, group
 
@@ -68,30 +69,30 @@ class Tower:
         return num_layers, len(self.rules.places(image)), hidden_size
 
     def marked(self, parts: Sequence[ImagePart]) -> tuple[ImagePart, ...]:
-        """Returns a step's parts for all ranks, with marks at those whose features have landed at this one."""
+        """Returns a step's parts for all ranks; marks those whose features have landed on this rank."""
         if not self.landed:
             return tuple(parts)
         return tuple(part._replace(is_landed=part.key in self.landed) for part in parts)
 
-    def sparing_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
-        """Returns a step's parts for another rank, with the pixels of no other pictures than it computes."""
+    def without_foreign_pixels(self, parts: Sequence[ImagePart], rank: int) -> list[ImagePart]:
+        """Returns a step's parts for another rank, with the pixels of only those pictures that it computes."""
         own = {key for key, owner in self._owners(parts).items() if owner == rank}
         return [
             part if part.key in own else part._replace(image=structs.replace(part.image, pixels=b"")) for part in parts
         ]
 
     def _owners(self, parts: Sequence[ImagePart]) -> dict[bytes, int]:
-        """Returns the rank that computes each picture that is not kept, by its key."""
+        """Returns the rank that computes each picture that is not cached, by key."""
         missing = {part.key: part.image for part in parts if part.key not in self.kept and not part.is_landed}
         nums_pixels = [math.prod(self.rules.shape(image)) for image in missing.values()]
         landed = {part.key: 0 for part in parts if part.key not in self.kept and part.is_landed}
         return landed | dict(zip(missing, shared(nums_pixels, self.group.size), strict=True))
 
     def rows(self, parts: Sequence[ImagePart], num_tokens: int) -> ImageRows:
-        """Returns the features of a step's rows; pictures that are not kept are computed, from their pixels.
+        """Returns the features of a step's rows; pictures that are not cached are computed from their pixels.
 
-        Features that are kept before the step serve all of it, whatever gives way in it. Raises InstanceLost if another
-        rank cannot compute its pictures.
+        Features that are cached before the step stay available during the step. Raises InstanceLost if another rank
+        cannot compute its pictures.
         """
         found = {part.key: self.kept[part.key] for part in parts if part.key in self.kept}
         if owners := self._owners(parts):
@@ -101,7 +102,7 @@ class Tower:
             places = np.array(self.rules.places(part.image), dtype=np.int64)
             first, last = np.searchsorted(places, (part.start, part.start + part.num_tokens))
             features = found[part.key]
-            assert features.shape[1] == len(places), "a tower's features are not those that its rules count"
+            assert features.shape[1] == len(places), "a tower's features do not match the count of its rules"
             taken.append(features[:, first:last])
             rows.append(places[first:last] + (part.row - part.start))
         self._keep({part.key: found[part.key] for part in parts})
@@ -114,9 +115,9 @@ class Tower:
         return ImageRows(there["rows"], features, (there["seen"], there["read"]) if self.rules.marks else None)
 
     def _keep(self, features: Mapping[bytes, torch.Tensor]) -> None:
-        """Keeps a step's features as the most recently used, as many as there is room for.
+        """Caches a step's features as the most recently used, as far as they fit.
 
-        The last picture is kept however large it is: chunks of its prompt follow.
+        The last picture is cached at any size, since further chunks of its prompt follow.
         """
         for key, each in features.items():
             self.kept[key] = each
@@ -128,10 +129,10 @@ class Tower:
             num_tokens -= dropped.shape[1]
 
     def _compute(self, images: Mapping[bytes, Image], owners: Mapping[bytes, int]) -> dict[bytes, torch.Tensor]:
-        """Computes this rank's share of pictures, and exchanges features with the others in the pictures' order.
+        """Computes this rank's share of pictures, and exchanges features with other ranks in the pictures' order.
 
-        Ranks exchange nothing before each of them has its share. So one that cannot compute a picture keeps no other
-        rank waiting; it raises its own error, and the others name it.
+        Ranks exchange features only after each has computed its share. So a rank that fails to compute a picture does
+        not block the others; it raises its own error, and the others name its rank.
         """
         begun_s = time.monotonic()
         rank, size = self.group.rank, self.group.size
@@ -148,7 +149,7 @@ class Tower:
                 else:
                     found[key] = self._empty(image)
         except Exception:
-            with contextlib.suppress(InstanceLost):  # this rank's own error says more
+            with contextlib.suppress(InstanceLost):  # this rank's own error is more specific
                 self.group.least(rank)
             raise
         if (failed := self.group.least(size)) < size:
@@ -166,13 +167,13 @@ class Tower:
     @torch.inference_mode()
     def encode(self, image: Image) -> torch.Tensor:
         """Computes a picture's features, [1 + num_deep, num_features, hidden_size]."""
-        assert image.pixels, "a picture that is to be computed came without pixels"
+        assert image.pixels, "the pixels of a picture to compute are missing"
         layers = CLASSES[self._part.model_type].encode(self._module, self._pixels, image, self._device)
         return torch.stack(layers).to(self._dtype)
 
 
 def shared(sizes: Sequence[int], num_ranks: int) -> list[int]:
-    """Returns the rank of each item: the largest first, each to the rank that has least so far, then to the lowest."""
+    """Returns the rank of each item: largest first, each to the rank with the least so far, then to the lowest rank."""
     loads, found = [0] * num_ranks, [0] * len(sizes)
     for at in sorted(range(len(sizes)), key=lambda at: -sizes[at]):
         found[at] = loads.index(min(loads))

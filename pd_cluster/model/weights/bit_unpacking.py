@@ -1,18 +1,18 @@
-"""Integers and small floats out of the words that quantizers pack them into. Knows nothing of layers."""
+"""Unpacks integers and small floats from the words that quantizers pack them into. Knows nothing of layers."""
 
 from __future__ import annotations
 
 import torch
 
 WORD_BITS = 32
-AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the slot of each column among eight
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the slot of each of eight columns
 E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # twice the values of the codes 0 to 7; bit 3 is the sign
 
 
 def fields(words: torch.Tensor, bits: int) -> torch.Tensor:
     """Returns the unsigned fields of int32 words [..., W], lowest bits first: [..., W * 32 / bits] int32.
 
-    Three bits are a dense stream, of which 32 fields take three words.
+    With three bits the fields are a dense stream: 32 fields take three words.
     """
     if bits == 3:
         return _three(words)
@@ -32,7 +32,7 @@ def _three(words: torch.Tensor) -> torch.Tensor:
 
 
 def awq_fields(words: torch.Tensor) -> torch.Tensor:
-    """Returns the columns of AWQ's gemm words [..., W], whose slots are in another order: [..., 8 W] int32."""
+    """Returns the columns of AWQ's gemm words [..., W], which have another slot order: [..., 8 W] int32."""
     slots = fields(words, 4).reshape(*words.shape, 8)
     return slots[..., list(AWQ_ORDER)].flatten(-2)
 

@@ -1,6 +1,6 @@
-"""Linear layers of int8 weights that take their activations in int8 too: on CPU, and elsewhere the reference.
+"""Linear layers with int8 weights and int8 activations: on CPU, and as the reference for other devices.
 
-Sums of integers are exact, so a row's numbers depend neither on the rows beside it nor on the number of threads.
+Sums of integers are exact, so a row's values depend neither on other rows nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ MOST = 127
 class Int8Linear:
     """Computes quantized(x) @ codes.T * scales + bias: codes [N, K] int8, scales [N] float32, bias [N] or None.
 
-    Each row has its own scale, as `quantize_rows` says. With `inputs`, scale and zero
-    point of the file, all rows have those. |sums| stay below 2^31 up to 131,072 input features.
+    Each row has its own scale, see `quantize_rows`. With `inputs`, the scale and zero point in the file, all rows share
+    these. |sums| stay below 2^31 up to 131,072 input features.
     """
 
     __slots__ = ("_bias", "_codes", "_inputs", "_scales", "_sums")
@@ -48,7 +48,7 @@ class Int8Linear:
 
 
 class Int8GroupLinear:
-    """Computes quantized(x) times codes [N, K], with scales [N, G] of groups of inputs, + bias, by exact sums."""
+    """Computes quantized(x) times codes [N, K], with scales [N, G] of groups of inputs, plus bias, with exact sums."""
 
     __slots__ = ("_bias", "_codes", "_scales")
 
@@ -72,7 +72,7 @@ class Int8GroupLinear:
 
 
 def _product(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Returns the sums of products of integers, [num_rows, out_features]; exact on a CPU."""
+    """Returns the integer product, [num_rows, out_features]; exact on a CPU."""
     if codes.device.type == "cpu":
         return torch._int_mm(codes, weight)
-    return (codes.float() @ weight.float()).round_()  # `_int_mm` of CUDA does not take every shape
+    return (codes.float() @ weight.float()).round_()  # CUDA's `_int_mm` does not take every shape

@@ -1,4 +1,4 @@
-"""The tensors of one quantized linear layer on their way to the parts of a form: taken one by one, and checked."""
+"""The tensors of one quantized linear layer: readers take them one by one, and each is checked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pd_cluster.model.layers.linear_weight import Tensors
 
 Parts = dict[str, torch.Tensor]
 FP8 = torch.float8_e4m3fn
-# Scales of activations and of the KV cache, which stay in the model's precision: nothing is lost without them.
+# Scales of activations and of the KV cache; these stay in the model's precision, so their scales can be ignored.
 MORE_PRECISE = (
     *("input_scale", "input_global_scale", "output_scale", "q_scale", "k_scale", "v_scale", "kv_scale"),
     *("kv_cache_scale", "kv_cache_offset"),
@@ -19,7 +19,7 @@ MORE_PRECISE = (
 
 
 class LayerTensors:
-    """The tensors of one layer, taken one by one; `finish` refuses what is left over."""
+    """The tensors of one layer, to be taken one by one; `finish` refuses remaining ones."""
 
     def __init__(self, place: str, tensors: Tensors) -> None:
         self.place = place
@@ -29,10 +29,12 @@ class LayerTensors:
         return name in self._left
 
     def take(self, name: str) -> torch.Tensor:
-        """Raises ModelError if it is missing."""
+        """Takes a tensor. Raises ModelError if it is missing."""
         if name not in self._left:
             beside = ", ".join(sorted(self._left))
-            raise ModelError(f"{self.place}: {name} is missing beside {beside}; copy the folder or make it again")
+            raise ModelError(
+                f"{self.place}: {name} is missing, although the file has {beside}; copy the folder again or recreate it"
+            )
         return self._left.pop(name)
 
     def dtype(self, name: str) -> torch.dtype | None:
@@ -43,44 +45,46 @@ class LayerTensors:
         return self._left.pop(name, None)
 
     def scales(self, name: str) -> torch.Tensor:
-        """Takes scales, or offsets, as float32 numbers. Raises ModelError unless they are finite floats."""
+        """Takes scales or offsets, as float32. Raises ModelError unless they are finite floats."""
         found = self.take(name)
         if not found.is_floating_point():
             raise self.wrong(f"{name} of {found.dtype}")
         return self.finite(name, found.to(torch.float32))
 
     def finite(self, name: str, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns `numbers`. Raises ModelError if there is NaN or infinity among them."""
+        """Returns `numbers`. Raises ModelError if they contain NaN or infinity."""
         wrong = numbers[~numbers.isfinite()]
         if len(wrong):
-            raise self.wrong(f"{name} has {float(wrong[0])} in {len(wrong)} of {numbers.numel()} places")
+            raise self.wrong(f"{name} has {float(wrong[0])} in {len(wrong)} of {numbers.numel()} values")
         return numbers
 
     def wrong(self, what: str) -> ModelError:
-        return ModelError(f"{self.place}: {what}; the file does not fit its description, copy or make it again")
+        return ModelError(
+            f"{self.place}: {what}; the file does not match its description, copy it again or recreate it"
+        )
 
     def finish(self) -> None:
         for name in MORE_PRECISE:
             self._left.pop(name, None)
         if self._left:
             left = sorted(self._left)[0]
-            raise ModelError(f"{self.place}: {left} has no meaning here and would be left out; make the folder again")
+            raise ModelError(f"{self.place}: {left} is unknown and would be ignored; recreate the folder")
 
 
 def grouped(
     layer: LayerTensors, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, of: torch.Tensor
 ) -> Parts:
-    """`of` [K]: the group of each input feature, of scales and zeros [..., N, G]."""
+    """`of` [K]: for each input feature, the index of its group in scales and zeros [..., N, G]."""
     num_inputs = codes.shape[-1]
     if len(of) != num_inputs or int(of.max()) >= scales.shape[-1] or int(of.min()) < 0:
-        raise layer.wrong(f"{num_inputs} input features, and {scales.shape[-1]} groups of scales")
+        raise layer.wrong(f"{num_inputs} input features, but {scales.shape[-1]} groups of scales")
     if scales.shape[:-1] != codes.shape[:-1]:
-        raise layer.wrong(f"{codes.shape[-2]} output features, and scales for {scales.shape[-2]}")
+        raise layer.wrong(f"{codes.shape[-2]} output features, but scales for {scales.shape[-2]}")
     starts = (of[1:] != of[:-1]).nonzero().flatten() + 1
     size = math.gcd(num_inputs, *starts.tolist())
     chosen = of[::size].to(torch.int64)
     if codes.dtype == FP8 and bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
-        raise layer.wrong("a weight has NaN among its eight-bit floats")
+        raise layer.wrong("a weight contains NaN")
     return {
         "codes": codes,
         "code_scales": scales[..., chosen],
@@ -89,7 +93,9 @@ def grouped(
 
 
 def runs(layer: LayerTensors, num_inputs: int, num_groups: int, size: int = -1) -> torch.Tensor:
-    """Returns the groups of input features: of `size`, the last ones fewer, if that fits; otherwise equal ones."""
+    """Returns the group of each input feature: groups of `size`, with a smaller last one, if that fits; otherwise equal
+    groups.
+    """
     if size > 0 and -(-num_inputs // size) == num_groups:
         return torch.arange(num_inputs) // size
     if num_groups < 1 or num_inputs % num_groups:

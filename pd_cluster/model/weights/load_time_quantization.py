@@ -1,4 +1,6 @@
-"""Quantizes weights as they are read, without data: each output feature, or each group of its inputs, for itself."""
+"""Quantizes weights as they are read, without data; each output feature, or each group of its inputs, has its
+own scale.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ import torch
 from pd_cluster.errors import ModelError
 from pd_cluster.model.weights.layer_tensors import FP8, Parts
 
-MOST_IN_GROUP = 128  # input features that share a scale of four bits
+MOST_IN_GROUP = 128  # input features that share a scale with four bits
 LARGEST_FP8 = 448.0
 
 
 def _steps(groups: torch.Tensor, most: float) -> torch.Tensor:
-    """Returns scales [N, G] of weights [N, G, group], whose largest magnitude becomes `most`."""
+    """Returns scales [N, G] of weights [N, G, group] that map the largest magnitude to `most`."""
     steps = groups.abs().amax(-1) / most
     return torch.where(steps > 0, steps, 1.0)
 
@@ -32,7 +34,7 @@ def _int8_wo(weight: torch.Tensor) -> Parts:
 
 
 def _int4_wo(weight: torch.Tensor) -> Parts:
-    """From -8 to 7, where the largest magnitude is 7.5 steps."""
+    """Codes are -8 to 7; the largest magnitude is 7.5 steps."""
     groups = weight.reshape(len(weight), -1, math.gcd(weight.shape[1], MOST_IN_GROUP))
     steps = _steps(groups, 7.5)
     codes = (groups / steps.unsqueeze(-1)).round().clamp(-8, 7).to(torch.int8)
@@ -60,8 +62,8 @@ SCHEMES: dict[str, Callable[[torch.Tensor], Parts]] = {
 
 
 def encoded(weight: torch.Tensor, scheme: str, place: str = "a layer") -> Parts:
-    """Returns the parts of a form for a weight [N, K]. Raises ModelError, naming `place`, for NaN and infinities."""
+    """Returns the parts of a form for a weight [N, K]. Raises ModelError, naming `place`, for NaN and infinity."""
     weight = weight.to(torch.float32)
     if not torch.stack(weight.aminmax()).isfinite().all():
-        raise ModelError(f"{place}: weight has NaN or infinities; copy the folder or make it again")
+        raise ModelError(f"{place}: weight contains NaN or infinity; copy the folder again or recreate it")
     return {name: part.contiguous() for name, part in SCHEMES[scheme](weight).items()}

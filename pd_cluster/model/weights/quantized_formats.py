@@ -1,6 +1,6 @@
-"""The tensors of one quantized linear layer, in any known format, as parts of a form (model/weights/quantized_weight).
+"""Converts one quantized linear layer, in any known format, to parts of a form (model/weights/quantized_weight.py).
 
-Which format a layer has is decided by its tensors; config.json only says what they leave open.
+A layer's tensors decide its format; config.json only supplies what they leave open.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pd_cluster.model.weights.layer_tensors import FP8, LayerTensors, Parts, gro
 
 INT_BITS = (2, 3, 4, 8)
 W4A8_BITS = 4
-WEIGHTS = ("weight", "qweight", "weight_packed", "blocks")  # one of them is what the others describe
+WEIGHTS = ("weight", "qweight", "weight_packed", "blocks")  # one of them has the codes that the other tensors describe
 
 
 def decoded(place: str, tensors: Tensors, found: Quantization, ascend_type: str = "") -> Parts:
@@ -80,7 +80,7 @@ def _gptq(layer: LayerTensors, found: Quantization) -> Parts:
     of = layer.get("g_idx")
     if of is None or not of.any():  # some tools write zeros for the natural order
         of = runs(layer, codes.shape[1], scales.shape[0], found.group_size)
-    half = 128 if bits == 8 else 0  # codes of eight bits as int8
+    half = 128 if bits == 8 else 0  # 8-bit codes become int8
     return grouped(layer, (codes - half).to(torch.int8), scales.t(), (zeros - half).t(), of)
 
 
@@ -103,7 +103,7 @@ def _packed(layer: LayerTensors, found: Quantization) -> Parts:
         rows = words if words.dtype == torch.int8 else fields(words.t().contiguous(), bits)[:, :num_outputs].t() - half
         zeros = rows.to(torch.float32)
     of = layer.get("weight_g_idx")
-    if of is None or int(of.min()) < 0:  # -1: no order of its own
+    if of is None or int(of.min()) < 0:  # -1: natural order
         if found.is_w4a8 and bits == W4A8_BITS:
             return _w4a8(layer, codes.to(torch.int8), scales, zeros)
         of = runs(layer, num_inputs, scales.shape[1], found.group_size)
@@ -113,7 +113,7 @@ def _packed(layer: LayerTensors, found: Quantization) -> Parts:
 
 
 def _w4a8(layer: LayerTensors, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None = None) -> Parts:
-    """Codes of 4 bits for activations in int8; scales [N, G]."""
+    """Makes parts from 4-bit codes for int8 activations; scales [N, G]."""
     if zeros is not None and bool(zeros.any()):
         raise layer.wrong("int8 activations, and a weight_zero_point that is not 0")
     runs(layer, codes.shape[1], scales.shape[1])
@@ -126,7 +126,7 @@ def _w4a8(layer: LayerTensors, codes: torch.Tensor, scales: torch.Tensor, zeros:
 
 
 def _small_floats(layer: LayerTensors, packed: torch.Tensor) -> Parts:
-    """nvfp4 (groups of 16, e4m3 scales and a divisor) and mxfp4 (groups of 32, powers of two)."""
+    """Reads nvfp4 (groups of 16, e4m3 scales and a divisor) and mxfp4 (groups of 32, powers of two)."""
     are_exponents, steps = layer.dtype("weight_scale") == torch.uint8, _steps(layer, "weight_scale")
     if "weight_global_scale" in layer:
         steps = layer.finite("weight_scale / weight_global_scale", steps / layer.scales("weight_global_scale"))
@@ -152,13 +152,13 @@ def _of_e2m1(layer: LayerTensors, packed: torch.Tensor, steps: torch.Tensor) -> 
 
 
 def _mxfp4_blocks(layer: LayerTensors, found: Quantization) -> Parts:
-    """Experts of gpt-oss: blocks [E, N, G, 16] uint8, scales [E, N, G] uint8."""
+    """Reads experts of gpt-oss: blocks [E, N, G, 16] uint8, scales [E, N, G] uint8."""
     return _of_e2m1(layer, layer.take("blocks").flatten(-2), _steps(layer, "scales"))
 
 
 def _eight_bits(layer: LayerTensors, found: Quantization) -> Parts:
     weight = layer.take("weight")
-    if weight.dtype == torch.uint8 and "weight_scale_2" in layer:  # ModelOpt's nvfp4
+    if weight.dtype == torch.uint8 and "weight_scale_2" in layer:  # nvfp4 by ModelOpt
         return _small_floats(layer, weight)
     if weight.dtype not in (torch.int8, FP8):
         raise layer.wrong(f"a weight of {weight.dtype}")

@@ -1,4 +1,4 @@
-"""Weights as codes with scales: what every format of quantized weights becomes."""
+"""Weights as codes with scales: the forms that every format of quantized weights is converted to."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from pd_cluster.model.layers.packed_linear import Linear, PlainLinear, make_line
 from pd_cluster.model.weights.int8_linear import Int8GroupLinear, Int8Linear
 from pd_cluster.native.packed_products import fp8_weight_only_linear, int4_linear, int8_linear, int8_weight_only_linear
 
-LEAST_IN_GROUP = 16  # inputs, for products of codes
+LEAST_IN_GROUP = 16  # inputs; with smaller groups, codes are dequantized first
 
 
 @dataclass(frozen=True, slots=True)
 class CodedWeight:
-    """A weight is (code - zero) * scale; activations stay floats.
+    """Weights (code - zero) * scale; activations stay floats.
 
-    codes [..., N, K], integers or eight-bit floats; scales, zeros [..., N, G] float32, of groups of K / G inputs;
-    bias [..., N] or None.
+    codes [..., N, K], integers or eight-bit floats; scales, zeros [..., N, G] float32, for groups of K / G inputs; bias
+    [..., N] or None.
     """
 
     codes: torch.Tensor
@@ -42,11 +42,11 @@ class CodedWeight:
 
     @classmethod
     def join(cls, parts: Sequence[CodedWeight]) -> CodedWeight:
-        """Joins weights; groups become as small as the smallest needs."""
+        """Joins weights; groups become as small as the smallest."""
         if len(parts) == 1:
             return parts[0]
         if len({part.codes.dtype for part in parts}) > 1:
-            raise ModelError("layers that are fused to one have integers and floats as codes")
+            raise ModelError("layers that are fused into one have both integers and floats as codes")
         num_groups = math.lcm(*(part.scales.shape[-1] for part in parts))
         return cls(
             torch.cat([part.codes for part in parts]),
@@ -67,10 +67,11 @@ class CodedWeight:
         )
 
     def linear(self) -> Linear:
-        """Returns products of the codes where a CPU has kernels for them; elsewhere of the numbers.
+        """Returns a layer that multiplies codes if the CPU has kernels for them; otherwise one that multiplies the
+        dequantized weight.
 
-        With a model in bfloat16, activations are rounded to it, as with plain weights. CUDA's products of codes are
-        those of its operations (model/kernels/cuda/linear/quantized_linear.py).
+        With a bfloat16 model, activations are rounded to bfloat16, as with plain weights. On CUDA,
+        model/kernels/cuda/linear/quantized_linear.py multiplies codes.
         """
         found = None
         if self.codes.device.type == "cpu" and self.dtype == torch.float32:
@@ -101,9 +102,9 @@ class CodedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Int8Weight:
-    """Products of integers: codes [..., N, K] int8, scales [..., N] float32, bias [..., N] or None.
+    """Weights for integer products: codes [..., N, K] int8, scales [..., N] float32, bias [..., N] or None.
 
-    Activations become int8 by a scale for each row, or by one scale and zero point of the file (`inputs`, [2]).
+    Activations become int8 with one scale per row, or with the scale and zero point in the file (`inputs`, [2]).
     """
 
     codes: torch.Tensor
@@ -123,13 +124,13 @@ class Int8Weight:
 
     @classmethod
     def join(cls, parts: Sequence[Int8Weight]) -> Int8Weight:
-        """Raises ModelError if their activations have different scales in the file."""
+        """Joins weights. Raises ModelError if their activations have different scales in the file."""
         first, *others = parts
         for other in others:
             if (first.inputs is None) != (other.inputs is None) or (
                 first.inputs is not None and other.inputs is not None and not torch.equal(first.inputs, other.inputs)
             ):
-                raise ModelError("layers that are fused to one have different input_scale or input_offset")
+                raise ModelError("layers that are fused into one have different input_scale or input_offset")
         return cls(
             torch.cat([part.codes for part in parts]),
             torch.cat([part.scales for part in parts]),
@@ -150,7 +151,7 @@ class Int8Weight:
     def linear(self) -> Linear:
         if (
             self.codes.device.type != "cpu"
-        ):  # CUDA's kernels are in model/kernels/cuda/linear/quantized_linear.py; others take numbers
+        ):  # CUDA's kernels are in model/kernels/cuda/linear/quantized_linear.py; others dequantize
             return make_linear(self.matrix(), self.bias)
         found = None
         if self.inputs is None and self.dtype in (torch.float32, torch.bfloat16):
@@ -168,9 +169,9 @@ class Int8Weight:
 
 @dataclass(frozen=True, slots=True)
 class W4A8Weight:
-    """Products of integers: codes [..., N, K] from -8 to 7, scales [..., N, G] float32, bias [..., N] or None.
+    """Weights for integer products: codes [..., N, K] from -8 to 7, scales [..., N, G] float32, bias [..., N] or None.
 
-    Activations become int8 by a scale for each row. Only CPUs have kernels for it; the loader refuses others.
+    Activations become int8 with one scale per row. Only CPUs have kernels for it; the loader refuses other devices.
     """
 
     codes: torch.Tensor
@@ -188,7 +189,7 @@ class W4A8Weight:
 
     @classmethod
     def join(cls, parts: Sequence[W4A8Weight]) -> W4A8Weight:
-        """Joins weights; groups become as small as the smallest needs."""
+        """Joins weights; groups become as small as the smallest."""
         num_groups = math.lcm(*(part.scales.shape[-1] for part in parts))
         return cls(
             torch.cat([part.codes for part in parts]),
@@ -226,7 +227,7 @@ def _bias(parts: Tensors, dtype: torch.dtype) -> torch.Tensor | None:
 
 
 def _joined_bias(biases: Sequence[torch.Tensor | None], sizes: Sequence[int]) -> torch.Tensor | None:
-    """A missing bias among others is zero."""
+    """Joins biases; if only some layers have one, the others get zeros."""
     known = next((bias for bias in biases if bias is not None), None)
     if known is None:
         return None
@@ -238,7 +239,7 @@ def _finer(groups: torch.Tensor, num_groups: int) -> torch.Tensor:
 
 
 def _rows(codes: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    if codes.dtype.is_floating_point:  # torch has no index_select of eight-bit floats
+    if codes.dtype.is_floating_point:  # torch has no index_select for eight-bit floats
         return codes.view(torch.uint8).index_select(-2, rows).view(codes.dtype)
     return codes.index_select(-2, rows)
 

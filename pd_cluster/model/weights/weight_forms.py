@@ -1,4 +1,4 @@
-"""The forms that weights may have: a form is a row here and a class with the methods of `LinearWeight`."""
+"""The forms that weights may have: each is an entry here and a class with the methods of `LinearWeight`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A step's decoder layers in one call of the C kernels: the same bits as part by part, without Python in between.
+"""Computes a step's decoder layers in one call of the C kernels, with the same bits as layer by layer, without Python
+between.
 
-For layers whose four products are packed, with a norm before each half and nothing beside them: no adapters, no
-experts, no other ranks.
+Supports layers whose four products are packed, with a norm before each half: no adapters, no experts, no other ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pd_cluster.model.layers.gated_mlp import Activation, GatedMLP
 from pd_cluster.model.layers.ops import Heads, Norm, Rope
 from pd_cluster.native.packed_products import PackedProduct, ProductCall
 
-MOST_ROWS = 64  # more take so long that the rest does not count
-LAYERS_AT_ONCE = 4  # where the number of threads may change in between
+MOST_ROWS = 64  # with more rows, the time of the calls does not matter
+LAYERS_AT_ONCE = 4  # if the number of threads may change between layers
 ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}  # row_kernels.h
 
 _Pointer, _Int, _Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -50,24 +50,26 @@ class _Layers(ctypes.Structure):
 
 
 class BoundLayer(Protocol):
-    """A layer in one pool: Layer's address (attention_step.h), which lives as long as this, and the pool's kernels."""
+    """A layer in one pool: the address of Layer (attention_step.h), valid while this object lives, and the pool's
+    kernels.
+    """
 
     address: int
     library: ctypes.CDLL
 
 
 class StepViews(Protocol):
-    """How C sees a step and its layers."""
+    """Gives C its views of a step and its layers."""
 
     def step_address(self, rope: Rope, batch: ForwardBatch, head_dim: int) -> int:
-        """Returns Step's address (attention_step.h), valid as long as the batch lives, for torch's thread count."""
+        """Returns the address of Step (attention_step.h), valid while the batch lives, for torch's thread count."""
 
     def bound(self, heads: Heads, pool: KVPool) -> BoundLayer: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One layer: what C sees, and what must live as long."""
+    """One layer: C's view of it, and the objects that must live as long."""
 
     call: _DecoderLayer
     heads: Heads
@@ -76,7 +78,7 @@ class _Part:
 
 
 class DecoderLayers:
-    """Computes all layers of a step of at most MOST_ROWS rows."""
+    """Computes all layers of a step with at most MOST_ROWS rows."""
 
     def __init__(self, library: ctypes.CDLL, parts: list[_Part], views: StepViews) -> None:
         for function in (library.pd_layers, library.pd_layers_nbytes):
@@ -93,7 +95,7 @@ class DecoderLayers:
         self._pools = (_Pointer * len(parts))()
 
     def takes(self, batch: ForwardBatch) -> bool:
-        """Whether it can compute this batch. The last layer's rows that nobody reads would be computed, too."""
+        """Whether it supports this batch. It would also compute rows of the last layer that are not read."""
         return (
             batch.num_tokens <= MOST_ROWS
             and len(batch.sample_rows) == batch.num_tokens
@@ -103,7 +105,7 @@ class DecoderLayers:
         )
 
     def __call__(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
-        """Updates x [num_tokens, hidden_size]; returns what the last layer adds to it."""
+        """Updates x [num_tokens, hidden_size]; returns the last layer's pending addition to x."""
         assert x.shape == (batch.num_tokens, self._width)
         assert x.dtype == torch.float32
         assert x.is_contiguous()
@@ -135,13 +137,13 @@ class DecoderLayers:
             if at_once < num_layers:
                 for part in self._parts[first : first + at_once]:
                     batch.layer_written(part.heads.layer_idx, part.heads.sliding_window)
-        if at_once == num_layers:  # nobody waits for one of them
+        if at_once == num_layers:  # no callback needs a call per layer
             batch.layers_written += [part.heads.layer_idx for part in self._parts]
             batch.windows |= self._windows
         return delta
 
     def _steps(self, ropes: dict[str, Rope], batch: ForwardBatch) -> ctypes.Array[ctypes.c_void_p]:
-        """Returns the address of each layer's view of the batch."""
+        """Returns the address of the batch's view for each layer."""
         addresses = {
             (rope, group): self._views.step_address(ropes[rope], batch.of_group(group), head_dim)
             for (rope, group), head_dim in self._kinds.items()
@@ -149,7 +151,7 @@ class DecoderLayers:
         return (_Pointer * len(self._kind_of))(*(addresses[kind] for kind in self._kind_of))
 
     def _bind(self, batch: ForwardBatch, pools: tuple[KVPool, ...]) -> None:
-        """Notes each layer's place in these pools, those of the batch's groups, which have one dtype."""
+        """Records each layer's address in these pools, one per group of the batch and all of one dtype."""
         assert len({pool.layout.dtype for pool in pools}) == 1
         own = [batch.of_layer(part.heads.layer_idx).pool for part in self._parts]
         self._bound = [self._views.bound(part.heads, pool) for part, pool in zip(self._parts, own, strict=True)]
@@ -162,7 +164,7 @@ class DecoderLayers:
 
 
 def decoder_layers(library: ctypes.CDLL, layers: Sequence[FusedLayer], views: StepViews) -> DecoderLayers | None:
-    """Returns all layers as one; None if one of them has something that this cannot compute."""
+    """Returns all layers as one function; None if a layer is not supported."""
     parts = [_part(layer) for layer in layers]
     found = [part for part in parts if part is not None]
     widths = {int(part.call.qkv.inputs) for part in found}
@@ -170,7 +172,7 @@ def decoder_layers(library: ctypes.CDLL, layers: Sequence[FusedLayer], views: St
 
 
 def _fit(heads: Heads, qkv: ProductCall, output: ProductCall, gate_up: ProductCall, down: ProductCall) -> bool:
-    """Whether each product's results are as wide as what the next one takes: C allocates and reads by these sizes."""
+    """Whether each product's output is as wide as the input of the next: C allocates and reads by these sizes."""
     width = heads.num_heads * heads.head_dim
     needed = (
         (qkv.outputs, width + 2 * heads.num_kv_heads * heads.head_dim),

@@ -33,9 +33,9 @@ from pd_cluster.native import build
 from pd_cluster.native.recurrence_values import Convolution, GatedDelta, Mamba2
 
 MAX_HEAD_DIM = 256
-MAX_LATENTS = (512, 128)  # the latent, and the rotated part beside it
+MAX_LATENTS = (512, 128)  # widths of the latent and of the rotated part
 MAX_INDEX_HEADS = 256
-LEAST_SLAB = 16  # tokens whose scores are held at once, beside one for each thread
+LEAST_SLAB = 16  # tokens whose scores are held at once, in addition to one per thread
 HEAD_DIM_MULTIPLE = 16
 POOLS = {"float32": 0, "bfloat16": 1, "int8": 2, "fp8_e4m3": 3, "int4": 4}  # pool_vectors.h
 
@@ -94,13 +94,13 @@ class _BatchState:
 
 @dataclass(slots=True)
 class _Bound:
-    """A layer in one pool, as C sees it, and the attention for pools of its dtype."""
+    """C's view of a layer in one pool, and the attention kernels for the pool's dtype."""
 
     pool: KVPool
     layer: _Layer
     address: int
     attend: Any
-    library: ctypes.CDLL  # which has it
+    library: ctypes.CDLL  # the attention kernels
 
 
 @functools.cache
@@ -115,7 +115,7 @@ def _library(flags: tuple[str, ...]) -> ctypes.CDLL:
 
 @functools.cache
 def _attend_in(flags: tuple[str, ...], pool_dtype: str) -> ctypes.CDLL:
-    """Returns the kernels for pools of this dtype: each has a library of its own, compiled when it is wanted."""
+    """Returns the kernels for pools of this dtype; each dtype has its own library, compiled on first use."""
     library = build.load((*flags, *_chosen(pool_dtype)))
     library.pd_attend.argtypes = [_Pointer] * 5
     library.pd_attend.restype = None
@@ -124,7 +124,7 @@ def _attend_in(flags: tuple[str, ...], pool_dtype: str) -> ctypes.CDLL:
 
 @functools.cache
 def _latents_in_pools(flags: tuple[str, ...], pool_dtype: str) -> ctypes.CDLL:
-    """Returns the kernels of latent attention for pools of this dtype, likewise."""
+    """Returns the kernels of latent attention for pools of this dtype, also compiled on first use."""
     library = build.load((*flags, *_chosen(pool_dtype), "-DLATENTS"))
     library.pd_latents.argtypes = [_Pointer] * 7
     library.pd_choose.argtypes = [*[_Pointer] * 7, *[_Int] * 3, *[_Pointer] * 4]
@@ -137,7 +137,7 @@ def _chosen(pool_dtype: str) -> tuple[str, ...]:
 
 
 def supports(layout: KVLayout, latent_values: Collection[int] = ()) -> bool:
-    """Whether the attention kernels support a pool. `latent_values`: of heads made of latents, the widths of values."""
+    """Whether the attention kernels support a pool. `latent_values`: with latents, the widths of the heads' values."""
     if layout.dtype not in POOLS:
         return False
     multiple = HEAD_DIM_MULTIPLE * (2 if layout.dtype == "int4" else 1)  # each half fills whole vectors
@@ -151,8 +151,8 @@ def supports(layout: KVLayout, latent_values: Collection[int] = ()) -> bool:
 class CpuOps:
     """`Ops` in C. Raises KernelsUnavailable when the kernels cannot be built or loaded.
 
-    `pool_dtype`: that of the pool which will be served; those of other dtypes compile their attention when they come.
-    `has_latents`: the pool has them.
+    `pool_dtype`: the dtype of the pool that will be served; attention for other dtypes is compiled on first use.
+    `has_latents`: the pool holds latents.
     """
 
     name = "C"
@@ -277,23 +277,23 @@ class CpuOps:
         return NativeStates.of(convolution, recurrence, self._flags)
 
     def decoder(self, layers: Sequence[FusedLayer]) -> DecoderLayers | None:
-        """Returns all layers as one function; None if it cannot compute them."""
+        """Returns all layers as one function; None if they are not supported."""
         return decoder_layers(_library(self._flags), layers, self)
 
     def step_address(self, rope: Rope, batch: ForwardBatch, head_dim: int) -> int:
-        """Returns the address of C's view of a batch, which lives as long, for torch's number of threads."""
+        """Returns the address of C's view of a batch, valid while the batch lives, for torch's number of threads."""
         states = batch.kernel_state
         if not isinstance(states, dict):
             states = batch.kernel_state = {}
         state = states.get(rope)
         if state is None:
             state = states[rope] = _batch_state(batch, rope, head_dim)
-        state.step.num_threads = torch.get_num_threads()  # which may change between layers
+        state.step.num_threads = torch.get_num_threads()  # may change between layers
         address: int = state.address
         return address
 
     def bound(self, heads: Heads, pool: KVPool) -> _Bound:
-        """Returns a layer in a pool."""
+        """Returns C's view of a layer in a pool."""
         found = self._layers.get(heads)
         return self._bind(heads, pool) if found is None or found.pool is not pool else found
 
@@ -336,7 +336,9 @@ class CpuOps:
 
 
 def _choosing(batch: ForwardBatch, most: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], int]:
-    """Returns the tokens that see more keys than `most`, their sequences, and the most keys that one of them sees."""
+    """Returns the tokens that see more keys than `most`, their sequences, and the largest number of keys that
+    one sees.
+    """
     seqs = np.repeat(np.arange(batch.num_seqs, dtype=np.int32), batch.query_lens)
     ends = np.cumsum(batch.query_lens)
     seen = batch.host_context_lens[seqs] - ends[seqs] + np.arange(1, len(seqs) + 1)
@@ -345,7 +347,7 @@ def _choosing(batch: ForwardBatch, most: int) -> tuple[npt.NDArray[np.int32], np
 
 
 def _latents_in(latents: Latents, pool: KVPool, chosen: torch.Tensor | None) -> _Latents:
-    """Returns C's view of a layer in a pool. Its planes lie in each block one after the other, layer by layer."""
+    """Returns C's view of a layer in a pool. In each block the planes are consecutive, layer by layer."""
     layout, planes = pool.layout, pool.layer(latents.layer_idx)
     first = pool.data_ptr()
     assert [plane.width for plane in layout.planes[:2]] == [latents.width, latents.rope_width]
@@ -400,9 +402,9 @@ def _batch_state(batch: ForwardBatch, rope: Rope, head_dim: int) -> _BatchState:
 
 
 def _order(batch: ForwardBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32] | None]:
-    """Returns the sequences, the longest first, and how many from each on share one table; 0 behind the first of them.
+    """Returns the sequences, longest first, and for each the number of successive sequences that share its table, or 0.
 
-    Those that share one follow each other, the shortest first. None: no sequence shares another's.
+    Sequences that share a table are consecutive, shortest first; all but the first have 0. None: no table is shared.
     """
     lens, leaders = batch.host_context_lens, batch.leaders
     if leaders is None:
@@ -412,7 +414,7 @@ def _order(batch: ForwardBatch) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.i
     own = np.arange(len(lens))
     leaders = np.where(batch.query_lens == 1, leaders, own)
     longest = np.zeros_like(lens)
-    np.maximum.at(longest, leaders, lens)  # IndexError: no such sequence
+    np.maximum.at(longest, leaders, lens)  # IndexError for an invalid leader
     order = np.lexsort((own, lens, leaders, -longest[leaders]))
     firsts = np.flatnonzero(np.diff(leaders[order], prepend=-1))
     together = np.zeros(len(lens), dtype=np.int32)

@@ -1,7 +1,7 @@
-"""The CUDA path of `--deterministic`: a row's bits depend neither on its batch, nor on how its prompt was cut.
+"""The CUDA path of `--deterministic`: a row's bits depend neither on its batch, nor on how its prompt was chunked.
 
-Every kernel has one tile for all numbers of rows. Single tokens attend through the kernel of prompts, because a token
-that is computed again after a preemption is part of a prompt. Contexts are not split over programs.
+Every kernel uses one tile for all numbers of rows. Single tokens attend through the prefill kernel, because a token
+that is recomputed after a preemption is part of a prompt. Contexts are not split over programs.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from pd_cluster.model.layers.packed_linear import Linear
 
 
 class DeterministicOps(CudaOps):
-    """`CudaOps` whose launches have one form for every number of rows; norms and rotations have it already."""
+    """`CudaOps` with the same launch configuration for every number of rows; norms and rotations already have it."""
 
     name = "deterministic Triton"
     few_gated = sys.maxsize
 
     def linear(self, weight: LinearWeight) -> Linear:
-        """Multiplies by the weight's codes if it has some, otherwise by its numbers."""
+        """Multiplies by the weight's codes if it is quantized, otherwise by the weight itself."""
         return linear_of(weight, is_deterministic=True) or TritonLinear(weight.matrix(), weight.bias)
 
     def experts(
@@ -55,7 +55,7 @@ def attend_rows(
     scoring: Scoring,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Maps [num_tokens, num_heads, head_dim] to the same; this step's keys and values must be in the pool."""
+    """Maps [num_tokens, num_heads, head_dim] to the same shape; this step's keys and values must be in the pool."""
     group = query.shape[1] // key_pool.shape[2]
     known = batch.kernel_state
     if not isinstance(known, dict):
@@ -76,7 +76,9 @@ def configs_of(head_dim: int, dtype_bits: int, group: int, device: Device, has_c
 
 
 def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[AttentionPlan, BatchMetadata]:
-    """Plans all sequences as tiles. Where each has one query, a graph's capture may not copy tiles from the host."""
+    """Plans all sequences as tiles. If each has one query, the tiles are made on the device, as a graph's capture
+    requires.
+    """
     plan = plan_tiles(batch.query_lens, batch.host_context_lens, group, configs)
     if (batch.query_lens == 1).all():
         seqs = torch.arange(len(plan.tiles), dtype=torch.int32, device=batch.context_lens.device)
@@ -90,7 +92,7 @@ def _plan(batch: ForwardBatch, configs: AttentionConfigs, group: int) -> tuple[A
             batch.context_lens,
             batch.block_table,
             batch.table_starts,
-            batch.table_starts[:0],  # no sequence decodes apart
+            batch.table_starts[:0],  # no sequence decodes separately
             there,
             batch.table_starts[:0],
             batch.key_limits,

@@ -1,6 +1,6 @@
-"""Triton kernels between a decoder's linear layers: norms, the gate, and the step from a row of QKV to heads.
+"""Triton kernels between a decoder's linear layers: norms, the gate, and the preparation of heads from QKV rows.
 
-All arithmetic is float32; values are rounded to the activations' dtype where transformers' modules round them. Knows
+All arithmetic is float32; values are rounded to the activations' dtype wherever transformers' modules round them. Knows
 nothing of launch sizes: see `pd_cluster.model.kernels.cuda.ops`.
 """
 
@@ -15,7 +15,7 @@ from pd_cluster.model.kernels.cuda.dependent_launch import begin
 from pd_cluster.model.layers.gated_mlp import Activation
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # of activations
-ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}  # `activated`'s numbers for them
+ACTIVATIONS: dict[Activation, int] = {"silu": 0, "gelu_tanh": 1, "swigluoai": 2}  # their numbers in `activated`
 
 
 @triton.jit
@@ -65,7 +65,7 @@ def rms_norm(
 def activated(gate, up, dtype: tl.constexpr, ACTIVATION: tl.constexpr):
     """Returns activation(gate) * up, with float32 in and out; the activation is rounded before the product.
 
-    swigluoai (2) limits both first, and multiplies by up + 1, which is rounded, too.
+    swigluoai (2) clamps both first, and multiplies by up + 1, which is also rounded.
     """
     if ACTIVATION == 2:
         gate = tl.minimum(gate, 7.0)
@@ -106,14 +106,14 @@ def rotated(
     source,  # [HEADS, HALF] pointers to the left halves
     inside,
     weight,
-    cos,  # [1, HALF] pointers, like sin; products are rounded to its dtype
+    cos,  # [1, HALF] pointers, like sin; products are rounded to their dtype
     sin,
     eps,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Returns the left and right halves of some heads, normed and rotated, in float32 but rounded."""
+    """Returns the left and right halves of some heads, normed and rotated, as float32 values rounded to the dtype."""
     dtype: tl.constexpr = source.dtype.element_ty
     table: tl.constexpr = cos.dtype.element_ty
     half: tl.constexpr = HEAD_DIM // 2
@@ -159,7 +159,7 @@ def prepare_heads(
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HAS_NORM: tl.constexpr,
-    CODES: tl.constexpr,  # pool_codes.CODES; 0: the pool has numbers
+    CODES: tl.constexpr,  # quantized_kv.CODES; 0: the pool is not quantized
     PDL: tl.constexpr,
 ):
     """Each program processes one token and HEADS of its query heads, or of its key and value heads."""

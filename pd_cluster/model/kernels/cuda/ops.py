@@ -1,7 +1,7 @@
 """The Triton kernels as `Ops`, with attention passed in. Nothing here waits for the device.
 
-Preconditions of the kernels are checked here: dtypes, shapes, strides. Knows nothing of graphs or streams: a launch
-goes to the current stream, and its sizes follow from shapes alone.
+Checks the kernels' preconditions: dtypes, shapes, strides. Knows nothing of graphs or streams: a launch goes to the
+current stream, and its sizes depend on shapes only.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from pd_cluster.settings.engine_config import PDL, SKINNY_GATE
 # (query [num_tokens, num_heads, head_dim], key pool, value pool, batch, scoring) -> tensor of the query's shape
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ForwardBatch, Scoring], torch.Tensor]
 
-MAX_FEATURES = 32768  # of a norm: a row stays in one program's registers
-ROW_ELEMENTS_PER_WARP = 512  # of a norm: 16 per thread
+MAX_FEATURES = 32768  # in a norm: a row stays in one program's registers
+ROW_ELEMENTS_PER_WARP = 512  # in a norm: 16 per thread
 FEW_GATED = 1 << 20  # elements; this many fill the device with small programs
 HEAD_ELEMENTS = 512  # elements of half heads, for two warps: 16 bytes per thread at 16 bits
 
@@ -118,7 +118,7 @@ def _norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, pdl: bool) ->
     assert x.stride(1) == 1
     _check_weight(norm, num_features, x.dtype)
     if num_features > MAX_FEATURES:
-        raise ValueError(f"a norm of {num_features} features; the kernel takes {MAX_FEATURES} at most")
+        raise ValueError(f"a norm over {num_features} features; the kernel supports at most {MAX_FEATURES}")
     out = x.new_empty(num_rows, num_features)
     if not num_rows:
         return out
@@ -142,7 +142,7 @@ def _norm(x: torch.Tensor, delta: torch.Tensor | None, norm: Norm, pdl: bool) ->
 
 
 def _check_weight(norm: Norm, num_features: int, dtype: torch.dtype) -> None:
-    """Asserts a weight in the activations' dtype (Llama's order of rounding) or in float32 (Gemma's)."""
+    """Asserts that the weight has the activations' dtype (Llama's order of rounding) or is float32 (Gemma's)."""
     assert norm.weight.shape == (num_features,)
     assert norm.weight.dtype in (dtype, torch.float32)
     assert norm.weight.is_contiguous()
@@ -160,8 +160,8 @@ def prepare(
 ) -> torch.Tensor:
     """Norms and rotates queries and keys, and writes keys and values to their slots, in the pool's dtype.
 
-    `pool_dtype`: its name if the pool has codes. Returns the queries, [num_tokens, num_heads, head_dim], contiguous;
-    qkv is unchanged.
+    `pool_dtype`: the pool's dtype if it is quantized. Returns the queries, [num_tokens, num_heads, head_dim],
+    contiguous; qkv is unchanged.
     """
     num_tokens = len(qkv)
     _check_heads(heads, qkv, rope, key_pool, value_pool, slot_mapping, stored_width(pool_dtype, heads.head_dim))

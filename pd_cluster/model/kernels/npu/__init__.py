@@ -1,1 +1,1 @@
-"""Computation on Ascend NPUs: torch-npu's operators, which `device` registers with torch; no kernels of our own."""
+"""Computation on Ascend NPUs: torch-npu's operators, which `device` registers with torch; there are no own kernels."""

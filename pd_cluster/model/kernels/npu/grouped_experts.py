@@ -1,8 +1,8 @@
 """A sparse block on NPUs: rows are sorted by expert, and one operator multiplies them by all experts' matrices.
 
-The host never learns which experts were chosen, so a graph can capture it. Rows for other ranks' experts stand behind
-the last group. The operator's description wants that to end with the last row; vllm-ascend relies on more rows being
-taken, and on undefined results for them alone.
+The host never knows which experts were chosen, so a graph can capture it. Rows for other ranks' experts come after the
+last group. The operator's description requires the last group to end with the last row; vllm-ascend relies on further
+rows being accepted, with undefined results for them only.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import torch
 from torch.nn.functional import linear
 
 from pd_cluster.model.kernels.npu.grouped_matmul import grouped_of
-from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
+from pd_cluster.model.layers.expert_share import ExpertShare, RankExperts
 from pd_cluster.model.layers.expert_weights import ExpertWeights
 from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, Gates
 
 
 class NpuGroupedExperts:
-    """Sends each row through its router's `top_k` experts, or through those of them that are in this rank's share."""
+    """Sends each row through its router's `top_k` experts, or through those of them in this rank's share."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class NpuGroupedExperts:
         assert share is None or weights.rows is None  # a share has whole experts
         self._ops, self._activation = ops, activation
         weight = router.weight.float() if router.routing.in_float32 else router.weight
-        self._router = weight.clone()  # [experts that it knows, hidden_size]
+        self._router = weight.clone()  # [experts that the router knows, hidden_size]
         self._router_bias = router.bias
         self._routing = router.routing
-        self._own = None if share is None else OwnExperts(share, len(weight))
+        self._own = None if share is None else RankExperts(share, len(weight))
         self._num_experts = len(weights.down)
         gate_up, down, self._rows = weights.gate_up.whole(), weights.down.whole(), weights.rows
         self._gate_up, self._down = grouped_of(gate_up), grouped_of(down)
@@ -57,7 +57,7 @@ class NpuGroupedExperts:
         order = flat.argsort(stable=True)
         experts = torch.arange(self._num_experts, device=x.device)
         ends = (flat[:, None] == experts).sum(0).cumsum(0)  # [num_experts] int64
-        # Gathers, not indexing by tensors, which may make the host wait for the device.
+        # index_select gathers; indexing by tensors may make the host wait for the device.
         chosen_in_order = flat.index_select(0, order)
         others = None
         if self._own is not None:
@@ -70,7 +70,7 @@ class NpuGroupedExperts:
         down = self._down(inner if self._rows is None else self._rows.gathered(inner), ends)
         if self._down_bias is not None:
             down = down + self._down_bias.index_select(0, chosen_in_order)
-        if others is not None:  # a weight of 0 would not do: what is undefined may be NaN
+        if others is not None:  # a weight of 0 would not suffice: undefined results may be NaN
             down = down.masked_fill(others, 0)
         added = torch.empty_like(down).index_copy_(0, order, down).view(len(x), top_k, -1)
         summed = (added * weights[..., None]).sum(1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""Products of sorted rows by all experts' matrices, of numbers or of codes, by one operator of torch-npu."""
+"""Products of sorted rows by all experts' matrices, floats or codes, with one operator of torch-npu."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def grouped_of(weight: LinearWeight) -> Grouped:
 
 def _int8(weight: Int8Weight) -> Grouped:
     codes, scales, dtype = _by_inputs(weight.codes), [weight.scales.to(torch.bfloat16)], weight.dtype
-    if dtype != torch.bfloat16:  # the operator takes scales of bfloat16 for results in bfloat16
+    if dtype != torch.bfloat16:  # for results in bfloat16 the operator takes bfloat16 scales
         scales = [weight.scales.to(torch.float32)]
 
     def product(x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -45,18 +45,18 @@ def _coded(weight: CodedWeight) -> Grouped:
     codes, offsets, _ = signed(weight)
     matrices = _by_inputs(codes)
     scales = [_of_groups(weight.scales, weight.dtype)]
-    # The operator wants offsets beside scales.
+    # The operator requires offsets in addition to scales.
     added = [_of_groups(torch.zeros_like(weight.scales) if offsets is None else offsets, weight.dtype)]
     return lambda x, ends: _product(x, matrices, ends, antiquant_scale=scales, antiquant_offset=added)
 
 
 def _by_inputs(matrices: torch.Tensor) -> torch.Tensor:
-    """[num_experts, out_features, in_features] to [num_experts, in_features, out_features]"""
+    """Maps [num_experts, out_features, in_features] to [num_experts, in_features, out_features]."""
     return matrices.transpose(1, 2).contiguous()
 
 
 def _of_groups(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[num_experts, out_features, num_groups] to [num_experts, num_groups, out_features], or without a single group."""
+    """Maps [num_experts, out_features, num_groups] to [num_experts, num_groups, out_features]; drops a single group."""
     found = values.transpose(1, 2).to(dtype).contiguous()
     return found[:, 0].contiguous() if found.shape[1] == 1 else found
 

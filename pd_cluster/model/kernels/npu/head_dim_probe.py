@@ -1,7 +1,7 @@
-"""Tries packed attention on this device with heads that its description leaves out, before a model uses it.
+"""Tests packed attention on this device with head sizes outside its description, before a model uses it.
 
-For `--npu-head-dims wide`. Random prompts, in chunks and then decoded, pass through the same write and the same call as
-a model's, and are compared with attention in float32 on the host. Knows nothing of models.
+For `--npu-head-dims wide`. Random prompts, first in chunks and then decoded, go through the same write and call as a
+model's, and are compared with float32 attention on the host. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pd_cluster.model.kernels.npu.npu_attention import NpuAttention
 from pd_cluster.model.layers.attention.sdpa import Scoring
 from pd_cluster.types import Request, RequestSpec, Sampling
 
-STEPS = ((130, 60, 1), (3, 1, 1), (1, 1, 1))  # tokens of three sequences in each step: chunks, then decoded ones
-BLOCK_TABLES = ((3, 0), (1,), (2,))  # the first sequence crosses a border of blocks, which do not ascend
+STEPS = ((130, 60, 1), (3, 1, 1), (1, 1, 1))  # tokens of three sequences in each step: chunks, then decoded tokens
+BLOCK_TABLES = ((3, 0), (1,), (2,))  # the first sequence crosses a block boundary, with blocks in descending order
 WINDOW = 37  # one key more or less changes a row by a sixth
 # The largest error of a head's row, relative to its size: weights and results are rounded once each.
 TOLERANCE = {"float32": 1e-3, "float16": 0.01, "bfloat16": 0.03}
@@ -39,9 +39,9 @@ class _Numbers(NamedTuple):
 
 
 def why_not(device: Device, layout: KVLayout, num_heads: int, has_window: bool, has_sinks: bool) -> str:
-    """Returns why this device does not compute packed attention of such heads rightly; "" if it does.
+    """Returns why this device does not compute packed attention with such heads correctly; "" if it does.
 
-    Both are tried with `has_window`: layers that see everything and layers with a window.
+    `has_window`: tests both layers without and layers with a window.
     """
     small = replace(layout, num_layers=1)
     dtype = TORCH_DTYPES[layout.dtype]
@@ -55,8 +55,8 @@ def why_not(device: Device, layout: KVLayout, num_heads: int, has_window: bool, 
         try:
             with torch.inference_mode():
                 found = _found(device, small, numbers, scoring)
-        except RuntimeError as error:  # torch-npu's own, and those of asynchronous launches
-            return f"the operator refuses it: {first_line(error)}"
+        except RuntimeError as error:  # from torch-npu, or from asynchronous launches
+            return f"the operator rejects it: {first_line(error)}"
         for actual, each in zip(found, numbers, strict=True):
             expected = expected_of(*each, scoring)
             error_size = float(((actual - expected).norm(dim=-1) / expected.norm(dim=-1)).max())

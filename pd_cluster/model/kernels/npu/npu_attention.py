@@ -1,10 +1,10 @@
-"""Paged attention and KV writes on NPUs, by torch-npu's fused operators.
+"""Paged attention and KV writes on NPUs, with torch-npu's fused operators.
 
-A step's sequences go in one call, packed (layout TND), whether they are prompts or decode. If the operator does not
-support a model's heads in this form, decode steps go as a batch of one token each (BSND), and steps with prompts
-through attention/sdpa.py. Lengths are host values, block tables are on the device. `problem` reports at load what
-neither can do; head_dims.py tries heads of other sizes. Operators and their limits follow torch-npu 2.13's schemas and
-CANN's descriptions; nothing here has run on hardware.
+A step's sequences go in one packed call (layout TND), both prompts and decode. If the operator does not support a
+model's heads in this layout, decode steps go as a batch of one token each (BSND), and steps with prompts through
+layers/attention/sdpa.py. Lengths are host values, block tables are on the device. `problem` reports at load what
+neither supports; head_dim_probe.py tests other head sizes. Operators and their limits follow torch-npu 2.13's schemas
+and CANN's descriptions; nothing here has run on hardware.
 """
 
 from __future__ import annotations
@@ -24,45 +24,47 @@ from pd_cluster.model.layers.attention import sdpa
 from pd_cluster.model.layers.attention.sdpa import Scoring
 
 DTYPES = ("float16", "bfloat16")
-PACKED_HEAD_DIM = 128  # values of 192 only without blocks
-PACKED_HEAD_DIM_ALONE = 64  # only if every query head has a key head of its own
+PACKED_HEAD_DIM = 128  # 192 is supported only without blocks
+PACKED_HEAD_DIM_ALONE = 64  # only if every query head has its own key head
 PACKED_BLOCK_SIZE = 128  # tokens
 MAX_PACKED_SEQS = 4096
-BATCHED_STEP = 16  # head dims and block sizes of decode steps are multiples of it
+BATCHED_STEP = 16  # head dims and block sizes of decode steps are multiples of this
 MAX_BATCHED_HEAD_DIM = 512
 MAX_BATCHED_BLOCK_SIZE = 512
 MAX_GROUP = 64  # query heads per key head
 MAX_WIDTH = 65535  # key heads times head dim
-MASK_SIZE = 2048  # the operator makes any causal or banded mask from this one
+MASK_SIZE = 2048  # the operator derives every causal or banded mask from this one
 CAUSAL, BAND = 3, 4  # sparse_mode: both are aligned to the last query and key
 
 Way = Literal["TND", "BSND"]
 
 
 def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str], way: Way | None = None) -> str:
-    """Returns why these operators cannot serve this pool and model; "" if they can.
+    """Returns why these operators do not support this pool and model; "" if they do.
 
-    `traits` are the model's: "softcap", "sinks", "window". `way`: by default `way_of`; TND, to ask whether nothing but
-    the size of the heads is in the way of it.
+    `traits`: those of the model: "softcap", "sinks", "window". `way`: by default `way_of`; with TND the result tells
+    whether only the head size prevents it.
     """
     if layout.dtype not in DTYPES:
-        return f"{called('dtype')} {layout.dtype}: attention on NPUs takes {' or '.join(DTYPES)}"
+        return f"{called('dtype')} {layout.dtype}: attention on NPUs supports {' or '.join(DTYPES)}"
     group, width = num_heads // layout.local_kv_heads, layout.local_kv_heads * layout.head_dim
     if group > MAX_GROUP:
-        return f"{group} query heads for each of keys: attention on NPUs takes at most {MAX_GROUP}"
+        return f"{group} query heads per key head: attention on NPUs supports at most {MAX_GROUP}"
     if width > MAX_WIDTH:
-        return f"{width} numbers in a token's keys: attention on NPUs takes at most {MAX_WIDTH}"
+        return f"{width} values in a token's keys: attention on NPUs supports at most {MAX_WIDTH}"
     if "softcap" in traits:
-        return "the model caps its attention scores (softcap), which attention on NPUs cannot"
+        return "the model caps its attention scores (softcap), which attention on NPUs does not support"
     why, dim = _why_not_packed(layout, num_heads), layout.head_dim
     if (way or way_of(layout, num_heads)) == "TND":
         if why_blocks := _why_not_packed_blocks(layout):
             return why_blocks
         if max_num_seqs > MAX_PACKED_SEQS:
-            return f"{called('max_num_seqs')} {max_num_seqs}: attention on NPUs takes at most {MAX_PACKED_SEQS} at once"
+            return (
+                f"{called('max_num_seqs')} {max_num_seqs}: attention on NPUs supports at most {MAX_PACKED_SEQS} at once"
+            )
         return _why_no_dim(dim)
     if others := sorted(traits & {"sinks", "window"}):
-        return f"{why}, and without that no {' and '.join(others)}"
+        return f"{why}, which is needed for {' and '.join(others)}"
     size = layout.block_size
     if size % BATCHED_STEP or size > MAX_BATCHED_BLOCK_SIZE:
         return f"{called('block_size')} {size}: on NPUs a multiple of {BATCHED_STEP} up to {MAX_BATCHED_BLOCK_SIZE}"
@@ -70,7 +72,7 @@ def problem(layout: KVLayout, num_heads: int, max_num_seqs: int, traits: set[str
 
 
 def way_of(layout: KVLayout, num_heads: int) -> Way:
-    """Returns the form that the operators' descriptions allow."""
+    """Returns the layout that the operators' descriptions allow."""
     return "BSND" if _why_not_packed(layout, num_heads) else "TND"
 
 
@@ -80,19 +82,19 @@ def _why_not_packed(layout: KVLayout, num_heads: int) -> str:
     dim = layout.head_dim
     if dim == PACKED_HEAD_DIM or (dim == PACKED_HEAD_DIM_ALONE and num_heads == layout.num_kv_heads):
         return ""
-    return f"head_dim {dim}: attention on NPUs takes prompts with {PACKED_HEAD_DIM}"
+    return f"head_dim {dim}: attention on NPUs supports prompts with {PACKED_HEAD_DIM}"
 
 
 def _why_not_packed_blocks(layout: KVLayout) -> str:
     if layout.block_size == PACKED_BLOCK_SIZE:
         return ""
     blocks = called("block_size")
-    return f"{blocks} {layout.block_size}: attention on NPUs takes prompts in blocks of {PACKED_BLOCK_SIZE}"
+    return f"{blocks} {layout.block_size}: attention on NPUs supports prompts in blocks of {PACKED_BLOCK_SIZE}"
 
 
 def _why_no_dim(dim: int) -> str:
     if dim % BATCHED_STEP or dim > MAX_BATCHED_HEAD_DIM:
-        return f"head_dim {dim}: attention on NPUs takes multiples of {BATCHED_STEP} up to {MAX_BATCHED_HEAD_DIM}"
+        return f"head_dim {dim}: attention on NPUs supports multiples of {BATCHED_STEP} up to {MAX_BATCHED_HEAD_DIM}"
     return ""
 
 
@@ -105,7 +107,7 @@ class _Planned(NamedTuple):
 
 
 class NpuAttention:
-    """Transformers' modules and fused layers call `write_and_attend`."""
+    """Attention for fused layers and transformers' modules, which call `write_and_attend`."""
 
     def __init__(self, device: Device, way: Way) -> None:
         self.way: Way = way
@@ -122,7 +124,7 @@ class NpuAttention:
         scoring: Scoring,
     ) -> torch.Tensor:
         """Writes the step's keys and values into the pool; returns [num_tokens, num_heads, head_dim]."""
-        if self._goes_by_sdpa(batch):
+        if self._uses_sdpa(batch):
             return sdpa.write_and_attend(layer_idx, query, keys, values, batch, scoring)
         write_kv(layer_idx, keys.contiguous(), values.contiguous(), batch)
         batch.layer_written(layer_idx, scoring.sliding_window)
@@ -133,20 +135,20 @@ class NpuAttention:
     def _attend(
         self, query: torch.Tensor, layer_idx: int, batch: ForwardBatch, planned: _Planned, scoring: Scoring
     ) -> torch.Tensor:
-        """Maps [num_tokens, num_heads, head_dim] to the same; this step's keys and values must be in the pool."""
+        """Maps [num_tokens, num_heads, head_dim] to the same shape; this step's keys and values must be in the pool."""
         query = query if self.way == "TND" else query[:, None]  # [num_seqs, 1, num_heads, head_dim]
         options: dict[str, Any] = {"block_table": planned.tables, "input_layout": self.way}
         if self.way == "TND":
             options |= {"atten_mask": self._mask, "sparse_mode": CAUSAL}
-            # A band counts the keys before the token itself, which is visible besides: W - 1 of a window of W.
+            # A band counts the keys before the token itself, which is also visible: W - 1 for a window of W.
             if scoring.sliding_window is not None:
                 options |= {"sparse_mode": BAND, "pre_tokens": scoring.sliding_window - 1, "next_tokens": 0}
         keys, values = (pool.flatten(2) for pool in batch.pool.layer(layer_idx))
         found = _call(query, keys, values, planned, scoring, options)
         return found if self.way == "TND" else found[:, 0]
 
-    def _goes_by_sdpa(self, batch: ForwardBatch) -> bool:
-        """Whether prompts have heads of other sizes, or tokens that see later ones."""
+    def _uses_sdpa(self, batch: ForwardBatch) -> bool:
+        """Whether prompts have unsupported head sizes, or tokens see later tokens."""
         is_batched = self.way == "BSND" and len(batch.query_lens) != batch.num_tokens
         return is_batched or batch.key_limits is not None
 
@@ -165,7 +167,7 @@ def _call(
     scoring: Scoring,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Calls the first operator, or the second for sinks, which has other names for the same arguments."""
+    """Calls the first operator, or for sinks the second, which names the same arguments differently."""
     num_heads, head_dim = query.shape[-2:]
     num_kv_heads, block_size = keys.shape[2] // head_dim, keys.shape[1]
     options |= {"block_size": block_size, "num_key_value_heads": num_kv_heads}
@@ -198,13 +200,13 @@ def _call(
 
 
 def _plan(batch: ForwardBatch) -> _Planned:
-    """Plans in a step's first layer, so that a graph plans again at each replay, from its buffers."""
+    """Plans in a step's first layer, so that a graph plans again at each replay from its buffers."""
     lens = batch.host_context_lens if batch.replay_lens is None else batch.replay_lens
     width = batch.pool.layout.num_blocks_for(int(batch.host_context_lens.max()))
     columns = torch.arange(width, device=batch.block_table.device)
     at = batch.table_starts[:-1, None].long() + columns
     at = at.clamp(max=len(batch.block_table) - 1)  # the device checks no id: all must be valid
-    # One gather: indexing by a tensor may make the host wait for the device, which no graph can hold.
+    # index_select gathers; indexing by a tensor may make the host wait for the device, which no graph supports.
     tables = batch.block_table.index_select(0, at.flatten()).view(at.shape)
     batch.host_values = _host_values
     return _Planned(tables, np.cumsum(batch.query_lens).tolist(), _at_least_one(lens))

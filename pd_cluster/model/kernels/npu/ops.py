@@ -1,4 +1,4 @@
-"""`Ops` by torch-npu's operators. Nothing here waits for the device. Knows nothing of graphs or streams."""
+"""`Ops` with torch-npu's operators. Nothing here waits for the device. Knows nothing of graphs or streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pd_cluster.model.layers.packed_linear import Linear
 
 
 class NpuOps(TorchOps):
-    """Uses torch-npu's operators where they exist, and torch for the rest."""
+    """Uses torch-npu's operators if they exist, and torch otherwise."""
 
     name = "NPU"
     is_capturable = True
@@ -32,7 +32,7 @@ class NpuOps(TorchOps):
         return linear_of(weight) or weight.linear()
 
     def norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        if norm.weight.dtype != x.dtype:  # a weight that was offset in float32 (Gemma)
+        if norm.weight.dtype != x.dtype:  # a weight with a float32 offset (Gemma)
             return super().norm(x, norm)
         normed: torch.Tensor = torch.ops.npu.npu_rms_norm(x, norm.weight, norm.eps)[0]
         return normed
@@ -59,7 +59,7 @@ class NpuOps(TorchOps):
 
 
 def _rotated(x: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotates x [num_tokens, num_heads, head_dim], as one sequence of a batch of one."""
+    """Rotates x [num_tokens, num_heads, head_dim], as one sequence in a batch of one."""
     cos, sin = (table.to(x.dtype)[None, :, None] for table in (rope.cos, rope.sin))  # [1, num_tokens, 1, head_dim]
     rotated: torch.Tensor = torch.ops.npu.npu_rotary_mul(x[None].contiguous(), cos, sin, "half")
     return rotated[0]

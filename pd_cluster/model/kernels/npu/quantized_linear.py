@@ -1,6 +1,6 @@
-"""Products of coded weights by torch-npu's operators: int8 with int8 activations, and 8- and 4-bit weights alone.
+"""Products of quantized weights with torch-npu's operators: int8 with int8 activations, and weight-only 8 and 4 bits.
 
-The operators' descriptions bound shapes and groups; weights beyond these bounds become numbers. Nothing here waits for
+The operators' descriptions limit shapes and groups; weights beyond these limits are dequantized. Nothing here waits for
 the device while a step runs.
 """
 
@@ -13,12 +13,14 @@ from pd_cluster.model.layers.packed_linear import Linear
 from pd_cluster.model.weights.quantized_weight import CodedWeight, Int8Weight
 
 MOST_FEATURES = 65535
-GROUP_MULTIPLE = 32  # of a group's inputs
-WORD_CODES = 8  # codes of 4 bits in a word, of neighbouring outputs
+GROUP_MULTIPLE = 32  # inputs in a group
+WORD_CODES = 8  # 4-bit codes of adjacent outputs in a word
 
 
 def linear_of(weight: LinearWeight) -> Linear | None:
-    """Returns products of the weight's codes; None: it has none, or the operators do not take them."""
+    """Returns a layer that multiplies the weight's codes; None if the weight has none, or the operators do not support
+    it.
+    """
     if isinstance(weight, Int8Weight) and max(weight.codes.shape) <= MOST_FEATURES:
         return NpuInt8Linear(weight)
     if isinstance(weight, CodedWeight) and takes(weight):
@@ -27,14 +29,16 @@ def linear_of(weight: LinearWeight) -> Linear | None:
 
 
 def takes(weight: CodedWeight) -> bool:
-    """Whether npu_weight_quant_batchmatmul takes the weight's shape and groups."""
+    """Whether npu_weight_quant_batchmatmul supports the weight's shape and groups."""
     num_inputs, num_groups = weight.codes.shape[-1], weight.scales.shape[-1]
     whole_groups = num_groups == 1 or (num_inputs // num_groups) % GROUP_MULTIPLE == 0
     return not weight.codes.dtype.is_floating_point and max(weight.codes.shape[-2:]) <= MOST_FEATURES and whole_groups
 
 
 class NpuInt8Linear:
-    """x and the weight as int8: by a scale for each row of x, or by one scale and zero point of the file."""
+    """Multiplies x and the weight as int8, with one scale per row of x, or with the scale and zero point in the
+    file.
+    """
 
     def __init__(self, weight: Int8Weight) -> None:
         self._codes = weight.codes.transpose(0, 1).contiguous()  # [in_features, out_features]
@@ -49,9 +53,9 @@ class NpuInt8Linear:
         self._inverse = (1 / step).expand(num_inputs).contiguous()
         self._zeros = zero.expand(num_inputs).contiguous()
         sums = weight.codes.sum(-1, dtype=torch.int64)
-        self._whole = (-sums * zero.to(torch.int64)).to(torch.int32)  # what the zero point adds to each output
+        self._whole = (-sums * zero.to(torch.int64)).to(torch.int32)  # the zero point's contribution to each output
         self._scales = self._scales * step
-        if weight.dtype == torch.float16:  # the operator's own form of a scale, for results in float16
+        if weight.dtype == torch.float16:  # the operator's own form of a scale, for float16 results
             self._scales = torch.ops.npu.npu_trans_quant_param(self._scales)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -72,7 +76,7 @@ class NpuInt8Linear:
 
 
 class NpuQuantizedLinear:
-    """x as it is, and a weight of 8 or 4 bits: (code + offset) * scale, as the operator has it."""
+    """Multiplies unquantized x by a weight of 8 or 4 bits: (code + offset) * scale, in the operator's form."""
 
     def __init__(self, weight: CodedWeight) -> None:
         codes, offsets, has_four = signed(weight)
@@ -84,7 +88,7 @@ class NpuQuantizedLinear:
         self._offsets = None if offsets is None else offsets.transpose(0, 1).to(weight.dtype).contiguous()
         num_groups = len(self._scales)
         self._group_size = num_inputs // num_groups if num_groups > 1 else 0
-        # The operator adds float32 to products of bfloat16.
+        # The operator adds float32 biases to bfloat16 products.
         wide = weight.dtype == torch.bfloat16 and weight.bias is not None
         self._bias = weight.bias.float() if wide and weight.bias is not None else weight.bias
 
@@ -102,7 +106,7 @@ class NpuQuantizedLinear:
 
 
 def signed(weight: CodedWeight) -> tuple[torch.Tensor, torch.Tensor | None, bool]:
-    """Returns codes as int8, what is added to them (None: nothing), and whether four bits hold each code."""
+    """Returns codes as int8, the offset added to them (None: no offset), and whether four bits hold each code."""
     least, most = (int(each) for each in weight.codes.aminmax())
     shift = 8 if least >= 0 and most <= 15 else 128 if most > 127 else 0
     codes = (weight.codes.to(torch.int16) - shift).to(torch.int8)

@@ -1,9 +1,9 @@
-"""Latent attention (MLA) over the paged pool, absorbed: heads are never made of what the pool holds.
+"""Latent attention (MLA) over the paged pool, absorbed: keys and values of heads are never materialized.
 
-A head's key is W_k times a latent beside the rotated part that all heads share, its value W_v times the latent. So a
-query's product with W_k meets latents themselves, and W_v is applied to what they add up to: per sequence, with scores
-and sums in float32. Under transformers' modules: `LatentCache` writes what they give their cache, and `attend_latents`
-stands for their attention.
+A head's key is W_k times a latent, followed by the rotated part that all heads share; its value is W_v times the
+latent. So the query times W_k is compared with the latents directly, and W_v is applied to their weighted sum: per
+sequence, with scores and sums in float32. With transformers' modules, `LatentCache` replaces their cache and writes the
+latents, and `attend_latents` replaces their attention.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ MOST_SCORES = 1 << 24  # held at once: 64 MiB of float32
 
 
 class UpProjection(torch.nn.Module):
-    """`kv_b_proj` as numbers, apart for keys [num_heads, width, C] and values [num_heads, C, value_width].
+    """The weights of `kv_b_proj`, split into keys [num_heads, width, C] and values [num_heads, C, value_width].
 
-    Its own product, of latents, is the one of transformers' modules without a cache, for the proof at load.
+    As a module it computes the plain projection of latents, which transformers' modules use without a cache in the
+    proof at load.
     """
 
     def __init__(self, weight: torch.Tensor, widths: tuple[int, int]) -> None:
-        """`weight` [num_heads * sum(widths), C]: of each head the rows of its keys, then those of its values."""
+        """`weight` [num_heads * sum(widths), C]: for each head the rows of its keys, then those of its values."""
         super().__init__()
         apart = weight.detach().view(-1, sum(widths), weight.shape[1])
         self.keys = apart[:, : widths[0]].contiguous()
@@ -39,7 +40,7 @@ class UpProjection(torch.nn.Module):
 
 
 class LatentCache:
-    """Stands for transformers' cache in a step. Has what modules and masks ask of one."""
+    """Replaces transformers' cache in a step; has the methods that modules and masks call."""
 
     is_compileable = False
 
@@ -63,13 +64,15 @@ class LatentCache:
         *_: object,
         **__: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes a step's latents to the pool; returns one of them, since modules make heads of at least one."""
+        """Writes a step's latents to the pool; returns only the first, because the module would expand all that
+        it gets.
+        """
         write_latents(layer_idx, latent[0].transpose(0, 1), rope[0].transpose(0, 1), self._batch)
         return latent[:, :, :1], rope[:, :, :1]
 
 
 def write_latents(layer_idx: int, latent: torch.Tensor, rope: torch.Tensor, batch: ForwardBatch) -> None:
-    """Writes what a step's tokens leave in a layer, [num_tokens, 1, C] and [num_tokens, 1, Dr], to the pool."""
+    """Writes the latents [num_tokens, 1, C] and rotated parts [num_tokens, 1, Dr] of a step's tokens to the pool."""
     dtype = batch.pool.layout.dtype
     write_kv(encode(latent, dtype), encode(rope, dtype), *batch.pool.layer(layer_idx), batch.slot_mapping)
     batch.layer_written(layer_idx, None)
@@ -83,7 +86,7 @@ def attend_latents(
     batch: ForwardBatch,
     scaling: float,
 ) -> torch.Tensor:
-    """Attends to latents that the pool holds of each sequence, to those of `batch.chosen` or to all.
+    """Attends to the latents of each sequence in the pool, either all or those in `batch.chosen`.
 
     Returns [num_tokens, num_heads, Dv].
     """
@@ -103,7 +106,7 @@ def attend_latents(
             for plane in planes
         )
         most_rows = max(1, MOST_SCORES // (num_heads * context_len))
-        behind = context_len - stop  # a row sees so many keys, itself, and one for each row before it
+        behind = context_len - stop  # keys before the first row's own; each row also sees itself and the rows before it
         dense = stop if batch.chosen is None else min(stop, max(first, batch.chosen.shape[1] - behind))
         for row in range(first, dense, most_rows):
             rows = slice(row, min(row + most_rows, dense))
@@ -121,24 +124,24 @@ def attend_latents(
 
 
 def workspace_nbytes(max_model_len: int, width: int) -> int:
-    """Returns the bytes that a step over a long past takes: `width` numbers a token, gathered and in float32."""
+    """Returns the bytes of a step over a long past: `width` values per token, gathered and in float32."""
     return 3 * 4 * MOST_SCORES + max_model_len * width * 8
 
 
 def _absorbed(queries: torch.Tensor, to_keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Maps [num_heads, num_rows, Dn + Dr] to queries of latents [num_heads, num_rows, C], and of the rotated part."""
+    """Maps [num_heads, num_rows, Dn + Dr] to latent queries [num_heads, num_rows, C] and the rotated part."""
     width = to_keys.shape[1]
     return torch.bmm(queries[:, :, :width], to_keys), queries[:, :, width:]
 
 
 def _attend(
-    absorbed: torch.Tensor,  # [num_heads, num_rows, C]: the last rows of those that the keys are of
+    absorbed: torch.Tensor,  # [num_heads, num_rows, C]: queries of the last positions among the keys
     rotated: torch.Tensor,  # [num_heads, num_rows, Dr]
     latents: torch.Tensor,  # [num_keys, C]
     ropes: torch.Tensor,  # [num_keys, Dr]
     scaling: float,
 ) -> torch.Tensor:
-    """Returns what latents add up to, [num_heads, num_rows, C]; everything is float32."""
+    """Returns the weighted sums of latents, [num_heads, num_rows, C]; everything is float32."""
     num_heads, num_rows, _ = absorbed.shape
     num_keys = len(latents)
     scores = absorbed.flatten(0, 1) @ latents.T  # [num_heads * num_rows, num_keys]

@@ -1,8 +1,8 @@
 """Paged attention for CPU: per sequence, gathers its blocks and calls scaled_dot_product_attention.
 
-Registered with transformers under `NAME`; a model's attention modules call `forward` with the step's ForwardBatch
-as a keyword. It writes the step's keys and values to the pool first, then attends through the pool. A module's request
-that this file cannot fulfil is an error, found by the forward passes at the end of loading.
+It is registered with transformers as `NAME`; a model's attention modules call `forward` with the step's ForwardBatch as
+a keyword. It first writes the step's keys and values to the pool, then attends through the pool. If a module requests a
+feature that this file does not support, the proof at load raises an error.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pd_cluster.kv.pool_memory import TORCH_DTYPES
 from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.layers.attention.latent_attention import UpProjection, attend_latents
 
-NAME = "pd_cluster"  # transformers gives names with "sdpa" or "paged|" in them a meaning of their own
+NAME = "pd_cluster"  # transformers interprets names that contain "sdpa" or "paged|"
 
-# Arguments of modules that change nothing here: the batch says where a sequence starts, and nothing is trained.
+# Arguments of modules that have no effect here: the batch holds the positions, and there is no training.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_router_logits"})
 
 
@@ -29,9 +29,9 @@ class Scoring:
     """How attention weights are computed: softmax(softcap * tanh(q @ k * scaling / softcap))."""
 
     scaling: float
-    sliding_window: int | None = None  # a token sees this many, including itself
+    sliding_window: int | None = None  # a token attends to this many tokens, including itself
     softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [num_heads]: scores of one more key, whose value is zero (gpt-oss)
+    sinks: torch.Tensor | None = None  # [num_heads]: scores of one more key with value zero (gpt-oss)
 
     @property
     def is_plain(self) -> bool:
@@ -39,11 +39,11 @@ class Scoring:
 
 
 class WindowOfModule:
-    """The default of `sliding_window`: a module that does not pass its window may have it as an attribute."""
+    """The default of `sliding_window`: take the window from the module's attribute."""
 
 
 def window_of(module: torch.nn.Module, given: int | type[WindowOfModule] | None) -> int | None:
-    """Returns the window through which a module attends, as it gives it or has it; None: all tokens are seen."""
+    """Returns the module's sliding window, from the argument or its attribute; None: it attends to all tokens."""
     window = getattr(module, "sliding_window", None) if isinstance(given, type) else given
     assert window is None or isinstance(window, int)
     return window
@@ -67,14 +67,14 @@ def forward(
 
     Raises ModelError for arguments that it would have to ignore.
     """
-    dropout = others.pop("dropout", None) or None  # 0 is none
+    dropout = others.pop("dropout", None) or None  # treats 0 like None
     unknown = {name: given for name, given in others.items() if name not in HARMLESS}
     _refuse_unknown(module, {**unknown, "attention_mask": attention_mask, "dropout": dropout})
     window = window_of(module, sliding_window)
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)  # [num_tokens, num_kv_heads, head_dim]
     layer_idx = module.layer_idx
     assert isinstance(layer_idx, int)
-    source = forward_batch.reads.get(layer_idx, layer_idx)  # the layer whose keys and values it sees
+    source = forward_batch.reads.get(layer_idx, layer_idx)  # the layer whose keys and values this layer reads
     forward_batch = forward_batch.of_layer(source)
     scoring = Scoring(scaling, window, softcap, s_aux)
     queries = query[0]
@@ -93,9 +93,9 @@ def forward(
 def _refuse_unknown(module: torch.nn.Module, given: dict[str, object]) -> None:
     for name, value in given.items():
         if value is not None:
-            raise ModelError(f"{type(module).__name__} attends with {name}, which the paged attention does not know")
+            raise ModelError(f"{type(module).__name__} attends with {name}, which paged attention does not support")
     if getattr(module, "is_causal", True) is False:
-        raise ModelError(f"{type(module).__name__} is not causal: its tokens see later ones")
+        raise ModelError(f"{type(module).__name__} is not causal: tokens attend to later tokens")
 
 
 def write_and_attend(
@@ -122,12 +122,14 @@ def read_and_attend(
     batch: ForwardBatch,
     scoring: Scoring,
 ) -> torch.Tensor:
-    """Attends to keys and values that this layer has written in the same step, for a later one that has none.
+    """Attends for a layer without own keys and values to those that layer `layer_idx` has written in the same step.
 
-    Returns [num_tokens, num_heads, head_dim]. Raises ModelError with an attention that only attends to what it writes.
+    Returns [num_tokens, num_heads, head_dim]. Raises ModelError if the attention only attends to what it writes.
     """
     if batch.write_and_attend is not None:
-        raise ModelError(f"layer {layer_idx} is read by others, which only the attention of CPUs knows; use cpu")
+        raise ModelError(
+            f"layer {layer_idx} is read by other layers, which only the attention on CPUs supports; use cpu"
+        )
     batch.windows.add(scoring.sliding_window)
     _, seen = _as_stored(keys, values, batch, query.dtype)
     return _attend_each(batch.pool.layer(layer_idx), query, seen, batch, scoring)
@@ -137,7 +139,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values
 
 
 def _as_stored(keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch, dtype: torch.dtype) -> tuple[Pair, Pair]:
-    """Returns keys and values in the pool's form, and as they are seen: this step's, too, as the pool has them."""
+    """Returns keys and values in the pool's dtype, and as attention reads them: rounded to the pool's dtype."""
     own = batch.pool.layout.dtype
     if TORCH_DTYPES[own] == keys.dtype:
         return (keys, values), (keys, values)
@@ -149,7 +151,7 @@ def _as_stored(keys: torch.Tensor, values: torch.Tensor, batch: ForwardBatch, dt
 def _attend_each(
     planes: Pair, query: torch.Tensor, written: Pair, batch: ForwardBatch, scoring: Scoring
 ) -> torch.Tensor:
-    """Attends to the pool's planes for each sequence; `written` are those of this step's keys and values.
+    """Attends to the pool's planes for each sequence; `written`: the keys and values of this step.
 
     Returns [num_tokens, num_heads, head_dim].
     """
@@ -185,7 +187,7 @@ def _attend(
     v: torch.Tensor,
     batch: ForwardBatch,
     scoring: Scoring,
-    limits: torch.Tensor | None = None,  # [query_len]: the end of the keys that each query sees; None: itself
+    limits: torch.Tensor | None = None,  # [query_len]: the end of each query's visible keys; None: the query itself
 ) -> torch.Tensor:
     """Attends for one sequence. Returns [num_heads, query_len, head_dim]."""
     num_heads, query_len, head_dim = q.shape
@@ -219,7 +221,7 @@ def _attend_step_by_step(
     if scoring.softcap is not None:
         scores = torch.tanh(scores / scoring.softcap) * scoring.softcap
     scores = scores.masked_fill(~mask, float("-inf"))
-    if scoring.sinks is not None:  # it takes its share of the weights, and adds nothing
+    if scoring.sinks is not None:  # the sink takes its share of the weights and adds nothing
         sinks = scoring.sinks.to(scores.dtype).view(num_kv_heads, -1, 1, 1).expand(-1, -1, query_len, 1)
         scores = torch.cat([scores, sinks], dim=-1)
     weights = scores.softmax(-1, dtype=torch.float32)[..., : k.shape[1]].to(q.dtype)
@@ -229,7 +231,7 @@ def _attend_step_by_step(
 def _mask(
     batch: ForwardBatch, query_len: int, seen: int, window: int, limits: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns [query_len, seen] bool: key j is visible to query i unless it is later, or outside the window."""
+    """Returns [query_len, seen] bool: key j is visible to query i unless it is later or outside the window."""
     found = batch.masks.get((query_len, seen, window)) if limits is None else None
     if found is None:
         device = batch.slot_mapping.device

@@ -1,7 +1,8 @@
-"""Chooses the keys that a token attends to in sparse latent attention (DSA), by keys of the indexer's own.
+"""Chooses the keys that a token attends to in sparse latent attention (DSA), with the indexer's own keys.
 
-A key's score is the sum, over the indexer's heads, of the head's weight times relu(query · key), in float32; the best
-`index_topk` keys are seen, and of equal ones the first. A token that sees no more keys than that attends to all.
+A key's score is the sum over the indexer's heads of the head's weight times relu(query · key), in float32. A token
+attends to the `index_topk` keys with the highest scores; of equal scores the first wins. With at most `index_topk` keys
+it attends to all.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pd_cluster.model.layers.packed_linear import Linear
 
 @dataclass(frozen=True, slots=True)
 class IndexNorm:
-    """A layer norm, with a bias, of an indexer's keys [num_rows, width]."""
+    """A layer norm with a bias, for an indexer's keys [num_rows, width]."""
 
     weight: torch.Tensor
     bias: torch.Tensor
@@ -31,22 +32,22 @@ class IndexNorm:
 
 @dataclass(slots=True, eq=False)
 class Indexer:
-    """One layer's. The first `rope_width` features of its queries and keys are rotated as halves."""
+    """The indexer of one layer. The first `rope_width` features of its queries and keys are rotated as halves."""
 
     layer_idx: int
-    queries: Linear  # from what the attention's queries are made of, to [num_rows, num_heads * width]
+    queries: Linear  # from the input of the attention's query projection, to [num_rows, num_heads * width]
     keys: Linear  # from the layer's normed rows, to [num_rows, width]
-    weights: Linear  # likewise, to [num_rows, num_heads]
+    weights: Linear  # from the layer's normed rows, to [num_rows, num_heads]
     norm: IndexNorm
     scaling: float
     rope_width: int
-    index_topk: int  # the proof at load shortens it
+    index_topk: int  # smaller during the proof at load
     ops: SparseOps
 
     def choose(self, x: torch.Tensor, residual: torch.Tensor, rope: Rope, batch: ForwardBatch) -> None:
-        """Sets `batch.chosen` for this layer's attention, and for those of later layers that have no indexer.
+        """Sets `batch.chosen` for the attention of this layer, and of later layers without an indexer.
 
-        `residual` [num_tokens, …]: what the attention's queries are made of.
+        `residual` [num_tokens, …]: the input of the attention's query projection.
         """
         weights = self.weights(x).mul_(self.scaling)
         keys = self._rotated(self.norm(self.keys(x))[:, None], rope)[:, 0]

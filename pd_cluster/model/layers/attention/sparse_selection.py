@@ -1,8 +1,8 @@
-"""Chooses keys by the index keys that the paged pool holds, in torch: a row's best `most`, ascending.
+"""Chooses the `most` best keys of each row with the index keys in the paged pool, in torch; returns them ascending.
 
-`ForwardBatch.chosen` [num_tokens, most] has the places in its sequence of the keys that each token sees. Rows of tokens
-that see `most` keys or fewer are not read: they see all of them. In sparse latent attention a layer keeps these keys as
-its third plane; see layers/indexer.py.
+`ForwardBatch.chosen` [num_tokens, most] holds the positions, within the sequence, of the keys that each token attends
+to. Rows of tokens with at most `most` keys are not read: these tokens attend to all keys. In sparse latent attention a
+layer stores the index keys as its third plane; see layers/attention/sparse_indexer.py.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pd_cluster.model.layers.attention.latent_attention import MOST_SCORES
 
 @dataclass(frozen=True, slots=True)
 class IndexRows:
-    """A layer's indexer makes these of a step's tokens. `weights` are those of its heads, with all scales in them."""
+    """The output of a layer's indexer for a step's tokens. `weights`: one per head, already scaled."""
 
     layer_idx: int
     queries: torch.Tensor  # [num_tokens, num_heads, width]
     weights: torch.Tensor  # [num_tokens, num_heads]
     keys: torch.Tensor  # [num_tokens, width]
-    most: int  # keys that a token sees
+    most: int  # keys that a token attends to
 
 
 def choose_keys(rows: IndexRows, batch: ForwardBatch) -> torch.Tensor | None:
-    """Writes the keys to the pool; returns the choice, or None if no token sees more than `most` keys."""
+    """Writes the keys to the pool; returns the chosen keys, or None if no token has more than `most` keys."""
     queries, weights, most = rows.queries.float(), rows.weights.float(), rows.most
     plane = batch.pool.planes(rows.layer_idx)[2]
     size = plane.shape[1]

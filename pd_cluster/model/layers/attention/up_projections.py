@@ -1,4 +1,4 @@
-"""Takes latent attention's `kv_b_proj`, in whatever form its files have it, as numbers for attention/latent.py."""
+"""Splits the `kv_b_proj` of latent attention, in any weight form, into plain matrices for latent_attention.py."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pd_cluster.model.layers.attention.latent_attention import UpProjection
 from pd_cluster.model.layers.linear_weight import weight_of
 
 
-def put_up_projections(model: torch.nn.Module) -> list[UpProjection]:
-    """Takes `kv_b_proj` of each layer apart, unless it is already; returns them.
+def split_up_projections(model: torch.nn.Module) -> list[UpProjection]:
+    """Splits the `kv_b_proj` of each layer, unless it is split already; returns the results.
 
-    Raises ModelError for one that has more than weights.
+    Raises ModelError if it has a bias.
     """
     found = []
     for module in model.modules():
@@ -28,7 +28,7 @@ def put_up_projections(model: torch.nn.Module) -> list[UpProjection]:
             continue
         weight = weight_of(linear)
         if weight.bias is not None:
-            raise ModelError(f"{type(module).__name__}.kv_b_proj has a bias, which nothing here adds")
+            raise ModelError(f"{type(module).__name__}.kv_b_proj has a bias, which is not supported")
         widths = int(module.qk_nope_head_dim), int(module.v_head_dim)  # type: ignore[arg-type]
         module.kv_b_proj = up = UpProjection(weight.matrix(), widths)
         found.append(up)

@@ -1,4 +1,4 @@
-"""The rotary positions that a loaded model takes from its requests. Knows nothing of tensors."""
+"""The rotary positions that a loaded model accepts from requests. Knows nothing of tensors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pd_cluster.types import RequestSpec
 
 @dataclass(frozen=True, slots=True)
 class RopeLimit:
-    """Rows of positions that the model tells apart, and how many positions it has.
+    """How many rows of positions the model distinguishes, and how many positions it has.
 
-    `why_not` says why requests cannot have positions of their own, to follow the model's name; "" if they can.
+    `why_not`: why requests cannot have their own positions, phrased to follow the model's name; "" if they can.
     """
 
     num_rows: int = 1
@@ -19,12 +19,12 @@ class RopeLimit:
     why_not: str = ""
 
     def problem(self, order: RequestSpec) -> str | None:
-        """Returns in one line why the model cannot compute an order's rotary positions, or None."""
+        """Returns in one line why the model cannot compute the request's rotary positions, or None."""
         own = order.rope_positions
         if own is None:
             return None
         if self.why_not:
-            return f"rope_positions: {self.why_not}; give none"
+            return f"rope_positions: {self.why_not}; remove the field"
         if len(own.rows) not in (1, self.num_rows):
             return f"rope_positions: {len(own.rows)} rows; this model takes {' or '.join(_counts(self.num_rows))}"
         num_prompt = len(order.prompt_token_ids)
@@ -37,7 +37,7 @@ class RopeLimit:
         if least < 0 or most >= self.num_positions:
             return (
                 f"rope_positions: positions from {least} to {most}, with delta {own.delta}; "
-                f"this model has those from 0 to {self.num_positions - 1}"
+                f"this model supports 0 to {self.num_positions - 1}"
             )
         return None
 

@@ -1,7 +1,7 @@
 """Handles positions that depend on a request's length, dynamic NTK and longrope, for each request separately.
 
-transformers decides for a whole forward pass, by its largest position. Here every request has the frequencies of its
-own length, so that its results depend neither on the other requests nor on its progress.
+transformers decides for a whole forward pass, by its largest position. Here each request gets the frequencies for its
+own length, so that its results depend neither on other requests nor on its progress.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ from pd_cluster.model.inputs.step_input import Ints
 from pd_cluster.model.layers.rope.rope_limit import RopeLimit
 from pd_cluster.numerics import RopeScaling
 
-USE_LOGN = "use_logn_attn"  # LMDeploy's name, an override
-MAX_LENGTHS = 256  # with cached frequencies
-TABLES = ("wpe", "embed_positions")  # modules that learned a vector for each position
+USE_LOGN = "use_logn_attn"  # LMDeploy's name for this override
+MAX_LENGTHS = 256  # lengths with cached frequencies
+TABLES = ("wpe", "embed_positions")  # modules with a learned vector for each position
 
 Turns = tuple[torch.Tensor, torch.Tensor]  # cos and sin, [1, num_tokens, head_dim]; DeepSeek-V2: one complex tensor
 
 
 class LengthRotary(torch.nn.Module):
-    """Replaces a model's rotary embedding. `batch` is the step that is being computed, or None outside of steps."""
+    """Replaces a model's rotary embedding. `batch` is the current step, or None outside of steps."""
 
     def __init__(self, rotary: Any, rope: RopeScaling) -> None:
         super().__init__()
         self.rotary = rotary
         self.batch: ForwardBatch | None = None
-        self.is_left_alone = False  # transformers decides, for whole forward passes to compare with
+        self.uses_transformers_rule = False  # transformers decides, in whole forward passes that serve as a reference
         self._rope = rope
         self._short: torch.Tensor = rotary.original_inv_freq
         self._turn: Callable[..., Turns] = inspect.unwrap(type(rotary).forward)  # without transformers' own decision
         self._known: OrderedDict[int, torch.Tensor] = OrderedDict()
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Turns:
-        """Takes `position_ids` [1, num_tokens]. Outside of a step, all of them belong to a short request."""
-        if self.is_left_alone:
+        """Takes `position_ids` [1, num_tokens]. Outside of a step, they all belong to one short request."""
+        if self.uses_transformers_rule:
             self.rotary.inv_freq = self._short.to(x.device, copy=True)  # some code writes to it
             self.rotary.max_seq_len_cached = self.rotary.original_max_seq_len
             found: Turns = self.rotary(x, position_ids)
@@ -69,7 +69,7 @@ class LengthRotary(torch.nn.Module):
         return turned[0] if len(turned) == 1 else (turned[0], turned[1])  # type: ignore[return-value]
 
     def _lengths(self, batch: ForwardBatch) -> Ints:
-        """Returns [num_seqs], the length that determines each request's frequencies."""
+        """Returns the length [num_seqs] that determines each request's frequencies."""
         most = batch.most_tokens if batch.most_tokens is not None else batch.host_context_lens
         return np.array([self._rope.length(each) for each in most.tolist()], dtype=np.int64)
 
@@ -92,16 +92,16 @@ class LengthRotary(torch.nn.Module):
 
 
 class LogN:
-    """Log-n attention: beyond the positions that a model was trained with, queries grow with the position's logarithm.
+    """Log-n attention: beyond the trained positions, queries grow with the logarithm of the position.
 
-    The factor of position p (from 0) is log(p + 1) / log(trained), and 1 up to there.
+    The factor of position p (from 0) is log(p + 1) / log(trained), but at least 1.
     """
 
     def __init__(self, trained: int) -> None:
         self._trained = trained
 
     def factors(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """Returns [num_tokens] float32; None where all are 1."""
+        """Returns [num_tokens] float32; None if all factors are 1."""
         if int(batch.host_context_lens.max()) <= self._trained:
             return None
         positions = batch.rope_positions[0].to(torch.float64) + 1
@@ -109,38 +109,38 @@ class LogN:
 
 
 def rope_limit_of(model: torch.nn.Module, checkpoint: Checkpoint, has_logn: bool) -> RopeLimit:
-    """Returns the rotary positions, or rows of a table of positions, that requests may choose for their tokens.
+    """Returns the rotary positions, or rows of a position table, that requests may choose for their tokens.
 
-    transformers' modules of rotary embeddings and such tables take any that they are given. `model` is loaded, and not
-    yet fused. Raises ModelError for positions that it cannot stretch.
+    The rotary embeddings and position tables of transformers accept any positions. `model` is loaded, but not fused
+    yet. Raises ModelError for a rope type that the model cannot scale.
     """
     name, why_not = f"model_type {checkpoint.model_type}", ""
     rotaries = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
     has_table = any(path.rpartition(".")[2] in TABLES for path, _ in model.named_modules())
     if checkpoint.is_unproven:
-        why_not = f"{name} is unproven, and no proof covers them"
+        why_not = f"{name} is unproven, and no check covers own positions"
     elif checkpoint.rope.kind:
-        why_not = f"rope_type {checkpoint.rope.kind} takes its frequencies from a request's number of tokens"
+        why_not = f"rope_type {checkpoint.rope.kind} derives its frequencies from a request's number of tokens"
     elif has_logn:
-        why_not = f"{USE_LOGN} takes its factors from a request's number of tokens"
+        why_not = f"{USE_LOGN} derives its factors from a request's number of tokens"
     elif not rotaries and not has_table:
         why_not = f"{name} has neither a rotary embedding nor a table of positions"
     if checkpoint.stretch is not None and not any(checkpoint.stretch.kind in _kinds(each) for each in rotaries):
         raise ModelError(
-            f"rope_type {checkpoint.stretch.kind}: {name} has no rotary embedding of that kind; leave it out"
+            f"rope_type {checkpoint.stretch.kind}: {name} has no rotary embedding of that kind; remove rope_type"
         )
     num_rows = 3 if rotaries and all(hasattr(module, "mrope_section") for module in rotaries) else 1
     return RopeLimit(num_rows, checkpoint.max_position_embeddings, why_not)
 
 
 def _kinds(rotary: Any) -> tuple[str, ...]:
-    """Returns the rope types of a rotary embedding; it may have one for each kind of layer."""
+    """Returns the rope types of a rotary embedding, which may have one per kind of layer."""
     found = getattr(rotary, "rope_type", "")
     return tuple(found.values()) if isinstance(found, dict) else (str(found),)
 
 
-def put_lengths(model: torch.nn.Module, rope: RopeScaling) -> None:
-    """Replaces the rotary embeddings that depend on the length. Raises ModelError where that is impossible."""
+def install_length_rotary(model: torch.nn.Module, rope: RopeScaling) -> None:
+    """Replaces the rotary embeddings that depend on the length. Raises ModelError if that is impossible."""
     if not rope.kind:
         return
     places = [
@@ -152,8 +152,8 @@ def put_lengths(model: torch.nn.Module, rope: RopeScaling) -> None:
     for parent, name, child in places:
         if child.rope_type != rope.kind:
             raise ModelError(
-                f"rope_type {rope.kind}: this architecture turns positions by {child.rope_type}; it cannot be served "
-                f"with that"
+                f"rope_type {rope.kind}: this architecture has rope_type {child.rope_type} and cannot be served "
+                f"with another"
             )
         setattr(parent, name, LengthRotary(child, rope))
     if not places:

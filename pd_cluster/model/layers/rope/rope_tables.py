@@ -1,8 +1,9 @@
-"""Brings an architecture's rotary embedding into the form that kernels take: whole heads, whose halves are rotated.
+"""Converts an architecture's rotary embedding to the form that kernels expect: all features of a head rotated, as
+halves.
 
-Other forms differ in the order of a head's features only. Some rotate neighbours instead of halves, some rotate only
-the first features. Reordering the rows of the query and key projections brings them into the form of `Rope`: scores
-do not change, since queries and keys are reordered alike. Features that are not rotated get the angle zero.
+Other forms differ only in the order of a head's features. Some rotate neighbours instead of halves, some rotate only
+the first features. Reordering the rows of the query and key projections gives the form of `Rope`: scores do not change,
+since queries and keys are reordered alike. Features that are not rotated get the angle zero.
 """
 
 from __future__ import annotations
@@ -17,47 +18,54 @@ from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.layers.ops import Rope
 from pd_cluster.model.layers.rope.rope_scaling import LengthRotary
 
-WHOLE_MODEL = ""  # a kind of layer: the architecture has one rotary embedding
-NO_ROPE = "no rope"  # a kind of layer: its heads are not rotated
-MODELS_ORDER, HALVES_ORDER = "model", "halves"  # of a head's features in queries and keys
+WHOLE_MODEL = ""  # a kind of layer: the architecture has one rotary embedding for all
+NO_ROPE = "no rope"  # a kind of layer: heads are not rotated
+MODELS_ORDER, HALVES_ORDER = "model", "halves"  # orders of a head's features in queries and keys
 
 # (module, its input [num_tokens, hidden_size], positions [1, num_tokens], kind) -> (cos, sin), [1, num_tokens, width]
 Turn = Callable[[Any, torch.Tensor, torch.Tensor, str], tuple[torch.Tensor, torch.Tensor]]
 
 
 def turn(module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Calls a rotary embedding of transformers; `kind` names one of several, which the module takes as an argument."""
+    """Calls a rotary embedding of transformers; `kind` selects one of several, if the module takes it as an
+    argument.
+    """
     found: tuple[torch.Tensor, torch.Tensor]
     found = module(x, positions) if kind == WHOLE_MODEL else module(x, positions, kind)
     return found
 
 
-def turn_once(module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Doubles tables that have each angle once (gpt-oss)."""
+def doubled_tables(
+    module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Doubles tables that contain each angle only once (gpt-oss)."""
     cos, sin = turn(module, x, positions, kind)
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
-def turn_complex(module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Takes tables apart that are one complex number for each angle (DeepSeek-V2)."""
+def complex_tables(
+    module: Any, x: torch.Tensor, positions: torch.Tensor, kind: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Splits tables that have one complex number per angle (DeepSeek-V2)."""
     angles = module(x, positions)
     cos, sin = angles.real, angles.imag
     return torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1)
 
 
 class RopeTables:
-    """Makes the tables of a step for each kind of layer. `order`: that of a head's features; None: the model's own.
+    """Makes the tables of a step for each kind of layer. `order`: the order of a head's features; None: the model's
+    own.
 
-    `key_order` names it: the KV pool has keys in this order, so both ends of a link need the same.
+    `key_order` names the order: keys in the KV pool have it, so both ends of a link need the same.
     """
 
     def __init__(
         self, module: Any, kinds: Iterable[str], heads: tuple[int, bool], like: torch.Tensor, turn: Turn = turn
     ) -> None:
-        """`heads`: the features of a head, and whether neighbours are rotated; otherwise halves.
+        """`heads`: the number of features of a head, and whether neighbours are rotated instead of halves.
 
-        `like`: a tensor of the dtype and on the device of the activations. `module` shows by its tables how many
-        features it rotates.
+        `like`: a tensor with the dtype and device of the activations. The width of the tables of `module` shows how
+        many features are rotated.
         """
         self._module, self._kinds, self._turn = module, sorted(set(kinds)), turn
         self._head_dim, pairs_neighbours = heads
@@ -89,9 +97,9 @@ class RopeTables:
 
 
 def half_order(head_dim: int, rotary_dim: int, pairs_neighbours: bool) -> torch.Tensor | None:
-    """Returns the order of a head's features, [head_dim], in which its halves are rotated; None: the model's own.
+    """Returns the order of features, [head_dim], that makes halves rotate; None: the model's own order.
 
-    `pairs_neighbours`: feature 2i is rotated with 2i + 1, otherwise i with i + rotary_dim / 2.
+    `pairs_neighbours`: the model rotates feature 2i with 2i + 1, otherwise i with i + rotary_dim / 2.
     """
     if rotary_dim == head_dim and not pairs_neighbours:
         return None
@@ -103,7 +111,7 @@ def half_order(head_dim: int, rotary_dim: int, pairs_neighbours: bool) -> torch.
 
 
 def qkv_order(order: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.Tensor:
-    """Returns the order of the rows of a joined QKV projection, whose queries and keys have heads in that order."""
+    """Returns the order of rows of a joined QKV projection that reorders each head of queries and keys."""
     head_dim = len(order)
     rows = torch.arange((num_heads + 2 * num_kv_heads) * head_dim).view(-1, head_dim)
     rotated, values = rows[: num_heads + num_kv_heads], rows[num_heads + num_kv_heads :]
@@ -111,7 +119,7 @@ def qkv_order(order: torch.Tensor, num_heads: int, num_kv_heads: int) -> torch.T
 
 
 def starts_order(order: torch.Tensor | None, num_heads: int, first: int, last: int) -> torch.Tensor | None:
-    """Returns the order of the rows of heads whose `first` features alone are rotated, before their `last` ones."""
+    """Returns the order of rows if only the `first` features of each head are rotated, and the `last` ones follow."""
     if order is None:
         return None
     rows = torch.arange(num_heads * (first + last)).view(num_heads, first + last)
@@ -119,7 +127,7 @@ def starts_order(order: torch.Tensor | None, num_heads: int, first: int, last: i
 
 
 def ends_order(order: torch.Tensor | None, num_heads: int, first: int, last: int) -> torch.Tensor | None:
-    """Returns the order of the rows of heads whose `last` features alone are rotated, behind their `first` ones."""
+    """Returns the order of rows if only the `last` features of each head are rotated, after the `first` ones."""
     if order is None:
         return None
     rows = torch.arange(num_heads * (first + last)).view(num_heads, first + last)

@@ -1,1 +1,1 @@
-"""Layers that keep a state of a sequence in place of keys and values."""
+"""Layers that keep one state per sequence instead of keys and values."""

@@ -1,9 +1,9 @@
-"""transformers' own recurrent modules over a pool of states: each sequence of a step by itself.
+"""transformers' own recurrent modules over a pool of states; each sequence of a step is computed separately.
 
-A module that has no mark of where one sequence ends would take a step's flat rows for one. So here its rows are cut by
-StateRows, and the module computes each segment from the state in the segment's block. Segments of a single token of
-different sequences go through it together, as rows of a batch. This is the reference for fused layers, and what serves
-models that have none; it promises tokens, not bits, since chunks and single tokens take different sums.
+The modules do not know where a sequence ends in a step's flat rows. So StateRows cuts the rows into segments, and the
+module computes each segment from the state in the segment's block. Segments of a single token from different sequences
+are computed together, as rows of a batch. This is the reference for fused layers, and serves models that have none; it
+promises equal tokens, not bits, since chunks and single tokens are summed in different ways.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from pd_cluster.model.inputs.forward_batch import ForwardBatch
 from pd_cluster.model.inputs.state_rows import NO_BLOCK, Segment, StateRows
 from pd_cluster.model.layers.states.state_planes import StateParts, parts_of, state_modules
 
-CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")  # names by version of transformers
+CACHE_ARGUMENTS = ("cache", "cache_params", "past_key_values")  # names in different versions of transformers
 
 
 class ModulesState(NamedTuple):
-    """States as transformers' modules take them."""
+    """States in the form of transformers' modules."""
 
-    convolved: torch.Tensor  # [num_seqs, num_channels, kernel_size]: the last inputs, the first of which is not read
+    convolved: torch.Tensor  # [num_seqs, num_channels, kernel_size]: the last inputs; the first is not read
     recurrent: torch.Tensor | None  # [num_seqs, num_heads, num_rows, num_columns] float32
 
 
 class SequenceCache:
-    """Stands for transformers' cache in one call of a recurrent module, for rows [num_seqs, num_tokens, …].
+    """Replaces transformers' cache in one call of a recurrent module, for rows [num_seqs, num_tokens, …].
 
-    Has what such modules ask of one. There always is a previous state: zeros, where nothing has been computed.
+    It has the methods that such modules call. A previous state always exists: zeros at the start of a sequence.
     """
 
     def __init__(self, state: ModulesState) -> None:
@@ -54,7 +54,7 @@ class SequenceCache:
         return self.recurrent
 
     def update_conv_state(self, inputs: torch.Tensor, layer_idx: int, *_: object, **__: object) -> torch.Tensor:
-        """Returns the kept inputs and these behind them, [num_seqs, num_channels, kernel_size + num_tokens]."""
+        """Returns the kept inputs followed by these, [num_seqs, num_channels, kernel_size + num_tokens]."""
         whole = torch.cat((self.convolved.to(inputs.dtype), inputs), dim=-1)
         self.convolved = whole[..., -self.convolved.shape[-1] :]
         return whole
@@ -64,13 +64,13 @@ class SequenceCache:
         return state
 
 
-class DrivenState:
-    """Stands for a recurrent module's forward: `batch` None calls it as it is, for transformers without a pool."""
+class RecurrentForward:
+    """Replaces a recurrent module's forward; `batch` None calls the original, for transformers without a pool."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.parts: StateParts = parts_of(module)
         self.batch: ForwardBatch | None = None
-        self._module = weakref.ref(module)  # which holds this
+        self._module = weakref.ref(module)  # the module holds this object
         self._forward: Any = type(module).forward
         named = inspect.signature(self._forward).parameters
         self._cache_argument = next(name for name in CACHE_ARGUMENTS if name in named)
@@ -103,7 +103,7 @@ class DrivenState:
         planes: Sequence[torch.Tensor],
         segments: Sequence[Segment],
     ) -> None:
-        """Computes one segment, or several of a token each, from the states in their blocks and into them."""
+        """Computes one segment, or several of one token each; reads and writes the states in their blocks."""
         if len(segments) == 1:
             at: Any = slice(segments[0].first, segments[0].stop)
             inputs = hidden[:, at]
@@ -122,21 +122,21 @@ class DrivenState:
                     plane[each.keep] = plane[each.block]
 
 
-def drive(model: torch.nn.Module) -> list[DrivenState]:
-    """Puts a driver in the place of the forward of each recurrent module; returns them in the order of the layers.
+def drive(model: torch.nn.Module) -> list[RecurrentForward]:
+    """Replaces the forward of each recurrent module by a RecurrentForward; returns these in layer order.
 
-    A module that has one keeps it.
+    A module whose forward is replaced already keeps its RecurrentForward.
     """
     found = []
     for module in state_modules(model).values():
-        if not isinstance(module.forward, DrivenState):
-            module.forward = DrivenState(module)
+        if not isinstance(module.forward, RecurrentForward):
+            module.forward = RecurrentForward(module)
         found.append(module.forward)
     return found
 
 
 def _together(rows: StateRows) -> Iterator[Sequence[Segment]]:
-    """Yields segments that a module may compute in one call: those of one token whose sequence has no other."""
+    """Yields the segments to compute in one call: single tokens of different sequences together, others alone."""
     num_of = Counter(each.block for each in rows.segments)
     single: list[Segment] = []
     for each in rows.segments:
@@ -149,7 +149,8 @@ def _together(rows: StateRows) -> Iterator[Sequence[Segment]]:
 
 
 def load(planes: Sequence[torch.Tensor], blocks: torch.Tensor, parts: StateParts, dtype: torch.dtype) -> ModulesState:
-    """Reads the states in these blocks; `dtype`: that of the modules' inputs. `planes` are a layer's, `parts.planes`.
+    """Reads the states in these blocks; `dtype`: the dtype of the modules' inputs. `planes`: the layer's,
+    `parts.planes`.
 
     A plane is [num_blocks, 1, num_heads, width].
     """
@@ -166,7 +167,7 @@ def load(planes: Sequence[torch.Tensor], blocks: torch.Tensor, parts: StateParts
 
 
 def store(planes: Sequence[torch.Tensor], blocks: torch.Tensor, parts: StateParts, state: ModulesState) -> None:
-    """Writes states to these blocks: `load`'s counterpart."""
+    """Writes states to these blocks; the inverse of `load`."""
     planes, num_seqs = list(planes), len(blocks)
     if parts.recurrent is not None:
         assert state.recurrent is not None
@@ -181,9 +182,9 @@ def store(planes: Sequence[torch.Tensor], blocks: torch.Tensor, parts: StatePart
 
 @contextmanager
 def _no_shorter_steps(module: torch.nn.Module, least: float) -> Iterator[None]:
-    """Bounds the time step of Mamba-2 in single tokens as chunks do, which transformers leaves out.
+    """Bounds the time step of Mamba-2 for single tokens as for chunks, where transformers omits it.
 
-    The step is softplus(dt + bias), dt being the last outputs of `in_proj`, one for each head: so dt is bounded.
+    The step is softplus(dt + bias); dt are the last outputs of `in_proj`, one per head: so dt is bounded.
     """
     if least <= 0:
         yield

@@ -1,7 +1,8 @@
-"""Kernels take the states of a recurrent layer through the rows of a step: one interface, implemented here in C.
+"""Kernels that advance the states of a recurrent layer over the rows of a step: the interface, and its C
+implementation.
 
-kernels/cuda/states/triton_states.py has the same in Triton. Where neither can compute a layer, transformers' modules do
-(model/layers/states/module_states.py).
+kernels/cuda/states/triton_states.py implements it in Triton. Layers that neither can compute run as transformers'
+modules (model/layers/states/module_states.py).
 """
 
 from __future__ import annotations
@@ -19,31 +20,31 @@ from pd_cluster.native.state_kernels import StateKernel
 
 
 class StateShape(NamedTuple):
-    """The sizes that limit kernels. `width`: of a key, or of B and C; 0: there is a convolution alone."""
+    """The sizes that kernels limit. `width`: that of a key, or of B and C; 0: the layer has only a convolution."""
 
     kernel_size: int
-    num_parts: int  # of the convolution
+    num_parts: int  # parts of the convolution
     width: int
 
 
 class RecurrentKernel(Protocol):
-    """Computes one layer between its projections: its convolution, its recurrence, the norm behind it."""
+    """Computes one layer between its projections: convolution, recurrence, and the norm after it."""
 
     @property
     def num_features(self) -> int:
-        """Counts the features of what it returns."""
+        """Returns the number of features of the result."""
 
     def __call__(self, inputs: StateInputs, planes: Sequence[torch.Tensor], rows: StateRows) -> torch.Tensor:
-        """Returns [num_rows, num_features]; the states behind the last rows are in `planes` afterwards.
+        """Returns [num_rows, num_features]; afterwards `planes` hold the states after the last rows.
 
-        `planes`: the recurrent state's, if there is one, then those of the convolution's parts, each [num_blocks, …]
-        float32, blocks being strided.
+        `planes`: that of the recurrent state, if there is one, then those of the convolution's parts, each [num_blocks,
+        …] float32, with strided blocks.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class NativeStates:
-    """The kernels in C, for float32 on CPUs."""
+    """The C kernels, for float32 on CPUs."""
 
     kernel: StateKernel
 
@@ -51,12 +52,12 @@ class NativeStates:
     def of(
         cls, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None, flags: tuple[str, ...] = build.FLAGS
     ) -> NativeStates:
-        """Raises KernelsUnavailable."""
+        """Compiles the kernels. Raises KernelsUnavailable."""
         return cls(StateKernel(convolution, recurrence, flags))
 
     @staticmethod
     def takes(shape: StateShape, device: torch.device) -> bool:
-        """Whether they compute such a layer, with weights on this device."""
+        """Whether the kernels support such a layer with weights on this device."""
         is_there = device.type == "cpu" and state_kernels.can_run()
         return is_there and shape.kernel_size in state_kernels.KERNELS and shape.width <= state_kernels.MOST_WIDTH
 

@@ -1,7 +1,7 @@
-"""Recurrent layers of a fused model: in the place of an attention, they keep a state of each sequence.
+"""Recurrent layers of a fused model: they replace the attention, and keep one state per sequence.
 
-Their projections are packed, and all in between is one call of the kernels (layers/recurrent_kernels.py), which read
-and write the states in their blocks. Also what such layers stand beside in some architectures.
+Their projections are packed; everything between them is one kernel call (layers/states/recurrent_kernels.py), which
+reads and writes the states in their blocks. This file also has the layers that combine a state and an attention.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from pd_cluster.native.recurrence_values import StateInputs
 
 @dataclass(frozen=True, slots=True)
 class RecurrentLayer:
-    """A state, and the kernel that takes it through the rows of a step."""
+    """A layer's state, and the kernel that advances it over the rows of a step."""
 
     layer_idx: int
     kernel: RecurrentKernel
 
     def through(self, inputs: StateInputs, batch: ForwardBatch) -> torch.Tensor:
-        """Returns [num_tokens, num_features]; the states behind the last tokens are in the pool afterwards."""
+        """Returns [num_tokens, num_features]; afterwards the pool holds the states after the last tokens."""
         rows = batch.states
         assert rows is not None
         out = self.kernel(inputs, rows.pool.planes(self.layer_idx), rows)
@@ -37,11 +37,11 @@ class RecurrentLayer:
 
 @dataclass(frozen=True, slots=True)
 class GatedState:
-    """The gated delta rule by heads, or Mamba-2: one projection makes everything.
+    """The gated delta rule by heads, or Mamba-2: one projection computes all inputs.
 
-    `widths`: of its rows' parts, in order: what is convolved, the gate, decays (or Mamba-2's time steps), betas if
-    there are any. `input_multiplier` and `multipliers` [num_features] are of its input and of its rows. `norm`: of what
-    the kernels return, and of the gate, where they do not norm it because other ranks have a part of it.
+    `widths`: the parts of its rows, in order: convolution inputs, gate, decays (or Mamba-2's time steps), and betas if
+    there are any. `input_multiplier` scales its input, `multipliers` [num_features] its rows. `norm`: norms the
+    kernels' result with the gate, if the kernels cannot because other ranks have parts of it.
     """
 
     layer: RecurrentLayer
@@ -64,9 +64,9 @@ class GatedState:
 
 @dataclass(frozen=True, slots=True)
 class KimiDeltaState:
-    """The gated delta rule by channels, whose decays and gates are made in two steps each (KDA).
+    """The gated delta rule by channels, with decays and gates computed in two steps each (KDA).
 
-    `widths`: of the projection's rows: what is convolved, betas, what decays and what gates are made of.
+    `widths`: the parts of the projection's rows: convolution inputs, betas, and the inputs of decays and gates.
     """
 
     layer: RecurrentLayer
@@ -84,7 +84,9 @@ class KimiDeltaState:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvState:
-    """A convolution alone (LFM2): of the product of two parts of a row, and multiplied by the third."""
+    """A convolution alone (LFM2): its input is the product of two parts of a row, its output is multiplied by
+    the third.
+    """
 
     layer: RecurrentLayer
     projection: Linear
@@ -97,12 +99,12 @@ class ShortConvState:
 
 @dataclass(frozen=True, slots=True)
 class RecurrentWithAttention:
-    """A recurrent layer and an attention of the same input, whose outputs are added (Falcon-H1)."""
+    """A recurrent layer and an attention with the same input, whose outputs are added (Falcon-H1)."""
 
     state: LayerAttention
     attention: LayerAttention
-    num_features: int  # of the state's rows
-    attention_multiplier: float  # of the attention's input
+    num_features: int  # of the recurrent layer's rows
+    attention_multiplier: float  # scales the attention's input
     output_multipliers: tuple[float, float]
 
     def attend(self, x: torch.Tensor, ropes: dict[str, Rope], batch: ForwardBatch) -> torch.Tensor:
@@ -117,7 +119,7 @@ class RecurrentWithAttention:
 
 @dataclass(frozen=True, slots=True)
 class NoAttention:
-    """A layer that is an MLP alone: half a layer, which attends to nothing (Nemotron-H)."""
+    """A layer that has only an MLP and no attention (Nemotron-H)."""
 
     output: Rows
 

@@ -1,8 +1,8 @@
-"""The heads of recurrent layers on each rank: which features of their weights they are. Names and sizes: no weights.
+"""The heads of recurrent layers on each rank, as features of their weights. Knows names and sizes, but no weights.
 
-A key head goes with its value heads, and with its part of everything between the two projections: decays, betas, gates,
-channels of the convolution. Heads fewer than ranks are replicated. Ranks add up their outputs once, behind the
-output projection. transformers' plans leave such layers whole.
+A key head stays together with its value heads, and with its part of everything between the two projections: decays,
+betas, gates, channels of the convolution. Heads are replicated if there are fewer heads than ranks. Ranks sum their
+outputs once, after the output projection. transformers' own plans do not split such layers.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from pd_cluster.errors import ModelError, called
 from pd_cluster.kv.kv_layout import can_split_heads, heads_of_rank
 
-CHANNELS = 16  # of a short convolution that are cut together, since it has no heads
-RECURRENT = ("linear_attention", "conv", "hybrid")  # transformers' types of layers with a state
+CHANNELS = 16  # channels of a short convolution that stay together, since it has no heads
+RECURRENT = ("linear_attention", "conv", "hybrid")  # types of layers with a state in transformers
 
 
 class HeadRun(NamedTuple):
-    """Consecutive features of a tensor: `width` of each of `num_heads` heads from the `first` of a layer's on."""
+    """Consecutive features of a tensor: `width` for each of `num_heads` heads, starting at the layer's head `first`."""
 
     layer_heads: int
     width: int
@@ -38,12 +38,13 @@ def all_of(num_heads: int, width: int = 1) -> HeadRun:
 
 @dataclass(frozen=True, slots=True)
 class StateHeads:
-    """The recurrent layers of one architecture, whole.
+    """The recurrent layers of one architecture, before they are split.
 
-    `module` is their name in a layer, and `outputs` the runs of heads by which a tensor in it is cut, by name. `summed`
-    is the projection that takes heads and is followed by the sum. `num_heads`: of each plane of the state. `fields`:
-    heads, groups or features by their name in the config. `num_norm_groups`: groups of heads that are normed together,
-    of `num_norm_features` in all; 0: each head alone, or none.
+    `module`: the name of the recurrent module in a layer. `outputs`: for each tensor in it, by name, the runs of heads
+    at which it can be cut. `summed`: the projection that takes heads and is followed by the sum over ranks.
+    `num_heads`: heads of each plane of the state. `fields`: numbers of heads, groups or features, by config field.
+    `num_norm_groups`: groups of heads that are normed together, with `num_norm_features` in total; 0: each head is
+    normed alone, or not at all.
     """
 
     module: str
@@ -55,7 +56,7 @@ class StateHeads:
     num_norm_features: int = 0
 
     def pieces(self, name: str, size: int, rank: int) -> tuple[int, list[tuple[int, int]]]:
-        """Returns the features of a tensor of `outputs`, and the pieces [start, stop) of them that a rank has."""
+        """Returns the number of features of a tensor in `outputs`, and the pieces [start, stop) that a rank has."""
         found, offset = list[tuple[int, int]](), 0
         for run in self.outputs[name]:
             start, stop = heads_of_rank(run.layer_heads, size, rank)
@@ -66,7 +67,7 @@ class StateHeads:
         return offset, found
 
     def local_fields(self, size: int) -> dict[str, int]:
-        """Returns the values of `fields` in the config of one rank's share."""
+        """Returns the values of `fields` for the config of one rank's share."""
         return {name: max(1, number // size) for name, number in self.fields.items()}
 
 
@@ -75,7 +76,7 @@ def _gated_delta(config: Any) -> StateHeads:
     key_width, value_width = config.linear_key_head_dim, config.linear_value_head_dim
     share = values // keys
     convolved = (all_of(keys, key_width), all_of(keys, key_width), all_of(values, value_width))
-    by_key_head, gates = list[HeadRun](), list[HeadRun]()  # Qwen3-Next: q, k, v, z of each key head; b, a likewise
+    by_key_head, gates = list[HeadRun](), list[HeadRun]()  # Qwen3-Next: q, k, v, z of each key head; the same for b, a
     for key in range(keys):
         own = HeadRun(values, value_width, key * share, share)
         by_key_head += [HeadRun(keys, 2 * key_width, key, 1), own, own]
@@ -110,7 +111,7 @@ def _kimi_delta(config: Any) -> StateHeads:
 
 
 class _MambaSizes(NamedTuple):
-    """Heads, their width, groups of heads with one B and C, and the width of those."""
+    """Heads, their width, groups of heads that share B and C, and the width of B and C."""
 
     heads: int
     width: int
@@ -168,16 +169,16 @@ LAYERS: Mapping[str, Callable[[Any], StateHeads]] = {
 
 
 def state_heads(config: Any, size: int) -> StateHeads | None:
-    """Returns the recurrent layers of an architecture on `size` ranks; None: it has none that are divided.
+    """Returns an architecture's recurrent layers for `size` ranks; None: it has none that are split.
 
-    Raises ModelError for heads that cannot be spread over them.
+    Raises ModelError if the heads cannot be spread over the ranks.
     """
     if config.model_type not in LAYERS:
         return None
     flag = f"{called('tensor_parallel_size')} {size}"
     if LAYERS[config.model_type] is _short_conv and config.hidden_size % (CHANNELS * size):
         raise ModelError(
-            f"{flag}: {config.hidden_size} channels of convolutions cannot be split evenly in whole {CHANNELS}; use a "
+            f"{flag}: {config.hidden_size} channels of convolutions cannot be split by multiples of {CHANNELS}; use a "
             f"divisor of {config.hidden_size // CHANNELS}, or 1"
         )
     found = LAYERS[config.model_type](config)
@@ -194,6 +195,8 @@ def state_heads(config: Any, size: int) -> StateHeads | None:
 
 
 def expand_for(num_features: int, hidden_size: int) -> float:
-    """Returns the least factor by which transformers' Mamba-2, which cuts off, makes these features of hidden_size."""
+    """Returns the least factor with which transformers' Mamba-2, which truncates, gets `num_features` from
+    hidden_size.
+    """
     factor = num_features / hidden_size
     return factor if int(factor * hidden_size) == num_features else math.nextafter(factor, math.inf)

@@ -1,7 +1,7 @@
-"""The planes of a state, read from the module of a recurrent layer: all that it keeps of a sequence.
+"""The planes of a state, read from the module of a recurrent layer: everything that the layer keeps per sequence.
 
-A recurrent state is a plane of its heads. A convolution's last inputs are one plane for each part that is cut apart
-between ranks, all of its heads. Knows nothing of pools, and of a config only what its modules have taken from it.
+A recurrent state is one plane. The last inputs of a convolution are one plane for each part that ranks cut separately.
+Knows nothing of pools, and no config except through the modules.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ STATE_PLANE = "state"
 
 
 class ConvPart(NamedTuple):
-    """Consecutive channels of a convolution: those of `num_heads` heads, one head behind the other.
+    """Consecutive channels of a convolution that belong to `num_heads` heads, head after head.
 
-    `name` is its plane's.
+    `name`: the name of the part's plane.
     """
 
     name: str
     num_heads: int
-    channels: int  # of a head
+    channels: int  # channels per head
 
     @property
     def num_channels(self) -> int:
@@ -36,7 +36,7 @@ class ConvPart(NamedTuple):
 
 
 class Recurrent(NamedTuple):
-    """A state's matrix for each head, [num_heads, num_rows, num_columns], as transformers' modules keep it."""
+    """A state's matrix for each head, [num_heads, num_rows, num_columns], in the form of transformers' modules."""
 
     num_heads: int
     num_rows: int
@@ -45,11 +45,11 @@ class Recurrent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateParts:
-    """The state that one layer keeps of a sequence, on this rank; `kernel_size` is the convolution's.
+    """The state that one layer keeps per sequence, on this rank; `kernel_size` is that of the convolution.
 
-    `convolved` are the parts of the convolution in the order of its channels. A plane of the pool holds, for each head
-    of its part, the last kernel_size - 1 inputs [kernel_size - 1, channels], the oldest first: transformers keeps one
-    more, which is never read again. `recurrent` None: there is nothing but the convolution.
+    `convolved`: the parts of the convolution, in the order of its channels. A pool's plane holds, for each head of its
+    part, the last kernel_size - 1 inputs [kernel_size - 1, channels], oldest first; transformers keeps one more, which
+    is never read. `recurrent` None: the layer has only a convolution.
     """
 
     recurrence: Recurrence
@@ -59,7 +59,7 @@ class StateParts:
 
     @property
     def num_kept(self) -> int:
-        """Counts the inputs of a convolution that are kept."""
+        """Counts the inputs of the convolution that are kept."""
         return self.kernel_size - 1
 
     @property
@@ -69,13 +69,13 @@ class StateParts:
 
     @property
     def num_heads(self) -> int:
-        """Returns the most heads of any plane."""
+        """Returns the largest number of heads of any plane."""
         own = 0 if self.recurrent is None else self.recurrent.num_heads
         return max(own, *(part.num_heads for part in self.convolved))
 
     @property
     def planes(self) -> tuple[Plane, ...]:
-        """Returns the planes of the layer in the pool: the recurrent state's, then the convolution's."""
+        """Returns the layer's planes in the pool: first that of the recurrent state, then those of the convolution."""
         most, found = self.num_heads, list[Plane]()
         if self.recurrent is not None:
             heads, rows, columns = self.recurrent
@@ -131,13 +131,13 @@ def _parts(
     found = StateParts(recurrence, kernel_size, convolved, recurrent)
     if found.num_channels != convolution.out_channels:
         raise ModelError(
-            f"{type(module).__name__}: its convolution has {convolution.out_channels} channels, and its parts have "
+            f"{type(module).__name__}: the convolution has {convolution.out_channels} channels, but its parts have "
             f"{found.num_channels}; this model cannot be served"
         )
     return found
 
 
-# transformers' classes -> what they keep
+# class in transformers -> the state that it keeps
 MODULES: Mapping[str, Callable[[Any], StateParts]] = {
     "Qwen3NextGatedDeltaNet": _gated_delta,
     "Qwen3_5GatedDeltaNet": _gated_delta,
@@ -155,7 +155,7 @@ MODULES: Mapping[str, Callable[[Any], StateParts]] = {
 
 
 def state_modules(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
-    """Returns a model's recurrent modules by the index of their layer, in order."""
+    """Returns a model's recurrent modules by layer index, in order."""
     found: dict[int, torch.nn.Module] = {}
     for module in model.modules():
         if type(module).__name__ in MODULES:
@@ -166,5 +166,5 @@ def state_modules(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
 
 
 def parts_of(module: torch.nn.Module) -> StateParts:
-    """Returns what a module of `state_modules` keeps. Raises ModelError for one whose convolution has other parts."""
+    """Returns the state parts of a module in `state_modules`. Raises ModelError if its convolution has other parts."""
     return MODULES[type(module).__name__](module)

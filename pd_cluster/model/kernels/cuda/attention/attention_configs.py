@@ -1,6 +1,6 @@
 """Tile sizes of the attention kernels: one table, by head size, precision and GPU generation.
 
-The choice depends on nothing else, so every process and every run computes the same. Knows nothing of batches.
+The choice depends on nothing else, so every process and every run computes the same results. Knows nothing of batches.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Literal
 MAX_HEAD_DIM = 256
 MAX_GROUP = 32  # query heads per KV head
 MIN_ROWS = 16  # the minimum for a matrix product
-MAX_SUMS_OF_4_WARPS = 4096  # sums of a decode tile, rows times padded head_dim: with more, four warps spill registers
+MAX_SUMS_OF_4_WARPS = 4096  # sums in a decode tile, rows times padded head_dim: with more, four warps spill registers
 Arch = Literal[80, 90]
 
 
 @dataclass(frozen=True, slots=True)
 class TileConfig:
-    """A tile of `rows` queries by `keys` of the context. Both are powers of two."""
+    """A tile of `rows` queries and `keys` keys of the context. Both are powers of two."""
 
     rows: int
     keys: int
@@ -54,21 +54,22 @@ _TABLE: dict[tuple[int, int, Arch], tuple[tuple[int, int, int, int], tuple[int, 
 
 
 def padded(size: int) -> int:
-    """Returns the least power of two not below `size`, at least 16."""
+    """Returns the smallest power of two that is at least `size` and at least 16."""
     return max(MIN_ROWS, 1 << (size - 1).bit_length())
 
 
 def configs_for(
     head_dim: int, dtype_bits: int, group: int, compute_capability: tuple[int, int], has_codes: bool = False
 ) -> AttentionConfigs:
-    """Returns the configs; `group`: query heads per KV head. `has_codes`: the pool has, whose numbers take registers.
+    """Returns the configs; `group`: query heads per KV head. `has_codes`: the pool is quantized, so decoding takes
+    registers.
 
-    Raises ValueError for shapes that the kernels do not take.
+    Raises ValueError for shapes that the kernels do not support.
     """
     if not 0 < head_dim <= MAX_HEAD_DIM or head_dim % 8:
-        raise ValueError(f"head_dim {head_dim}: the Triton attention takes multiples of 8 up to {MAX_HEAD_DIM}")
+        raise ValueError(f"head_dim {head_dim}: the Triton attention supports multiples of 8 up to {MAX_HEAD_DIM}")
     if not 0 < group <= MAX_GROUP:
-        raise ValueError(f"{group} query heads to a KV head: the Triton attention takes 1 to {MAX_GROUP}")
+        raise ValueError(f"{group} query heads per KV head: the Triton attention supports 1 to {MAX_GROUP}")
     # Consumer GPUs, even newer than Hopper, have 99 KiB of shared memory; the table for 80 stays within that.
     arch: Arch = 90 if 9 <= compute_capability[0] <= 11 else 80
     (rows, *of_prefill), of_decode = _TABLE[max(64, padded(head_dim)), dtype_bits, arch]

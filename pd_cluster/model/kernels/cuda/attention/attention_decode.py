@@ -1,9 +1,9 @@
 """The Triton kernel for decode: one query per sequence, with its keys split by position.
 
-A row's splits follow from its own context, so its bits depend on no other row. Each program takes splits in turn from
-the list of all rows' splits, which it derives from context_lens: a long context among short ones occupies the whole
-device, and no program starts for nothing. The program that completes a row's last split merges all of them, in the
-order of their positions whatever the order in which they were completed.
+A row's splits depend on its own context only, so its bits depend on no other row. Each program takes splits in turn
+from the list of all rows' splits, which it derives from context_lens: a single long context occupies the whole device,
+and no program starts without work. The program that completes a row's last split merges all of them, in the order of
+their positions, in whatever order they were completed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pd_cluster.model.kernels.cuda.dependent_launch import begin
 def _splits_of(context_len, window, SPLIT_KEYS: tl.constexpr, MAX_SPLITS: tl.constexpr, HAS_WINDOW: tl.constexpr):
     """Returns (first split, end, keys per split), at least one split and at most MAX_SPLITS; scalars or vectors.
 
-    Split i holds the keys from i * keys on. Contexts too long for MAX_SPLITS have wider ones, in whole SPLIT_KEYS.
+    Split i starts at key i * keys. Contexts too long for MAX_SPLITS have wider splits, in multiples of SPLIT_KEYS.
     """
     seen_from = context_len * 0
     if HAS_WINDOW:
@@ -43,7 +43,7 @@ def _counts_at(
     HAS_WINDOW: tl.constexpr,
     ALL_DECODE: tl.constexpr,
 ):
-    """Returns the numbers of splits of SEARCHED rows from `base` on; 0 behind the last one."""
+    """Returns the numbers of splits of SEARCHED rows from `base` on; 0 after the last row."""
     at = base + tl.arange(0, SEARCHED)
     seqs = at
     if not ALL_DECODE:
@@ -69,9 +69,9 @@ def _merged(
     CHUNK: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Returns [MERGED, D] float32: the results of all splits of a KV head's query heads, CHUNK splits at a time.
+    """Returns [MERGED, D] float32: the merged splits of a KV head's query heads, CHUNK splits at a time.
 
-    Rows beyond GROUP repeat the last one. Other programs wrote the results, so none comes from the first-level cache.
+    Rows beyond GROUP repeat the last row. Other programs wrote the results, so they are not read through the L1 cache.
     """
     d = tl.arange(0, D)
     heads = kv_head * GROUP + tl.minimum(tl.arange(0, MERGED), GROUP - 1)
@@ -150,8 +150,8 @@ def decode_kernel(
     """Grid: (num_kv_heads, workers). The tile's rows are the query heads of one KV head.
 
     Worker w takes the splits w, w + workers, ... of all rows. A row with one split is complete. Otherwise the partial
-    result is stored and counted; the program that counts the last one merges, and sets the count back to 0.
-    ALL_DECODE: sequence i is the i-th one and its query is row i.
+    result is stored and counted; the program that counts the last split merges, and resets the count to 0. ALL_DECODE:
+    all sequences decode, and the query of sequence i is row i.
     """
     begin(PDL)
     kv_head = tl.program_id(0)
@@ -172,7 +172,7 @@ def decode_kernel(
         head_at = tl.multiple_of(head_at, 4)
 
     for item in range(tl.program_id(1), num_items, tl.num_programs(1)):
-        place = tl.program_id(1) * 0  # of the row whose splits include this one
+        place = tl.program_id(1) * 0  # of the row that contains the current split
         before = 0  # splits of the rows before it
         passed = 0
         for base in range(0, num_decode, SEARCHED):
@@ -222,8 +222,8 @@ def decode_kernel(
             tl.store(partial + (slot * HEAD_DIM)[:, None] + d[None, :], acc / total[:, None], mask=there)
             tl.store(partial_lse + slot, top + tl.log2(total), mask=r < GROUP)
             arrived = arrivals + place * tl.num_programs(0) + kv_head
-            # One thread counts: the barrier puts the other threads' stores before its release, and the atomic's own
-            # barrier their loads behind its acquire.
+            # One thread counts: the barrier orders the other threads' stores before its release, and the atomic's own
+            # barrier orders their loads after its acquire.
             tl.debug_barrier()
             if tl.atomic_add(arrived, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
                 merged = _merged(

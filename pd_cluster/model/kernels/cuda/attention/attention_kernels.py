@@ -1,7 +1,8 @@
-"""Triton kernels for paged attention: a sweep over keys, and the prefill built on it (decode: `attention_decode`).
+"""Triton kernels for paged attention: a sweep over keys, and the prefill kernel that uses it.
 
-Scores are kept in units of log2, so that a weight is one exp2. A program sweeps its keys tile by tile; only tiles cut
-by the context's end, the diagonal or a window's edge are masked. They know nothing of how the grid was planned.
+Scores are in units of log2, so that a weight is one exp2. A program sweeps its keys tile by tile; only tiles at the
+context's end, on the diagonal or at a window's edge are masked. Knows nothing of how the grid is planned;
+attention_decode.py has the kernel for decode.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pd_cluster.model.kernels.cuda.dependent_launch import begin
 
 @triton.jit
 def _blocks_at(table, start, hi, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Returns the block of a tile of keys, or that of each of its keys; 0 from `hi` on."""
+    """Returns the block of a tile of keys, or the block of each of its keys; 0 from `hi` on."""
     if BLOCK_N <= BLOCK_SIZE:
         block = tl.load(table + start // BLOCK_SIZE, mask=start < hi, other=0)
     else:
@@ -31,10 +32,10 @@ def _attend_tile(
     total,  # [M] float32: sum of weights so far
     q,  # [M, D]
     positions,  # [M] int32: the queries' positions
-    ends,  # [M] int32: the last key that each query sees
+    ends,  # [M] int32: the last visible key of each query
     block,  # from `blocks_at`
     start,  # first key, a multiple of BLOCK_N
-    seen_from,  # the first key that any query sees
+    seen_from,  # the first key that is visible to any query
     hi,  # the end of the keys
     key_base,
     value_base,
@@ -50,7 +51,7 @@ def _attend_tile(
     HAS_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
-    CODES: tl.constexpr,  # pool_codes.CODES; 0: the pool has numbers
+    CODES: tl.constexpr,  # quantized_kv.CODES; 0: the pool is not quantized
     MASKED: tl.constexpr,
 ):
     """Returns (acc, top, total) after BLOCK_N more keys."""
@@ -61,9 +62,9 @@ def _attend_tile(
     else:
         rows = block.to(tl.int64) * block_stride + (n % BLOCK_SIZE) * token_stride
     if CODES > 0:
-        rows = tl.multiple_of(rows, 4)  # the scales are aligned, so codes come four at a time
+        rows = tl.multiple_of(rows, 4)  # the scales are aligned, so codes are loaded four at a time
     offsets = rows[:, None] + d[None, :]
-    if MASKED:  # unseen values may be anything, even NaN, which a weight of zero would not cancel
+    if MASKED:  # masked values may be anything, even NaN, which a weight of zero would not cancel
         is_seen = start + n < hi
         if HAS_WINDOW:
             is_seen = is_seen & (start + n >= seen_from)
@@ -100,7 +101,7 @@ def _attend_tile(
     else:
         factor = scale  # applied late, it fuses with the subtraction below into one multiply-add
     new_top = tl.maximum(top, tl.max(scores, 1) * factor)
-    if MASKED:  # a row that has seen no key yet keeps weights of zero
+    if MASKED:  # a row without any key so far keeps weights of zero
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     else:
         shift = new_top
@@ -117,10 +118,10 @@ def _attend_tile(
 def sweep(
     q,
     positions,
-    ends,  # [M]: the last key that each query sees; none is before its position
-    seen_from,  # the first key that any query sees
+    ends,  # [M]: the last visible key of each query, at least its own position
+    seen_from,  # the first key that is visible to any query
     lo,  # all keys are in [lo, hi); lo is a multiple of BLOCK_N
-    whole_lo,  # every query sees all of [whole_lo, whole_hi); multiples of BLOCK_N
+    whole_lo,  # all queries see [whole_lo, whole_hi); multiples of BLOCK_N
     whole_hi,
     hi,
     key_base,
@@ -143,7 +144,7 @@ def sweep(
 ):
     """Sweeps the keys in three loops: the window's lower edge, the unmasked middle, the upper edge.
 
-    Blocks are looked up one tile ahead; otherwise keys would wait for them, and fewer tiles would be in flight.
+    Blocks are looked up one tile ahead; otherwise loads of keys would wait for them, with fewer tiles in flight.
     """
     acc = tl.zeros([M, D], tl.float32)
     top = tl.full([M], float("-inf"), tl.float32)
@@ -179,7 +180,7 @@ def sweep(
 
 @triton.jit
 def add_sink(top, total, sinks, heads, is_head):
-    """Adds one key with a score of its own and a value of zero. Returns (factor for the previous sums, total)."""
+    """Adds one key with its own score and a value of zero. Returns (factor for the previous sums, total)."""
     sink = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32) * 1.4426950408889634
     new_top = tl.maximum(top, sink)
     fade = tl.exp2(top - new_top)
@@ -206,7 +207,7 @@ def prefill_kernel(
     block_table,
     table_starts,
     tiles,  # [num_tiles, 2]: sequence, first query
-    key_limits,  # [num_tokens]: the end of the keys that each query sees; read with HAS_LIMITS
+    key_limits,  # [num_tokens]: the end of each query's visible keys; read with HAS_LIMITS
     sinks,
     num_kv_heads,
     query_stride,
@@ -235,8 +236,8 @@ def prefill_kernel(
 ):
     """Grid: num_tiles * num_kv_heads. Row r of a tile is query r // GROUP, with the KV head's query head r % GROUP.
 
-    UNIFORM: all tiles of keys are masked, so a query's result does not depend on the other queries of its tile: tiles
-    start at multiples of BLOCK_N whatever the chunk, and one of which a query sees nothing leaves its sums as they are.
+    UNIFORM: all tiles of keys are masked, so a query's result does not depend on the other queries in its tile: tiles
+    start at multiples of BLOCK_N in every chunk, and a tile without visible keys leaves the query's sums unchanged.
     """
     begin(PDL)
     QUERIES: tl.constexpr = BLOCK_M // GROUP

@@ -1,7 +1,7 @@
 """Divides a step's attention into programs: integers from lengths, on the host. Knows nothing of tensors or kernels.
 
-The kernels find each row's splits from context_lens. A plan of `plan_decode` therefore holds for every batch of that
-size: a CUDA graph captured with it can be replayed with other contexts and tables in the same buffers.
+The kernels derive each row's splits from context_lens. So a plan of `plan_decode` is valid for every batch of its size:
+a CUDA graph captured with it can be replayed with other contexts and tables in the same buffers.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import numpy.typing as npt
 
 from pd_cluster.model.kernels.cuda.attention.attention_configs import AttentionConfigs
 
-# Splits of a context are fixed by position, so that a row's bits do not depend on the batch. In the 8B model's shape
-# one is 128 KiB of keys and values of one KV head: about 11 us of a program's share of an H100's bandwidth, against 1
-# to 2 us until its first key arrives; and its stored result is 1/64 of what it read. With 512, a context of 1,024
-# tokens would occupy only 16 programs.
+# Splits of a context are fixed by position, so that a row's bits do not depend on the batch. In the shape of an 8B
+# model a split is 128 KiB of keys and values of one KV head: about 11 us of a program's share of an H100's bandwidth,
+# compared with 1 to 2 us until its first key arrives; its stored result is 1/64 of what it read. With 512 keys, a
+# context of 1,024 tokens would occupy only 16 programs.
 SPLIT_KEYS = 256
 MAX_SPLITS = 64  # of a context; bounds the workspace. Contexts of more than 16,128 keys have wider splits.
-PROGRAMS_PER_SM = 2  # that run side by side, to keep enough bytes in flight
+PROGRAMS_PER_SM = 2  # that run concurrently, to keep enough bytes in flight
 
 Ids = npt.NDArray[np.int32]
 NO_SEQS: Ids = np.empty(0, dtype=np.int32)
@@ -27,7 +27,7 @@ NO_SEQS: Ids = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionPlan:
-    """Sequences with one query decode, their splits taken by `num_workers` programs per KV head; others form tiles.
+    """Sequences with one query decode: `num_workers` programs per KV head take their splits. Others form tiles.
 
     No context has more than `max_splits` splits, of `split_keys` keys or a multiple.
     `tiles` and `decode_seqs` are copied to the device with the batch (`BatchMetadata`).
@@ -50,7 +50,7 @@ class AttentionPlan:
         return 0 if self.max_splits == 1 else len(self.decode_seqs) * num_heads * self.max_splits * (head_dim + 1)
 
     def num_arrivals(self, num_kv_heads: int) -> int:
-        """Returns how many counts of complete splits a launch needs."""
+        """Returns how many counters of completed splits a launch needs."""
         return 0 if self.max_splits == 1 else len(self.decode_seqs) * num_kv_heads
 
 
@@ -77,7 +77,7 @@ def plan_tiles(
     group: int,
     configs: AttentionConfigs,
 ) -> AttentionPlan:
-    """Plans a batch with tiles for all sequences, so that no context is split. `group`: query heads per KV head."""
+    """Plans a batch with tiles for all sequences, without splits. `group`: query heads per KV head."""
     tiles = tiles_of(query_lens, context_lens, configs.prefill.rows // group)
     return AttentionPlan(configs, len(query_lens), 1, SPLIT_KEYS, 1, NO_SEQS, tiles)
 
@@ -90,7 +90,7 @@ def plan_decode(
     num_sms: int,
     split_keys: int = SPLIT_KEYS,
 ) -> AttentionPlan:
-    """Plans a padded batch whose sequences have one query each, and contexts from 0 (padding) to `max_context_len`."""
+    """Plans a padded batch with one query per sequence, and contexts from 0 (padding) to `max_context_len`."""
     max_splits = most_splits(max_context_len, split_keys)
     num_workers = workers_for(num_seqs * max_splits, num_kv_heads, num_sms)
     decode_seqs, no_tiles = np.arange(num_seqs, dtype=np.int32), np.empty((0, 2), dtype=np.int32)
@@ -107,10 +107,10 @@ def plan_padded(
     num_sms: int,
     split_keys: int = SPLIT_KEYS,
 ) -> AttentionPlan:
-    """Plans for any step of fewer tokens than `num_tokens`, some of prompts, in up to `num_seqs` sequences.
+    """Plans for any step of fewer than `num_tokens` tokens, some of prompts, in up to `num_seqs` sequences.
 
-    One more sequence has no tokens and no context. All of `decode_seqs` and `tiles` name it; a graph reads others from
-    its buffers. Decode attention writes its result behind the step's tokens.
+    One extra sequence has no tokens and no context. All entries of `decode_seqs` and `tiles` name it; a graph reads the
+    actual entries from its buffers. For padding, decode attention writes its result after the step's tokens.
     """
     max_splits = most_splits(max_context_len, split_keys)
     num_workers = workers_for(num_seqs * max_splits, num_kv_heads, num_sms)
@@ -139,7 +139,7 @@ def padded_items(
 
 
 def most_tiles(num_tokens: int, num_seqs: int, queries: int) -> int:
-    """Returns the most tiles of `queries` queries that sequences of two tokens or more can have."""
+    """Returns the largest number of tiles of `queries` queries that sequences of two or more tokens can have."""
     return num_tokens // queries + min(num_seqs, num_tokens // 2)
 
 
@@ -148,7 +148,7 @@ def tiles_of(
 ) -> Ids:
     """Returns [num_tiles, 2], the sequence and the first query of each tile of `queries` queries; most keys first.
 
-    Sequences with fewer than `least` queries have none.
+    Sequences with fewer than `least` queries have no tiles.
     """
     counts = np.where(query_lens >= least, -(-query_lens // queries), 0)
     seqs = np.repeat(np.arange(len(query_lens)), counts)
@@ -164,5 +164,5 @@ def most_splits(longest_context: int, split_keys: int = SPLIT_KEYS) -> int:
 
 
 def workers_for(num_items: int, num_kv_heads: int, num_sms: int) -> int:
-    """Returns the programs per KV head that take `num_items` splits: no more than run side by side."""
+    """Returns the programs per KV head that take `num_items` splits: no more than run concurrently."""
     return max(1, min(num_items, -(-PROGRAMS_PER_SM * num_sms // num_kv_heads)))

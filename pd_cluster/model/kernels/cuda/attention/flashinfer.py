@@ -1,9 +1,10 @@
-"""A step's attention through FlashInfer: planned on the host once a step, then run in every layer that scores alike.
+"""A step's attention through FlashInfer: planned on the host once per step, then run in every layer with the same
+scoring.
 
 It reads the pool's pages through their strides. A batch that only decodes uses the decode kernels; any other batch uses
 the prefill kernels for all its sequences. Knows nothing of when a graph is captured: a batch with `replay_lens` belongs
 to a graph, gets permanent buffers, and is planned again before each replay. `problem` reports in advance what
-FlashInfer cannot do. Written against flashinfer-python 0.6.18.post1; importing this file imports it.
+FlashInfer does not support. Written for flashinfer-python 0.6.18.post1; importing this file imports it.
 """
 
 from __future__ import annotations
@@ -43,27 +44,28 @@ def problem(
     *,
     has_sinks: bool = False,
 ) -> str:
-    """Returns why FlashInfer cannot serve this model and pool on this GPU; "" if it can. `num_heads`: per rank."""
+    """Returns why FlashInfer does not support this model and pool on this GPU; "" if it does. `num_heads`: per rank."""
     if compute_capability < LEAST_CAPABILITY:
         return "compute capability {}.{}: FlashInfer's kernels need 8.0".format(*compute_capability)
     if layout.dtype not in DTYPES:
         return f"dtype {layout.dtype}: FlashInfer computes in {' or '.join(DTYPES)}"
     if layout.head_dim not in HEAD_DIMS:
-        return f"head_dim {layout.head_dim}: FlashInfer takes {', '.join(map(str, HEAD_DIMS))}"
+        return f"head_dim {layout.head_dim}: FlashInfer supports {', '.join(map(str, HEAD_DIMS))}"
     if num_heads // layout.local_kv_heads > MAX_GROUP:
-        return f"{num_heads // layout.local_kv_heads} query heads to a KV head: FlashInfer is used for 1 to {MAX_GROUP}"
+        return f"{num_heads // layout.local_kv_heads} query heads per KV head: FlashInfer is used for 1 to {MAX_GROUP}"
     if layout.block_nbytes // DTYPE_NBYTES[layout.dtype] >= MAX_PAGE_ELEMENTS:
         return (
-            f"{called('block_size')} {layout.block_size}: FlashInfer's pages, all layers of a block, have less than "
-            f"2**32 numbers"
+            f"{called('block_size')} {layout.block_size}: FlashInfer's pages, all layers of a block, must have fewer "
+            f"than "
+            f"2**32 elements"
         )
     if has_sinks:
-        return "attention sinks: FlashInfer's paged kernels have them only for some GPUs"
+        return "attention sinks: FlashInfer's paged kernels support them only on some GPUs"
     return ""
 
 
 class _Shape(NamedTuple):
-    """The key of a plan: layers that agree in all of this share one."""
+    """The key of a plan: layers with equal shapes share a plan."""
 
     num_heads: int
     num_kv_heads: int
@@ -76,7 +78,7 @@ class _Shape(NamedTuple):
 
     @property
     def for_plan(self) -> dict[str, Any]:
-        """Arguments with the same names in both wrappers."""
+        """Returns the arguments with the same names in both wrappers."""
         return {
             "num_qo_heads": self.num_heads,
             "num_kv_heads": self.num_kv_heads,
@@ -114,7 +116,7 @@ class _Pages(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Planner:
-    """One wrapper. Its plan is copied from host memory of its own, which must not change until the copy is done."""
+    """One wrapper. Its plan is copied from its own host memory, which must not change until the copy is complete."""
 
     wrapper: Any
     decodes: bool
@@ -150,9 +152,9 @@ class _Planner:
 
 
 class _PlannedStep:
-    """A batch's plans, from its first layer on; a graph's plans live as long as it does.
+    """The plans of a batch, starting with its first layer; the plans of a graph live as long as the graph.
 
-    Holds no batch, to avoid cycles.
+    It does not hold the batch, to avoid cycles.
     """
 
     def __init__(self, batch: ForwardBatch) -> None:
@@ -172,13 +174,13 @@ class _PlannedStep:
 
 
 class FlashInfer:
-    """Attention on one device. Wrappers are kept from step to step; all share one workspace, and so one stream."""
+    """Attention on one device. Wrappers are kept between steps; all share one workspace, and so one stream."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._workspace = torch.empty(0, dtype=torch.uint8, device=device.torch_name)
         self._eager: dict[tuple[bool, int], _Planner] = {}  # by kind, and by the number of earlier shapes in a step
-        self._graph_plans: list[torch.Tensor] = []  # by the same number: the plan of the graph being replayed
+        self._graph_plans: list[torch.Tensor] = []  # by the same number: the plan of the graph that replays
 
     def attend_batch(
         self,
@@ -191,7 +193,7 @@ class FlashInfer:
         """Returns a tensor of the query's shape; this step's keys and values must be in the pool."""
         if scoring.sinks is not None:
             way_out = f"use {called('attention_backend')} triton"
-            raise ModelError(f"attention sinks: FlashInfer does not serve them; {way_out}")
+            raise ModelError(f"attention sinks: FlashInfer does not support them here; {way_out}")
         assert key_pool.stride() == value_pool.stride()
         assert key_pool.stride(3) == query.stride(2) == 1
         _, num_heads, head_dim = query.shape
@@ -230,7 +232,7 @@ class FlashInfer:
         if shape not in step.planners:
             step.planners[shape] = self._planner(batch, shape, len(step.planners))
         found = step.planners[shape]
-        if found.planned_for is not step:  # it is new, or another step used it meanwhile
+        if found.planned_for is not step:  # new, or used by another step meanwhile
             step.plan(batch, shape)
         return found
 
@@ -274,9 +276,9 @@ class FlashInfer:
 
 
 def workspace_nbytes(num_seqs: int, num_heads: int, num_kv_heads: int, head_dim: int, num_sms: int) -> int:
-    """Returns the maximum size of FlashInfer's split results: float32 output and log-sum-exp of each tile's rows.
+    """Returns the largest size of FlashInfer's split results: float32 output and log-sum-exp for each row of each tile.
 
-    When it splits, it makes no more tiles than can run side by side, or two per decoding sequence.
+    A split plan has no more tiles than can run concurrently, or two per decoding sequence.
     """
     side_by_side = PROGRAMS_PER_SM * num_sms // num_kv_heads
     rows = 16 if num_heads // num_kv_heads <= 16 else 64  # of a decode tile

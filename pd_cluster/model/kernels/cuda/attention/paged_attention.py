@@ -23,8 +23,8 @@ from pd_cluster.model.layers.attention.sdpa import Scoring
 
 LOG2_E = math.log2(math.e)
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 4, 256
-MERGED_ELEMENTS = 4096  # of splits' results that a program reads at once when it merges them: 32 per thread
-SEARCHED = 128  # rows whose splits a program of decode counts at once, one a thread
+MERGED_ELEMENTS = 4096  # results of splits that a program reads at once when it merges them: 32 per thread
+SEARCHED = 128  # rows whose splits a decode program counts at once, one per thread
 WRITE_CHUNK = 1024  # elements of a token that a program writes
 
 
@@ -42,15 +42,15 @@ class BatchMetadata:
     table_starts: torch.Tensor  # [num_seqs + 1]
     decode_seqs: torch.Tensor  # [num_decode], from the plan; not read when all sequences decode
     tiles: torch.Tensor  # [num_tiles, 2], from the plan
-    # [plan.num_arrivals(num_kv_heads)]: how many splits are complete, 0 between launches. It belongs to one plan, whose
-    # launches follow each other; graphs use memory from outside of them, because they share their own.
+    # [plan.num_arrivals(num_kv_heads)]: counters of completed splits, 0 between launches. They belong to one plan,
+    # whose launches are consecutive; graphs use memory outside of their shared pool for them.
     arrivals: torch.Tensor
-    key_limits: torch.Tensor | None = None  # [num_tokens]: the end of the keys that a row sees; None: itself
+    key_limits: torch.Tensor | None = None  # [num_tokens]: the end of each row's visible keys; None: the row itself
 
 
 def attend(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim], its last dimension contiguous
-    key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim, or the stored width of codes]
+    key_pool: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim or stored width of codes]
     value_pool: torch.Tensor,
     batch: BatchMetadata,
     plan: AttentionPlan,
@@ -60,9 +60,9 @@ def attend(
     pool_dtype: str = "",
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Returns [num_tokens, num_heads, head_dim]. The step's keys and values must be in the pool already.
+    """Returns [num_tokens, num_heads, head_dim]. The step's keys and values must already be in the pool.
 
-    `pool_dtype`: the name of the pool's dtype if it has codes.
+    `pool_dtype`: the pool's dtype if it is quantized.
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
@@ -85,7 +85,7 @@ def write_kv(
     slot_mapping: torch.Tensor,  # [num_tokens] int64: block * block_size + offset
     pool_dtype: str = "",
 ) -> None:
-    """Writes the step's keys and values into their slots, in the pool's precision. `pool_dtype` as in `attend`."""
+    """Writes the step's keys and values into their slots, in the pool's precision. `pool_dtype`: see `attend`."""
     num_tokens, num_kv_heads, head_dim = keys.shape
     _check_pools(key_pool, value_pool)
     for given, pool in ((keys, key_pool), (values, value_pool)):
@@ -126,7 +126,7 @@ def write_kv(
 
 
 def _check_pools(key_pool: torch.Tensor, value_pool: torch.Tensor) -> None:
-    """Asserts what the kernels rely on; block ids were checked when the batch was built."""
+    """Asserts the kernels' preconditions; block ids were checked when the batch was built."""
     _, block_size, _, width = key_pool.shape
     assert key_pool.shape == value_pool.shape
     assert key_pool.stride() == value_pool.stride()
@@ -165,7 +165,7 @@ def _scales(scoring: Scoring) -> tuple[float, float]:
 
 
 def _constants(query: torch.Tensor, key_pool: torch.Tensor, scoring: Scoring, pool_dtype: str) -> dict[str, object]:
-    """Returns the constants for which both attention kernels are specialised."""
+    """Returns the constants that specialize both attention kernels."""
     head_dim = query.shape[2]
     return {
         "GROUP": query.shape[1] // key_pool.shape[2],

@@ -1,6 +1,6 @@
-"""Triton functions for the vectors of a KV pool of codes (kv/kv_vectors.py): codes and a scale, as bytes.
+"""Triton functions for vectors of a quantized KV pool (kv/kv_vectors.py): codes and a scale, as bytes.
 
-Bits are those of `encode` there, on every GPU: conversions are written out. Launches need enable_fp_fusion=False.
+The bits equal those of `encode` there, on every GPU: conversions are written out. Launches need enable_fp_fusion=False.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton.language as tl
 
 from pd_cluster.kv.kv_layout import CODE_BITS
 
-# The kernels' numbers for a pool's dtype; others hold numbers.
+# The kernels' numbers for quantized pool dtypes; pools of other dtypes hold floats.
 CODES = {"int8": 1, "fp8_e4m3": 2, "int4": 3}
 NUMBERS = 0
 
@@ -21,20 +21,20 @@ def codes_of(pool_dtype: str) -> int:
 
 @triton.jit
 def nearest(x):
-    """Rounds |x| < 2^22 to whole numbers, ties to even."""
+    """Rounds |x| < 2^22 to integers, ties to even."""
     return (x + 12582912.0) - 12582912.0  # 1.5 * 2^23
 
 
 @triton.jit
 def scale_at(base, rows, is_seen, HEAD_DIM: tl.constexpr, CODES: tl.constexpr):
-    """Returns the scales of vectors that begin at `base` + rows; 0 for those that are not seen."""
+    """Returns the scales of vectors that start at `base` + rows; 0 for rows that are not visible."""
     width: tl.constexpr = HEAD_DIM // 2 if CODES == 3 else HEAD_DIM
     return tl.load((base + rows + width).to(tl.pointer_type(tl.float32)), mask=is_seen, other=0.0)
 
 
 @triton.jit
 def decoded(base, rows, there, d, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, CODES: tl.constexpr):
-    """Returns codes [rows, D] as numbers, exactly; their scales are not in them."""
+    """Returns codes [rows, D] as exact floats, without their scales."""
     half: tl.constexpr = HEAD_DIM // 2
     if CODES == 3:
         raw = tl.load(base + rows[:, None] + (d % half)[None, :], mask=there, other=0x88)
@@ -50,7 +50,7 @@ def decoded(base, rows, there, d, dtype: tl.constexpr, HEAD_DIM: tl.constexpr, C
 
 @triton.jit
 def to_e4m3(x):
-    """Returns the nearest code of |x| up to 448 and a little, ties to even."""
+    """Returns the nearest code of x, |x| up to slightly above 448, ties to even."""
     bits = x.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     normal = (magnitude + 0x7FFFF + ((magnitude >> 20) & 1) - (120 << 23)) >> 20
@@ -62,7 +62,7 @@ def to_e4m3(x):
 def store_codes(
     target,  # [vectors, 1] pointers to bytes
     at,  # [1, HALF]
-    left,  # [vectors, HALF] float32: the vectors' first halves, zeros behind them
+    left,  # [vectors, HALF] float32: the vectors' first halves, padded with zeros
     right,
     is_vector,  # [vectors, 1]
     HEAD_DIM: tl.constexpr,

@@ -1,7 +1,7 @@
 """A step's attention through Triton: its plan and metadata on the device, made once for all layers.
 
-The fused layers call `attend_batch`; transformers' modules reach `write_and_attend`. `problem` reports in advance what
-the kernels cannot do: then they are not used, and the log says so.
+Fused layers call `attend_batch`; transformers' modules call `write_and_attend`. `problem` reports in advance what the
+kernels do not support: then they are not used, and the log says so.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ Planned = tuple[AttentionPlan, BatchMetadata]
 
 
 def problem(head_dim: int, num_heads: int, num_kv_heads: int, block_size: int) -> str:
-    """Returns why these kernels cannot serve this model and pool; "" if they can."""
+    """Returns why these kernels do not support this model and pool; "" if they do."""
     if block_size & (block_size - 1) or not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
-        return f"blocks of {block_size} tokens: the Triton attention takes powers of 2 from {MIN_BLOCK_SIZE} on"
+        return f"blocks of {block_size} tokens: the Triton attention supports powers of 2 from {MIN_BLOCK_SIZE} on"
     try:
         configs_for(head_dim, 16, num_heads // num_kv_heads, (9, 0))
     except ValueError as error:
@@ -54,7 +54,7 @@ def attend_batch(
     scoring: Scoring,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """Maps [num_tokens, num_heads, head_dim] to the same; this step's keys and values must be in the pool."""
+    """Maps [num_tokens, num_heads, head_dim] to the same shape; this step's keys and values must be in the pool."""
     plan, metadata = _planned(batch, query, key_pool.shape[2])
     return attend(query, key_pool, value_pool, metadata, plan, scoring, pool_dtype=batch.pool.layout.dtype, pdl=pdl)
 
@@ -75,7 +75,7 @@ def write_and_attend(
 
 
 def _planned(batch: ForwardBatch, query: torch.Tensor, num_kv_heads: int) -> Planned:
-    """Returns the batch's plan, which its first layer makes."""
+    """Returns the batch's plan; the first layer makes it."""
     _, num_heads, head_dim = query.shape
     key = num_heads, num_kv_heads, head_dim
     known = batch.kernel_state
@@ -112,10 +112,10 @@ def _plan(batch: ForwardBatch, dtype_bits: int, num_heads: int, num_kv_heads: in
 
 
 class PaddedPlanner:
-    """Plans of graphs for steps with prompts (model/graphs/prompt_graphs.py)."""
+    """Plans for graphs of steps with prompts (model/graphs/prompt_graphs.py)."""
 
     def __init__(self, num_heads: int, layout: KVLayout, dtype_bits: int, device: Device) -> None:
-        """`num_heads`: this rank's query heads; `dtype_bits`: those of a query's element."""
+        """`num_heads`: this rank's query heads; `dtype_bits`: bits of a query's element."""
         self._key = num_heads, layout.local_kv_heads, layout.head_dim
         self._group = num_heads // layout.local_kv_heads
         self._configs = _configs(layout.head_dim, dtype_bits, self._group, device, layout.dtype in CODE_BITS)

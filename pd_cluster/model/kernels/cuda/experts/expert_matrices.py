@@ -1,4 +1,6 @@
-"""The two products of a block's experts as the kernels take them. Knows nothing of routers, rows or launches."""
+"""The two products of a block's experts in the form that the kernels take. Knows nothing of routers, rows or
+launches.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +16,16 @@ from pd_cluster.model.layers.whole_rows import WholeRows
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """One linear layer of every expert as the kernels take it: numbers or codes, and biases [experts, outputs]."""
+    """One linear layer of every expert: floats or codes, and biases [experts, outputs]."""
 
     shape: tuple[int, int, int]  # experts, outputs, inputs
-    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # numbers or codes; scales, zero points of codes
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # floats or codes; scales, zero points of codes
     codes: WeightCodes | None
     bias: torch.Tensor | None
 
     @classmethod
     def of(cls, given: torch.Tensor | WeightCodes, bias: torch.Tensor | None = None) -> ExpertMatrices:
-        """`given`: contiguous numbers [experts, outputs, inputs], or codes."""
+        """`given`: contiguous floats [experts, outputs, inputs], or codes."""
         if isinstance(given, WeightCodes):
             zeros = given.scales if given.zeros is None else given.zeros
             tensors, num_inputs = (given.stored, given.scales, zeros), given.num_inputs
@@ -36,7 +38,7 @@ class ExpertMatrices:
         return cls((num_experts, num_outputs, num_inputs), tensors, codes, bias)
 
     @classmethod
-    def taken_over(cls, weight: LinearWeight) -> ExpertMatrices:
+    def from_weight(cls, weight: LinearWeight) -> ExpertMatrices:
         """Takes over the weight of an ExpertStack."""
         return cls.of(codes_of(weight) or weight.matrix().contiguous(), weight.bias)
 
@@ -45,7 +47,7 @@ class ExpertMatrices:
         return self.codes is not None and self.codes.kind <= E2M1
 
     def taken(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the activations as these matrices take them, and the scales of rows that are rounded."""
+        """Returns the activations as these matrices multiply them, and the rows' scales if they are rounded to int8."""
         if self.codes is None or self.codes.kind != ROUNDED:
             return x, self.tensors[1]
         return rounded(x, self.codes.inputs)
@@ -60,8 +62,8 @@ class ExpertMatrices:
 
 @dataclass(frozen=True, slots=True)
 class BlockMatrices:
-    """The products of a block's experts. `rows`: `down` takes whole rows, and is one rank's share: some of its outputs,
-    of all ranks' features.
+    """The products of a block's experts. `rows`: `down` takes whole rows and is one rank's share: some of its outputs,
+    from the features of all ranks.
     """
 
     gate_up: ExpertMatrices  # hidden_size to 2 * num_features: gates, then ups
@@ -69,7 +71,7 @@ class BlockMatrices:
     rows: WholeRows | None = None
 
     def check(self, hidden_size: int) -> None:
-        """Asserts shapes that go together."""
+        """Asserts that the shapes match."""
         num_experts, num_outputs, num_features = self.down.shape
         num_ranks = 1 if self.rows is None else self.rows.ranks.size
         assert hidden_size == (num_outputs if self.rows is None else self.rows.num_outputs)

@@ -1,7 +1,7 @@
 """Triton kernels of a sparse MLP: routing, sorting by expert, and one grouped product each for gate_up and down.
 
-A pair is one row and one of the `TOP_K` experts chosen for it; pair i belongs to row i // TOP_K. Sorted pairs are in
-the order of their experts; those of expert e are [starts[e], starts[e + 1]). Knows nothing of launch sizes: see
+A pair is one row and one of the `TOP_K` experts chosen for it; pair i belongs to row i // TOP_K. Sorted pairs are
+ordered by expert; those of expert e are [starts[e], starts[e + 1]). Knows nothing of launch sizes: see
 `pd_cluster.model.kernels.cuda.experts.grouped_experts`.
 """
 
@@ -67,9 +67,9 @@ def sort_pairs(
     NUM_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Writes each pair to its place: the number of pairs of lower experts, plus earlier pairs of the same expert.
+    """Writes each pair to its position: the number of pairs of lower experts, plus earlier pairs of the same expert.
 
-    The programs after those of the pairs compute the same for a hypothetical first pair of each expert: its start.
+    The programs after those of the pairs do the same for a hypothetical first pair of each expert: its start.
     """
     tile = tl.program_id(0)
     if tile < num_pair_tiles:
@@ -125,7 +125,7 @@ def any_product(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Returns x @ matrix.T, [BLOCK_M, BLOCK_N] float32, for numbers and codes alike."""
+    """Returns x @ matrix.T, [BLOCK_M, BLOCK_N] float32, for floats and codes."""
     if KIND == PLAIN:
         result = product(x, matrices + row * NUM_INPUTS, NUM_INPUTS, BLOCK_M, BLOCK_N, BLOCK_K)
     else:
@@ -158,10 +158,10 @@ def gate_up_product(
     NUM_FEATURES: tl.constexpr,
     ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WIDTH: tl.constexpr,  # this and the next five: those of `coded_sum`
+    WIDTH: tl.constexpr,  # this and the next five: see `coded_sum`
     GROUP_SIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    KIND: tl.constexpr,  # PLAIN: matrices are numbers
+    KIND: tl.constexpr,  # PLAIN: matrices are floats
     HAS_ZEROS: tl.constexpr,
     OFFSET: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
@@ -170,7 +170,9 @@ def gate_up_product(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Each program computes BLOCK_M sorted pairs by BLOCK_N columns: gates and ups of BLOCK_N / 2 features in turn."""
+    """Each program computes BLOCK_M sorted pairs by BLOCK_N columns: gates and ups of BLOCK_N / 2 features,
+    interleaved.
+    """
     dtype: tl.constexpr = out.dtype.element_ty
     features: tl.constexpr = BLOCK_N // 2
     row_tile, column_tile = tile_of(num_row_tiles, (NUM_FEATURES + features - 1) // features, GROUP)
@@ -211,10 +213,10 @@ def down_product(
     HIDDEN_SIZE: tl.constexpr,
     NUM_FEATURES: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    WIDTH: tl.constexpr,  # this and the next five: those of `coded_sum`
+    WIDTH: tl.constexpr,  # this and the next five: see `coded_sum`
     GROUP_SIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    KIND: tl.constexpr,  # PLAIN: matrices are numbers
+    KIND: tl.constexpr,  # PLAIN: matrices are floats
     HAS_ZEROS: tl.constexpr,
     OFFSET: tl.constexpr,
     EXPERTS_BLOCK: tl.constexpr,
@@ -223,7 +225,7 @@ def down_product(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Each program computes BLOCK_M sorted pairs by BLOCK_N columns; weighted results return to the order of pairs."""
+    """Each program computes BLOCK_M sorted pairs by BLOCK_N columns; weighted results are stored in pair order."""
     dtype: tl.constexpr = out.dtype.element_ty
     row_tile, column_tile = tile_of(num_row_tiles, (HIDDEN_SIZE + BLOCK_N - 1) // BLOCK_N, GROUP)
     expert, first, stop = rows_of_tile(starts, row_tile, NUM_EXPERTS, EXPERTS_BLOCK, BLOCK_M)
@@ -255,7 +257,7 @@ def sum_pairs(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program adds up a part of one row's TOP_K results, in the order of its pairs; in float32, rounded once.
+    """Each program sums a part of one row's TOP_K results in pair order, in float32, and rounds once.
 
     With HAS_OTHERS, pairs of experts past the end count as zeros and are not read.
     """

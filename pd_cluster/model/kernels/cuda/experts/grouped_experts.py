@@ -1,7 +1,7 @@
-"""A sparse MLP on the device: each row goes through its router's top experts, all of them in two products.
+"""A sparse MLP on the device: each row goes through its router's top experts; all experts take two products.
 
-Grid sizes follow from the number of rows alone, never from the router's choice, so nothing waits for the device, and
-a CUDA graph can capture it. An expert without rows costs nothing. Shared experts are not handled here.
+Grid sizes depend on the number of rows only, never on the router's choice, so nothing waits for the device, and a CUDA
+graph can capture it. An expert without rows costs nothing. Shared experts are not handled here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pd_cluster.model.kernels.cuda.elementwise_kernels import ACTIVATIONS, DTYPE
 from pd_cluster.model.kernels.cuda.experts import experts_kernels as kernels
 from pd_cluster.model.kernels.cuda.experts.expert_matrices import BlockMatrices, ExpertMatrices
 from pd_cluster.model.kernels.cuda.linear.triton_linear import ROW_TILES_TOGETHER, Tiling, TritonLinear
-from pd_cluster.model.layers.expert_share import ExpertShare, OwnExperts
+from pd_cluster.model.layers.expert_share import ExpertShare, RankExperts
 from pd_cluster.model.layers.expert_weights import ExpertWeights
 from pd_cluster.model.layers.gated_mlp import Activation, ExpertRouter, Routing
 from pd_cluster.model.layers.packed_linear import Linear, PlainLinear
@@ -33,18 +33,18 @@ TILINGS_16_BITS = (
     Tiling(16, 64, 128, 4, 4),
 )
 TILINGS_32_BITS = (Tiling(64, 64, 32, 8, 2), Tiling(16, 32, 64, 4, 2))
-# With `is_deterministic`, whatever the number of pairs. Not measured yet.
+# With `is_deterministic`, for any number of pairs. Not measured yet.
 FIXED_16_BITS, FIXED_32_BITS = TILINGS_16_BITS[1], TILINGS_32_BITS[0]
 
 
 def tiling(num_pairs: int, num_experts: int, dtype: torch.dtype, has_words: bool = False) -> Tiling:
-    """`has_words`: the experts' numbers come from codes of four bits, which take registers: tiles have fewer rows."""
+    """`has_words`: the experts' weights are four-bit codes, whose decoding takes registers: tiles have fewer rows."""
     tilings = TILINGS_32_BITS if dtype == torch.float32 else TILINGS_16_BITS[int(has_words) :]
     return next((each for each in tilings if 2 * num_pairs >= each.block_m * num_experts), tilings[-1])
 
 
 def num_row_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """Returns the most tiles that this many pairs can need: every expert in use may leave a part of one empty."""
+    """Returns the most tiles that this many pairs can need: every expert in use may leave a tile partly empty."""
     return (num_pairs + min(num_pairs, num_experts) * (block_m - 1)) // block_m
 
 
@@ -68,7 +68,7 @@ class TritonGroupedExperts:
         assert num_experts == (self._num_routed if share is None else len(share.own(self._num_routed)))
         assert share is None or matrices.rows is None  # a share has whole experts
         assert 0 < router.routing.top_k <= self._num_routed
-        self._own = None if share is None else OwnExperts(share, self._num_routed, torch.int32)
+        self._own = None if share is None else RankExperts(share, self._num_routed, torch.int32)
         self._router_dtype = torch.float32 if router.routing.in_float32 else router.weight.dtype
         self._is_deterministic = is_deterministic
         linear = TritonLinear if is_deterministic else PlainLinear
@@ -85,8 +85,8 @@ class TritonGroupedExperts:
         share: ExpertShare | None = None,
         is_deterministic: bool = False,
     ) -> TritonGroupedExperts:
-        """Takes over the weights behind a router."""
-        gate_up, down = (ExpertMatrices.taken_over(each.whole()) for each in (weights.gate_up, weights.down))
+        """Takes over the router's weight and those of the experts."""
+        gate_up, down = (ExpertMatrices.from_weight(each.whole()) for each in (weights.gate_up, weights.down))
         return cls(router, BlockMatrices(gate_up, down, weights.rows), activation, share, is_deterministic)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ class TritonGroupedExperts:
         self._own.take_part(self._compute)
 
     def _compute(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """`chosen` [num_rows, top_k] int32: numbers past the end of the experts are other ranks'."""
+        """`chosen` [num_rows, top_k] int32: indexes past the last expert belong to other ranks."""
         order, starts = sort_pairs(chosen, self._experts)
         pairs = self._multiply(x, weights, order, starts).view(len(x), self._routing.top_k, -1)
         added = self._added(pairs, chosen)
@@ -114,7 +114,7 @@ class TritonGroupedExperts:
     def _multiply(
         self, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
     ) -> torch.Tensor:
-        """Returns [num_pairs, num_outputs]; pairs of other ranks' experts have undefined numbers."""
+        """Returns [num_pairs, num_outputs]; pairs of other ranks' experts have undefined values."""
         (_, width, hidden_size), num_pairs = self._gate_up.shape, len(order)
         num_features = width // 2
         tile, common = self._launch(x, num_pairs)
@@ -161,7 +161,7 @@ class TritonGroupedExperts:
         return out
 
     def _launch(self, x: torch.Tensor, num_pairs: int) -> tuple[Tiling, dict[str, int]]:
-        """Returns the tile for so many pairs, and what both kernels are launched with."""
+        """Returns the tile for this number of pairs, and the launch arguments of both kernels."""
         num_experts = self._down.shape[0]
         if self._is_deterministic:
             tile = FIXED_32_BITS if x.dtype == torch.float32 else FIXED_16_BITS
@@ -206,8 +206,8 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Maps contiguous logits [num_rows, num_experts] to experts (int32) and weights (float32), both [num_rows, top_k].
 
-    Experts are in order of falling weight; among equals the lowest comes first. `most_rows`: rows per program, if that
-    many fit; a row's weights are rounded alike wherever that number is the same. The kernel knows plain routing alone.
+    Experts are in order of falling weight; among equals the lowest comes first. `most_rows`: the most rows per program;
+    a row's weights have the same bits for equal numbers of rows per program. The kernel supports plain routing only.
     `dtype`: see `Routing.weigh`.
     """
     if not routing.is_plain:
@@ -240,9 +240,9 @@ def route(
 
 
 def sort_pairs(chosen: torch.Tensor, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sorts pairs by expert, then by number: [num_pairs] int32. Also returns experts' starts, [num_experts + 1] int32.
+    """Sorts pairs by expert, then by index: [num_pairs] int32. Also returns experts' starts, [num_experts + 1] int32.
 
-    `experts` counts from 0 to num_experts inclusive. Pairs of experts past the end come last.
+    `experts`: 0 to num_experts inclusive. Pairs of experts past the end come last.
     """
     pairs, num_experts = chosen.view(-1), len(experts) - 1
     if len(pairs) > MAX_PAIRS_COMPARED:

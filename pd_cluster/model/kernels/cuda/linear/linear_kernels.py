@@ -1,8 +1,8 @@
 """The Triton kernel of a linear layer whose rows do not depend on each other.
 
-Each output element is one sum over the inputs, in steps of BLOCK_K from the first to the last, added up by a single
-program. The tile is fixed by the caller, so a row runs the same instructions in every batch. Knows nothing of tables of
-tiles: see `pd_cluster.model.kernels.cuda.linear.triton_linear`.
+Each output element is one sum over the inputs, in steps of BLOCK_K from first to last, computed by a single program.
+The caller fixes the tile, so a row runs the same instructions in every batch. Knows nothing of tables of tiles: see
+`pd_cluster.model.kernels.cuda.linear.triton_linear`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def tile_of(num_row_tiles, NUM_COLUMN_TILES: tl.constexpr, GROUP: tl.constexpr):
 @triton.jit
 def product(
     a,  # [BLOCK_M, 1] pointers to rows of NUM_INNER elements
-    b,  # [1, BLOCK_N] likewise
+    b,  # [1, BLOCK_N] pointers to columns of NUM_INNER elements
     NUM_INNER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -65,7 +65,7 @@ def linear_product(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Each program computes BLOCK_M rows by BLOCK_N columns. Tiles are filled up with copies of the last row."""
+    """Each program computes BLOCK_M rows by BLOCK_N columns. Tiles are padded with copies of the last row."""
     row_tile, column_tile = tile_of(num_row_tiles, (NUM_OUTPUTS + BLOCK_N - 1) // BLOCK_N, GROUP)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)

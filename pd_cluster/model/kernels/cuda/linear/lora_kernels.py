@@ -1,10 +1,11 @@
-"""Triton kernels of adapters beside a linear layer: x A^T for blocks of rows of one adapter, then what B makes of it.
+"""Triton kernels of adapters of a linear layer: x A^T for row blocks of one adapter, then the product with B.
 
-Adapters are found by a table of addresses, so launches are the same whichever are loaded. Inputs are split over
-programs, whose parts are added up in their order: no sum depends on who is first. Knows nothing of launch sizes: see
+A table of addresses locates adapters, so launches are the same for any loaded adapters. Inputs are split over programs,
+whose parts are added in a fixed order: no sum depends on timing. Knows nothing of launch sizes: see
 `pd_cluster.model.kernels.cuda.linear.lora_tables`.
 
-A row of the table is [address of A, its rows, then for each module of the layer: first row of A, rank, address of B].
+A row of the table is [address of A, number of its rows, then for each module of the layer: first row of A, rank,
+address of B].
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def lora_shrink(
     x,  # [num_rows, NUM_INPUTS]
     low,  # [SPLITS, num_places, LOW_WIDTH] float32
     table,  # [num_adapters, TABLE_WIDTH] int64
-    rows,  # [num_places] int32: rows of x, those of an adapter adjacent
-    blocks,  # [num_blocks, 3] int32: adapter, first place, number of rows; 0 rows: nothing to do
+    rows,  # [num_places] int32: rows of x; rows of one adapter are adjacent
+    blocks,  # [num_blocks, 3] int32: adapter, first index in `rows`, number of rows; blocks with 0 rows are skipped
     x_stride,
     num_places,
     NUM_INPUTS: tl.constexpr,
@@ -58,12 +59,12 @@ def lora_shrink(
 
 @triton.jit(do_not_specialize=["num_places"], do_not_specialize_on_alignment=["rows", "blocks"])
 def lora_expand(
-    y,  # [num_rows, num_outputs]: is added to
+    y,  # [num_rows, num_outputs]: updated in place
     low,
     table,
     rows,
     blocks,
-    tiles,  # [num_tiles, 3] int32: module, its first output among the layer's, first output of the tile in the module
+    tiles,  # [num_tiles, 3] int32: module, its first output in the layer, the tile's first output in the module
     ends,  # [num_tiles] int32: the module's number of outputs
     y_stride,
     num_places,

@@ -1,7 +1,7 @@
-"""Adapters beside one linear layer on CUDA: their A and B on the device, found by a table of addresses.
+"""Adapters of one linear layer on CUDA: their A and B are on the device, located by a table of addresses.
 
-The tables' memory never moves, so a graph that was captured with one adapter serves all that are loaded later. Launch
-sizes follow from the number of blocks of rows, not from ranks: programs beyond an adapter's rank return at once.
+The tables' memory never moves, so a graph captured with one adapter serves all that are loaded later. Launch sizes
+depend on the number of row blocks, not on ranks: programs beyond an adapter's rank return at once.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from pd_cluster.model.kernels.cuda.linear import lora_kernels as kernels
 from pd_cluster.model.lora.adapted_linear import LowRank
 from pd_cluster.model.lora.adapter_row_blocks import BLOCK_ROWS, MOST_ADAPTERS, AdaptedBlocks
 
-BLOCK_R = 16  # ranks are padded to it, with zeros
+BLOCK_R = 16  # ranks are padded with zeros to a multiple
 BLOCK_K = 64
 TILE_OUTPUTS = 64
-SPLIT_INPUTS = 1024  # at least, of a split
+SPLIT_INPUTS = 1024  # the least number of inputs in a split
 MAX_SPLITS = 8
 
 
 class CudaTable:
-    """`modules`: the outputs of each module that the layer joins; `max_rank`: of an adapter's part for one of them."""
+    """`modules`: the outputs of each module that the layer joins; `max_rank`: the largest rank of an adapter's
+    module.
+    """
 
     def __init__(
         self, modules: Sequence[slice], num_inputs: int, dtype: torch.dtype, device: torch.device, max_rank: int
@@ -44,7 +46,7 @@ class CudaTable:
         self._kept: dict[int, list[torch.Tensor]] = {}
 
     def put(self, place: int, parts: Sequence[tuple[slice, LowRank]]) -> None:
-        """Adds an adapter at a place of the table that no step under way reads."""
+        """Adds an adapter at an index of the table that no running step reads."""
         ranks = [-(-part.a.shape[0] // BLOCK_R) * BLOCK_R for _, part in parts]
         a = torch.zeros(sum(ranks), self._num_inputs, dtype=self._dtype, device=self._device)
         assert len(a) <= self._low_width
@@ -62,12 +64,12 @@ class CudaTable:
         self._kept[place] = kept
 
     def drop(self, place: int) -> None:
-        """Forgets an adapter, once the device has computed every step that has it."""
+        """Removes an adapter, after the device has finished every step that uses it."""
         if self._kept.pop(place, None) is not None:
             self._table[place] = 0
 
     def add(self, x: torch.Tensor, y: torch.Tensor, step: AdaptedBlocks) -> None:
-        """Adds to y [num_rows, num_outputs] what the adapters make of x [num_rows, num_inputs]."""
+        """Adds the adapters' outputs for x [num_rows, num_inputs] to y [num_rows, num_outputs]."""
         assert x.dtype == y.dtype == self._dtype
         assert x.shape[1] == self._num_inputs
         assert x.stride(1) == y.stride(1) == 1

@@ -1,8 +1,8 @@
-"""Linear layers of codes in Triton: packed once at load, made into numbers where they are multiplied.
+"""Linear layers with quantized weights in Triton: codes are packed once at load, and decoded where they are multiplied.
 
-Few rows are bound by the weight's bytes: narrow tiles, the inputs split over programs. Many rows are bound by the
-arithmetic: the numbers are written out once and multiplied by cuBLAS. In between, wide tiles. The number of splits
-follows from the weight's shape alone. Nothing here waits for the device, once a layer is made.
+Few rows are bound by the weight's bytes: tiles are narrow, and the inputs are split over programs. Many rows are bound
+by arithmetic: the weight is decoded to memory once and multiplied by cuBLAS. In between, tiles are wide. The number of
+splits depends on the weight's shape only. Nothing here waits for the device after a layer is made.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from pd_cluster.model.layers.packed_linear import Linear
 from pd_cluster.model.weights.bit_unpacking import E2M1_DOUBLED
 from pd_cluster.model.weights.quantized_weight import CodedWeight, Int8Weight
 
-TILE, IN_WORD = 128, 8  # inputs of a tile of words, and codes of a word: coded_kernels.py
+TILE, IN_WORD = 128, 8  # inputs in a tile of words, and codes in a word: see quantized_linear_kernels.py
 LEAST_GROUP = TILE // IN_WORD  # inputs that share a scale: those of one slot
 INT4, E2M1, INT8, E4M3, ROUNDED, PLAIN = range(6)
 EXACT = float(1 << 23)
-MOST_ZERO = 1 << 20  # of a zero point in words: sums with EXACT stay exact
-DECODED_ROWS = 16  # outputs whose numbers a program writes
+MOST_ZERO = 1 << 20  # the largest zero point with words: sums with EXACT stay exact
+DECODED_ROWS = 16  # outputs that a program decodes
 ROUND_BLOCK = 8192  # inputs that a program rounds at once
 
-MANY_ROWS = 1024  # from here on the numbers are written out; not with float32, which cuBLAS computes no faster
+MANY_ROWS = 1024  # from here on the weight is decoded to memory; not for float32, which cuBLAS does not multiply faster
 SPLIT_ROWS = 64  # up to here inputs are split over programs
-PROGRAMS = 264  # wanted: two on each multiprocessor of an H100
-LEAST_TILES = 4  # of a split
+PROGRAMS = 264  # goal: two on each multiprocessor of an H100
+LEAST_TILES = 4  # in a split
 MAX_SPLITS = 8
 
-# (most rows, tile); `block_k` is that of bytes. Not measured yet.
+# (most rows, tile); `block_k` counts bytes. Not measured yet.
 TILINGS_16_BITS = (
     (16, Tiling(16, 64, 64, 4, 4)),
     (32, Tiling(32, 64, 64, 4, 4)),
@@ -54,11 +54,11 @@ def coded_tiling(num_rows: int, dtype: torch.dtype, is_deterministic: bool = Fal
 
 @dataclass(frozen=True, slots=True)
 class WeightCodes:
-    """A weight's codes as the kernels read them; for experts with a leading dimension, in all tensors.
+    """A weight's codes in the kernels' layout; for experts all tensors have a leading dimension.
 
     `stored` [..., num_outputs, width] int32 words or bytes; `scales` [..., num_outputs, num_groups] float32. `zeros`
-    are None if all zero points are `zero`; for ROUNDED: the shifts [..., num_outputs] int32 of activations that are
-    rounded by `inputs`, the file's scale and zero point.
+    are None if all zero points are `zero`; for ROUNDED: the shifts [..., num_outputs] int32, for activations that are
+    rounded with `inputs`, the scale and zero point in the file.
     """
 
     stored: torch.Tensor
@@ -70,7 +70,7 @@ class WeightCodes:
     inputs: tuple[float, float] | None = None
 
     def block_k(self, tile: Tiling) -> int:
-        """Returns the inputs of a step, which have one scale unless they are words."""
+        """Returns the inputs per step; these share one scale unless the codes are words."""
         if self.kind <= E2M1:
             return TILE
         num_groups = self.scales.shape[-1]
@@ -97,7 +97,7 @@ class WeightCodes:
 
 
 def codes_of(weight: LinearWeight) -> WeightCodes | None:
-    """Packs a weight, on its own device; None if it is numbers, or its groups are too small for the kernels."""
+    """Packs a weight on its own device; None if it is not quantized, or its groups are too small for the kernels."""
     if isinstance(weight, Int8Weight):
         return _rounded(weight)
     if not isinstance(weight, CodedWeight) or weight.dtype not in DTYPES:
@@ -128,20 +128,20 @@ def _rounded(weight: Int8Weight) -> WeightCodes | None:
     if weight.inputs is None:
         return WeightCodes(stored, weight.scales.contiguous(), None, 0.0, ROUNDED, num_inputs)
     if weight.inputs.dim() != 1:
-        return None  # experts whose activations have scales of their own
+        return None  # experts whose activations have their own scales
     scale, zero = (float(each) for each in weight.inputs)
     shifts = weight.codes.sum(-1, dtype=torch.int32) * int(zero)
     return WeightCodes(stored, weight.scales * scale, shifts, 0.0, ROUNDED, num_inputs, (scale, zero))
 
 
 def _constant(zeros: torch.Tensor) -> tuple[torch.Tensor | None, float]:
-    """Returns zero points, or the one that all have."""
+    """Returns zero points, or the single zero point that all share."""
     first = zeros.flatten()[:1]
     return (None, float(first)) if bool((zeros == first).all()) else (zeros.contiguous(), 0.0)
 
 
 def _filled(codes: torch.Tensor) -> torch.Tensor:
-    """Fills rows up to whole tiles with zeros, which meet activations of zero."""
+    """Pads rows to whole tiles with zeros, which are multiplied by zeros."""
     missing = -codes.shape[-1] % TILE
     if not missing:
         return codes.contiguous()
@@ -149,7 +149,7 @@ def _filled(codes: torch.Tensor) -> torch.Tensor:
 
 
 def _words(fields: torch.Tensor) -> torch.Tensor:
-    """Packs fields of four bits [..., tiles * TILE] in the kernels' order."""
+    """Packs four-bit fields [..., tiles * TILE] in the kernels' order."""
     slots = fields.view(*fields.shape[:-1], -1, IN_WORD, LEAST_GROUP)
     words = torch.zeros_like(slots[..., 0, :], dtype=torch.int32)
     for slot in range(IN_WORD):
@@ -158,7 +158,7 @@ def _words(fields: torch.Tensor) -> torch.Tensor:
 
 
 def _e2m1(weight: CodedWeight) -> torch.Tensor | None:
-    """Returns codes of four bits if the numbers are twice those of such floats."""
+    """Returns four-bit codes if the stored codes are twice the values of E2M1 floats."""
     if weight.zeros.any():
         return None
     most = E2M1_DOUBLED[-1]
@@ -172,7 +172,7 @@ def _e2m1(weight: CodedWeight) -> torch.Tensor | None:
 
 
 class QuantizedLinear:
-    """`x @ numbers.T + bias` for x [..., in_features]. `is_deterministic`: one tile for all numbers of rows."""
+    """`x @ weight.T + bias` for x [..., in_features]. `is_deterministic`: one tile for all numbers of rows."""
 
     __slots__ = ("_arrived", "_bias", "_codes", "_is_deterministic")
 
@@ -239,14 +239,16 @@ class QuantizedLinear:
 
 
 def splits_of(num_outputs: int, num_inputs: int, block_k: int) -> int:
-    """Returns how many programs share a tile of a weight's outputs: more where these alone leave the device idle."""
+    """Returns how many programs share a tile of a weight's outputs: several if the tiles alone leave the device
+    idle.
+    """
     wanted = PROGRAMS // -(-num_outputs // 64)
     most = min(MAX_SPLITS, -(-num_inputs // block_k) // LEAST_TILES)
     return max(1, min(1 << max(0, wanted.bit_length() - 1), 1 << max(0, most.bit_length() - 1)))
 
 
 def rounded(rows: torch.Tensor, inputs: tuple[float, float] | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns int8 codes of rows [num_rows, in_features] and float32 scales [num_rows], which `inputs` replace."""
+    """Returns int8 codes of rows [num_rows, in_features] and float32 scales [num_rows]; `inputs` replace the scales."""
     assert rows.stride(1) == 1
     num_rows, num_inputs = rows.shape
     codes = rows.new_empty(num_rows, num_inputs, dtype=torch.int8)
@@ -265,7 +267,7 @@ def rounded(rows: torch.Tensor, inputs: tuple[float, float] | None) -> tuple[tor
 
 
 def decoded(codes: WeightCodes, dtype: torch.dtype) -> torch.Tensor:
-    """Returns the weight's numbers, [num_outputs, in_features]."""
+    """Returns the decoded weight, [num_outputs, in_features]."""
     num_outputs = codes.stored.shape[0]
     out = codes.scales.new_empty(num_outputs, codes.num_inputs, dtype=dtype)
     kernels.decode_rows[(triton.cdiv(num_outputs, DECODED_ROWS), triton.cdiv(codes.num_inputs, TILE))](
@@ -282,6 +284,6 @@ def decoded(codes: WeightCodes, dtype: torch.dtype) -> torch.Tensor:
 
 
 def linear_of(weight: LinearWeight, is_deterministic: bool = False) -> Linear | None:
-    """Returns the layer of a weight that is codes; None if it is to be multiplied as numbers."""
+    """Returns the layer of a quantized weight; None if the weight must be multiplied as floats."""
     codes = codes_of(weight)
     return None if codes is None else QuantizedLinear(codes, weight.bias, is_deterministic)

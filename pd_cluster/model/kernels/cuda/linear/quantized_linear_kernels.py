@@ -1,9 +1,9 @@
-"""Triton kernels of linear layers whose weights are codes: registers hold numbers only on their way to a product.
+"""Triton kernels of linear layers with quantized weights: codes are decoded in registers, just before a product.
 
-A stored row of a weight is 32-bit words of eight four-bit codes, or bytes. In each tile of 128 inputs, bits 4 s to
-4 s + 3 of word j hold the code of input 16 s + j: so a shift leaves neighbours of one another. Numbers are computed in
-float32 and rounded once, to the activations' dtype, as `CodedWeight.matrix` does. Knows nothing of tables of tiles: see
-`pd_cluster.model.kernels.cuda.linear.quantized_linear`.
+A stored row of a weight is 32-bit words of eight four-bit codes, or bytes. In each tile of 128 inputs, bits 4 s to 4 s
++ 3 of word j hold the code of input 16 s + j: so the words shifted by 4 s hold the codes of 16 adjacent inputs. Codes
+are decoded in float32 and rounded once, to the activations' dtype, like `CodedWeight.matrix`. Knows nothing of tables
+of tiles: see `pd_cluster.model.kernels.cuda.linear.quantized_linear`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import triton.language as tl
 from pd_cluster.model.kernels.cuda.attention.quantized_kv import nearest
 from pd_cluster.model.kernels.cuda.linear.linear_kernels import tile_of
 
-INT4 = tl.constexpr(0)  # unsigned, less a zero point
-E2M1 = tl.constexpr(1)  # floats of four bits
+INT4 = tl.constexpr(0)  # unsigned, minus a zero point
+E2M1 = tl.constexpr(1)  # four-bit floats
 INT8 = tl.constexpr(2)
 E4M3 = tl.constexpr(3)
-ROUNDED = tl.constexpr(4)  # int8, and so are the activations: sums are exact integers
-PLAIN = tl.constexpr(5)  # numbers, for kernels that take both
+ROUNDED = tl.constexpr(4)  # int8 with int8 activations: sums are exact integers
+PLAIN = tl.constexpr(5)  # floats, for kernels that support both
 
 
 @triton.jit
@@ -34,8 +34,8 @@ def numbers_of_words(words, slot: tl.constexpr, offset, KIND: tl.constexpr):
 
 @triton.jit
 def numbers_of_bytes(stored, zero, KIND: tl.constexpr):
-    """Returns codes as float32, less the zero point."""
-    if KIND == E4M3:  # by their bits, as not every GPU converts them
+    """Returns codes as float32, minus the zero point."""
+    if KIND == E4M3:  # by their bits, because some GPUs cannot convert them
         bits = stored.to(tl.int32)
         return ((bits & 127) << 20 | (bits & 128) << 24).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
     return stored.to(tl.float32) - zero
@@ -44,10 +44,10 @@ def numbers_of_bytes(stored, zero, KIND: tl.constexpr):
 @triton.jit
 def coded_sum(
     x,  # [BLOCK_M, 1] pointers to rows of NUM_INPUTS activations
-    is_row,  # [BLOCK_M, 1]: the others are zeros
+    is_row,  # [BLOCK_M, 1]: false for rows that are not read and count as zeros
     codes,  # rows of WIDTH words or bytes
     scales,  # rows of NUM_GROUPS float32; not read for ROUNDED
-    zeros,  # likewise; read if HAS_ZEROS
+    zeros,  # rows of NUM_GROUPS; read if HAS_ZEROS
     row,  # [1, BLOCK_N] int64: the weight's rows
     first,  # tile of inputs
     stop,
@@ -57,7 +57,7 @@ def coded_sum(
     NUM_GROUPS: tl.constexpr,
     KIND: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
-    OFFSET: tl.constexpr,  # the zero point without HAS_ZEROS; for words 2^23 more
+    OFFSET: tl.constexpr,  # the zero point without HAS_ZEROS; for words plus 2^23
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -125,7 +125,7 @@ def scaled_sum(
     row,  # [1, BLOCK_N]
     IS_STATIC: tl.constexpr,
 ):
-    """Returns the product as float32 of integers, in the order of `Int8Linear`."""
+    """Returns the product as float32, with the operations in the order of `Int8Linear`."""
     if IS_STATIC:
         return (total - tl.load(shifts + row)).to(tl.float32) * tl.load(scales + row)
     return total.to(tl.float32) * x_scale * tl.load(scales + row)
@@ -141,7 +141,7 @@ def coded_linear_product(
     bias,  # [NUM_OUTPUTS], read if HAS_BIAS
     out,  # [num_rows, NUM_OUTPUTS], contiguous
     partial,  # [tiles, SPLITS, BLOCK_M, BLOCK_N], read if SPLITS > 1
-    arrived,  # [tiles] int32 of zeros, which are left so
+    arrived,  # [tiles] int32: zeros, which are restored at the end
     num_rows,
     num_row_tiles,
     NUM_INPUTS: tl.constexpr,
@@ -159,9 +159,9 @@ def coded_linear_product(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Grid: (tiles, SPLITS). A program computes BLOCK_M rows by BLOCK_N columns, over its split of the inputs.
+    """Grid: (tiles, SPLITS). A program computes BLOCK_M rows by BLOCK_N columns over its split of the inputs.
 
-    The last program of a tile adds up its splits, from the first to the last: who is last changes no bits.
+    The last program of a tile adds its splits from first to last: the bits do not depend on which program is last.
     """
     num_tiles: tl.constexpr = (NUM_INPUTS + BLOCK_K - 1) // BLOCK_K
     per_split: tl.constexpr = (num_tiles + SPLITS - 1) // SPLITS
@@ -180,7 +180,7 @@ def coded_linear_product(
         at = (tl.arange(0, BLOCK_M) * BLOCK_N)[:, None] + tl.arange(0, BLOCK_N)[None, :]
         own = partial + tl.program_id(0).to(tl.int64) * (SPLITS * BLOCK_M * BLOCK_N) + at
         tl.store(own + split * (BLOCK_M * BLOCK_N), total)
-        tl.debug_barrier()  # all threads' numbers are stored before the arrival is told
+        tl.debug_barrier()  # all threads have stored their values before the arrival is counted
         is_last = tl.atomic_add(arrived + tl.program_id(0), 1, sem="acq_rel") == SPLITS - 1
         if is_last:
             total = tl.load(own, cache_modifier=".cg")
@@ -218,7 +218,7 @@ def decode_rows(
     OFFSET: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Grid: (tiles of ROWS outputs, tiles of 128 inputs). Writes their numbers."""
+    """Grid: (tiles of ROWS outputs, tiles of 128 inputs). Writes the decoded weight."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
     is_row = row < NUM_OUTPUTS
     near = tl.minimum(row, NUM_OUTPUTS - 1)
@@ -257,7 +257,9 @@ def round_rows(
     BLOCK: tl.constexpr,
     IS_STATIC: tl.constexpr,
 ):
-    """Each program rounds one row, as `quantize_rows` does, or by the file's scale and zero point (`Int8Linear`)."""
+    """Each program rounds one row, like `quantize_rows`, or with the scale and zero point in the file
+    (`Int8Linear`).
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     if IS_STATIC:

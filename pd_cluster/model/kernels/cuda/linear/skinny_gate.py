@@ -1,7 +1,7 @@
-"""The gated half of an MLP for few rows: one launch in place of a product and a gate.
+"""The gated half of an MLP for few rows: one launch instead of a product and a gate.
 
-It reads the weight once, as the separate product does, and saves the launch between them and the intermediate result.
-For more rows the products of cuBLAS are made. Not measured on a GPU yet.
+It reads the weight once, like the separate product, and saves the launch between them and the intermediate result. For
+more rows cuBLAS computes the products. Not measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pd_cluster.model.layers.gated_mlp import Activation
 
 MOST_ROWS = 64
 DTYPES = (torch.bfloat16, torch.float16)
-LEAST_ROWS = 16  # of a tile: the minimum of a matrix product
-BLOCK_N, BLOCK_K = 64, 64  # features of each half, and inputs at a time: 24 KiB of a stage at 64 rows
-# Two programs have room side by side on a multiprocessor of compute capability 8.0 or 9.0; one of 8.6, 8.9 or 12.0 has
-# room for one program of 64 rows.
+LEAST_ROWS = 16  # rows of a tile: the minimum of a matrix product
+BLOCK_N, BLOCK_K = 64, 64  # features of each half, and inputs at a time: one stage takes 24 KiB with 64 rows
+# Two programs fit concurrently on a multiprocessor of compute capability 8.0 or 9.0; 8.6, 8.9 and 12.0 have room for
+# one program of 64 rows.
 NUM_WARPS, NUM_STAGES = 4, 4
 
 

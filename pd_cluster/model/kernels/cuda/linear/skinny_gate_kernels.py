@@ -1,9 +1,8 @@
-"""The Triton kernel of a gated product of few rows: gate and up are computed side by side, and only their product is
-stored.
+"""The Triton kernel of a gated product of few rows: gate and up are computed together; only their product is stored.
 
 The weight is the left operand, because its many rows fill the tensor cores' instructions; activations are the right
-one. Sums go over the inputs from the first to the last in one program, in float32, and are rounded as the layers' own
-outputs would be. Knows nothing of tile sizes: see `pd_cluster.model.kernels.cuda.linear.skinny_gate`.
+operand. One program sums over the inputs from first to last, in float32, and rounds as the separate layers would. Knows
+nothing of tile sizes: see `pd_cluster.model.kernels.cuda.linear.skinny_gate`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ def skinny_gate_product(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Each program computes BLOCK_N features of all rows, of which there are at most ROWS."""
+    """Each program computes BLOCK_N features of all rows, at most ROWS."""
     begin(PDL)
     dtype: tl.constexpr = out.dtype.element_ty
     feature = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

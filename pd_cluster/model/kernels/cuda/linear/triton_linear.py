@@ -1,7 +1,8 @@
-"""Linear layers in Triton, whose tile depends on the weight alone: a row has the same bits among any number of rows.
+"""Linear layers in Triton with a tile that depends on the weight only: a row's bits do not depend on the number of
+rows.
 
-cuBLAS chooses another kernel for another number of rows, and so another order of the sums. Here a single row pays for
-a whole tile, and no sum is split over programs.
+cuBLAS chooses another kernel for another number of rows, and so another order of sums. Here a single row costs as much
+as a whole tile, and no sum is split over programs.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ class BestTokens(NamedTuple):
 
     token_ids: torch.Tensor  # int64: the most likely token, the lowest id among equals
     logits: torch.Tensor  # float32: its logit, finite
-    irregular: torch.Tensor  # bool: the row had NaN or +inf, or nothing but -inf
+    irregular: torch.Tensor  # bool: the row had NaN or +inf, or only -inf
 
 
 def argmax_rows(logits: torch.Tensor) -> BestTokens:
-    """Returns the best of logits [num_rows, vocab_size]. Irregular logits count as `sampling.passes.peaks` mends them.
+    """Returns the best tokens of logits [num_rows, vocab_size]; irregular logits count as `peaks` repairs them.
 
-    NaN counts as -inf, and +inf as the largest float32; a row without any finite logit gives token 0 with logit 0. Only
-    a caller with another fallback needs `irregular`.
+    NaN counts as -inf, +inf as the largest float32; a row without any finite logit gives token 0 with logit 0. Only
+    callers with another fallback need `irregular`.
     """
     num_rows, vocab_size = logits.shape
     assert logits.dtype in DTYPES

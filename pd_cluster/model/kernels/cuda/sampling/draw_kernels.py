@@ -1,10 +1,10 @@
 """Triton kernels that draw from rows shaped by top_k and top_p, without sorting. See triton_draw.py.
 
-    weigh_bins      tokens and masses of each part of a row, by bins of a few octaves below its best token
-    gather_likely   tokens of the bins that can hold the worst kept one, in the vocabulary's order
-    choose_among    among these: the worst kept logit by bisection, then the draw
+    weigh_bins      counts and masses of the tokens in each part of a row, by bins of a few octaves below its best token
+    gather_likely   tokens of the bins that can hold the last kept one, in vocabulary order
+    choose_among    among these: the lowest kept logit by bisection, then the draw
 
-Masses are `model/fixed_point`'s, so their sums are exact and do not depend on how a row is divided.
+Masses are those of `model/kernels/fixed_point`, so their sums are exact and do not depend on how a row is divided.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ROUNDER = tl.constexpr(fixed_point.ROUNDER)
 UNIT = tl.constexpr(float(1 << fixed_point.MASS_BITS))
 TAYLOR = tuple(tl.constexpr(coefficient) for coefficient in fixed_point.TAYLOR)
 T1, T2, T3, T4, T5, T6, T7, T8, T9, T10 = TAYLOR
-OCTAVES = tl.constexpr(3.0)  # of a bin
+OCTAVES = tl.constexpr(3.0)  # in a bin
 NO_KEY = tl.constexpr(2147483647)
 
 
 @triton.jit
 def _value(pointer, inside):
-    """Returns logits as float32, with NaN as -inf and +inf as the largest number, as `passes.mended` does."""
+    """Returns logits as float32, with NaN as -inf and +inf as the largest float32, like `row_passes.mended`."""
     value = tl.load(pointer, mask=inside, other=float("-inf")).to(tl.float32)
     return tl.where(value != value, float("-inf"), tl.where(value > LARGEST, LARGEST, value))
 
@@ -63,7 +63,7 @@ def _bin(exponent, BINS: tl.constexpr):
 
 @triton.jit
 def _key(value):
-    """Returns integers in the order of the logits; equal logits have equal ones."""
+    """Returns integers in the order of the logits; equal logits have equal integers."""
     bits = tl.where(value == 0.0, 0.0, value).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -75,9 +75,9 @@ def _share(fraction, total):
 
 @triton.jit
 def _outline(nums, masses, num_parts, top_k, PARTS: tl.constexpr, BINS: tl.constexpr):
-    """Returns a row's tokens of each part and bin, how many tokens top_k leaves, and the mass of those min_p keeps.
+    """Returns a row's token counts by part and bin, masses by bin, the number of tokens in top_k, and min_p's mass.
 
-    The mass is -1 if top_k leaves fewer tokens than min_p.
+    The mass is -1 if top_k keeps fewer tokens than min_p.
     """
     part, bin = tl.arange(0, PARTS), tl.arange(0, BINS)
     at, inside = part[:, None] * BINS + bin[None, :], (part < num_parts)[:, None]
@@ -145,7 +145,7 @@ def gather_likely(
     PARTS: tl.constexpr,
     BINS: tl.constexpr,
 ):
-    """Each program copies the likely ones among PART tokens of one row."""
+    """Each program copies the likely tokens among PART tokens of one row."""
     own_row = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + own_row)
     top = tl.load(best + row).to(tl.float64)
@@ -180,7 +180,7 @@ def gather_likely(
 
 @triton.jit
 def _sums_above(values, num_values, key, top, inverse_temperature, BLOCK: tl.constexpr):
-    """Returns the number and the mass of the tokens above a key, and the mass of one that has it."""
+    """Returns the number and the mass of the tokens above a key, and the mass of one token with the key."""
     num = tl.zeros((BLOCK,), dtype=tl.int32)
     mass = tl.zeros((BLOCK,), dtype=tl.int64)
     each = tl.zeros((BLOCK,), dtype=tl.int64)
@@ -199,7 +199,9 @@ def _sums_above(values, num_values, key, top, inverse_temperature, BLOCK: tl.con
 def _worst_key(
     values, num_values, goal, is_mass, top, inverse_temperature, BLOCK: tl.constexpr, SECTIONS: tl.constexpr
 ):
-    """Returns the largest key such that the tokens from it on are `goal` tokens or, if `is_mass`, have that mass."""
+    """Returns the largest key such that the tokens with at least this key number `goal` or, if `is_mass`, have that
+    mass.
+    """
     least = tl.full((BLOCK,), NO_KEY, dtype=tl.int32)
     for start in range(0, num_values, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -227,7 +229,9 @@ def _worst_key(
 
 @triton.jit
 def _cut(values, num_values, goal, is_mass, top, inverse_temperature, BLOCK: tl.constexpr, SECTIONS: tl.constexpr):
-    """Returns the worst kept key, the number of tokens above it, how many that have it are kept, and the kept mass."""
+    """Returns the lowest kept key, the number of tokens above it, how many tokens with it are kept, and the
+    kept mass.
+    """
     key = _worst_key(values, num_values, goal, is_mass, top, inverse_temperature, BLOCK, SECTIONS)
     num_above, mass_above, each = _sums_above(values, num_values, key, top, inverse_temperature, BLOCK)
     by_mass = goal - mass_above + each - 1
@@ -239,7 +243,7 @@ def _cut(values, num_values, goal, is_mass, top, inverse_temperature, BLOCK: tl.
 
 @triton.jit
 def _at_mass(values, num_values, key, num_equal, target, top, inverse_temperature, BLOCK: tl.constexpr):
-    """Returns the place of the kept token at which the sum of masses, in order, exceeds `target`."""
+    """Returns the index of the kept token at which the sum of masses, in order, exceeds `target`."""
     start = num_values - num_values
     num_seen, place = start, start
     before = target - target
@@ -276,7 +280,7 @@ def choose_among(
     token_ids,
     nums_likely,
     chosen,  # [num_rows] int64, out
-    worst,  # [num_rows] float32, out: the worst logit that is kept
+    worst,  # [num_rows] float32, out: the lowest kept logit
     nums_kept,  # [num_rows] int32, out
     num_parts,
     VOCAB_SIZE: tl.constexpr,

@@ -1,6 +1,6 @@
 """Draws with top_k and top_p on the device, in three launches. Knows nothing of requests; never waits for the device.
 
-The tokens kept and the token drawn equal those of `sampling.draw` to the bit.
+The tokens kept and the token drawn equal exactly those of `token_draw.draw`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pd_cluster.model.kernels.cuda.elementwise_kernels import DTYPES
 from pd_cluster.model.kernels.cuda.sampling import draw_kernels as kernels
 from pd_cluster.model.kernels.fixed_point import MAX_VOCAB_SIZE
 
-BINS = 8  # of draw_kernels.OCTAVES each; the last one has all the rest
-PART, BLOCK = 4096, 256  # tokens of a program, and at once, where each bin has sums of its own
-GATHERED = 1024  # tokens at once that are copied, or searched among the likely ones
-SECTIONS = 4  # in which one pass of the search divides what is left
+BINS = 8  # of draw_kernels.OCTAVES each; the last bin holds the rest
+PART, BLOCK = 4096, 256  # tokens of a program, and tokens at once, with separate sums for each bin
+GATHERED = 1024  # tokens copied, or searched among the likely ones, at once
+SECTIONS = 4  # that one pass of the search divides the remaining range into
 
 
 class DrawnTokens(NamedTuple):
     """One entry for each drawn row."""
 
     token_ids: torch.Tensor  # int64
-    worst: torch.Tensor  # float32: the worst logit that top_k and top_p keep
-    nums_kept: torch.Tensor  # int32: tokens kept; of several that equal the worst one, those of the lowest ids
+    worst: torch.Tensor  # float32: the lowest logit that top_k and top_p keep
+    nums_kept: torch.Tensor  # int32: tokens kept; of several with the lowest logit, those with the lowest ids
 
 
 def draw_rows(
@@ -36,9 +36,9 @@ def draw_rows(
     best_ids: torch.Tensor,
     knobs: Mapping[str, torch.Tensor],
 ) -> DrawnTokens:
-    """Draws from some `rows` [num_rows] int64 of logits [all rows, vocab_size]; takes 8 bytes for each number in them.
+    """Draws from `rows` [num_rows] int64 of logits [all rows, vocab_size]; takes 8 bytes per logit in them.
 
-    `best` and `best_ids` [all rows] are those of `argmax_rows`; `knobs` has the fields of `sampling.draw.Knobs`, each
+    `best` and `best_ids` [all rows] are those of `argmax_rows`; `knobs` has the fields of DrawParameters, each
     [num_rows]. A row without candidates gets its best id.
     """
     num_rows, vocab_size = len(rows), logits.shape[1]

@@ -1,8 +1,8 @@
-"""Triton kernels of a short causal convolution over each channel, from the last inputs that a state holds.
+"""Triton kernels of a short causal convolution over each channel, starting from the last inputs in a state.
 
-A number's sum begins with its bias and adds the oldest input first, wherever a step begins (native/convolution.h). A
-convolution has up to three parts of heads, each with a plane of its own; a tile of channels is of one part. `segments`
-and `starts`: see states_kernels.py. Knows nothing of launch sizes: see triton_states.py.
+A sum starts with its bias and adds the oldest input first, wherever a step begins (native/convolution.h). A convolution
+has up to three parts of heads, each with its own plane; a tile of channels belongs to one part. `segments` and
+`starts`: see states_kernels.py. Knows nothing of launch sizes: see triton_states.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pd_cluster.model.kernels.cuda.states.states_kernels import logistic
 
 @triton.jit
 def part_of(tile, first, second, third, TILES_1: tl.constexpr, TILES_2: tl.constexpr):
-    """Returns the one of three values that belongs to a tile of channels: the second begins at TILES_1, …"""
+    """Returns the value for the part that contains a tile of channels: the second part begins at TILES_1, …"""
     found = first
     if tile >= TILES_1:
         found = second
@@ -38,7 +38,9 @@ def channels_of(
     NUM_KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Returns a tile's channels, which are there, where a block has their first kept input, and the way to the next."""
+    """Returns a tile's channels, a mask of valid ones, their first kept inputs in a block, and the stride to
+    the next.
+    """
     in_2 = (tile >= TILES_1).to(tl.int32)
     in_3 = (tile >= TILES_2).to(tl.int32)
     width = WIDTH_1 + in_2 * (WIDTH_2 - WIDTH_1) + in_3 * (WIDTH_3 - WIDTH_2)
@@ -54,9 +56,9 @@ def channels_of(
 def convolve_rows(
     x,  # [num_rows, NUM_CHANNELS], strided
     out,  # [num_rows, NUM_CHANNELS]
-    weight,  # [NUM_KEPT + 1, NUM_CHANNELS] float32, that of the oldest input first
+    weight,  # [NUM_KEPT + 1, NUM_CHANNELS] float32; the first row is for the oldest input
     bias,  # [NUM_CHANNELS] float32
-    kept_1,  # planes of the parts' last inputs; of fewer than three parts, the last one's again
+    kept_1,  # planes of the parts' last inputs; with fewer than three parts the last plane is repeated
     kept_2,
     kept_3,
     row_places,  # [num_rows, 2] int32: the first row of a row's sequence, and its block
@@ -80,9 +82,9 @@ def convolve_rows(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (tiles of ROWS rows, tiles of channels of all parts). A sum begins with its bias; the oldest input is next.
+    """Grid: (tiles of ROWS rows, tiles of channels of all parts). A sum starts with its bias and the oldest input.
 
-    Kept inputs are only read here: `keep_inputs` follows.
+    Kept inputs are only read here: `keep_inputs` runs after this kernel.
     """
     tile = tl.program_id(1)
     channel, is_channel, place, width = channels_of(
@@ -153,9 +155,9 @@ def keep_inputs(
     KEPT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid: (num_sequences, tiles of channels of all parts): keeps the last inputs before each segment's end.
+    """Grid: (num_sequences, tiles of channels of all parts). Keeps the last inputs before each segment's end.
 
-    KEPT is NUM_KEPT, rounded up. Copies come first, since they need what the block has kept so far.
+    KEPT is NUM_KEPT, rounded up. Checkpoints are written first, because they need the block's earlier inputs.
     """
     tile = tl.program_id(1)
     channel, is_channel, place, width = channels_of(
@@ -180,5 +182,5 @@ def keep_inputs(
     value = last_inputs(
         x, kept, first, stop, block, x_stride, stride, channel, is_channel, place, width, NUM_KEPT, KEPT
     )
-    tl.debug_barrier()  # other threads read what this one overwrites
+    tl.debug_barrier()  # other threads read what this thread overwrites
     tl.store(kept + block * stride + own, value, mask=is_there)

@@ -1,10 +1,10 @@
-"""Triton kernels of recurrent layers: the gated delta rule, Mamba-2, and the norm behind them.
+"""Triton kernels of recurrent layers: the gated delta rule, Mamba-2, and the norm after them.
 
-The tokens of a sequence are taken one after the other through a state in registers, all in float32, and no product is
-by tensor cores: a row's bits depend neither on where steps begin nor on the rows beside it. The formulas are those of
-the kernels in C (native/gated_delta.h, mamba2.h). Knows nothing of launch sizes: see triton_states.py.
+The tokens of a sequence update a state in registers one by one, all in float32, and no product uses tensor cores: a
+row's bits depend neither on where steps begin nor on other rows. The formulas are those of the C kernels
+(native/gated_delta.h, mamba2.h). Knows nothing of launch sizes: see triton_states.py.
 
-`segments` [num_segments, 4] int32 is the table of inputs/state_rows.py; `starts` [num_sequences + 1] int32 tells the
+`segments` [num_segments, 4] int32 is the table of inputs/state_rows.py; `starts` [num_sequences + 1] int32 has the
 first segment of each sequence. A block of a plane is [num_heads, …], contiguous.
 """
 
@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 def logistic(x):
-    """Returns 1 / (1 + exp(-x)); exponents are limited so that none overflows."""
+    """Returns 1 / (1 + exp(-x)); exponents are clamped so that none overflows."""
     return 1.0 / (1.0 + tl.exp(tl.minimum(-x, 87.0)))
 
 
@@ -24,7 +24,7 @@ def logistic(x):
 def softplus(x):
     """Returns log(1 + exp(x)) = max(x, 0) + log(1 + y), y = exp(-|x|); the logarithm is 2 artanh(y / (2 + y)).
 
-    Its series keeps the digits of small y, which a sum with 1 would lose: long sequences need them.
+    Its series keeps the digits of small y, which adding 1 would lose: long sequences need them.
     """
     y = tl.exp(-tl.abs(x))
     s = y / (y + 2.0)
@@ -50,7 +50,7 @@ def delta_rule(
     qkv,  # [num_rows, queries, keys and values of all heads] float32
     decays,  # [num_rows, NUM_HEADS], or [num_rows, NUM_HEADS * KEY_WIDTH], strided; before softplus, without bias
     betas,  # [num_rows, NUM_HEADS], strided; before their sigmoid
-    decay_bias,  # as one row of decays, float32
+    decay_bias,  # like one row of decays, float32
     rates,  # [NUM_HEADS] float32
     out,  # [num_rows, NUM_HEADS * VALUE_WIDTH]
     state,  # [num_blocks][NUM_HEADS][KEY_WIDTH][VALUE_WIDTH] float32
@@ -64,7 +64,7 @@ def delta_rule(
     KEY_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     HAS_CHANNEL_DECAYS: tl.constexpr,
-    SCALE: tl.constexpr,  # of queries
+    SCALE: tl.constexpr,  # for queries
     KEYS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
@@ -115,7 +115,7 @@ def delta_rule(
 def mamba_scan(
     xbc,  # [num_rows, x of all heads, B and C of all groups] float32
     steps,  # [num_rows, NUM_HEADS], strided; before softplus, without bias
-    step_bias,  # [NUM_HEADS] float32; likewise the next two
+    step_bias,  # [NUM_HEADS] float32, like the next two
     rates,
     skips,
     out,  # [num_rows, NUM_HEADS * HEAD_WIDTH]
@@ -170,19 +170,21 @@ def mamba_scan(
 @triton.jit(do_not_specialize=["gate_stride"])
 def gated_norm(
     x,  # [num_rows, features] float32
-    gate,  # as x, strided
+    gate,  # like x, strided
     weight,  # [WIDTH] or [features] float32
-    out,  # as x
+    out,  # like x
     gate_stride,
     eps,
     NUM_GROUPS: tl.constexpr,
     WIDTH: tl.constexpr,
-    HAS_WEIGHT: tl.constexpr,  # otherwise nothing is normed
-    WEIGHT_STRIDE: tl.constexpr,  # from group to group
-    GATE: tl.constexpr,  # a number of native.recurrences.GATES
+    HAS_WEIGHT: tl.constexpr,  # otherwise there is no norm
+    WEIGHT_STRIDE: tl.constexpr,  # between groups
+    GATE: tl.constexpr,  # index in native.recurrences.GATES
     BLOCK: tl.constexpr,
 ):
-    """Grid: (num_rows, NUM_GROUPS). Norms a group of features by its root mean square; the gate is before or after."""
+    """Grid: (num_rows, NUM_GROUPS). Norms a group of features by its root mean square; applies the gate before
+    or after.
+    """
     row, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)
     is_there = at < WIDTH

@@ -1,7 +1,7 @@
 """One recurrent layer in Triton, between its projections: see states_kernels.py. Nothing here waits for the device.
 
-Launch sizes follow from the layer's shape and from how many sequences and rows a step has; what a program computes does
-not. Sums are in float32 and states stay so; inputs may have 16 bits, and what is returned has their dtype.
+Launch sizes depend on the layer's shape and on the step's numbers of sequences and rows; a program's results do not.
+Sums and states are float32; inputs may have 16 bits, and results have their dtype.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from pd_cluster.model.kernels.cuda.states import states_kernels as kernels
 from pd_cluster.model.layers.states.recurrent_kernels import StateShape
 from pd_cluster.native.recurrence_values import GATES, Convolution, GatedDelta, GatedNorm, Mamba2, StateInputs
 
-KERNELS = range(2, 17)  # of a convolution
+KERNELS = range(2, 17)  # kernel sizes of a convolution
 MOST_WIDTH = 256  # of a key, or of B and C
 MOST_PARTS = 3  # of a convolution
 CONV_ROWS, CONV_CHANNELS = 4, 256  # of a program
-STATE_NUMBERS = 2048  # of a program of one warp, which keeps them in registers
+STATE_NUMBERS = 2048  # values of a program with one warp, which keeps them in registers
 MOST_NORMED = 32768  # features of a norm
 
 
 def takes(shape: StateShape) -> bool:
-    """Whether the kernels compute such a layer."""
+    """Whether the kernels support such a layer."""
     return shape.kernel_size in KERNELS and shape.width <= MOST_WIDTH and shape.num_parts <= MOST_PARTS
 
 
@@ -43,7 +43,7 @@ class StateSlots(NamedTuple):
 
     @classmethod
     def of(cls, rows: StateRows) -> StateSlots:
-        """Returns those of a step, which its first layer makes."""
+        """Returns the slots of a step; its first layer makes them."""
         if not isinstance(rows.kernel_state, cls):
             table = rows.table
             is_first = np.append(True, table[1:, 2] != table[:-1, 2])
@@ -57,7 +57,7 @@ class StateSlots(NamedTuple):
 
 
 class TritonStates:
-    """A `RecurrentKernel`. Its weights are copies in float32."""
+    """A `RecurrentKernel`. Its weights are float32 copies."""
 
     def __init__(self, convolution: Convolution, recurrence: GatedDelta | Mamba2 | None) -> None:
         num_channels, kernel_size = convolution.weight.shape
@@ -67,7 +67,7 @@ class TritonStates:
         parts = convolution.parts
         assert sum(part.num_heads * part.channels for part in parts) == num_channels
         tiles = np.cumsum([triton.cdiv(part.num_heads * part.channels, CONV_CHANNELS) for part in parts]).tolist()
-        tiles += [tiles[-1]] * (MOST_PARTS - len(parts))  # the tiles of parts that are not there are never reached
+        tiles += [tiles[-1]] * (MOST_PARTS - len(parts))  # the tiles of missing parts are never reached
         parts = (*parts, *[parts[-1]] * (MOST_PARTS - len(parts)))
         self._num_tiles = tiles[-1]
         self._parts: dict[str, Any] = {"TILES_1": tiles[0], "TILES_2": tiles[1], "NUM_KEPT": self._num_kept}
@@ -214,10 +214,10 @@ class TritonStates:
 
 
 def _columns(recurrence: GatedDelta | Mamba2) -> int:
-    """Counts the numbers of a state for each feature."""
+    """Returns the number of state values per feature."""
     return recurrence.key_width if isinstance(recurrence, GatedDelta) else recurrence.state_size
 
 
 def _own(tensor: torch.Tensor | None) -> Any:
-    """Returns a copy in float32, contiguous; None of None."""
+    """Returns a contiguous float32 copy, or None for None."""
     return None if tensor is None else tensor.detach().float().contiguous().clone()

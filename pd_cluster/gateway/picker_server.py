@@ -1,4 +1,4 @@
-"""The picker's gRPC server: Envoy's external processor, and gRPC's health service. The only module that knows grpc."""
+"""The picker's gRPC server: Envoy's external processor, and gRPC's health service. No other module imports grpc."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ LIVENESS, READINESS = "liveness", "readiness"
 
 
 class Listening(NamedTuple):
-    """Without a certificate, no TLS."""
+    """The address to listen at. Without a certificate, TLS is off."""
 
     host: str
     port: int
     certificate: Certificate | None = None
 
     def add_to(self, server: grpc.aio.Server) -> int:
-        """Returns the port. Raises ConfigError for one that cannot be bound."""
+        """Adds the port and returns it. Raises ConfigError if it cannot be bound."""
         where = f"{bracketed(self.host)}:{self.port}"
         try:
             if self.certificate is None:
@@ -62,7 +62,7 @@ def _credentials(certificate: Certificate) -> grpc.ServerCredentials:
 
 
 class Picker:
-    """Answers every stream by its own `Exchange`. `handlers`: of the two services."""
+    """Answers each stream with its own `Exchange`. `handlers`: those of the two services."""
 
     def __init__(self, choice: Choice) -> None:
         self._choice = choice
@@ -116,20 +116,20 @@ class Picker:
         try:
             told, is_last = -1, False
             while not is_last:
-                is_last = self.is_ending  # before its status is sent: the end may come meanwhile
+                is_last = self.is_ending  # read before its status is sent: the picker may begin to end in between
                 if (status := self._status(request.service)) != told:
                     told = status
                     yield HealthCheckResponse(status=status)
-                if not is_last:  # the drain is for streams of requests
+                if not is_last:  # the drain waits only for streams of requests
                     await asyncio.sleep(WATCH_S)
         finally:
             self._num_watches -= 1
 
 
 async def serve(watch: SchedulerWatch, choice: Choice, listening: Listening, drain_s: float) -> None:
-    """Serves until SIGTERM or SIGINT, then for at most `drain_s` more, or until a second one.
+    """Serves until SIGTERM or SIGINT, then for at most `drain_s` more, or until a second signal.
 
-    Raises ConfigError for a port it cannot bind, and at once what ends the watch.
+    Raises ConfigError for a port it cannot bind, and re-raises at once an error that ends the watch.
     """
     picker = Picker(choice)
     server = grpc.aio.server(
@@ -150,11 +150,11 @@ async def serve(watch: SchedulerWatch, choice: Choice, listening: Listening, dra
     await server.stop(None)
     looking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await looking  # raises its error
+        await looking  # re-raises its error
 
 
 async def _over_or_told(task: asyncio.Task[Any], signals: asyncio.Semaphore) -> None:
-    """Waits for the task's end or a signal, and leaves a signal that comes later to the next who waits."""
+    """Waits for the task's end or a signal; a later signal is left for the next waiter."""
     told = asyncio.create_task(signals.acquire())
     await asyncio.wait((task, told), return_when=asyncio.FIRST_COMPLETED)
     told.cancel()

@@ -136,7 +136,7 @@ def test_leave_and_come_back(cluster: Elastic, stream: SteadyStream) -> None:
 
 
 def test_what_is_refused(cluster: Elastic) -> None:
-    assert "does not take this token" in cluster.refuses("drain", "decode-0", env={})
+    assert "refuses this token" in cluster.refuses("drain", "decode-0", env={})
     moved = cluster.refuses("drain", "decode-0", "--secret-file=cluster.secret")
     assert moved.startswith("--secret-file: the admin token is a file of its own; give --admin-token-file FILE")
     assert cluster.refuses("drain", "decode-7").endswith("there are prefill-0, prefill-1, decode-0, decode-1")

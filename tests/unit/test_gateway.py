@@ -393,7 +393,7 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(
             await answers(old)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         os.kill(os.getpid(), signal.SIGTERM)
-    assert "TLS goes on with the files as they were before" in caplog.text
+    assert "TLS continues with the earlier files" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -404,7 +404,10 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(
         (["--schedulers", "a:9000,"], "--schedulers '': expected HOST:PORT"),
         (["--schedulers", "a:1", "--ssl-certfile", "x"], "--ssl-certfile and --ssl-keyfile"),
         (["--schedulers", "a:1", "--metrics-key", "clé"], "--metrics-key: keys have printable ASCII characters only"),
-        (["--schedulers", "a:1", f"--ssl-certfile={__file__}", f"--ssl-keyfile={__file__}"], f"{__file__}: no PEM of"),
+        (
+            ["--schedulers", "a:1", f"--ssl-certfile={__file__}", f"--ssl-keyfile={__file__}"],
+            f"{__file__}: not a PEM file of",
+        ),
     ],
 )
 def test_wrong_flags_are_named(flags: list[str], told: str) -> None:

@@ -164,7 +164,7 @@ async def test_what_does_not_resolve_is_told_once_and_ends_nothing(
     for _ in range(3):
         assert await looked.endpoints() == []
     ours = [each.message for each in caplog.records if each.name.startswith("pd_cluster.")]
-    assert ours == [f"{host}:9000: it does not resolve"]
+    assert ours == [f"{host}:9000: cannot be resolved"]
 
 
 async def test_a_thread_that_cannot_begin_is_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:

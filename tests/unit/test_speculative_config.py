@@ -181,7 +181,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (["--speculative-draft-model-path=m"], "give --speculative-config, whose keys about a draft model"),
     (["--speculative-algorithm", "NGRAM"], "give --speculative-config"),
     (["--speculative-num-draft-tokens=4"], "give --speculative-config"),
-    (["--spec-decoding-acceptance-method=typical_acceptance_sampler"], "only the token that would have been drawn is accepted"),
+    (
+        ["--spec-decoding-acceptance-method=typical_acceptance_sampler"],
+        "only the token that would have been drawn is accepted",
+    ),
 ]
 
 

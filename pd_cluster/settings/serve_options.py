@@ -54,7 +54,7 @@ GROUPS: tuple[type[msgspec.Struct], ...] = (
 )
 
 
-# The settings that most deployments need, which `serve --help` shows; --help-all shows the others, too.
+# Settings that most deployments need, which `serve --help` shows; --help-all shows all.
 USUAL = frozenset(
     {
         *("model", "host", "port", "served_model_name", "role", "join", "device", "tensor_parallel_size"),
@@ -84,14 +84,14 @@ def _of_panel(panel: Panel) -> list[Declared]:
     return placed
 
 
-# The variables that hold keys: anybody on a machine can read a command line.
+# The variables that hold keys, which must not be on a command line, where any user of the host can read them.
 SECRET_VARIABLES = tuple(
     variable for each in settings().values() if each.setting.is_secret for variable in each.variables
 )
 
 
 def without_keys(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment for processes that check no keys: all except those that serve the public port."""
+    """Returns an environment without keys, for processes that check none: all except those at the public port."""
     return {name: value for name, value in env.items() if name not in SECRET_VARIABLES}
 
 
@@ -106,7 +106,7 @@ class ServeOptions(Mapping[str, Any]):
 
     @classmethod
     def typed(cls, given: Mapping[str, Any]) -> ServeOptions:
-        """Reads values that no command line has parsed. Raises ConfigError for one of another type."""
+        """Reads values that were not parsed from a command line. Raises ConfigError for a value of the wrong type."""
         return cls(**{name: _typed(settings()[name], value) for name, value in given.items()})
 
     def __getitem__(self, name: str) -> Any:
@@ -125,11 +125,15 @@ class ServeOptions(Mapping[str, Any]):
         return f"ServeOptions({', '.join(each for each in shown if each.partition('=')[0] not in hidden)})"
 
     def read(self, group: type[T], **own: Any) -> T:
-        """Returns the group's struct; `own` sets fields that are not settings, or overrides. Raises ConfigError."""
+        """Returns the group's struct; `own` sets fields that are not settings, or overrides settings. Raises
+        ConfigError.
+        """
         return read(group, self, **own)
 
     def check(self) -> None:
-        """Checks every value as far as no file of this host is needed, whatever the role. Raises ConfigError."""
+        """Checks every value, whatever the role, as far as this is possible without this host's files. Raises
+        ConfigError.
+        """
         for group in GROUPS:
             if group is not EngineConfig and group is not Tls:
                 self.read(group)
@@ -152,7 +156,7 @@ class ServeOptions(Mapping[str, Any]):
         )
 
     def remarks(self) -> list[str]:
-        """Returns warnings of given values without effect. Raises ConfigError."""
+        """Returns warnings about given values that have no effect. Raises ConfigError."""
         return self.read(SpeculationFlags).remarks()
 
     def routing(self, policies: Collection[str]) -> RoutingConfig:
@@ -190,7 +194,7 @@ class ServeOptions(Mapping[str, Any]):
         return given.with_tenants(source, keys, has_origins=self["allowed_origins"] is not None)
 
     def chat(self, has_files: bool = True) -> ChatConfig:
-        """Leaves the template as given: text/template_source.py reads it. Raises ConfigError.
+        """Returns the template as given: text/template_source.py reads it. Raises ConfigError.
 
         `has_files`: --tool-parser-plugin, whose formats may have any name, is on this host.
         """
@@ -206,7 +210,7 @@ class ServeOptions(Mapping[str, Any]):
             if parser and chat.reasoning_parser not in ("", parser):
                 both = f"{called('reasoning_parser')} {chat.reasoning_parser}"
                 raise ConfigError(
-                    f"{called(name)}: reasoning_parser {parser!r} is not that of {both}; give one of them"
+                    f"{called(name)}: reasoning_parser {parser!r} differs from {both}; give only one of them"
                 )
             chat = msgspec.structs.replace(chat, reasoning_parser=parser or chat.reasoning_parser)
         assurances.check_parsers(chat)

@@ -365,7 +365,7 @@ def test_sigterm_drains_a_worker(cluster: LiveCluster, model: Path, expected: li
     assert begun[0] + rest == expected
     assert cluster.await_exit(victim) == 0
     assert num_replays(cluster) == before
-    said = f"{victim} is unreachable: it stopped, as it had said: "
+    said = f"{victim} is unreachable: it stopped as announced: "
     cluster.wait_until("the scheduler says so", lambda: said in cluster.log_file("scheduler").read_text())
 
 

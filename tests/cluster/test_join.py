@@ -173,7 +173,7 @@ def test_one_line_for_each_worker_that_may_not_join(cluster: Joined, model: Path
     namesake = cluster.worker("decode", "namesake", f"--instance-name={taken}")
     assert f"--instance-name {taken}: the decode instance at 127.0.0.1:" in cluster.refusal_of(namesake)
     unreachable = cluster.refusal_of(cluster.worker("decode", "elsewhere", "--advertise-host=127.0.0.2"))
-    assert "the scheduler does not reach it: nobody answers at 127.0.0.2:" in unreachable
+    assert "the scheduler cannot reach it: no process answers at 127.0.0.2:" in unreachable
 
     assert epochs(cluster) == before, "nobody else is disturbed"
     is_exact(cluster, model, 5)

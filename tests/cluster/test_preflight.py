@@ -64,8 +64,8 @@ def test_a_table_of_npus_on_a_machine_without(tmp_path: Path, monkeypatch: pytes
     assert done.returncode == 1, done.stdout + done.stderr
     errors = [line for line in done.stdout.splitlines() if line.startswith("error")]
     assert len(errors) == 2
-    assert "hccn_tool: NPU 0, NPU 1: cannot be asked" in errors[0]
-    assert "rank 0 of prefill-0: its table has NPUs, and torch would use the cpu here" in errors[1]
+    assert "hccn_tool: NPU 0, NPU 1: cannot be queried" in errors[0]
+    assert "rank 0 of prefill-0: its table has NPUs, but torch would use the cpu here" in errors[1]
 
 
 def test_wrong_content_is_found(one_pair: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_wrong_content_is_found(one_pair: Place, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(pair_probes, "_begin", begin_and_forget)
     (finding,) = check(one_pair)
-    assert finding.text == "no KV blocks came through: block 0 of 64 arrived with another content"
+    assert finding.text == "no KV blocks arrived: block 0 of 64 arrived with another content"
     assert is_wrong([finding])
 
 

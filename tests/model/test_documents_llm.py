@@ -293,7 +293,9 @@ def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, ca
 
 @pytest.mark.parametrize("kind", ["cuda", "npu"])
 def test_cpu_offload_gb_is_refused_on_accelerators(kind: DeviceKind) -> None:
-    with pytest.raises(ConfigError, match="--cpu-offload-gb 2: weights stay on the device; leave it out, and give"):
+    with pytest.raises(
+        ConfigError, match="--cpu-offload-gb 2: weights are always on the device; leave it out, and give"
+    ):
         check_offload(2, Device(kind))
 
 

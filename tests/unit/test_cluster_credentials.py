@@ -282,4 +282,4 @@ def test_derived_and_read_do_not_mix(tmp_path: Path) -> None:
     here = place(gen(tmp_path))
     for changes in ({"secret": "file"}, {"scheduler_key": "file"}):
         said = fault(lambda changes=changes: credentials_of(here, replace(DERIVED, **changes)))  # type: ignore[misc]
-        assert "not with --derive-secret" in said
+        assert "cannot be combined with --derive-secret" in said

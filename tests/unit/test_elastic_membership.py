@@ -209,7 +209,7 @@ def test_the_last_of_a_role_stays_unless_forced(command: str) -> None:
     ask(force=True)
     assert not world["prefill-0"].takes_requests
     prefill, decode = least_loaded(world.membership.instances, RoutingRequest(Prompt(RequestSpec([1], Sampling()))))
-    assert (prefill.name, prefill) == ("decode-0", decode), "one instance alone serves"
+    assert (prefill.name, prefill) == ("decode-0", decode), "a single instance serve"
 
 
 # ---- leave and join

@@ -403,7 +403,10 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(
         (["--schedulers", "https://a:9000"], "--schedulers 'https://a:9000': expected HOST:PORT"),
         (["--schedulers", "a:9000,"], "--schedulers '': expected HOST:PORT"),
         (["--schedulers", "a:1", "--ssl-certfile", "x"], "--ssl-certfile and --ssl-keyfile"),
-        (["--schedulers", "a:1", "--metrics-key", "clé"], "--metrics-key: keys have printable ASCII characters only"),
+        (
+            ["--schedulers", "a:1", "--metrics-key", "clé"],
+            "--metrics-key: keys may contain only printable ASCII characters",
+        ),
         (
             ["--schedulers", "a:1", f"--ssl-certfile={__file__}", f"--ssl-keyfile={__file__}"],
             f"{__file__}: not a PEM file of",

@@ -189,7 +189,7 @@ def test_a_record_that_is_none_is_an_error_that_names_it(api: Api, written: str)
 
 def test_what_the_api_server_refuses_is_told_in_one_line(api: Api) -> None:
     one = api.client()
-    for rights, told in ((None, "does not know this pod's service account"), ({"create"}, "give it a Role")):
+    for rights, told in ((None, "does not accept this pod's service account"), ({"create"}, "give it a Role")):
         api.leases.rights.clear()
         if rights is not None:
             api.leases.rights["pod"] = rights
@@ -223,7 +223,7 @@ def test_an_answer_that_is_none(api: Api, answer: tuple[int, bytes], told: str) 
 
 
 def test_a_question_has_one_deadline_from_the_connection_to_the_last_byte(api: Api) -> None:
-    one, late = api.holding(timeout_s=0.3), r"http://127\.0\.0\.1:\d+: no whole answer within 0\.3 s"
+    one, late = api.holding(timeout_s=0.3), r"http://127\.0\.0\.1:\d+: no complete answer within 0\.3 s"
     api.leases.drip_s = 0.05  # each byte comes in time, and all of them take seconds
     with pytest.raises(LeaseUnavailable, match=late):
         one.read()
@@ -235,7 +235,7 @@ def test_a_question_has_one_deadline_from_the_connection_to_the_last_byte(api: A
     assert one.read() == record(2), "over a new connection; only the answer was missing"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"https://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(LeaseUnavailable, match=r"no whole answer within 0\.3 s"):
+        with pytest.raises(LeaseUnavailable, match=r"no complete answer within 0\.3 s"):
             api.client(0.3, url).read()
 
 

@@ -96,7 +96,7 @@ async def test_ready_is_who_is_ready_for_the_scheduler_and_connected_here() -> N
     assert world.lost == []
 
 
-@pytest.mark.parametrize(("is_draining", "said"), [(True, "it stopped, as it had said: cut"), (False, "cut")])
+@pytest.mark.parametrize(("is_draining", "said"), [(True, "it stopped as announced: cut"), (False, "cut")])
 async def test_a_lost_connection_is_tried_again_while_the_scheduler_sees_the_instance(
     is_draining: bool, said: str
 ) -> None:

@@ -241,7 +241,7 @@ def test_a_worker_does_not_start_with_a_key_that_its_own_list_refuses(world: Wor
     assert (found.node_key_file, found.trusted_nodes) == (str(own), known)
     files = KeyFiles(str(secret), str(key), str(token), trusted_nodes=known)
     assert credentials_of(place_alone("scheduler", "10.0.0.1"), files).trusted_nodes == known
-    assert "a worker needs a key of its own, too" in fault(node_key="")
+    assert "a worker also needs its own key" in fault(node_key="")
     for file, mode in ((own, 0o644), (world.file, 0o666)):
         file.chmod(mode)
         assert f"{file}: mode {mode:04o}, so others can " in fault()

@@ -108,7 +108,7 @@ def test_deaths_returns_roles_and_leaving_are_marks() -> None:
     for epoch in (1, 2):
         lost.info = info_of(lost.name, lost.role, epoch=epoch)
         marks.look(4.0, instances)
-    assert _texts(marks, number + 2) == [("up", lost.name, "is ready again, as another process")]
+    assert _texts(marks, number + 2) == [("up", lost.name, "is ready again, in another process")]
     lost.role = "decode" if lost.role == "prefill" else "prefill"
     marks.look(5.0, instances)
     lost.service = "out"
@@ -130,7 +130,7 @@ def test_what_is_wrong_comes_worst_first() -> None:
     for each in instances:
         each.state = "unreachable"
     found = _problems(world)
-    assert found[0] == ("critical", "no instance takes requests: every request waits, or gets a 503")
+    assert found[0] == ("critical", "no instance takes requests: requests wait, or get a 503")
     assert {text.split()[0] for severity, text in found[1:] if severity == "warning"} == {i.name for i in instances}
     for each in instances:
         each.state = "ready"
@@ -142,7 +142,9 @@ def test_what_is_wrong_comes_worst_first() -> None:
     assert [text for _, text in _problems(world) if "wait for" in text] == [
         f"{prefill.name}: 3 requests wait for states (--max-num-seqs, --state-cache); 97 of 100 are held"
     ]
-    assert any(text.startswith("no KV cache goes from") for _, text in _problems(world)), "links have not been heard of"
+    assert any(text.startswith("no KV cache can be sent from") for _, text in _problems(world)), (
+        "links have not been heard of"
+    )
 
 
 def test_a_cluster_that_was_put_to_sleep_is_no_alarm() -> None:

@@ -67,7 +67,7 @@ def test_only_the_peer_is_admitted_and_only_once() -> None:
     def is_refused(stranger: KeyPair, port: int, server_key: bytes) -> bool:
         other = PayloadSender(stranger)
         try:
-            with pytest.raises(PayloadError, match="did not|refused"):
+            with pytest.raises(PayloadError, match=r"did not|refused"):
                 other.connect(HOST, port, server_key, 1.0)
             return True
         finally:

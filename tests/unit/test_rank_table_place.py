@@ -157,7 +157,7 @@ def test_ports_from_a_file(place: Place, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1 ports"):
         node_ports(env, place)
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="it is no text"):
+    with pytest.raises(ConfigError, match="it is not text"):
         node_ports(env, place)
 
 

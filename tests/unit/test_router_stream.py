@@ -152,7 +152,7 @@ async def test_what_would_be_too_late_is_refused_before_anything_is_sent() -> No
     for prefill in world.instances[:2]:
         prefill.load = prefill.load.at_rates(prefill_tokens_per_s=100.0)
         prefill.outstanding_tokens = 400
-    with pytest.raises(Overloaded, match="first token would come after 4 s, and 1 s are promised") as caught:
+    with pytest.raises(Overloaded, match="first token would come after 4 s, and the objective is 1 s") as caught:
         await anext(world.serve())
     assert (world.mailbox.sent, world.router.num_streams) == ([], 0)
     answer = error_response(caught.value, "/v1/completions")

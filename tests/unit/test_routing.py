@@ -288,7 +288,7 @@ def test_a_transfer_takes_as_long_as_its_slowest_lane() -> None:
 
 def test_what_would_come_too_late_is_refused_with_the_time_to_wait() -> None:
     p0, d0 = instance("prefill-0", ahead=4500, prefill_tokens_per_s=1000.0), instance("decode-0")
-    with pytest.raises(Overloaded, match=r"after 5\.5 s, and 2 s are promised") as caught:
+    with pytest.raises(Overloaded, match=r"after 5\.5 s, and the objective is 2 s") as caught:
         check_goals(Goals(ttft_s=2.0), [p0, d0], (p0, d0), 1000)
     assert caught.value.retry_after_s == 4
     check_goals(Goals(), [p0, d0], (p0, d0), 10**9)
@@ -305,7 +305,7 @@ def test_decode_instances_that_are_too_slow_are_passed_over() -> None:
     goals = Goals(tpot_s=0.05)
     assert within_tpot(goals, [p0, d0, d1, d2]) == [p0, d1, d2]
     assert within_tpot(goals, [p0, d0]) == [p0, d0]
-    with pytest.raises(Overloaded, match="200 ms now, and 50 ms are promised"):
+    with pytest.raises(Overloaded, match="200 ms now, and the objective is 50 ms"):
         check_goals(goals, [p0, d0], (p0, d0), 1)
     check_goals(goals, [p0, d2], (p0, d2), 1)
     d0.load = msgspec.structs.replace(d0.load.at_rates(decode_step_s=0.09), tokens_per_step=2.0)
@@ -313,5 +313,5 @@ def test_decode_instances_that_are_too_slow_are_passed_over() -> None:
     check_goals(goals, [p0, d0], (p0, d0), 1)
     d0.load = d0.load.at_rates(decode_step_s=0.11)
     assert within_tpot(goals, [p0, d0, d1]) == [p0, d1]
-    with pytest.raises(Overloaded, match="a token takes 55 ms now, and 50 ms are promised"):
+    with pytest.raises(Overloaded, match="a token takes 55 ms now, and the objective is 50 ms"):
         check_goals(goals, [p0, d0], (p0, d0), 1)

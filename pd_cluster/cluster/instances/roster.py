@@ -1,7 +1,7 @@
-"""The instances that this process knows, and their state according to their connections. On the event loop.
+"""The instances that this process knows, with states derived from their connections. On the event loop.
 
-Subclasses decide which instances are listed, and where: the scheduler asks the workers (worker_membership.py), an
-API process receives the list from the scheduler (membership_mirror.py).
+Subclasses decide which instances are listed, and their addresses: the scheduler asks the workers
+(worker_membership.py), an API process receives the list from the scheduler (membership_mirror.py).
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ log = logging.getLogger(__name__)
 
 
 class LegHolder(Protocol):
-    """Has requests at instances, and hears when these must go elsewhere."""
+    """Has requests at instances, and is notified when they must move elsewhere."""
 
     def on_lost(self, instance: Instance, reason: str) -> None:
-        """An open connection to a worker has closed."""
+        """Called when an open connection to a worker has closed."""
 
     def move_on(self, instance: Instance, why: str) -> None:
-        """The instance lives, and is to be emptied."""
+        """Called when a live instance is to be emptied."""
 
 
 class Members(Protocol):
-    """A roster, as far as routing needs it."""
+    """The part of a roster that routing needs."""
 
     instances: list[Instance]
 
@@ -38,7 +38,7 @@ class Members(Protocol):
 
 
 class Connector(Protocol):
-    """The mailbox, as far as a roster needs it."""
+    """The part of the mailbox that a roster needs."""
 
     def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str: ...
     def disconnect(self, conn: str) -> None: ...
@@ -52,10 +52,12 @@ class Roster:
         self._by_conn: dict[str, Instance] = {}
         self._open: set[str] = set()  # connections whose requests may have to move elsewhere
         self._changed = asyncio.Event()
-        self.own_key = ""  # of one of several schedulers, name@epoch: others' work is what workers report of them
+        # name@epoch if this is one of several schedulers: other schedulers' work is the work that workers report of
+        # them
+        self.own_key = ""
 
     def watch(self, follower: LegHolder) -> None:
-        """From now on it hears of losses."""
+        """Adds a follower, which is notified of losses."""
         self._followers.append(follower)
 
     def connect(self, instance: Instance, info: InstanceInfo) -> None:
@@ -92,18 +94,18 @@ class Roster:
             instance.known_blocks.hear(news)
 
     def on_adapter_states(self, conn: str, states: wire.AdapterStates) -> None:
-        """Ignores it: only a membership sends lists of adapters."""
+        """Ignored: only a membership sends lists of adapters."""
 
     def on_stale_order(self, conn: str, term: int) -> None:
-        """Ignores it: only a membership gives orders."""
+        """Ignored: only a membership gives orders."""
 
     def on_closed(self, conn: str, reason: str) -> None:
         instance = self._by_conn.pop(conn, None)
         if instance is None:
             return
-        was_open = conn in self._open  # whatever others reported about the instance meanwhile
+        was_open = conn in self._open  # whatever others reported about the instance in between
         self._open.discard(conn)
-        seen = f"it stopped, as it had said: {reason}" if instance.load.is_draining else reason
+        seen = f"it stopped as announced: {reason}" if instance.load.is_draining else reason
         self.set_state(instance, *self._state_after(instance, seen))
         instance.conn = ""
         instance.load, instance.num_sequences_then = wire.Load(), 0
@@ -117,19 +119,19 @@ class Roster:
             self._has_gone(instance)
 
     def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
-        """Returns the instance's state and its reason, after its connection has closed for this reason."""
+        """Returns the instance's state after its connection closed for this reason, and why."""
         return "unreachable", reason
 
     def _has_come(self, instance: Instance) -> None:
-        """Called when it becomes ready."""
+        """Called when an instance becomes ready."""
 
     def _has_gone(self, instance: Instance) -> None:
-        """Called when it stops being ready, after its requests were notified."""
+        """Called when an instance stops being ready, after the followers were notified."""
 
     # ---- waiting
 
     async def change(self) -> None:
-        """Waits for any news of any worker."""
+        """Waits for any change of any worker."""
         await self._changed.wait()
 
     def wake(self) -> None:

@@ -1,4 +1,4 @@
-"""A process on a device of the rank table, which is one end of trial links. Knows nothing of pairs."""
+"""A process on a device of the rank table, which is one end of a link that is probed. Knows nothing of pairs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import Role
 from ranktable_tools import Server
 
-PAIR_S = 180.0  # the ends' own deadlines come first
+PAIR_S = 180.0  # longer than the ends' own deadlines
 END_S = 5.0
 NUM_LOG_LINES = 3
 

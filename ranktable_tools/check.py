@@ -1,6 +1,6 @@
-"""Finds every fault of a set of tables that is about to serve, its ports, its tensor-parallel size and its units.
+"""Finds every fault of a set of tables before it serves, including ports, tensor-parallel sizes and units.
 
-Reads files only: instances check at their start whether devices and ports exist.
+Reads only files: instances check at their start whether devices and ports exist.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def check(
     given: Given = _NO_PORTS,
     unit_sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Fault]:
-    """Returns all faults, the global table's own first; empty means fine. Never raises RankTableError.
+    """Returns all faults, those of the global table first; empty if there are none. Never raises RankTableError.
 
     `node_ports`: in the environment variable's form (`8088,8089`), or as numbers. `given`: the other ports.
-    `unit_sizes`: instances of each unit, by role.
+    `unit_sizes`: role -> instances per unit.
     """
     try:
         table = parse_global(read_json(global_path), str(actual_path(global_path)))
-    except RankTableError as error:  # nothing more can be judged
+    except RankTableError as error:  # no other check is possible
         return [error.fault]
     faults = [*device_conflicts(entries(table)), *gaps(table)]
     faults += _local_faults(table, local_paths)
@@ -47,10 +47,12 @@ def check(
 
 
 def permission_warnings(paths: Sequence[Path]) -> list[str]:
-    """Returns one line for each file open to more than its owner and its group; `check` reports missing files."""
+    """Returns one line for each file that others than its owner and its group can access; `check` reports missing
+    files.
+    """
     return [
         f"{path}: mode {actual_path(path).stat().st_mode & 0o777:04o}: others can read or write it, and with "
-        f"--derive-secret the cluster's secret follows from it; chmod 600, or 640 for its group"
+        "--derive-secret the cluster's secret is derived from it; chmod 600, or 640 for its group"
         for path in paths
         if os.path.isfile(actual_path(path)) and not is_private(path)
     ]

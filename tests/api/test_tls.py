@@ -132,7 +132,7 @@ def test_up_asks_its_scheduler_over_tls() -> None:
     assert Launch(port=9000).url == "http://127.0.0.1:9000"
     launch = Launch(port=9000, arguments=["--ssl-certfile=c.pem", "--ssl-keyfile", "k.pem"])
     assert (launch.url, launch.admin_url) == ("https://127.0.0.1:9000", "https://127.0.0.1:9001")
-    with pytest.raises(ConfigError, match="--ssl-cert-reqs 2: `up` has no certificate"):
+    with pytest.raises(ConfigError, match="--ssl-cert-reqs 2: `up` has no client certificate"):
         _ = Launch(arguments=["--ssl-certfile=c.pem", "--ssl-cert-reqs", "2"]).url
 
 

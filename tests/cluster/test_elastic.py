@@ -121,7 +121,7 @@ def test_roles_there_and_back(cluster: Elastic, stream: SteadyStream) -> None:
         cluster.await_whole()
     cluster.assert_home()
     assert cluster.roles() == ROLES
-    assert epochs == {each["instance_id"]: each["epoch"] for each in cluster.instances()}, "nobody was started again"
+    assert epochs == {each["instance_id"]: each["epoch"] for each in cluster.instances()}, "nobody was restarted"
 
 
 def test_leave_and_come_back(cluster: Elastic, stream: SteadyStream) -> None:

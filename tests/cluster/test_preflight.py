@@ -97,7 +97,7 @@ def test_a_rank_that_dies_is_named_and_none_remains(one_pair: Place, monkeypatch
     monkeypatch.setattr(pair_probes.RankEndpoint, "ask", dies)
     (finding,) = check(one_pair)
     assert finding.level == "error"
-    assert "its process has ended" in finding.text
+    assert "the process has ended" in finding.text
     assert all(end._process.poll() is not None for end in started)
 
 

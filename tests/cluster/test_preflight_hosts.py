@@ -94,7 +94,7 @@ def test_a_host_without_the_command_is_named_once_waited_for(network: Network, t
     unchecked = [line for line in said if line.startswith("unchecked")]
     assert len(unchecked) == 2, said
     for host, line in zip((HUB, "left"), sorted(unchecked), strict=True):
-        assert f"did not connect {network.addresses[host]} within 3 s" in line
+        assert f"{network.addresses[host]} did not connect within 3 s" in line
 
 
 def test_the_slowest_pair_comes_first() -> None:

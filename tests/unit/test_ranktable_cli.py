@@ -148,7 +148,7 @@ def test_check_knows_the_schedulers_ports_and_the_kernels(
         "warning: NODE_PORTS: [1]: found 50000",
         "warning: --admin-port: found 32768",
     ]
-    assert f"from 32768 to 60999 ({kernel}/ip_local_port_range); choose a port below 32768" in said
+    assert f"uses 32768 to 60999 for these ({kernel}/ip_local_port_range); choose a port below 32768" in said
     (kernel / "ip_local_reserved_ports").unlink()
     assert cli.main(["check", table, "--node-ports", "40000,50000"]) == 0, "what cannot be read warns of nothing"
 

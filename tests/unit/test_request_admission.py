@@ -98,7 +98,7 @@ async def _home(world: World) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"max_queue_s": 0.0, "request_timeout_s": 0.01}, GenerationError, r"waited for its turn for 0\.01 s"),
+        ({"max_queue_s": 0.0, "request_timeout_s": 0.01}, GenerationError, r"waited in the queue for 0\.01 s"),
         ({"max_queue_s": 0.0, "goals": Goals(ttft_s=0.01)}, Overloaded, r"waited for the 0\.01 s of --slo-ttft"),
         ({"max_queue_s": 0.01}, Overloaded, r"0\.01 s"),
     ],
@@ -165,7 +165,7 @@ async def test_a_pause_holds_requests_or_ends_them() -> None:
     await _home(world)
     world = World(max_queue_s=0.01)
     await world.router.steer("paused")
-    with pytest.raises(Overloaded, match=r"paused by its operator: it has waited for the 0\.01 s"):
+    with pytest.raises(Overloaded, match=r"paused by an operator: the request has waited for the 0\.01 s"):
         await anext(world.serve())
     assert world.mailbox.sent == []
 

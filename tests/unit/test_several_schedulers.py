@@ -198,5 +198,7 @@ def test_up_plans_each_scheduler_with_ports_of_its_own(tmp_path: Path) -> None:
     ],
 )
 def test_up_gives_several_schedulers_what_is_theirs_itself(given: list[str], num_encode: int) -> None:
-    with pytest.raises(ConfigError, match=given[0].partition("=")[0] if given else "--encode: not with --schedulers"):
+    with pytest.raises(
+        ConfigError, match=given[0].partition("=")[0] if given else "--encode: cannot be combined with --schedulers"
+    ):
         Cluster(Launch(model="m", num_schedulers=2, arguments=given, num_encode=num_encode), print)

@@ -150,7 +150,7 @@ async def test_an_owner_whose_workers_follow_a_later_term_says_so(
     caplog.clear()
     ElasticWorld().membership.on_stale_order("to-decode-0", 7)  # a single scheduler
     (told,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert "start the workers again" in told.getMessage()
+    assert "restart the workers" in told.getMessage()
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

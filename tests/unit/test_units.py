@@ -148,7 +148,10 @@ async def test_adapters_are_loaded_once_a_unit_has_formed_and_its_members_stay_n
             "its unit decode-0..1 has 4 instances, but decode-0 reports 2; start",
         ),
         ({"unit_rank": 0}, "it has rank 0 in decode-0..1, and so has decode-0; give each its own"),
-        ({"unit_rank": 1, "unit": "decode-0..3", "unit_size": 4}, "it is in decode-0..3, and decode-0 in decode-0..1,"),
+        (
+            {"unit_rank": 1, "unit": "decode-0..3", "unit_size": 4},
+            "it is in decode-0..3, and decode-0, with the same entries of the rank table, is in decode-0..1;",
+        ),
         ({"unit_rank": 0, "unit": "", "unit_size": 1}, "it is in no unit, and decode-0, with the"),
         ({"unit_rank": 2}, "it has rank 2 in decode-0..1, which has 2 instances"),
         ({"unit_rank": 1, "unit": "x" * 300}, "127.0.0.1:3 does not answer as a worker of this version"),

@@ -46,9 +46,9 @@ def running(end: RankEndpoint) -> Iterator[RankEndpoint]:
 
 
 class RankEndpoint:
-    """A process of engine/trip. Each method raises LinkError with the end's own reason.
+    """The process of one end of a link that is probed. Each method raises LinkError with the process's own reason.
 
-    `lines` are its answers, in order; an empty one is its end.
+    `lines` are its answers, in order; an empty one marks its end.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RankEndpoint:
             self._process.stdin.write(msgspec.json.encode(command) + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise LinkError(self._last_words("its process has ended")) from None
+            raise LinkError(self._last_words("the process has ended")) from None
 
     def hear(self, timeout_s: float) -> ProbeAnswer:
         if self._why:
@@ -101,7 +101,7 @@ class RankEndpoint:
             self._why = f"no answer within {timeout_s:g} s"
             raise LinkError(self._last_words(self._why)) from None
         if not line:
-            self._why = self._last_words("its process has ended")
+            self._why = self._last_words("the process has ended")
             raise LinkError(self._why)
         answer = msgspec.json.decode(line, type=ProbeAnswer)
         if answer.error:
@@ -119,7 +119,7 @@ class RankEndpoint:
     def close(self) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()  # ends it
+            self._process.stdin.close()  # ends the process
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -141,7 +141,7 @@ class RankEndpoint:
 
 
 def _environment(server: Server, host: str, device: str) -> dict[str, str]:
-    """Returns a rank process's environment; HCCL's variables are those that a worker sets."""
+    """Returns a rank process's environment, with the HCCL variables that a worker sets."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if hccl_environment.is_wanted(device, server):
         environment |= hccl_environment.environment(

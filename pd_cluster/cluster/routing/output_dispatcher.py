@@ -1,4 +1,4 @@
-"""Puts what the workers send to the streams that it belongs to."""
+"""Delivers workers' outputs to the streams that they belong to."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ class OutputDispatcher:
         streams.on_opened.append(self._on_opened)
 
     def _on_opened(self, stream: RequestStream) -> None:
-        """Drops what has come for an earlier reader of a stream that resumes, and waits for its slice."""
+        """Drops outputs for an earlier reader of a stream that resumes."""
         if stream.kept is not None and stream.kept.place is not None:
             self._slices.forget(stream.request_id)
 
     def add_at_once(self, conn: str, outputs: wire.Outputs) -> None:
-        """Handles outputs at once, where nothing else needs the event loop meanwhile."""
+        """Handles outputs at once, when nothing else needs the event loop."""
         self._handle(conn, outputs, self._timelines.now_s())
 
     def add(self, conn: str, outputs: wire.Outputs, heard_s: float | None = None) -> None:
-        """Handles outputs; `heard_s` is when they were read, by the timelines' clock; None: just now."""
+        """Handles outputs; `heard_s`: when they were read, by the timelines' clock; None: just now."""
         self._slices.add(conn, outputs, self._timelines.now_s() if heard_s is None else heard_s)
 
     def _handle(self, conn: str, outputs: wire.Outputs, heard_s: float) -> None:
@@ -59,14 +59,14 @@ class OutputDispatcher:
         self._timelines.add(conn, outputs.events)
 
     def _first_came(self, stream: RequestStream, conn: str, token: TokenOutput) -> None:
-        """Lets prefill's first token wait for decode, and ends that wait with decode's own report of it."""
+        """Holds prefill's first token for decode, and ends the hold when decode reports the token itself."""
         if stream.legs[conn] is stream.decode:
             stream.let_go()
         elif self._holds_first and (wait_s := hold_s(stream, conn, token)):
             stream.hold(wait_s)
 
     def _stream_of(self, conn: str, output: TokenOutput | PromptOutput | PooledOutput | LegEnd) -> RequestStream | None:
-        """Returns the stream that this output of this leg belongs to, if it is still wanted."""
+        """Returns the stream that this output of this leg belongs to, if it still needs it."""
         stream = self._streams.find(output.request_id)
         if stream is None or output.attempt != stream.attempt or conn not in stream.legs:
             return None
@@ -79,7 +79,8 @@ class OutputDispatcher:
     def _on_leg_end(self, conn: str, ended: LegEnd) -> None:
         if (stream := self._stream_of(conn, ended)) is None:
             later = self._streams.find(ended.request_id) if ended.is_taken else None
-            if later is not None and later.attempt > ended.attempt:  # it looks for an instance, or has one
+            # the stream already looks for an instance, or has one
+            if later is not None and later.attempt > ended.attempt:
                 self._streams.take_over(later, "go on")
             return
         name = stream.legs[conn].name

@@ -1,7 +1,7 @@
-"""Lengths and prefixes of the requests that were served lately, for a trace of a cluster's own traffic.
+"""Lengths and prefixes of recently served requests, for a trace of a cluster's own traffic.
 
-A prompt is kept as hashes of its blocks, chained and keyed with a secret: they tell which prompts begin alike, and
-nothing else. Keeps a bounded number, for a bounded time. Knows nothing of HTTP or of a trace's form.
+A prompt is kept as hashes of its blocks, chained and keyed with a secret: they show which prompts begin alike, and
+nothing else. Keeps a bounded number, for a bounded time. Knows nothing of HTTP or of a trace's format.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ MAX_ALL_KEYS = 4_000_000  # 32 MB; beyond that the oldest requests are dropped
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """`keys`: a number for each block of the prompt; the last one may be shorter. Times are this process's clock's."""
+    """`keys`: a number for each block of the prompt; the last block may be shorter. Times are those of this process's
+    clock.
+    """
 
     received_s: float
     num_prompt_tokens: int
-    num_output_tokens: int  # of all its sequences
+    num_output_tokens: int  # in all its sequences
     keys: array[int]
 
 
 class ServedRequests:
-    """Listens to `streams`. `max_requests` 0: keeps nothing, and costs nothing."""
+    """Listens to `streams`. `max_requests` 0: disabled, at no cost."""
 
     def __init__(
         self, streams: StreamTable, max_requests: int, secret: bytes, clock: Callable[[], float] = time.monotonic
@@ -46,12 +48,12 @@ class ServedRequests:
             streams.on_ended.append(self._on_ended)
 
     def last(self) -> list[ServedRequest]:
-        """Returns those that are kept, in order of arrival."""
+        """Returns the kept requests, in order of arrival."""
         self._drop()
         return sorted(self._kept, key=lambda each: each.received_s)
 
     def _on_ended(self, stream: RequestStream, end: StreamEnd) -> None:
-        """Keeps a request that was answered; one that failed before its first token has no length to plan with."""
+        """Keeps an answered request; one that failed before its first token has no length to plan with."""
         num_output_tokens = sum(len(sequence.token_ids) for sequence in stream.sequences)
         if not num_output_tokens:
             return

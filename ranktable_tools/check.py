@@ -11,14 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ranktable_tools.errors import Fault, RankTableError
-from ranktable_tools.ports import Given, port_faults
+from ranktable_tools.ports import GivenPorts, port_faults
 from ranktable_tools.schema import load_local, locate, parse_global
 from ranktable_tools.table_files import actual_path, is_private, read_json
 from ranktable_tools.table_rules import device_conflicts, entries, gaps
 from ranktable_tools.table_types import RankTable
 from ranktable_tools.unit_entries import unit_faults
 
-_NO_PORTS = Given()
+_NO_PORTS = GivenPorts()
 
 
 def check(
@@ -26,7 +26,7 @@ def check(
     local_paths: Sequence[Path] = (),
     node_ports: str | Sequence[int] | None = None,
     tensor_parallel_size: int | None = None,
-    given: Given = _NO_PORTS,
+    given: GivenPorts = _NO_PORTS,
     unit_sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Fault]:
     """Returns all faults, those of the global table first; empty if there are none. Never raises RankTableError.

@@ -21,7 +21,7 @@ from ranktable_tools.foreign_fields import foreign_fields
 from ranktable_tools.gen import generate, write
 from ranktable_tools.host_addresses import HOST_EXPECTED, is_shared_host
 from ranktable_tools.merge import MERGED_NAME, merge
-from ranktable_tools.ports import NODE_PORTS, Given, outgoing_warnings, parse_node_ports, scheduler_ports
+from ranktable_tools.ports import NODE_PORTS, GivenPorts, outgoing_warnings, parse_node_ports, scheduler_ports
 from ranktable_tools.public_keys import NoImplementation
 from ranktable_tools.schema import load_global
 from ranktable_tools.show import render
@@ -414,7 +414,7 @@ def _keys(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     for warning in permission_warnings([args.table, *args.local]):
         print(f"warning: {warning}", file=sys.stderr)
-    given = Given(scheduler_ports(args.port, args.admin_port, args.join_port), args.kv_port_range)
+    given = GivenPorts(scheduler_ports(args.port, args.admin_port, args.join_port), args.kv_port_range)
     sizes = _unit_sizes(args)
     faults = check(args.table, args.local, args.node_ports, args.tensor_parallel_size, given, sizes)
     for warning in () if faults else outgoing_warnings(_named_ports(args.node_ports, given)):
@@ -432,7 +432,7 @@ def _check(args: argparse.Namespace) -> int:
     return 1 if faults else 0
 
 
-def _named_ports(node_ports: str | None, given: Given) -> dict[str, int]:
+def _named_ports(node_ports: str | None, given: GivenPorts) -> dict[str, int]:
     ports = [] if node_ports is None else parse_node_ports(node_ports)
     named = {f"{NODE_PORTS}: [{index}]": port for index, port in enumerate(ports)}
     named.update(given.scheduler)

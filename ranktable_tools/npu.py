@@ -120,14 +120,14 @@ def find_npus(
     Raises RankTableError for a device that is missing, has no address, or does not report its place in the super pod
     while others of this machine do, and for a machine whose chips no worker can use (310P).
     """
-    seen = _Seen.look(run)
+    seen = _NpuSmiReport.look(run)
     seen.refuse_other_chips()
     in_super_pod = _super_device_ids(device_ids, seen, run)
     addresses = _addresses([i for i in device_ids if i not in given], in_super_pod, seen, run, conf or HCCN_CONF)
     return {i: Npu({**addresses, **given}[i], in_super_pod.get(i)) for i in device_ids}
 
 
-class _Seen(NamedTuple):
+class _NpuSmiReport(NamedTuple):
     """npu-smi's reports on this machine; empty if it is missing or fails."""
 
     chips: list[Chip]
@@ -136,11 +136,11 @@ class _Seen(NamedTuple):
     names: list[str]
 
     @staticmethod
-    def look(run: Run) -> _Seen:
+    def look(run: Run) -> _NpuSmiReport:
         listed = run([_npu_smi(), "info", "-l"]) or ""
         mapped = run([_npu_smi(), "info", "-m"]) or ""
         chips, cards = parse_npu_smi_map(mapped), parse_npu_smi_list(listed)
-        return _Seen(chips, cards, parse_npu_smi_count(listed), parse_npu_smi_chip_names(mapped))
+        return _NpuSmiReport(chips, cards, parse_npu_smi_count(listed), parse_npu_smi_chip_names(mapped))
 
     def refuse_other_chips(self) -> None:
         for name in self.names:
@@ -159,7 +159,7 @@ class _Seen(NamedTuple):
         return f"npu-smi sees {', '.join(map(str, self.device_ids))}{counted}"
 
 
-def _super_device_ids(device_ids: Sequence[int], seen: _Seen, run: Run) -> dict[int, str]:
+def _super_device_ids(device_ids: Sequence[int], seen: _NpuSmiReport, run: Run) -> dict[int, str]:
     """Maps device_id to SDID; empty on a machine outside any super pod."""
     # the physical ids on all such machines
     chips = {chip.phy_id: chip for chip in seen.chips if chip.phy_id is not None}
@@ -181,7 +181,7 @@ def _ask_super_pod(chip: Chip) -> list[str]:
 
 
 def _addresses(
-    device_ids: Sequence[int], in_super_pod: Collection[int], seen: _Seen, run: Run, conf: Path
+    device_ids: Sequence[int], in_super_pod: Collection[int], seen: _NpuSmiReport, run: Run, conf: Path
 ) -> dict[int, str]:
     configured = _read_conf(conf)
     found = {}
@@ -225,7 +225,7 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit()
 
 
-def _not_there(device_id: int, seen: _Seen) -> RankTableError:
+def _not_there(device_id: int, seen: _NpuSmiReport) -> RankTableError:
     return RankTableError(
         "npu-smi info -m",
         f"NPU {device_id}",
@@ -235,7 +235,7 @@ def _not_there(device_id: int, seen: _Seen) -> RankTableError:
     )
 
 
-def _no_address(device_id: int, seen: _Seen, configured: Mapping[int, str], conf: Path) -> RankTableError:
+def _no_address(device_id: int, seen: _NpuSmiReport, configured: Mapping[int, str], conf: Path) -> RankTableError:
     return RankTableError(
         str(conf) if configured else "hccn_tool",
         f"address_{device_id}" if configured else f"ipaddr of device {device_id}",

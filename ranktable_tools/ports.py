@@ -19,7 +19,7 @@ KERNEL: Final = Path("/proc/sys/net/ipv4")
 _OUTGOING: Final = "ip_local_port_range"
 
 
-class Given(NamedTuple):
+class GivenPorts(NamedTuple):
     """The ports other than NODE_PORTS. `scheduler`, `worker`: those of a process itself, by flag; `kv_range`: the ends
     of --kv-port-range.
     """
@@ -47,7 +47,7 @@ def parse_node_ports(text: str) -> list[int]:
     return ports
 
 
-def port_faults(table: RankTable, node_ports: str | Sequence[int] | None, given: Given) -> Iterator[Fault]:
+def port_faults(table: RankTable, node_ports: str | Sequence[int] | None, given: GivenPorts) -> Iterator[Fault]:
     """Checks that each instance has one port, prefill first, and that no two processes of a host share one."""
     yield from _scheduler_faults(given.scheduler)
     ports: list[int] = []
@@ -92,7 +92,7 @@ def _node_faults(table: RankTable, ports: Sequence[int], scheduler: Mapping[str,
             yield Fault(NODE_PORTS, f"[{index}]", port, expected)
 
 
-def _range_faults(table: RankTable, ports: Sequence[int], given: Given) -> Iterator[Fault]:
+def _range_faults(table: RankTable, ports: Sequence[int], given: GivenPorts) -> Iterator[Fault]:
     """Checks that the range has a port for each instance, and contains no other process's port."""
     assert given.kv_range is not None
     first, last = given.kv_range

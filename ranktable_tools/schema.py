@@ -165,10 +165,10 @@ def locate(global_table: RankTable, local_table: LocalRankTable) -> tuple[Role, 
         expected = f"{theirs!r}, as in {entry.field} of {found_in}"
         raise RankTableError(local_table.file, f"server_list[0].{field}", ours, expected, way_out)
     if not wanted.device:
-        expected = f"the scheduler of {found_in}, which has {_told(global_table.scheduler)}"
+        expected = f"the scheduler of {found_in}, which has {_described(global_table.scheduler)}"
     else:
-        expected = f"an instance of {found_in}, which has {', '.join(map(_told, global_table.instances))}"
-    raise RankTableError(local_table.file, "server_list[0]", _told(wanted), expected, way_out)
+        expected = f"an instance of {found_in}, which has {', '.join(map(_described, global_table.instances))}"
+    raise RankTableError(local_table.file, "server_list[0]", _described(wanted), expected, way_out)
 
 
 def _may_be(entry: Entry, wanted: Server) -> bool:
@@ -194,7 +194,7 @@ def _differences(ours: Server, theirs: Server) -> Iterator[tuple[str, object, ob
                 yield f"device[{index}].{name}", getattr(mine, name), getattr(other, name)
 
 
-def _told(server: Server | None) -> str:
+def _described(server: Server | None) -> str:
     if server is None:
         return "none (merge with the table of the machine that ran gen --api-server)"
     ids = ",".join(device.device_id for device in server.device)

@@ -54,7 +54,7 @@ class Command:
         self._admin = admin
         self._name = name
         self._names = [name]  # of all instances that the command affects
-        self._said: dict[str, str] = {}
+        self._last_progress: dict[str, str] = {}
         self._timeout_s = 0.0  # the drain's timeout, as reported by the scheduler
 
     def send(self, command: str, body: dict[str, Any]) -> Entry:
@@ -100,18 +100,20 @@ class Command:
             if not waiting:
                 return
             if time.monotonic() > deadline_s:
-                raise PdClusterError(f"{waiting[0]} is not done after {timeout_s:g} s: {_told(found.get(waiting[0]))}")
+                raise PdClusterError(
+                    f"{waiting[0]} is not done after {timeout_s:g} s: {_described(found.get(waiting[0]))}"
+                )
             for name in waiting:
-                self._progress(name, _told(found.get(name)))
+                self._progress(name, _described(found.get(name)))
             await asyncio.sleep(POLL_S)
 
     def _progress(self, name: str, told: str) -> None:
-        if told != self._said.get(name):
-            self._said[name] = told
+        if told != self._last_progress.get(name):
+            self._last_progress[name] = told
             print(f"{name}: {told}", file=sys.stderr, flush=True)
 
 
-def _told(entry: Entry | None) -> str:
+def _described(entry: Entry | None) -> str:
     if entry is None:
         return "it is not in the list"
     reason = f" ({entry['reason']})" if entry["reason"] else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 from pd_cluster.gateway.envoy_names import FULL_DUPLEX_STREAMED, OVERWRITE_OR_ADD
 from pd_cluster.gateway.messages_pb2 import ProcessingResponse
-from pd_cluster.gateway.scheduler_choice import AllFull, Choice, NoneReady
+from pd_cluster.gateway.scheduler_choice import AllFull, NoneReady, SchedulerChoice
 
 DESTINATION = "x-gateway-destination-endpoint"
 NAMESPACE, SUBSET_NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint", f"{DESTINATION}-subset"
@@ -27,7 +27,7 @@ REFUSED = {
 class Exchange:
     """Answers the messages of one ext_proc stream in order. `is_over`: no further answer follows."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: SchedulerChoice) -> None:
         self._choice = choice
         self._request_mode = self._response_mode = 0  # without protocol_config Envoy does not support full duplex
         self.is_over = False

@@ -22,7 +22,7 @@ from pd_cluster.gateway.messages_pb2 import (
 )
 from pd_cluster.gateway.picker_certificate import Certificate, Pair
 from pd_cluster.gateway.picker_exchange import Exchange
-from pd_cluster.gateway.scheduler_choice import Choice
+from pd_cluster.gateway.scheduler_choice import SchedulerChoice
 from pd_cluster.gateway.scheduler_watch import SchedulerWatch
 from ranktable_tools.host_addresses import bracketed
 
@@ -34,7 +34,7 @@ WATCH_S = 0.5
 LIVENESS, READINESS = "liveness", "readiness"
 
 
-class Listening(NamedTuple):
+class ListenAddress(NamedTuple):
     """The address to listen at. Without a certificate, TLS is off."""
 
     host: str
@@ -64,7 +64,7 @@ def _credentials(certificate: Certificate) -> grpc.ServerCredentials:
 class Picker:
     """Answers each stream with its own `Exchange`. `handlers`: those of the two services."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: SchedulerChoice) -> None:
         self._choice = choice
         self._num_streams = self._num_watches = 0
         self.is_ending = False
@@ -126,7 +126,7 @@ class Picker:
             self._num_watches -= 1
 
 
-async def serve(watch: SchedulerWatch, choice: Choice, listening: Listening, drain_s: float) -> None:
+async def serve(watch: SchedulerWatch, choice: SchedulerChoice, listening: ListenAddress, drain_s: float) -> None:
     """Serves until SIGTERM or SIGINT, then for at most `drain_s` more, or until a second signal.
 
     Raises ConfigError for a port it cannot bind, and re-raises at once an error that ends the watch.
@@ -143,17 +143,17 @@ async def serve(watch: SchedulerWatch, choice: Choice, listening: Listening, dra
     await server.start()
     log.info("picks endpoints at %s:%d", bracketed(listening.host), port)
     looking = asyncio.create_task(watch.run())
-    await _over_or_told(looking, signals)
+    await _ended_or_signalled(looking, signals)
     picker.is_ending = True
     if not looking.done():
-        await _over_or_told(asyncio.create_task(server.stop(drain_s)), signals)
+        await _ended_or_signalled(asyncio.create_task(server.stop(drain_s)), signals)
     await server.stop(None)
     looking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await looking  # re-raises its error
 
 
-async def _over_or_told(task: asyncio.Task[Any], signals: asyncio.Semaphore) -> None:
+async def _ended_or_signalled(task: asyncio.Task[Any], signals: asyncio.Semaphore) -> None:
     """Waits for the task's end or a signal; a later signal is left for the next waiter."""
     told = asyncio.create_task(signals.acquire())
     await asyncio.wait((task, told), return_when=asyncio.FIRST_COMPLETED)

@@ -33,7 +33,7 @@ class AllFull(Exception):
     """Every scheduler that takes requests is at its limit: 429."""
 
 
-class Choice:
+class SchedulerChoice:
     """`most`: requests in flight at one scheduler, 0 for no limit. `num_fallbacks`: further endpoints in an answer."""
 
     def __init__(self, most: int = 0, num_fallbacks: int = 0) -> None:
@@ -45,7 +45,7 @@ class Choice:
     def is_ready(self) -> bool:
         return any(each.is_ready for each in self._endpoints.values())
 
-    def know(self, addresses: Collection[str]) -> None:
+    def set_addresses(self, addresses: Collection[str]) -> None:
         """Replaces the known schedulers; a new one takes no requests until it has reported."""
         known = self._endpoints
         self._endpoints = {address: known.get(address) or Endpoint(address) for address in addresses}

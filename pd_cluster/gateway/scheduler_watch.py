@@ -14,7 +14,7 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
-from pd_cluster.gateway.scheduler_choice import MOST_ENDPOINTS, Choice
+from pd_cluster.gateway.scheduler_choice import MOST_ENDPOINTS, SchedulerChoice
 from ranktable_tools.host_addresses import bracketed, is_ip
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ Address = tuple[str, int]
 
 
 class SchedulerState(NamedTuple):
-    """A scheduler that takes requests. `load`: its requests in flight; None: unknown. `num_seen`: see `Choice`."""
+    """A scheduler that takes requests. `load`: its requests in flight, or None. `num_seen`: see `SchedulerChoice`."""
 
     load: int | None
     num_seen: int
@@ -37,14 +37,14 @@ class SchedulerWatch:
     """
 
     def __init__(
-        self, choice: Choice, addresses: Sequence[Address], interval_s: float, timeout_s: float, key: str = ""
+        self, choice: SchedulerChoice, addresses: Sequence[Address], interval_s: float, timeout_s: float, key: str = ""
     ) -> None:
         self._choice, self._addresses = choice, addresses
         self._interval_s, self._timeout_s = interval_s, timeout_s
         self._headers = {"Accept-Encoding": "identity", **({"Authorization": f"Bearer {key}"} if key else {})}
         self._resolved: dict[Address, tuple[float, list[str]]] = {}  # when it was resolved, and to which addresses
         self._look_ups: dict[Address, asyncio.Future[list[str]]] = {}  # under way: at most one per name
-        self._told: dict[str, str] = {}  # the last log line about each endpoint
+        self._logged: dict[str, str] = {}  # the last log line about each endpoint
 
     async def run(self) -> None:
         """Polls all schedulers repeatedly until cancelled."""
@@ -58,11 +58,11 @@ class SchedulerWatch:
     async def look(self, client: httpx.AsyncClient) -> None:
         found = await asyncio.gather(*(self._endpoints(each) for each in self._addresses))
         endpoints = list(dict.fromkeys(each for some in found for each in some))[:MOST_ENDPOINTS]
-        self._choice.know(endpoints)
+        self._choice.set_addresses(endpoints)
         await asyncio.gather(*(self._look_at(client, each) for each in endpoints))
-        for gone in self._told.keys() - {*endpoints, *map(_written, self._addresses)}:
+        for gone in self._logged.keys() - {*endpoints, *map(_written, self._addresses)}:
             log.info("%s is gone", gone)
-            del self._told[gone]
+            del self._logged[gone]
 
     async def _endpoints(self, address: Address) -> list[str]:
         """Returns the IP addresses of a name; the last known ones while it cannot be resolved.
@@ -77,7 +77,7 @@ class SchedulerWatch:
             look_up = self._look_ups.get(address)
             if look_up is None:
                 look_up = self._look_ups[address] = _look_up(address)
-                if not self._last(address) and name not in self._told:
+                if not self._last(address) and name not in self._logged:
                     await asyncio.wait((look_up,), timeout=self._timeout_s)
             if look_up.done():
                 del self._look_ups[address]
@@ -85,9 +85,9 @@ class SchedulerWatch:
                     self._resolved[address] = asyncio.get_running_loop().time(), found
             found = self._last(address)
             if found:
-                self._told.pop(name, None)
+                self._logged.pop(name, None)
         if not found:
-            self._tell(name, "cannot be resolved")
+            self._log_change(name, "cannot be resolved")
         return found
 
     def _last(self, address: Address) -> list[str]:
@@ -108,22 +108,24 @@ class SchedulerWatch:
             async with asyncio.timeout(self._timeout_s):
                 status, _ = await self._get(client, f"http://{endpoint}/health")
                 if status != 200:
-                    self._tell(endpoint, f"takes no requests ({status})")
+                    self._log_change(endpoint, f"takes no requests ({status})")
                     return None
                 num_seen = self._choice.num_sent(endpoint)
                 status, content = await self._get(client, f"http://{endpoint}/load")
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError):
-            self._tell(endpoint, "does not answer over plain HTTP")
+            self._log_change(endpoint, "does not answer over plain HTTP")
             return None
         if status != 200:
-            self._tell(endpoint, f"/load answers {status}, so its load counts as the others' mean; is the key right?")
+            self._log_change(
+                endpoint, f"/load answers {status}, so its load counts as the others' mean; is the key right?"
+            )
             return SchedulerState(None, num_seen)
         try:
             load = msgspec.json.decode(content, type=dict[str, int])["server_load"]
         except (KeyError, ValueError, RecursionError):
-            self._tell(endpoint, "does not answer as a scheduler")
+            self._log_change(endpoint, "does not answer as a scheduler")
             return None
-        self._tell(endpoint, "")
+        self._log_change(endpoint, "")
         return SchedulerState(max(0, load), num_seen)
 
     async def _get(self, client: httpx.AsyncClient, url: str) -> tuple[int, bytes]:
@@ -136,10 +138,10 @@ class SchedulerWatch:
                     raise httpx.ReadError(f"more than {MOST_ANSWER_NBYTES} bytes")
         return answer.status_code, bytes(content)
 
-    def _tell(self, endpoint: str, what: str) -> None:
+    def _log_change(self, endpoint: str, what: str) -> None:
         """Logs a change of state once."""
-        if self._told.get(endpoint) != what:
-            self._told[endpoint] = what
+        if self._logged.get(endpoint) != what:
+            self._logged[endpoint] = what
             log.log(logging.WARNING if what else logging.INFO, "%s: %s", endpoint, what or "takes requests")
 
 

@@ -29,7 +29,7 @@ SHARD = re.compile("[0-9a-f]{2}")  # a folder of the files whose names begin so
 UNFINISHED = re.compile(rf"[0-9a-f]{{{NAME_LENGTH}}}\.tmp")
 LOCK_WAIT_S = 10.0  # for a predecessor that is about to end
 PAUSE_S = 0.05
-TOLD_EVERY_S = 60.0  # that blocks cannot be written
+LOG_EVERY_S = 60.0  # that blocks cannot be written
 GONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # other errors say nothing about the file
 
 
@@ -82,7 +82,7 @@ class DiskStore:
             with self._shard(name[:2], makes=True) as folder, memoryview(self._seal.seal(content, block)) as sealed:
                 write_whole(folder, name, sealed)
         except OSError as error:
-            if time.monotonic() > self._told_s + TOLD_EVERY_S:
+            if time.monotonic() > self._told_s + LOG_EVERY_S:
                 self._told_s = time.monotonic()
                 log.warning("--kv-disk-cache %s: blocks cannot be written: %s", self._path, error.strerror)
             return False

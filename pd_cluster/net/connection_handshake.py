@@ -77,13 +77,13 @@ class Handshake:
             return None
         node = ProvenNode()
         if hello.kind == "scheduler":
-            self._admission.fence.heard(hello.term)
+            self._admission.fence.note(hello.term)
         else:
             try:
                 node = self._nodes.believe(hello.node, hello.node_proofs, peer, key, "client")
             except ConfigError as error:
                 self._note("not accepted: %s", error)
-                self._connections.say_gone(identity, envelope, str(error))
+                self._connections.send_gone(identity, envelope, str(error))
                 return None
         conn, epoch = f"in:{identity.decode(errors='replace')}", envelope.from_epoch
         connection = Connection(

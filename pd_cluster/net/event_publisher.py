@@ -22,7 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.net.event_replays import SEQUENCE_NBYTES, Replays, frames_of
+from pd_cluster.net.event_replays import SEQUENCE_NBYTES, EventReplays, frames_of
 from pd_cluster.net.node_key_files import read_node_keys
 from pd_cluster.net.node_proofs import READ_AGAIN_S, Nodes
 from pd_cluster.net.zmq_sockets import HANDSHAKE_TIMEOUT_S, KeyPair, decode_key
@@ -32,8 +32,11 @@ from pd_cluster.settings.process_configs import Credentials
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_NBYTES = 64
-PAUSE_S, TAKEN_S = 0.02, 5.0  # retry period while a port is still in use, and the time after which that is an error
-AGAIN_S = 60.0  # between log lines about the same problem
+BIND_RETRY_S, BIND_TIMEOUT_S = (
+    0.02,
+    5.0,
+)  # retry period while a port is still in use, and the time after which that is an error
+LOG_AGAIN_S = 60.0  # between log lines about the same problem
 
 
 class EventPublisher:
@@ -55,11 +58,11 @@ class EventPublisher:
         self._queue: deque[tuple[int, msgspec.Struct]] = deque()
         self._topic = config.topic.encode()
         self._past: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)  # (sequence number, batch)
-        self._replays = Replays(self._topic, self._past)
+        self._replays = EventReplays(self._topic, self._past)
         self._next = self._num_queued = 0
         # Counts of batches not queued, batches not sent, and times that a subscriber fell behind.
         self._num_lost = self._num_failed = self._num_slow = 0
-        self._told_s = -AGAIN_S
+        self._logged_s = -LOG_AGAIN_S
         self._stopping = self._is_broken = False
         self._pub: Any = None
         self._replay: Any = None
@@ -118,16 +121,16 @@ class EventPublisher:
             try:
                 self._turn(encoder)
             except Exception as error:  # the thread's outermost loop: an exception here would stop all events
-                if time.monotonic() > self._told_s + AGAIN_S:
-                    self._told_s = time.monotonic()
+                if time.monotonic() > self._logged_s + LOG_AGAIN_S:
+                    self._logged_s = time.monotonic()
                     log.exception("KV events: an error; publishing continues")
                 self._is_broken = self._is_broken or isinstance(error, zmq.ZMQError)
-                time.sleep(PAUSE_S)
+                time.sleep(BIND_RETRY_S)
 
     def _turn(self, encoder: msgspec.msgpack.Encoder) -> None:
         if self._is_broken:
             self._reopen()
-        ready = dict(self._poller.poll(int((PAUSE_S if self._replays.under_way else READ_AGAIN_S) * 1000)))
+        ready = dict(self._poller.poll(int((BIND_RETRY_S if self._replays.under_way else READ_AGAIN_S) * 1000)))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         while self._queue and self._pub is not None:
@@ -142,7 +145,7 @@ class EventPublisher:
         if self._replay is not None:
             if self._replay in ready:
                 self._read_request()
-            self._replays.go_on(self._replay)
+            self._replays.send(self._replay)
         if self._auth is not None and self._nodes.read_again():
             log.info("reopening the connections for KV events, because the list of nodes has changed")
             self._reopen()
@@ -222,7 +225,7 @@ class EventPublisher:
     def _reopen(self) -> None:
         """Closes all connections; subscribers reconnect automatically if their keys are still trusted."""
         self._close_sockets()
-        told_s = time.monotonic() + TAKEN_S
+        told_s = time.monotonic() + BIND_TIMEOUT_S
         while not self._stopping:
             try:
                 self._open()
@@ -233,7 +236,7 @@ class EventPublisher:
                 if time.monotonic() > told_s:
                     log.error("no KV events are published meanwhile: %s", error)
                     told_s = time.monotonic() + 60
-                time.sleep(PAUSE_S)
+                time.sleep(BIND_RETRY_S)
 
     def _close_sockets(self) -> None:
         for socket in (self._pub, self._replay):

@@ -1,4 +1,4 @@
-"""Replays past batches of KV events over a ROUTER that never blocks, for slow readers too.
+"""EventReplays past batches of KV events over a ROUTER that never blocks, for slow readers too.
 
 A reader receives one replay after another, and one end mark for each of its requests.
 """
@@ -45,7 +45,7 @@ class _Replay:
     num_ends: int = 1
 
 
-class Replays:
+class EventReplays:
     """`past`: (sequence number, batch), appended by its owner. `under_way`: replays in the order of their requests."""
 
     def __init__(self, topic: bytes, past: deque[tuple[int, bytes]]) -> None:
@@ -72,7 +72,7 @@ class Replays:
         with contextlib.suppress(zmq.Again):
             self._try(socket, replay)
 
-    def go_on(self, socket: Any) -> None:
+    def send(self, socket: Any) -> None:
         """Sends replays under way, as far as the readers' queues have room."""
         waiting: list[_Replay] = []
         has_time: dict[bytes, bool] = {}  # reader -> whether it still has time, for readers whose queues are full

@@ -143,9 +143,9 @@ class Mailbox:
         """Sends schedulers a heartbeat at most BEAT_GAP_S from now; requests within that time share one."""
         self._call(self._plan_beat)
 
-    def heard_of_term(self, term: int) -> None:
+    def note_term(self, term: int) -> None:
         """Records the fencing number with which this process, one of several schedulers, greets workers."""
-        self._admission.fence.heard(term)
+        self._admission.fence.note(term)
 
     def disconnect(self, conn: str) -> None:
         """Closes a connection without notifying the owner."""
@@ -156,14 +156,14 @@ class Mailbox:
         encoded = wire.encode_body(body)
         self._call(lambda: self._send(conn, encoded))
 
-    def await_heard(self, timeout_s: float) -> bool:
+    def await_confirmed(self, timeout_s: float) -> bool:
         """Waits until the peers of all open connections have confirmed every message sent to them.
 
         Closing a socket may discard messages that its peer has not read. Returns whether all peers confirmed within the
         timeout.
         """
-        with self._connections.heard:
-            return self._connections.heard.wait_for(self._is_heard, timeout_s)
+        with self._connections.changed:
+            return self._connections.changed.wait_for(self._is_confirmed, timeout_s)
 
     def close(self) -> None:
         """Ends the thread and all connections; further calls do nothing."""
@@ -247,7 +247,7 @@ class Mailbox:
                 if connection.peer_key == key:  # clients choose their own identities
                     self._deliver(connection, envelope)
             elif not isinstance(envelope.body, wire.Hello):
-                self._connections.say_gone(identity, envelope)
+                self._connections.send_gone(identity, envelope)
 
     def _receive_dealer(self, connection: Connection) -> None:
         for _ in range(1000):
@@ -284,11 +284,11 @@ class Mailbox:
             case _ if connection.is_open:
                 if isinstance(body, wire.Heartbeat):
                     connection.num_heard = body.num_heard
-                    self._connections.tell_waiting()
+                    self._connections.notify_waiting()
                 else:
                     connection.num_received += 1
                 try:
-                    whole = self._whole(connection, body)
+                    whole = self._merged(connection, body)
                 except DeltaLost as error:
                     log.error("closing the connection with %s: %s: %s", connection.peer, type(body).__name__, error)
                     self._connections.send(connection, wire.encode_body(wire.Gone(OUT_OF_ORDER)))
@@ -297,17 +297,17 @@ class Mailbox:
                 if whole is not None:
                     self._connections.handler.on_message(connection.id, connection.peer, whole)
 
-    def _whole(self, connection: Connection, body: wire.Body) -> wire.Body | None:
+    def _merged(self, connection: Connection, body: wire.Body) -> wire.Body | None:
         """Merges a message's deltas into the known state; returns None if an order is refused. Raises DeltaLost."""
         match body:
             case wire.Heartbeat(load=wire.Load() as load):
-                return msgspec.structs.replace(body, load=connection.heard_links.whole(load))
+                return msgspec.structs.replace(body, load=connection.link_receiver.merged(load))
             case wire.Peers(term=term) if connection.kind == "scheduler":
                 if not self._admission.fence.admits(term):
                     self._refuse(connection, term)
                     return None
-                order = connection.heard_peers.whole(body)
-                self._admission.hear(order.peers)
+                order = connection.peers_receiver.merged(body)
+                self._admission.set_peers(order.peers)
                 return order
         return body
 
@@ -368,10 +368,10 @@ class Mailbox:
             if connection.is_open and (to_workers or connection.kind == "scheduler"):
                 told = figures
                 if load is not None and figures is not None and connection.kind == "scheduler":
-                    told = connection.told_links.told(figures, load.links)
+                    told = connection.link_sender.with_changes(figures, load.links)
                 heartbeat = wire.Heartbeat(load=told, num_heard=connection.num_received)
                 self._connections.send(connection, wire.encode_body(heartbeat))
 
-    def _is_heard(self) -> bool:
+    def _is_confirmed(self) -> bool:
         waiting = [each for each in self._connections if each.is_open and each.num_heard < each.num_sent]
         return not waiting and not self._commands

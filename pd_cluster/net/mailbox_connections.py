@@ -41,7 +41,7 @@ class Connections:
     def __init__(self, name: str, epoch: int) -> None:
         self.name, self.epoch = name, epoch
         self.poller = zmq.Poller()
-        self.heard = threading.Condition()  # notified when a heartbeat arrives or a connection is lost
+        self.changed = threading.Condition()  # notified when a heartbeat arrives or a connection is lost
         self._by_id: dict[str, Connection] = {}
         self._by_identity: dict[bytes, Connection] = {}
 
@@ -92,7 +92,7 @@ class Connections:
         except zmq.ZMQError as error:
             self.lose(connection, CLOSED if error.errno == zmq.EHOSTUNREACH else str(error))
 
-    def say_gone(self, identity: bytes, envelope: wire.Envelope, reason: str = "") -> None:
+    def send_gone(self, identity: bytes, envelope: wire.Envelope, reason: str = "") -> None:
         """Tells a peer that its connection is closed or was not admitted, so that it does not wait in vain."""
         gone = wire.Gone(reason[: wire.MOST_TEXT])
         frame = wire.seal(self.name, self.epoch, envelope.from_epoch, wire.encode_body(gone))
@@ -116,7 +116,7 @@ class Connections:
         if connection is None:
             return False
         self._by_identity.pop(connection.identity, None)
-        self.tell_waiting()
+        self.notify_waiting()
         if connection.socket is not None:
             self.poller.unregister(connection.socket)
             self.poller.unregister(connection.monitor)
@@ -125,6 +125,6 @@ class Connections:
             connection.socket.close(linger=0)
         return True
 
-    def tell_waiting(self) -> None:
-        with self.heard:
-            self.heard.notify_all()
+    def notify_waiting(self) -> None:
+        with self.changed:
+            self.changed.notify_all()

@@ -47,7 +47,7 @@ class DeltaReceiver(Generic[V]):
         self.known: dict[str, V] = {}
         self._number = 0  # of the last message received
 
-    def hear(self, number: int, changed: Mapping[str, V], gone: Sequence[str]) -> None:
+    def apply(self, number: int, changed: Mapping[str, V], gone: Sequence[str]) -> None:
         """Merges a snapshot or delta. Raises DeltaLost, without changing the map."""
         if number != SNAPSHOT and (not self._number or number != self._number + 1):
             raise DeltaLost(f"number {number} does not follow {self._number}")
@@ -65,15 +65,15 @@ class LinkSender:
     """Adds a worker's links to its heartbeats for one scheduler."""
 
     def __init__(self) -> None:
-        self._told: Mapping[str, LinkState] = {}
+        self._sent: Mapping[str, LinkState] = {}
         self._number = 0
 
-    def told(self, load: wire.Load, links: Mapping[str, LinkState]) -> wire.Load:
+    def with_changes(self, load: wire.Load, links: Mapping[str, LinkState]) -> wire.Load:
         """Adds to a load without links those that changed since the last heartbeat."""
-        if self._number and (links is self._told or links == self._told):
+        if self._number and (links is self._sent or links == self._sent):
             return load
-        delta = MapDelta.between(self._told, links)
-        self._told, self._number = links, self._number + 1
+        delta = MapDelta.between(self._sent, links)
+        self._sent, self._number = links, self._number + 1
         return msgspec.structs.replace(
             load, links=delta.changed, gone_links=tuple(delta.gone), links_number=self._number
         )
@@ -85,10 +85,10 @@ class LinkReceiver:
     def __init__(self) -> None:
         self._links = DeltaReceiver[LinkState]()
 
-    def whole(self, load: wire.Load) -> wire.Load:
+    def merged(self, load: wire.Load) -> wire.Load:
         """Returns a received load with all links. Raises DeltaLost."""
         if load.links_number:
-            self._links.hear(load.links_number, load.links, load.gone_links)
+            self._links.apply(load.links_number, load.links, load.gone_links)
         if load.links_number or self._links.known:
             return msgspec.structs.replace(load, links=self._links.known, gone_links=(), links_number=0)
         return load
@@ -101,11 +101,11 @@ class PeersReceiver:
         self._peers = DeltaReceiver[wire.PeerInfo]()
         self._term = 0
 
-    def whole(self, order: wire.Peers) -> wire.Peers:
+    def merged(self, order: wire.Peers) -> wire.Peers:
         """Returns a received order with all peers. Raises DeltaLost."""
         if order.number != SNAPSHOT and order.term != self._term:
             raise DeltaLost(f"number {order.number} is the first of term {order.term}")
-        self._peers.hear(order.number, _by_key(order.peers), order.gone)
+        self._peers.apply(order.number, _by_key(order.peers), order.gone)
         self._term = order.term
         return wire.Peers(list(self._peers.known.values()), order.term)
 
@@ -114,16 +114,16 @@ class PeersSender:
     """Sends workers the list of live workers. All receive the same list, so its changes are computed once."""
 
     def __init__(self) -> None:
-        self._told: dict[str, wire.PeerInfo] = {}
+        self._sent: dict[str, wire.PeerInfo] = {}
         self._numbers: dict[str, int] = {}  # conn -> number of the last message sent
         self._term = 0
 
     def next(self, peers: Sequence[wire.PeerInfo], term: int, conns: Sequence[str]) -> dict[str, wire.Peers]:
         """Returns conn -> message for these connections, which are all current ones; often empty."""
-        before, self._told = self._told, _by_key(peers)
+        before, self._sent = self._sent, _by_key(peers)
         if term != self._term:
             self._numbers.clear()
-        delta, numbers, self._term = MapDelta.between(before, self._told), self._numbers, term
+        delta, numbers, self._term = MapDelta.between(before, self._sent), self._numbers, term
         self._numbers = {conn: numbers.get(conn, 0) + (conn not in numbers or not delta.is_empty) for conn in conns}
         whole, changed = list(peers), list(delta.changed.values())
         return {

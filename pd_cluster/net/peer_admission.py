@@ -44,7 +44,7 @@ class Fence:
         self.term = 0  # the highest term heard of in this process's life
         self.num_stale = 0
 
-    def heard(self, term: int) -> None:
+    def note(self, term: int) -> None:
         """Records that a scheduler knows this term, even if its owner has given no order yet."""
         self.term = max(self.term, term)
 
@@ -71,7 +71,7 @@ class Admission:
         """Answers ZAP, on its thread: may a client with this public key connect at all?"""
         return key in self._admitted
 
-    def hear(self, peers: Sequence[wire.PeerInfo]) -> None:
+    def set_peers(self, peers: Sequence[wire.PeerInfo]) -> None:
         """From now on admits only schedulers and the peers that a valid order of a scheduler names."""
         named = {each.public_key: peer_key(each.name, each.epoch) for each in peers}
         self._admitted = {**named, **self._schedulers}

@@ -56,9 +56,9 @@ class Connection:
     num_sent: int = 0
     num_received: int = 0
     num_heard: int = 0
-    told_links: LinkSender = field(default_factory=LinkSender)
-    heard_links: LinkReceiver = field(default_factory=LinkReceiver)
-    heard_peers: PeersReceiver = field(default_factory=PeersReceiver)
+    link_sender: LinkSender = field(default_factory=LinkSender)
+    link_receiver: LinkReceiver = field(default_factory=LinkReceiver)
+    peers_receiver: PeersReceiver = field(default_factory=PeersReceiver)
 
 
 def new_context() -> zmq.Context[Any]:

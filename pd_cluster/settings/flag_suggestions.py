@@ -79,7 +79,7 @@ def _score(asked: Sequence[str], known: Sequence[str], weights: Mapping[str, flo
 
     A word that no flag contains weighs as much as one in a single flag.
     """
-    pairs = {word: near for word in asked if (near := _alike(word, known))}
+    pairs = {word: near for word in asked if (near := _matching_word(word, known))}
     own = {word: weights.get(pairs.get(word, word), 1.0) for word in asked}
     if not own or max(own, key=lambda word: own[word]) not in pairs:
         return 0.0
@@ -87,7 +87,7 @@ def _score(asked: Sequence[str], known: Sequence[str], weights: Mapping[str, flo
     return agreed / (sum(own.values()) + sum(weights.get(word, 1.0) for word in known))
 
 
-def _alike(word: str, known: Sequence[str]) -> str:
+def _matching_word(word: str, known: Sequence[str]) -> str:
     """Returns the known word that this one stands for, or ""."""
     if word in known:
         return word

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 MAX_FILE_NBYTES = 2 << 20  # at this size a file replaces the previous older file, the only one kept
 FOLDER = "logs"
-TOLD_EVERY_S = 60.0  # between warnings that lines cannot be kept
+LOG_EVERY_S = 60.0  # between warnings that lines cannot be kept
 
 
 def folder_of(tables: Path) -> Path:
@@ -37,7 +37,7 @@ class LogFile:
         self._file = file_of(folder, name)
         self._folder = open_folder(folder, "", "the folder of log lines")
         self._fd = -1  # of the file; -1 while it is closed
-        self._told_s = float("-inf")
+        self._logged_s = float("-inf")
         with contextlib.suppress(OSError):  # the first line reports the error
             self._fd = open_own(self._file.name, APPEND, self._folder)
 
@@ -53,8 +53,8 @@ class LogFile:
                 self._fd = open_own(self._file.name, APPEND, self._folder)
             os.write(self._fd, data)
         except OSError as error:
-            if time.monotonic() > self._told_s + TOLD_EVERY_S:
-                self._told_s = time.monotonic()
+            if time.monotonic() > self._logged_s + LOG_EVERY_S:
+                self._logged_s = time.monotonic()
                 log.warning("%s: lines cannot be kept: %s", self._file, error.strerror)
 
     def close(self) -> None:

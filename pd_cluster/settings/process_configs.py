@@ -133,6 +133,6 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     admin_fd: int
     logs: Logs
     adapters: AdapterNames = AdapterNames({}, 0)
-    steer: PauseUpdate = PauseUpdate()
+    pause: PauseUpdate = PauseUpdate()
     keys: Keys | None = None
     rates_fd: int = -1

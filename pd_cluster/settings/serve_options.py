@@ -25,7 +25,7 @@ from pd_cluster.settings.request_settings import GUIDED_BACKENDS, Assurances, Ch
 from pd_cluster.settings.response_settings import KeptResponses
 from pd_cluster.settings.resume_settings import ResumeSettings
 from pd_cluster.settings.routing_settings import AdminSettings, AdmissionSettings, ConnectionLimits, RoutingConfig
-from pd_cluster.settings.setting import Declared, Panel, declared, one_of, read
+from pd_cluster.settings.setting import DeclaredSetting, Panel, declared, one_of, read
 from pd_cluster.settings.speculation_flags import SpeculationFlags
 from pd_cluster.settings.timeouts import Timeouts
 
@@ -66,13 +66,13 @@ USUAL = frozenset(
 
 
 @functools.cache
-def settings() -> Mapping[str, Declared]:
+def settings() -> Mapping[str, DeclaredSetting]:
     """Returns every setting by its name, in the order of the help screen."""
     found = [each for panel in Panel for each in _of_panel(panel)]
     return {each.name: each for each in found}
 
 
-def _of_panel(panel: Panel) -> list[Declared]:
+def _of_panel(panel: Panel) -> list[DeclaredSetting]:
     here = [each for group in GROUPS for each in declared(group) if each.setting.panel is panel]
     placed = [each for each in here if not each.setting.after]
     waiting = [each for each in here if each.setting.after]
@@ -221,7 +221,7 @@ class ServeOptions(Mapping[str, Any]):
         return chat
 
 
-def _typed(each: Declared, value: Any) -> Any:
+def _typed(each: DeclaredSetting, value: Any) -> Any:
     try:
         return msgspec.convert(value, each.kind)
     except msgspec.ValidationError as error:

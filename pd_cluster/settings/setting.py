@@ -129,7 +129,7 @@ def variable_of(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
+class DeclaredSetting:
     """A setting and its field. `kind` and `default` are those of the written value."""
 
     field: str
@@ -187,13 +187,13 @@ class Declared:
 
 
 @functools.cache
-def declared(group: type[msgspec.Struct]) -> tuple[Declared, ...]:
+def declared(group: type[msgspec.Struct]) -> tuple[DeclaredSetting, ...]:
     """Returns the settings among a struct's fields, in order."""
     hints = get_type_hints(group, include_extras=True)
     return tuple(_declarations(group, hints))
 
 
-def _declarations(group: type[msgspec.Struct], hints: Mapping[str, Any]) -> Iterator[Declared]:
+def _declarations(group: type[msgspec.Struct], hints: Mapping[str, Any]) -> Iterator[DeclaredSetting]:
     for field in msgspec.structs.fields(group):
         hint = hints[field.name]
         setting = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Setting)), None)
@@ -209,7 +209,7 @@ def _declarations(group: type[msgspec.Struct], hints: Mapping[str, Any]) -> Iter
         kind = hint if form is None else form.kind
         name = setting.name or _without_unit(field.name)
         kind = kind | None if default is None else kind
-        yield Declared(field.name, name, kind, default, checks, setting)
+        yield DeclaredSetting(field.name, name, kind, default, checks, setting)
 
 
 def _without_unit(field: str) -> str:

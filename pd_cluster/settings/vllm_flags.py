@@ -13,7 +13,7 @@ from pd_cluster.errors import ConfigError, flag_of, told
 from pd_cluster.settings.flag_suggestions import ANSWERS, meant_by
 from pd_cluster.settings.flags_without_setting import FlagWithoutSetting, Takes
 from pd_cluster.settings.serve_options import settings
-from pd_cluster.settings.setting import Declared
+from pd_cluster.settings.setting import DeclaredSetting
 from pd_cluster.settings.value_spellings import IN_OTHER_UNITS
 from pd_cluster.settings.vllm_flags_without_setting import FOREIGN, OFF, foreign
 
@@ -81,7 +81,7 @@ def normalize(argv: Sequence[str]) -> list[str]:
     return result
 
 
-def _is_read(setting: Declared, written: str) -> bool:
+def _is_read(setting: DeclaredSetting, written: str) -> bool:
     try:
         setting.read(written)
     except ConfigError:

@@ -226,7 +226,8 @@ def test_the_documents_two_machines(network: Network, tmp_path: Path, checkpoint
     model = checkpoint("llama", max_position_embeddings=4096)
     with TwoMachines(network, tmp_path, model) as servers:
         assert servers.said[-2:] == [
-            f"copy global_ranktable_merge.json and cluster.secret to {servers.first}, {servers.second}, into one folder "
+            f"copy global_ranktable_merge.json and cluster.secret to {servers.first}, {servers.second}, into one "
+            "folder "
             f"on each, readable only by their owner",
             f"copy scheduler.key and admin.token only to {servers.first}, into the same folder",
         ]

@@ -63,11 +63,11 @@ def test_sequences_need_places_and_memory(num_places: int, decode: dict[str, int
 
 def test_what_was_sent_and_what_has_ended_since_the_heartbeat_count() -> None:
     instances = pair(8, num_running=5)
-    instances[1].num_sequences_then, instances[1].num_sequences = 5, 10
+    instances[1].num_reported_sequences, instances[1].num_sequences = 5, 10
     assert not spare_capacity(instances).for_sequences
     instances = pair(8, num_running=8, num_waiting=4)
     assert not spare_capacity(instances).for_sequences
-    instances[1].num_sequences_then, instances[1].num_sequences = 12, 7
+    instances[1].num_reported_sequences, instances[1].num_sequences = 12, 7
     assert spare_capacity(instances).for_sequences
 
 
@@ -195,7 +195,7 @@ async def test_without_a_limit_only_a_full_room_refuses_those_that_have_many_the
     hall.close()
     tasks = await hall.waiting(4, "hog", MAX_WAITING_TOKENS // 4)
     hall.measured(1)
-    with pytest.raises(Overloaded, match="4 requests wait already"):
+    with pytest.raises(Overloaded, match="4 requests are already waiting"):
         await hall.visit("hog")
     tasks += await hall.waiting(1, "guest")
     hall.open()

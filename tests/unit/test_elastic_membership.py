@@ -231,7 +231,7 @@ async def test_remove_drains_and_forgets(world: ElasticWorld) -> None:
     assert all(set(peers) == set(world.names) for peers in told.values())
     world.membership.on_closed("to-decode-0", "late")  # nobody of ours any more
     world.membership.on_heartbeat("to-decode-0", wire.Load())
-    with pytest.raises(InstanceNotFound, match=r"there are prefill-0, prefill-1, decode-1$"):
+    with pytest.raises(InstanceNotFound, match=r"known are prefill-0, prefill-1, decode-1$"):
         world.elastic.remove("decode-0")
 
 

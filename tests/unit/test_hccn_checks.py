@@ -102,7 +102,7 @@ def test_cards_with_and_without_tls() -> None:
 def test_addresses_of_cards() -> None:
     text = answer("a2_network", "hccn_tool -i 5 -ip -g")
     assert hccn_checks.judge_address(A2[0], text).text == "is 192.0.2.25; device_ip is 192.0.2.24"
-    assert "has none ('no ip was preset')" in hccn_checks.judge_address(A2[0], "no ip was preset\n").line
+    assert "has no address ('no ip was preset')" in hccn_checks.judge_address(A2[0], "no ip was preset\n").line
     near, far = (replace(card, address=f"2001:db8::{card.device_id}") for card in (A2[0], FAR))
     assert near.address_query == ("-ip", "-inet6")
     assert near.ping(far) == ("-ping", "-inet6", "-g", "ipv6_address", "2001:db8::6")

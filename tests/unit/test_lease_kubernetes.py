@@ -76,7 +76,7 @@ def begin(own: Ownership, client: KubernetesLease) -> None:
     """Writes the record without an owner that the lease is counted from."""
     first = wish(own, client)
     assert (first.version, first.term, first.holder) == (1, 0, "")
-    own.wrote(first, client.write(first))
+    own.after_write(first, client.write(first))
     assert own.term_now is None
 
 
@@ -151,7 +151,7 @@ def owning(api: Api) -> tuple[list[float], KubernetesLease, Ownership]:
 
 
 def wish(own: Ownership, client: KubernetesLease) -> LeaseRecord:
-    wanted = own.seen(client.read(), [MEMBER])
+    wanted = own.after_read(client.read(), [MEMBER])
     assert wanted is not None
     return wanted
 
@@ -163,7 +163,7 @@ def test_an_annotation_of_another_program_ends_no_ownership(api: Api) -> None:
         if not is_written:
             api.annotate("note", "y")
         assert one.write(wanted) == is_written
-        own.wrote(wanted, is_written)
+        own.after_write(wanted, is_written)
         assert own.term_now == 1
         clock[0] += 5
     clock[0] += 9.9
@@ -242,7 +242,7 @@ def test_a_question_has_one_deadline_from_the_connection_to_the_last_byte(api: A
 def test_a_write_whose_answer_is_lost_is_seen_at_the_next_look(api: Api) -> None:
     clock, one, own = owning(api)
     wanted = wish(own, one)
-    own.wrote(wanted, one.write(wanted))
+    own.after_write(wanted, one.write(wanted))
     clock[0] += 4
     renewal = wish(own, one)
     api.leases.loses_answers = True
@@ -252,7 +252,7 @@ def test_a_write_whose_answer_is_lost_is_seen_at_the_next_look(api: Api) -> None
     clock[0] += 2
     again = wish(own, one)
     assert again.version == renewal.version + 1
-    own.wrote(again, one.write(again))
+    own.after_write(again, one.write(again))
     assert own.term_now == 1
 
 

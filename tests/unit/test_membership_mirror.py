@@ -13,7 +13,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.members.membership_mirror import Mirror
+from pd_cluster.cluster.members.membership_mirror import MembershipMirror
 from pd_cluster.cluster.processes.api_processes import ApiProcesses, view_of
 from pd_cluster.process_messages import (
     ApiReport,
@@ -38,7 +38,7 @@ class World:
         self.mailbox = RecordedMail(is_numbered=True)
         self.lost: list[str] = []
         self.moved: list[str] = []
-        self.mirror = Mirror(self.mailbox)
+        self.mirror = MembershipMirror(self.mailbox)
         self.mirror.watch(self)
 
     def on_lost(self, instance: Instance, reason: str) -> None:
@@ -50,7 +50,7 @@ class World:
     def hear(self, *views: InstanceView) -> None:
         """Receives the news as it comes over the socket."""
         news = msgspec.json.decode(msgspec.json.encode(Instances(list(views))), type=ToApi)
-        self.mirror.hear(news)
+        self.mirror.apply(news)
 
     def open(self, *views: InstanceView) -> Instance:
         """Hears of them, and is connected to them; returns the first."""
@@ -119,7 +119,7 @@ async def test_what_ran_before_a_connection_was_lost_makes_no_room_after_it() ->
     instance.num_sequences = 0  # as the router does when it learns of the loss
     world.open(view("decode-0"))
     instance.num_sequences += 8
-    assert instance.num_sequences_there == 8
+    assert instance.num_current_sequences == 8
 
 
 @pytest.mark.parametrize("then", ["closed", "new life", "gone"])
@@ -152,8 +152,8 @@ async def test_who_leaves_is_lost_and_roles_and_service_are_the_schedulers_word(
     (left,) = world.mirror.instances
     assert (left.name, left.role, left.takes_requests) == ("prefill-0", "decode", False)
     assert world.lost == ["decode-0"]
-    world.mirror.hear(MoveOn("prefill-0", "its drain is over"))
-    world.mirror.hear(OthersTokens({"prefill-0": 30}))
+    world.mirror.apply(MoveOn("prefill-0", "its drain is over"))
+    world.mirror.apply(OthersTokens({"prefill-0": 30}))
     assert (world.moved, left.others_tokens) == (["prefill-0"], 30)
 
 

@@ -169,7 +169,7 @@ def test_peers_that_come_again_and_again_do_not_fill_the_log(pair: Pair, caplog:
     admission = JoinAdmission(credentials, OWN, SCHEDULER.public)
     key = KeyPair.of(join_key(SECRET)).public
     told: list[str] = []
-    connections = cast(Any, SimpleNamespace(say_gone=lambda identity, envelope, reason: told.append(reason)))
+    connections = cast(Any, SimpleNamespace(send_gone=lambda identity, envelope, reason: told.append(reason)))
     listens = Handshake(
         connections,
         LocalIdentity("scheduler", SCHEDULER, cast(Admission, admission), pair.own),

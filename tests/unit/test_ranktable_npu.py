@@ -245,7 +245,10 @@ def test_a_machine_whose_every_npu_is_divided_is_an_npu_machine(host: Path, monk
 
 def test_a_vnpu_that_cannot_serve_is_refused(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for given, said in (
-        ("--prefill-server-list 166", "vNPU 166: found nothing, expected the device file of a vNPU (existing ones are 1"),
+        (
+            "--prefill-server-list 166",
+            "vNPU 166: found nothing, expected the device file of a vNPU (existing ones are 1",
+        ),
         ("--prefill-server-list 164,165", "--prefill-server-list[0]: found '164,165', expected one device"),
         ("--decode-server-list 0,164", "--decode-server-list[0]: found '0,164', expected one device"),
         ("--prefill-server-list 164 --decode-server-list 3,4", "[0]: found 164, expected a vNPU of an NPU that no ins"),

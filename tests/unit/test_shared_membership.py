@@ -18,7 +18,7 @@ async def test_only_the_owner_gives_orders_and_commands_at_another_name_it(tmp_p
     """One that does not reach the record any more names nobody."""
     two = await Two.begun(tmp_path)
     assert {peers.term for peers in two.one.orders} == {1}
-    two.other.world.membership.tell_peers()
+    two.other.world.membership.send_peers()
     assert not two.other.orders
     with pytest.raises(Refused, match=r"scheduler-1 does not own membership: scheduler-0 does, at http://.*:9001"):
         two.other.world.elastic.drain("decode-1")

@@ -16,7 +16,7 @@ from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.members.cluster_sleep import ClusterSleep
 from pd_cluster.cluster.members.worker_membership import Membership, instances_of
 from pd_cluster.cluster.overview.cluster_problems import problems_of
-from pd_cluster.cluster.overview.request_history import History
+from pd_cluster.cluster.overview.request_history import RequestHistory
 from pd_cluster.cluster.roles.auto_role import AutoRole, Rules
 from pd_cluster.errors import Refused
 from pd_cluster.process_messages import AllStats, Busy, InstanceInfo, Stats
@@ -180,7 +180,7 @@ async def test_a_member_that_forms_for_long_says_for_whom_it_waits(monkeypatch: 
     monkeypatch.setattr(loop, "time", lambda: later_s)
     await world.ask("decode-0")
     assert first.reason == "it waits for decode-1, which is unreachable", "although it was never heard of"
-    found = problems_of([first], History(), RoutingConfig())
+    found = problems_of([first], RequestHistory(), RoutingConfig())
     assert ("warning", f"decode-0 is forming: {first.reason}") in [(p.severity, p.to_json()["text"]) for p in found]
     await world.says("decode-1", "forming", **UNIT, unit_rank=1)
     await world.ask("decode-0")

@@ -41,7 +41,7 @@ class Instance:
     others_tokens: int = 0  # sent by other API processes, as last reported
     num_outstanding: int = 0
     num_sequences: int = 0  # sent there by this scheduler for decode and not known to have finished
-    num_sequences_then: int = 0  # the same count when it last reported its load
+    num_reported_sequences: int = 0  # the same count when it last reported its load
     known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # blocks in its prefix cache
     service: Service = "in"
     next_role: Role | None = None  # its role once it is drained
@@ -149,16 +149,16 @@ class Instance:
     @property
     def num_sent_since(self) -> int:
         """Sequences sent since it last reported its load, minus those that ended since; may be negative."""
-        return self.num_sequences - self.num_sequences_then
+        return self.num_sequences - self.num_reported_sequences
 
     @property
-    def num_sequences_there(self) -> int:
+    def num_current_sequences(self) -> int:
         """The number of sequences that it reported, corrected by those sent and ended since."""
         load = self.load
         return max(0, load.num_running + load.num_landing + load.num_waiting + self.num_sent_since)
 
     @property
-    def num_places(self) -> int:
+    def num_slots(self) -> int:
         """The maximum number of sequences in one of its steps; 0: unknown."""
         return self.info.max_num_seqs if self.info is not None else 0
 

@@ -56,7 +56,7 @@ class KnownBlocks:
     def __len__(self) -> int:
         return len(self.tiers)
 
-    def hear(self, news: wire.CacheKeys) -> None:
+    def apply(self, news: wire.CacheKeys) -> None:
         """Adds and removes keys; keys beyond MAX_KEYS are dropped."""
         added, removed = read_keys(news.added), read_keys(news.removed)
         if news.is_whole:

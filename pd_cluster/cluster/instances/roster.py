@@ -18,7 +18,7 @@ from pd_cluster.process_messages import InstanceInfo, InstanceState
 log = logging.getLogger(__name__)
 
 
-class LegHolder(Protocol):
+class RosterFollower(Protocol):
     """Has requests at instances, and is notified when they must move elsewhere."""
 
     def on_lost(self, instance: Instance, reason: str) -> None:
@@ -33,11 +33,11 @@ class Members(Protocol):
 
     instances: list[Instance]
 
-    def watch(self, follower: LegHolder) -> None: ...
+    def watch(self, follower: RosterFollower) -> None: ...
     async def change(self) -> None: ...
 
 
-class Connector(Protocol):
+class RosterMailbox(Protocol):
     """The part of the mailbox that a roster needs."""
 
     def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str: ...
@@ -45,10 +45,10 @@ class Connector(Protocol):
 
 
 class Roster:
-    def __init__(self, instances: list[Instance], lines: Connector) -> None:
+    def __init__(self, instances: list[Instance], lines: RosterMailbox) -> None:
         self.instances = instances
         self._lines = lines
-        self._followers: list[LegHolder] = []
+        self._followers: list[RosterFollower] = []
         self._by_conn: dict[str, Instance] = {}
         self._open: set[str] = set()  # connections whose requests may have to move elsewhere
         self._changed = asyncio.Event()
@@ -56,7 +56,7 @@ class Roster:
         # them
         self.own_key = ""
 
-    def watch(self, follower: LegHolder) -> None:
+    def watch(self, follower: RosterFollower) -> None:
         """Adds a follower, which is notified of losses."""
         self._followers.append(follower)
 
@@ -74,7 +74,7 @@ class Roster:
             self._open.add(conn)
             instance.ready_s = instance.heard_s = asyncio.get_running_loop().time()
             self.set_state(instance, "ready", "")
-            self._has_come(instance)
+            self._on_ready(instance)
 
     def on_heartbeat(self, conn: str, load: wire.Load) -> None:
         instance = self._by_conn.get(conn)
@@ -83,7 +83,7 @@ class Roster:
             if self.own_key:
                 others = (tokens for scheduler, tokens in load.outstanding.items() if scheduler != self.own_key)
                 instance.others_tokens = sum(others)
-            instance.num_sequences_then = instance.num_sequences
+            instance.num_reported_sequences = instance.num_sequences
             instance.heard_s = asyncio.get_running_loop().time()
             instance.num_heartbeats += 1
             self.wake()
@@ -91,7 +91,7 @@ class Roster:
     def on_cache_keys(self, conn: str, news: wire.CacheKeys) -> None:
         instance = self._by_conn.get(conn)
         if instance is not None:
-            instance.known_blocks.hear(news)
+            instance.known_blocks.apply(news)
 
     def on_adapter_states(self, conn: str, states: wire.AdapterStates) -> None:
         """Ignored: only a membership sends lists of adapters."""
@@ -108,7 +108,7 @@ class Roster:
         seen = f"it stopped as announced: {reason}" if instance.load.is_draining else reason
         self.set_state(instance, *self._state_after(instance, seen))
         instance.conn = ""
-        instance.load, instance.num_sequences_then = wire.Load(), 0
+        instance.load, instance.num_reported_sequences = wire.Load(), 0
         if self.own_key:
             instance.others_tokens = 0
         instance.known_blocks = KnownBlocks()
@@ -116,16 +116,16 @@ class Roster:
         if was_open:
             for follower in self._followers:
                 follower.on_lost(instance, reason)
-            self._has_gone(instance)
+            self._on_unready(instance)
 
     def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
         """Returns the instance's state after its connection closed for this reason, and why."""
         return "unreachable", reason
 
-    def _has_come(self, instance: Instance) -> None:
+    def _on_ready(self, instance: Instance) -> None:
         """Called when an instance becomes ready."""
 
-    def _has_gone(self, instance: Instance) -> None:
+    def _on_unready(self, instance: Instance) -> None:
         """Called when an instance stops being ready, after the followers were notified."""
 
     # ---- waiting

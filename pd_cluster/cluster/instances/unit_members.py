@@ -54,7 +54,7 @@ def _covers(member: Instance, rank: int, size: int, other: Instance) -> bool:
     return role == theirs and 0 <= int(at) - int(own) + rank < size
 
 
-def awaited(instances: Sequence[Instance], instance: Instance) -> str:
+def describe_awaited(instances: Sequence[Instance], instance: Instance) -> str:
     """Describes the instances for which a forming instance waits."""
     missing = []
     for rank in range(instance.unit_size):

@@ -76,8 +76,8 @@ class LeaseStore(Protocol):
 class Ownership:
     """One scheduler's view of the lease. `own` is its name@epoch.
 
-    `seen` takes the record that was read and returns the one to write, if any; `wrote` takes the outcome. The process
-    may be stopped at any time in between: `term_now` checks the clock, and workers refuse older terms.
+    `after_read` takes the record that was read and returns the one to write, if any; `after_write` takes the outcome.
+    The process may be stopped at any time in between: `term_now` checks the clock, and workers refuse older terms.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Ownership:
         """The fencing number under which this process may give orders now; None: it may give none."""
         return self._term if self._clock() < self._until_s else None
 
-    def seen(self, record: LeaseRecord, members: Sequence[DesiredInstance]) -> LeaseRecord | None:
+    def after_read(self, record: LeaseRecord, members: Sequence[DesiredInstance]) -> LeaseRecord | None:
         """Takes a record that was just read. `members`: this process's instances. Returns the record to write."""
         now_s = self._clock()
         if self._changed_s == math.inf or record != self.record:
@@ -128,8 +128,8 @@ class Ownership:
             return None
         return self._next(max(self.highest_term + 1, self._least_term()), members)
 
-    def wrote(self, record: LeaseRecord, is_written: bool) -> None:
-        """Takes the outcome of writing the record that `seen` returned.
+    def after_write(self, record: LeaseRecord, is_written: bool) -> None:
+        """Takes the outcome of writing the record that `after_read` returned.
 
         If the write failed, a lease that still runs continues: no other scheduler can own membership before its end.
         """

@@ -65,7 +65,7 @@ class AdapterBook:
         self._leaving: dict[str, tuple[float, float]] = {}  # digest -> (deadline, when it was last used)
         self._one_at_a_time = asyncio.Lock()
         self._retry_s = 0.0
-        self._tell()
+        self._send_list()
 
     async def load(self, name: str, path: str, replaces: bool = False) -> None:
         """Returns when every request may use the adapter under this name.
@@ -80,13 +80,13 @@ class AdapterBook:
             self._leaving.pop(digest, None)
             if is_new:
                 self._paths[digest] = str(folder.path)
-                self._tell()
+                self._send_list()
             try:
                 await self._until_loaded(digest)
             except BaseException:
                 if digest not in self.names.values():
                     self._paths.pop(digest, None)
-                    self._tell()
+                    self._send_list()
                 raise
             self.names[name] = digest
             log.info("adapter %s is %s of %s", name, digest[:12], folder.path)
@@ -120,11 +120,11 @@ class AdapterBook:
                     self._leaving[digest] = deadline_s, now_s
                 if now_s >= deadline_s or (digest not in used and now_s >= used_s + GRACE_S):
                     del self._leaving[digest], self._paths[digest]
-                    self._tell()
+                    self._send_list()
         if now_s >= self._retry_s:
             self._retry_s = now_s + RETRY_S
             if any(each.adapter_problems for each in self._membership.instances):
-                self._tell()
+                self._send_list()
 
     # ---- one load
 
@@ -184,6 +184,6 @@ class AdapterBook:
             now_s = self._clock()
             self._leaving[digest] = now_s + self._rules.drain_timeout_s, now_s
 
-    def _tell(self) -> None:
+    def _send_list(self) -> None:
         places = [wire.AdapterPlace(digest, path) for digest, path in self._paths.items()]
-        self._membership.tell_adapters(wire.WantedAdapters(places))
+        self._membership.send_adapters(wire.WantedAdapters(places))

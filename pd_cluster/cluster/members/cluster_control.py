@@ -1,6 +1,6 @@
 """Operators' commands to the whole cluster: pausing and aborting requests, emptying prefix caches, sleep.
 
-Knows nothing of HTTP. Processes that serve requests are reached through `Serving`.
+Knows nothing of HTTP. Processes that serve requests are reached through `ServingProcesses`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 from pd_cluster import wire
 from pd_cluster.cluster.instances.roster import Roster
 from pd_cluster.cluster.members.cluster_sleep import ClusterSleep
-from pd_cluster.cluster.members.worker_membership import MemberPost
+from pd_cluster.cluster.members.worker_membership import MembershipMailbox
 from pd_cluster.errors import DeadlineExceeded, Refused
 from pd_cluster.process_messages import Gate
 
@@ -24,10 +24,10 @@ PauseMode = Literal["abort", "wait", "keep"]
 RUNNING_ONES = {"abort": "end now", "wait": "go on", "keep": "stop, and go on at the end"}
 
 
-class Serving(Protocol):
+class ServingProcesses(Protocol):
     """The processes that serve requests."""
 
-    async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
+    async def control_requests(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
         """Admits, delays or refuses new requests. Returns when all processes do so.
 
         `aborts`: ids, as clients know them, of requests to end; empty: all; None: none. `keeps`: running requests leave
@@ -38,11 +38,16 @@ class Serving(Protocol):
         """Returns when no instance has a request."""
 
 
-class Control:
+class ClusterControl:
     """`roster`: every instance of the cluster. `may_sleep`: whether no other process than `serving` serves requests."""
 
     def __init__(
-        self, roster: Roster, post: MemberPost, serving: Serving, request_timeout_s: float, may_sleep: bool = True
+        self,
+        roster: Roster,
+        post: MembershipMailbox,
+        serving: ServingProcesses,
+        request_timeout_s: float,
+        may_sleep: bool = True,
     ) -> None:
         self._may_sleep = may_sleep
         self._roster, self._post, self._serving = roster, post, serving
@@ -73,7 +78,7 @@ class Control:
             if self.is_asleep:
                 raise Refused("the cluster is asleep; POST /wake_up wakes it up")
             self.is_paused = False
-            await self._serving.steer("open")
+            await self._serving.control_requests("open")
             log.warning("resumed")
 
     async def sleep(self, level: Literal[1, 2], mode: PauseMode) -> None:
@@ -99,12 +104,12 @@ class Control:
             try:
                 await self.cluster_sleep.reach(0)
             finally:
-                await self._serving.steer("paused" if self.is_paused else "open")
+                await self._serving.control_requests("paused" if self.is_paused else "open")
                 log.warning("awake%s", ", and paused" if self.is_paused else "")
 
     async def _empty(self, gate: Gate, mode: PauseMode, way_out: str) -> None:
         """Returns when no instance has a request. Raises DeadlineExceeded."""
-        await self._serving.steer(gate, () if mode == "abort" else None, keeps=mode == "keep")
+        await self._serving.control_requests(gate, () if mode == "abort" else None, keeps=mode == "keep")
         try:
             await asyncio.wait_for(self._serving.until_idle(), self._request_timeout_s)
         except TimeoutError:
@@ -115,7 +120,7 @@ class Control:
         """Ends these requests; without names, all, including waiting ones."""
         async with self._one_at_a_time:
             gate: Gate = "asleep" if self.is_asleep else "paused" if self.is_paused else "open"
-            await self._serving.steer(gate, names)
+            await self._serving.control_requests(gate, names)
 
     async def reset_caches(self, is_external: bool = False) -> None:
         """Empties the prefix caches of all instances. Running requests keep their blocks, which no other request finds.

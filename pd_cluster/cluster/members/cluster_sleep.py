@@ -11,7 +11,7 @@ import logging
 from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.roster import Roster
-from pd_cluster.cluster.members.worker_membership import MemberPost
+from pd_cluster.cluster.members.worker_membership import MembershipMailbox
 from pd_cluster.errors import DeadlineExceeded, Refused
 
 log = logging.getLogger(__name__)
@@ -22,15 +22,15 @@ LEVEL_TIMEOUT_S = 600.0  # all weights may have to be read
 class ClusterSleep:
     """`level`: the requested level."""
 
-    def __init__(self, roster: Roster, post: MemberPost) -> None:
+    def __init__(self, roster: Roster, post: MembershipMailbox) -> None:
         self._roster, self._post = roster, post
         self.level: wire.SleepLevel = 0
-        self._told: dict[str, wire.SleepLevel] = {}  # open connection -> the last level sent
+        self._sent: dict[str, wire.SleepLevel] = {}  # open connection -> the last level sent
 
     async def run(self) -> None:
         """Follows instances that join and leave, until cancelled."""
         while True:
-            self._tell()
+            self._send_level()
             await self._roster.change()
 
     def check(self) -> None:
@@ -50,7 +50,7 @@ class ClusterSleep:
     async def reach(self, level: wire.SleepLevel) -> None:
         """Returns when every ready instance has the level. Raises DeadlineExceeded; the requested level stays."""
         self.level = level
-        self._tell()
+        self._send_level()
         try:
             async with asyncio.timeout(LEVEL_TIMEOUT_S):
                 while self._lacking():
@@ -62,12 +62,12 @@ class ClusterSleep:
     def _lacking(self) -> list[Instance]:
         return [each for each in self._roster.instances if each.is_ready and each.load.sleep_level != self.level]
 
-    def _tell(self) -> None:
+    def _send_level(self) -> None:
         """Sends the level to instances that report another one and were not sent this one."""
         lacking = self._lacking()
         here = {instance.conn for instance in self._roster.instances}
-        self._told = {conn: level for conn, level in self._told.items() if conn in here}
+        self._sent = {conn: level for conn, level in self._sent.items() if conn in here}
         for instance in lacking:
-            if self._told.get(instance.conn) != self.level:
-                self._told[instance.conn] = self.level
+            if self._sent.get(instance.conn) != self.level:
+                self._sent[instance.conn] = self.level
                 self._post.send(instance.conn, wire.Sleep(self.level))

@@ -15,7 +15,7 @@ from typing import Protocol
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.unit_members import unit_of
 from pd_cluster.cluster.leases.membership_lease import DesiredInstance
-from pd_cluster.cluster.members.rank_table_reader import RankTableReader, Tables
+from pd_cluster.cluster.members.rank_table_reader import RankTableFiles, RankTableReader
 from pd_cluster.cluster.members.worker_membership import Membership
 from pd_cluster.errors import InstanceNotFound, Refused
 from pd_cluster.settings.process_configs import Credentials
@@ -27,7 +27,7 @@ TICK_S = 0.05
 LATE_S = 2.0  # after this time beyond its deadline, other schedulers' requests no longer delay a change
 
 
-class Sharing(Protocol):
+class MembershipSharing(Protocol):
     """The part of a membership that several schedulers share (shared_membership.py); without it, this scheduler decides
     alone.
     """
@@ -48,7 +48,7 @@ class Sharing(Protocol):
         """Returns once the change survives this process. Raises Unavailable."""
 
 
-class Elastic:
+class ElasticMembership:
     """The commands and the work in progress. `move_on(instance, why)` moves an instance's requests elsewhere.
     `credentials`: those of this process.
     """
@@ -57,7 +57,7 @@ class Elastic:
         self,
         membership: Membership,
         credentials: Credentials,
-        tables: Tables,
+        tables: RankTableFiles,
         move_on: Callable[[Instance, str], None],
         drain_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -69,7 +69,7 @@ class Elastic:
         self._clock = clock
         self._removed: set[str] = set()  # removed by a command: only a command adds them again
         self._begun = asyncio.Event()
-        self.shared: Sharing | None = None
+        self.shared: MembershipSharing | None = None
 
     @property
     def is_owner(self) -> bool:
@@ -101,7 +101,7 @@ class Elastic:
         """Takes it out of service. Raises InstanceNotFound, or Refused for the last of its role."""
         self._check_owner()
         instance = self._staying(name)
-        members = [each for each in self._asked(instance) if each.service != "leaving"]
+        members = [each for each in self._affected_by(instance) if each.service != "leaving"]
         self._refuse_the_last([each for each in members if each.service == "in"], force)
         for each in members:
             if each.service == "in":
@@ -115,7 +115,7 @@ class Elastic:
         """Puts it back in service. Raises InstanceNotFound, or Refused if it is leaving."""
         self._check_owner()
         instance = self._staying(name)
-        for each in self._asked(instance):
+        for each in self._affected_by(instance):
             if each.service == "out":
                 each.service = "in"
                 log.info("%s is in service again", each.name)
@@ -126,7 +126,7 @@ class Elastic:
         """Drains and forgets it. Raises InstanceNotFound, or Refused for the last of its role."""
         self._check_owner()
         instance = self._find(name)
-        members = self._asked(instance)
+        members = self._affected_by(instance)
         self._refuse_the_last([each for each in members if each.service != "leaving"], force)
         for each in members:
             if each.service != "leaving":
@@ -146,7 +146,7 @@ class Elastic:
         instance = self._staying(name)
         if instance.role == "encode":
             raise Refused(f"{name} is an encoder: it has no language model, so it cannot be {role}")
-        members = [each for each in self._asked(instance) if each.service != "leaving"]
+        members = [each for each in self._affected_by(instance) if each.service != "leaving"]
         self._refuse_the_last([each for each in members if each.role != role and each.next_role is None], force)
         for each in members:
             if role == each.role:
@@ -267,10 +267,10 @@ class Elastic:
             is_over = instance.is_empty or (is_late and not instance.num_outstanding)
             if is_over and self.is_owner and self._is_settled(instance, now_s):
                 over.append(instance)
-        for instance in [each for each in over if all(mate in over for mate in self._alike(each))]:
+        for instance in [each for each in over if all(mate in over for mate in self._with_same_change(each))]:
             self._empty(instance)
 
-    def _alike(self, instance: Instance) -> list[Instance]:
+    def _with_same_change(self, instance: Instance) -> list[Instance]:
         """Returns the members of its unit, itself included, that await the same change: they make it together."""
         wish = instance.service, instance.next_role
         return [each for each in self.unit_of(instance) if (each.service, each.next_role) == wish]
@@ -293,7 +293,7 @@ class Elastic:
         elif instance.next_role is not None:
             log.info("%s changes from %s to %s", instance.name, instance.role, instance.next_role)
             instance.role, instance.next_role = instance.next_role, None
-            self._membership.tell_peers()
+            self._membership.send_peers()
             self._changed()
 
     def _begin(self, instance: Instance, timeout_s: float | None) -> None:
@@ -313,7 +313,7 @@ class Elastic:
         if self.shared is not None:
             self.shared.changed()
 
-    def _asked(self, instance: Instance) -> list[Instance]:
+    def _affected_by(self, instance: Instance) -> list[Instance]:
         """Returns the instances that a command for this one affects; if there are several, they are logged."""
         members = self.unit_of(instance)
         if len(members) > 1:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.instances.roster import Connector, Roster
+from pd_cluster.cluster.instances.roster import Roster, RosterMailbox
 from pd_cluster.process_messages import (
     AdapterNames,
     AllStats,
@@ -35,10 +35,10 @@ LOOK_S = 0.02  # between two polls of the work being served, whose changes are r
 SILENT_TICKS = 10  # the scheduler receives a report at least this often, as a sign of life
 
 
-class Mirror(Roster):
+class MembershipMirror(Roster):
     """The roster of an API process. Followers are also notified when the scheduler wants an instance emptied."""
 
-    def __init__(self, lines: Connector, adapters: dict[str, str] | None = None, version: int = 0) -> None:
+    def __init__(self, lines: RosterMailbox, adapters: dict[str, str] | None = None, version: int = 0) -> None:
         """`adapters`: name -> digest, mutated in place; `version`: that of the scheduler's message with these
         adapters.
         """
@@ -80,7 +80,7 @@ class Mirror(Roster):
         outstanding = {i.name: Outstanding(i.num_outstanding, i.outstanding_tokens) for i in busy}
         return msgspec.structs.replace(own, outstanding=outstanding)
 
-    def hear(self, news: ToApi) -> None:
+    def apply(self, news: ToApi) -> None:
         """Applies a message from the scheduler."""
         match news:
             case Instances(views):

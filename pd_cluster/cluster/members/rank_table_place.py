@@ -17,7 +17,7 @@ from typing import Literal
 from pd_cluster.errors import ConfigError, called
 from ranktable_tools import RankTable, Role, Server, check, load_global, load_local, locate, parse_node_ports
 from ranktable_tools.host_addresses import is_one_host, machine_key
-from ranktable_tools.ports import Given, port_faults
+from ranktable_tools.ports import GivenPorts, port_faults
 from ranktable_tools.schema import RankTableError
 from ranktable_tools.table_types import ROLES, Device, server_group
 
@@ -153,13 +153,13 @@ def table_path(env: Mapping[str, str]) -> Path:
     return _variable(env, "GLOBAL_RANK_TABLE_FILE_PATH")
 
 
-def check_ports(place: Place, given: Given) -> None:
+def check_ports(place: Place, given: GivenPorts) -> None:
     """Raises ConfigError if ports of this process or this table conflict."""
     for fault in port_faults(place.table, None, given):
         raise ConfigError(str(fault))
 
 
-def node_ports(env: Mapping[str, str], place: Place, given: Given | None = None) -> list[int]:
+def node_ports(env: Mapping[str, str], place: Place, given: GivenPorts | None = None) -> list[int]:
     """Returns NODE_PORTS, or NODE_PORTS_FILE's content: a port per instance of the global table. Raises ConfigError.
 
     `given`: the scheduler's own ports, which no instance on its host may use.
@@ -171,7 +171,7 @@ def node_ports(env: Mapping[str, str], place: Place, given: Given | None = None)
             "NODE_PORTS is not set: the scheduler needs the workers' ports in the order of the global rank table, "
             "prefill first, such as NODE_PORTS=8088,8089"
         )
-    faults = check(Path(place.table.file), node_ports=text, given=given or Given())
+    faults = check(Path(place.table.file), node_ports=text, given=given or GivenPorts())
     if faults:
         raise ConfigError(str(faults[0]))
     return parse_node_ports(text)

@@ -21,7 +21,7 @@ from pd_cluster.settings.process_configs import Credentials
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class RankTableFiles:
     """Reads the files' current content; each call may block, and may raise ConfigError.
 
     `ports`: NODE_PORTS_FILE's ports, in this table's order; None without such a file. `credentials`: from the secrets'
@@ -36,7 +36,7 @@ class Tables:
 class RankTableReader:
     """`credentials`: those of this process."""
 
-    def __init__(self, tables: Tables, credentials: Credentials) -> None:
+    def __init__(self, tables: RankTableFiles, credentials: Credentials) -> None:
         self._tables, self._credentials = tables, credentials
 
     async def read(self, running: Sequence[Instance], with_ports: bool) -> tuple[Place, dict[str, Instance]]:

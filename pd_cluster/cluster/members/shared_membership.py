@@ -1,7 +1,7 @@
 """One of several schedulers over the same workers: owns membership or follows the owner. On the event loop.
 
-membership_lease.py decides the owner; this module keeps the shared record, lets `Membership` and `Elastic` act under
-the owner's fencing number, and otherwise applies the owner's list of instances. The states are in
+membership_lease.py decides the owner; this module keeps the shared record, lets `Membership` and `ElasticMembership` act
+under the owner's fencing number, and otherwise applies the owner's list of instances. The states are in
 docs/protocol/membership.md, "Several schedulers". Knows nothing of requests.
 """
 
@@ -20,7 +20,7 @@ import msgspec
 
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.leases.membership_lease import DesiredInstance, LeaseRecord, LeaseStore, Ownership
-from pd_cluster.cluster.members.elastic_membership import Elastic
+from pd_cluster.cluster.members.elastic_membership import ElasticMembership
 from pd_cluster.cluster.members.worker_membership import Membership
 from pd_cluster.errors import LeaseUnavailable, Refused, Unavailable
 
@@ -35,10 +35,10 @@ CALL_PART = 1 / 3  # of a lease: the maximum time for a call of the store
 RECORD_TIMEOUT_S = 2.0  # within which a command must be in the record
 
 
-class TermHolder(Protocol):
+class TermMailbox(Protocol):
     """The part of the mailbox that puts the term into greetings to workers."""
 
-    def heard_of_term(self, term: int) -> None: ...
+    def note_term(self, term: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +62,8 @@ class SharedMembership:
         self,
         lease: Lease,
         membership: Membership,
-        elastic: Elastic,
-        mailbox: TermHolder,
+        elastic: ElasticMembership,
+        mailbox: TermMailbox,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -74,8 +74,8 @@ class SharedMembership:
         self._clock, self._started_s, self._takeover_timeout_s = clock, clock(), lease.takeover_timeout_s
         # a separate thread: names that cannot be resolved fill the loop's threads
         self._thread = ThreadPoolExecutor(1, "lease")
-        self._asked = asyncio.Event()  # set to have the record read now
-        self._looked = asyncio.Event()  # set after each read, and then replaced
+        self._look_requested = asyncio.Event()  # set to have the record read now
+        self._look_done = asyncio.Event()  # set after each read, and then replaced
         self._term: int | None = None  # the term of the last orders
         self._followed = LeaseRecord()
         self._problem = ""
@@ -126,15 +126,15 @@ class SharedMembership:
 
     def changed(self) -> None:
         """Has a change of the owner's list recorded at once."""
-        self._asked.set()
+        self._look_requested.set()
 
     async def recorded(self) -> None:
         """Returns once the owner's list is in the record, and so survives this process. Raises Unavailable."""
-        self._asked.set()
+        self._look_requested.set()
         try:
             async with asyncio.timeout(RECORD_TIMEOUT_S):
                 while not (self.is_owner and self.ownership.record.members == self._members()):
-                    await self._looked.wait()
+                    await self._look_done.wait()
         except TimeoutError:
             reason = self._problem or f"{self.owner or 'no scheduler'} now owns membership"
             raise Unavailable(f"the command may be lost with this scheduler: {reason}") from None
@@ -143,11 +143,11 @@ class SharedMembership:
         """Reads the record repeatedly until cancelled; then releases the lease."""
         try:
             while True:
-                self._asked.clear()
+                self._look_requested.clear()
                 await self._look()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.ownership.duration_s / LOOKS):
-                        await self._asked.wait()
+                        await self._look_requested.wait()
         finally:
             await self._release()
             self._thread.shutdown(wait=False)
@@ -164,13 +164,13 @@ class SharedMembership:
             if str(error) != self._problem:
                 log.error("--scheduler-lease: %s", error)
             self._problem = str(error)
-        self._mailbox.heard_of_term(ownership.highest_term)
+        self._mailbox.note_term(ownership.highest_term)
         if not self.is_owner:
             self._follow(ownership.record)
         self._note_term()
         self._note_refused()
-        self._looked.set()
-        self._looked = asyncio.Event()
+        self._look_done.set()
+        self._look_done = asyncio.Event()
 
     async def _exchange(self) -> bool:
         """Reads the record, and writes the next one if due. Returns False if another process has written in between."""
@@ -179,12 +179,12 @@ class SharedMembership:
         if not self.is_owner:
             self._follow(record)  # first, because even a record without an owner has operators' requests
         ownership.is_candidate = self._is_candidate(record)
-        self._writing = ownership.seen(record, self._members())
+        self._writing = ownership.after_read(record, self._members())
         if self._writing is None:
             return True
         is_written = await self._on_thread(self._store.write, self._writing)
         wanted, self._writing = self._writing, None
-        ownership.wrote(wanted, is_written)
+        ownership.after_write(wanted, is_written)
         return is_written
 
     async def _on_thread(self, function: Callable[..., T], *args: object) -> T:
@@ -195,7 +195,7 @@ class SharedMembership:
 
     def _on_refused(self, term: int) -> None:
         self._refused_term = max(self._refused_term, term)
-        self._asked.set()
+        self._look_requested.set()
 
     def _note_refused(self) -> None:
         """Warns that the record, which was read since the refusal, is behind the workers: only an operator can help."""
@@ -213,7 +213,7 @@ class SharedMembership:
         before, self._term = self._term, self.ownership.term_now
         if self._term is not None and self._term != before:
             log.warning("%s owns membership now (term %d)", self.name, self._term)
-            self._membership.tell_peers()
+            self._membership.send_peers()
             self._membership.wake()
         elif self._term is None and before is not None:
             log.warning("%s no longer owns membership", self.name)
@@ -265,7 +265,7 @@ class SharedMembership:
                 return
         with contextlib.suppress(LeaseUnavailable, RuntimeError):  # no thread can be started while the loop ends
             if self._writing is not None and self._asking is not None:
-                self.ownership.wrote(self._writing, bool(self._asking.result()))
+                self.ownership.after_write(self._writing, bool(self._asking.result()))
         record = self.ownership.released()
         if record is not None:
             with contextlib.suppress(LeaseUnavailable, RuntimeError):

@@ -36,7 +36,7 @@ FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 2.0  # a newly started scheduler lets req
 MOST_CUT_ROUNDS = 3  # rounds in which every address listens and none has a pinned key
 
 
-class JoinConnector(Protocol):
+class JoiningMailbox(Protocol):
     """The part of the mailbox that a joining worker needs."""
 
     def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str: ...
@@ -44,7 +44,7 @@ class JoinConnector(Protocol):
     def send(self, conn: str, body: wire.Body) -> None: ...
 
 
-class Joining:
+class WorkerJoining:
     """The worker's side of a registration, on one thread and without a socket. `keys`: the public keys that
     cluster.secret pins.
 
@@ -56,7 +56,7 @@ class Joining:
         addresses: Sequence[Address],
         keys: Sequence[bytes],
         join: wire.Join,
-        lines: JoinConnector,
+        lines: JoiningMailbox,
         timeouts: Timeouts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -176,7 +176,7 @@ class Joining:
 
 
 class JoinMailbox:
-    """Drives a worker's `Joining` over a mailbox. Must be made on its event loop. `name` and `epoch`: the worker's."""
+    """Drives a worker's `WorkerJoining` over a mailbox. Made on its event loop. `name` and `epoch`: the worker's."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class JoinMailbox:
         self._loop = asyncio.get_running_loop()
         own = msgspec.structs.replace(credentials, key=join_key(credentials.secret))
         self._mailbox = Mailbox(Life(name, epoch), "worker", own, timeouts)
-        self._joining = Joining(addresses, credentials.schedulers, join, self._mailbox, timeouts)
+        self._joining = WorkerJoining(addresses, credentials.schedulers, join, self._mailbox, timeouts)
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         self._answered = asyncio.Event()
 

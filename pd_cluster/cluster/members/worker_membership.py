@@ -17,8 +17,8 @@ import httpx
 from pd_cluster import wire
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.instances.roster import Connector, Roster
-from pd_cluster.cluster.instances.unit_members import awaited, unit_clash
+from pd_cluster.cluster.instances.roster import Roster, RosterMailbox
+from pd_cluster.cluster.instances.unit_members import describe_awaited, unit_clash
 from pd_cluster.cluster.members.rank_table_place import Place, digest_of, resolve_host
 from pd_cluster.cluster.members.worker_description import fetch_description
 from pd_cluster.errors import ConfigError
@@ -50,7 +50,7 @@ def instances_of(place: Place, ports: Sequence[int]) -> list[Instance]:
     ]
 
 
-class MemberPost(Connector, Protocol):
+class MembershipMailbox(RosterMailbox, Protocol):
     """The part of the mailbox that a membership needs."""
 
     table: bytes
@@ -63,7 +63,7 @@ class Membership(Roster):
         self,
         place: Place,
         instances: list[Instance],
-        mailbox: MemberPost,
+        mailbox: MembershipMailbox,
         timeouts: Timeouts,
         model_identity: str,
         hf_overrides: str = "{}",
@@ -147,7 +147,7 @@ class Membership(Roster):
                 self._mailbox.send(conn, wire.Peers([], term))  # makes the worker close its links
             asyncio.get_running_loop().call_later(FAREWELL_S, self._mailbox.disconnect, conn)
         instance.state = "unreachable"
-        self.tell_peers()
+        self.send_peers()
         self.wake()
 
     # ---- watching
@@ -207,7 +207,7 @@ class Membership(Roster):
         elif info.state == "ready":
             self._formed(instance)
         else:
-            self._note_awaited(instance)
+            self._show_awaited(instance)
 
     def _until(self, instance: Instance) -> dict[str, str]:
         """Returns the query: a loading or forming instance answers once it no longer loads or forms."""
@@ -298,8 +298,8 @@ class Membership(Roster):
         instance = self._by_conn.get(conn)
         if instance is not None and instance.info is not None and instance.info.state == "forming":
             self._forming[conn] = asyncio.get_running_loop().time()
-            self._note_awaited(instance)
-            self.tell_peers()
+            self._show_awaited(instance)
+            self.send_peers()
         else:
             self._admit(conn)
 
@@ -308,11 +308,11 @@ class Membership(Roster):
         self._forming.pop(instance.conn, None)
         self._admit(instance.conn)
 
-    def _note_awaited(self, instance: Instance) -> None:
+    def _show_awaited(self, instance: Instance) -> None:
         """Shows the members that it waits for, once it has waited long."""
         waits_s = asyncio.get_running_loop().time() - self._forming[instance.conn]
         is_late = waits_s > self._timeouts.connect_timeout_s
-        self.set_state(instance, "forming", awaited(self.instances, instance) if is_late else "")
+        self.set_state(instance, "forming", describe_awaited(self.instances, instance) if is_late else "")
 
     # ---- adapters
 
@@ -344,7 +344,7 @@ class Membership(Roster):
                 self.set_state(instance, "connecting", f"it cannot load an adapter: {reasons[0]}")
         self.wake()
 
-    def tell_adapters(self, adapters: wire.WantedAdapters) -> None:
+    def send_adapters(self, adapters: wire.WantedAdapters) -> None:
         """Sends the list to every worker, now or when it connects."""
         self.adapters = adapters
         for conn in self._open | self._loading:
@@ -359,7 +359,7 @@ class Membership(Roster):
         self._forming.pop(conn, None)
         super().on_closed(conn, reason)
         if was_named_early:
-            self.tell_peers()
+            self.send_peers()
 
     def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
         """Returns the new state. Keys last as long as both processes live, so a refused life is not tried again.
@@ -378,13 +378,13 @@ class Membership(Roster):
         self._refused[instance.name] = instance.epoch, why
         return "failed", why
 
-    def _has_come(self, instance: Instance) -> None:
-        self.tell_peers()
+    def _on_ready(self, instance: Instance) -> None:
+        self.send_peers()
 
-    def _has_gone(self, instance: Instance) -> None:
-        self.tell_peers()
+    def _on_unready(self, instance: Instance) -> None:
+        self.send_peers()
 
-    def tell_peers(self) -> None:
+    def send_peers(self) -> None:
         """Sends changes of the list of instances to its members, if this scheduler owns membership."""
         if (term := self.term()) is None:
             return
@@ -437,7 +437,7 @@ def _ids(server: Server) -> list[str]:
 
 
 def membership_of(
-    place: Place, ports: Sequence[int], timeouts: Timeouts, mailbox: MemberPost, checkpoint: Checkpoint
+    place: Place, ports: Sequence[int], timeouts: Timeouts, mailbox: MembershipMailbox, checkpoint: Checkpoint
 ) -> Membership:
     """Makes the membership of a place's workers, which must all serve this model."""
     instances = instances_of(place, ports)

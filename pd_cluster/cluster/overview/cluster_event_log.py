@@ -40,7 +40,7 @@ class ClusterEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _InstanceSnapshot:
     state: str
     role: str
     epoch: int
@@ -50,7 +50,7 @@ class _Seen:
 class ClusterEventLog:
     def __init__(self, max_marks: int = MAX_MARKS) -> None:
         self._marks: deque[ClusterEvent] = deque(maxlen=max_marks)
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _InstanceSnapshot] = {}
         self._number = 0
 
     def since(self, number: int = 0) -> list[ClusterEvent]:
@@ -62,7 +62,9 @@ class ClusterEventLog:
         for instance in instances:
             before, state = self._seen.get(instance.name), instance.shown_state
             is_up = instance.is_ready
-            now = _Seen(state, instance.role, instance.epoch, is_up or (before is not None and before.was_up))
+            now = _InstanceSnapshot(
+                state, instance.role, instance.epoch, is_up or (before is not None and before.was_up)
+            )
             self._seen[instance.name] = now
             if before is None:
                 if is_up:
@@ -77,7 +79,7 @@ class ClusterEventLog:
             del self._seen[name]
             self.add(at_s, "change", name, "has left the cluster")
 
-    def _note(self, at_s: float, instance: Instance, before: _Seen) -> None:
+    def _note(self, at_s: float, instance: Instance, before: _InstanceSnapshot) -> None:
         state = instance.shown_state
         if state in DOWN:
             if before.was_up and before.state not in DOWN:

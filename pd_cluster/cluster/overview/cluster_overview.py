@@ -14,7 +14,7 @@ from typing import Any
 from pd_cluster.cluster.instances.roster import Roster
 from pd_cluster.cluster.overview.cluster_event_log import ClusterEventLog
 from pd_cluster.cluster.overview.cluster_problems import Problem, problems_of
-from pd_cluster.cluster.overview.request_history import NUM_SAMPLES, History
+from pd_cluster.cluster.overview.request_history import NUM_SAMPLES, RequestHistory
 from pd_cluster.cluster.roles.auto_role import Decision, Flip
 from pd_cluster.process_messages import Busy, Stats
 from pd_cluster.settings.routing_settings import RoutingConfig
@@ -40,7 +40,7 @@ class Overview:
         """`scheduler`: with several schedulers, returns this one's name and the owner of membership."""
         self._roster, self._figures, self._routing, self._scheduler = roster, figures, routing, scheduler
         self._wall, self._clock = wall, clock
-        self._history, self._marks = History(), ClusterEventLog()
+        self._history, self._marks = RequestHistory(), ClusterEventLog()
         self._decision: Decision | None = None
         self._started_s = wall()
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.overview.request_history import History
+from pd_cluster.cluster.overview.request_history import RequestHistory
 from pd_cluster.cluster.placement.routing_policy import refused_links
 from pd_cluster.settings.routing_settings import RoutingConfig
 
@@ -39,7 +39,7 @@ class Problem:
         return {"severity": self.severity, "text": self.text, "instance_id": self.instance_id}
 
 
-def problems_of(instances: Sequence[Instance], history: History, routing: RoutingConfig) -> list[Problem]:
+def problems_of(instances: Sequence[Instance], history: RequestHistory, routing: RoutingConfig) -> list[Problem]:
     """Returns all problems, critical ones first; [] if all planned instances serve and no request failed."""
     found = [*_roles(instances), *_instances(instances), *_links(instances), *_requests(history, routing)]
     return sorted(found, key=lambda problem: ORDER.index(problem.severity))
@@ -119,7 +119,7 @@ def _links(instances: Sequence[Instance]) -> list[Problem]:
     ]
 
 
-def _requests(history: History, routing: RoutingConfig) -> list[Problem]:
+def _requests(history: RequestHistory, routing: RoutingConfig) -> list[Problem]:
     found = []
     if failed := history.total("failed_per_s", LAST_S):
         text = f"{failed} {_requests_word(failed)} failed in the last minute"

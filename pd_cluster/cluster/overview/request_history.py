@@ -45,7 +45,7 @@ class _Reading:
     num_queued: int
 
 
-class History:
+class RequestHistory:
     """Keeps the last readings; `samples` are their differences, each computed once for all readers."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:

@@ -1,7 +1,7 @@
 """Chooses the pair of instances for a request. Pure functions of instance state: no sockets, no clock, no randomness.
 
 A policy is one of `POLICIES`. All of them share the rules for which instances can serve at all (pair_search.py,
-`alone`), and break ties by the table's order. Their predictions come from wait_prediction.py.
+`single_instance`), and break ties by the table's order. Their predictions come from wait_prediction.py.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def for_all_kinds(choose: Policy) -> Policy:
     return chosen
 
 
-def alone(instances: Sequence[Instance]) -> Pair:
+def single_instance(instances: Sequence[Instance]) -> Pair:
     """Chooses one instance for both legs: a decode instance if there is any, with the fewest tokens ahead.
 
     An instance that is part of a pair now takes precedence. The history of instances does not count, so a restart of
@@ -282,7 +282,7 @@ def _best_of(sides: Sides, instances: Sequence[Instance], costs: PairCosts) -> P
     ranked = sides.ranked(costs)
     best = ranked.best()
     if best is None:
-        return alone(instances)
+        return single_instance(instances)
     nearest = ranked.best(is_open=True) if not best[0].link_to(best[1]).is_open else None
     if nearest is None:
         return best

@@ -63,15 +63,15 @@ def computes_soon(instance: Instance) -> bool:
 
 def decodes_soon(instance: Instance) -> bool:
     """Whether sequences would get a slot and memory there, now or within a few steps."""
-    load, num_places = instance.load, instance.num_places
+    load, num_slots = instance.load, instance.num_slots
     most = max(MIN_WAITING, load.num_running // WAITING_SHARE)
     num_waiting = load.num_waiting - load.num_expected  # the expected ones wait for a prefill instance
     if num_waiting > most and num_waiting + instance.num_sent_since > most:
         return False
-    return not num_places or instance.num_sequences_there < num_places + MIN_WAITING
+    return not num_slots or instance.num_current_sequences < num_slots + MIN_WAITING
 
 
 def is_nearly_full(decode: Instance) -> bool:
     """Whether few slots, or little memory, are left."""
-    load, num_places = decode.load, decode.num_places
-    return load.num_held_blocks > FULL * load.num_blocks > 0 or decode.num_sequences_there >= FULL * num_places > 0
+    load, num_slots = decode.load, decode.num_slots
+    return load.num_held_blocks > FULL * load.num_blocks > 0 or decode.num_current_sequences >= FULL * num_slots > 0

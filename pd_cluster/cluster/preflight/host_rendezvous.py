@@ -82,14 +82,14 @@ def check_between(
             found.append(failed(p, d, broken[mine.name]))
             continue
         if there in absent:
-            found.append(_nobody(where, there, meet))
+            found.append(_host_absent(where, there, meet))
             continue
         say(f"{'sending KV blocks to' if is_sender else 'receiving KV blocks from'} {other.name} on {there}")
         try:
             found.append((_send_to if is_sender else _receive_from)(p, d, where, ends, meet))
         except OtherHostAbsent:
             absent.add(there)
-            found.append(_nobody(where, there, meet))
+            found.append(_host_absent(where, there, meet))
         except LinkError as error:
             way_out = 'see "The network before the start" in docs/operations.md'
             found.append(Finding("error", "KV", where, f"no KV blocks arrived: {error}", way_out))
@@ -138,7 +138,7 @@ def _receive_from(
     return Finding("ok", "KV", where, f"every byte right; {p.server.server_ip} shows the rate")
 
 
-def _nobody(where: str, there: str, meet: HostRendezvous) -> Finding:
+def _host_absent(where: str, there: str, meet: HostRendezvous) -> Finding:
     text = f"{there} did not connect within {meet.wait_s:g} s"
     way_out = "run the command there at the same time, with the same tables; if it is running, check for a firewall"
     return Finding("unchecked", "KV", where, text, way_out)

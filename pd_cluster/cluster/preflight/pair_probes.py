@@ -134,11 +134,11 @@ def _begin(ends: Mapping[tuple[str, int], RankEndpoint], device: str) -> dict[st
     broken: dict[str, str] = {}
     devices: dict[tuple[str, int], str] = {}
     for end in ends.values():
-        with contextlib.suppress(LinkError):  # `hear` then raises as well
+        with contextlib.suppress(LinkError):  # `receive` then raises as well
             end.tell(end.begin)
     for (name, rank), end in ends.items():
         try:
-            devices[name, rank] = end.hear(BEGIN_S).device
+            devices[name, rank] = end.receive(BEGIN_S).device
         except LinkError as error:
             broken.setdefault(name, f"rank {rank} of {name}: {error}")
             continue

@@ -90,18 +90,18 @@ class RankEndpoint:
             self._process.stdin.write(msgspec.json.encode(command) + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise LinkError(self._last_words("the process has ended")) from None
+            raise LinkError(self._last_log_line("the process has ended")) from None
 
-    def hear(self, timeout_s: float) -> ProbeAnswer:
+    def receive(self, timeout_s: float) -> ProbeAnswer:
         if self._why:
             raise LinkError(self._why)
         try:
             line = self.lines.get(timeout=timeout_s)
         except queue.Empty:
             self._why = f"no answer within {timeout_s:g} s"
-            raise LinkError(self._last_words(self._why)) from None
+            raise LinkError(self._last_log_line(self._why)) from None
         if not line:
-            self._why = self._last_words("the process has ended")
+            self._why = self._last_log_line("the process has ended")
             raise LinkError(self._why)
         answer = msgspec.json.decode(line, type=ProbeAnswer)
         if answer.error:
@@ -110,7 +110,7 @@ class RankEndpoint:
 
     def ask(self, command: Command, timeout_s: float) -> ProbeAnswer:
         self.tell(command)
-        return self.hear(timeout_s)
+        return self.receive(timeout_s)
 
     def kill(self) -> None:
         self._process.kill()
@@ -133,7 +133,7 @@ class RankEndpoint:
             self.lines.put(line)
         self.lines.put(b"")
 
-    def _last_words(self, what: str) -> str:
+    def _last_log_line(self, what: str) -> str:
         self._log.seek(0)
         lines: Sequence[str] = self._log.read().decode(errors="replace").split("\n")
         said = " / ".join(line.strip()[:200] for line in [line for line in lines if line.strip()][-NUM_LOG_LINES:])

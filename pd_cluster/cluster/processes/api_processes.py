@@ -57,7 +57,7 @@ NOTHING = Outstanding(0, 0)
 
 @dataclass(slots=True)
 class _Api:
-    """One API process; `report` is its last report, `told` the last list of instances sent to it."""
+    """One API process; `report` is its last report, `sent_list` the last list of instances sent to it."""
 
     config: ApiProcessConfig
     listener: socket.socket
@@ -66,12 +66,12 @@ class _Api:
     report: dict[str, Outstanding] = field(default_factory=dict)
     busy: Busy = field(default_factory=Busy)
     stats: Stats = field(default_factory=Stats)  # counters of this life
-    told_stats: AllStats | None = None
+    sent_stats: AllStats | None = None
     adapters: AdapterUse = field(default_factory=AdapterUse)
     adapters_version: int = 0
     pause_version: int = 0
     is_idle: bool = False  # it drains and serves no requests any more, or has ended
-    told: bytes = b""
+    sent_list: bytes = b""
     deaths_s: list[float] = field(default_factory=list)
 
     def tell(self, what: ToApi) -> None:
@@ -134,8 +134,8 @@ class ApiProcesses:
         news = Instances([view_of(instance) for instance in self._instances])
         encoded = msgspec.json.encode(news)
         for api in self.apis:
-            if encoded != api.told and api.writer is not None:
-                api.told = encoded
+            if encoded != api.sent_list and api.writer is not None:
+                api.sent_list = encoded
                 api.tell(news)
 
     def move_on(self, instance: Instance, why: str) -> None:
@@ -157,27 +157,27 @@ class ApiProcesses:
         for api in self.apis:
             api.config = msgspec.structs.replace(api.config, adapters=news)
             api.tell(news)
-        await self._until_heard("the adapters", lambda api: api.adapters_version >= news.version)
+        await self._until_confirmed("the adapters", lambda api: api.adapters_version >= news.version)
 
-    async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
-        """Implements `Serving.steer` (members/cluster_control.py)."""
+    async def control_requests(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
+        """Implements `ServingProcesses.control_requests` (members/cluster_control.py)."""
         self._num_steers += 1
         news = PauseUpdate(gate, self._num_steers, None if aborts is None else list(aborts), keeps)
         for api in self.apis:
-            api.config = msgspec.structs.replace(api.config, steer=PauseUpdate(gate, news.version))
+            api.config = msgspec.structs.replace(api.config, pause=PauseUpdate(gate, news.version))
             api.tell(news)
-        await self._until_heard("an operator's command", lambda api: api.pause_version >= news.version)
+        await self._until_confirmed("an operator's command", lambda api: api.pause_version >= news.version)
 
     async def until_idle(self) -> None:
         """Returns when no instance has a request, by the processes' reports."""
         while any(api.is_alive and api.busy.num_streams for api in self.apis):
             await self._reported.wait()
 
-    async def _until_heard(self, what: str, has_heard: Callable[[_Api], bool]) -> None:
+    async def _until_confirmed(self, what: str, has_confirmed: Callable[[_Api], bool]) -> None:
         """Returns when all live processes have reported it."""
         try:
             async with asyncio.timeout(SILENCE_S):  # a process that is silent this long is killed
-                while any(api.is_alive and not has_heard(api) for api in self.apis):
+                while any(api.is_alive and not has_confirmed(api) for api in self.apis):
                     await self._reported.wait()
         except TimeoutError:
             log.error("not all API processes have confirmed %s within %g s", what, SILENCE_S)
@@ -241,7 +241,7 @@ class ApiProcesses:
             except TimeoutError:
                 api.kill()
                 code = await process.wait()
-            self.hear_end(api)
+            self.remove_work(api)
             if not self._is_stopping:
                 self._note_death(api, process.pid, code)
         api.listener.close()  # new connections go to the remaining processes
@@ -250,7 +250,7 @@ class ApiProcesses:
         """Reads reports until the process ends, falls silent, or sends something invalid."""
         try:
             while line := await asyncio.wait_for(reader.readline(), SILENCE_S):
-                self.hear(api, msgspec.json.decode(line, type=ApiReport))
+                self.add_report(api, msgspec.json.decode(line, type=ApiReport))
         except TimeoutError:
             log.error("API process %d has not reported for %g s", api.config.index, SILENCE_S)
             api.kill()
@@ -282,14 +282,14 @@ class ApiProcesses:
         api.process = process
         reader, api.writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_NBYTES)
         api.writer.write(msgspec.json.encode(api.config) + b"\n")
-        api.told, api.told_stats = b"", None
+        api.sent_list, api.sent_stats = b"", None
         self.share_stats()  # before anybody asks for the totals
         self.publish()
         if self._is_stopping:  # draining began while the others were informed
             api.tell(Stop())
         return process, reader
 
-    def hear(self, api: _Api, report: ApiReport) -> None:
+    def add_report(self, api: _Api, report: ApiReport) -> None:
         """Adds a report to the sums."""
         if api.busy != report.busy:
             self._busy_changed.set()
@@ -308,9 +308,9 @@ class ApiProcesses:
             instance.num_outstanding = sum(part.num_legs for part in each)
             instance.outstanding_tokens = sum(part.num_tokens for part in each)
 
-    def hear_end(self, api: _Api) -> None:
+    def remove_work(self, api: _Api) -> None:
         """Removes the process's outstanding work; its counters stay in the totals."""
-        self.hear(api, ApiReport({}, is_idle=self._is_stopping))
+        self.add_report(api, ApiReport({}, is_idle=self._is_stopping))
         self._ended_stats, api.stats = added([self._ended_stats, api.stats]), Stats()
 
     async def _share_reports(self) -> None:
@@ -334,8 +334,8 @@ class ApiProcesses:
             self._busy_changed.clear()
             for api in self.apis:
                 busy = self._busy_of_others(api)
-                if api.told_stats is not None and api.told_stats.others != busy:
-                    api.told_stats = msgspec.structs.replace(api.told_stats, others=busy)
+                if api.sent_stats is not None and api.sent_stats.others != busy:
+                    api.sent_stats = msgspec.structs.replace(api.sent_stats, others=busy)
                     api.tell(OthersBusy(busy))
             await asyncio.sleep(SHARE_BUSY_S)
 
@@ -350,8 +350,8 @@ class ApiProcesses:
             busy = self._busy_of_others(api)
             use = [each.adapters for each in self.apis if each is not api]
             news = AllStats(stats, busy, num_alive, _together(use))
-            if news != api.told_stats:
-                api.told_stats = news
+            if news != api.sent_stats:
+                api.sent_stats = news
                 api.tell(news)
 
 

@@ -71,7 +71,7 @@ class QueueEntry:
     begun_s: float = 0.0
 
 
-class PlaceShares(NamedTuple):
+class SlotShares(NamedTuple):
     """The clients that share the slots, and the sequences that they have there."""
 
     num_clients: int
@@ -150,10 +150,10 @@ class FairQueue:
         client.num_sequences -= entry.num_sequences
         client.num_begun -= 1
 
-    def sharing(self, now_s: float) -> PlaceShares:
+    def sharing(self, now_s: float) -> SlotShares:
         """Counts the running sequences of clients that are active or were recently."""
         here = [each for each in self.clients.values() if not each.is_idle or now_s - each.seen_s <= RECENT_S]
-        return PlaceShares(max(1, len(here)), sum(each.num_sequences for each in here))
+        return SlotShares(max(1, len(here)), sum(each.num_sequences for each in here))
 
     def tokens_before(self, client: Client) -> int:
         """Counts the tokens to be served before a request that this client sends now.

@@ -36,7 +36,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class InstanceReading:
     """An instance that takes requests, at one moment."""
 
     name: str
@@ -59,7 +59,7 @@ class Seen:
         return bool(self.num_waiting and self.num_exporting and not self.num_running)
 
     @classmethod
-    def of(cls, instance: Instance) -> Seen:
+    def of(cls, instance: Instance) -> InstanceReading:
         load = instance.load
         held_share = load.num_held_blocks / max(1, load.num_blocks)
         return cls(
@@ -79,7 +79,7 @@ class RoleSample:
     """`instances` are in the table's order; `is_settled`: no instance is about to leave its role."""
 
     at_s: float
-    instances: tuple[Seen, ...]
+    instances: tuple[InstanceReading, ...]
     is_settled: bool = True
 
     @classmethod
@@ -88,7 +88,7 @@ class RoleSample:
             each.service == "leaving" or each.next_role is not None or (each.service == "out" and not each.is_empty)
             for each in instances
         )
-        return cls(at_s, tuple(Seen.of(each) for each in instances if each.takes_requests), is_settled)
+        return cls(at_s, tuple(InstanceReading.of(each) for each in instances if each.takes_requests), is_settled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def instance_cost(instances: Sequence[Instance], known: InstanceCost | None = No
         prefill,
         decode,
         sum(load.decode_step_s for load in loads) / max(1, len(loads)),
-        min((each.num_places for each in instances if each.num_places), default=0),
+        min((each.num_slots for each in instances if each.num_slots), default=0),
         min((size for size in sizes if size), default=0),
         sum(load.tokens_per_step for load in loads) / len(loads) if loads else 1.0,
     )

@@ -134,7 +134,7 @@ class AdmissionQueue:
 
     def _begins_at_once(self, client: Client) -> bool:
         """Whether there is capacity for it, and no waiting request may begin."""
-        may = self._who_may()
+        may = self._may_begin()
         return may is not None and may(QueueEntry(client, 0, 1)) and self.queue.next(may) is None
 
     def _expected_s(self, client: Client) -> float:
@@ -160,7 +160,7 @@ class AdmissionQueue:
         self, name: str, num_tokens: int, num_sequences: int, priority: int, group: PromptGroup
     ) -> QueueEntry | None:
         """Returns the entry of a request that need not wait, as `turn` does; None: call `turn`."""
-        if self.queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
+        if self.queue.num_waiting or self._is_beginning or (may := self._may_begin()) is None:
             return None
         now_s = self._loop.time()
         entry = QueueEntry(self.queue.client(name, now_s), num_tokens, num_sequences, priority, arrived_s=now_s)
@@ -236,7 +236,7 @@ class AdmissionQueue:
 
     def look(self) -> None:
         """Lets the next request begin if there is capacity. To be called when an instance has finished some work."""
-        if not self.queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
+        if not self.queue.num_waiting or self._is_beginning or (may := self._may_begin()) is None:
             return
         entry = self._next(may)
         if entry is None:
@@ -307,7 +307,7 @@ class AdmissionQueue:
         self._rate.passed(self._loop.time(), waited=self.queue.num_waiting > 0)
         return self._rate.tokens_per_s
 
-    def _who_may(self) -> Callable[[QueueEntry], bool] | None:
+    def _may_begin(self) -> Callable[[QueueEntry], bool] | None:
         """Returns a test for requests that may begin now; None: none may.
 
         The last slots are reserved for clients that stay within their share with the request's sequences. When all are

@@ -21,6 +21,6 @@ def hold_s(stream: RequestStream, conn: str, token: TokenOutput) -> float:
         return 0.0
     if prefill is decode or stream.legs.get(conn) is not prefill or decode.conn not in stream.legs:
         return 0.0
-    if decode.num_sequences_there <= stream.order.num_decoding:  # it decodes no other sequences
+    if decode.num_current_sequences <= stream.order.num_decoding:  # it decodes no other sequences
         return 0.0
     return min(MOST_STEPS * predict_step_s(decode), MOST_HELD_S)

@@ -15,7 +15,7 @@ from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
 from pd_cluster.types import Leg
 
 
-class Dispatch:
+class LegDispatch:
     """Listens to `streams`. `shares_workers`: other schedulers use the same instances."""
 
     def __init__(self, streams: StreamTable, send: Send, membership: Members, shares_workers: bool = False) -> None:
@@ -43,7 +43,7 @@ class Dispatch:
         prefill, decode = stream.prefill, stream.decode
         if decode.info is not None and not stream.resumed():
             stream.numerics = decode.info.numerics
-        stream.has_prefill_spoken = False
+        stream.has_prompt_outputs = False
         legs: list[tuple[Instance, Leg, str]] = [(prefill, "prefill", decode.key), (decode, "decode", prefill.key)]
         if prefill is decode:
             legs = [(decode, "hybrid", "")]

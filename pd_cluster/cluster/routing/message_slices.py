@@ -22,7 +22,7 @@ MOST_OF_LEG = 64  # tokens of one leg in a slice
 Leg = tuple[str, str]  # connection, request id
 
 
-class Slices:
+class MessageSlices:
     """Handles the items of one leg in order; legs take turns in the order in which they began to wait.
 
     `handle` also receives the time when the first of the items was received.

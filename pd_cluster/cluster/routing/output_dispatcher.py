@@ -5,8 +5,8 @@ from __future__ import annotations
 from pd_cluster import wire
 from pd_cluster.cluster.records.request_timeline import Timelines
 from pd_cluster.cluster.routing.first_token_hold import hold_s
-from pd_cluster.cluster.routing.leg_dispatch import Dispatch
-from pd_cluster.cluster.routing.message_slices import Slices
+from pd_cluster.cluster.routing.leg_dispatch import LegDispatch
+from pd_cluster.cluster.routing.message_slices import MessageSlices
 from pd_cluster.cluster.streams.request_stream import RequestStream
 from pd_cluster.cluster.streams.stream_table import StreamTable
 from pd_cluster.errors import GenerationError, RequestError
@@ -16,9 +16,9 @@ from pd_cluster.types import LegEnd, PooledOutput, PromptOutput, TokenOutput
 class OutputDispatcher:
     """Listens to `streams`. `holds_first`: first tokens wait for decode; see first_token_hold.py."""
 
-    def __init__(self, streams: StreamTable, dispatch: Dispatch, timelines: Timelines, holds_first: bool) -> None:
+    def __init__(self, streams: StreamTable, dispatch: LegDispatch, timelines: Timelines, holds_first: bool) -> None:
         self._streams, self._dispatch, self._timelines, self._holds_first = streams, dispatch, timelines, holds_first
-        self._slices = Slices(self._handle)
+        self._slices = MessageSlices(self._handle)
         streams.on_opened.append(self._on_opened)
 
     def _on_opened(self, stream: RequestStream) -> None:
@@ -70,8 +70,8 @@ class OutputDispatcher:
         stream = self._streams.find(output.request_id)
         if stream is None or output.attempt != stream.attempt or conn not in stream.legs:
             return None
-        if stream.legs[conn] is stream.prefill and not stream.has_prefill_spoken:
-            stream.has_prefill_spoken = True
+        if stream.legs[conn] is stream.prefill and not stream.has_prompt_outputs:
+            stream.has_prompt_outputs = True
             if not isinstance(output, PromptOutput):
                 stream.release(stream.sequences)  # tokens that decode delivered first
         return stream

@@ -31,8 +31,8 @@ class PauseControl:
         """Counts requests that have begun and wait until the gate is open."""
         return len(self._kept)
 
-    def steer(self, gate: Gate, aborts: Collection[str] | None, keeps: bool) -> None:
-        """Implements `Serving.steer` (members/cluster_control.py)."""
+    def control_requests(self, gate: Gate, aborts: Collection[str] | None, keeps: bool) -> None:
+        """Implements `ServingProcesses.control_requests` (members/cluster_control.py)."""
         self._admission.set_gate(gate)
         if gate == "open":
             self._release()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.placement.routing_policy import Pair, Policy, alone
+from pd_cluster.cluster.placement.routing_policy import Pair, Policy, single_instance
 from pd_cluster.cluster.placement.routing_rules import ReplayLimits
 from pd_cluster.cluster.streams.request_stream import RequestStream, Setback
 from pd_cluster.errors import InstanceLost
@@ -26,7 +26,7 @@ def next_pair(stream: RequestStream, instances: list[Instance], choose: Policy) 
     """Chooses where a request continues: once it has begun, one instance computes the rest. Raises Unavailable."""
     instances = _alive_after(stream, instances)
     pair = choose(instances, stream.ask)
-    return alone(instances) if stream.resumed() else pair
+    return single_instance(instances) if stream.resumed() else pair
 
 
 def _died_together(stream: RequestStream, limits: ReplayLimits) -> bool:
@@ -41,13 +41,13 @@ def _alive_after(stream: RequestStream, instances: list[Instance]) -> list[Insta
     """
     if stream.numerics is not None and stream.resumed():
         instances = [i for i in instances if i.info is None or not i.info.numerics.difference(stream.numerics)]
-    instances = _without_mates(stream, instances)
+    instances = _without_unit_members(stream, instances)
     if len(stream.deaths) < MAX_DEATHS:
         return instances
     return [instance for instance in instances if instance.heard_s > stream.deaths[-1].at_s]
 
 
-def _without_mates(stream: RequestStream, instances: list[Instance]) -> list[Instance]:
+def _without_unit_members(stream: RequestStream, instances: list[Instance]) -> list[Instance]:
     """Excludes members of a dead instance's unit, which end with it, until they are ready again or no other instance
     is.
     """

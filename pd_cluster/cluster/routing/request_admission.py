@@ -19,7 +19,7 @@ from pd_cluster.cluster.placement.wait_prediction import check_goals, within_tpo
 from pd_cluster.cluster.queueing.fair_queue import Client, QueueEntry
 from pd_cluster.cluster.records.request_stats import RequestStats
 from pd_cluster.cluster.routing.admission_queue import AdmissionQueue
-from pd_cluster.cluster.streams.request_origin import Admitted, PromptGroup, RequestOwner
+from pd_cluster.cluster.streams.request_origin import AdmittedRequest, PromptGroup, RequestOwner
 from pd_cluster.cluster.streams.request_stream import Ending, RequestStream
 from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
 from pd_cluster.errors import Overloaded, PdClusterError, Unavailable
@@ -109,7 +109,7 @@ class RequestAdmission:
 
     def pair_at_once(
         self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner
-    ) -> Admitted | None:
+    ) -> AdmittedRequest | None:
         """Returns the result of `pair` if the request need not wait; None: call `pair`. Raises Overloaded."""
         if self.is_closed or self._gate != "open":
             return None
@@ -125,7 +125,9 @@ class RequestAdmission:
         except Unavailable:
             return None
 
-    async def pair(self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner) -> Admitted:
+    async def pair(
+        self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner
+    ) -> AdmittedRequest:
         """Chooses the request's pair. `begun` and, at its end, `ended` must follow. Raises Unavailable, Overloaded."""
         arrived_s = asyncio.get_running_loop().time()
         while True:
@@ -148,7 +150,7 @@ class RequestAdmission:
 
     async def _turn(
         self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner, arrived_s: float
-    ) -> Admitted:
+    ) -> AdmittedRequest:
         while self._gate == "paused" and self.waiting is None and not self.is_closed:
             await self._first_of(self._resumed.wait())
         if (closed := self._why_closed()) is not None:
@@ -169,9 +171,9 @@ class RequestAdmission:
                 raise Unavailable(ASLEEP, ASLEEP_RETRY_S)
         return self._admitted(ask, asyncio.get_running_loop().time() - arrived_s, entry)
 
-    def _admitted(self, ask: RoutingRequest, waited_s: float, entry: QueueEntry | None) -> Admitted:
+    def _admitted(self, ask: RoutingRequest, waited_s: float, entry: QueueEntry | None) -> AdmittedRequest:
         try:
-            return Admitted(ask, *self._admit(ask, waited_s), entry)
+            return AdmittedRequest(ask, *self._admit(ask, waited_s), entry)
         except BaseException:
             self._ended(entry, 0)
             self.begun(entry)

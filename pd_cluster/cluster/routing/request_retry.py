@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pd_cluster.cluster.instances.roster import Members
 from pd_cluster.cluster.placement.routing_rules import RoutingRules
 from pd_cluster.cluster.placement.spare_capacity import spare_capacity
-from pd_cluster.cluster.routing.leg_dispatch import Dispatch
+from pd_cluster.cluster.routing.leg_dispatch import LegDispatch
 from pd_cluster.cluster.routing.pause_control import PauseControl
 from pd_cluster.cluster.routing.replay_decision import check_replay, next_pair
 from pd_cluster.cluster.routing.request_admission import SHUTTING_DOWN, RequestAdmission
@@ -30,7 +30,7 @@ class Retry:
         rules: RoutingRules,
         admission: RequestAdmission,
         pause_control: PauseControl,
-        dispatch: Dispatch,
+        dispatch: LegDispatch,
     ) -> None:
         self.pause: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._streams, self._membership, self._choose, self._limits = streams, membership, rules.choose, rules.replay

@@ -20,16 +20,16 @@ from pd_cluster.cluster.placement.routing_rules import RoutingRules
 from pd_cluster.cluster.records.adapter_counts import AdapterCounts
 from pd_cluster.cluster.records.request_stats import RequestStats
 from pd_cluster.cluster.records.request_timeline import Timelines
-from pd_cluster.cluster.routing.leg_dispatch import Dispatch
+from pd_cluster.cluster.routing.leg_dispatch import LegDispatch
 from pd_cluster.cluster.routing.output_dispatcher import OutputDispatcher
 from pd_cluster.cluster.routing.pause_control import PauseControl
 from pd_cluster.cluster.routing.request_admission import SHUTTING_DOWN, RequestAdmission
 from pd_cluster.cluster.routing.request_records import RequestRecords
 from pd_cluster.cluster.routing.request_retry import Retry
 from pd_cluster.cluster.routing.served_requests import ServedRequests
-from pd_cluster.cluster.streams.request_origin import FROM_ANYBODY, Admitted, RequestOrigin
-from pd_cluster.cluster.streams.request_stream import Death, Ending, RequestStream, Send, Setback, ask_of, unheard
-from pd_cluster.cluster.streams.stream_records import Finder, RecordPlace
+from pd_cluster.cluster.streams.request_origin import FROM_ANYBODY, AdmittedRequest, RequestOrigin
+from pd_cluster.cluster.streams.request_stream import Death, Ending, RequestStream, Send, Setback, ask_of, ignore_prompt
+from pd_cluster.cluster.streams.stream_records import RecordFinder, RecordPlace
 from pd_cluster.cluster.streams.stream_table import Afterwards, StreamEnd, StreamTable
 from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, Unavailable
 from pd_cluster.process_messages import Gate
@@ -52,14 +52,14 @@ class Router:
         self.timelines, self.stats, self.adapters = Timelines(clock), RequestStats(clock), AdapterCounts()
         self.streams = StreamTable(send, self.stats)
         self.admission = RequestAdmission(self.streams, membership, rules, self.stats)
-        self._dispatch = Dispatch(self.streams, send, membership, rules.shares_workers)
+        self._dispatch = LegDispatch(self.streams, send, membership, rules.shares_workers)
         self.pause_control = PauseControl(self.streams, self.admission, self.timelines)
         self.output_dispatcher = OutputDispatcher(self.streams, self._dispatch, self.timelines, rules.holds_first)
         self.retry = Retry(self.streams, membership, rules, self.admission, self.pause_control, self._dispatch)
         RequestRecords(self.streams, self.stats, self.timelines, self.adapters)
         self.served = ServedRequests(self.streams, rules.keeps.max_requests, rules.keeps.secret)
         self.on_outputs, self.on_outputs_at_once = self.output_dispatcher.add, self.output_dispatcher.add_at_once
-        self._finder = Finder(send, membership, rules.find_s)
+        self._finder = RecordFinder(send, membership, rules.find_s)
         self.on_found = self._finder.on_found
         membership.watch(self)
 
@@ -76,7 +76,7 @@ class Router:
         self,
         order: RequestSpec,
         routed: Callable[[RequestStream], None] = lambda stream: None,
-        prompted: Callable[[PromptOutput], None] = unheard,
+        prompted: Callable[[PromptOutput], None] = ignore_prompt,
         origin: RequestOrigin = FROM_ANYBODY,
     ) -> AsyncIterator[TokenOutput]:
         """Serves a request across the cluster; yields every token of its n sequences once, each sequence in order.
@@ -126,7 +126,7 @@ class Router:
             item = None
             if expiry is not None:
                 expiry.cancel()
-            stream.prompted = unheard  # the reader may hold the stream: avoids a cycle that outlives the request
+            stream.prompted = ignore_prompt  # the reader may hold the stream: avoids a cycle that outlives the request
             self._finish(stream)
 
     def _send(self, stream: RequestStream, deadline_s: float) -> None:
@@ -151,7 +151,7 @@ class Router:
             streams.append(stream)
             routed(stream)
 
-        async with contextlib.aclosing(self.serve(order, note, unheard, origin)) as tokens:  # type: ignore[type-var]
+        async with contextlib.aclosing(self.serve(order, note, ignore_prompt, origin)) as tokens:  # type: ignore[type-var]
             async for token in tokens:
                 raise GenerationError(f"{streams[0].decode.name} sent token {token.token_id} instead of a vector")
         (stream,) = streams
@@ -172,11 +172,11 @@ class Router:
 
     async def _admitted(
         self, order: RequestSpec, origin: RequestOrigin, deadline_s: float | None
-    ) -> tuple[RequestOrigin, Admitted]:
+    ) -> tuple[RequestOrigin, AdmittedRequest]:
         """Returns the request's pair, and its origin with the time of its arrival."""
         ask = ask_of(order)
         if origin.kept is not None and (place := origin.kept.place) is not None:
-            return origin, Admitted(ask, place.instance, place.instance)
+            return origin, AdmittedRequest(ask, place.instance, place.instance)
         if origin.received_s is None:
             origin = origin._replace(received_s=self.stats.clock())
         found = self.admission.pair_at_once(ask, order.num_decoding, order.priority, origin.owner)
@@ -226,9 +226,9 @@ class Router:
 
     # ---- events from the workers
 
-    async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
-        """Implements `Serving.steer` (members/cluster_control.py)."""
-        self.pause_control.steer(gate, aborts, keeps)
+    async def control_requests(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
+        """Implements `ServingProcesses.control_requests` (members/cluster_control.py)."""
+        self.pause_control.control_requests(gate, aborts, keeps)
 
     async def until_idle(self) -> None:
         """Returns when no instance has a request."""

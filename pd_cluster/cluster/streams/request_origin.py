@@ -30,7 +30,7 @@ ANYBODY = RequestOwner()
 
 
 class RequestOrigin(NamedTuple):
-    """What routing knows of a request in addition to its order.
+    """Everything that routing knows of a request in addition to its order.
 
     `client_id` and `received_s` are its id for clients and its arrival time, for its timeline; None: it arrives now.
     `owner` controls how it waits in the queue. `kept`: see stream_records.py.
@@ -45,7 +45,7 @@ class RequestOrigin(NamedTuple):
 FROM_ANYBODY = RequestOrigin()
 
 
-class Admitted(NamedTuple):
+class AdmittedRequest(NamedTuple):
     """A request's first pair, chosen for `ask`. `entry`: its entry in the fair queue, if any."""
 
     ask: RoutingRequest

@@ -16,7 +16,7 @@ from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.known_prefixes import Prompt
 from pd_cluster.cluster.placement.routing_policy import RoutingRequest
 from pd_cluster.cluster.records.request_stats import Histogram, Outcome, ReplayCause, RequestStats
-from pd_cluster.cluster.streams.request_origin import Admitted, RequestOrigin
+from pd_cluster.cluster.streams.request_origin import AdmittedRequest, RequestOrigin
 from pd_cluster.cluster.streams.stream_records import KeptStream
 from pd_cluster.errors import GenerationError, PdClusterError
 from pd_cluster.numerics import Numerics
@@ -33,7 +33,7 @@ Send = Callable[[str, wire.Body], None]  # to a connection
 Ending = Literal["answered", "left", "failed"]  # "left": its client left before the end
 
 
-def unheard(prompt: PromptOutput) -> None:
+def ignore_prompt(prompt: PromptOutput) -> None:
     """Ignores a prompt's outputs."""
 
 
@@ -124,7 +124,7 @@ class RequestStream:
     request_id: str
     order: RequestSpec
     origin: RequestOrigin
-    admitted: Admitted
+    admitted: AdmittedRequest
     send: Send
     stats: RequestStats
     attempt: int = 0
@@ -133,11 +133,11 @@ class RequestStream:
     prefill: Instance = field(init=False)
     decode: Instance = field(init=False)
     sequences: list[TokenSequence] = field(init=False)
-    prompted: Callable[[PromptOutput], None] = unheard  # while it is read
+    prompted: Callable[[PromptOutput], None] = ignore_prompt  # while it is read
     is_prompted: bool = False
     num_cached_tokens: int | None = None  # of its prompt, once reported
     pooled: PooledOutput | None = None  # the vector of a pooling request, once it is over
-    has_prefill_spoken: bool = False  # the prompt's own outputs, which must precede the first token, have arrived
+    has_prompt_outputs: bool = False  # the prompt's own outputs, which must precede the first token, have arrived
     inbox: Inbox = field(init=False)
     heard_s: float = 0.0  # when the first token was read here, by the timelines' clock; 0: not yet
     numerics: Numerics | None = None  # of the instances that computed the delivered tokens
@@ -216,7 +216,7 @@ class RequestStream:
         """Whether tokens are held, or the prompt's own outputs, which must precede the first one, may still arrive."""
         if self.held is not None:
             return True
-        return not self.has_prefill_spoken and any(member is self.prefill for member in self.legs.values())
+        return not self.has_prompt_outputs and any(member is self.prefill for member in self.legs.values())
 
     def hold(self, seconds: float) -> None:
         """Keeps tokens from the reader until `let_go`, which is called automatically after this time."""

@@ -63,7 +63,7 @@ class _Search:
             self.done.set_result(None)
 
 
-class Finder:
+class RecordFinder:
     """Asks all ready instances that generate for a record. `longest_s`: how long it waits for their answers."""
 
     def __init__(self, send: Callable[[str, wire.Body], None], membership: Members, longest_s: float) -> None:

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from pd_cluster.cluster.records.request_stats import ReplayCause, RequestStats
-from pd_cluster.cluster.streams.request_origin import Admitted, RequestOrigin
+from pd_cluster.cluster.streams.request_origin import AdmittedRequest, RequestOrigin
 from pd_cluster.cluster.streams.request_stream import Ending, RequestStream, Send, Setback
 from pd_cluster.errors import GenerationError
 from pd_cluster.types import RequestSpec
 
 TAKEN = "another reader has taken this stream over"
 
-Told = Callable[[RequestStream], None]
+StreamCallback = Callable[[RequestStream], None]
 Afterwards = Literal["abort", "leave", "go on", "stop", "forget"]  # of the legs; the last three apply to kept streams
 
 
@@ -41,11 +41,11 @@ class StreamTable:
         self._send, self._stats = send, stats
         self._life, self._counter = secrets.token_hex(4), itertools.count()
         self._by_id: dict[str, RequestStream] = {}
-        self.on_opened: list[Told] = []  # the request has its pair, and nothing was sent to it yet
-        self.on_begun: list[Told] = []  # the reader has its first token
+        self.on_opened: list[StreamCallback] = []  # the request has its pair, and nothing was sent to it yet
+        self.on_begun: list[StreamCallback] = []  # the reader has its first token
         self.on_leg_ended: list[Callable[[], None]] = []  # an instance has less to do
         # none of the attempt's outputs is wanted any more, whatever its legs still do
-        self.on_attempt_over: list[Told] = []
+        self.on_attempt_over: list[StreamCallback] = []
         # the stream has another pair, after this setback
         self.on_moved: list[Callable[[RequestStream, Setback], None]] = []
         self.on_ended: list[Callable[[RequestStream, StreamEnd], None]] = []  # once for each opened stream
@@ -62,7 +62,7 @@ class StreamTable:
     def __contains__(self, stream: object) -> bool:
         return isinstance(stream, RequestStream) and self._by_id.get(stream.request_id) is stream
 
-    def open(self, order: RequestSpec, origin: RequestOrigin, admitted: Admitted) -> RequestStream:
+    def open(self, order: RequestSpec, origin: RequestOrigin, admitted: AdmittedRequest) -> RequestStream:
         """Adds a request that has its pair; one that resumes keeps its id, and ends its earlier reading."""
         place = origin.kept.place if origin.kept is not None else None
         request_id = f"{self._life}-{next(self._counter)}" if place is None else place.found.request_id

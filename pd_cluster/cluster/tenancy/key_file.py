@@ -175,7 +175,7 @@ def _read(file: Path) -> bytes:
     return data
 
 
-class _Twice(ValueError):
+class _RepeatedField(ValueError):
     pass
 
 
@@ -183,7 +183,7 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise _Twice(name)
+            raise _RepeatedField(name)
         found[name] = value
     return found
 
@@ -191,7 +191,7 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def _parse(file: str, data: bytes) -> KeyFile:
     try:
         top = json.loads(data.decode("utf-8"), object_pairs_hook=_once)
-    except _Twice as error:
+    except _RepeatedField as error:
         raise ConfigError(f"{file}: {reprlib.repr(str(error))}: twice in one object; remove one of them") from None
     except json.JSONDecodeError as error:
         raise ConfigError(

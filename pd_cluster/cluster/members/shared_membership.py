@@ -1,7 +1,7 @@
 """One of several schedulers over the same workers: owns membership or follows the owner. On the event loop.
 
-membership_lease.py decides the owner; this module keeps the shared record, lets `Membership` and `ElasticMembership` act
-under the owner's fencing number, and otherwise applies the owner's list of instances. The states are in
+membership_lease.py decides the owner; this module keeps the shared record, lets `Membership` and `ElasticMembership`
+act under the owner's fencing number, and otherwise applies the owner's list of instances. The states are in
 docs/protocol/membership.md, "Several schedulers". Knows nothing of requests.
 """
 

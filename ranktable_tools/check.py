@@ -68,7 +68,7 @@ def _local_faults(table: RankTable, local_paths: Sequence[Path]) -> Iterator[Fau
             yield error.fault
             continue
         if place in taken:
-            expected = f"an instance of its own ({taken[place]} is this one)"
+            expected = f"an instance of its own ({taken[place]} has this one)"
             yield Fault(str(path), "server_list[0]", f"{place[0]} {place[1]}", expected)
         taken.setdefault(place, path)
 

@@ -385,14 +385,17 @@ def _default_server_ip() -> str:
         return address
     found = machine_probe.global_addresses()
     if len(found) > 1:
-        expected = "one of them: there is no default route to choose by"
+        expected = "one address: there is no default route to choose by"
         raise RankTableError(
             "gen", "--server-ip", " ".join(found), expected, f"give one, such as --server-ip {found[0]}"
         )
     if found:
         print(f"note: no default route, so --server-ip is {found[0]}, the only address", file=sys.stderr)
         return found[0]
-    print("note: this machine has no address, so --server-ip is 127.0.0.1: one machine only", file=sys.stderr)
+    print(
+        "note: this machine has no address, so --server-ip is 127.0.0.1, which works on one machine only",
+        file=sys.stderr,
+    )
     return "127.0.0.1"
 
 

@@ -46,7 +46,7 @@ def together(extras: Sequence[tuple[str, Mapping[str, object]]], note: Callable[
             try:
                 found[key] = _joined(key, found[key], value)
             except _Differ:
-                note(f"{file}: {key}: differs from that of {sources[key]}, which is kept")
+                note(f"{file}: {key}: differs from the value of {sources[key]}, which is kept")
     return found
 
 

@@ -65,8 +65,9 @@ def open_units(table: RankTable, sizes: Mapping[str, int]) -> Iterator[str]:
     for role, found in _by_role(entries(table), sizes).items():
         if rest := len(found) % sizes[role]:
             yield (
-                f"this machine's {len(found)} {role} instances do not fill units of {OPTIONS[role]} {sizes[role]}: in "
-                f"merge, the next {sizes[role] - rest} {role} instances of the files that follow complete the last one"
+                f"this machine's {len(found)} {role} instances do not fill units of {OPTIONS[role]} {sizes[role]}: "
+                f"merge completes the last unit with the next {sizes[role] - rest} {role} instances of the following "
+                "files"
             )
 
 

@@ -1,4 +1,4 @@
-"""Queries a scheduler's admin address, with the admin token if one is found. Knows nothing of the answers."""
+"""Queries a scheduler's admin address, with the admin token if one is found. Knows nothing of the answers' contents."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ async def fetch_instances(admin: Admin | str) -> Entries:
 async def fetch_settled(admin_url: str) -> Entries:
     """Returns the entries once every ready instance has reported twice, so that the counters include all past work.
 
-    After SETTLE_TIMEOUT_S it returns the entries as they are. Raises PdClusterError.
+    After SETTLE_TIMEOUT_S it returns the current entries. Raises PdClusterError.
     """
     deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
     entries = await fetch_instances(admin_url)

@@ -155,7 +155,7 @@ class EventPublisher:
         frames = frames_of(self._topic, number, payload)
         if self._is_sent(frames):
             return
-        self._pub.getsockopt(zmq.EVENTS)  # libzmq counts what subscribers have taken once a millisecond, or when asked
+        self._pub.getsockopt(zmq.EVENTS)  # libzmq updates its count of sent messages once a millisecond, or when asked
         if self._is_sent(frames):
             return
         self._num_slow += 1

@@ -21,7 +21,7 @@ MAX_PENDING = 10_000  # messages kept while a connection opens
 
 
 class Handler(Protocol):
-    """Callbacks of a mailbox, made on its thread: they must return quickly and never block."""
+    """Callbacks of a mailbox, called on its thread: they must return quickly and never block."""
 
     def on_opened(self, conn: str, peer: str, kind: str) -> None: ...
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None: ...

@@ -15,7 +15,7 @@ from pd_cluster.settings.process_configs import Credentials
 from ranktable_tools import public_keys
 
 JOIN_PORT, JOIN_EPOCH = "join", 0  # a worker cannot know the epoch of a scheduler that it has never met
-SCHEDULER = ""  # in place of a worker's name@epoch
+SCHEDULER = ""  # instead of a worker's name@epoch
 
 
 class Life(NamedTuple):

@@ -15,7 +15,7 @@ Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 class TlsFiles:
-    """Loads the files. `context` is for new connections; open ones keep theirs. Raises ConfigError."""
+    """Loads the files. `context` is for new connections; open connections keep theirs. Raises ConfigError."""
 
     def __init__(self, config: Tls) -> None:
         self._config = config

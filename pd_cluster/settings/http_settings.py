@@ -53,7 +53,7 @@ def _root_path(name: str, path: str) -> str:
 
 
 def _endpoint(name: str, url: str) -> str:
-    """Returns the URL, with OTLP's own path if it has none. Raises ConfigError."""
+    """Returns the URL, with OTLP's default path if it has none. Raises ConfigError."""
     if not url:
         return ""
     if url.startswith("grpc"):

@@ -14,7 +14,7 @@ from pd_cluster.errors import ConfigError, called
 
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
 LogFormat = Literal["text", "json"]
-OF_A_REQUEST = ("request_id", "transfer_id")  # fields of lines about one request, from a call's `extra`
+OF_A_REQUEST = ("request_id", "transfer_id")  # fields of log lines about one request, from the call's `extra`
 
 
 class JsonFormatter(logging.Formatter):

@@ -117,7 +117,11 @@ def test_the_address_without_a_default_route(
 ) -> None:
     monkeypatch.setattr(machine_probe, "default_server_ip", lambda: None)
     for addresses, taken, said in (
-        ([], "127.0.0.1", "note: this machine has no address, so --server-ip is 127.0.0.1: one machine only\n"),
+        (
+            [],
+            "127.0.0.1",
+            "note: this machine has no address, so --server-ip is 127.0.0.1, which works on one machine only\n",
+        ),
         (["10.0.0.5"], "10.0.0.5", "note: no default route, so --server-ip is 10.0.0.5, the only address\n"),
         (["10.0.0.5", "10.9.0.5"], "", "--server-ip: found '10.0.0.5 10.9.0.5', expected one of them"),
     ):

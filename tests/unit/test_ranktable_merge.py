@@ -143,8 +143,8 @@ def test_merge_joins_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(server["host_nic_ip"] == "reserve" for server in servers(merged))
     assert all(device["npu"] == "910B" for server in servers(merged) for device in server.get("device", []))
     assert capsys.readouterr().err.splitlines() == [
-        f"note: {b}: deploy_server: differs from that of {a}, which is kept",  # of the group of prefill instances
-        f"note: {b}: deploy_server: differs from that of {a}, which is kept",
+        f"note: {b}: deploy_server: differs from the value of {a}, which is kept",  # of the group of prefill instances
+        f"note: {b}: deploy_server: differs from the value of {a}, which is kept",
     ]
 
 

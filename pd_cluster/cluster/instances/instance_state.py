@@ -148,7 +148,9 @@ class Instance:
 
     @property
     def num_sent_since(self) -> int:
-        """Sequences sent since it last reported its load, minus those that ended since; may be negative."""
+        """The number of sequences sent since it last reported its load, minus those that ended since; may be
+        negative.
+        """
         return self.num_sequences - self.num_reported_sequences
 
     @property
@@ -184,7 +186,7 @@ class Instance:
         return other.key in self.links.up
 
     def link_to(self, other: Instance) -> LinkState:
-        """Returns the state of its link to that decode instance, as it last reported it."""
+        """Returns the last reported state of its link to that decode instance."""
         return self.links.to(other.key)
 
     def to_peer(self) -> PeerInfo:

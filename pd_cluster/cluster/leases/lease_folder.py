@@ -72,7 +72,7 @@ class LeaseFolder:
                 raise LeaseUnavailable(f"{self._file(version)}: it contains version {record.version}")
             self._known = version, content
             return record
-        raise LeaseUnavailable(f"{self.path}: it changes faster than it can be read")
+        raise LeaseUnavailable(f"{self.path}: the record changes faster than it can be read")
 
     def write(self, record: LeaseRecord) -> bool:
         if record.version != self._known[0] + 1:

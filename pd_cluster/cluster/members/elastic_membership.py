@@ -98,7 +98,7 @@ class ElasticMembership:
     # ---- commands
 
     def drain(self, name: str, force: bool = False, timeout_s: float | None = None) -> Instance:
-        """Takes it out of service. Raises InstanceNotFound, or Refused for the last of its role."""
+        """Takes an instance out of service. Raises InstanceNotFound, or Refused for the last instance of its role."""
         self._check_owner()
         instance = self._staying(name)
         members = [each for each in self._affected_by(instance) if each.service != "leaving"]
@@ -112,7 +112,7 @@ class ElasticMembership:
         return instance
 
     def undrain(self, name: str) -> Instance:
-        """Puts it back in service. Raises InstanceNotFound, or Refused if it is leaving."""
+        """Returns an instance to service. Raises InstanceNotFound, or Refused if it is leaving."""
         self._check_owner()
         instance = self._staying(name)
         for each in self._affected_by(instance):
@@ -123,7 +123,7 @@ class ElasticMembership:
         return instance
 
     def remove(self, name: str, force: bool = False, timeout_s: float | None = None) -> Instance:
-        """Drains and forgets it. Raises InstanceNotFound, or Refused for the last of its role."""
+        """Drains an instance and removes it. Raises InstanceNotFound, or Refused for the last instance of its role."""
         self._check_owner()
         instance = self._find(name)
         members = self._affected_by(instance)
@@ -138,7 +138,7 @@ class ElasticMembership:
         return instance
 
     def change_role(self, name: str, role: Role, force: bool = False, timeout_s: float | None = None) -> Instance:
-        """Drains it, then gives it the role. If it still has that role, cancels a pending change instead.
+        """Drains an instance, then gives it the role. If it still has that role, cancels a pending change instead.
 
         Raises InstanceNotFound or Refused.
         """

@@ -89,7 +89,7 @@ class Registrar:
             each.conns.discard(conn)
 
     def tick(self) -> None:
-        """Forgets registrations that have ended."""
+        """Removes registrations that have ended."""
         self._note_term()
         listed = {id(instance) for instance in self._membership.instances}
         for name, each in list(self._registrations.items()):

@@ -136,7 +136,7 @@ class MembershipMirror(Roster):
         """Treats an instance as if its connection had closed."""
         if instance.conn:
             self._lines.disconnect(instance.conn)
-            self.on_closed(instance.conn, "the scheduler says that it is gone")
+            self.on_closed(instance.conn, "the scheduler reports that it is gone")
 
 
 def _instance(view: InstanceView) -> Instance:

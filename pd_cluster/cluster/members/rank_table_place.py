@@ -220,7 +220,7 @@ def address_towards(addresses: Sequence[tuple[str, int]], timeout_s: float) -> s
             raise ConfigError(
                 f"{called('join')}: {reason}; give this worker's own address as {called('advertise_host')}"
             )
-        time.sleep(RESOLVE_AGAIN_S)  # no event says that a name has an address
+        time.sleep(RESOLVE_AGAIN_S)  # no event reports that a name has an address
 
 
 def _read_ports(file: str) -> str:

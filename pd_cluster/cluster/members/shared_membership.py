@@ -101,7 +101,7 @@ class SharedMembership:
 
     @property
     def known_term(self) -> int:
-        """The highest fencing number that this process has heard of."""
+        """The highest fencing number known to this process."""
         return self.ownership.highest_term
 
     def standing(self) -> dict[str, Any]:

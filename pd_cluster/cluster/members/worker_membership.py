@@ -68,7 +68,7 @@ class Membership(Roster):
         model_identity: str,
         hf_overrides: str = "{}",
     ) -> None:
-        """`model_identity` and `hf_overrides`: those of the model that every worker must serve."""
+        """`model_identity` and `hf_overrides` describe the model that every worker must serve."""
         super().__init__(instances, mailbox)
         self._mailbox = mailbox
         self.place = place

@@ -64,7 +64,7 @@ def _roles(instances: Sequence[Instance]) -> list[Problem]:
     return [
         Problem(
             "warning",
-            f"no {role} instance takes requests: the others do its work, more slowly",
+            f"no {role} instance takes requests: the other instances do its work, more slowly",
             f"restart one, or give the role to another instance: `pd-cluster instances role NAME {role}`",
         )
         for role in ("prefill", "decode")

@@ -1,4 +1,4 @@
-"""Chooses the encoders that compute the images of a prompt for a prefill instance. Pure; knows nothing of features."""
+"""Chooses the encoders for a prompt's images, on behalf of a prefill instance. Pure; knows nothing of features."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def why_unavailable(instances: Sequence[Instance]) -> str:
 
 
 def _some(found: Iterator[str]) -> str:
-    """Joins the first ones: requests wait for this line, and people read it."""
+    """Joins at most MOST_NAMED of the texts, because requests wait for the line and people read it."""
     named = list(itertools.islice(found, MOST_NAMED + 1))
     return "; ".join(named if len(named) <= MOST_NAMED else [*named[:MOST_NAMED], "and others"])
 

@@ -13,15 +13,15 @@ from typing import NamedTuple
 from pd_cluster.cluster.instances.instance_state import Instance
 
 BACKLOG_S = 0.25  # seconds of prompts ahead of an instance: more than a step, so that it never runs out of work
-MIN_PROMPTS = 2  # at an instance, regardless of their time: one being computed, and the next
+MIN_PROMPTS = 2  # prompts at an instance, regardless of their time: one being computed, and the next
 UNMEASURED_PROMPTS = 16  # at an instance that has not reported its speed yet
 MIN_WAITING = 2  # at a decode instance: landed sequences wait for a step or two in any case
-WAITING_SHARE = 4  # or one for this many running ones, to replace sequences that end
+WAITING_SHARE = 4  # or one for each 4 running sequences, to replace sequences that end
 FULL = 7 / 8  # share of slots or memory in use; the rest is for clients that have less than their share
 
 
 class SpareCapacity(NamedTuple):
-    """Whether any instance of each role that takes requests has room."""
+    """Whether some instance of each role takes requests and has room."""
 
     for_prompts: bool
     for_sequences: bool

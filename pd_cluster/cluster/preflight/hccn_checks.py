@@ -225,7 +225,7 @@ def examine(here: Sequence[Card], far: Sequence[Card], say: Say, timeout_s: floa
         with ThreadPoolExecutor(min(NUM_AT_ONCE, len(here))) as pool:
             found = [finding for of_card in pool.map(examine_card, here) for finding in of_card]
     except ToolMissing as error:
-        way_out = "mount /usr/local/Ascend/driver into the container, as docs/ascend.md has it"
+        way_out = "mount /usr/local/Ascend/driver into the container, as docs/ascend.md describes"
         return [Finding("error", "hccn_tool", _names(here), f"cannot be queried ({error})", way_out)]
     tls.sort(key=lambda each: here.index(each[0]))
     return found + judge_tls(tls)

@@ -230,7 +230,7 @@ class ApiProcesses:
     # ---- one process
 
     async def _keep(self, api: _Api) -> None:
-        """Starts the process, reads its reports, restarts it."""
+        """Starts the process, reads its reports, and restarts it after its end."""
         while not self._is_stopping:
             process, reader = await self._start(api)
             await self._listen(api, reader)
@@ -343,7 +343,7 @@ class ApiProcesses:
         return _sum_of([each.busy for each in self.apis if each is not api])
 
     def share_stats(self) -> None:
-        """Sends each process the same totals, and the others' current load, if they changed."""
+        """Sends each process the totals, and the others' current load, if these changed."""
         stats = self.stats
         num_alive = sum(api.is_alive for api in self.apis)
         for api in self.apis:

@@ -95,7 +95,7 @@ class Launch:
         return several if self.num_schedulers > 1 else ["scheduler"]
 
     def port_of(self, index: int) -> int:
-        """Returns the public port of this scheduler; its admin port is the next one."""
+        """Returns the public port of this scheduler; its admin port is the next higher one."""
         return self.port + 2 * index
 
     @property

@@ -275,7 +275,7 @@ class Cluster:
         return self._processes[name].pid
 
     async def wait_failure(self) -> None:
-        """Waits until a process ends that is not restarted; raises its error."""
+        """Waits until a process that is not restarted ends; raises its error."""
         await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         self.raise_failure()
 
@@ -351,7 +351,7 @@ class Cluster:
             self._say(f"{member.name} was restarted (pid {process.pid})")
 
     def _was_killed_for_memory(self) -> bool:
-        """Whether the kernel has killed a process for lack of memory since the last death, probably this one."""
+        """Whether the kernel has killed a process for lack of memory since the last death: probably this process."""
         before, self._num_killed = self._num_killed, host.num_killed_for_memory()
         return self._num_killed > before
 

@@ -100,7 +100,7 @@ class RankProcess:
             return None
 
     async def wait(self) -> None:
-        """Waits until it has ended; returns at once if it was never started."""
+        """Waits until the process has ended; returns at once if it was never started."""
         if self._process is not None:
             await self._process.wait()
 
@@ -113,7 +113,7 @@ class RankProcess:
         return self._process is not None and not self._process.has_ended
 
     async def stop(self) -> None:
-        """Asks it to stop after its step; kills it if it does not."""
+        """Asks the process to stop after its step; kills it if it does not."""
         if not self.is_running:
             return
         self.ask("stop")
@@ -123,7 +123,7 @@ class RankProcess:
             await self.kill()
 
     async def kill(self) -> None:
-        """Kills it; harmless if it was never started, or has ended."""
+        """Kills the process; does nothing if it was never started, or has ended."""
         if self._process is not None and self.is_running:
             self._process.kill()
             await self._process.wait()

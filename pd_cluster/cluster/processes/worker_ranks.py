@@ -122,7 +122,7 @@ class Ranks:
         return self.info.state not in ("loading", "forming")
 
     async def stop(self) -> None:
-        """Stops rank 0 after its step, and the others with it."""
+        """Stops rank 0 after its step, and then the other ranks."""
         await (self._processes[0].stop() if self.has_work else self._processes[0].kill())
         for process in self._processes[1:]:
             await process.kill()

@@ -86,7 +86,7 @@ class SlotShares(NamedTuple):
 class FairQueue:
     def __init__(self) -> None:
         self.clients: OrderedDict[str, Client] = OrderedDict()  # most recently seen last
-        self._waiting: dict[str, Client] = {}  # those that have waiting requests
+        self._waiting: dict[str, Client] = {}  # clients with waiting requests
         self._num_joined = 0
         self._now_tokens = 0.0  # the counter of the client that began last, at which a new client begins
         self.num_waiting = 0

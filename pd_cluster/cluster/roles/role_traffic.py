@@ -149,7 +149,8 @@ class TrafficHistory:
         work = Work(
             come.num_prompts * share,
             come.num_prompt_tokens * missed * share,
-            come.num_prompt_pairs * missed * (2 - missed) * share,  # a prefix of share h has h * h of the pairs
+            # a prefix with share h of a prompt has h * h of the pairs
+            come.num_prompt_pairs * missed * (2 - missed) * share,
             come.num_answers * share,
             tokens * share,
         )

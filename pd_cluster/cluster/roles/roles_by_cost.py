@@ -33,7 +33,7 @@ class CostRules:
     """`windows_s`: windows of arrivals, the longest first; each may ask for a change."""
 
     windows_s: tuple[float, ...] = (60.0, 30.0, 15.0)
-    noise: float = 2.0  # standard errors that may have made one role's need seem large, and the other's small
+    noise: float = 2.0  # standard errors that may have exaggerated one role's need and hidden the other's
     # for a further change in the same direction within `onward_s`: lengths are then known to have shifted
     onward_noise: float = 1.0
     onward_s: float = 120.0
@@ -171,7 +171,9 @@ class RolesByCost:
         after = split.moved(needy)
         words += f", and {100 * model.served(need, after):.0f} % with {after.prefill} and {after.decode}"
         if not members.givers(needy):
-            return Decision("last", f"{words}, but no other may change: the last of its role, or one of a unit")
+            return Decision(
+                "last", f"{words}, but no other instance may change: it is the last of its role, or in a unit"
+            )
         if not self._leaves_enough(window, after, needy):
             return Decision("goals", f"{words}, but the instances left would miss the objectives")
         if self._gain(window, members, cost, needy) < self.rules.least_gain * self.rules.horizon_s:

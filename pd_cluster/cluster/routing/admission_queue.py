@@ -33,7 +33,7 @@ class AdmissionRate:
 
     def __init__(self, now_s: float) -> None:
         self._at_s = now_s
-        self._began_s = -math.inf  # when the last one began
+        self._began_s = -math.inf  # when the last request began
         self._num_begun = self._num_tokens = self._waited_s = 0.0
 
     def passed(self, now_s: float, waited: bool) -> None:

@@ -17,7 +17,7 @@ from pd_cluster.types import LegEnd, TokenOutput
 
 SLICE_NUM_TOKENS = 8
 SHARE = 8  # a slice handles at least this part of the waiting legs: however busy the loop is, they make progress
-MOST_OF_LEG = 64  # tokens of one leg in a slice
+MOST_OF_LEG = 64  # per slice
 
 Leg = tuple[str, str]  # connection, request id
 

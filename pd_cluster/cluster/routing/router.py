@@ -196,7 +196,7 @@ class Router:
         self.admission.lost()
 
     def _finish(self, stream: RequestStream) -> None:
-        """Ends the stream; its legs that have not ended by themselves are aborted, unless it is kept."""
+        """Ends the stream; its unfinished legs are aborted, unless the stream is kept."""
         error = sys.exception()
         how = stream.how_ended(error)
         self.streams.end(stream, StreamEnd(how, error, self._then(stream, how)))

@@ -17,7 +17,7 @@ from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
 from pd_cluster.kv.prefix_index import chain_hashes, root_hash
 from pd_cluster.types import RequestSpec
 
-BLOCK_TOKENS = 128  # four of these are a block of Mooncake's traces
+BLOCK_TOKENS = 128  # four such blocks are a block of Mooncake's traces
 MAX_AGE_S = 24 * 3600.0
 MAX_ALL_KEYS = 4_000_000  # 32 MB; beyond that the oldest requests are dropped
 
@@ -72,7 +72,7 @@ class ServedRequests:
 
 
 def keys_of_prompt(order: RequestSpec, secret: bytes) -> array[int]:
-    """Returns the keys of its blocks. Prompts of other variants and salts share none, as in the caches."""
+    """Returns the keys of a prompt's blocks. Prompts of different variants or salts share none, as in the caches."""
     token_ids = order.prompt_token_ids
     root = root_hash(secret.hex(), order.cache_salt, order.variant)
     num_full = len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -100,7 +100,7 @@ class TokenSequence:
     arrived: dict[int, TokenOutput] = field(default_factory=dict)
     is_finished: bool = False  # its last token has arrived, perhaps before others; or it was stopped
     is_over: bool = False  # its last token has been read, or it was stopped
-    num_taken: int = 0  # tokens that have been read
+    num_taken: int = 0  # tokens that the reader has taken
     last_s: float = 0.0  # when a token was last delivered; 0: none yet
     finish_reason: FinishReason | None = None  # once it is over
 
@@ -129,7 +129,7 @@ class RequestStream:
     stats: RequestStats
     attempt: int = 0
     legs: dict[str, Instance] = field(default_factory=dict)  # conn -> instance, for legs that have not ended
-    ask: RoutingRequest = field(init=False)  # routing's view of it
+    ask: RoutingRequest = field(init=False)  # the request as routing sees it
     prefill: Instance = field(init=False)
     decode: Instance = field(init=False)
     sequences: list[TokenSequence] = field(init=False)
@@ -213,7 +213,9 @@ class RequestStream:
         sequence.last_s = now_s
 
     def _waits(self) -> bool:
-        """Whether tokens are held, or the prompt's own outputs, which must precede the first one, may still arrive."""
+        """Whether tokens are held, or the prompt's own outputs, which must precede the first token, may still
+        arrive.
+        """
         if self.held is not None:
             return True
         return not self.has_prompt_outputs and any(member is self.prefill for member in self.legs.values())
@@ -354,7 +356,7 @@ class RequestStream:
 
     @property
     def has_begun(self) -> bool:
-        """Whether its reader has a token."""
+        """Whether its reader has received a token."""
         return any(sequence.num_taken for sequence in self.sequences)
 
     @property

@@ -44,7 +44,7 @@ class KeptStream:
     tokens: list[TokenOutput] = field(default_factory=list, repr=False)  # delivered so far
 
     def of_next_attempt(self) -> wire.Keep | None:
-        """Returns what the next instance is to keep; None: it is too much."""
+        """Returns what the next instance shall keep; None if it is too large."""
         if wire.nbytes_of(self.tokens) > min(self.keep.capacity_nbytes, MOST_SENT_NBYTES):
             return None
         return msgspec.structs.replace(self.keep, prompt=self.prompt, tokens=list(self.tokens))
@@ -64,7 +64,7 @@ class _Search:
 
 
 class RecordFinder:
-    """Asks all ready instances that generate for a record. `longest_s`: how long it waits for their answers."""
+    """Asks all ready instances that generate for a record. `longest_s`: the maximum wait for their answers."""
 
     def __init__(self, send: Callable[[str, wire.Body], None], membership: Members, longest_s: float) -> None:
         self._send, self._membership, self._longest_s = send, membership, longest_s

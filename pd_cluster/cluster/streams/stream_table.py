@@ -84,7 +84,7 @@ class StreamTable:
             tell()
 
     def give_up(self, stream: RequestStream) -> None:
-        """Ends a stream that is not read. The reader may still take what has arrived, and then the reason."""
+        """Ends a stream whose reader does not read. The reader may still take what has arrived, and then the reason."""
         self._end_attempt(stream)
         stream.inbox.put(GenerationError(f"the client has more than {stream.max_unread} unread tokens"))
 

@@ -35,7 +35,8 @@ SCHEME = "hmac-sha256"
 KEY_PREFIX = "pdc-"
 KEY_NBYTES = 32
 SALT_NBYTES = 32
-MAX_NBYTES = 8 << 20  # half of a line to an API process (cluster/processes/api_processes.py), which carries it
+# half the maximum line to an API process (cluster/processes/api_processes.py), which carries the file
+MAX_NBYTES = 8 << 20
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 NAME_EXPECTED = "1 to 64 letters, digits and . _ -"
 HASH = re.compile(r"[0-9a-f]{64}")

@@ -46,7 +46,7 @@ class KeyStore:
     def reload(self) -> Keys:
         """Reads the file again; returns the keys in force from now on.
 
-        Raises ConfigError, in which case nothing has changed; Unavailable as SharedRateLimits does.
+        Raises ConfigError without changing anything, and Unavailable as SharedRateLimits does.
         """
         file = Path(self._http.key_file)
         try:

@@ -41,7 +41,7 @@ class Kept:
         self._mirror = mirror
 
     def publish(self, batch: EventBatch) -> None:
-        self._mirror.apply(DECODER.decode(msgspec.msgpack.encode(batch)))
+        self._mirror.hear(DECODER.decode(msgspec.msgpack.encode(batch)))
 
     def close(self) -> None: ...
 

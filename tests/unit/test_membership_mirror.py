@@ -193,12 +193,12 @@ def test_what_processes_report_is_added_up_and_told_to_the_others() -> None:
     for api in processes.apis:
         api.writer = cast(asyncio.StreamWriter, SimpleNamespace(is_closing=lambda: False, write=write))
     first, second, _ = processes.apis
-    processes.hear(first, ApiReport({"decode-0": Outstanding(2, 100)}))
-    processes.hear(second, ApiReport({"decode-0": Outstanding(1, 7), "decode-1": Outstanding(1, 5)}))
+    processes.add_report(first, ApiReport({"decode-0": Outstanding(2, 100)}))
+    processes.add_report(second, ApiReport({"decode-0": Outstanding(1, 7), "decode-1": Outstanding(1, 5)}))
     assert [(i.num_outstanding, i.outstanding_tokens) for i in instances] == [(3, 107), (1, 5)]
     processes.share_reports()
     assert told == [{"decode-0": a, "decode-1": b} for a, b in ((7, 5), (100, 0), (107, 5))]
-    processes.hear(first, ApiReport({}))  # as when it has died
+    processes.add_report(first, ApiReport({}))  # as when it has died
     assert [(i.num_outstanding, i.outstanding_tokens) for i in instances] == [(1, 7), (1, 5)]
 
 

@@ -315,7 +315,7 @@ def test_totals_never_shrink_while_processes_die_and_begin_anew(seed: int) -> No
             case 0:  # unreported counts are lost with it
                 processes.remove_work(api)
                 ended.append(reported[at])
-                lives[at], reported[at], api.told_stats = RequestStats(), Stats(), None
+                lives[at], reported[at], api.sent_stats = RequestStats(), Stats(), None
             case 1 | 2:
                 reported[at] = lives[at].snapshot()
                 processes.add_report(api, through_json(ApiReport({}, stats=reported[at])))

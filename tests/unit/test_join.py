@@ -238,7 +238,7 @@ def test_a_node_that_the_connecting_mailbox_does_not_know_yet_has_time(registry:
 
 async def test_another_process_at_the_address_is_recognized(registry: Registry) -> None:
     instance = registry.joined()
-    for told, changes in (("", {"server_ip": "192.0.2.9"}), ("at 192.0.2.7:8000 answers e; give", {"name": "e"})):
+    for told, changes in (("", {"server_ip": "192.0.2.9"}), ("e answers at 192.0.2.7:8000; give", {"name": "e"})):
         info = info_of(instance, device_ids=["7"], public_key=bytes(wire.KEY_NBYTES), **changes)
         answer = httpx.Response(200, stream=httpx.ByteStream(msgspec.json.encode(info)))
         async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _, found=answer: found)) as client:

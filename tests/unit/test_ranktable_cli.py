@@ -123,7 +123,7 @@ def test_the_address_without_a_default_route(
             "note: this machine has no address, so --server-ip is 127.0.0.1, which works on one machine only\n",
         ),
         (["10.0.0.5"], "10.0.0.5", "note: no default route, so --server-ip is 10.0.0.5, the only address\n"),
-        (["10.0.0.5", "10.9.0.5"], "", "--server-ip: found '10.0.0.5 10.9.0.5', expected one of them"),
+        (["10.0.0.5", "10.9.0.5"], "", "--server-ip: found '10.0.0.5 10.9.0.5', expected one address"),
     ):
         monkeypatch.setattr(machine_probe, "global_addresses", lambda addresses=addresses: addresses)
         assert cli.main(["gen", "--api-server", "--save-dir", str(tmp_path)]) == (not taken)

@@ -144,6 +144,6 @@ def test_two_instances_on_one_npu_prove_nothing() -> None:
     names = [("prefill-0", 0), ("prefill-0", 1), ("decode-0", 0), ("decode-0", 1)]
     found = pair_probes.shared_npus(dict(zip(names, ["npu:0", "npu:1", "npu:0", "npu:1"], strict=True)))
     assert list(found) == ["decode-0"]
-    assert "rank 0 of decode-0 has npu:0 here, as rank 0 of prefill-0 has" in found["decode-0"]
+    assert "rank 0 of decode-0 has npu:0 here, and so has rank 0 of prefill-0" in found["decode-0"]
     for devices in (["npu:0", "npu:1", "npu:2", "npu:3"], ["cpu"] * 4, ["cuda:0"] * 4):
         assert pair_probes.shared_npus(dict(zip(names, devices, strict=True))) == {}

@@ -1,7 +1,7 @@
 """Rank tables: the JSON files that bind the instances of a cluster to devices.
 
-`generate` and `merge` write them, `load_global`, `load_local` and `locate` read them, `check` finds their
-faults. Needs the standard library only (for keys also pyzmq, or `openssl`), and nothing of pd_cluster.
+`generate` and `merge` write them, `load_global`, `load_local` and `locate` read them, `check` finds their faults. Needs
+only the standard library (for keys also pyzmq, or `openssl`), and no module of pd_cluster.
 """
 
 from ranktable_tools.check import check, permission_warnings

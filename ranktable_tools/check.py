@@ -1,6 +1,6 @@
-"""Finds every fault of a set of tables that is about to serve, its ports, its tensor-parallel size and its units.
+"""Finds every fault of a set of tables before it serves, including ports, tensor-parallel sizes and units.
 
-Reads files only: instances check at their start whether devices and ports exist.
+Reads only files: instances check at their start whether devices and ports exist.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ranktable_tools.errors import Fault, RankTableError
-from ranktable_tools.ports import Given, port_faults
+from ranktable_tools.ports import GivenPorts, port_faults
 from ranktable_tools.schema import load_local, locate, parse_global
 from ranktable_tools.table_files import actual_path, is_private, read_json
 from ranktable_tools.table_rules import device_conflicts, entries, gaps
 from ranktable_tools.table_types import RankTable
 from ranktable_tools.unit_entries import unit_faults
 
-_NO_PORTS = Given()
+_NO_PORTS = GivenPorts()
 
 
 def check(
@@ -26,17 +26,17 @@ def check(
     local_paths: Sequence[Path] = (),
     node_ports: str | Sequence[int] | None = None,
     tensor_parallel_size: int | None = None,
-    given: Given = _NO_PORTS,
+    given: GivenPorts = _NO_PORTS,
     unit_sizes: Mapping[str, int] = MappingProxyType({}),
 ) -> list[Fault]:
-    """Returns all faults, the global table's own first; empty means fine. Never raises RankTableError.
+    """Returns all faults, those of the global table first; empty if there are none. Never raises RankTableError.
 
     `node_ports`: in the environment variable's form (`8088,8089`), or as numbers. `given`: the other ports.
-    `unit_sizes`: instances of each unit, by role.
+    `unit_sizes`: role -> instances per unit.
     """
     try:
         table = parse_global(read_json(global_path), str(actual_path(global_path)))
-    except RankTableError as error:  # nothing more can be judged
+    except RankTableError as error:  # no other check is possible
         return [error.fault]
     faults = [*device_conflicts(entries(table)), *gaps(table)]
     faults += _local_faults(table, local_paths)
@@ -47,10 +47,12 @@ def check(
 
 
 def permission_warnings(paths: Sequence[Path]) -> list[str]:
-    """Returns one line for each file open to more than its owner and its group; `check` reports missing files."""
+    """Returns one line for each file that others than its owner and its group can access; `check` reports missing
+    files.
+    """
     return [
         f"{path}: mode {actual_path(path).stat().st_mode & 0o777:04o}: others can read or write it, and with "
-        f"--derive-secret the cluster's secret follows from it; chmod 600, or 640 for its group"
+        "--derive-secret the cluster's secret is derived from it; chmod 600, or 640 for its group"
         for path in paths
         if os.path.isfile(actual_path(path)) and not is_private(path)
     ]
@@ -66,7 +68,7 @@ def _local_faults(table: RankTable, local_paths: Sequence[Path]) -> Iterator[Fau
             yield error.fault
             continue
         if place in taken:
-            expected = f"an instance of its own ({taken[place]} is this one)"
+            expected = f"an instance of its own ({taken[place]} has this one)"
             yield Fault(str(path), "server_list[0]", f"{place[0]} {place[1]}", expected)
         taken.setdefault(place, path)
 

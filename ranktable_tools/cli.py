@@ -1,5 +1,5 @@
 """`pd-ranktable gen | merge | keys | check | show`, and the reference document's own `--mode gen|merge`: one
-implementation, two spellings. Exit status: 0, 1 for a fault in a table, 2 for a wrong command line.
+implementation, two command lines. Exit status: 0, 1 for a fault in a table, 2 for a wrong command line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ranktable_tools.foreign_fields import foreign_fields
 from ranktable_tools.gen import generate, write
 from ranktable_tools.host_addresses import HOST_EXPECTED, is_shared_host
 from ranktable_tools.merge import MERGED_NAME, merge
-from ranktable_tools.ports import NODE_PORTS, Given, outgoing_warnings, parse_node_ports, scheduler_ports
+from ranktable_tools.ports import NODE_PORTS, GivenPorts, outgoing_warnings, parse_node_ports, scheduler_ports
 from ranktable_tools.public_keys import NoImplementation
 from ranktable_tools.schema import load_global
 from ranktable_tools.show import render
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "show": _show_parser(),
     }
     listed = "\n".join(f"  {name:<6} {parser.description}" for name, parser in commands.items())
-    top.epilog = f"commands:\n{listed}\n\n`pd-ranktable COMMAND --help` says more."
+    top.epilog = f"commands:\n{listed}\n\n`pd-ranktable COMMAND --help` describes a command."
     top.usage = "pd-ranktable {gen,merge,keys,check,show} ..."
     if not argv or argv[0] in ("-h", "--help"):
         top.print_help()
@@ -103,7 +103,7 @@ def reference_main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else list(argv)
     parser = _Parser(
         prog="pd_ranktable_tools.py",
-        description="Write a machine's rank tables (gen), or put the global ones together (merge).",
+        description="Write a machine's rank tables (gen), or merge the global ones (merge).",
         example=f"--mode gen {_GEN_EXAMPLE}\n  pd_ranktable_tools.py --mode merge {_MERGE_EXAMPLE}",
     )
     parser.option("--mode", required=True, choices=("gen", "merge"), help="what to do")
@@ -116,7 +116,7 @@ def reference_main(argv: Sequence[str] | None = None) -> int:
         parser.error("--mode merge needs --global-ranktable-list FILE [FILE ...]")
     without_effect = _GEN_ONLY if args.mode == "merge" else _MERGE_ONLY
     if ignored := [f"--{name.replace('_', '-')}" for name in without_effect if getattr(args, name)]:
-        print(f"note: {', '.join(ignored)} has no effect in --mode {args.mode}", file=sys.stderr)
+        print(f"note: {', '.join(ignored)} has no effect with --mode {args.mode}", file=sys.stderr)
     setattr(args, _COMMAND, _gen if args.mode == "gen" else _merge)
     return _run(parser, args)
 
@@ -142,7 +142,7 @@ def _gen_parser() -> _Parser:
 def _merge_parser() -> _Parser:
     parser = _Parser(
         prog="pd-ranktable merge",
-        description="Put the global rank tables of several machines together.",
+        description="Merge the global rank tables of several machines.",
         example=_MERGE_EXAMPLE,
     )
     _add_merge_options(parser, required=True)
@@ -155,7 +155,7 @@ def _merge_parser() -> _Parser:
 def _keys_parser() -> _Parser:
     parser = _Parser(
         prog="pd-ranktable keys",
-        description="Write cluster.secret, scheduler.key and admin.token for tables that are there already.",
+        description="Write cluster.secret, scheduler.key and admin.token for existing tables.",
         example="--save-dir ./save_dir",
     )
     _add_save_dir(parser)
@@ -166,7 +166,7 @@ def _keys_parser() -> _Parser:
 def _check_parser() -> _Parser:
     parser = _Parser(
         prog="pd-ranktable check",
-        description="Find every fault of the tables that are about to serve.",
+        description="Find every fault of a set of tables before it serves.",
         example="save_dir/global_ranktable_10.0.0.18.json --local save_dir/local_ranktable_10.0.0.18_*.json"
         " --node-ports 8088,8089 --port 9000 --tensor-parallel-size 2",
     )
@@ -177,7 +177,7 @@ def _check_parser() -> _Parser:
     _add_unit_options(parser)
     parser.option("--port", type=_port, help="the scheduler's public port")
     parser.option("--admin-port", type=_port, metavar="PORT", help="the scheduler's admin port (default: --port + 1)")
-    parser.option("--join-port", type=_port, metavar="PORT", help="the scheduler's port for workers in no table")
+    parser.option("--join-port", type=_port, metavar="PORT", help="the scheduler's port for workers outside the tables")
     parser.option("--kv-port-range", type=_port_range, metavar="FIRST-LAST", help="the instances' control sockets")
     parser.set_defaults(**{_COMMAND: _check})
     return parser
@@ -186,7 +186,7 @@ def _check_parser() -> _Parser:
 def _show_parser() -> _Parser:
     parser = _Parser(
         prog="pd-ranktable show",
-        description="Print a global rank table for people.",
+        description="Print a global rank table in readable form.",
         example="save_dir/global_ranktable_10.0.0.18.json",
     )
     parser.add_argument("table", type=Path, metavar="GLOBAL_TABLE")
@@ -206,9 +206,11 @@ def _add_gen_options(parser: _Parser) -> None:
             metavar="ID,ID",
             help=f"device ids of each {role} instance on this machine, instances separated by spaces",
         )
-    parser.option("--api-server", action="store_true", help="the scheduler runs here: on one machine only")
     parser.option(
-        "--server-ip", type=_host, help="this machine's address (default: the default route's, or its only one)"
+        "--api-server", action="store_true", help="the scheduler runs on this machine; give it on one machine only"
+    )
+    parser.option(
+        "--server-ip", type=_host, help="this machine's address (default: that of the default route, or the only one)"
     )
     parser.option("--device", choices=("auto", "npu", "gpu", "cpu"), default="auto", help="default: auto")
     parser.option(
@@ -217,7 +219,7 @@ def _add_gen_options(parser: _Parser) -> None:
         action="append",
         default=[],
         metavar="ID=ADDRESS",
-        help="a device's address, where hccn_tool can't be asked; may be repeated",
+        help="a device's address, if hccn_tool cannot report it; may be repeated",
     )
     _add_unit_options(parser)
 
@@ -230,7 +232,7 @@ def _add_merge_options(parser: _Parser, required: bool = False) -> None:
         action="extend",
         required=required,
         metavar="FILE",
-        help="the global rank tables to put together",
+        help="the global rank tables to merge",
     )
 
 
@@ -240,7 +242,7 @@ def _add_unit_options(parser: _Parser) -> None:
 
 
 def _unit_sizes(args: argparse.Namespace) -> dict[str, int]:
-    """Returns the instances of each unit, by role."""
+    """Returns role -> instances per unit."""
     found = {role: getattr(args, option[2:].replace("-", "_")) for role, option in UNIT_OPTIONS.items()}
     return {role: size for role, size in found.items() if size is not None}
 
@@ -261,8 +263,8 @@ def _access(args: argparse.Namespace) -> Access:
         mode = PRIVATE.mode if args.group is None else 0o640
     if mode & 0o007:
         print(
-            f"note: --file-mode {mode:04o}: everybody on this machine can read the tables; cluster.secret, "
-            f"scheduler.key and admin.token stay closed (--group lets a group read them)",
+            f"note: --file-mode {mode:04o}: all users of this machine can read the tables; cluster.secret, "
+            f"scheduler.key and admin.token stay private (--group lets a group read them)",
             file=sys.stderr,
         )
     return Access(mode, args.group)
@@ -345,9 +347,9 @@ def _gen(args: argparse.Namespace) -> int:
 
 
 def _add_keys(table: RankTable, path: Path, access: Access) -> None:
-    """Writes keys beside a table that can serve; a machine's part of a table gets none, because `merge` writes them.
+    """Writes keys next to a complete table; a machine's part of a table gets none, because `merge` writes them.
 
-    Where the host cannot compute a public key, it says where to make them: the tables are complete without.
+    If the host cannot compute a public key, prints where to make the keys; the tables are complete without them.
     """
     if table.scheduler is None or not table.prefill or not table.decode:
         return
@@ -355,8 +357,8 @@ def _add_keys(table: RankTable, path: Path, access: Access) -> None:
         written = write_keys(path.parent, access)
     except NoImplementation:
         print(
-            "note: no keys were made: this host has neither pyzmq nor an openssl with X25519; where pd-cluster is "
-            f"installed, run `pd-ranktable keys --save-dir DIR` and put its files beside {path.name}",
+            "note: no keys were made: this host has neither pyzmq nor an openssl with X25519; "
+            f"run `pd-ranktable keys --save-dir DIR` on a host with pd-cluster, and copy its files next to {path.name}",
             file=sys.stderr,
         )
         return
@@ -370,24 +372,30 @@ def _detected_kind() -> machine_probe.DeviceKind:
     kind = machine_probe.detect_kind()
     if kind == "cpu":
         print(
-            "note: no NPU and no GPU is visible here: the table is for CPUs; --device says otherwise", file=sys.stderr
+            "note: no NPU and no GPU is visible here: the table is for CPUs; use --device for another kind",
+            file=sys.stderr,
         )
     return kind
 
 
 def _default_server_ip() -> str:
-    """Raises RankTableError where several addresses may be meant."""
+    """Raises RankTableError if several addresses are possible."""
     address = machine_probe.default_server_ip()
     if address is not None:
         return address
     found = machine_probe.global_addresses()
     if len(found) > 1:
-        expected = "one of them: there is no default route to choose by"
-        raise RankTableError("gen", "--server-ip", " ".join(found), expected, f"give --server-ip {found[0]}, say")
+        expected = "one address: there is no default route to choose by"
+        raise RankTableError(
+            "gen", "--server-ip", " ".join(found), expected, f"give one, such as --server-ip {found[0]}"
+        )
     if found:
         print(f"note: no default route, so --server-ip is {found[0]}, the only address", file=sys.stderr)
         return found[0]
-    print("note: this machine has no address, so --server-ip is 127.0.0.1: one machine only", file=sys.stderr)
+    print(
+        "note: this machine has no address, so --server-ip is 127.0.0.1, which works on one machine only",
+        file=sys.stderr,
+    )
     return "127.0.0.1"
 
 
@@ -409,7 +417,7 @@ def _keys(args: argparse.Namespace) -> int:
 def _check(args: argparse.Namespace) -> int:
     for warning in permission_warnings([args.table, *args.local]):
         print(f"warning: {warning}", file=sys.stderr)
-    given = Given(scheduler_ports(args.port, args.admin_port, args.join_port), args.kv_port_range)
+    given = GivenPorts(scheduler_ports(args.port, args.admin_port, args.join_port), args.kv_port_range)
     sizes = _unit_sizes(args)
     faults = check(args.table, args.local, args.node_ports, args.tensor_parallel_size, given, sizes)
     for warning in () if faults else outgoing_warnings(_named_ports(args.node_ports, given)):
@@ -420,14 +428,14 @@ def _check(args: argparse.Namespace) -> int:
         table = load_global(args.table)
         kept = ", ".join(field for field, _ in foreign_fields(table))
         if kept:
-            print(f"note: fields of other programs, which mean nothing here: {kept}", file=sys.stderr)
+            print(f"note: fields of other programs, which have no meaning here: {kept}", file=sys.stderr)
         names = ", ".join(filter(None, dict.fromkeys(unit_names(table, sizes))))
         told = f"; units {names}" if names else ""
         print(f"ok: 1 scheduler, {len(table.prefill)} prefill, {len(table.decode)} decode{told}")
     return 1 if faults else 0
 
 
-def _named_ports(node_ports: str | None, given: Given) -> dict[str, int]:
+def _named_ports(node_ports: str | None, given: GivenPorts) -> dict[str, int]:
     ports = [] if node_ports is None else parse_node_ports(node_ports)
     named = {f"{NODE_PORTS}: [{index}]": port for index, port in enumerate(ports)}
     named.update(given.scheduler)

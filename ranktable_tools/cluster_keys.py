@@ -1,7 +1,7 @@
-"""The three files that make a table's processes one cluster, which are written and read beside the global rank table.
+"""The three files that make a table's processes one cluster, written and read next to the global rank table.
 
 `cluster.secret` is for every host: a random secret, and the public key of each scheduler. `scheduler.key` and
-`admin.token` are for the scheduler's host alone: a private key of 32 random bytes, and the token for commands on the
+`admin.token` are only for the scheduler's host: a private key of 32 random bytes, and the token for commands at the
 admin port. No error shows their content.
 """
 
@@ -40,7 +40,7 @@ class ClusterSecret(NamedTuple):
 
 
 def write_keys(folder: Path, access: Access) -> list[Path]:
-    """Writes the files that are missing, and leaves the others: running processes and other hosts have them, too.
+    """Writes missing files, and keeps existing ones, which running processes and other hosts also have.
 
     Only the owner may read them, and the group if `access` names one. Raises OSError, NoImplementation before anything
     is written, or RankTableError for files that do not belong together.
@@ -56,7 +56,7 @@ def write_keys(folder: Path, access: Access) -> list[Path]:
             _FILE,
             MISSING,
             f"the private key that {secret_file} names",
-            f"bring it back from the scheduler's host, or remove {secret_file} to have new ones everywhere",
+            f"restore it from the scheduler's host, or remove {secret_file} to make new files for all hosts",
         )
     if has_key := os.path.lexists(key_file):
         key = read_scheduler_key(key_file)
@@ -75,8 +75,8 @@ def write_keys(folder: Path, access: Access) -> list[Path]:
 
 
 def secret_text(secret: bytes, schedulers: Sequence[bytes]) -> str:
-    """Returns the content of a `cluster.secret`; each further scheduler is a further line."""
-    lines = ["# For every host of this cluster, and for nobody else."]
+    """Returns the content of a `cluster.secret`; each further scheduler adds a line."""
+    lines = ["# For the hosts of this cluster only."]
     return "\n".join([*lines, f"secret {secret.hex()}", *(f"scheduler {key.hex()}" for key in schedulers), ""])
 
 
@@ -126,12 +126,12 @@ def refuse_foreign_key(key: bytes, key_file: Path, known: ClusterSecret, secret_
             _FILE,
             "the key of another cluster",
             f"one whose public key {secret_file} names",
-            "copy both from where they were written together",
+            "copy both files from the folder where they were written together",
         )
 
 
 def where_to_copy(table: RankTable, table_file: Path) -> list[str]:
-    """Returns lines for people; none if everything is on one host."""
+    """Returns instructions for people; [] if everything is on one host."""
     assert table.scheduler is not None
     home = table.scheduler.server_ip
     hosts = {host_key(each.server_ip): each.server_ip for each in table.instances}
@@ -140,8 +140,8 @@ def where_to_copy(table: RankTable, table_file: Path) -> list[str]:
         return []
     names = f"{table_file.name} and {SECRET_FILE}"
     return [
-        f"copy {names} to {', '.join([home, *others])}, into one folder each, readable for nobody else",
-        f"copy {SCHEDULER_KEY_FILE} and {ADMIN_TOKEN_FILE} to {home} alone, into the same folder",
+        f"copy {names} to {', '.join([home, *others])}, into one folder on each, readable only by their owner",
+        f"copy {SCHEDULER_KEY_FILE} and {ADMIN_TOKEN_FILE} only to {home}, into the same folder",
     ]
 
 
@@ -169,7 +169,7 @@ def _read(file: Path) -> str:
     except (OSError, ValueError) as error:
         raise RankTableError(str(file), _FILE, str(getattr(error, "strerror", error)), "a readable file") from None
     if mode & 0o037:
-        expected = "one that nobody but its owner, or its group, can read"
+        expected = "one that only its owner, or its group, can read"
         raise RankTableError(str(file), _FILE, f"mode {mode:04o}", f"{expected}: others can", f"chmod 600 {file}")
     try:
         return data.decode("ascii")

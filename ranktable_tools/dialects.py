@@ -1,5 +1,5 @@
-"""Refuses rank tables of other programs by name, with the way out. The layout identifies a dialect;
-file names are shared between them.
+"""Refuses rank tables of other programs by name, with a remedy. The layout identifies a dialect, because programs share
+file names.
 
 Sources: Ascend HCCL cluster information (`server_list`, and `group_list` before it), vllm-ascend's
 `prefill_device_list`, omni-infer's merged tables (integer counts, one group per prefill instance), MindIE's

@@ -2,7 +2,7 @@
 
 Knows nothing of the tables themselves.
 
-    RankTableError      a table, or a set of them, that can't be used
+RankTableError      a table, or a set of tables, that cannot be used
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxoth
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong. `str()` is one line, whatever bytes the file held."""
+    """One fault. `str()` is one line, whatever bytes the file contains."""
 
     file: str
     field: str

@@ -1,7 +1,7 @@
 """Fields that other programs write into rank tables: listed for people, and combined when tables are merged.
 
-`super_pod_list`, `host_nic_ip` and `deploy_server` are such fields. Nothing here knows what they mean, except that
-machines' super pods with one id are one super pod.
+`super_pod_list`, `host_nic_ip` and `deploy_server` are such fields. Knows nothing of their meaning, except that super
+pods of several machines with the same id are one super pod.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ _NAMED_BY: Final = {"super_pod_list": "super_pod_id"}  # a list of objects -> th
 
 
 class _Differ(Exception):
-    """Reports two values of one field that exclude each other."""
+    """Two values of one field exclude each other."""
 
 
 def foreign_fields(table: RankTable) -> Iterator[tuple[str, object]]:
-    """Yields the path and the value of each foreign field; the table's own come first."""
+    """Yields the path and the value of each foreign field, those of the table itself first."""
     yield from table.extra.items()
     for at, group in enumerate(table.server_group_list):
         place = f"server_group_list[{at}]"
@@ -34,7 +34,7 @@ def foreign_fields(table: RankTable) -> Iterator[tuple[str, object]]:
 def together(extras: Sequence[tuple[str, Mapping[str, object]]], note: Callable[[str], None]) -> dict[str, object]:
     """Combines the fields of several tables: objects and arrays are joined, and equal values are written once.
 
-    `extras`: a file's name and its fields. If two values differ, the first file's stays, and `note` gets a line.
+    `extras`: (file's name, its fields). If two values differ, the first file's value is kept, and `note` gets a line.
     """
     found: dict[str, object] = {}
     sources: dict[str, str] = {}
@@ -46,7 +46,7 @@ def together(extras: Sequence[tuple[str, Mapping[str, object]]], note: Callable[
             try:
                 found[key] = _joined(key, found[key], value)
             except _Differ:
-                note(f"{file}: {key}: differs from that of {sources[key]}, which is kept")
+                note(f"{file}: {key}: differs from the value of {sources[key]}, which is kept")
     return found
 
 
@@ -56,7 +56,7 @@ def _under(place: str, extra: Mapping[str, object]) -> Iterator[tuple[str, objec
 
 
 def _joined(key: str, ours: object, theirs: object) -> object:
-    """Joins both values. Raises _Differ if there is room for one only."""
+    """Joins both values. Raises _Differ if only one of them can be kept."""
     if ours == theirs:
         return ours
     if isinstance(ours, list) and isinstance(theirs, list):
@@ -82,7 +82,7 @@ def _joined_lists(name: str | None, ours: list[object], theirs: list[object]) ->
 
 
 def _with_id(values: Sequence[object], name: str | None, wanted: object) -> int | None:
-    """Returns the index of the object with the same id as `wanted`."""
+    """Returns the index of the object with the same id as `wanted`, or None."""
     if name is None or not isinstance(wanted, dict) or name not in wanted:
         return None
     ids = [value.get(name) if isinstance(value, dict) else None for value in values]

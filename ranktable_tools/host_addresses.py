@@ -17,10 +17,10 @@ _LABEL: Final = re.compile(r"[0-9A-Za-z_]([0-9A-Za-z_-]{0,61}[0-9A-Za-z_])?")
 
 def is_ip(text: str) -> bool:
     """Returns whether this is an address of one machine: not `0.0.0.0`, a multicast group or a reserved address."""
-    if not _SAFE.fullmatch(text):  # an IPv6 scope, which becomes part of a file name, could hold a slash
+    if not _SAFE.fullmatch(text):  # an IPv6 scope, which becomes part of a file name, could contain a slash
         return False
     try:
-        text.encode("idna")  # as a socket does, which a scope may be too long for; a UnicodeError is a ValueError
+        text.encode("idna")  # as a socket does, which fails for a long scope; a UnicodeError is a ValueError
         address = _address(text)
     except ValueError:
         return False
@@ -45,7 +45,7 @@ def is_shared_host(text: str) -> bool:
 
 
 def is_link_local(text: str) -> bool:
-    """Returns whether this is an address that holds on one link only."""
+    """Returns whether this is an address that is valid on one link only."""
     return is_ip(text) and _address(text).is_link_local
 
 
@@ -56,14 +56,14 @@ def is_loopback(host: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """Returns the host as it stands before a port: an IPv6 address in brackets."""
+    """Returns the host as it is written before a port: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def host_key(host: str) -> str:
     """Returns equal keys for spellings of one host.
 
-    `localhost` and `127.0.0.1`, `FD00::1` and `fd00:0::1`, `::ffff:10.0.0.1` and `10.0.0.1`.
+    Examples: `localhost` and `127.0.0.1`, `FD00::1` and `fd00:0::1`, `::ffff:10.0.0.1` and `10.0.0.1`.
     """
     if host.lower() == "localhost":
         return "127.0.0.1"
@@ -72,7 +72,9 @@ def host_key(host: str) -> str:
 
 
 def machine_key(host: str) -> str:
-    """Returns equal keys for addresses that are known to be of one machine: those of one host, and all loopback's."""
+    """Returns equal keys for addresses that are known to be of one machine: spellings of one host, and all loopback
+    addresses.
+    """
     return host_key("localhost" if is_loopback(host) else host)
 
 
@@ -84,7 +86,7 @@ def is_one_host(one: str, other: str) -> bool:
 def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """Parses the address without its scope, which Python 3.8 does not support. Raises ValueError.
 
-    An IPv4 address in IPv6's form is the IPv4 one.
+    An IPv4-mapped IPv6 address becomes the IPv4 address.
     """
     bare, percent, scope = text.partition("%")
     if percent and (not scope or "%" in scope):

@@ -1,4 +1,4 @@
-"""One JSON object of a file, asked field by field. Every refusal names the file and the field's path.
+"""Reads one JSON object of a file, field by field. Every refusal names the file and the field's path.
 
 Knows nothing of rank tables.
 """
@@ -23,7 +23,7 @@ class JsonObject:
 
     @staticmethod
     def of(file: str, field: str, value: object, expected: str, known: Sequence[str] = ()) -> JsonObject:
-        """`known` are the keys that mean something; others are kept. Raises RankTableError."""
+        """`known` are the keys with a meaning; others are kept. Raises RankTableError."""
         if not isinstance(value, dict):
             raise RankTableError(file, field or "(top level)", value, expected)
         return JsonObject(file, field, value, tuple(known))
@@ -43,7 +43,9 @@ class JsonObject:
         value = self.members.get(key, MISSING)
         if not isinstance(value, str) or not accept(value):
             near = difflib.get_close_matches(key, self.foreign, n=1, cutoff=0.6) if value is MISSING else []
-            raise self.refuse(key, value, expected, way_out or (f"is {near[0]!r} meant to be it?" if near else ""))
+            raise self.refuse(
+                key, value, expected, way_out or (f"is {near[0]!r} meant to be this field?" if near else "")
+            )
         return value
 
     def one_of(self, key: str, allowed: Iterable[str], way_out: str = "") -> str:

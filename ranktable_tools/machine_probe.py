@@ -1,6 +1,6 @@
 """Reads this machine's address, its kind of device, and each device's address (`npu` for those of NPUs).
 
-The parsers are pure functions of a program's text; the rest runs the programs, each with a time limit.
+The parsers are pure functions of a program's output; the other functions run the programs, each with a time limit.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def detect_kind() -> DeviceKind:
 
 
 def default_server_ip() -> str | None:
-    """Returns the address from which the default route sends; None without one. Opens a UDP socket, sends nothing."""
+    """Returns the source address of the default route; None without one. Opens a UDP socket, sends nothing."""
     for family, elsewhere in _ELSEWHERE:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -75,12 +75,12 @@ def default_server_ip() -> str | None:
 
 
 def global_addresses() -> list[str]:
-    """Returns this machine's addresses that other hosts may reach: IPv4's, or IPv6's if there are none."""
+    """Returns this machine's addresses that other hosts may reach: IPv4 addresses, or IPv6 ones if there are none."""
     return _ipv4_addresses() or _ipv6_addresses()
 
 
 def _ipv4_addresses() -> list[str]:
-    size = 40  # of a struct ifreq on 64-bit machines: a name of 16 bytes, then a struct sockaddr_in
+    size = 40  # size of a struct ifreq on 64-bit machines: a name of 16 bytes, then a struct sockaddr_in
     buffer = array.array("B", bytes(_MOST_ADDRESSES * size))
     request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])  # a struct ifconf
     try:
@@ -109,9 +109,10 @@ def find_devices(
     run: Run = run_program,
     conf: Path | None = None,
 ) -> dict[int, Npu]:
-    """Maps device_id to its address, and an NPU's super_device_id if it has one. `given` addresses are not looked up.
+    """Maps device_id to its address, and to an NPU's super_device_id if it has one. `given` addresses are not looked
+    up.
 
-    A vNPU has its host's address. Raises RankTableError for a device that isn't there or has no address.
+    A vNPU has its host's address. Raises RankTableError for a device that is missing or has no address.
     """
     known = given or {}
     if kind == "npu":
@@ -124,9 +125,9 @@ def find_devices(
 
 
 def _refuse_absent_gpus(device_ids: Sequence[int], run: Run) -> None:
-    """Checks as far as nvidia-smi can tell: a table may be written on a machine without the driver."""
+    """Refuses missing GPUs if nvidia-smi can list them: a table may be written on a machine without the driver."""
     present = parse_nvidia_smi_list(run(["nvidia-smi", "-L"]) or "")
     absent = [device_id for device_id in device_ids if device_id not in present]
     if present and absent:
         expected = f"one of {', '.join(map(str, present))}"
-        raise RankTableError("nvidia-smi -L", "GPU", absent[0], expected, "or say --device cpu")
+        raise RankTableError("nvidia-smi -L", "GPU", absent[0], expected, "or use --device cpu")

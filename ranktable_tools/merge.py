@@ -1,4 +1,4 @@
-"""Merges the tables that each machine wrote for itself into one global table."""
+"""Merges the tables that each machine generated into one global table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ranktable_tools.table_rules import (
     unreachable_hosts,
 )
 from ranktable_tools.table_types import ROLES, RankTable, server_group
-from ranktable_tools.unit_entries import torn_units, unit_faults
+from ranktable_tools.unit_entries import split_units, unit_faults
 
 MERGED_NAME = "global_ranktable_merge.json"
 
@@ -33,8 +33,8 @@ def merge(
     """Merges tables: groups in the order 0, 1, 2, instances in the order of `paths`.
 
     Two files may describe one host unless a device is in both. `note` gets a line for each foreign field with different
-    values in two files, and for each host whose units (of `unit_sizes` instances, by role) the order tears apart.
-    Raises RankTableError, naming the file and the field.
+    values in two files, and for each host whose units (of `unit_sizes` instances, by role) the order splits. Raises
+    RankTableError, naming the file and the field.
     """
     if not paths:
         raise RankTableError("merge", "--global-ranktable-list", "no file", "at least one global table")
@@ -54,7 +54,7 @@ def merge(
     merged = RankTable(max(table.version for table in tables), "completed", tuple(groups), extra=extra)
     for fault in unit_faults(merged, unit_sizes):
         raise replace(fault, file="merge").error()
-    for line in torn_units(found, unit_sizes):
+    for line in split_units(found, unit_sizes):
         note(line)
     return merged
 
@@ -80,6 +80,6 @@ def _refuse_wrong_schedulers(found: Sequence[Entry], paths: Sequence[Path]) -> N
         )
     if len(schedulers) > 1:
         first, second = schedulers[:2]
-        expected = f"one scheduler in all the files together ({first.file} {first.field} is one already)"
+        expected = f"one scheduler in all the files together ({first.file} {first.field} already has one)"
         way_out = "run gen with --api-server on one machine only"
         raise RankTableError(second.file, second.field, second.server.server_ip, expected, way_out)

@@ -1,9 +1,9 @@
 """The NPUs of this machine: each one's address, and its name in a super pod (`super_device_id`).
 
-The parsers are pure functions of a program's text: hccn_tool, npu-smi, /etc/hccn.conf, as Atlas A2 and A3 machines
-have them. An address may be IPv6, so a line is cut at its first colon only. A device_id is a chip's physical id, the
-one that hccn_tool's `-i` takes. An A2 card is one chip; an A3 card is two, and its machine a part of a super pod,
-where chips reach each other through their vNICs and HCCL wants the SDID. Knows nothing of tables.
+The parsers are pure functions of the output of hccn_tool and npu-smi, and of /etc/hccn.conf, as on Atlas A2 and A3
+machines. An address may be IPv6, so a line is split only at its first colon. A device_id is a chip's physical id, as
+for hccn_tool's `-i`. An A2 card is one chip; an A3 card is two, and its machine is a part of a super pod, where chips
+reach each other through their vNICs and HCCL requires the SDID. Knows nothing of tables.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ranktable_tools.errors import MISSING, RankTableError
 from ranktable_tools.host_addresses import is_ip
 
 HCCN_CONF: Final = Path("/etc/hccn.conf")
-_HCCN_TOOL: Final = "/usr/local/Ascend/driver/tools/hccn_tool"  # where the driver puts it, often not on PATH
+_HCCN_TOOL: Final = "/usr/local/Ascend/driver/tools/hccn_tool"  # where the driver installs it, often not on PATH
 _NPU_SMI: Final = "/usr/local/sbin/npu-smi"
 _INFERENCE_CHIP: Final = re.compile(r"Ascend ?310")
 _NO_SDID: Final = 0xFFFFFFFF
@@ -34,7 +34,7 @@ class Run(Protocol):
 
 
 class Chip(NamedTuple):
-    """A row of `npu-smi info -m` that computes. `npu_id` is the card, `chip_id` counts within it."""
+    """A computing row of `npu-smi info -m`. `npu_id` is the card, `chip_id` counts within it."""
 
     npu_id: int
     chip_id: int
@@ -43,7 +43,7 @@ class Chip(NamedTuple):
 
     @property
     def device_ids(self) -> list[int]:
-        """Ids that it may have: without physical ids, in a container, the first two cannot be distinguished."""
+        """Its possible ids: without physical ids, in a container, the first two cannot be distinguished."""
         return sorted({self.npu_id, self.logic_id}) if self.phy_id is None else [self.phy_id]
 
 
@@ -87,8 +87,8 @@ def parse_npu_smi_count(text: str) -> int | None:
 def parse_npu_smi_map(text: str) -> list[Chip]:
     """Reads the chips of `npu-smi info -m`.
 
-    Columns are separated by two or more spaces. A row whose logic id is `-` is the card's controller; one with -1
-    is a chip that is down, whose other numbers mean nothing.
+    Columns are separated by two or more spaces. A row whose logic id is `-` is the card's controller; a row with -1 is
+    a chip that is down, whose other numbers have no meaning.
     """
     rows = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines() if line.strip()]
     header = next((row for row in rows if {"NPU ID", "Chip ID", "Chip Logic ID"} <= set(row)), None)
@@ -100,7 +100,9 @@ def parse_npu_smi_map(text: str) -> list[Chip]:
 
 
 def parse_npu_smi_chip_names(text: str) -> list[str]:
-    """Reads what computes in each row of `npu-smi info -m`, such as `Ascend 910B3`; a card's controller is left out."""
+    """Reads the chip's name in each row of `npu-smi info -m`, such as `Ascend 910B3`; a card's controller is left
+    out.
+    """
     return [" ".join(name.split()) for name in re.findall(r"\b(Ascend ?[0-9]\w*)\s*$", text, flags=re.MULTILINE)]
 
 
@@ -113,18 +115,19 @@ def parse_spod_info(text: str) -> str | None:
 def find_npus(
     device_ids: Sequence[int], given: Mapping[int, str], run: Run, conf: Path | None = None
 ) -> dict[int, Npu]:
-    """Finds the NPUs; `given` addresses are used unchanged. Raises RankTableError for a device that is missing, has no
-    address, or does not report its place in the super pod while others of this machine do, and for a machine of chips
-    that no worker can compute on (310P).
+    """Finds the NPUs; `given` addresses are used unchanged.
+
+    Raises RankTableError for a device that is missing, has no address, or does not report its place in the super pod
+    while others of this machine do, and for a machine whose chips no worker can use (310P).
     """
-    seen = _Seen.look(run)
+    seen = _NpuSmiReport.look(run)
     seen.refuse_other_chips()
     in_super_pod = _super_device_ids(device_ids, seen, run)
     addresses = _addresses([i for i in device_ids if i not in given], in_super_pod, seen, run, conf or HCCN_CONF)
     return {i: Npu({**addresses, **given}[i], in_super_pod.get(i)) for i in device_ids}
 
 
-class _Seen(NamedTuple):
+class _NpuSmiReport(NamedTuple):
     """npu-smi's reports on this machine; empty if it is missing or fails."""
 
     chips: list[Chip]
@@ -133,19 +136,17 @@ class _Seen(NamedTuple):
     names: list[str]
 
     @staticmethod
-    def look(run: Run) -> _Seen:
+    def look(run: Run) -> _NpuSmiReport:
         listed = run([_npu_smi(), "info", "-l"]) or ""
         mapped = run([_npu_smi(), "info", "-m"]) or ""
         chips, cards = parse_npu_smi_map(mapped), parse_npu_smi_list(listed)
-        return _Seen(chips, cards, parse_npu_smi_count(listed), parse_npu_smi_chip_names(mapped))
+        return _NpuSmiReport(chips, cards, parse_npu_smi_count(listed), parse_npu_smi_chip_names(mapped))
 
     def refuse_other_chips(self) -> None:
         for name in self.names:
             if _INFERENCE_CHIP.match(name):
                 expected = "a chip of Atlas A2 or A3; workers have no operators for the 310 series, and it has no HCCN"
-                raise RankTableError(
-                    "npu-smi info -m", "Chip Name", name, expected, "take --device cpu on this machine"
-                )
+                raise RankTableError("npu-smi info -m", "Chip Name", name, expected, "use --device cpu on this machine")
 
     @property
     def device_ids(self) -> list[int]:
@@ -158,9 +159,10 @@ class _Seen(NamedTuple):
         return f"npu-smi sees {', '.join(map(str, self.device_ids))}{counted}"
 
 
-def _super_device_ids(device_ids: Sequence[int], seen: _Seen, run: Run) -> dict[int, str]:
+def _super_device_ids(device_ids: Sequence[int], seen: _NpuSmiReport, run: Run) -> dict[int, str]:
     """Maps device_id to SDID; empty on a machine outside any super pod."""
-    chips = {chip.phy_id: chip for chip in seen.chips if chip.phy_id is not None}  # the names on all such machines
+    # the physical ids on all such machines
+    chips = {chip.phy_id: chip for chip in seen.chips if chip.phy_id is not None}
     answers = {i: parse_spod_info(run(_ask_super_pod(chips[i])) or "") for i in device_ids if i in chips}
     found = {i: sdid for i, sdid in answers.items() if sdid is not None}
     lacking = [i for i in device_ids if i not in found]
@@ -168,8 +170,8 @@ def _super_device_ids(device_ids: Sequence[int], seen: _Seen, run: Run) -> dict[
         if lacking[0] not in chips:
             raise _not_there(lacking[0], seen)
         command = " ".join(("npu-smi", *_ask_super_pod(chips[lacking[0]])[1:]))
-        expected = f"the place of NPU {lacking[0]} in its super pod, as NPU {next(iter(found))} has one"
-        way_out = "HCCL takes a super_device_id of all devices or of none; see `npu-smi info -t health`"
+        expected = f"the place of NPU {lacking[0]} in its super pod, because NPU {next(iter(found))} has one"
+        way_out = "HCCL requires a super_device_id for all devices or for none; see `npu-smi info -t health`"
         raise RankTableError(command, "SDID", MISSING, expected, way_out)
     return found
 
@@ -179,7 +181,7 @@ def _ask_super_pod(chip: Chip) -> list[str]:
 
 
 def _addresses(
-    device_ids: Sequence[int], in_super_pod: Collection[int], seen: _Seen, run: Run, conf: Path
+    device_ids: Sequence[int], in_super_pod: Collection[int], seen: _NpuSmiReport, run: Run, conf: Path
 ) -> dict[int, str]:
     configured = _read_conf(conf)
     found = {}
@@ -204,7 +206,7 @@ def _ask_hccn_tool(device_id: int, kinds: Sequence[tuple[str, ...]], run: Run) -
 
 
 def hccn_tool() -> str:
-    """Returns the program's path, whether it is there or not."""
+    """Returns the program's path, whether it exists or not."""
     return shutil.which("hccn_tool") or _HCCN_TOOL
 
 
@@ -223,21 +225,21 @@ def _is_count(text: str) -> bool:
     return text.isascii() and text.isdigit()
 
 
-def _not_there(device_id: int, seen: _Seen) -> RankTableError:
+def _not_there(device_id: int, seen: _NpuSmiReport) -> RankTableError:
     return RankTableError(
         "npu-smi info -m",
         f"NPU {device_id}",
         MISSING,
-        f"a device that is there and up ({seen})",
-        f"take one of these, or say --device-ip {device_id}=ADDRESS for a device that this container cannot see",
+        f"a device that exists and is up ({seen})",
+        f"use one of these, or give --device-ip {device_id}=ADDRESS for a device that this container cannot see",
     )
 
 
-def _no_address(device_id: int, seen: _Seen, configured: Mapping[int, str], conf: Path) -> RankTableError:
+def _no_address(device_id: int, seen: _NpuSmiReport, configured: Mapping[int, str], conf: Path) -> RankTableError:
     return RankTableError(
         str(conf) if configured else "hccn_tool",
         f"address_{device_id}" if configured else f"ipaddr of device {device_id}",
         MISSING,
         f"the address of NPU {device_id} from hccn_tool -ip, -vnic or {conf} ({seen})",
-        f"mount {HCCN_CONF} and hccn_tool into the container, or say --device-ip {device_id}=ADDRESS",
+        f"mount {HCCN_CONF} and hccn_tool into the container, or give --device-ip {device_id}=ADDRESS",
     )

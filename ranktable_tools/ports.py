@@ -1,4 +1,4 @@
-"""Ports that a cluster listens at: NODE_PORTS, the scheduler's, and the range of --kv-port-range. Opens none."""
+"""The ports at which a cluster listens: NODE_PORTS, the scheduler's, and the range of --kv-port-range. Opens none."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ KERNEL: Final = Path("/proc/sys/net/ipv4")
 _OUTGOING: Final = "ip_local_port_range"
 
 
-class Given(NamedTuple):
-    """The ports besides NODE_PORTS. `scheduler`, `worker`: one's own, by flag; `kv_range`: --kv-port-range's ends."""
+class GivenPorts(NamedTuple):
+    """The ports other than NODE_PORTS. `scheduler`, `worker`: those of a process itself, by flag; `kv_range`: the ends
+    of --kv-port-range.
+    """
 
     scheduler: Mapping[str, int] = {}
     worker: Mapping[str, int] = {}
@@ -28,7 +30,7 @@ class Given(NamedTuple):
 
 
 def scheduler_ports(port: int | None, admin_port: int | None = None, join_port: int | None = None) -> dict[str, int]:
-    """Returns the ports at which a scheduler listens, by flag, as far as they are known."""
+    """Returns flag -> port for the known ports at which a scheduler listens."""
     if admin_port is None and port is not None:
         admin_port = port + 1
     found = {"--port": port, "--admin-port": admin_port, "--join-port": join_port}
@@ -45,7 +47,7 @@ def parse_node_ports(text: str) -> list[int]:
     return ports
 
 
-def port_faults(table: RankTable, node_ports: str | Sequence[int] | None, given: Given) -> Iterator[Fault]:
+def port_faults(table: RankTable, node_ports: str | Sequence[int] | None, given: GivenPorts) -> Iterator[Fault]:
     """Checks that each instance has one port, prefill first, and that no two processes of a host share one."""
     yield from _scheduler_faults(given.scheduler)
     ports: list[int] = []
@@ -65,7 +67,7 @@ def _scheduler_faults(ports: Mapping[str, int]) -> Iterator[Fault]:
     owners: dict[int, str] = {}
     for flag, port in ports.items():
         if not 1 <= port <= _LAST:
-            yield Fault("scheduler", flag, port, _A_PORT, "give --admin-port: without it, it is the one after --port")
+            yield Fault("scheduler", flag, port, _A_PORT, "give --admin-port: the default is --port + 1")
         elif owners.setdefault(port, flag) != flag:
             yield Fault("scheduler", flag, port, f"another port than {owners[port]}")
 
@@ -90,15 +92,15 @@ def _node_faults(table: RankTable, ports: Sequence[int], scheduler: Mapping[str,
             yield Fault(NODE_PORTS, f"[{index}]", port, expected)
 
 
-def _range_faults(table: RankTable, ports: Sequence[int], given: Given) -> Iterator[Fault]:
-    """Checks that each instance finds a port of its own in the range, and takes no other process's."""
+def _range_faults(table: RankTable, ports: Sequence[int], given: GivenPorts) -> Iterator[Fault]:
+    """Checks that the range has a port for each instance, and contains no other process's port."""
     assert given.kv_range is not None
     first, last = given.kv_range
     value = f"{first}-{last}"
     hosts = Counter(host_key(server.server_ip) for server in table.instances)
     for host, num_instances in hosts.items():
         if num_instances > last - first + 1:
-            expected = f"at least {num_instances} ports: {host} has as many instances"
+            expected = f"at least {num_instances} ports, one for each instance of {host}"
             yield Fault("--kv-port-range", "count", value, expected)
     named = {f"{NODE_PORTS} [{index}]": port for index, port in enumerate(ports[: len(table.instances)])}
     if table.scheduler is not None and host_key(table.scheduler.server_ip) in hosts:
@@ -106,13 +108,15 @@ def _range_faults(table: RankTable, ports: Sequence[int], given: Given) -> Itera
     named.update(given.worker)
     for name, port in named.items():
         if first <= port <= last:
-            yield Fault("--kv-port-range", "ports", value, f"ports that nothing else listens at ({name} is {port})")
+            yield Fault(
+                "--kv-port-range", "ports", value, f"ports at which no other process listens ({name} is {port})"
+            )
 
 
 def outgoing_warnings(ports: Mapping[str, int]) -> list[str]:
-    """Returns one line for each port, by name, that this host's kernel may give to a connection to elsewhere.
+    """Returns one line for each named port that this host's kernel may use for an outgoing connection.
 
-    Such a port may be taken when its server starts.
+    Such a port may be in use when its server starts.
     """
     try:
         first, last = map(int, (KERNEL / _OUTGOING).read_text().split())
@@ -121,8 +125,8 @@ def outgoing_warnings(ports: Mapping[str, int]) -> list[str]:
         return []
     reserved = [tuple(map(int, (part.split("-") * 2)[:2])) for part in kept.split(",") if part]
     return [
-        f"{name}: found {port}, which an outgoing connection may hold when its server starts: this host's are from "
-        f"{first} to {last} ({KERNEL / _OUTGOING}); choose a port below {first}"
+        f"{name}: found {port}, which an outgoing connection may hold when its server starts: this host uses {first} "
+        f"to {last} for these ({KERNEL / _OUTGOING}); choose a port below {first}"
         for name, port in ports.items()
         if first <= port <= last and not any(low <= port <= high for low, high in reserved)
     ]

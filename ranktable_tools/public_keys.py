@@ -9,18 +9,18 @@ from ranktable_tools.errors import MISSING, RankTableError
 
 KEY_NBYTES: Final = 32
 _TIMEOUT_S: Final = 10.0
-_AS_PRIVATE: Final = bytes.fromhex("302e020100300506032b656e04220420")  # what precedes a key in DER (RFC 8410)
+_AS_PRIVATE: Final = bytes.fromhex("302e020100300506032b656e04220420")  # the bytes before a key in DER (RFC 8410)
 _AS_PUBLIC: Final = bytes.fromhex("302a300506032b656e032100")
 
 
 class NoImplementation(RankTableError):
-    """Neither libzmq nor an `openssl` that knows X25519 is on this host."""
+    """This host has neither libzmq nor an `openssl` with X25519."""
 
 
 def public_key(private: bytes) -> bytes:
-    """Computes the public key. Raises ValueError for a key of another length, and NoImplementation."""
+    """Computes the public key. Raises ValueError for a key of the wrong length, and NoImplementation."""
     if len(private) != KEY_NBYTES:
-        raise ValueError(f"a private key has {KEY_NBYTES} bytes, this has {len(private)}")
+        raise ValueError(f"a private key has {KEY_NBYTES} bytes, this one has {len(private)}")
     found = _by_libzmq(private) or _by_openssl(private)
     if found is None:
         expected = "pyzmq for this Python, or `openssl` with X25519"
@@ -42,7 +42,7 @@ def _by_libzmq(private: bytes) -> bytes | None:
 
 
 def _by_openssl(private: bytes) -> bytes | None:
-    """The private key goes to its standard input: others see a process's arguments."""
+    """Passes the private key through standard input: other users see a process's arguments."""
     command = ["openssl", "pkey", "-inform", "DER", "-pubout", "-outform", "DER"]
     try:
         found = subprocess.run(

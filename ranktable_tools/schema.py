@@ -1,7 +1,7 @@
 """Strict readers of rank table files in the grouped format, and the lookup of a local table in the global one.
 
-Other programs' formats are refused by name (`dialects`); their fields beside this format's are kept (`foreign`). Knows
-nothing of ports or of the network.
+Other programs' formats are refused by name (`dialects`); their additional fields are kept (`foreign`). Knows nothing of
+ports or of the network.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NUMBER_EXPECTED: Final = "a number written as a string, such as '4'"
 def load_global(path: str | os.PathLike[str]) -> RankTable:
     """Reads a global table.
 
-    Raises RankTableError: unreadable, another dialect, a wrong field, a device that is used twice.
+    Raises RankTableError for an unreadable file, another dialect, a wrong field, and a device that is used twice.
     """
     table = parse_global(read_json(path), str(actual_path(path)))
     for fault in device_conflicts(entries(table)):
@@ -53,7 +53,7 @@ def load_local(path: str | os.PathLike[str]) -> LocalRankTable:
 
 
 def parse_global(value: object, file: str) -> RankTable:
-    """Returns a table whose every field is right; `rules` judges whether its entries fit together."""
+    """Returns a table whose every field is valid; `rules` checks whether its entries fit together."""
     top = JsonObject.of(file, "", value, dialects.GLOBAL, ("version", "status", "server_group_list"))
     dialects.refuse_foreign_global(top)
     version, status = _header(top)
@@ -63,7 +63,7 @@ def parse_global(value: object, file: str) -> RankTable:
             "server_group_list",
             f"{len(groups)} groups",
             "3 groups: scheduler, prefill, decode",
-            "MindIE and omni-infer number their groups otherwise; write the table with `pd-ranktable gen`, and start "
+            "MindIE and omni-infer number their groups differently; write the table with `pd-ranktable gen`, and start "
             "encoders with `pd-cluster serve --role encode --join SCHEDULER:PORT`",
         )
     parsed = tuple(_group(group, role) for group, role in zip(groups, ROLES))
@@ -130,11 +130,11 @@ def _device(device: JsonObject) -> Device:
 
 
 def _refuse_wrong_ranks(entry: JsonObject, devices: list[Device]) -> None:
-    """Checks that rank_id counts 0, 1, … in each instance; the order of entries is free."""
+    """Checks that rank_id counts 0, 1, … in each instance; entries may be in any order."""
     open_ranks = [str(rank) for rank in range(len(devices))]
     for index, device in enumerate(devices):
         if device.rank_id not in open_ranks:
-            expected = f"each of 0 to {len(devices) - 1} once: rank_id starts again at 0 in each instance"
+            expected = f"each of 0 to {len(devices) - 1} once: rank_id starts at 0 in each instance"
             raise entry.refuse(f"device[{index}].rank_id", device.rank_id, expected)
         open_ranks.remove(device.rank_id)
 
@@ -159,20 +159,20 @@ def locate(global_table: RankTable, local_table: LocalRankTable) -> tuple[Role, 
         if entry.server == wanted:
             return entry.role, entry.position
     found_in = global_table.file or "the global table"
-    way_out = "take both files from the same `pd-ranktable gen`, or merge again"
+    way_out = "use files of the same `pd-ranktable gen`, or merge again"
     for entry in candidates:
         field, ours, theirs = next(_differences(wanted, entry.server))
-        expected = f"{theirs!r} as {found_in} has it in {entry.field}"
+        expected = f"{theirs!r}, as in {entry.field} of {found_in}"
         raise RankTableError(local_table.file, f"server_list[0].{field}", ours, expected, way_out)
     if not wanted.device:
-        expected = f"the scheduler of {found_in}, which has {_told(global_table.scheduler)}"
+        expected = f"the scheduler of {found_in}, which has {_described(global_table.scheduler)}"
     else:
-        expected = f"an instance of {found_in}, which has {', '.join(map(_told, global_table.instances))}"
-    raise RankTableError(local_table.file, "server_list[0]", _told(wanted), expected, way_out)
+        expected = f"an instance of {found_in}, which has {', '.join(map(_described, global_table.instances))}"
+    raise RankTableError(local_table.file, "server_list[0]", _described(wanted), expected, way_out)
 
 
 def _may_be(entry: Entry, wanted: Server) -> bool:
-    """Returns whether both have the same host, and a device in common (the scheduler has none)."""
+    """Returns whether both have the same host, and a device in common (a scheduler has none)."""
     if host_key(entry.server.server_ip) != host_key(wanted.server_ip):
         return False
     if not wanted.device:
@@ -194,7 +194,7 @@ def _differences(ours: Server, theirs: Server) -> Iterator[tuple[str, object, ob
                 yield f"device[{index}].{name}", getattr(mine, name), getattr(other, name)
 
 
-def _told(server: Server | None) -> str:
+def _described(server: Server | None) -> str:
     if server is None:
         return "none (merge with the table of the machine that ran gen --api-server)"
     ids = ",".join(device.device_id for device in server.device)

@@ -15,7 +15,9 @@ _TITLES = ("#", "role", "host", "devices", "unit", "device ips", "super device i
 
 
 def render(table: RankTable, unit_sizes: Mapping[str, int] = MappingProxyType({})) -> str:
-    """`unit_sizes`: instances of each unit, by role. Raises RankTableError if the table does not make whole units."""
+    """Renders the table as text. `unit_sizes`: role -> instances per unit. Raises RankTableError if the table does not
+    form whole units.
+    """
     for fault in unit_faults(table, unit_sizes):
         raise fault.error()
     names = unit_names(table, unit_sizes)

@@ -17,7 +17,7 @@ _FILE: Final = "(file)"
 
 
 class Access(NamedTuple):
-    """The readers of a written file: its mode, and its group, by number."""
+    """The access to a written file: its mode, and its group's number."""
 
     mode: int = 0o600
     group_id: int | None = None
@@ -94,7 +94,7 @@ def _object_of_unique_keys(pairs: Sequence[tuple[str, object]]) -> dict[str, obj
 
 
 def write_private(path: Path, text: str) -> Path:
-    """Writes `path` for its owner alone, like `write_file`."""
+    """Writes `path`, readable only by its owner, like `write_file`."""
     return write_file(path, text, PRIVATE)
 
 
@@ -109,13 +109,14 @@ def write_file(path: Path, text: str, access: Access) -> Path:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:
         raise OSError(
-            f"{path}: {error.strerror}; user {os.getuid()} writes it: give that user the folder, or name another one"
+            f"{path}: {error.strerror}; user {os.getuid()} needs write access to the folder; grant it, or name "
+            "another folder"
         ) from None
     try:
         with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
             if access.group_id is not None:
                 _give(stream.fileno(), path, access.group_id)
-            os.fchmod(stream.fileno(), access.mode)  # whatever the umask is
+            os.fchmod(stream.fileno(), access.mode)  # independent of the umask
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
@@ -131,7 +132,7 @@ def _give(descriptor: int, path: Path, group_id: int) -> None:
         os.fchown(descriptor, -1, group_id)
     except OSError as error:
         raise OSError(
-            f"{path}: --group {group_id}: {error.strerror}; be root or a member of that group, or leave it out"
+            f"{path}: --group {group_id}: {error.strerror}; run as root or as a member of that group, or leave it out"
         ) from None
 
 

@@ -1,6 +1,6 @@
 """Checks that the entries of one table, or of several about to be merged, fit together.
 
-Every field by itself was checked before (`schema`). Knows nothing of files' contents or of ports.
+`schema` has checked every single field before. Knows nothing of files' contents or of ports.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Entry(NamedTuple):
     file: str
     field: str
     role: Role
-    position: int  # in its group's server_list
+    position: int  # index in its group's server_list
     server: Server
 
     def seen_from(self, file: str) -> str:
@@ -40,7 +40,7 @@ def entries(table: RankTable) -> list[Entry]:
 
 
 def device_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
-    """Checks that a device of a host belongs to one instance, and a device's own address to one device."""
+    """Checks that a device of a host belongs to one instance, and an NPU's address to one device."""
     owners: dict[tuple[str, str], tuple[Entry, int]] = {}  # (host, device_id) -> entry, index in its device list
     for entry in all_entries:
         host = machine_key(entry.server.server_ip)
@@ -48,7 +48,7 @@ def device_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
             owner, at = owners.setdefault((host, device.device_id), (entry, index))
             if (owner, at) != (entry, index):
                 place = f"{owner.seen_from(entry.file)}.device[{at}]"
-                expected = f"a device of host {entry.server.server_ip} that nobody else uses ({place} does)"
+                expected = f"a device of host {entry.server.server_ip} that no other instance uses ({place} does)"
                 field = f"{entry.field}.device[{index}].device_id"
                 way_out = _OWN_ADDRESS if is_loopback(entry.server.server_ip) else ""
                 yield Fault(entry.file, field, device.device_id, expected, way_out)
@@ -58,7 +58,8 @@ def device_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
 def _address_conflicts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
     """Checks that two hosts share no device_ip, and that none is another host's server_ip.
 
-    On one host all devices share it (GPU, CPU: the host's), or none (NPU); a vNPU may have the host's beside NPUs.
+    On one host either all devices have the same address (GPU, CPU: the host's), or all have different ones (NPU); a
+    vNPU may have the host's address in addition to NPUs.
     """
     owners: dict[str, tuple[str, str, Entry]] = {}  # device_ip -> host, device_id, entry
     hosts = {host_key(entry.server.server_ip): entry for entry in all_entries}
@@ -97,7 +98,7 @@ def _is_vnpu_without_address(device: Device, host: str) -> bool:
 
 
 def super_pod_faults(all_entries: Sequence[Entry], num_super_pods: int) -> Iterator[Fault]:
-    """Checks that either all devices have a super_device_id or none has, and that each is one device's of its pod.
+    """Checks that either all devices have a super_device_id or none has, and that each id is unique in its pod.
 
     HCCL refuses a table that mixes them. With several super pods, ids are compared within each host.
     """
@@ -130,7 +131,7 @@ def num_super_pods(table: RankTable) -> int:
 
 
 def gaps(table: RankTable) -> Iterator[Fault]:
-    """Yields what a table that is about to serve still lacks."""
+    """Yields what a table lacks before it can serve."""
     way_outs = (
         "run gen with --api-server on one machine, then merge",
         "run gen with --prefill-server-list, then merge",
@@ -146,7 +147,7 @@ def gaps(table: RankTable) -> Iterator[Fault]:
 
 
 def unreachable_hosts(all_entries: Sequence[Entry]) -> Iterator[Fault]:
-    """Yields uses of `localhost`, which each host reads as itself: right only if all instances are on one host."""
+    """Yields uses of `localhost`, which each host resolves to itself: valid only if all instances are on one host."""
     elsewhere = [entry.server.server_ip for entry in all_entries if not is_loopback(entry.server.server_ip)]
     for entry in all_entries:
         if elsewhere and is_loopback(entry.server.server_ip):

@@ -1,10 +1,9 @@
 """The types of a rank table and how they are written. `schema` reads them.
 
-A global table has three groups, each entry of which is one instance: group 0 the scheduler (no device), group
-1 prefill, group 2 decode. A local table is one such entry, word for word. All values are strings; `rank_id`
-counts from 0 in each instance (logical card), `device_id` is the physical card. Version 1.2 may add
-`super_device_id`. `extra` are fields of other programs, which mean nothing here: they are written again as they were
-read, and do not count in `==`.
+A global table has three groups, each entry of which is one instance: group 0 the scheduler (no device), group 1
+prefill, group 2 decode. A local table is one such entry, word for word. All values are strings; `rank_id` counts from 0
+in each instance (logical card), `device_id` is the physical card. Version 1.2 may add `super_device_id`. `extra` are
+fields of other programs, which have no meaning here: they are written back unchanged, and ignored in `==`.
 
 Knows nothing of ports, of the network or of the devices' presence.
 """
@@ -66,7 +65,7 @@ class ServerGroup:
 
 @dataclass(frozen=True)
 class RankTable:
-    """The whole cluster. `file` is the file that it was read from, "" if there is none; it doesn't count in `==`."""
+    """The whole cluster. `file`: the file from which it was read, or ""; ignored in `==`."""
 
     version: str
     status: str
@@ -90,7 +89,7 @@ class RankTable:
 
     @property
     def instances(self) -> tuple[Server, ...]:
-        """Prefill, then decode: the order of NODE_PORTS."""
+        """The instances, prefill first: the order of NODE_PORTS."""
         return self.prefill + self.decode
 
     def to_dict(self) -> dict[str, object]:
@@ -132,7 +131,7 @@ def server_group(
 
 
 def _json(value: object) -> str:
-    """Returns text that UTF-8 can encode: half a character, which only an escape can write, stays an escape."""
+    """Returns text that UTF-8 can encode: a lone surrogate, which only an escape can express, stays an escape."""
     text = json.dumps(value, indent=4, ensure_ascii=False) + "\n"
     try:
         text.encode()

@@ -1,6 +1,6 @@
 """Units: N consecutive entries of one role, whose expert layers compute in step. A table has no field for them.
 
-Each process's --data-parallel-size is N, which prefill and decode may choose apart from each other.
+Each process's --data-parallel-size is N, which prefill and decode may choose independently.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ OPTIONS = {role: f"--{role}-data-parallel-size" for role in ("prefill", "decode"
 
 
 class Unit(NamedTuple):
-    """`members`: positions in the server_list of the role, in the order of their ranks."""
+    """`members`: indices in the role's server_list, in the order of their ranks."""
 
     name: str
     members: range
 
 
 def unit_at(role: str, position: int, size: int) -> Unit:
-    """Returns the unit of `size` instances that the entry at this position of its role's server_list is in."""
+    """Returns the unit of `size` instances that contains the entry at this index of its role's server_list."""
     first = position - position % size
     return Unit(f"{role}-{first}..{first + size - 1}", range(first, first + size))
 
 
 def unit_names(table: RankTable, sizes: Mapping[str, int]) -> list[str]:
-    """Returns the name of each instance's unit, in the order of NODE_PORTS; "" for one that is in none.
+    """Returns the name of each instance's unit, in the order of NODE_PORTS; "" without a unit.
 
-    `sizes`: instances of each unit, by role; a role without one, or of 1, has no units.
+    `sizes`: role -> instances per unit; a role that is absent, or has 1, has no units.
     """
     return [
         unit_at(entry.role, entry.position, sizes[entry.role]).name if sizes.get(entry.role, 1) > 1 else ""
@@ -43,13 +43,13 @@ def unit_names(table: RankTable, sizes: Mapping[str, int]) -> list[str]:
 
 
 def unit_faults(table: RankTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
-    """Checks that the entries of each role make whole units, and that members have equal numbers of devices."""
+    """Checks that the entries of each role form whole units, and that members have equal numbers of devices."""
     by_role = _by_role(entries(table), sizes)
     for role, found in by_role.items():
         if rest := len(found) % sizes[role]:
             field = found[0].field.rpartition(".")[0] + ".server_count"
             expected = f"a multiple of {sizes[role]}, the {OPTIONS[role]}"
-            way_out = f"add {sizes[role] - rest} {role} instances or take out {rest}"
+            way_out = f"add {sizes[role] - rest} {role} instances, or remove {rest}"
             yield Fault(table.file, field, str(len(found)), expected, way_out)
     for found in by_role.values():
         for entry in found:
@@ -65,15 +65,16 @@ def open_units(table: RankTable, sizes: Mapping[str, int]) -> Iterator[str]:
     for role, found in _by_role(entries(table), sizes).items():
         if rest := len(found) % sizes[role]:
             yield (
-                f"this machine's {len(found)} {role} instances do not fill units of {OPTIONS[role]} {sizes[role]}: in "
-                f"merge, the next {sizes[role] - rest} {role} instances of the files that follow complete the last one"
+                f"this machine's {len(found)} {role} instances do not fill units of {OPTIONS[role]} {sizes[role]}: "
+                f"merge completes the last unit with the next {sizes[role] - rest} {role} instances of the following "
+                "files"
             )
 
 
-def torn_units(all_entries: Sequence[Entry], sizes: Mapping[str, int]) -> Iterator[str]:
-    """Yields a line for each host whose entries are in more units than they would fill one after the other.
+def split_units(all_entries: Sequence[Entry], sizes: Mapping[str, int]) -> Iterator[str]:
+    """Yields a line for each host whose entries are in more units than consecutive entries would fill.
 
-    A unit may span hosts. But two that each span the same hosts could be one on each.
+    A unit may span hosts. But two units that each span the same hosts could be one on each host.
     """
     for role, found in _by_role(all_entries, sizes).items():
         names: dict[str, list[str]] = defaultdict(list)  # host -> the unit of each of its entries
@@ -83,14 +84,14 @@ def torn_units(all_entries: Sequence[Entry], sizes: Mapping[str, int]) -> Iterat
             needed = -(-len(inside) // sizes[role])
             if len(torn := list(dict.fromkeys(inside))) > needed:
                 yield (
-                    f"the order tears units apart: {host} has {len(inside)} {role} instances, enough for {needed} of "
-                    f"{OPTIONS[role]} {sizes[role]}, but they are in {', '.join(torn)}; another order of the files may "
-                    f"keep them together"
+                    f"the order splits units: {host} has {len(inside)} {role} instances, enough for {needed} of "
+                    f"{OPTIONS[role]} {sizes[role]}, but they are in {', '.join(torn)}; another order of the files "
+                    "may keep them together"
                 )
 
 
 def _by_role(all_entries: Sequence[Entry], sizes: Mapping[str, int]) -> dict[str, list[Entry]]:
-    """Returns the entries of each role that has units, in their order."""
+    """Returns role -> its entries, in order, for roles that have units."""
     found: dict[str, list[Entry]] = {}
     for entry in all_entries:
         if sizes.get(entry.role, 1) > 1:

@@ -1,9 +1,9 @@
-"""vNPUs: parts of an NPU that `npu-smi set -t create-vnpu` makes, each a device with an id of its own.
+"""vNPUs: parts of an NPU that `npu-smi set -t create-vnpu` makes, each a device with its own id.
 
 The driver numbers those of NPU k from 100 + 16 * k. A vNPU is /dev/vdavinciN on the host and /dev/davinciN in a
-container that mounts it. It has no address of its own, and HCCL does not connect vNPUs: so an instance has one, and
-its `device_ip` is the host's address, from which workers conclude that there is no HCCL. Sources: hiascend.com, the
-virtualization guide (creating and mounting vNPUs) and HCCL's constraints. Knows nothing of tables.
+container that mounts it. It has no address, and HCCL does not connect vNPUs: so an instance with a vNPU has only that
+device, and its `device_ip` is the host's address, from which workers conclude that there is no HCCL. Sources:
+hiascend.com, the virtualization guide (creating and mounting vNPUs) and HCCL's constraints. Knows nothing of tables.
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ def is_vnpu(device_id: int) -> bool:
 
 
 def npu_of(device_id: int) -> int:
-    """Returns the id of the NPU that this vNPU is a part of."""
+    """Returns the id of the NPU that contains this vNPU."""
     return (device_id - _FIRST) // _OF_ONE_NPU
 
 
 def present(dev: Path | None = None) -> list[int]:
-    """Returns the ids of the vNPUs that have a device file here."""
+    """Returns the ids of the vNPUs that have a device file on this machine."""
     folder = dev or DEV
     found = {int(each[1]) for file in folder.glob("*davinci*") if (each := _ID.fullmatch(file.name))}
     return sorted(filter(is_vnpu, found))
 
 
 def refuse_split(instances: Mapping[str, Sequence[int]]) -> None:
-    """Raises RankTableError for an instance of several devices with a vNPU among them, or an NPU used beside a part of
-    it. `instances`: the device ids of each option's entry, by its name.
+    """Refuses an instance of several devices that include a vNPU, and an NPU used in addition to a part of it.
+
+    `instances`: option and entry -> device ids. Raises RankTableError.
     """
     whole = {device_id: place for place, ids in instances.items() for device_id in ids if not is_vnpu(device_id)}
     for place, ids in instances.items():
@@ -50,12 +51,12 @@ def refuse_split(instances: Mapping[str, Sequence[int]]) -> None:
                 raise RankTableError("gen", place, ",".join(map(str, ids)), expected, "or whole NPUs, such as 4,5")
             npu = npu_of(device_id)
             if npu in whole:
-                expected = f"a vNPU of an NPU that no instance uses whole ({whole[npu]} has NPU {npu})"
+                expected = f"a vNPU of an NPU that no instance uses as a whole ({whole[npu]} has NPU {npu})"
                 raise RankTableError("gen", place, device_id, expected)
 
 
 def addresses(device_ids: Sequence[int], given: Mapping[int, str], host: str) -> dict[int, str]:
-    """Returns the address of each vNPU: the given one or the host's. Raises RankTableError for an absent one."""
+    """Returns the address of each vNPU: the given one or the host's. Raises RankTableError for a missing one."""
     here = present()
     for device_id in device_ids:
         if device_id not in given and device_id not in here:
@@ -64,12 +65,12 @@ def addresses(device_ids: Sequence[int], given: Mapping[int, str], host: str) ->
 
 
 def _not_there(device_id: int, here: Collection[int], host: str) -> RankTableError:
-    seen = f"there are {', '.join(map(str, here))}" if here else "there is none"
+    seen = f"existing ones are {', '.join(map(str, here))}" if here else "none exists"
     return RankTableError(
         str(DEV / f"vdavinci{device_id}"),
         f"vNPU {device_id}",
         MISSING,
         f"the device file of a vNPU ({seen}; ids below {_FIRST} are whole NPUs)",
-        f"make one with npu-smi set -t create-vnpu -i {npu_of(device_id)} -c 0, or say --device-ip {device_id}={host} "
+        f"make one with npu-smi set -t create-vnpu -i {npu_of(device_id)} -c 0, or give --device-ip {device_id}={host} "
         "for one that this container cannot see",
     )

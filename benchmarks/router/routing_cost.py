@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from benchmarks.figures import begin, finish, names_of, result
 from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.instances.roster import LegHolder
+from pd_cluster.cluster.instances.roster import RosterFollower
 from pd_cluster.cluster.placement.routing_policy import POLICIES
 from pd_cluster.cluster.placement.routing_rules import RoutingRules
 from pd_cluster.cluster.routing.router import Router
@@ -54,7 +54,7 @@ class _Members:
     def __init__(self, instances: list[Instance]) -> None:
         self.instances = instances
 
-    def watch(self, follower: LegHolder) -> None:
+    def watch(self, follower: RosterFollower) -> None:
         """Nothing is lost."""
 
     async def change(self) -> None:
@@ -77,7 +77,7 @@ class _Cluster:
             root = PrefixScope("model", Numerics()).root(order)
             known = keys_of(chain_hashes(root, order.prompt_token_ids, BLOCK_SIZE)[: rng.randrange(PROMPT_LEN // 16)])
             for each in rng.sample(made, int(KNOWN_SHARE * len(made))):
-                each.known_blocks.hear(wire.CacheKeys(added=known))
+                each.known_blocks.apply(wire.CacheKeys(added=known))
         return made
 
     def _instance(self, role: Role, at: int, rng: random.Random) -> Instance:

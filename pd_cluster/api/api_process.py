@@ -25,7 +25,7 @@ from pd_cluster.api.middleware.drain_middleware import Drain
 from pd_cluster.api.middleware.file_keys import FileKeys
 from pd_cluster.api.public_app import in_background, public_app
 from pd_cluster.checkpoints.checkpoint import Checkpoint
-from pd_cluster.cluster.members.membership_mirror import Mirror
+from pd_cluster.cluster.members.membership_mirror import MembershipMirror
 from pd_cluster.cluster.tenancy.shared_rate_limits import SharedRateLimits
 from pd_cluster.engine.start.rank_main import die_with_parent, leave_signals_to_parent
 from pd_cluster.errors import PdClusterError
@@ -45,8 +45,8 @@ async def serve(channel: socket.socket) -> None:
     config.logs.begin()
     names = dict(config.adapters.names)  # changed in place by the mirror
 
-    def roster_of(mailbox: Mailbox, checkpoint: Checkpoint) -> Mirror:
-        return Mirror(mailbox, names, config.adapters.version)
+    def roster_of(mailbox: Mailbox, checkpoint: Checkpoint) -> MembershipMirror:
+        return MembershipMirror(mailbox, names, config.adapters.version)
 
     context = ServingContext(config.api, config.credentials, roster_of, config.index, names)
     mirror, service = context.roster, context.service()
@@ -80,12 +80,12 @@ async def serve(channel: socket.socket) -> None:
                 mirror.pause_version,
             )
 
-        async def steer(news: PauseUpdate) -> None:
-            await context.router.steer(news.gate, news.aborts, news.keeps)
+        async def pause(news: PauseUpdate) -> None:
+            await context.router.control_requests(news.gate, news.aborts, news.keeps)
             mirror.pause_version = news.version
 
-        await steer(config.steer)
-        listening = _listen(mirror, reader, stops, file_keys, steer)
+        await pause(config.pause)
+        listening = _listen(mirror, reader, stops, file_keys, pause)
         reporting = partial(mirror.run, own=own, busy=lambda: busy_of(context.router, drain))
         until = _until(reporting, listening, writer, context.handler.fatal)
         async with in_background(app):
@@ -118,11 +118,11 @@ async def _until(
 
 
 async def _listen(
-    mirror: Mirror,
+    mirror: MembershipMirror,
     reader: asyncio.StreamReader,
     stops: Sequence[Callable[[], None]],
     file_keys: FileKeys | None,
-    steer: Callable[[PauseUpdate], Awaitable[None]],
+    pause: Callable[[PauseUpdate], Awaitable[None]],
 ) -> None:
     """Follows the scheduler's messages until it is gone. Its Stop calls `stops`."""
     with contextlib.suppress(ConnectionError):
@@ -135,9 +135,9 @@ async def _listen(
                 assert file_keys is not None, "keys where there is no file of them"
                 file_keys.replace(news)
             elif isinstance(news, PauseUpdate):
-                await steer(news)
+                await pause(news)
             else:
-                mirror.hear(news)
+                mirror.apply(news)
 
 
 def main(fd: int) -> int:

@@ -37,11 +37,11 @@ from pd_cluster.api.middleware.drain_middleware import Drain
 from pd_cluster.api.middleware.file_keys import FileKeys
 from pd_cluster.api.public_app import in_background, public_app
 from pd_cluster.cluster.members.adapter_registry import AdapterBook, AdapterRules
-from pd_cluster.cluster.members.cluster_control import Control
-from pd_cluster.cluster.members.elastic_membership import Elastic
+from pd_cluster.cluster.members.cluster_control import ClusterControl
+from pd_cluster.cluster.members.elastic_membership import ElasticMembership
 from pd_cluster.cluster.members.join_registrar import JoinPort
 from pd_cluster.cluster.members.rank_table_place import Place
-from pd_cluster.cluster.members.rank_table_reader import Tables
+from pd_cluster.cluster.members.rank_table_reader import RankTableFiles
 from pd_cluster.cluster.members.shared_membership import Lease, SharedMembership
 from pd_cluster.cluster.members.worker_membership import membership_of
 from pd_cluster.cluster.overview.cluster_overview import Overview
@@ -70,7 +70,7 @@ class KnownCluster:
     place: Place
     ports: list[int]
     credentials: Credentials
-    tables: Tables
+    tables: RankTableFiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,9 @@ class SchedulerServer:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes = self._several(credentials, logs) if len(listeners) > 1 else None
         serving = self._edge.router if self._processes is None else self._processes
-        self.elastic = Elastic(self.membership, credentials, known.tables, serving.move_on, timeouts.drain_timeout_s)
+        self.elastic = ElasticMembership(
+            self.membership, credentials, known.tables, serving.move_on, timeouts.drain_timeout_s
+        )
         self._shared = (
             SharedMembership(lease, self.membership, self.elastic, self._edge.mailbox) if lease is not None else None
         )
@@ -216,10 +218,10 @@ class SchedulerServer:
         goals = RoleGoals(routing.slo_ttft_s, routing.slo_tpot_s)
         return role_chooser(kind, self._figures, goals, self._config.timeouts.drain_timeout_s)
 
-    def _control(self) -> Control:
+    def _control(self) -> ClusterControl:
         serving = self._edge.router if self._processes is None else self._processes
         timeout_s = self._config.timeouts.request_timeout_s
-        return Control(self.membership, self._edge.mailbox, serving, timeout_s, may_sleep=self._shared is None)
+        return ClusterControl(self.membership, self._edge.mailbox, serving, timeout_s, may_sleep=self._shared is None)
 
     def _adapter_book(self, root: str) -> AdapterBook:
         """Raises ConfigError."""
@@ -265,7 +267,7 @@ class SchedulerServer:
             return LocalTimelines(self._edge.router.timelines, self._edge.router.served)
         return RemoteTimelines([self._admin_path(index) for index in range(len(self._listeners))])
 
-    async def _watch(self, auto_role: RoleChooser | None, control: Control) -> None:
+    async def _watch(self, auto_role: RoleChooser | None, control: ClusterControl) -> None:
         """Runs until cancelled, or until a part raises. SIGHUP reads the keys and the tables again."""
         loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
@@ -331,7 +333,7 @@ class SchedulerServer:
         log.info("SIGHUP: the API keys were read again: %d in %s", len(keys.keys), self._config.http.key_file)
 
 
-async def _reload(elastic: Elastic) -> None:
+async def _reload(elastic: ElasticMembership) -> None:
     try:
         log.info("SIGHUP: the rank table was read again; %s", await elastic.reload())
     except Refused as error:

@@ -1,1 +1,1 @@
-"""Talks to a running cluster: requests as a client sends them, and its admin address."""
+"""Clients of a running cluster: for requests, and for its admin address."""

@@ -1,4 +1,4 @@
-"""Queries a scheduler's admin address, with the admin token if one is found. Knows nothing of the answers."""
+"""Queries a scheduler's admin address, with the admin token if one is found. Knows nothing of the answers' contents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DEFAULT_URL = "http://127.0.0.1:9000"
 
 @dataclass(frozen=True, slots=True)
 class Admin:
-    """An admin address and its token file: a named one, or the one beside the global rank table."""
+    """An admin address and its token file: the given one, or the one next to the global rank table."""
 
     url: str
     token_file: str = ""
@@ -32,7 +32,7 @@ class Admin:
 
     @classmethod
     def find(cls, url: str, token_file: str, env: Mapping[str, str]) -> Admin:
-        """Returns what was given; what was not is that of the cluster that `up` runs here. Raises ConfigError."""
+        """Takes what is given, and the rest from the cluster that `up` runs on this host. Raises ConfigError."""
         if url and (token_file or env.get("GLOBAL_RANK_TABLE_FILE_PATH")):
             return cls(url, token_file, env)
         if not url and env.get("GLOBAL_RANK_TABLE_FILE_PATH"):
@@ -49,8 +49,8 @@ class Admin:
         return cls(found[0].admin, found[0].token_file, env)
 
     async def ask(self, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
-        """Returns the response, whatever its status; a request with a body is a command. Raises PdClusterError if none
-        comes.
+        """Returns the response, whatever its status; a request with a body is a command. Raises PdClusterError if no
+        response comes.
         """
         url = f"{self.url.rstrip('/')}{path}"
         token = self.token()
@@ -71,7 +71,7 @@ class Admin:
 
 
 def public_url(env: Mapping[str, str]) -> str:
-    """Returns the public address of the cluster that `up` runs here, or the usual one. Raises ConfigError."""
+    """Returns the public address of the cluster that `up` runs on this host, or the default one. Raises ConfigError."""
     found = [each for each in running_clusters(env) if each.url]
     if len(found) > 1:
         raise ConfigError(f"several clusters run here; choose one: {_listed(found, '--url')}")
@@ -83,17 +83,17 @@ def _listed(clusters: Sequence[RunningCluster], flag: str) -> str:
 
 
 def raise_unauthorized(response: httpx.Response) -> None:
-    """Raises Unauthorized, with a way out, if the token was missing or wrong."""
+    """Raises Unauthorized, with a remedy, if the token was missing or wrong."""
     if response.status_code == 401:
         raise Unauthorized(
-            f"{response.url} does not take this token, or none was given: --admin-token-file FILE (of `pd-cluster up`: "
-            f"the file that it names when it is ready), or GLOBAL_RANK_TABLE_FILE_PATH as the scheduler has it, "
-            f"with its admin.token beside the table"
+            f"{response.url} refuses this token, or none was given: use --admin-token-file FILE (`pd-cluster up` "
+            "names the file when it is ready), or set GLOBAL_RANK_TABLE_FILE_PATH as for the scheduler, with its "
+            "admin.token next to the table"
         )
 
 
 def not_an_admin(response: httpx.Response) -> PdClusterError:
-    """Returns the error for an answer that no admin address gives."""
+    """Returns the error for an answer that does not come from an admin address."""
     return PdClusterError(
         f"{response.url} does not answer as a scheduler's admin address (HTTP {response.status_code}); "
         f"give it with --admin (by default the public port + 1)"

@@ -1,6 +1,6 @@
-"""Sends a command for one instance to the scheduler's admin address, then watches the list until it is done.
+"""Sends a command for one instance to the scheduler's admin address, then polls the list until it is done.
 
-The scheduler's answer names all instances that the command is for: those of a unit change together.
+The scheduler's answer names all instances that the command affects: those of a unit change together.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from pd_cluster.client.instance_list import fetch_instances
 from pd_cluster.errors import PdClusterError
 
 POLL_S = 0.2
-MARGIN_S = 15.0  # for the steps after the scheduler's own deadline, and for asking
+MARGIN_S = 15.0  # for the steps after the scheduler's own deadline, and for polling
 JOIN_TIMEOUT_S = 300.0  # a model may have to be loaded first
 
 Entry = dict[str, Any]
-IsDone = Callable[[Entry | None], bool]  # takes an instance's entry in the list, or None if it has none
+IsDone = Callable[[Entry | None], bool]  # takes an instance's entry in the list, or None if it is absent
 
 
 def is_here(entry: Entry | None) -> bool:
-    """Returns whether it serves, or waits for nothing but its unit, whose members are added one by one.
+    """Returns whether the instance serves, or waits only for its unit, whose members are added one by one.
 
     Raises PdClusterError if the instance can never join this cluster.
     """
     if entry is not None and entry["state"] == "failed":
-        raise PdClusterError(f"{entry['instance_id']} is in the list and cannot serve: {entry['reason']}")
+        raise PdClusterError(f"{entry['instance_id']} is in the list but cannot serve: {entry['reason']}")
     return entry is not None and entry["state"] in ("forming", "ready")
 
 
@@ -39,7 +39,7 @@ def is_gone(entry: Entry | None) -> bool:
 
 
 def is_drained(entry: Entry | None) -> bool:
-    """Returns whether the instance has no work; one that is not ready has none."""
+    """Returns whether the instance has no work; an instance that is not ready has none."""
     return entry is None or (entry["service"] != "in" and entry["state"] != "draining")
 
 
@@ -48,19 +48,19 @@ def has_role(role: str) -> IsDone:
 
 
 class Command:
-    """One command in progress: its result goes to stdout once at the end, its progress to stderr."""
+    """One command in progress: prints its result to stdout once at the end, its progress to stderr."""
 
     def __init__(self, admin: Admin, name: str) -> None:
         self._admin = admin
         self._name = name
-        self._names = [name]  # of all instances that the command is for
-        self._said: dict[str, str] = {}
-        self._timeout_s = 0.0  # the drain's, reported by the scheduler
+        self._names = [name]  # of all instances that the command affects
+        self._last_progress: dict[str, str] = {}
+        self._timeout_s = 0.0  # the drain's timeout, as reported by the scheduler
 
     def send(self, command: str, body: dict[str, Any]) -> Entry:
         """Sends the command and returns the instance's entry at that time; the command "" adds an instance.
 
-        Raises PdClusterError in the scheduler's own words.
+        Raises PdClusterError with the scheduler's message.
         """
         path = f"/instances/{quote(self._name, safe='')}/{command}" if command else "/instances"
         response = asyncio.run(self._admin.ask(path, body))
@@ -75,18 +75,18 @@ class Command:
         self._timeout_s = entry["drain_timeout_s"]
         self._names = entry["instance_ids"]
         if len(self._names) > 1:
-            print(f"{self._name} is in {entry['unit']}, and all of its unit follow", file=sys.stderr, flush=True)
+            print(f"{self._name} is in {entry['unit']}; its whole unit changes with it", file=sys.stderr, flush=True)
         return entry
 
     def say(self, result: str) -> None:
-        """Prints a result, once for each instance that the command is for."""
+        """Prints a result, once for each affected instance."""
         for name in self._names:
             print(f"{name} {result}")
 
     def finish(self, no_wait: bool, is_done: IsDone, result: str, timeout_s: float | None = None) -> None:
-        """Waits for the command. Raises PdClusterError if it is not done in time."""
+        """Waits for the command. Raises PdClusterError if it does not complete in time."""
         if no_wait:
-            print(f"{', '.join(self._names)}: asked; `pd-cluster instances` shows how far it is")
+            print(f"{', '.join(self._names)}: requested; `pd-cluster instances` shows the progress")
             return
         asyncio.run(self._wait(is_done, (self._timeout_s if timeout_s is None else timeout_s) + MARGIN_S))
         self.say(result)
@@ -100,18 +100,20 @@ class Command:
             if not waiting:
                 return
             if time.monotonic() > deadline_s:
-                raise PdClusterError(f"{waiting[0]} is not done after {timeout_s:g} s: {_told(found.get(waiting[0]))}")
+                raise PdClusterError(
+                    f"{waiting[0]} is not done after {timeout_s:g} s: {_described(found.get(waiting[0]))}"
+                )
             for name in waiting:
-                self._progress(name, _told(found.get(name)))
+                self._progress(name, _described(found.get(name)))
             await asyncio.sleep(POLL_S)
 
     def _progress(self, name: str, told: str) -> None:
-        if told != self._said.get(name):
-            self._said[name] = told
+        if told != self._last_progress.get(name):
+            self._last_progress[name] = told
             print(f"{name}: {told}", file=sys.stderr, flush=True)
 
 
-def _told(entry: Entry | None) -> str:
+def _described(entry: Entry | None) -> str:
     if entry is None:
         return "it is not in the list"
     reason = f" ({entry['reason']})" if entry["reason"] else ""

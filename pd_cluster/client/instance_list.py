@@ -21,7 +21,7 @@ Entries = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """KV cache moved so far, over all instances; `epochs` tells whether their counters can be compared."""
+    """KV cache moved so far, over all instances; `epochs` shows whether two readings can be compared."""
 
     sent_nbytes: int
     received_nbytes: int
@@ -52,7 +52,7 @@ async def fetch_instances(admin: Admin | str) -> Entries:
 async def fetch_settled(admin_url: str) -> Entries:
     """Returns the entries once every ready instance has reported twice, so that the counters include all past work.
 
-    After SETTLE_TIMEOUT_S it returns the entries as they are. Raises PdClusterError.
+    After SETTLE_TIMEOUT_S it returns the current entries. Raises PdClusterError.
     """
     deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
     entries = await fetch_instances(admin_url)
@@ -113,13 +113,13 @@ def place_in_unit(entry: dict[str, Any]) -> str:
 
 
 def idle_rounds(entry: dict[str, Any]) -> str:
-    """Returns the share of its unit's rounds in which it had nothing to compute itself, and the number of rounds."""
+    """Returns the share of its unit's rounds in which the instance had nothing to compute, and the number of rounds."""
     num = entry["num_rounds"]
     return f"{entry['num_idle_rounds'] / num:.0%} of {num:,}" if num else "-"
 
 
 def links_of(entry: dict[str, Any]) -> dict[str, LinkState]:
-    """The links of one entry, by the peer's name."""
+    """Maps each peer's name to its link with the entry's instance."""
     return {peer.split("@")[0]: LinkState.parse(text) for peer, text in entry["links"].items()}
 
 

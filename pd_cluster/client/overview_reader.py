@@ -1,4 +1,4 @@
-"""Reads /overview of a scheduler's admin address, and words for its parts that every command shares."""
+"""Reads /overview of a scheduler's admin address, and formats the parts that several commands show."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FINE = "nothing is wrong: every instance serves, and no request failed in the la
 
 
 async def fetch_overview(admin: Admin, since_s: float | None = None, since_mark: int = 0) -> Found:
-    """Returns the body of /overview: samples after `since_s` (Unix time), marks after that number.
+    """Returns the body of /overview: samples after `since_s` (Unix time), and events numbered above `since_mark`.
 
     Raises PdClusterError that names the address.
     """
@@ -30,9 +30,9 @@ async def fetch_overview(admin: Admin, since_s: float | None = None, since_mark:
 
 
 async def fetch_link(admin: Admin, public: bool = False) -> tuple[str, float]:
-    """Returns a link to the dashboard, and for how many seconds it works. Raises PdClusterError.
+    """Returns a link to the dashboard, and the seconds for which it is valid. Raises PdClusterError.
 
-    `public`: to the one at the public port.
+    `public`: a link to the dashboard at the public port.
     """
     response = await admin.ask("/dashboard/public-codes" if public else "/dashboard/codes", {})
     raise_unauthorized(response)
@@ -47,7 +47,7 @@ async def fetch_link(admin: Admin, public: bool = False) -> tuple[str, float]:
 
 
 async def fetch_logs(admin: Admin, name: str, limit: int, after: int | None = None) -> tuple[list[str], int]:
-    """Returns a process's lines, and the byte at which the next ones begin. Raises PdClusterError."""
+    """Returns a process's log lines, and the byte at which the next ones begin. Raises PdClusterError."""
     since = f"&after={after}" if after is not None else ""
     response = await admin.ask(f"/instances/{name}/logs?limit={limit}{since}")
     raise_unauthorized(response)
@@ -72,7 +72,7 @@ def seconds(value: float | None) -> str:
 
 
 def figures(found: Found) -> dict[str, str]:
-    """Returns what one line of figures shows."""
+    """Returns name -> text of the latest figures, for one line."""
     last: Mapping[str, Any] = found["samples"][-1] if found["samples"] else {}
     return {
         "tokens/s": f"{last.get('tokens_per_s', 0):,.0f}",

@@ -1,11 +1,11 @@
 """One streaming request, measured as a client sees it: TTFT, gaps between chunks, TPOT, tokens, text.
 
-Needs httpx only and knows nothing of clusters. `Recorder` is pure: bytes and their arrival times in, a `Sample` out.
+Needs only httpx and knows nothing of clusters. `Recorder` is pure: bytes and their arrival times in, a `Sample` out.
 
 A token whose text is not certain yet (half a character) may arrive with the next one, so a chunk may carry several
-tokens. ITL is therefore the time between arrivals, and TPOT the time from the first arrival to the last, divided by
-the number of tokens after the first arrival: counted by the server's `token_ids` if it sends them; otherwise the first
-arrival counts as one token.
+tokens. ITL is therefore the time between arrivals, and TPOT the time from the first arrival to the last, divided by the
+number of tokens after the first arrival. Tokens are counted by the server's `token_ids` if it sends them; otherwise the
+first arrival counts as one token.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RESUME_PAUSE_S, RESUME_FOR_S = 0.5, 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """The measurements of one request. With an `error` the other fields show how far it got."""
+    """The measurements of one request. With an `error`, the other fields show how far the request got."""
 
     ttft_s: float | None = None  # None: nothing arrived
     tpot_s: float | None = None  # mean time per output token after the first arrival; None if all arrived at once
@@ -42,12 +42,12 @@ class Sample:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     text: str = ""
-    token_ids: tuple[int, ...] = ()  # those that the server sent
+    token_ids: tuple[int, ...] = ()  # as sent by the server
     served_by: tuple[str, ...] = ()  # x-pd-served-by: prefill, decode
     status: int | None = None  # HTTP status; None: no answer
-    retry_after: str | None = None  # the header of that name
+    retry_after: str | None = None  # the HTTP header
     error: str | None = None
-    server_said_so: bool = False  # the error is in the server's own words
+    server_said_so: bool = False  # `error` quotes the server
 
 
 class Recorder:
@@ -64,7 +64,7 @@ class Recorder:
         self._done = False
         self._error: str | None = None
         self._server_said_so = False
-        self.last_id = self._id = ""  # of the last whole event that had one; of the one that is being read
+        self.last_id = self._id = ""  # ids of the last complete event that had one, and of the event being read
 
     @property
     def ended(self) -> bool:
@@ -86,7 +86,7 @@ class Recorder:
         return new
 
     def reconnects(self) -> None:
-        """Forgets an event of which only a part has arrived: it comes again."""
+        """Discards a partially received event: the server sends it again."""
         self._buffer = b""
 
     @property
@@ -95,7 +95,7 @@ class Recorder:
         return bool(self._arrivals_s)
 
     def fail(self, reason: str, server_said_so: bool = False) -> None:
-        """Records why the request failed; the first reason stands."""
+        """Records why the request failed; the first reason is kept."""
         if self._error is None:
             self._error, self._server_said_so = reason, server_said_so
 
@@ -106,7 +106,7 @@ class Recorder:
         served_by: tuple[str, ...] = (),
         retry_after: str | None = None,
     ) -> Sample:
-        """Returns the sample. A stream that ends without [DONE] and without an error is an error."""
+        """Returns the sample. A stream that ends without [DONE] and without an error counts as an error."""
         if not self.ended:
             self._error = "the stream ended without [DONE]"
         arrivals_s = self._arrivals_s
@@ -132,7 +132,7 @@ class Recorder:
         )
 
     def _event(self, line: bytes) -> str:
-        """Returns the text of one line; comments and other fields of the format have none."""
+        """Returns the text of one line; "" for comments and other fields of the format."""
         if line.startswith(b"id:"):
             self._id = line[3:].strip().decode("latin-1")
         if not line.startswith(b"data:"):
@@ -161,13 +161,13 @@ class Recorder:
 
 
 def _text_of(choice: dict[str, Any]) -> str:
-    """Returns the text of a completion's or a chat's chunk."""
+    """Returns the text of a chunk of a completion or a chat."""
     text = choice["text"] if "text" in choice else choice.get("delta", {}).get("content")
     return text or ""
 
 
 def error_message(body: Any) -> str:
-    """Returns the message of an OpenAI error; for any other body, the body itself, cut."""
+    """Returns the message of an OpenAI error; for any other body, the truncated body."""
     error = body.get("error", body) if isinstance(body, dict) else body
     message = error.get("message", error) if isinstance(error, dict) else error
     return str(message)[:MAX_ERROR_CHARS]
@@ -185,8 +185,8 @@ async def measure(
     """Sends `body` to `url` (/v1/completions or /v1/chat/completions), asking for a stream, usage and token ids.
 
     `on_first` is called when the first token arrives, with the instances that serve the request. Never raises for
-    failures of the network or the server: those become the sample's `error`. `resumes`: where the connection breaks
-    and the server can resume the stream (--resume-window), the rest is read over another one.
+    failures of the network or the server: they become the sample's `error`. `resumes`: if the connection breaks and the
+    server can resume the stream (--resume-window), the rest is read over a new connection.
     """
     start_s = time.monotonic()
     recorder = Recorder(start_s)
@@ -222,7 +222,7 @@ async def _read(
     on_first: Callable[[], None] = lambda: None,
     may_break: bool = False,
 ) -> None:
-    """Reads to the end of the stream, or of the connection. `may_break`: its break is no error."""
+    """Reads to the end of the stream, or of the connection. `may_break`: a broken connection is not an error."""
     try:
         async for data in response.aiter_bytes():
             had_begun = recorder.has_begun
@@ -240,9 +240,9 @@ async def _read(
 async def _resume(
     client: httpx.AsyncClient, url: str, token: str, recorder: Recorder, on_text: Callable[[str], None]
 ) -> None:
-    """Reads the rest of a stream over other connections, as long as the server is there or may come back.
+    """Reads the rest of a stream over new connections, as long as the server answers or may come back.
 
-    Raises httpx.HTTPError for a server that does not.
+    Raises httpx.HTTPError for a server that does neither.
     """
     address = f"{url.rpartition('/v1/')[0]}/v1/streams"
     until_s = time.monotonic() + RESUME_FOR_S
@@ -276,9 +276,10 @@ def key_header(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def make_client(concurrency: int = 1, address: str | None = None) -> httpx.AsyncClient:
-    """Makes a client without proxies and without a read timeout: `measure` has one deadline for the whole request.
+    """Makes a client without proxies and without a read timeout: `measure` sets one deadline for the whole request.
 
-    `address`: of this host, from which it connects. Raises PdClusterError for an SSL_CERT_FILE that cannot be used.
+    `address`: this host's address from which to connect. Raises PdClusterError for an SSL_CERT_FILE that cannot be
+    used.
     """
     timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
     limits = httpx.Limits(max_connections=concurrency + 2, max_keepalive_connections=concurrency + 2)

@@ -1,1 +1,1 @@
-"""The processes of a cluster and the way of a request between them."""
+"""The processes of a cluster, and a request's path through them."""

@@ -58,14 +58,14 @@ def endpoint_picker(
     certificate = Certificate(ssl_certfile, ssl_keyfile) if ssl_keyfile else None
     if find_spec("grpc") is None or find_spec("google") is None or find_spec("google.protobuf") is None:
         raise ConfigError("endpoint-picker: grpcio is not installed; pip install 'pd-cluster[gateway]'")
-    from pd_cluster.gateway.picker_server import Listening, serve
-    from pd_cluster.gateway.scheduler_choice import Choice
+    from pd_cluster.gateway.picker_server import ListenAddress, serve
+    from pd_cluster.gateway.scheduler_choice import SchedulerChoice
     from pd_cluster.gateway.scheduler_watch import SchedulerWatch
 
     Logs("INFO", "", "json" if log_format == "json" else "text").begin()
-    choice = Choice(max_requests, fallbacks)
+    choice = SchedulerChoice(max_requests, fallbacks)
     watch = SchedulerWatch(choice, addresses, interval, timeout, metrics_key)
-    asyncio.run(serve(watch, choice, Listening(host, port, certificate), drain_timeout))
+    asyncio.run(serve(watch, choice, ListenAddress(host, port, certificate), drain_timeout))
 
 
 def _address(written: str) -> tuple[str, int]:

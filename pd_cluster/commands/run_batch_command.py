@@ -13,7 +13,7 @@ from pd_cluster.commands.settings_flags import HELP_ALL, takes
 from pd_cluster.settings.media_settings import MediaSettings
 from pd_cluster.settings.request_settings import RequestSettings
 from pd_cluster.settings.serve_options import ServeOptions, settings
-from pd_cluster.settings.setting import Declared, Panel
+from pd_cluster.settings.setting import DeclaredSetting, Panel
 
 # The settings that apply here, and how their help differs from that of `serve`.
 SETTINGS = {
@@ -41,7 +41,7 @@ SETTINGS = {
 USUAL = ("model", "served_model_name", "max_model_len", "max_num_seqs", "dtype", "tool_call_parser", "reasoning_parser")
 
 
-def _settings() -> Iterator[Declared]:
+def _settings() -> Iterator[DeclaredSetting]:
     for name, said in SETTINGS.items():
         each = settings()[name]
         setting = replace(each.setting, help=said or each.setting.help, panel=Panel.BASIC)

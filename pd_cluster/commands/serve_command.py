@@ -44,7 +44,7 @@ from pd_cluster.settings.serve_options import SECRET_VARIABLES, ServeOptions
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.transport.transport_table import allowed
 from pd_cluster.wire import Join
-from ranktable_tools.ports import Given, outgoing_warnings
+from ranktable_tools.ports import GivenPorts, outgoing_warnings
 
 if TYPE_CHECKING:
     from pd_cluster.api.worker_app import Registering
@@ -144,7 +144,7 @@ def _engine_at(place: Place, engine: EngineConfig, handover: HandoverSettings, u
 def _check_ports(start: Start) -> None:
     """Raises ConfigError where another of this host's processes may find its port taken."""
     own, ports = {"--port": start.process.port}, start.handover.kv_port_range
-    check_ports(start.place, Given(worker=own, kv_range=(ports.first, ports.last) if ports.last else None))
+    check_ports(start.place, GivenPorts(worker=own, kv_range=(ports.first, ports.last) if ports.last else None))
     for warning in outgoing_warnings({**own, **({"--kv-port-range": ports.last} if ports.last else {})}):
         log.warning("%s", warning)
 

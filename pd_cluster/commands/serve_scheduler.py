@@ -31,7 +31,7 @@ from pd_cluster.settings.routing_settings import AdminSettings, AdmissionSetting
 from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.text.template_source import with_source
 from ranktable_tools.host_addresses import bracketed, is_loopback
-from ranktable_tools.ports import Given, outgoing_warnings, scheduler_ports
+from ranktable_tools.ports import GivenPorts, outgoing_warnings, scheduler_ports
 
 if TYPE_CHECKING:
     from pd_cluster.api.scheduler_app import Extras
@@ -64,7 +64,7 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     from pd_cluster.api.dashboard.playground_routes import PublicPort
     from pd_cluster.api.middleware.admin_access import AdminAccess
     from pd_cluster.api.scheduler_app import KnownCluster, SchedulerServer
-    from pd_cluster.cluster.members.rank_table_reader import Tables
+    from pd_cluster.cluster.members.rank_table_reader import RankTableFiles
     from pd_cluster.cluster.tenancy.key_store import KeyStore
     from pd_cluster.service.concurrency.interpreter_tuning import tune
 
@@ -79,7 +79,7 @@ def run_scheduler(start: Start, credentials: Credentials, env: Mapping[str, str]
     admin_listener = bind(admin.admin_host, admin_port, "--admin-port")
     public = frontend.uds or f"{host}:{port}"
     log.info("serving at %s, admin at %s:%d", public, admin.admin_host, admin_port)
-    tables = Tables(
+    tables = RankTableFiles(
         lambda: find_place(env) if place.table.file else place,
         lambda place: _ports_of_file(env, place, given),
         lambda place: credentials_of(place, files),
@@ -214,19 +214,19 @@ def check_alone(frontend: AdmissionSettings, timeouts: Timeouts) -> None:
             raise ConfigError(f"{called(name)} {given:g}: only with {called('scheduler_lease')}")
 
 
-def _own_ports(start: Start, frontend: AdmissionSettings, admin: AdminSettings) -> Given:
+def _own_ports(start: Start, frontend: AdmissionSettings, admin: AdminSettings) -> GivenPorts:
     """Raises ConfigError for ports that cannot all be listened at."""
     port, join_port = start.process.port, start.join.join_port
     ports = scheduler_ports(port, admin.admin_port, join_port)
     if frontend.uds:
         del ports["--port"]
-    given = Given(ports)
+    given = GivenPorts(ports)
     check_ports(start.place, given)
     for warning in outgoing_warnings(ports):
         log.warning("%s", warning)
     return given
 
 
-def _ports_of_file(env: Mapping[str, str], place: Place, given: Given) -> list[int] | None:
+def _ports_of_file(env: Mapping[str, str], place: Place, given: GivenPorts) -> list[int] | None:
     """Reads NODE_PORTS_FILE; NODE_PORTS does not change while a process runs. Raises ConfigError."""
     return node_ports(env, place, given) if env.get("NODE_PORTS_FILE", "").strip() else None

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from pd_cluster.errors import ConfigError, flag_of
-from pd_cluster.settings.setting import CHOICES, Declared, Panel
+from pd_cluster.settings.setting import CHOICES, DeclaredSetting, Panel
 
 Command = Callable[..., None]
 EMPTY_MODEL = "--model: empty; give a model's folder, or leave it out for the small model that the project ships"
@@ -40,7 +40,7 @@ def check_model(source: Enum | None, model: str) -> None:
 
 
 def takes(
-    settings: Iterable[Declared],
+    settings: Iterable[DeclaredSetting],
     after: str,
     show_envvar: bool,
     choices: Mapping[str, str] | None = None,
@@ -143,7 +143,7 @@ def first_words(text: str) -> str:
 HELP_ALL = typer.Option("--help-all", is_eager=True, callback=_show_all, help="Show every flag, with its whole text.")
 
 
-def _parameter(each: Declared, show_envvar: bool, choices: str, hidden: bool) -> inspect.Parameter:
+def _parameter(each: DeclaredSetting, show_envvar: bool, choices: str, hidden: bool) -> inspect.Parameter:
     setting = each.setting
     names = [each.flag, *map(flag_of, setting.also)]
     is_plain = len(names) == 1 and (each.kind is not bool or setting.has_off)

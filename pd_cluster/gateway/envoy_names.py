@@ -1,4 +1,4 @@
-"""Names and numbers of Envoy's external processor and of gRPC's health service; messages.proto has their messages."""
+"""Names and numbers of Envoy's external processor and of gRPC's health service; messages.proto defines the messages."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ class Certificate:
         self.pair = self._read()
 
     def renewed(self) -> Pair | None:
-        """Returns the pair if it is another one than at the last call; files that cannot be used are logged once."""
+        """Returns the pair if it changed since the last call; files that cannot be used are logged once."""
         self._files.refresh()
         if self._files.context is not self._context:
             self._context = self._files.context
             try:
                 self.pair = self._read()
-            except ConfigError:  # replaced again, right now
+            except ConfigError:  # the files are being replaced right now
                 return None
             return self.pair
         return None

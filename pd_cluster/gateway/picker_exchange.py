@@ -1,7 +1,7 @@
-"""One request's exchange with the gateway: what the picker answers to each message. The rules are in
+"""One request's exchange with the gateway: the picker's answer to each message. The rules are in
 docs/protocol/membership.md.
 
-Pure: the caller has the stream. The picker changes no body and no header but its own.
+Pure: the caller owns the stream. The picker changes no body, and only its own headers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from pd_cluster.gateway.envoy_names import FULL_DUPLEX_STREAMED, OVERWRITE_OR_ADD
 from pd_cluster.gateway.messages_pb2 import ProcessingResponse
-from pd_cluster.gateway.scheduler_choice import AllFull, Choice, NoneReady
+from pd_cluster.gateway.scheduler_choice import AllFull, NoneReady, SchedulerChoice
 
 DESTINATION = "x-gateway-destination-endpoint"
 NAMESPACE, SUBSET_NAMESPACE, SUBSET = "envoy.lb", "envoy.lb.subset_hint", f"{DESTINATION}-subset"
@@ -20,26 +20,26 @@ MOST_SUBSET = 4096
 RETRY_AFTER_S = 1
 REFUSED = {
     NoneReady: (503, "no scheduler takes requests now", "unavailable"),
-    AllFull: (429, "all schedulers have as many requests as they may have", "overloaded"),
+    AllFull: (429, "all schedulers are at their limit of requests", "overloaded"),
 }
 
 
 class Exchange:
-    """Answers the messages of one ext_proc stream in their order. `is_over`: nothing more is to be said."""
+    """Answers the messages of one ext_proc stream in order. `is_over`: no further answer follows."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: SchedulerChoice) -> None:
         self._choice = choice
-        self._request_mode = self._response_mode = 0  # without protocol_config Envoy knows no full duplex
+        self._request_mode = self._response_mode = 0  # without protocol_config Envoy does not support full duplex
         self.is_over = False
         self.status = 0  # of an immediate answer
 
     def answer(self, request: Any) -> Any | None:
-        """Returns the ProcessingResponse to a ProcessingRequest; None: none is wanted."""
+        """Returns the ProcessingResponse to a ProcessingRequest; None: the gateway expects none."""
         if request.HasField("protocol_config"):
             self._request_mode = request.protocol_config.request_body_mode
             self._response_mode = request.protocol_config.response_body_mode
         kind = request.WhichOneof("request")
-        if kind is None or request.observability_mode:  # who only watches waits for no answer
+        if kind is None or request.observability_mode:  # in observability mode the gateway waits for no answer
             return None
         response = ProcessingResponse()
         if kind == "request_headers":
@@ -48,7 +48,7 @@ class Exchange:
             mode = self._request_mode if kind == "request_body" else self._response_mode
             part, common = getattr(request, kind), getattr(response, kind).response
             common.SetInParent()
-            if mode == FULL_DUPLEX_STREAMED:  # the gateway waits for what it shall send on
+            if mode == FULL_DUPLEX_STREAMED:  # the gateway waits for the body to send upstream
                 streamed = common.body_mutation.streamed_response
                 streamed.body, streamed.end_of_stream = part.body, part.end_of_stream
         else:
@@ -80,11 +80,11 @@ class Exchange:
 def _set(mutation: Any, name: str, value: str) -> None:
     made = mutation.set_headers.add()
     made.header.key, made.header.raw_value = name, value.encode()
-    made.append_action = OVERWRITE_OR_ADD  # a client's own header of this name is gone
+    made.append_action = OVERWRITE_OR_ADD  # replaces a header of this name from the client
 
 
 def _allowed(request: Any) -> list[str] | None:
-    """Returns the endpoints to which the gateway limits the choice; None: it says nothing."""
+    """Returns the endpoints to which the gateway limits the choice; None: no limit."""
     metadata = request.metadata_context.filter_metadata
     if SUBSET_NAMESPACE not in metadata or SUBSET not in metadata[SUBSET_NAMESPACE].fields:
         return None

@@ -1,4 +1,4 @@
-"""The picker's gRPC server: Envoy's external processor, and gRPC's health service. The only module that knows grpc."""
+"""The picker's gRPC server: Envoy's external processor, and gRPC's health service. No other module imports grpc."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pd_cluster.gateway.messages_pb2 import (
 )
 from pd_cluster.gateway.picker_certificate import Certificate, Pair
 from pd_cluster.gateway.picker_exchange import Exchange
-from pd_cluster.gateway.scheduler_choice import Choice
+from pd_cluster.gateway.scheduler_choice import SchedulerChoice
 from pd_cluster.gateway.scheduler_watch import SchedulerWatch
 from ranktable_tools.host_addresses import bracketed
 
@@ -34,15 +34,15 @@ WATCH_S = 0.5
 LIVENESS, READINESS = "liveness", "readiness"
 
 
-class Listening(NamedTuple):
-    """Without a certificate, no TLS."""
+class ListenAddress(NamedTuple):
+    """The address to listen at. Without a certificate, TLS is off."""
 
     host: str
     port: int
     certificate: Certificate | None = None
 
     def add_to(self, server: grpc.aio.Server) -> int:
-        """Returns the port. Raises ConfigError for one that cannot be bound."""
+        """Adds the port and returns it. Raises ConfigError if it cannot be bound."""
         where = f"{bracketed(self.host)}:{self.port}"
         try:
             if self.certificate is None:
@@ -62,9 +62,9 @@ def _credentials(certificate: Certificate) -> grpc.ServerCredentials:
 
 
 class Picker:
-    """Answers every stream by its own `Exchange`. `handlers`: of the two services."""
+    """Answers each stream with its own `Exchange`. `handlers`: those of the two services."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: SchedulerChoice) -> None:
         self._choice = choice
         self._num_streams = self._num_watches = 0
         self.is_ending = False
@@ -116,20 +116,20 @@ class Picker:
         try:
             told, is_last = -1, False
             while not is_last:
-                is_last = self.is_ending  # before its status is sent: the end may come meanwhile
+                is_last = self.is_ending  # read before its status is sent: the picker may begin to end in between
                 if (status := self._status(request.service)) != told:
                     told = status
                     yield HealthCheckResponse(status=status)
-                if not is_last:  # the drain is for streams of requests
+                if not is_last:  # the drain waits only for streams of requests
                     await asyncio.sleep(WATCH_S)
         finally:
             self._num_watches -= 1
 
 
-async def serve(watch: SchedulerWatch, choice: Choice, listening: Listening, drain_s: float) -> None:
-    """Serves until SIGTERM or SIGINT, then for at most `drain_s` more, or until a second one.
+async def serve(watch: SchedulerWatch, choice: SchedulerChoice, listening: ListenAddress, drain_s: float) -> None:
+    """Serves until SIGTERM or SIGINT, then for at most `drain_s` more, or until a second signal.
 
-    Raises ConfigError for a port it cannot bind, and at once what ends the watch.
+    Raises ConfigError for a port it cannot bind, and re-raises at once an error that ends the watch.
     """
     picker = Picker(choice)
     server = grpc.aio.server(
@@ -143,18 +143,18 @@ async def serve(watch: SchedulerWatch, choice: Choice, listening: Listening, dra
     await server.start()
     log.info("picks endpoints at %s:%d", bracketed(listening.host), port)
     looking = asyncio.create_task(watch.run())
-    await _over_or_told(looking, signals)
+    await _ended_or_signalled(looking, signals)
     picker.is_ending = True
     if not looking.done():
-        await _over_or_told(asyncio.create_task(server.stop(drain_s)), signals)
+        await _ended_or_signalled(asyncio.create_task(server.stop(drain_s)), signals)
     await server.stop(None)
     looking.cancel()
     with contextlib.suppress(asyncio.CancelledError):
-        await looking  # raises its error
+        await looking  # re-raises its error
 
 
-async def _over_or_told(task: asyncio.Task[Any], signals: asyncio.Semaphore) -> None:
-    """Waits for the task's end or a signal, and leaves a signal that comes later to the next who waits."""
+async def _ended_or_signalled(task: asyncio.Task[Any], signals: asyncio.Semaphore) -> None:
+    """Waits for the task's end or a signal; a later signal is left for the next waiter."""
     told = asyncio.create_task(signals.acquire())
     await asyncio.wait((task, told), return_when=asyncio.FIRST_COMPLETED)
     told.cancel()

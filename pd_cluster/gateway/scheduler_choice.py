@@ -1,4 +1,4 @@
-"""Which scheduler serves a request: pure, over what the schedulers have reported. Knows nothing of gRPC or HTTP."""
+"""Chooses the scheduler that serves a request: pure, from the schedulers' reports. Knows nothing of gRPC or HTTP."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ MOST_ENDPOINTS = 1024
 
 @dataclass(slots=True)
 class Endpoint:
-    """A scheduler's public port. `load`: requests in flight there, as it last reported; None: it does not say.
+    """A scheduler's public port.
 
-    `num_sent`: requests sent there; `num_seen`: how many of them its load may have. `last`: the number of the choice
-    that sent the last one.
+    `load`: its requests in flight, as last reported; None: unknown. `num_sent`: requests sent there; `num_seen`: how
+    many of these its load may include. `last`: the number of the choice that sent the last one.
     """
 
     address: str
@@ -30,11 +30,11 @@ class NoneReady(Exception):
 
 
 class AllFull(Exception):
-    """Each that takes requests says that it has as many as it may have: 429."""
+    """Every scheduler that takes requests is at its limit: 429."""
 
 
-class Choice:
-    """`most`: requests in flight at one scheduler, 0 for no limit. `num_fallbacks`: further endpoints of an answer."""
+class SchedulerChoice:
+    """`most`: requests in flight at one scheduler, 0 for no limit. `num_fallbacks`: further endpoints in an answer."""
 
     def __init__(self, most: int = 0, num_fallbacks: int = 0) -> None:
         self._most, self._num = most, 1 + num_fallbacks
@@ -45,25 +45,25 @@ class Choice:
     def is_ready(self) -> bool:
         return any(each.is_ready for each in self._endpoints.values())
 
-    def know(self, addresses: Collection[str]) -> None:
-        """Takes in which schedulers there are; a new one takes no requests until it has reported."""
+    def set_addresses(self, addresses: Collection[str]) -> None:
+        """Replaces the known schedulers; a new one takes no requests until it has reported."""
         known = self._endpoints
         self._endpoints = {address: known.get(address) or Endpoint(address) for address in addresses}
 
     def num_sent(self, address: str) -> int:
-        """Counts the requests sent to a known scheduler: those that are in the load for which it is asked now."""
+        """Returns the number of requests sent to a known scheduler so far: a load requested now may include them."""
         return self._endpoints[address].num_sent
 
     def report(self, address: str, *, is_ready: bool, load: int | None = None, num_seen: int | None = None) -> None:
-        """Takes in what a known scheduler has answered. `num_seen`: `num_sent` when it was asked for its load."""
+        """Records a known scheduler's answer. `num_seen`: `num_sent` when its load was requested."""
         each = self._endpoints[address]
         each.is_ready, each.load = is_ready, load
         each.num_seen = each.num_sent if num_seen is None else num_seen
 
     def choose(self, among: Collection[str] | None = None) -> list[str]:
-        """Returns the addresses to try in this order, the one with the fewest requests first.
+        """Returns the addresses to try in order, the one with the fewest requests first.
 
-        `among`: those that the gateway allows; None: all. Raises NoneReady, AllFull.
+        `among`: addresses that the gateway allows; None: all. Raises NoneReady, AllFull.
         """
         allowed = (
             self._endpoints
@@ -86,9 +86,9 @@ class Choice:
 
 
 def _expected(ready: Sequence[Endpoint]) -> list[float]:
-    """Returns the requests in flight at each by now. A load that is not known counts as the mean of the others'.
+    """Estimates the requests in flight at each scheduler. An unknown load counts as the mean of the known ones.
 
-    That puts them in order, and refuses none.
+    The estimate only orders schedulers; it excludes none.
     """
     loads = [each.load for each in ready if each.load is not None]
     mean = sum(loads) / len(loads) if loads else 0.0

@@ -1,7 +1,7 @@
-"""Opens connections: greets a peer as the end that connects, and admits one as the end that listens.
+"""Opens connections: greets a peer at the connecting end, and admits one at the listening end.
 
-The tables are in docs/protocol/pairs.md, "Opening a connection"; peer_admission.py decides. Knows no messages that
-follow the greetings.
+The tables are in docs/protocol/pairs.md, "Opening a connection"; peer_admission.py decides. Knows nothing of the
+messages that follow the greetings.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from ranktable_tools.host_addresses import bracketed
 
 log = logging.getLogger(__name__)
 
-NOT_OPENED = "the connection did not open: nobody listens there"
-CUT_SHORT = "the other end closed the connection while it opened: it has another key, or is another program"
-NO_HANDSHAKE = "the other end said nothing while the connection opened: it stands still, or is another program"
+NOT_OPENED = "the connection did not open: no process listens at this address"
+CUT_SHORT = "the other end closed the connection during the handshake: it has another key, or is another program"
+NO_HANDSHAKE = "the other end sent nothing during the handshake: it is stalled, or is another program"
 NOT_ADMITTED = "the other end does not admit this process's key"
 OTHER_SECRET = "the other end has another secret"
-REFUSALS = (NOT_ADMITTED, OTHER_SECRET)  # between S and a worker these last as long as both live
-PERIOD_S, MOST_LINES = 10.0, 20  # in the log, about peers that were not accepted: they choose how often they come
+# between a scheduler and a worker these refusals last as long as both processes live
+REFUSALS = (NOT_ADMITTED, OTHER_SECRET)
+PERIOD_S, MOST_LINES = 10.0, 20  # limits the log lines about refused peers, which choose how often they connect
 
 
 @dataclass(frozen=True, slots=True)
 class LocalIdentity:
-    """How this process greets others, and whom it admits."""
+    """The identity under which this process greets others, and the peers that it admits."""
 
     kind: Literal["scheduler", "worker"]
     keys: KeyPair
@@ -45,7 +46,7 @@ class LocalIdentity:
 
 
 class Handshake:
-    """`table` returns the digest of the global rank table; the scheduler's changes while it runs."""
+    """`table` returns the digest of the global rank table; the scheduler's digest changes while it runs."""
 
     def __init__(
         self,
@@ -60,14 +61,14 @@ class Handshake:
         self._table = table
         self._connect_timeout_s = connect_timeout_s
         self._clock = clock
-        self._since_s, self._num_refused = clock(), 0  # of the period that runs
+        self._since_s, self._num_refused = clock(), 0  # when the current period began, and its refusals
 
     def accept(self, identity: bytes, key: bytes, envelope: wire.Envelope, hello: wire.Hello) -> Connection | None:
-        """Answers a Hello that arrived at the ROUTER; None: the peer is not admitted, or already gone."""
+        """Answers a Hello that arrived at the ROUTER; returns None if the peer is not admitted, or has already gone."""
         peer = peer_key(envelope.from_name, envelope.from_epoch)
         if hello.version != wire.PROTOCOL_VERSION:
             own = wire.PROTOCOL_VERSION
-            self._note("%s speaks protocol %d, this is %d: not accepted", plain(peer), hello.version, own)
+            self._note("%s speaks protocol %d, this process speaks %d: not accepted", plain(peer), hello.version, own)
             return None
         if not self._admission.admits(key, peer, hello.kind):
             self._note(
@@ -76,13 +77,13 @@ class Handshake:
             return None
         node = ProvenNode()
         if hello.kind == "scheduler":
-            self._admission.fence.heard(hello.term)
+            self._admission.fence.note(hello.term)
         else:
             try:
                 node = self._nodes.believe(hello.node, hello.node_proofs, peer, key, "client")
             except ConfigError as error:
                 self._note("not accepted: %s", error)
-                self._connections.say_gone(identity, envelope, str(error))
+                self._connections.send_gone(identity, envelope, str(error))
                 return None
         conn, epoch = f"in:{identity.decode(errors='replace')}", envelope.from_epoch
         connection = Connection(
@@ -98,10 +99,10 @@ class Handshake:
         return connection
 
     def _note(self, refusal: str, *of: object) -> None:
-        """Logs why a peer was not accepted: MOST_LINES in a period, then how many more there were in it."""
+        """Logs why a peer was not accepted: at most MOST_LINES in a period, then how many more there were."""
         if (now_s := self._clock()) - self._since_s > PERIOD_S:
             if (num_untold := self._num_refused - MOST_LINES) > 0:
-                log.error("%d more were not accepted", num_untold)
+                log.error("%d more peers were not accepted", num_untold)
             self._since_s, self._num_refused = now_s, 0
         self._num_refused += 1
         if self._num_refused <= MOST_LINES:
@@ -141,7 +142,7 @@ class Handshake:
     def _why_not_opened(self, connection: Connection, event: int) -> str:
         if event != zmq.EVENT_DISCONNECTED:
             return NOT_OPENED
-        waited_s = self._clock() - connection.last_seen_s  # since it began to open
+        waited_s = self._clock() - connection.last_seen_s  # since the handshake began
         return NO_HANDSHAKE if waited_s >= zmq_sockets.HANDSHAKE_TIMEOUT_S else CUT_SHORT
 
     def _greet(self, connection: Connection) -> None:
@@ -154,7 +155,7 @@ class Handshake:
             self._connections.lose(connection, f"{CLOSED}: {error}")
 
     def welcomed(self, connection: Connection, welcome: wire.Welcome) -> None:
-        """Opens a connection whose listening end has answered, if the answer proves the secret, and its node."""
+        """Opens a connection whose listening end has answered, if the answer proves the secret and the node."""
         if not self._admission.is_proof(welcome.proof, connection.peer, connection.peer_key):
             self._connections.lose(connection, OTHER_SECRET)
             return

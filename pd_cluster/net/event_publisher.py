@@ -1,8 +1,9 @@
-"""Publishes batches of KV events as vLLM does: PUB with sequence numbers, and a ROUTER that sends past ones again.
+"""Publishes batches of KV events as vLLM does: a PUB with sequence numbers, and a ROUTER that replays past batches.
 
-Frames: topic, sequence (8 bytes, big-endian), batch in msgpack. A thread of its own has the sockets: `publish` never
-waits. Batches that cannot be queued are counted, and so are subscribers that become too slow; numbers of batches are
-missing there. Endpoints that other hosts reach are CURVE sockets, open to owners of keys in the list of trusted nodes.
+Frames: topic, sequence (8 bytes, big-endian), batch in msgpack. A separate thread owns the sockets, so `publish` never
+blocks. Batches that cannot be queued are counted, and so are subscribers that fall behind; both see gaps in the
+sequence numbers. Endpoints that other hosts can reach are CURVE sockets, open to owners of keys in the list of trusted
+nodes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from zmq.auth.thread import ThreadAuthenticator
 from zmq.utils import z85
 
 from pd_cluster.errors import ConfigError, called
-from pd_cluster.net.event_replays import SEQUENCE_NBYTES, Replays, frames_of
+from pd_cluster.net.event_replays import SEQUENCE_NBYTES, EventReplays, frames_of
 from pd_cluster.net.node_key_files import read_node_keys
 from pd_cluster.net.node_proofs import READ_AGAIN_S, Nodes
 from pd_cluster.net.zmq_sockets import HANDSHAKE_TIMEOUT_S, KeyPair, decode_key
@@ -31,12 +32,15 @@ from pd_cluster.settings.process_configs import Credentials
 log = logging.getLogger(__name__)
 
 MAX_REQUEST_NBYTES = 64
-PAUSE_S, TAKEN_S = 0.02, 5.0  # while a port is not free again; after which that is an error
-AGAIN_S = 60.0  # between lines in the log about one trouble
+BIND_RETRY_S, BIND_TIMEOUT_S = (
+    0.02,
+    5.0,
+)  # retry period while a port is still in use, and the time after which that is an error
+LOG_AGAIN_S = 60.0  # between log lines about the same problem
 
 
 class EventPublisher:
-    """Raises ConfigError for an endpoint that is taken, or that strangers could read."""
+    """Raises ConfigError for an endpoint that is in use, or that strangers could read."""
 
     def __init__(self, config: KVEventsConfig, credentials: Credentials) -> None:
         self._config = config
@@ -53,12 +57,12 @@ class EventPublisher:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._queue: deque[tuple[int, msgspec.Struct]] = deque()
         self._topic = config.topic.encode()
-        self._past: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)  # number and batch
-        self._replays = Replays(self._topic, self._past)
+        self._past: deque[tuple[int, bytes]] = deque(maxlen=config.buffer_steps)  # (sequence number, batch)
+        self._replays = EventReplays(self._topic, self._past)
         self._next = self._num_queued = 0
-        # Batches not queued, those whose sending failed, and times that a subscriber became too slow.
+        # Counts of batches not queued, batches not sent, and times that a subscriber fell behind.
         self._num_lost = self._num_failed = self._num_slow = 0
-        self._told_s = -AGAIN_S
+        self._logged_s = -LOG_AGAIN_S
         self._stopping = self._is_broken = False
         self._pub: Any = None
         self._replay: Any = None
@@ -76,13 +80,13 @@ class EventPublisher:
 
     @property
     def num_published(self) -> int:
-        """Counts batches that were queued."""
+        """Returns the number of batches that were queued."""
         return self._num_queued
 
     @property
     def num_dropped(self) -> int:
-        """Counts batches that were not queued or not sent, and the times that a subscriber's queue was found full: from
-        then on it misses batches, until it reads again.
+        """Returns the number of batches that were not queued or not sent, plus the times that a subscriber's queue was
+        found full: from then on the subscriber misses batches, until it reads again.
         """
         return self._num_lost + self._num_failed + self._num_slow
 
@@ -91,7 +95,7 @@ class EventPublisher:
         return self._nodes.trusts_key(decode_key(key))
 
     def publish(self, batch: msgspec.Struct) -> None:
-        """Queues a batch, which must not be changed any more. Called by one thread."""
+        """Queues a batch, which the caller must not change afterwards. Called by one thread."""
         sequence, self._next = self._next, self._next + 1
         if len(self._queue) >= self._config.max_queue_size:
             self._num_lost += 1
@@ -101,7 +105,7 @@ class EventPublisher:
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Publishes what is queued, and ends; further calls do nothing. `publish` must not follow."""
+        """Publishes queued batches and ends; further calls do nothing. `publish` must not follow."""
         if self._wake_fd < 0:
             return
         self._stopping = True
@@ -116,17 +120,17 @@ class EventPublisher:
         while not self._stopping or (self._queue and self._pub is not None):
             try:
                 self._turn(encoder)
-            except Exception as error:  # the thread's top: its end would be the end of all events
-                if time.monotonic() > self._told_s + AGAIN_S:
-                    self._told_s = time.monotonic()
-                    log.exception("KV events: a fault, after which they go on")
+            except Exception as error:  # the thread's outermost loop: an exception here would stop all events
+                if time.monotonic() > self._logged_s + LOG_AGAIN_S:
+                    self._logged_s = time.monotonic()
+                    log.exception("KV events: an error; publishing continues")
                 self._is_broken = self._is_broken or isinstance(error, zmq.ZMQError)
-                time.sleep(PAUSE_S)
+                time.sleep(BIND_RETRY_S)
 
     def _turn(self, encoder: msgspec.msgpack.Encoder) -> None:
         if self._is_broken:
             self._reopen()
-        ready = dict(self._poller.poll(int((PAUSE_S if self._replays.under_way else READ_AGAIN_S) * 1000)))
+        ready = dict(self._poller.poll(int((BIND_RETRY_S if self._replays.under_way else READ_AGAIN_S) * 1000)))
         if self._wake_fd in ready:
             os.eventfd_read(self._wake_fd)
         while self._queue and self._pub is not None:
@@ -141,9 +145,9 @@ class EventPublisher:
         if self._replay is not None:
             if self._replay in ready:
                 self._read_request()
-            self._replays.go_on(self._replay)
+            self._replays.send(self._replay)
         if self._auth is not None and self._nodes.read_again():
-            log.info("connections for KV events are opened anew, because the list of nodes has changed")
+            log.info("reopening the connections for KV events, because the list of nodes has changed")
             self._reopen()
 
     def _send(self, number: int, payload: bytes) -> None:
@@ -151,7 +155,7 @@ class EventPublisher:
         frames = frames_of(self._topic, number, payload)
         if self._is_sent(frames):
             return
-        self._pub.getsockopt(zmq.EVENTS)  # libzmq counts what subscribers have taken once a millisecond, or when asked
+        self._pub.getsockopt(zmq.EVENTS)  # libzmq updates its count of sent messages once a millisecond, or when asked
         if self._is_sent(frames):
             return
         self._num_slow += 1
@@ -160,7 +164,7 @@ class EventPublisher:
         self._pub.setsockopt(zmq.XPUB_NODROP, 1)
 
     def _is_sent(self, frames: list[bytes]) -> bool:
-        """Sends to all subscribers, or to none if the queue of one is full."""
+        """Sends to all subscribers, or to none of them if any queue is full."""
         try:
             self._pub.send_multipart(frames, zmq.NOBLOCK)
         except zmq.Again:
@@ -168,7 +172,7 @@ class EventPublisher:
         return True
 
     def _read_subscriptions(self) -> None:
-        """Takes what an XPUB hears of subscribers; libzmq has acted on it already."""
+        """Drains subscription messages from the XPUB; libzmq has already acted on them."""
         try:
             while True:
                 self._pub.recv(zmq.NOBLOCK)
@@ -176,7 +180,7 @@ class EventPublisher:
             pass
 
     def _read_request(self) -> None:
-        """Takes a wish for the batches from a number on."""
+        """Reads a request for the batches from a sequence number on."""
         try:
             client, *frames = self._replay.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -192,7 +196,8 @@ class EventPublisher:
         self._pub.setsockopt(zmq.XPUB_NODROP, 1)
         if config.replay_endpoint is not None:
             self._replay = self._bound(zmq.ROUTER, config.replay_endpoint, config.hwm)
-            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full queue is an error, not a loss
+            # a full queue raises an error instead of losing the message
+            self._replay.setsockopt(zmq.ROUTER_MANDATORY, 1)
 
     def _bound(self, kind: int, endpoint: str, hwm: int) -> Any:
         socket = None
@@ -218,20 +223,20 @@ class EventPublisher:
         return socket
 
     def _reopen(self) -> None:
-        """Closes all connections: subscribers come back by themselves, if their keys are still trusted."""
+        """Closes all connections; subscribers reconnect automatically if their keys are still trusted."""
         self._close_sockets()
-        told_s = time.monotonic() + TAKEN_S
+        told_s = time.monotonic() + BIND_TIMEOUT_S
         while not self._stopping:
             try:
                 self._open()
                 self._is_broken = False
                 return
-            except ConfigError as error:  # libzmq's own thread gives the port back a moment later
+            except ConfigError as error:  # libzmq's own thread releases the port a moment later
                 self._close_sockets()
                 if time.monotonic() > told_s:
                     log.error("no KV events are published meanwhile: %s", error)
                     told_s = time.monotonic() + 60
-                time.sleep(PAUSE_S)
+                time.sleep(BIND_RETRY_S)
 
     def _close_sockets(self) -> None:
         for socket in (self._pub, self._replay):
@@ -250,5 +255,5 @@ class EventPublisher:
 
 
 def public_text(key: bytes) -> str:
-    """Returns a public key as subscribers' libraries take it (Z85)."""
+    """Returns a public key in Z85, the form that subscribers' libraries expect."""
     return z85.encode(key).decode()

@@ -1,6 +1,6 @@
-"""Sends past batches of KV events again, to readers that are slow as well, over a ROUTER that never waits.
+"""EventReplays past batches of KV events over a ROUTER that never blocks, for slow readers too.
 
-A reader gets one replay after the other, and as many end marks as it has made requests.
+A reader receives one replay after another, and one end mark for each of its requests.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import zmq
 log = logging.getLogger(__name__)
 
 SEQUENCE_NBYTES = 8
-END = (-1).to_bytes(SEQUENCE_NBYTES, "big", signed=True)  # the sequence of the frame that ends a replay
-MOST_REPLAYS, MOST_OF_READER = 64, 2  # under way, and one reader's of them
-REPLAY_S, WHOLE_REPLAY_S = 10.0, 60.0  # in which a reader of past batches takes some, and all
+END = (-1).to_bytes(SEQUENCE_NBYTES, "big", signed=True)  # the sequence number of the frame that ends a replay
+MOST_REPLAYS, MOST_OF_READER = 64, 2  # replays under way: in total, and for one reader
+REPLAY_S, WHOLE_REPLAY_S = 10.0, 60.0  # the time within which a reader must take some batches, and all of them
 
 
 def frames_of(topic: bytes, number: int, payload: bytes) -> list[bytes]:
@@ -30,10 +30,11 @@ def frames_of(topic: bytes, number: int, payload: bytes) -> list[bytes]:
 
 @dataclass(slots=True)
 class _Replay:
-    """Past batches on their way to a reader. `due`: the number of the next, below `stop`; None: the end marks.
+    """Past batches on their way to a reader.
 
-    `num_ends`: one for this request, and one for each that was refused to this reader since. `until_s`: when the reader
-    has taken something, at the latest; `end_s`: when it has all.
+    `due`: the sequence number of the next batch, below `stop`; None: only end marks remain. `num_ends`: end marks to
+    send, one for this request and one for each later request that was refused. `until_s`: the deadline by which the
+    reader must take something; `end_s`: by which it must have everything.
     """
 
     client: bytes
@@ -44,17 +45,17 @@ class _Replay:
     num_ends: int = 1
 
 
-class Replays:
-    """`past`: number and batch; its owner adds to it. `under_way`: in the order of their requests."""
+class EventReplays:
+    """`past`: (sequence number, batch), appended by its owner. `under_way`: replays in the order of their requests."""
 
     def __init__(self, topic: bytes, past: deque[tuple[int, bytes]]) -> None:
         self._topic, self._past = topic, past
         self.under_way: list[_Replay] = []
 
     def begin(self, socket: Any, client: bytes, number: int) -> None:
-        """Begins a replay of what is there from a number on.
+        """Begins a replay of the retained batches from a sequence number on.
 
-        One too many is only its end mark, behind what the reader gets already.
+        A request over the limit gets only its end mark, after the reader's current replays.
         """
         own, now_s = [each for each in self.under_way if each.client == client], time.monotonic()
         stop = self._past[-1][0] + 1 if self._past else 0
@@ -63,7 +64,7 @@ class Replays:
         if num_own < MOST_OF_READER and num_all < MOST_REPLAYS:
             self.under_way.append(replay)
             return
-        log.warning("a request for past KV events gets none: %d are under way, %d to its reader", num_all, num_own)
+        log.warning("refused a replay of KV events: %d are under way, %d of them to its reader", num_all, num_own)
         if own:
             own[-1].num_ends += 1
             return
@@ -71,14 +72,14 @@ class Replays:
         with contextlib.suppress(zmq.Again):
             self._try(socket, replay)
 
-    def go_on(self, socket: Any) -> None:
-        """Sends what is under way, as far as the readers' queues have room."""
+    def send(self, socket: Any) -> None:
+        """Sends replays under way, as far as the readers' queues have room."""
         waiting: list[_Replay] = []
-        has_time: dict[bytes, bool] = {}  # each reader whose queue is full
+        has_time: dict[bytes, bool] = {}  # reader -> whether it still has time, for readers whose queues are full
         for replay in self.under_way:
             now_s = time.monotonic()
             if replay.client in has_time:
-                replay.until_s = now_s + REPLAY_S  # its turn has not come
+                replay.until_s = now_s + REPLAY_S  # this replay's turn has not come
             else:
                 try:
                     self._try(socket, replay)
@@ -86,14 +87,16 @@ class Replays:
                 except zmq.Again:
                     has_time[replay.client] = now_s < min(replay.until_s, replay.end_s)
                     if not has_time[replay.client]:
-                        slow = "a reader of past KV events has taken none for %g s, or not all in %g s: it gets no more"
+                        slow = (
+                            "cancelled a replay of KV events: its reader took nothing for %g s, or not all within %g s"
+                        )
                         log.warning(slow, REPLAY_S, WHOLE_REPLAY_S)
             if has_time[replay.client]:
                 waiting.append(replay)
         self.under_way = waiting
 
     def _try(self, socket: Any, replay: _Replay) -> None:
-        """Sends a part, if the reader is still there. Raises zmq.Again while its queue is full."""
+        """Sends a part if the reader is still connected. Raises zmq.Again while its queue is full."""
         try:
             if replay.due is not None:
                 for number, payload in self._since(replay.due, replay.stop):
@@ -111,9 +114,9 @@ class Replays:
                 raise
 
     def _since(self, number: int, stop: int) -> Iterator[tuple[int, bytes]]:
-        """Yields the batches from a number on that are still there."""
+        """Yields the retained batches from a sequence number on."""
         if self._past:
-            most = max(0, self._past[-1][0] - number + 1)  # fewer if numbers are missing
+            most = max(0, self._past[-1][0] - number + 1)  # an upper bound: sequence numbers may be missing
             for each in islice(self._past, max(0, len(self._past) - most), None):
                 if number <= each[0] < stop:
                     yield each

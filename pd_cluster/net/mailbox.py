@@ -1,7 +1,7 @@
 """One process's ZeroMQ sockets, owned by one thread: a bound ROUTER, and a DEALER for each peer it connects to.
 
-Delivers messages, notices silent peers, sends heartbeats, drops mail for another epoch. connection_handshake.py opens
-connections, mailbox_connections.py has those that there are. Knows nothing of requests or KV cache. Every frame is an
+Delivers messages, detects silent peers, sends heartbeats, drops messages for another epoch. connection_handshake.py
+opens connections; mailbox_connections.py holds the open ones. Knows nothing of requests or KV cache. Every frame is an
 authenticated CURVE frame.
 """
 
@@ -37,9 +37,9 @@ from ranktable_tools.host_addresses import bracketed
 
 log = logging.getLogger(__name__)
 
-WANTED_FILES = 65_536  # a peer takes five
-OUT_OF_ORDER = "what it tells by changes does not follow what it told before"
-BEAT_GAP_S = 0.02  # the minimum between two heartbeats that are sent soon
+WANTED_FILES = 65_536  # descriptors; each peer takes five
+OUT_OF_ORDER = "a delta does not follow the last one received"
+BEAT_GAP_S = 0.02  # the minimum time between two heartbeats that were requested early
 
 
 class Mailbox:
@@ -55,7 +55,7 @@ class Mailbox:
         admission: type[Admission] = Admission,
     ) -> None:
         self.name, self.epoch = life
-        self.table = credentials.table  # the scheduler's changes while it runs
+        self.table = credentials.table  # the scheduler's table changes while it runs
         self._keys = KeyPair.of(credentials.key)
         own = peer_key(*life)
         self._admission = admission(credentials, own, self._keys.public)
@@ -75,14 +75,15 @@ class Mailbox:
         )
         self._commands: deque[Callable[[], object]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._wake_lock = threading.Lock()  # the number of a closed descriptor may be another file's
-        self._is_woken = False  # a wake that the thread has not noticed yet
+        self._wake_lock = threading.Lock()  # after a close, the descriptor's number may belong to another file
+        self._is_woken = False  # a wake-up that the thread has not processed yet
         self._poller = self._connections.poller
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._counter = itertools.count()
         self._nodes_due_s = -math.inf
         self._stopping = False
-        self._beaten_s, self._soon_s = -math.inf, math.inf  # the last heartbeat, and one that is wanted
+        # when the last heartbeat was sent, and when the next requested one is due
+        self._beaten_s, self._soon_s = -math.inf, math.inf
         self._thread = threading.Thread(target=self._run, name="mailbox", daemon=True)
         self._auth = ThreadAuthenticator(self._context)
         try:
@@ -104,7 +105,9 @@ class Mailbox:
         return self._admission.may_connect(decode_key(key))
 
     def bind(self, host: str, ports: PortRange, setting: str = "kv_port_range") -> int:
-        """Binds the ROUTER, before `start()`. Returns the port. Raises ConfigError naming `setting` if none is free."""
+        """Binds the ROUTER, before `start()`, and returns the port. Raises ConfigError naming `setting` if no port is
+        free.
+        """
         router = open_router(self._context, self._keys, host)
         for port in ports:
             try:
@@ -119,7 +122,7 @@ class Mailbox:
         return int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
     def start(self, handler: Handler) -> None:
-        """From now on what happens is told to this one."""
+        """Starts the thread; events go to this handler."""
         self._connections.handler = handler
         self._thread.start()
 
@@ -133,33 +136,34 @@ class Mailbox:
         return conn
 
     def beat(self) -> None:
-        """Sends a heartbeat now, because others wait for a change that it reports."""
+        """Sends a heartbeat now, because other processes wait for a change that it reports."""
         self._call(self._beat)
 
     def beat_soon(self) -> None:
-        """Sends schedulers a heartbeat, at most BEAT_GAP_S from now; wishes within that time share one."""
+        """Sends schedulers a heartbeat at most BEAT_GAP_S from now; requests within that time share one."""
         self._call(self._plan_beat)
 
-    def heard_of_term(self, term: int) -> None:
-        """From now on this process, one of several schedulers, greets workers with this fencing number."""
-        self._admission.fence.heard(term)
+    def note_term(self, term: int) -> None:
+        """Records the fencing number with which this process, one of several schedulers, greets workers."""
+        self._admission.fence.note(term)
 
     def disconnect(self, conn: str) -> None:
-        """Closes without notifying the owner."""
+        """Closes a connection without notifying the owner."""
         self._call(lambda: self._connections.drop(conn))
 
     def send(self, conn: str, body: wire.Body) -> None:
-        """Queues a message. One for a closed connection is dropped; its `on_closed` reports that."""
+        """Queues a message. A message for a closed connection is dropped; its `on_closed` reports the loss."""
         encoded = wire.encode_body(body)
         self._call(lambda: self._send(conn, encoded))
 
-    def await_heard(self, timeout_s: float) -> bool:
-        """Waits until the peers of all open connections have reported that they received what was sent to them.
+    def await_confirmed(self, timeout_s: float) -> bool:
+        """Waits until the peers of all open connections have confirmed every message sent to them.
 
-        A socket that is closed may discard what its peer has not read. Returns whether all have, within the timeout.
+        Closing a socket may discard messages that its peer has not read. Returns whether all peers confirmed within the
+        timeout.
         """
-        with self._connections.heard:
-            return self._connections.heard.wait_for(self._is_heard, timeout_s)
+        with self._connections.changed:
+            return self._connections.changed.wait_for(self._is_confirmed, timeout_s)
 
     def close(self) -> None:
         """Ends the thread and all connections; further calls do nothing."""
@@ -179,10 +183,10 @@ class Mailbox:
         self._wake()
 
     def _wake(self) -> None:
-        if self._is_woken:  # the thread will still read the commands: it resets this before
+        if self._is_woken:  # the thread will still read the commands: it resets this flag first
             return
         with self._wake_lock:
-            if self._wake_fd >= 0:  # otherwise it is closed
+            if self._wake_fd >= 0:  # otherwise the descriptor is closed
                 self._is_woken = True
                 os.eventfd_write(self._wake_fd, 1)
 
@@ -197,7 +201,7 @@ class Mailbox:
                 before_s = self._clock()
                 if self._wake_fd in events:
                     os.eventfd_read(self._wake_fd)
-                self._is_woken = False  # after the read, which would swallow a wake that follows
+                self._is_woken = False  # reset after the read, which would swallow a later wake-up
                 self._run_commands()
                 self._receive(events)
                 if before_s >= next_beat_s:
@@ -240,10 +244,10 @@ class Mailbox:
             if connection is None and isinstance(envelope.body, wire.Hello):
                 connection = self._opening.accept(identity, key, envelope, envelope.body)
             if connection is not None:
-                if connection.peer_key == key:  # clients choose their identity themselves
+                if connection.peer_key == key:  # clients choose their own identities
                     self._deliver(connection, envelope)
             elif not isinstance(envelope.body, wire.Hello):
-                self._connections.say_gone(identity, envelope)
+                self._connections.send_gone(identity, envelope)
 
     def _receive_dealer(self, connection: Connection) -> None:
         for _ in range(1000):
@@ -280,36 +284,36 @@ class Mailbox:
             case _ if connection.is_open:
                 if isinstance(body, wire.Heartbeat):
                     connection.num_heard = body.num_heard
-                    self._connections.tell_waiting()
+                    self._connections.notify_waiting()
                 else:
                     connection.num_received += 1
                 try:
-                    whole = self._whole(connection, body)
+                    whole = self._merged(connection, body)
                 except DeltaLost as error:
-                    log.error("the connection with %s is cut: %s: %s", connection.peer, type(body).__name__, error)
+                    log.error("closing the connection with %s: %s: %s", connection.peer, type(body).__name__, error)
                     self._connections.send(connection, wire.encode_body(wire.Gone(OUT_OF_ORDER)))
                     self._connections.lose(connection, OUT_OF_ORDER)
                     return
                 if whole is not None:
                     self._connections.handler.on_message(connection.id, connection.peer, whole)
 
-    def _whole(self, connection: Connection, body: wire.Body) -> wire.Body | None:
-        """Joins what is told by changes to what is known; None: an order is refused. Raises DeltaLost."""
+    def _merged(self, connection: Connection, body: wire.Body) -> wire.Body | None:
+        """Merges a message's deltas into the known state; returns None if an order is refused. Raises DeltaLost."""
         match body:
             case wire.Heartbeat(load=wire.Load() as load):
-                return msgspec.structs.replace(body, load=connection.heard_links.whole(load))
+                return msgspec.structs.replace(body, load=connection.link_receiver.merged(load))
             case wire.Peers(term=term) if connection.kind == "scheduler":
                 if not self._admission.fence.admits(term):
                     self._refuse(connection, term)
                     return None
-                order = connection.heard_peers.whole(body)
-                self._admission.hear(order.peers)
+                order = connection.peers_receiver.merged(body)
+                self._admission.set_peers(order.peers)
                 return order
         return body
 
     def _refuse(self, connection: Connection, term: int) -> None:
         now = self._admission.fence.term
-        log.warning("an order of %s is refused: its term is %d, the owner's %d", connection.peer, term, now)
+        log.warning("refusing an order of %s: its term is %d, the owner's is %d", connection.peer, term, now)
         self._connections.send(connection, wire.encode_body(wire.StaleTerm(now)))
 
     def _send(self, conn: str, encoded: msgspec.Raw) -> None:
@@ -321,12 +325,12 @@ class Mailbox:
     def _check_silence(self, paused_s: float) -> None:
         """Drops connections that were silent for too long.
 
-        `paused_s`: how long this process itself stood still. After a short pause, silence proves nothing; after a long
-        one, the others have given this process up.
+        `paused_s`: how long this process itself was stalled. After a short pause silence proves nothing; after a long
+        one the peers have dropped this process.
         """
         now_s = self._clock()
         if paused_s > self._timeouts.dead_after_s:
-            log.warning("this process stood still for %.1f s, and opens its connections again", paused_s)
+            log.warning("this process was stalled for %.1f s; reopening its connections", paused_s)
             for connection in self._connections:
                 self._connections.lose(connection, wire.PAUSED)
             return
@@ -339,7 +343,7 @@ class Mailbox:
                 self._connections.lose(connection, f"nothing heard for {now_s - connection.last_seen_s:.1f} s")
 
     def _check_nodes(self) -> None:
-        """Reads the nodes' files again, and cuts connections of nodes that are trusted no more."""
+        """Reads the nodes' files again, and closes connections of nodes that are no longer trusted."""
         if not self._nodes.has_files or self._clock() < self._nodes_due_s:
             return
         self._nodes_due_s = self._clock() + READ_AGAIN_S
@@ -347,7 +351,7 @@ class Mailbox:
         for connection in self._connections:
             node, keys = connection.node
             if node and (problem := self._nodes.problem(node, keys)):
-                log.error("the connection with %s is cut: %s", plain(connection.peer), problem)
+                log.error("closing the connection with %s: %s", plain(connection.peer), problem)
                 if connection.is_open:
                     self._connections.send(connection, wire.encode_body(wire.Gone(problem[: wire.MOST_TEXT])))
                 self._connections.lose(connection, NODE_REFUSED + problem)
@@ -357,17 +361,17 @@ class Mailbox:
 
     def _beat(self, to_workers: bool = True) -> None:
         load = figures = self._connections.handler.load()
-        if load is not None and load.links:  # workers need none of them
+        if load is not None and load.links:  # workers do not need the links
             figures = msgspec.structs.replace(load, links={})
         self._beaten_s, self._soon_s = self._clock(), math.inf
         for connection in self._connections:
             if connection.is_open and (to_workers or connection.kind == "scheduler"):
                 told = figures
                 if load is not None and figures is not None and connection.kind == "scheduler":
-                    told = connection.told_links.told(figures, load.links)
+                    told = connection.link_sender.with_changes(figures, load.links)
                 heartbeat = wire.Heartbeat(load=told, num_heard=connection.num_received)
                 self._connections.send(connection, wire.encode_body(heartbeat))
 
-    def _is_heard(self) -> bool:
+    def _is_confirmed(self) -> bool:
         waiting = [each for each in self._connections if each.is_open and each.num_heard < each.num_sent]
         return not waiting and not self._commands

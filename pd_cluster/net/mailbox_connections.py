@@ -1,6 +1,6 @@
-"""The connections of one mailbox: which there are, sending over them, losing them.
+"""The open connections of one mailbox: lookup, sending, loss.
 
-Used on the mailbox's thread. Knows nothing of how a connection opens, nor when its peer is believed dead.
+Used on the mailbox's thread. Knows nothing of how a connection opens, nor when its peer is presumed dead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_PENDING = 10_000  # messages kept while a connection opens
 
 
 class Handler(Protocol):
-    """Callbacks of a mailbox, made on its thread: they must return quickly and never block."""
+    """Callbacks of a mailbox, called on its thread: they must return quickly and never block."""
 
     def on_opened(self, conn: str, peer: str, kind: str) -> None: ...
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None: ...
@@ -31,7 +31,9 @@ class Handler(Protocol):
 
 
 class Connections:
-    """Those of the process with this name and epoch. `router` and `handler` are set before the first one."""
+    """The connections of the process with this name and epoch. `router` and `handler` are set before the first one
+    opens.
+    """
 
     router: Any
     handler: Handler
@@ -39,12 +41,12 @@ class Connections:
     def __init__(self, name: str, epoch: int) -> None:
         self.name, self.epoch = name, epoch
         self.poller = zmq.Poller()
-        self.heard = threading.Condition()  # notified when a heartbeat came or a connection went
+        self.changed = threading.Condition()  # notified when a heartbeat arrives or a connection is lost
         self._by_id: dict[str, Connection] = {}
         self._by_identity: dict[bytes, Connection] = {}
 
     def __iter__(self) -> Iterator[Connection]:
-        return iter(list(self._by_id.values()))  # of a copy: connections are lost in loops over them
+        return iter(list(self._by_id.values()))  # a copy: loops over the connections lose some of them
 
     def __contains__(self, connection: Connection) -> bool:
         return connection.id in self._by_id
@@ -65,7 +67,7 @@ class Connections:
             self.poller.register(connection.monitor, zmq.POLLIN)
 
     def send(self, connection: Connection, encoded: msgspec.Raw) -> None:
-        """Sends a message, or keeps it until the connection is open. A peer that does not read is lost."""
+        """Sends a message, or queues it until the connection is open. A peer that does not read is dropped."""
         self.send_frame(connection, self.seal(connection, encoded))
 
     def seal(self, connection: Connection, encoded: msgspec.Raw) -> bytes:
@@ -75,7 +77,7 @@ class Connections:
         if not connection.is_open:
             connection.pending.append(frame)
             if len(connection.pending) > MAX_PENDING:
-                self.lose(connection, "too much is queued for a connection that does not open")
+                self.lose(connection, "too many messages are queued for a connection that does not open")
             return
         try:
             if connection.socket is not None:
@@ -86,19 +88,21 @@ class Connections:
             if connection.socket is not None:
                 self.check_closed(connection)  # a socket whose peer is gone accepts nothing, either
             if connection in self:
-                self.lose(connection, f"it does not read: {HIGH_WATER_MARK} messages are queued")
+                self.lose(connection, f"the peer does not read: {HIGH_WATER_MARK} messages are queued")
         except zmq.ZMQError as error:
             self.lose(connection, CLOSED if error.errno == zmq.EHOSTUNREACH else str(error))
 
-    def say_gone(self, identity: bytes, envelope: wire.Envelope, reason: str = "") -> None:
-        """Replies to a peer that uses a connection given up here, or not admitted, so that it does not wait in vain."""
+    def send_gone(self, identity: bytes, envelope: wire.Envelope, reason: str = "") -> None:
+        """Tells a peer that its connection is closed or was not admitted, so that it does not wait in vain."""
         gone = wire.Gone(reason[: wire.MOST_TEXT])
         frame = wire.seal(self.name, self.epoch, envelope.from_epoch, wire.encode_body(gone))
         with contextlib.suppress(zmq.ZMQError):  # the peer is gone, too
             self.router.send_multipart([identity, frame], zmq.NOBLOCK)
 
     def check_closed(self, connection: Connection) -> None:
-        """Loses an open connection whose monitor reports something: it can only be that the socket was closed."""
+        """Drops an open connection whose monitor reports an event: the only possible one is that the socket was
+        closed.
+        """
         if next_event(connection.monitor) is not None:
             self.lose(connection, CLOSED)
 
@@ -107,12 +111,12 @@ class Connections:
             self.handler.on_closed(connection.id, connection.peer, reason)
 
     def drop(self, conn: str) -> bool:
-        """Closes a connection without a word to its owner. Returns whether there was one."""
+        """Closes a connection without notifying its owner. Returns whether it existed."""
         connection = self._by_id.pop(conn, None)
         if connection is None:
             return False
         self._by_identity.pop(connection.identity, None)
-        self.tell_waiting()
+        self.notify_waiting()
         if connection.socket is not None:
             self.poller.unregister(connection.socket)
             self.poller.unregister(connection.monitor)
@@ -121,6 +125,6 @@ class Connections:
             connection.socket.close(linger=0)
         return True
 
-    def tell_waiting(self) -> None:
-        with self.heard:
-            self.heard.notify_all()
+    def notify_waiting(self) -> None:
+        with self.changed:
+            self.changed.notify_all()

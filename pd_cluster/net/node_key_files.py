@@ -1,8 +1,8 @@
-"""The files of nodes' keys: a node's own private keys, and the list of the nodes that a cluster trusts.
+"""The files of node keys: a node's own private keys, and the list of the nodes that a cluster trusts.
 
-A node is a host, under a name that an operator gives it. `NODE.key` is for that host alone; the list has public keys
-only, and names the nodes that have been revoked. Every error is one line that names the node, the file and the way out,
-and never shows a private key. Knows nothing of connections.
+A node is a host, under a name that an operator gives it. `NODE.key` is for that host alone; the list holds only public
+keys and the names of revoked nodes. Every error is one line that names the node, the file and the remedy, and never
+shows a private key. Knows nothing of connections.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ KeyText = Annotated[str, msgspec.Meta(pattern=f"^{KEY_TEXT}$")]
 
 
 class PublicPart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A public key, in hexadecimal. `until`: the end of its life, as `dates.time_of` reads it; "" for none."""
+    """A public key, in hexadecimal. `until`: when it expires, as `dates.time_of` reads it; "": never."""
 
     public: KeyText
     until: str = ""
@@ -50,7 +50,7 @@ class PublicPart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
     @property
     def id(self) -> str:
-        """Returns the name that people use for it."""
+        """Returns the short form that people use to refer to it."""
         return self.public[:12]
 
     def is_over(self, now_s: float) -> bool:
@@ -58,7 +58,7 @@ class PublicPart(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown
 
 
 class Node(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """A trusted node. `hosts`: addresses and networks at which it may be; empty for any. `keys`: the newest first."""
+    """A trusted node. `hosts`: addresses and networks where it may be; empty: anywhere. `keys`: the newest first."""
 
     node: NodeName
     keys: Annotated[list[PublicPart], msgspec.Meta(min_length=1, max_length=wire.MOST_NODE_KEYS)]
@@ -75,7 +75,7 @@ class Node(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 
 
 class Revoked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A key of a node that nobody admits any more. `at`: when it was revoked."""
+    """A revoked key of a node. `at`: when it was revoked."""
 
     node: NodeName
     public: KeyText
@@ -91,12 +91,12 @@ class TrustedNodes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return next((each for each in self.nodes if each.node == name), None)
 
     def standing(self, node: Node, now_s: float) -> list[PublicPart]:
-        """Returns the keys of a node of the list that count: neither expired nor revoked, under whatever name."""
+        """Returns the valid keys of a listed node: neither expired nor revoked under any name."""
         revoked = {each.public for each in self.revoked}
         return [each for each in node.keys if each.public not in revoked and not each.is_over(now_s)]
 
     def revocation_of(self, name: str, keys: Sequence[bytes] = ()) -> Revoked | None:
-        """Returns the revocation of one of these keys, under whatever name; by default of any key of the node."""
+        """Returns the revocation of one of these keys, under any name; by default of any key of the node."""
         shown = {key.hex() for key in keys}
         found = (each for each in self.revoked if (each.public in shown if shown else each.node == name))
         return next(found, None)
@@ -106,7 +106,7 @@ T = TypeVar("T", Node, TrustedNodes)
 
 
 class NodeKeys(msgspec.Struct, frozen=True, dict=True):
-    """A node's own private keys, the newest first. `dict`: for the public keys, which take a millisecond each."""
+    """A node's own private keys, the newest first. A `dict` caches the public keys, which take a millisecond each."""
 
     node: str
     private: tuple[bytes, ...]
@@ -120,7 +120,7 @@ class NodeKeys(msgspec.Struct, frozen=True, dict=True):
 
 
 def check_name(node: str) -> str:
-    """Returns the name. Raises ConfigError."""
+    """Returns the name unchanged. Raises ConfigError for an invalid one."""
     if not re.fullmatch(NAME, node):
         raise ConfigError(f"node {node[:80]!r}: expected {NAME_EXPECTED}")
     return node
@@ -130,7 +130,7 @@ def check_name(node: str) -> str:
 
 
 def new_keys(node: str, before: NodeKeys | None = None) -> NodeKeys:
-    """Draws a key; the newest one of `before` stays beside it."""
+    """Creates a key; the newest key of `before` is kept as the second one."""
     kept = before.private[: wire.MOST_NODE_KEYS - 1] if before is not None else ()
     return NodeKeys(node, (secrets.token_bytes(KEY_NBYTES), *kept))
 
@@ -167,12 +167,12 @@ def read_node_keys(file: Path) -> NodeKeys:
 
 
 def read_trusted_nodes(file: Path) -> TrustedNodes:
-    """Reads the list. Raises ConfigError, also for a file that others can write."""
+    """Reads the list of trusted nodes. Raises ConfigError, also for a file that others can write."""
     return _decoded(file, TrustedNodes, TRUST)
 
 
 def read_public_part(file: Path) -> Node:
-    """Reads a NODE.pub. Raises ConfigError."""
+    """Reads a NODE.pub file. Raises ConfigError."""
     return _decoded(file, Node, NEW)
 
 
@@ -182,9 +182,10 @@ def write_public(file: Path, content: Node | TrustedNodes) -> None:
 
 
 def trusting(known: TrustedNodes, given: Node, file: Path) -> TrustedNodes:
-    """Returns the list with a node's public part: its keys before those that it has there, revoked ones left out.
+    """Returns the list with a node's public part added: new keys come before the node's existing keys, and revoked keys
+    are left out.
 
-    Raises ConfigError if no other key is left.
+    Raises ConfigError if no key is left.
     """
     fresh = [each for each in given.keys if known.revocation_of(given.node, [each.key]) is None]
     if not fresh:
@@ -204,14 +205,14 @@ def trusting(known: TrustedNodes, given: Node, file: Path) -> TrustedNodes:
 
 
 def revoking(known: TrustedNodes, name: str, key_id: str, file: Path, at: str) -> TrustedNodes:
-    """Returns the list without a node, or without the one key of it whose hexadecimal digits begin so.
+    """Returns the list without a node, or without the node's key whose hexadecimal digits begin with `key_id`.
 
     Raises ConfigError.
     """
     node = known.find(name)
     if node is None:
         there = ", ".join(each.node for each in known.nodes[:20]) or "none"
-        raise ConfigError(f"{file}: has no node {name!r}; there is {there}")
+        raise ConfigError(f"{file}: has no node {name!r}; it has {there}")
     gone = [each for each in node.keys if each.public.startswith(key_id)]
     if not gone:
         raise ConfigError(f"{file}: node {name} has no key {key_id!r}; it has {', '.join(e.id for e in node.keys)}")
@@ -233,7 +234,7 @@ def _decoded(file: Path, kind: type[T], way_out: str) -> T:
     for node in nodes:
         place = f"{file}: node {node.node}"
         if node.node in names:
-            raise ConfigError(f"{place}: is there twice; leave one of them")
+            raise ConfigError(f"{place}: listed twice; remove one of the entries")
         names.add(node.node)
         for part in node.keys:
             if part.until and time_of(part.until) is None:
@@ -244,7 +245,7 @@ def _decoded(file: Path, kind: type[T], way_out: str) -> T:
 
 
 def check_host(host: str, place: str) -> str:
-    """Returns an address or a network. Raises ConfigError that begins with `place`."""
+    """Returns an address or a network unchanged. Raises ConfigError that begins with `place`."""
     try:
         ipaddress.ip_network(host, strict=False)
     except ValueError:
@@ -256,7 +257,7 @@ def check_host(host: str, place: str) -> str:
 
 
 def stamp_of(file: Path) -> tuple[int, ...] | None:
-    """Returns numbers that change when the file, its owner or its mode does; None if it cannot be looked at."""
+    """Returns numbers that change with the file, its owner or its mode; None if the file cannot be inspected."""
     try:
         status = os.stat(file)
     except OSError:
@@ -269,7 +270,7 @@ def now_text() -> str:
 
 
 def _read(file: Path, forbidden: int, way_out: str) -> str:
-    """Raises ConfigError for every fault, also for one of the file system's."""
+    """Raises ConfigError for every fault, including those of the file system."""
     try:
         with open(file, "rb", opener=_opened) as stream:
             _check_status(file, os.fstat(stream.fileno()), forbidden, way_out)
@@ -277,7 +278,7 @@ def _read(file: Path, forbidden: int, way_out: str) -> str:
     except FileNotFoundError:
         raise ConfigError(f"{file}: no such file; {way_out}") from None
     except IsADirectoryError:
-        raise ConfigError(f"{file}: a folder; {way_out}") from None
+        raise ConfigError(f"{file}: is a folder; {way_out}") from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     if len(data) > MAX_NBYTES:
@@ -285,7 +286,7 @@ def _read(file: Path, forbidden: int, way_out: str) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise ConfigError(f"{file}: no text in UTF-8; {way_out}") from None
+        raise ConfigError(f"{file}: is not UTF-8 text; {way_out}") from None
 
 
 def _opened(path: str, flags: int) -> int:
@@ -295,7 +296,7 @@ def _opened(path: str, flags: int) -> int:
 def _check_status(file: Path, status: os.stat_result, forbidden: int, way_out: str) -> None:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISREG(status.st_mode):
-        raise ConfigError(f"{file}: no file but a pipe or a device; {way_out}")
+        raise ConfigError(f"{file}: is a pipe or a device, not a file; {way_out}")
     if status.st_uid not in (os.geteuid(), 0):
         raise ConfigError(
             f"{file}: owned by user {status.st_uid}, this process is user {os.geteuid()}: chown {os.geteuid()} {file}"

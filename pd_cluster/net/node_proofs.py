@@ -1,8 +1,8 @@
-"""Proofs of nodes' keys: what a process shows of its own node, and what it believes of others'.
+"""Proofs of node keys: what a process shows of its own node, and what it accepts from others.
 
 The tables are in docs/protocol/pairs.md, "Keys of nodes". A proof is a MAC under the secret that a node's key and the
 other process's key share (X25519), so only the owner of the node's private key can make it, for this connection alone.
-Reads the files again when they change. Knows nothing of sockets.
+Files are read again when they change. Knows nothing of sockets.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 End = Literal["client", "server"]
 READ_AGAIN_S = 1.0
-NODE_REFUSED = "its node is not admitted: "  # the beginning of reasons that last until a file changes
+NODE_REFUSED = "its node is not admitted: "  # the prefix of reasons that last until a file changes
 MOST_SHOWN = 200  # characters
 
 
@@ -38,24 +38,26 @@ T = TypeVar("T")
 
 
 class ProvenNode(NamedTuple):
-    """The node that the other end of a connection has proved to be, and the keys of the list with which it did."""
+    """The node that a peer has proved to be, and the listed keys that it proved."""
 
     node: str = ""
     keys: tuple[bytes, ...] = ()
 
 
 class ReloadedFile(Generic[T]):
-    """A file that is read again when it changes. If that fails, its last content stays, and each look tries again."""
+    """A file that is read again when it changes. If reading fails, the last content stays, and each look tries
+    again.
+    """
 
     def __init__(self, file: Path, read: Callable[[Path], T]) -> None:
         """Raises ConfigError for a file that cannot be used."""
         self.file, self._read = file, read
-        self._stamp = stamp_of(file)  # before the content: what changes meanwhile is read again
+        self._stamp = stamp_of(file)  # before the content, so that a change in between is read again
         self.content = read(file)
         self._problem = ""
 
     def look(self) -> bool:
-        """Returns whether the content is new. The log has each problem once, for as long as it lasts."""
+        """Returns whether the content is new. Each problem is logged once, for as long as it lasts."""
         if (stamp := stamp_of(self.file)) == self._stamp:
             self._problem = ""
             return False
@@ -71,9 +73,9 @@ class ReloadedFile(Generic[T]):
 
 
 class Nodes:
-    """`own`: this process's name@epoch; `private` and `public`: its CURVE key pair. Used on the mailbox's thread.
+    """Makes and checks proofs. Without files it makes no proof and requires none. Used on the mailbox's thread.
 
-    Without files it proves nothing, and asks nobody for a proof.
+    `own`: this process's name@epoch; `private` and `public`: its CURVE key pair.
     """
 
     def __init__(
@@ -101,7 +103,7 @@ class Nodes:
         return self._keys is not None or self._trusted is not None
 
     def read_again(self) -> bool:
-        """Reads each file that has changed, whatever is wrong with the other. Returns whether the list was read."""
+        """Reads each file that has changed, even if the other is faulty. Returns whether the list was read."""
         if self._keys is not None and self._keys.look():
             log.info("%s was read again: node %s", self._keys.file, self._keys.content.node)
         if self._trusted is None or not self._trusted.look():
@@ -110,7 +112,7 @@ class Nodes:
         return True
 
     def proofs_to(self, peer: str, peer_key: bytes, end: End) -> tuple[str, tuple[wire.NodeProof, ...]]:
-        """Returns this process's node and its proofs to a peer (name@epoch). `end`: this process's own."""
+        """Returns this process's node and its proofs to a peer (name@epoch). `end`: this process's end."""
         if self._keys is None:
             return "", ()
         keys = self._keys.content
@@ -118,7 +120,7 @@ class Nodes:
         for private, public in zip(keys.private, keys.public, strict=True):
             try:
                 secret = shared_secret(private, peer_key)
-            except ValueError:  # no key that an honest peer has
+            except ValueError:  # an invalid key, which no honest peer has
                 continue
             found.append(wire.NodeProof(public, self._mac(secret, peer, peer_key, end, keys.node, public)))
         return keys.node, tuple(found)
@@ -126,17 +128,17 @@ class Nodes:
     def believe(
         self, node: str, proofs: Sequence[wire.NodeProof], peer: str, peer_key: bytes, end: End, host: str = ""
     ) -> ProvenNode:
-        """Checks a peer's proofs of its node. `end`: the peer's. `host`: where this process reached it.
+        """Checks a peer's proofs of its node. `end`: the peer's end. `host`: where this process reached it.
 
-        A proof counts if the list has its key; others cost no computation. Raises ConfigError with the reason against
-        it, in one line.
+        A proof counts if its key is in the list; others cost no computation. Raises ConfigError with the reason for
+        refusal, in one line.
         """
         if self._trusted is None:
             return ProvenNode()
         shown = plain(peer)
         if not node or not proofs:
             raise ConfigError(
-                f"{shown} proves no node, and {self._list_file} asks for one; start it with {called('node_key_file')} "
+                f"{shown} proves no node, and {self._list_file} requires one; start it with {called('node_key_file')} "
                 f"NODE.key (`pd-cluster keys node new NODE` makes it)"
             )
         if problem := self.problem(node, [each.public_key for each in proofs]):
@@ -152,18 +154,19 @@ class Nodes:
                 f"`pd-cluster keys node trust {node}.pub --file {self._list_file}` adds it"
             )
         if not all(self._is_right(each, node, peer, peer_key, end) for each in counted):
-            raise ConfigError(f"{shown} claims to be node {node}, and has not its key: not admitted")
+            raise ConfigError(f"{shown} claims to be node {node}, but does not have its key: not admitted")
         if host and not own.may_be_at(host):
             raise ConfigError(
-                f"{shown}: node {node} answers at {host}, and {self._list_file} has it at {', '.join(own.hosts)}; "
+                f"{shown}: node {node} answers at {host}, but {self._list_file} allows it at {', '.join(own.hosts)}; "
                 f"`pd-cluster keys node trust {node}.pub --host {host} --file {self._list_file}` allows it"
             )
         return ProvenNode(node, tuple(each.public_key for each in counted))
 
     def problem(self, node: str, keys: Sequence[bytes]) -> str:
-        """Returns why a node that has proved these keys may have no connection now; "" if it may.
+        """Returns why a node that has proved these keys may have no connection now; "" if it may have one.
 
-        A key that is in the list no longer opens no new connection; it ends none, so that keys can be rotated.
+        A key that was removed from the list opens no new connections, but keeps those that are open, so that keys can
+        be rotated.
         """
         if self._trusted is None:
             return ""
@@ -187,13 +190,13 @@ class Nodes:
         if is_dead:
             last = own.keys[0]
             return (
-                f"key {last.id} of node {node} has expired at {last.until} ({self._list_file}); "
+                f"key {last.id} of node {node} expired at {last.until} ({self._list_file}); "
                 f"`pd-cluster keys node rotate {node}` makes another"
             )
         return ""
 
     def trusts_key(self, public: bytes) -> bool:
-        """Returns whether the list has this key, of any node, and it is neither revoked nor expired."""
+        """Returns whether the list has this key for any node, and it is neither revoked nor expired."""
         if self._trusted is None:
             return False
         trusted, now_s = self._trusted.content, self._now_s()
@@ -223,7 +226,7 @@ def shared_secret(private: bytes, public: bytes) -> bytes:
 
 
 def plain(text: str) -> str:
-    """Returns what a peer calls itself, or its node, for one line of a log."""
+    """Returns a peer's name for itself or its node, made safe for one line of a log."""
     return text if text.isprintable() and len(text) <= MOST_SHOWN else repr(text[:MOST_SHOWN])
 
 
@@ -244,7 +247,7 @@ def check_own(keys: NodeKeys, key_file: Path, trusted: TrustedNodes, list_file: 
         raise ConfigError(f"{key_file}: {list_file} has another key of node {keys.node}; {trust} adds this one")
     if all(each.is_over(now_s) for each in known):
         raise ConfigError(
-            f"{key_file}: key {known[0].id} of node {keys.node} has expired at {known[0].until} ({list_file}); "
+            f"{key_file}: key {known[0].id} of node {keys.node} expired at {known[0].until} ({list_file}); "
             f"`pd-cluster keys node rotate {keys.node}` makes another"
         )
 
@@ -252,7 +255,7 @@ def check_own(keys: NodeKeys, key_file: Path, trusted: TrustedNodes, list_file: 
 def _mac(
     secret: bytes, end: End, prover: str, prover_key: bytes, peer: str, peer_key: bytes, node: str, public: bytes
 ) -> bytes:
-    """The proof of one end of one connection. Both processes' names, epochs and keys are in it."""
+    """Returns the proof of one end of one connection. It covers both processes' names, epochs and keys."""
     key = hashlib.sha256(b"pd-cluster node 1" + secret).digest()
     of = "\n".join((end, prover, prover_key.hex(), peer, peer_key.hex(), node, public.hex()))
     return hmac.digest(key, of.encode(), "sha256")

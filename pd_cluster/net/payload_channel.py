@@ -1,7 +1,7 @@
 """One direction of payloads between two processes over ZeroMQ: encrypted, and authenticated at both ends by CURVE.
 
-Each end has a key pair for this pair alone, and learns the other's public key over a connection that is authenticated
-already; nobody else is admitted. Knows nothing of tensors or of what payloads mean. The table is in
+Each end creates a key pair for this channel alone, and learns the other's public key over a connection that is already
+authenticated; no other client is admitted. Knows nothing of tensors or of what payloads mean. The table is in
 docs/protocol/pairs.md, "The encrypted pair".
 """
 
@@ -18,21 +18,21 @@ from pd_cluster.net.zmq_sockets import HANDSHAKE_TIMEOUT_S, KeyPair, decode_key,
 from ranktable_tools.host_addresses import bracketed
 
 MAX_PAYLOAD_NBYTES = 1 << 30
-NUM_UNREAD = 4  # payloads that the receiving end holds before it leaves the others at the sender
+NUM_UNREAD = 4  # payloads that the receiver holds; further ones stay at the sender
 TAG_NBYTES = 8
-DOMAIN = "payloads"  # of ZAP: a socket with a name for it admits nobody when no authenticator answers
-POLL_S = 0.05  # between two looks at whether the connection still stands, while a payload is waited for
+DOMAIN = "payloads"  # the ZAP domain: a socket with a domain admits no client when no authenticator answers
+POLL_S = 0.05  # between checks of the connection, while waiting for a payload
 
 
 class PayloadError(RuntimeError):
-    """The pair is unusable."""
+    """The channel is unusable."""
 
 
 class PayloadReceiver:
-    """The end that listens, for the owner of `peer_key` alone, once. Used by one thread."""
+    """The listening end, which accepts the owner of `peer_key` once. Used by one thread."""
 
     def __init__(self, host: str, peer_key: bytes) -> None:
-        """Listens at this numeric address, at a port that the system chooses. Raises PayloadError."""
+        """Listens at this numeric address, on a port that the system chooses. Raises PayloadError."""
         keys = KeyPair.of(b"")
         self.public_key = keys.public
         self._peer_key = peer_key
@@ -59,21 +59,22 @@ class PayloadReceiver:
         return decode_key(key) == self._peer_key
 
     def accept(self, timeout_s: float) -> None:
-        """Waits until the other end has connected; nobody else is admitted from then on. Raises PayloadError."""
+        """Waits until the other end has connected; no other client is admitted afterwards. Raises PayloadError."""
         if not self._monitor.poll(int(1000 * timeout_s)):
             raise PayloadError(f"the other end did not connect within {timeout_s:g} s")
-        self._authenticator.stop()  # without it ZAP_ENFORCE_DOMAIN refuses all; an unbind would close the connection
+        # with no authenticator, ZAP_ENFORCE_DOMAIN refuses all clients; an unbind would close the connection
+        self._authenticator.stop()
         self._socket.disable_monitor()
 
     def receive(self, nbytes: int, tag: int, timeout_s: float) -> memoryview:
-        """Returns the next payload, which must be this one. Raises PayloadError."""
+        """Returns the next payload, which must have this tag and size. Raises PayloadError."""
         if not self._socket.poll(int(1000 * timeout_s)):
             raise PayloadError(f"nothing came within {timeout_s:g} s")
         frames = self._socket.recv_multipart(copy=False)
         if len(frames) != 2 or frames[0].bytes != tag.to_bytes(TAG_NBYTES, "big"):
-            raise PayloadError("another payload came than the one that was announced")
+            raise PayloadError("a payload arrived that is not the announced one")
         if len(frames[1]) != nbytes:
-            raise PayloadError(f"{len(frames[1])} bytes came for {nbytes}")
+            raise PayloadError(f"{len(frames[1])} bytes arrived, {nbytes} were announced")
         return memoryview(frames[1].buffer)
 
     def close(self) -> None:
@@ -86,7 +87,7 @@ class PayloadReceiver:
 
 
 class PayloadSender:
-    """The end that connects, once. Used by one thread."""
+    """The connecting end, used once and by one thread."""
 
     def __init__(self, keys: KeyPair) -> None:
         self._context: Any = zmq.Context()
@@ -95,7 +96,7 @@ class PayloadSender:
         self._keys = keys
 
     def connect(self, host: str, port: int, server_key: bytes, timeout_s: float) -> None:
-        """Waits until the other end has proved this key, and admitted this one's. Raises PayloadError."""
+        """Waits until the other end has proved this key and admitted this process's key. Raises PayloadError."""
         socket = self._socket
         _set_options(socket, host)
         socket.setsockopt(zmq.IMMEDIATE, 1)
@@ -112,10 +113,10 @@ class PayloadSender:
         if not self._monitor.poll(int(1000 * timeout_s)):
             raise PayloadError(f"the other end did not answer within {timeout_s:g} s")
         if next_event(self._monitor) != zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            raise PayloadError("the other end did not let this one connect")
+            raise PayloadError("the other end refused the connection")
 
     def send(self, payload: memoryview, tag: int) -> PayloadUnderWay:
-        """Sends a payload, which must not change until it has left. Raises PayloadError."""
+        """Sends a payload, which must not change until it has been sent. Raises PayloadError."""
         self.check()
         try:
             parts: list[Any] = [tag.to_bytes(TAG_NBYTES, "big"), payload]
@@ -124,7 +125,7 @@ class PayloadSender:
             raise PayloadError(f"the connection was closed: {error}") from error
 
     def check(self) -> None:
-        """Raises PayloadError when the connection does not stand any more."""
+        """Raises PayloadError if the connection is closed."""
         if self._monitor is None or next_event(self._monitor) is not None:
             raise PayloadError("the connection was closed")
 
@@ -149,9 +150,9 @@ class PayloadUnderWay:
             except zmq.NotDone:
                 self._sender.check()
                 if left_s <= 0:
-                    raise PayloadError(f"nothing left within {timeout_s:g} s") from None
+                    raise PayloadError(f"nothing was sent within {timeout_s:g} s") from None
             else:
-                self._sender.check()  # a lost connection drops what it was sending
+                self._sender.check()  # a lost connection drops messages that it was sending
                 return
 
 
@@ -159,7 +160,7 @@ def _set_options(socket: Any, host: str) -> None:
     for option, value in (
         (zmq.LINGER, 0),
         (zmq.IPV6, int(":" in host)),
-        (zmq.SNDHWM, 0),  # a sender waits for earlier payloads itself
+        (zmq.SNDHWM, 0),  # the sender waits for earlier payloads itself
         (zmq.RCVHWM, NUM_UNREAD),
         (zmq.MAXMSGSIZE, MAX_PAYLOAD_NBYTES),
         (zmq.HANDSHAKE_IVL, int(1000 * HANDSHAKE_TIMEOUT_S)),

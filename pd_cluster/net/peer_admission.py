@@ -15,7 +15,7 @@ from pd_cluster.settings.process_configs import Credentials
 from ranktable_tools import public_keys
 
 JOIN_PORT, JOIN_EPOCH = "join", 0  # a worker cannot know the epoch of a scheduler that it has never met
-SCHEDULER = ""  # in place of a worker's name@epoch
+SCHEDULER = ""  # instead of a worker's name@epoch
 
 
 class Life(NamedTuple):
@@ -26,7 +26,7 @@ class Life(NamedTuple):
 
 
 def peer_key(name: str, epoch: int) -> str:
-    """Returns the name of one life of a process; after a restart it is another peer."""
+    """Returns the name of one life of a process."""
     return f"{name}@{epoch:x}"
 
 
@@ -36,18 +36,20 @@ def join_key(secret: bytes) -> bytes:
 
 
 class Fence:
-    """Tells orders of the scheduler that owns membership from those of an earlier owner, by their fencing numbers."""
+    """Distinguishes orders of the scheduler that owns membership from those of an earlier owner, by their fencing
+    numbers.
+    """
 
     def __init__(self) -> None:
-        self.term = 0  # the highest that was heard of, in this life
+        self.term = 0  # the highest term heard of in this process's life
         self.num_stale = 0
 
-    def heard(self, term: int) -> None:
-        """Some scheduler knows of this term, whether its owner has given an order yet or not."""
+    def note(self, term: int) -> None:
+        """Records that a scheduler knows this term, even if its owner has given no order yet."""
         self.term = max(self.term, term)
 
     def admits(self, term: int) -> bool:
-        """Returns whether an order of this term holds; older ones are counted, and never hold again."""
+        """Returns whether an order of this term is valid; outdated orders are counted, and never become valid again."""
         if term < self.term:
             self.num_stale += 1
             return False
@@ -62,15 +64,15 @@ class Admission:
         self._secret = hashlib.sha256(b"pd-cluster welcome 1" + credentials.secret).digest()
         self._own, self._public_key = own, public_key
         self._schedulers: Mapping[bytes, str] = dict.fromkeys(credentials.schedulers, SCHEDULER)
-        self._admitted = self._schedulers  # public key -> name@epoch; replaced, never changed
+        self._admitted = self._schedulers  # public key -> name@epoch; replaced, never mutated
         self.fence = Fence()
 
     def may_connect(self, key: bytes) -> bool:
-        """Answers ZAP, on a thread of its own: may a client with this public key connect at all?"""
+        """Answers ZAP, on its thread: may a client with this public key connect at all?"""
         return key in self._admitted
 
-    def hear(self, peers: Sequence[wire.PeerInfo]) -> None:
-        """Admits from now on only the peers that a scheduler names in an order that holds, and the schedulers."""
+    def set_peers(self, peers: Sequence[wire.PeerInfo]) -> None:
+        """From now on admits only schedulers and the peers that a valid order of a scheduler names."""
         named = {each.public_key: peer_key(each.name, each.epoch) for each in peers}
         self._admitted = {**named, **self._schedulers}
 
@@ -79,7 +81,7 @@ class Admission:
         return self._admitted.get(key) == (SCHEDULER if kind == "scheduler" else peer)
 
     def is_worker(self, key: bytes) -> bool:
-        """Returns whether the owner of this key, which this process has connected to, is no scheduler."""
+        """Returns whether the owner of this key, to which this process has connected, is a worker."""
         return key not in self._schedulers
 
     def proof_to(self, client: str, client_key: bytes) -> bytes:
@@ -87,7 +89,7 @@ class Admission:
         return self._proof(self._own, self._public_key, client, client_key)
 
     def is_proof(self, proof: bytes, server: str, server_key: bytes) -> bool:
-        """Checks that the end this process connected to has the cluster's secret."""
+        """Checks that the listening end has the cluster's secret."""
         return hmac.compare_digest(proof, self._proof(server, server_key, self._own, self._public_key))
 
     def _proof(self, server: str, server_key: bytes, client: str, client_key: bytes) -> bytes:
@@ -96,7 +98,7 @@ class Admission:
 
 
 class JoinAdmission(Admission):
-    """A join port's: admits the join key alone, as a worker, under any name."""
+    """The admission of a join port: admits only the join key, as a worker, under any name."""
 
     def __init__(self, credentials: Credentials, own: str, own_key: bytes) -> None:
         super().__init__(credentials, own, own_key)

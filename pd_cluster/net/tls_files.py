@@ -15,7 +15,7 @@ Stamp = tuple[tuple[int, int, int] | None, ...]
 
 
 class TlsFiles:
-    """Loads the files. `context` is for new connections; open ones keep theirs. Raises ConfigError."""
+    """Loads the files. `context` is for new connections; open connections keep theirs. Raises ConfigError."""
 
     def __init__(self, config: Tls) -> None:
         self._config = config
@@ -23,7 +23,7 @@ class TlsFiles:
         self.context = load(config)
 
     def refresh(self) -> None:
-        """Reloads changed files. Unusable files are logged once, and the context stays as it was."""
+        """Reloads changed files. Unusable files are logged once, and the earlier context is kept."""
         stamp = self._look()
         if stamp == self._stamp:
             return
@@ -31,9 +31,9 @@ class TlsFiles:
         try:
             self.context = load(self._config)
         except ConfigError as error:
-            log.error("TLS goes on with the files as they were before: %s", error)
+            log.error("TLS continues with the earlier files: %s", error)
         else:
-            log.info("the TLS files have changed and were read again")
+            log.info("read the changed TLS files")
 
     def _look(self) -> Stamp:
         names = (self._config.certfile, self._config.keyfile, self._config.ca_certs)
@@ -56,7 +56,7 @@ def load(config: Tls) -> ssl.SSLContext:
     try:
         context.load_cert_chain(config.certfile, config.keyfile or None, _refuse_password)
     except OSError as error:
-        key = f", --ssl-keyfile {config.keyfile}" if config.keyfile else ", which must have the key, too"
+        key = f", --ssl-keyfile {config.keyfile}" if config.keyfile else ", which must also contain the key"
         raise ConfigError(f"--ssl-certfile {config.certfile}{key}: {_why(error)}") from None
     if config.ca_certs:
         try:
@@ -74,5 +74,5 @@ def _refuse_password() -> str:
 
 def _why(error: OSError) -> str:
     if isinstance(error, ssl.SSLError):
-        return error.reason or "no PEM of a certificate and its key"
+        return error.reason or "not a PEM file of a certificate and its key"
     return error.strerror or type(error).__name__

@@ -14,7 +14,7 @@ from pd_cluster import wire
 from pd_cluster.net.map_deltas import LinkReceiver, LinkSender, PeersReceiver
 from pd_cluster.net.node_proofs import ProvenNode
 
-HIGH_WATER_MARK = 20_000  # messages queued for a peer that does not read; one more and the connection is cut
+HIGH_WATER_MARK = 20_000  # messages queued for a peer that does not read; one more closes the connection
 HANDSHAKE_TIMEOUT_S = 5.0
 
 
@@ -27,7 +27,7 @@ class KeyPair:
 
     @classmethod
     def of(cls, private: bytes) -> KeyPair:
-        """Returns the pair of this private key, or a new pair if it is empty."""
+        """Returns the pair of this private key, or a new pair if the key is empty."""
         private = private or secrets.token_bytes(wire.KEY_NBYTES)
         return cls(z85.decode(zmq.curve_public(z85.encode(private))), private)
 
@@ -37,7 +37,7 @@ class KeyPair:
 
 @dataclass(slots=True)
 class Connection:
-    """One peer over one socket. `id` is unique in this process; a closed connection never opens again."""
+    """A peer's connection over one socket. `id` is unique in this process; a closed connection never opens again."""
 
     id: str
     peer: str  # name@epoch
@@ -46,30 +46,30 @@ class Connection:
     identity: bytes = b""  # set for connections that arrived at the ROUTER
     peer_key: bytes = b""  # the other end's public key
     kind: str = ""
-    host: str = ""  # of connections that we opened
+    host: str = ""  # of connections that this process opened
     node: ProvenNode = field(default_factory=ProvenNode)
-    socket: Any = None  # the DEALER of connections that we opened
+    socket: Any = None  # the DEALER of connections that this process opened
     monitor: Any = None
     is_open: bool = False
     pending: list[bytes] = field(default_factory=list)
-    # Messages apart from greetings and heartbeats: sent, received, and received as the peer has reported.
+    # Counts of messages apart from greetings and heartbeats: sent, received, and confirmed by the peer.
     num_sent: int = 0
     num_received: int = 0
     num_heard: int = 0
-    told_links: LinkSender = field(default_factory=LinkSender)
-    heard_links: LinkReceiver = field(default_factory=LinkReceiver)
-    heard_peers: PeersReceiver = field(default_factory=PeersReceiver)
+    link_sender: LinkSender = field(default_factory=LinkSender)
+    link_receiver: LinkReceiver = field(default_factory=LinkReceiver)
+    peers_receiver: PeersReceiver = field(default_factory=PeersReceiver)
 
 
 def new_context() -> zmq.Context[Any]:
-    """Returns a context with as many sockets as ZeroMQ can have; by default 1,023, of which a peer takes three."""
+    """Returns a context with ZeroMQ's maximum number of sockets; the default is 1,023, and a peer takes three."""
     context: zmq.Context[Any] = zmq.Context()
     context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
     return context
 
 
 def open_router(context: Any, keys: KeyPair, host: str) -> Any:
-    """Opens a ROUTER for clients whose key ZAP admits; it is not bound yet."""
+    """Opens a ROUTER, not bound yet, for clients whose key ZAP admits."""
     router = context.socket(zmq.ROUTER)
     _set_options(router)
     router.curve_server = True
@@ -82,9 +82,9 @@ def open_router(context: Any, keys: KeyPair, host: str) -> Any:
 def open_dealer(
     context: Any, keys: KeyPair, server_key: bytes, identity: bytes, host: str, connect_timeout_s: float
 ) -> tuple[Any, Any]:
-    """Opens a DEALER, not connected yet, and the socket that monitors it. The DEALER never connects twice.
+    """Opens a DEALER, not connected yet, and the socket that monitors it. The DEALER never reconnects.
 
-    Raises zmq.ZMQError: the process has no descriptor left.
+    Raises zmq.ZMQError if the process has no free descriptor.
     """
     socket = context.socket(zmq.DEALER)
     _set_options(socket)
@@ -104,12 +104,12 @@ def open_dealer(
 
 
 def decode_key(text: bytes | str) -> bytes:
-    """Decodes a public key in ZAP's form."""
+    """Decodes a public key in ZAP's format."""
     return bytes(z85.decode(text))
 
 
 def receive(router: Any) -> tuple[bytes, bytes, list[bytes]]:
-    """Returns the identity, the public key that ZAP admitted for this frame's connection, and the rest. Raises
+    """Returns the identity, the public key that ZAP admitted for this frame's connection, and the other frames. Raises
     zmq.Again.
     """
     identity, *frames = router.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -117,7 +117,7 @@ def receive(router: Any) -> tuple[bytes, bytes, list[bytes]]:
 
 
 def next_event(monitor: Any) -> int | None:
-    """Returns the next event that a monitor has waiting."""
+    """Returns a monitor's next queued event, or None."""
     try:
         return int(recv_monitor_message(monitor, zmq.NOBLOCK)["event"])
     except zmq.Again:

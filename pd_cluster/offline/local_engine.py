@@ -20,7 +20,7 @@ from pd_cluster import host, wire
 from pd_cluster.checkpoints.prompt_adapter_folder import AdapterFolder
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.roster import Roster
-from pd_cluster.cluster.placement.routing_policy import Pair, RoutingRequest, alone
+from pd_cluster.cluster.placement.routing_policy import Pair, RoutingRequest, single_instance
 from pd_cluster.cluster.placement.routing_rules import ReplayLimits, RoutingRules
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import ConfigError, ModelError, PdClusterError, Unavailable
@@ -253,7 +253,7 @@ class _NoLanes:
 def _alone(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     """Chooses the only instance. Raises Unavailable once the engine has ended."""
     try:
-        return alone(instances)
+        return single_instance(instances)
     except Unavailable:
         (instance,) = instances
         raise Unavailable(instance.reason or "the engine is not there") from None

@@ -1,1 +1,1 @@
-"""The settings."""
+"""Settings: their declarations, values and checks."""

@@ -54,7 +54,7 @@ ONLY_ON_CPU = ("w4a8",)
 ALSO_AT_LOAD = {"wint8": "int8_wo", "wint4": "int4_wo"}  # FastDeploy's names
 QUANTIZATIONS = tuple(dict.fromkeys((*FORMATS, *AT_LOAD, *ALSO_AT_LOAD)))
 DTYPES = ("auto", "float32", "float16", "bfloat16", "float", "half")
-KV_CACHE_DTYPES = {  # by the names of vLLM and of its kin
+KV_CACHE_DTYPES = {  # by the names that vLLM and related servers use
     **{name: name for name in ("auto", "bfloat16", "int8", "fp8_e4m3", "int4")},
     "fp8": "fp8_e4m3",
     "fp8_per_token_head": "fp8_e4m3",
@@ -73,8 +73,8 @@ NAME = Form(str, lambda name, written: None if written in ("None", "none") else 
 def _model(name: str, written: str) -> str:
     if not written:
         raise ConfigError(
-            f"{called(name)}: empty or missing; give a model's folder, or a hub's model. Only `pd-cluster up` serves "
-            f"the small model that the project ships without being given one"
+            f"{called(name)}: empty or missing; give a model's folder, or a hub's model. Only `pd-cluster up` needs "
+            "none: it serves the small model that is shipped with the project"
         )
     return written
 
@@ -83,9 +83,10 @@ MODEL = Form(str, _model, str)
 
 
 def model_name(model: str) -> str:
-    """Returns what clients call a model that was given no name: a folder's last part, a hub's name as it is.
+    """Returns the name under which clients know a model that was given no name: a folder's last part, a hub's name
+    unchanged.
 
-    Raises ConfigError for a folder whose name is unfit for that.
+    Raises ConfigError for a folder whose name is unsuitable.
     """
     if not os.path.isabs(model) and not os.path.isdir(model):
         return model
@@ -97,12 +98,12 @@ def model_name(model: str) -> str:
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that determines what an engine computes, and how. None: determined when the model is loaded."""
+    """Everything that determines what an engine computes, and how. None: decided when the model is loaded."""
 
     model: Annotated[
         str,
         Setting(
-            "Model folder, or a hub's model; must be given.",
+            "The model's folder, or a hub's model; required.",
             Panel.BASIC,
             Scope.ENGINE,
             default="",
@@ -112,7 +113,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     tensor_parallel_size: Annotated[
         int,
         ENGINE(
-            "Devices that share the model; default: the number in the rank table.",
+            "Number of devices that share the model; default: as in the rank table.",
             default=None,
             checks=(*ONE, at_most(MAX_TP_SIZE)),
         ),
@@ -120,7 +121,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     data_parallel_size: Annotated[
         int,
         ENGINE(
-            "Instances of one role that share a model's experts.",
+            "Number of instances of one role that share a model's experts.",
             checks=(*ONE, at_most(MAX_UNIT_SIZE)),
         ),
     ] = 1
@@ -131,19 +132,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     expert_placement_strategy: Annotated[
         ExpertPlacement,
         ENGINE(
-            "linear: a rank has consecutive experts; round_robin: experts are dealt out in turn.",
+            "linear: each rank has consecutive experts; round_robin: the experts are dealt out in turn.",
             checks=(one_of(EXPERT_PLACEMENTS),),
         ),
     ] = "linear"
-    revision: Annotated[str, ENGINE("Branch, tag or commit of a model from a hub.")] = ""
-    download_dir: Annotated[str, ENGINE("Folder for models from a hub; default: the hub's own cache.")] = ""
-    tokenizer: Annotated[str, ENGINE("Folder or hub id of another tokenizer.")] = ""
+    revision: Annotated[str, ENGINE("Branch, tag or commit of the model on the hub.")] = ""
+    download_dir: Annotated[str, ENGINE("Folder for models from the hub; default: the hub's own cache.")] = ""
+    tokenizer: Annotated[str, ENGINE("Folder or hub id of a tokenizer to use instead of the model's.")] = ""
     tokenizer_revision: Annotated[str, ENGINE("Branch, tag or commit of the tokenizer.")] = ""
     skip_tokenizer_init: Annotated[
         bool, ENGINE("Serve a model folder without a tokenizer; prompts must be token ids.")
     ] = False
     hf_overrides: Annotated[
-        dict[str, Any], ENGINE("JSON object of values that replace those of config.json.", form=OBJECT)
+        dict[str, Any], ENGINE("JSON object whose values replace those of config.json.", form=OBJECT)
     ] = {}
     max_model_len: Annotated[int | None, ENGINE("Maximum number of prompt and output tokens together.", checks=ONE)] = (
         None
@@ -151,7 +152,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: Annotated[
         int,
         ENGINE(
-            "Maximum number of sequences in a step; fewer if a model's states do not fit the memory.",
+            "Maximum number of sequences in a step; lowered if a model's states do not fit in memory.",
             checks=ONE,
         ),
     ] = DEFAULT_NUM_SEQS
@@ -165,8 +166,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     dtype: Annotated[
         str,
         ENGINE(
-            "auto, float32, float16 or bfloat16. auto: the model's own; on a CPU float32, or bfloat16 where "
-            "it is fast.",
+            "auto, float32, float16 or bfloat16. auto: the model's own; on a CPU float32, or bfloat16 if it is fast.",
             checks=(one_of(DTYPES),),
         ),
     ] = "auto"
@@ -190,16 +190,18 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: Annotated[
         str,
         ENGINE(
-            "How the KV cache holds numbers: auto (the model's), bfloat16, int8, fp8_e4m3 (or fp8) or int4.",
+            "Data type of the KV cache: auto (the model's), bfloat16, int8, fp8_e4m3 (or fp8) or int4.",
             checks=(one_of(tuple(KV_CACHE_DTYPES)),),
         ),
     ] = "auto"
-    device: Annotated[str, ENGINE("auto, cpu, cuda or npu. auto: the accelerator, if there is one.")] = "auto"
-    enforce_eager: Annotated[bool, ENGINE("Never capture graphs, even if the device can.", has_off=True)] = False
+    device: Annotated[str, ENGINE("auto, cpu, cuda or npu. auto: the accelerator, if the host has one.")] = "auto"
+    enforce_eager: Annotated[bool, ENGINE("Never capture graphs, even if the device supports them.", has_off=True)] = (
+        False
+    )
     max_seq_len_to_capture: Annotated[
         int | None,
         ENGINE(
-            "Use graphs only for contexts up to this many tokens; default: any length.",
+            "Maximum context length, in tokens, for which graphs are used; default: any.",
             also=("max_context_len_to_capture",),
             checks=ONE,
         ),
@@ -207,7 +209,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     graph_sizes: Annotated[
         tuple[int, ...],
         ENGINE(
-            "Numbers of sequences to capture graphs for. One number: 1, 2, 4 and multiples of 8 up to it.",
+            "Batch sizes for which graphs are captured. A single number N: 1, 2, 4 and multiples of 8 up to N.",
             also=("cuda_graph_sizes", "cudagraph_capture_sizes", "max_cudagraph_capture_size"),
             checks=(Check(lambda sizes: all(size >= 1 for size in sizes), "must be at least 1 each"),),
             form=NUMBERS,
@@ -224,14 +226,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     npu_head_dims: Annotated[
         str,
         ENGINE(
-            "On NPUs, strict: packed attention for the operator's head sizes; wide: also for others that pass a check.",
+            "On NPUs, strict: packed attention only for the operator's head sizes; wide: also for other sizes that "
+            "pass a check.",
             checks=(one_of(NPU_HEAD_DIMS),),
         ),
     ] = "strict"
     npu_tp_graphs: Annotated[
         bool,
         ENGINE(
-            "On NPUs with several ranks, decode with graphs and launch steps ahead. Not yet run on hardware.",
+            "On NPUs with several ranks, decode with graphs and launch steps ahead. Not yet tested on hardware.",
         ),
     ] = False
     cuda_speedups: Annotated[
@@ -247,7 +250,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     deterministic: Annotated[
         bool,
         ENGINE(
-            "Make a request's numbers independent of its batch, to the bit. Slower on a GPU; refused on NPUs.",
+            "Make a request's results bitwise independent of its batch. Slower on a GPU; refused on NPUs.",
         ),
     ] = False
     try_unlisted: Annotated[
@@ -263,7 +266,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     mm_encoder_cache_tokens: Annotated[
         int,
         ENGINE(
-            "Image tokens whose features each rank keeps for later chunks and requests. 0: none.",
+            "Image tokens whose features each rank caches for later chunks and requests. 0: none.",
             checks=(at_least(0),),
         ),
     ] = 8192
@@ -275,13 +278,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = None
     num_blocks: Annotated[
-        int | None, ENGINE("Blocks in the KV pool.", also=("num_gpu_blocks_override",), checks=ONE)
+        int | None, ENGINE("Number of blocks in the KV pool.", also=("num_gpu_blocks_override",), checks=ONE)
     ] = None
-    kv_cache_memory_gib: Annotated[float | None, ENGINE("GiB for the KV pool.", checks=GIB)] = None
+    kv_cache_memory_gib: Annotated[float | None, ENGINE("Size of the KV pool, in GiB.", checks=GIB)] = None
     gpu_memory_utilization: Annotated[
         float | None,
         ENGINE(
-            "Share of memory for this instance, unless a flag above says how much. CPU: of free memory. GPU "
+            "Share of memory for this instance, unless a flag above gives a size. On a CPU: of the free memory. GPU "
             "default: 0.9.",
             also=("device_memory_utilization",),
             checks=(within(0, 1),),
@@ -297,11 +300,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             checks=(one_of(PREEMPTION_MODES),),
         ),
     ] = "recompute"
-    swap_space_gib: Annotated[float, ENGINE("GiB of host memory to swap to.", checks=GIB)] = 4.0
+    swap_space_gib: Annotated[float, ENGINE("GiB of host memory for preempted sequences.", checks=GIB)] = 4.0
     kv_host_cache_gib: Annotated[
         float,
         ENGINE(
-            "GiB of host memory for evicted KV blocks, which are loaded where that is quicker than computing.",
+            "GiB of host memory for evicted KV blocks, which are loaded when that is faster than recomputing.",
             also=("kv_offloading_size",),
             after="enable_prefix_caching",
             checks=GIB,
@@ -310,14 +313,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_cache_gib: Annotated[
         float | None,
         ENGINE(
-            "GiB of KV memory for states kept for later requests. Default: a quarter.",
+            "GiB of KV memory for states cached for later requests. Default: a quarter.",
             checks=GIB,
         ),
     ] = None
     mamba_cache_mode: Annotated[
         StateCacheMode,
         ENGINE(
-            "Which states are kept for later requests: none; align: at ends of prompts and every "
+            "Which states are cached for later requests: none; align: those at ends of prompts and every "
             "--mamba-block-size tokens; all.",
             checks=(one_of(STATE_CACHE_MODES),),
         ),
@@ -325,29 +328,29 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     mamba_block_size: Annotated[
         int | None,
         ENGINE(
-            "Tokens between kept states of a long prompt; a multiple of --block-size. Default: about 1,024.",
+            "Tokens between cached states of a long prompt; a multiple of --block-size. Default: about 1,024.",
             checks=ONE,
         ),
     ] = None
     mamba_ssm_cache_dtype: Annotated[
-        str, ENGINE("auto or float32, which are the same.", checks=(one_of(("auto", "float32")),))
+        str, ENGINE("Data type of states: auto or float32, which are the same.", checks=(one_of(("auto", "float32")),))
     ] = "auto"
     cpu_offload_gb: Annotated[
         float,
         ENGINE(
-            "GiB of weights in host memory: without effect on a CPU; only 0 on accelerators.",
+            "GiB of weights in host memory; has no effect on a CPU, and must be 0 on accelerators.",
             checks=GIB,
         ),
     ] = 0.0
-    growth_tokens: Annotated[int, ENGINE("Output tokens for which decode reserves room in advance.")] = 128
+    growth_tokens: Annotated[int, ENGINE("Output tokens for which a decode instance reserves blocks in advance.")] = 128
     seed: Annotated[
         int | None,
-        Setting("Seed from which the seeds of requests without one are drawn.", Panel.REQUESTS, Scope.ENGINE),
+        Setting("Seed of the generator that draws seeds for requests without one.", Panel.REQUESTS, Scope.ENGINE),
     ] = None
     generation_config: Annotated[
         str,
         Setting(
-            "Sampling defaults: auto (the model's generation_config.json), vllm (none), or a folder with that file.",
+            "Source of sampling defaults: auto (the model's generation_config.json), vllm (none), or another folder.",
             Panel.REQUESTS,
             Scope.ENGINE,
             after="max_logprobs",
@@ -357,23 +360,21 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Annotated[
         Speculation,
         ENGINE(
-            "JSON object with vLLM's keys (method: ngram, suffix, draft_model, eagle3, mtp or a list): how "
-            "tokens are drafted. Default: only from predictions and guides.",
+            "JSON object with vLLM's keys (method: ngram, suffix, draft_model, eagle3, mtp or a list): how tokens "
+            "are drafted. Default: only from a request's prediction and guide.",
             name="speculative_config",
             form=SPECULATION,
         ),
     ] = Speculation()
     unit_rank: int = 0  # among `data_parallel_size` instances
-    num_local_ranks: int = 1  # that share this host's memory
-    paired_tp_sizes: tuple[
-        int, ...
-    ] = ()  # ranks of each instance that KV cache goes to or comes from over device pairs
+    num_local_ranks: int = 1  # ranks that share this host's memory
+    paired_tp_sizes: tuple[int, ...] = ()  # ranks of each instance with which KV cache is exchanged over device pairs
 
     def __post_init__(self) -> None:
         check(self)
         if self.enable_mm and self.language_model_only:
             one, other = called("enable_mm"), called("language_model_only")
-            raise ConfigError(f"{one}: {other} serves no images; give one of the two")
+            raise ConfigError(f"{one}: {other} serves no images; give only one of them")
         if (coded := self.speculation.quantization) and not (rule := one_of(QUANTIZATIONS)).accepts(coded):
             raise ConfigError(f"{called('speculative_config')}: quantization {coded!r}: {rule.says}")
         if (method := self.speculation.with_weights) is not None and self.tensor_parallel_size > 1:
@@ -383,19 +384,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if method == "mtp" and self.speculation.model not in ("", self.model):
             raise ConfigError(
-                f"{called('speculative_config')}: model {self.speculation.model}: mtp drafts with the layers of "
+                f"{called('speculative_config')}: model {self.speculation.model}: mtp drafts with layers of "
                 f"{called('model')} {self.model} itself; leave it out"
             )
         if self.kv_host_cache_gib and not self.enable_prefix_caching:
             one, other = called("kv_host_cache"), called("enable_prefix_caching")
-            raise ConfigError(f"{one}: keeps blocks of the prefix cache, which {other} off has switched off")
+            raise ConfigError(f"{one}: keeps blocks of the prefix cache, which {other} off disables")
         if self.preemption_mode == "swap" and not self.swap_space_gib:
             mode, space = called("preemption_mode"), called("swap_space")
-            raise ConfigError(f"{mode} swap: needs room to swap to; give {space} GIB")
+            raise ConfigError(f"{mode} swap: needs memory to swap to; give {space} GIB")
 
 
 class RopeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Two values of config.json with flags of their own; `into` makes overrides of them."""
+    """Two values of config.json that have flags of their own; `into` adds them to the overrides."""
 
     rope_scaling: Annotated[
         dict[str, Any],
@@ -411,5 +412,5 @@ class RopeSettings(msgspec.Struct, frozen=True, kw_only=True):
         given = {name: value for name, value in own.items() if value is not None}
         for name in [each for each in given if each in overrides]:
             both = f"{called(name)}: {called('hf_overrides')} has {name}"
-            raise ConfigError(f"{both}, too; give one of the two")
+            raise ConfigError(f"{both}, too; give only one of them")
         return overrides | given

@@ -1,4 +1,4 @@
-"""Dates that files and flags give: the end of a key's life."""
+"""Parses the dates in files and flags at which keys expire."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ EXPECTED = "a date or a time with its zone, such as 2027-01-31 or 2027-01-31T12:
 
 
 def time_of(text: str) -> float | None:
-    """Returns the Unix time of a date (midnight UTC) or of a date and a time with a zone; None for anything else."""
+    """Returns the Unix time of a date (midnight UTC), or of a date and time with a zone; None for other texts."""
     try:
         found = datetime.fromisoformat(text)
         if re.fullmatch(r"\d{4}-\d\d-\d\d", text):
             found = found.replace(tzinfo=UTC)
         return found.astimezone(UTC).timestamp() if found.tzinfo is not None else None
-    except (ValueError, OverflowError):  # also for a UTC year that cannot be written
+    except (ValueError, OverflowError):  # also raised for a UTC year that cannot be represented
         return None
 
 

@@ -1,9 +1,9 @@
-"""`--config FILE`: flags of a command line from a YAML file, as vLLM has it. The command line goes before the file.
+"""`--config FILE`: reads flags from a YAML file, as vLLM does. The command line takes precedence over the file.
 
 max-model-len: 4096
-served-model-name: [chat, small]
-enable-prefix-caching: false
-override-generation-config: {temperature: 0.7}
+    served-model-name: [chat, small]
+    enable-prefix-caching: false
+    override-generation-config: {temperature: 0.7}
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ ALL_SWITCHES = frozenset(each.flag for each in settings().values() if each.kind 
 
 
 def expanded(argv: Sequence[str], known: Iterable[str]) -> list[str]:
-    """Returns flags as the settings have them, with those of the file in place of `--config FILE`, unless given, too.
+    """Returns normalized flags, with those of the file in place of `--config FILE`, except those also on the command
+    line.
 
     `known`: the flags of the command. Raises ConfigError that names the file and the key.
     """
@@ -69,7 +70,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _flags(path: str, name: str, value: Any, given: set[str], known: Sequence[str]) -> list[str]:
-    """Returns the flags for one line of the file; none where the command line has the same flag."""
+    """Returns the flags for one line of the file; [] if the command line has the same flag."""
     flag = f"--{name.replace('_', '-')}"
     if (positive := _positive(flag)) != flag and isinstance(value, bool):
         flag, value = positive, not value
@@ -100,7 +101,7 @@ def _names_of(flag: str) -> set[str]:
 
 
 def _positive(flag: str) -> str:
-    """Returns the flag of which this is the --no- form, or another spelling."""
+    """Returns the positive flag of a --no- form, or the other spelling of a flag."""
     on = f"--{flag[len(OFF) :]}" if flag.startswith(OFF) else ""
     theirs = foreign(on) if on else None
     is_off = on in ALL_SWITCHES or (theirs is not None and theirs[0].takes is Takes.SWITCH)

@@ -1,4 +1,4 @@
-"""The known flag that somebody meant who wrote an unknown one: by its words, and by other servers' names.
+"""Suggests the known flag that is meant by an unknown one, by its words and by other servers' names.
 
 Two flags that share only words such as "config" or "max" mean different things, however many letters they share.
 """
@@ -9,12 +9,12 @@ import difflib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-ALIKE = 0.84  # of two words that may be the same with a slip
-LEAST_LETTERS = 5  # of such words
-LEAST_PART = 3  # of a word that another one begins or ends with
-WHOLE = 0.85  # of two flags without their hyphens
-LEAST = 0.55  # share of the words' weight that must agree
-# Names that other servers have for a setting of ours.
+ALIKE = 0.84  # similarity of two words that may differ by a typing error
+LEAST_LETTERS = 5  # minimum length of such words
+LEAST_PART = 3  # minimum length of a word that another one begins or ends with
+WHOLE = 0.85  # similarity of two flags without their hyphens
+LEAST = 0.55  # minimum share of the words' weight that must agree
+# Other servers' names for settings.
 MEANT = {
     "--batch-size": "--max-num-seqs",
     "--chunked-prefill-size": "--max-num-batched-tokens",
@@ -37,20 +37,22 @@ MEANT = {
     "--cache-max-entry-count": "--gpu-memory-utilization",
 }
 
-# SGLang's flags without an equal here, whose way to say it takes more than a name.
+# SGLang's flags that have no equivalent, and the advice for each.
 ANSWERS = {
-    "--dp-size": "give --data-parallel-size to each of as many instances of a role, which share a model's experts",
-    "--enable-dp-attention": "give --data-parallel-size to each of as many instances of a role: attention is computed "
-    "by each for its own requests, experts by all",
-    "--ep-size": "give --enable-expert-parallel; --data-parallel-size times --tensor-parallel-size ranks have experts",
+    "--dp-size": "give --data-parallel-size to each of as many instances of a role, which then share a model's experts",
+    "--enable-dp-attention": "give --data-parallel-size to each of as many instances of a role: each computes "
+    "attention "
+    "for its own requests, and all share the experts",
+    "--ep-size": "give --enable-expert-parallel; --data-parallel-size times --tensor-parallel-size ranks share the "
+    "experts",
     "--moe-a2a-backend": "leave it out; rows are gathered from all instances that share experts",
-    "--tp-size": "did you mean --tensor-parallel-size? SGLang's counts the ranks of all data-parallel instances, this "
-    "one those of each: divide it by --dp-size",
+    "--tp-size": "did you mean --tensor-parallel-size? SGLang's counts the ranks of all data-parallel instances, "
+    "this one the ranks of each instance: divide it by --dp-size",
 }
 
 
 def meant_by(flag: str, known: Sequence[str]) -> str | None:
-    """Returns the known flag that is nearest in meaning; None if none is near."""
+    """Returns the known flag that is nearest in meaning, or None."""
     if (name := MEANT.get(flag)) in known:
         return name
     weights = _weights(known)
@@ -67,17 +69,17 @@ def _words(flag: str) -> list[str]:
 
 
 def _weights(known: Sequence[str]) -> Mapping[str, float]:
-    """Returns how much each word says: the more flags have it, the less."""
+    """Returns each word's weight: the more flags contain it, the lower."""
     found = Counter(word for each in {*known} for word in {*_words(each)})
     return {word: 1 / number for word, number in found.items()}
 
 
 def _score(asked: Sequence[str], known: Sequence[str], weights: Mapping[str, float]) -> float:
-    """Returns the share of both flags' weight that is in words which agree; 0 unless the asked flag's rarest one does.
+    """Returns the share of both flags' weight in matching words; 0 unless the asked flag's rarest word matches.
 
-    A word that no flag has weighs as much as one that a single flag has.
+    A word that no flag contains weighs as much as one in a single flag.
     """
-    pairs = {word: near for word in asked if (near := _alike(word, known))}
+    pairs = {word: near for word in asked if (near := _matching_word(word, known))}
     own = {word: weights.get(pairs.get(word, word), 1.0) for word in asked}
     if not own or max(own, key=lambda word: own[word]) not in pairs:
         return 0.0
@@ -85,8 +87,8 @@ def _score(asked: Sequence[str], known: Sequence[str], weights: Mapping[str, flo
     return agreed / (sum(own.values()) + sum(weights.get(word, 1.0) for word in known))
 
 
-def _alike(word: str, known: Sequence[str]) -> str:
-    """Returns the word that this one stands for; "" if there is none."""
+def _matching_word(word: str, known: Sequence[str]) -> str:
+    """Returns the known word that this one stands for, or ""."""
     if word in known:
         return word
     for each in known:

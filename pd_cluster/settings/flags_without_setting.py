@@ -1,16 +1,16 @@
-"""How flags of other servers are listed that no setting here has: by the reason that they have in common.
+"""The format of the list of other servers' flags that have no setting here, grouped by reason.
 
-A flag is written as vLLM's command line takes it:
+A flag is written as on vLLM's command line:
 
-    --master-port          with a value
-    --ignore-patterns+     with one or more values
+--master-port          a flag with a value
+    --ignore-patterns+     a flag with one or more values
     --[no-]numa-bind       a switch; its values are True and False
-    --nnodes=1             a value that asks for nothing that is not so; several are separated by |, and one with a
-                           trailing ! asks for what is not here, which a warning says
-    --dp-*                 every flag that begins so
+    --nnodes=1             accepted values, which describe what is already the case, separated by |; a value with
+                           a trailing ! is accepted with a warning, because it has no effect
+    --dp-*                 every flag with this prefix
 
-`accepted` flags have no effect, whatever their value. `refused` ones are refused, except with such a value, and except
-a switch that is off. Settings are named as `called` does it.
+`accepted` flags have no effect, whatever their value. `refused` flags are refused, except with an accepted value, and
+except a switch that is off. Settings are named as `called` does it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-NOTHING = ("", "{}", "[]", "none", "null")  # values in lower case that ask for nothing, of any flag with a value
+NOTHING = ("", "{}", "[]", "none", "null")  # values, in lower case, that request nothing, for any flag with a value
 
 
 class Takes(Enum):
@@ -32,7 +32,9 @@ class Takes(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FlagWithoutSetting:
-    """A flag without a setting. `values`: those that are accepted; None: any. `unmet`: those that need a warning."""
+    """A flag without a setting. `values`: the accepted values; None: any. `unmet`: accepted values that need a
+    warning.
+    """
 
     name: str
     why: str
@@ -57,7 +59,7 @@ class FlagWithoutSetting:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Flags with one reason."""
+    """Flags that share one reason."""
 
     why: str
     accepted: str = ""
@@ -81,5 +83,5 @@ class Family:
 
 
 def table(families: Iterable[Family]) -> Mapping[str, FlagWithoutSetting]:
-    """Returns the families' flags by their names."""
+    """Returns name -> flag for all families."""
     return {each.name: each for family in families for each in family.flags()}

@@ -1,4 +1,4 @@
-"""Settings in front of the API's routes: keys, CORS, TLS. Errors never contain a key."""
+"""Settings of the HTTP server outside the API's routes: keys, CORS, TLS. Errors never contain a key."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from pd_cluster.settings.response_settings import KeptResponses
 from pd_cluster.settings.routing_settings import ConnectionLimits
 from pd_cluster.settings.setting import NEGATED, TEXTS, Form, Panel, Scope, Setting, declared, variable_of, within
 
-MAX_HEADER_FIELDS = 4096  # their size is limited, too
+MAX_HEADER_FIELDS = 4096  # the total size of header fields is limited, too
 ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)+")
-ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send it: no path, no trailing slash
+ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s]+")  # as browsers send an origin: no path, no trailing slash
 TENANT = re.compile(r"[A-Za-z0-9._-]{1,64}")
 HEADER_TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -29,7 +29,7 @@ HTTP = partial(Setting, panel=Panel.HTTP, scope=Scope.SERVER)
 
 
 def _strings(wanted: re.Pattern[str], example: str) -> Form:
-    """Returns the form of a JSON list of such strings, like `["*"]`."""
+    """Returns the form of a JSON list of strings that match `wanted`, such as `["*"]`."""
 
     def of_text(name: str, text: str) -> tuple[str, ...]:
         try:
@@ -40,7 +40,7 @@ def _strings(wanted: re.Pattern[str], example: str) -> Form:
             ) from None
         for each in found:
             if not wanted.fullmatch(each):
-                raise ConfigError(f"""{called(name)} {each!r}: expected "*", or what looks like {example}""")
+                raise ConfigError(f"""{called(name)} {each!r}: expected "*", or a text such as {example}""")
         return found
 
     return Form(str, of_text, lambda values: msgspec.json.encode(values).decode())
@@ -54,7 +54,7 @@ def _root_path(name: str, path: str) -> str:
 
 
 def _endpoint(name: str, url: str) -> str:
-    """Returns the URL, with OTLP's own path if it has none. Raises ConfigError."""
+    """Returns the URL, with OTLP's default path if it has none. Raises ConfigError."""
     if not url:
         return ""
     if url.startswith("grpc"):
@@ -72,16 +72,20 @@ ORIGINS, TOKENS = _strings(ORIGIN, "https://example.com"), _strings(HEADER_TOKEN
 
 
 class Tls(msgspec.Struct, frozen=True):
-    """Files in PEM. `keyfile` is "" where the certificate's file also has the key.
+    """PEM files. `keyfile` is "" if the certificate's file also contains the key.
 
-    `cert_reqs`: whether clients show a certificate of `ca_certs`: 0 no, 1 those that want to, 2 all.
+    `cert_reqs`: whether clients must show a certificate of `ca_certs`; 0: no, 1: optional, 2: yes.
     """
 
     certfile: Annotated[
-        str, HTTP("TLS: the certificate, in PEM, read again when it changes.", name="ssl_certfile", default="")
+        str, HTTP("TLS: PEM file of the certificate, read again when it changes.", name="ssl_certfile", default="")
     ]
-    keyfile: Annotated[str, HTTP("TLS: its key; default: in the certificate's file.", name="ssl_keyfile")] = ""
-    ca_certs: Annotated[str, HTTP("TLS: the authorities that sign clients' certificates.", name="ssl_ca_certs")] = ""
+    keyfile: Annotated[
+        str, HTTP("TLS: PEM file of the certificate's key; default: the certificate's file.", name="ssl_keyfile")
+    ] = ""
+    ca_certs: Annotated[
+        str, HTTP("TLS: PEM file of the authorities that sign clients' certificates.", name="ssl_ca_certs")
+    ] = ""
     cert_reqs: Annotated[
         int, HTTP("TLS: client certificates. 0: not requested, 1: optional, 2: required.", name="ssl_cert_reqs")
     ] = 0
@@ -98,23 +102,26 @@ class Tls(msgspec.Struct, frozen=True):
         if self.cert_reqs not in (0, 1, 2):
             raise ConfigError(f"{requests}: expected 0, 1 or 2")
         if self.cert_reqs and not self.ca_certs:
-            raise ConfigError(f"{requests}: needs {called('ssl_ca_certs')} FILE, who signs for clients")
+            raise ConfigError(
+                f"{requests}: needs {called('ssl_ca_certs')} FILE, the authorities that sign clients' certificates"
+            )
         return self
 
 
 class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings in front of the API's routes. `root_path`: the prefix that a proxy strips from every path.
+    """Settings of the HTTP server outside the API's routes.
 
-    `tenants`: a name for each key, or none: then each key is a separate tenant. `shares_prefix_cache`: tenants share
-    cached prompts. `key_file` has further keys, as hashes. `metrics_key` gives access to /metrics and /load alone;
-    with only other keys, nobody can read /metrics. `returns_request_ids`: every answer has x-request-id. `has_docs`:
-    /docs and /openapi.json. `has_public_dashboard`: /dashboard.
+    `root_path`: the prefix that a proxy strips from every path. `tenants`: the tenant of each key; empty: each key is a
+    separate tenant. `shares_prefix_cache`: tenants share cached prompts. `key_file`: further keys, as hashes.
+    `metrics_key`: opens only /metrics and /load; if other keys exist and this one does not, /metrics is closed.
+    `returns_request_ids`: every answer has x-request-id. `has_docs`: /docs and /openapi.json are served.
+    `has_public_dashboard`: /dashboard is served at the public port.
     """
 
     api_keys: Annotated[
         tuple[str, ...],
         HTTP(
-            "Clients must send one of these keys; default: VLLM_API_KEY. Only /health, /ping and /live stay open.",
+            "Keys, one of which clients must send; default: VLLM_API_KEY. Only /health, /ping and /live stay open.",
             name="api_key",
             form=TEXTS,
             is_several=True,
@@ -125,18 +132,18 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     key_file: Annotated[
         str,
         HTTP(
-            "Further keys with tenants, models and limits, by `pd-cluster keys`; read again at SIGHUP.",
+            "File of further keys with their tenants and limits, by `pd-cluster keys`; read again at SIGHUP.",
             name="api_key_file",
         ),
     ] = ""
     metrics_key: Annotated[
         str,
-        HTTP("A key for /metrics and /load only.", is_secret=True),
+        HTTP("Key that opens only /metrics and /load.", is_secret=True),
     ] = ""
     allowed_origins: Annotated[
         tuple[str, ...],
         HTTP(
-            "CORS: a JSON list of origins; [] turns CORS off. Default: any, none if there are keys.",
+            "CORS: a JSON list of origins; [] turns CORS off. Default: any; none if keys are required.",
             default=None,
             form=ORIGINS,
         ),
@@ -144,7 +151,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     tenants: Annotated[
         tuple[str, ...],
         HTTP(
-            "Tenants of the keys, in their order; default: one each. Keys of a tenant share cached prompts.",
+            "The tenant of each key, in order; default: one per key. Keys of a tenant share cached prompts.",
             name="api_key_tenant",
             form=TEXTS,
             is_several=True,
@@ -153,19 +160,19 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     shares_prefix_cache: Annotated[
         bool,
         HTTP(
-            "Share cached prompts between keys; response times then reveal them.",
+            "Share cached prompts between tenants; response times then reveal what others have sent.",
             name="shared_prefix_cache",
         ),
     ] = False
-    allowed_methods: Annotated[tuple[str, ...], HTTP("CORS: a JSON list of methods.", form=TOKENS)] = ("*",)
-    allowed_headers: Annotated[tuple[str, ...], HTTP("CORS: a JSON list of headers.", form=TOKENS)] = ("*",)
+    allowed_methods: Annotated[tuple[str, ...], HTTP("CORS: a JSON list of allowed methods.", form=TOKENS)] = ("*",)
+    allowed_headers: Annotated[tuple[str, ...], HTTP("CORS: a JSON list of allowed headers.", form=TOKENS)] = ("*",)
     allow_credentials: Annotated[bool, HTTP("CORS: allow credentials such as cookies.")] = False
     root_path: Annotated[
-        str, HTTP("The path under which a proxy shows this server.", form=Form(str, _root_path, str))
+        str, HTTP("Path prefix under which a proxy serves this server.", form=Form(str, _root_path, str))
     ] = ""
     returns_request_ids: Annotated[
         bool,
-        HTTP("Send x-request-id in answers: the client's own or a new one.", name="enable_request_id_headers"),
+        HTTP("Send x-request-id in answers: the client's value or a new one.", name="enable_request_id_headers"),
     ] = False
     has_docs: Annotated[
         bool, HTTP("Do not serve /docs and /openapi.json.", name="disable_fastapi_docs", form=NEGATED)
@@ -181,7 +188,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_header_fields: Annotated[
         int,
         HTTP(
-            "Most header fields of a request; others get a 431.",
+            "Maximum number of header fields of a request; requests with more get a 431.",
             name="h11_max_header_count",
             checks=(within(16, MAX_HEADER_FIELDS),),
         ),
@@ -189,7 +196,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_public_dashboard: Annotated[
         bool,
         HTTP(
-            "Show figures at /dashboard of the public port, for key holders; needs TLS or a loopback --host.",
+            "Serve /dashboard at the public port, for holders of a key; needs TLS or a loopback --host.",
             name="public_dashboard",
         ),
     ] = False
@@ -200,7 +207,7 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
     log: RequestLogSettings = RequestLogSettings()
 
     def __repr__(self) -> str:
-        """Leaves keys out."""
+        """Shows all fields except keys."""
         hidden = {each.field for each in declared(HttpConfig) if each.setting.is_secret}
         shown = (f"{name}={getattr(self, name)!r}" for name in self.__struct_fields__ if name not in hidden)
         return f"HttpConfig({', '.join(shown)})"
@@ -211,9 +218,10 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.api_keys or self.key_file)
 
     def with_tenants(self, source: str, keys: Sequence[str], has_origins: bool) -> HttpConfig:
-        """Returns a copy with these keys, deduplicated. Keys close CORS unless origins are given. Raises ConfigError.
+        """Returns a copy with these keys, deduplicated. With keys, CORS is off unless origins are given. Raises
+        ConfigError.
 
-        `source`: the origin of the keys, for errors.
+        `source`: where the keys come from, for errors.
         """
         check_keys(source, keys)
         tenant_of = _tenants(source, keys, self.tenants)
@@ -221,7 +229,9 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
             check_keys(called("metrics_key"), [self.metrics_key])
         if self.metrics_key in tenant_of:
             name = called("metrics_key")
-            raise ConfigError(f"{name}: is one of the API keys, too; give another, which opens /metrics only")
+            raise ConfigError(
+                f"{name}: is also one of the API keys; give another key, which opens only /metrics and /load"
+            )
         changes: dict[str, Any] = {"api_keys": tuple(tenant_of)}
         if self.tenants:
             changes["tenants"] = tuple(tenant_of.values())
@@ -231,17 +241,17 @@ class HttpConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def check_keys(source: str, keys: Sequence[str]) -> None:
-    """Raises ConfigError for keys that no client could send or that are easy to guess; it does not show them."""
+    """Raises ConfigError, without showing the key, for a key that no client could send or that is easy to guess."""
     for at, key in enumerate(keys, 1):
         place = f"{source}, key {at} of {len(keys)}" if len(keys) > 1 else source
         if not key:
-            raise ConfigError(f"{place}: empty; give a key, or leave it out to serve everybody")
+            raise ConfigError(f"{place}: empty; give a key, or leave it out to serve every client")
         if not (key.isascii() and key.isprintable()) or " " in key:
-            raise ConfigError(f"{place}: keys have printable ASCII characters only, and no spaces")
+            raise ConfigError(f"{place}: keys may contain only printable ASCII characters, and no spaces")
 
 
 def _tenants(source: str, keys: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Returns each key and its tenant's name, "" without names. Raises ConfigError, which never contains a key."""
+    """Returns key -> tenant's name; "" without names. Raises ConfigError, which never contains a key."""
     if not names:
         return dict.fromkeys(keys, "")
     setting = called("api_key_tenant")
@@ -255,6 +265,7 @@ def _tenants(source: str, keys: Sequence[str], names: Sequence[str]) -> dict[str
             raise ConfigError(f"{setting} {name!r}: expected 1 to 64 letters, digits and . _ -")
         if found.setdefault(key, name) != name:
             raise ConfigError(
-                f"{setting} {name!r}: key {at} of {source} is {found[key]!r}'s already; give each tenant its own"
+                f"{setting} {name!r}: key {at} of {source} already belongs to {found[key]!r}; give each tenant its "
+                "own key"
             )
     return found

@@ -1,4 +1,4 @@
-"""Settings of `--kv-events-config`: vLLM's own names (vllm/config/kv_events.py, 0.32), as one JSON object."""
+"""Settings of `--kv-events-config`: vLLM's names (vllm/config/kv_events.py, 0.32), as one JSON object."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ TCP = re.compile(r"tcp://(\*|\[[^]]+\]|[^:\[\]]+):(\d{1,5})")
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where an instance publishes what its prefix cache holds. Every endpoint is bound here.
+    """Where an instance publishes events of its prefix cache. Every endpoint is bound by this process.
 
     `buffer_steps`: batches kept for replay. `hwm`: batches queued for one subscriber. `max_queue_size`: batches that
-    wait for being published.
+    wait to be published.
     """
 
     enable_kv_cache_events: bool = False
@@ -42,25 +42,28 @@ class KVEventsConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return (self.endpoint, *([self.replay_endpoint] if self.replay_endpoint else []))
 
     def of_instance(self, number: int) -> KVEventsConfig:
-        """Returns the settings of one of several instances of a host: ports and paths of their own, as vLLM's ranks."""
+        """Returns the settings of one of a host's instances: ports and paths are offset by its number, like those of
+        vLLM's ranks.
+        """
         moved = [_moved(each, number) for each in self.endpoints]
         return msgspec.structs.replace(self, endpoint=moved[0], replay_endpoint=moved[1] if moved[1:] else None)
 
 
 def is_private(endpoint: str) -> bool:
-    """Returns whether no other host reaches this endpoint."""
+    """Returns whether no other host can reach this endpoint."""
     found = TCP.fullmatch(endpoint)
     return endpoint.startswith("ipc://") if found is None else is_loopback(found[1].strip("[]"))
 
 
 def check_private(config: KVEventsConfig, has_curve: bool) -> None:
-    """Raises ConfigError for an endpoint that strangers could read: the events have the tokens of prompts."""
+    """Raises ConfigError for an endpoint that strangers could read: events contain the tokens of prompts."""
     for endpoint in config.endpoints if not has_curve else ():
         if not is_private(endpoint):
             raise ConfigError(
-                f"{called('kv_events_config')}: endpoint {endpoint!r} can be reached from other hosts, and events have "
-                f"the tokens of prompts: give tcp://127.0.0.1:PORT or ipc://PATH, or {called('node_key_file')} and "
-                f"{called('trusted_nodes')}, with which subscribers prove who they are (CURVE)"
+                f"{called('kv_events_config')}: endpoint {endpoint!r} can be reached from other hosts, and events "
+                "contain the tokens of prompts: give tcp://127.0.0.1:PORT or ipc://PATH, or "
+                f"{called('node_key_file')} and {called('trusted_nodes')}, with which subscribers prove their "
+                "identity (CURVE)"
             )
 
 
@@ -77,7 +80,7 @@ def _read(name: str, written: str) -> KVEventsConfig | None:
     try:
         given: Any = json.loads(written)
     except ValueError as error:
-        raise ConfigError(f"{called(name)} {written[:80]!r}: no JSON ({error})") from None
+        raise ConfigError(f"{called(name)} {written[:80]!r}: is not JSON ({error})") from None
     known = KVEventsConfig.__struct_fields__
     if not isinstance(given, dict):
         raise ConfigError(f"{called(name)} {written[:80]!r}: expected an object with {', '.join(known)}")
@@ -85,8 +88,8 @@ def _read(name: str, written: str) -> KVEventsConfig | None:
         if field not in known:
             near = difflib.get_close_matches(field, known, n=1)
             raise ConfigError(
-                f"{called(name)}: {field[:80]!r}: no field of it; "
-                + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
+                f"{called(name)}: {field[:80]!r}: unknown field; "
+                + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
             )
     try:
         found = msgspec.convert(given, KVEventsConfig)
@@ -96,7 +99,9 @@ def _read(name: str, written: str) -> KVEventsConfig | None:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ConfigError(f"{called(name)}: {field} {ascii(text)[:80]}: half of a surrogate pair") from None
+            raise ConfigError(
+                f"{called(name)}: {field} {ascii(text)[:80]}: contains half of a surrogate pair"
+            ) from None
     for endpoint in found.endpoints:
         _check_endpoint(name, endpoint)
     if len({*found.endpoints}) < len(found.endpoints):

@@ -1,4 +1,4 @@
-"""The files in which `pd-cluster up` keeps the lines of its processes, for `pd-cluster logs` and the dashboard."""
+"""The files in which `pd-cluster up` keeps its processes' log lines, for `pd-cluster logs` and the dashboard."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from pd_cluster.private_files import APPEND, open_folder, open_own
 
 log = logging.getLogger(__name__)
 
-MAX_FILE_NBYTES = 2 << 20  # then it becomes the older file, of which there is one
+MAX_FILE_NBYTES = 2 << 20  # at this size a file replaces the previous older file, the only one kept
 FOLDER = "logs"
-TOLD_EVERY_S = 60.0  # that lines cannot be kept
+LOG_EVERY_S = 60.0  # between warnings that lines cannot be kept
 
 
 def folder_of(tables: Path) -> Path:
-    """Returns the folder beside the rank tables of one launch."""
+    """Returns the folder next to the rank tables of one launch."""
     return tables / FOLDER
 
 
@@ -27,18 +27,18 @@ def file_of(folder: Path, name: str) -> Path:
 
 
 class LogFile:
-    """Appends lines to a process's file, 0600, in a folder of this user's alone.
+    """Appends lines to a process's file (0600), in a folder that only this user can open.
 
-    An error of the disk loses lines and nothing else; it is told once a minute.
+    A disk error only loses lines; it is logged once a minute.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
-        """Makes the folder if there is none. Raises ConfigError: it is not this user's alone."""
+        """Makes the folder if it does not exist. Raises ConfigError if other users can open it."""
         self._file = file_of(folder, name)
         self._folder = open_folder(folder, "", "the folder of log lines")
-        self._fd = -1  # of the file, while it is open
-        self._told_s = float("-inf")
-        with contextlib.suppress(OSError):  # the first line tells
+        self._fd = -1  # of the file; -1 while it is closed
+        self._logged_s = float("-inf")
+        with contextlib.suppress(OSError):  # the first line reports the error
             self._fd = open_own(self._file.name, APPEND, self._folder)
 
     def write(self, line: str) -> None:
@@ -53,8 +53,8 @@ class LogFile:
                 self._fd = open_own(self._file.name, APPEND, self._folder)
             os.write(self._fd, data)
         except OSError as error:
-            if time.monotonic() > self._told_s + TOLD_EVERY_S:
-                self._told_s = time.monotonic()
+            if time.monotonic() > self._logged_s + LOG_EVERY_S:
+                self._logged_s = time.monotonic()
                 log.warning("%s: lines cannot be kept: %s", self._file, error.strerror)
 
     def close(self) -> None:

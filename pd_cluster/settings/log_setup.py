@@ -1,4 +1,4 @@
-"""Sets up the log of a process of a server: by a level and a format, or by a file of Python's logging configuration."""
+"""Sets up a server process's log: by a level and a format, or by a file of Python's logging configuration."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from pd_cluster.errors import ConfigError, called
 
 FORMAT = "%(asctime)s %(levelname)s %(message)s"
 LogFormat = Literal["text", "json"]
-OF_A_REQUEST = ("request_id", "transfer_id")  # fields of lines about one request, from a call's `extra`
+OF_A_REQUEST = ("request_id", "transfer_id")  # fields of log lines about one request, from the call's `extra`
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, pid, and what the line is about, if it is known."""
+    """Formats one JSON object a line: time (UTC), level, logger, message, pid, and the request's ids, if they are
+    known.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         ms = f"{record.msecs:03.0f}" if record.msecs < 999.5 else "999"
@@ -43,7 +45,7 @@ class Logs(msgspec.Struct, frozen=True):
     format: LogFormat = "text"
 
     def begin(self) -> None:
-        """Sets up this process's log. Loggers that the file does not name stay. Raises ConfigError."""
+        """Sets up this process's log. Loggers that the file does not name are kept. Raises ConfigError."""
         logging.basicConfig(level=self.level, format=FORMAT)
         if self.format == "json":
             for handler in logging.getLogger().handlers:

@@ -1,4 +1,4 @@
-"""Which adapters an engine takes, and those that it loads at its start. Reads no adapter."""
+"""The adapters that an engine accepts, and those that it loads at its start. Reads no adapter."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pd_cluster.errors import ConfigError, called
 from pd_cluster.settings.model_names import fault_of_name
 from pd_cluster.settings.setting import Form, Panel, Scope, Setting, at_least, at_most, check
 
-SHIPPED_ADAPTER = Path(__file__).parents[1] / "models" / "pirate"  # for settings.engine's SHIPPED_MODEL
+SHIPPED_ADAPTER = Path(__file__).parents[1] / "models" / "pirate"  # made for settings.engine's SHIPPED_MODEL
 SHIPPED_ADAPTER_FLAGS = ["--enable-lora", "--lora-modules", f"{SHIPPED_ADAPTER.name}={SHIPPED_ADAPTER}"]
 MOST_RANK = 512
 NAME = re.compile(r"[^/\\=]{1,128}")
@@ -24,7 +24,7 @@ EXAMPLE = """NAME=PATH, or JSON such as '{"name": "NAME", "path": "PATH"}'"""
 
 
 class LoraModule(msgspec.Struct, frozen=True):
-    """An adapter by the name that requests give as their model. `path`: its folder."""
+    """An adapter under the name that requests give as their model. `path`: its folder."""
 
     name: str
     path: str
@@ -34,13 +34,13 @@ def lora_module(setting: str, name: str, path: str) -> LoraModule:
     """Checks a name and a path. Raises ConfigError that names the setting."""
     if NAME.fullmatch(name) is None:
         raise ConfigError(
-            f"{called(setting)} {reprlib.repr(name)}: not a name for an adapter; at most 128 characters, without "
+            f"{called(setting)} {reprlib.repr(name)}: not an adapter's name; expected at most 128 characters, without "
             f"slashes and ="
         )
     if fault := fault_of_name(name):
         raise ConfigError(f"{called(setting)} {reprlib.repr(name)}: {fault}")
     if not path:
-        raise ConfigError(f"{called(setting)} {name}: no path; expected {EXAMPLE}")
+        raise ConfigError(f"{called(setting)} {name}: the path is missing; expected {EXAMPLE}")
     return LoraModule(name, os.path.abspath(path))
 
 
@@ -49,7 +49,7 @@ def _read(setting: str, written: list[str]) -> tuple[LoraModule, ...]:
     for text in written:
         module = _from_json(setting, text) if text.lstrip().startswith("{") else _from_pair(setting, text)
         if module.name in found:
-            raise ConfigError(f"{called(setting)} {module.name}: given twice; each adapter needs a name of its own")
+            raise ConfigError(f"{called(setting)} {module.name}: given twice; each adapter needs its own name")
         found[module.name] = module
     return tuple(found.values())
 
@@ -62,7 +62,7 @@ def _from_pair(setting: str, text: str) -> LoraModule:
 
 
 def _from_json(setting: str, text: str) -> LoraModule:
-    """`base_model_name`, vLLM's, is only a label there, and has no effect here."""
+    """Reads vLLM's JSON form. `base_model_name` is only a label in vLLM, and has no effect here."""
     try:
         given = msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError:
@@ -84,13 +84,14 @@ LORA = partial(Setting, panel=Panel.ENGINE, scope=Scope.ENGINE)
 
 
 class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Without `enable_lora` every layer is computed as if there were no adapters."""
+    """The settings of adapters. Without `enable_lora` layers are computed without adapters."""
 
-    enable_lora: Annotated[bool, LORA("Serve LoRA adapters beside the model.", after="language_model_only")] = False
+    enable_lora: Annotated[bool, LORA("Serve the model with LoRA adapters.", after="language_model_only")] = False
     lora_modules: Annotated[
         tuple[LoraModule, ...],
         LORA(
-            "PEFT folders to load at the start, NAME=PATH or JSON; requests name one as their model.",
+            "LoRA adapters (PEFT folders) to load at the start, as NAME=PATH or JSON; requests name one as their "
+            "model.",
             form=Form(list[str], _read, _write),
             is_several=True,
             after="enable_lora",
@@ -99,7 +100,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_loras: Annotated[
         int,
         LORA(
-            "Most adapters that take part in one step; others take turns.",
+            "Maximum number of adapters in one step; if there are more, they take turns.",
             checks=(at_least(1),),
             after="lora_modules",
         ),
@@ -107,7 +108,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: Annotated[
         int,
         LORA(
-            f"Highest rank of an adapter, at most {MOST_RANK}.",
+            f"Maximum rank of an adapter, up to {MOST_RANK}.",
             checks=(at_least(1), at_most(MOST_RANK)),
             after="max_loras",
         ),
@@ -121,7 +122,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     prompt_adapters: Annotated[
         tuple[LoraModule, ...],
         LORA(
-            "PEFT folders of prompt adapters to load at the start, NAME=PATH or JSON.",
+            "Prompt adapters (PEFT folders) to load at the start, as NAME=PATH or JSON.",
             form=Form(list[str], _read, _write),
             is_several=True,
             after="enable_prompt_adapter",
@@ -129,12 +130,16 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = ()
     max_prompt_adapter_token: Annotated[
         int,
-        LORA("Most virtual tokens of a prompt adapter; 0: any number.", checks=(at_least(0),), after="prompt_adapters"),
+        LORA(
+            "Maximum number of virtual tokens of a prompt adapter; 0: any number.",
+            checks=(at_least(0),),
+            after="prompt_adapters",
+        ),
     ] = 0
     max_cpu_loras: Annotated[
         int | None,
         LORA(
-            "Most LoRA adapters in memory, at least --max-loras. Default: any number.",
+            "Maximum number of LoRA adapters in memory, at least --max-loras. Default: any number.",
             checks=(at_least(1),),
             after="max_lora_rank",
         ),
@@ -148,7 +153,7 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"{called('prompt_adapters')}: needs {called('enable_prompt_adapter')}")
         names = {each.name for each in self.lora_modules}
         if twice := next((each.name for each in self.prompt_adapters if each.name in names), ""):
-            raise ConfigError(f"{called('prompt_adapters')} {twice}: {called('lora_modules')} has this name, too")
+            raise ConfigError(f"{called('prompt_adapters')} {twice}: {called('lora_modules')} also has this name")
         if self.max_cpu_loras is None:
             return
         most = f"{called('max_cpu_loras')} {self.max_cpu_loras}"
@@ -157,10 +162,10 @@ class AdapterSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def are_wanted(self) -> bool:
-        """Whether the engine takes adapters of any kind."""
+        """Whether the engine serves adapters of any kind."""
         return self.enable_lora or self.enable_prompt_adapter
 
     @property
     def paths(self) -> dict[str, str]:
-        """The folders of the adapters to load at the start, by name."""
+        """Maps the name of each adapter to load at the start to its folder."""
         return {each.name: each.path for each in (*self.lora_modules, *self.prompt_adapters)}

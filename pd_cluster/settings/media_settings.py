@@ -1,4 +1,4 @@
-"""Where pictures and videos of prompts may come from, and how many a prompt has."""
+"""The allowed sources of images and videos in prompts, and their number in a prompt."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _limits(name: str, written: str) -> dict[str, int]:
         if isinstance(number, bool) or not isinstance(number, int) or number < 0:
             raise ConfigError(f"{called(name)}: {kind} {number!r}: must be a whole number, as in image=4")
         if kind not in (*DEFAULTS, *OTHERS):
-            raise ConfigError(f"{called(name)}: {kind}: not known; give image=N or video=N")
+            raise ConfigError(f"{called(name)}: {kind}: unknown; give image=N or video=N")
         if kind in OTHERS and number:
             raise ConfigError(
                 f"{called(name)}: {kind} {number}: only images and videos are supported; give 0 or leave it out"
@@ -44,9 +44,7 @@ def _video_io(name: str, written: str) -> dict[str, float]:
     given = OBJECT.read(name, written) if written else {}
     for kind, options in given.items():
         if kind not in DEFAULTS or not isinstance(options, dict):
-            raise ConfigError(
-                f'{called(name)}: {kind}: not known; give {{"video": {{"num_frames": {DEFAULT_FRAMES}}}}}'
-            )
+            raise ConfigError(f'{called(name)}: {kind}: unknown; give {{"video": {{"num_frames": {DEFAULT_FRAMES}}}}}')
         for option, value in options.items():
             if (kind, option) not in ((VIDEOS, "num_frames"), (VIDEOS, "fps")):
                 raise ConfigError(
@@ -63,7 +61,7 @@ def _video_io(name: str, written: str) -> dict[str, float]:
 
 
 def _processor(name: str, written: str) -> dict[str, Any]:
-    """Reads options of how media are read. Raises ConfigError."""
+    """Reads options for decoding media. Raises ConfigError."""
     given = OBJECT.read(name, written) if written else {}
     try:
         ReadOptions.of(given, called(name))
@@ -80,13 +78,15 @@ PROCESSOR = Form(str, _processor, lambda value: json.dumps(value) if value else 
 
 
 class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`limits`: the most items of a prompt by their kind; those of DEFAULTS where it does not say."""
+    """The settings of images and videos. `limits`: kind -> maximum per prompt; other kinds have the limits of
+    DEFAULTS.
+    """
 
     limits: Annotated[
         dict[str, int],
         MEDIA(
-            f"Most images and videos of a prompt: image=N,video=N or JSON; default: {DEFAULTS[IMAGES]} and "
-            f"{DEFAULTS[VIDEOS]}.",
+            f"Maximum number of images and videos in a prompt: image=N,video=N or JSON; default: {DEFAULTS[IMAGES]} "
+            f"and {DEFAULTS[VIDEOS]}.",
             name="limit_mm_per_prompt",
             default="",
             form=LIMITS,
@@ -96,14 +96,14 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     local_root: Annotated[
         str,
         MEDIA(
-            "Folder for file:// URLs of images and videos, readable by all clients; default: none.",
+            "Folder of files that clients may name by file:// URLs, as images and videos; default: none.",
             name="allowed_local_media_path",
         ),
     ] = ""
     domains: Annotated[
         tuple[str, ...],
         MEDIA(
-            "Hosts for http(s) URLs of images and videos, or * for all public ones; default: none.",
+            "Hosts that clients may name in http(s) URLs of images and videos; *: all public hosts; default: none.",
             name="allowed_media_domains",
             metavar="HOST",
             form=TEXTS,
@@ -114,8 +114,8 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     video_io: Annotated[
         dict[str, float],
         MEDIA(
-            f'Most frames of a video, and of its seconds: {{"video": {{"num_frames": N, "fps": F}}}}; default: '
-            f"{DEFAULT_FRAMES}, any.",
+            f'Maximum number of frames read of a video, in all and per second: {{"video": {{"num_frames": N, "fps": '
+            f"F}}}}; default: {DEFAULT_FRAMES}, and no limit per second.",
             name="media_io_kwargs",
             default="",
             form=VIDEO_IO,
@@ -125,7 +125,7 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     processor: Annotated[
         dict[str, Any],
         MEDIA(
-            "Defaults for reading images and videos: JSON with min_pixels, max_pixels, fps, num_frames.",
+            "Defaults for decoding images and videos: JSON with min_pixels, max_pixels, fps, num_frames.",
             name="mm_processor_kwargs",
             default="",
             form=PROCESSOR,
@@ -135,7 +135,7 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     cache_gb: Annotated[
         float,
         MEDIA(
-            "GiB of decoded images and videos that each API process keeps. 0: none.",
+            "GiB of decoded images and videos that each API process caches. 0: none.",
             name="mm_processor_cache_gb",
             checks=(at_least(0),),
         ),
@@ -144,8 +144,8 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     memory_gb: Annotated[
         float,
         MEDIA(
-            "GiB of unanswered requests' images that each API process holds for replays; more go to "
-            "--media-spill-path, or get a 503.",
+            "GiB of unanswered requests' images that each API process holds for replays; beyond it, images go to "
+            "--media-spill-path, or the request gets a 503.",
             name="media_memory_gb",
             checks=(at_least(0),),
         ),
@@ -153,26 +153,26 @@ class MediaSettings(msgspec.Struct, frozen=True, kw_only=True):
     spill_path: Annotated[
         str,
         MEDIA(
-            "Folder for files (mode 0600, unnamed) beyond --media-memory-gb; default: none.",
+            "Folder for images beyond --media-memory-gb, in unnamed files of mode 0600; default: none.",
             name="media_spill_path",
         ),
     ] = ""
     spill_gb: Annotated[
         float,
-        MEDIA("Most GiB in these files.", name="media_spill_gb", checks=(at_least(0),)),
+        MEDIA("Maximum size of these files, in GiB.", name="media_spill_gb", checks=(at_least(0),)),
     ] = 8.0
 
     def most(self, kind: str) -> int:
-        """Returns how many items of a kind a prompt may have."""
+        """Returns the maximum number of items of a kind in a prompt."""
         return self.limits.get(kind, DEFAULTS[kind])
 
     @property
     def num_frames(self) -> int:
-        """Returns the most frames that are read of a video."""
+        """Returns the maximum number of frames that are read of a video."""
         given = int(self.video_io.get("num_frames", DEFAULT_FRAMES))
         return MAX_FRAMES if given == -1 else given
 
     @property
     def fps(self) -> float:
-        """Returns the most frames of a second that are read; 0: as many as there are."""
+        """Returns the maximum number of frames that are read per second; 0: all."""
         return max(0.0, self.video_io.get("fps", 0.0))

@@ -1,14 +1,14 @@
-"""The rule for names of models and adapters, which people read in lists, logs, metrics and pages.
+"""Checks names of models and adapters, which people read in lists, logs, metrics and pages.
 
-Names of tenants, keys, instances and nodes have ASCII letters and digits only, by patterns of their own.
+Names of tenants, keys, instances and nodes are limited to ASCII letters, digits and a few signs elsewhere.
 """
 
 from __future__ import annotations
 
 import unicodedata
 
-# Characters without a shape of their own that Unicode calls letters, marks or symbols: joiners, fillers, variation
-# selectors, an empty pattern of Braille (Default_Ignorable_Code_Point in Unicode 15.1's DerivedCoreProperties.txt).
+# Characters without a visible shape that Unicode classes as letters, marks or symbols: joiners, fillers, variation
+# selectors, an empty Braille pattern (Default_Ignorable_Code_Point in Unicode 15.1's DerivedCoreProperties.txt).
 _UNSEEN = frozenset(
     chr(at)
     for first, last in (
@@ -27,17 +27,18 @@ _UNSEEN = frozenset(
 
 
 def fault_of_name(name: str) -> str:
-    """Returns why a name would mislead its readers; "" if it would not.
+    """Returns why a name would mislead its readers, or "".
 
     Refused: control and format characters (among them all that change the direction of text), line separators, spaces
-    other than " ", private, unassigned and half characters, characters without a shape, a space at either end, and a
-    composed character in parts (Unicode's NFC), which looks like another name. Letters of all scripts are fine.
+    other than " ", private, unassigned and surrogate characters, characters without a visible shape, a space at either
+    end, and decomposed characters (not Unicode's NFC), which look like another name. Letters of all scripts are
+    accepted.
     """
     for char in name:
         if not char.isprintable() or char in _UNSEEN:
             known = unicodedata.name(char, "")
-            return f"has U+{ord(char):04X}{f' ({known})' if known else ''}, which readers do not see as what it is"
+            return f"has U+{ord(char):04X}{f' ({known})' if known else ''}, which readers cannot recognize"
     if name != name.strip():
         return "begins or ends with a space"
     composed = unicodedata.normalize("NFC", name)
-    return "" if name == composed else f"looks like {composed}, which is another name; give that one"
+    return "" if name == composed else f"looks like {composed}, but is another name; use that one"

@@ -1,6 +1,6 @@
-"""The configurations of whole processes: everything that was parsed once, as one frozen struct each.
+"""Configurations of whole processes: parsed settings, as one frozen struct per process.
 
-Imports no torch. The modules beside this one define the settings' names and errors.
+Imports no torch. The other modules of this folder define the settings' names and errors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pd_cluster.wire import KVOptions
 class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
     """The rank of a process in its instance, and its connections to the other ranks.
 
-    `store`: a file in a folder of their own. `fds`: rank 0 has a socket to each follower, in order, and a follower has
-    one to rank 0.
+    `store`: a file in a folder of the ranks. `fds`: rank 0 has a socket to each follower, in order; a follower has one
+    to rank 0.
     """
 
     rank: int = 0
@@ -35,7 +35,7 @@ class RankPlace(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class UnitPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's place among the instances that compute experts together. `name`: the same for all of them."""
+    """A worker's rank among the instances that share experts. `name`: the unit's name, the same for all of them."""
 
     name: str
     rank: int
@@ -45,7 +45,8 @@ class UnitPlace(msgspec.Struct, frozen=True, kw_only=True):
 class SharedCores(msgspec.Struct, frozen=True, kw_only=True):
     """How the ranks of one host share its cores. `first`: this instance's first rank.
 
-    `ledger`: the file through which they are lent, if `lending` is wanted. `binding`: whether steps have a home.
+    `ledger`: the file through which cores are lent, if `lending` is enabled. `binding`: whether each rank has its own
+    cores.
     """
 
     ledger: str
@@ -57,11 +58,11 @@ class SharedCores(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """The credentials of a process in its cluster. `schedulers`: the public keys that it accepts as a scheduler's.
+    """The credentials of a process in its cluster. `schedulers`: public keys of the schedulers that it accepts.
 
-    `key`: the scheduler's private key; a worker has none here, because it generates its own. `table`: a digest of the
-    global rank table that it was started with. `node_key_file`, `trusted_nodes`: files, which are read again when they
-    change; "" for none.
+    `key`: the scheduler's private key; empty for a worker, which generates its own. `table`: a digest of the global
+    rank table with which the process was started. `node_key_file`, `trusted_nodes`: files, which are read again when
+    they change; "": none.
     """
 
     secret: bytes
@@ -76,9 +77,11 @@ class Credentials(msgspec.Struct, frozen=True):
 
 
 class WorkerConfig(HandoverSettings, frozen=True, kw_only=True):
-    """One rank process, passed by the worker's parent as JSON on a socket, never on a command line."""
+    """The configuration of one rank process, passed by the worker's parent as JSON over a socket, never on a command
+    line.
+    """
 
-    name: str  # prefill-0, decode-1: role and place in the global table
+    name: str  # prefill-0, decode-1: the role and the index in the global table
     role: Role
     server_ip: str
     bind_address: str
@@ -91,8 +94,8 @@ class WorkerConfig(HandoverSettings, frozen=True, kw_only=True):
     engine: EngineConfig
     timeouts: Timeouts
     ranks: RankPlace = RankPlace()
-    unit: UnitPlace | None = None  # None: the instance is independent of others
-    # besides those of its parent; an empty value removes the variable
+    unit: UnitPlace | None = None  # None: the instance is not part of a unit
+    # variables added to those of the parent; an empty value removes a variable
     environment: dict[str, str] = msgspec.field(default_factory=dict)
     logs: Logs = Logs()
 
@@ -111,15 +114,16 @@ class ApiConfig(RequestSettings, frozen=True, kw_only=True):
 
     @property
     def model_names(self) -> list[str]:
-        """Returns the model's names to clients, the one that answers have first."""
+        """Returns the model's names for clients; answers contain the first one."""
         return self.served_model_names or [model_name(self.engine.model)]
 
 
 class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One of several API processes, passed by the scheduler as JSON on a socket, never on a command line.
+    """The configuration of one of several API processes, passed by the scheduler as JSON over a socket, never on a
+    command line.
 
-    `listener_fd` is its own socket at the public port, `admin_fd` a Unix one for the scheduler's queries. `keys` are
-    those of --api-key-file, `rates_fd` is the memory of their limits; None and -1 without that file.
+    `listener_fd` is the process's socket at the public port, `admin_fd` a Unix socket for the scheduler's queries.
+    `keys` are those of --api-key-file, `rates_fd` is the memory of their rate limits; None and -1 without that file.
     """
 
     index: int
@@ -129,6 +133,6 @@ class ApiProcessConfig(msgspec.Struct, frozen=True, kw_only=True):
     admin_fd: int
     logs: Logs
     adapters: AdapterNames = AdapterNames({}, 0)
-    steer: PauseUpdate = PauseUpdate()
+    pause: PauseUpdate = PauseUpdate()
     keys: Keys | None = None
     rates_fd: int = -1

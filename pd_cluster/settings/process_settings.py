@@ -1,4 +1,4 @@
-"""Settings that make a process part of its cluster, and settings of KV handover between workers."""
+"""Settings of a process as a member of its cluster, and of the KV handover between workers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ALIKE = KVOptions()
 
 
 class PortRange(msgspec.Struct, frozen=True):
-    """Ports [first, last] to choose one from; 0-0 lets the system choose."""
+    """A range of ports, [first, last], to choose one from; 0-0 lets the system choose."""
 
     first: int = 0
     last: int = 0
@@ -61,7 +61,7 @@ class PortRange(msgspec.Struct, frozen=True):
         except ValueError:
             raise ConfigError(f"{called(name)} {text!r}: expected FIRST-LAST, such as 7000-7010") from None
         if not 0 < ports.first <= ports.last < 65536:
-            raise ConfigError(f"{called(name)} {text!r}: ports must be in 1-65535, the first not above the last")
+            raise ConfigError(f"{called(name)} {text!r}: ports must be in 1-65535, and the first not above the last")
         return ports
 
 
@@ -75,13 +75,13 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     port: Annotated[
         int,
         BASIC(
-            "HTTP port: the scheduler's is public; a worker's is in NODE_PORTS or announced by --join.",
+            "HTTP port. The scheduler's port is public; a worker's port is in NODE_PORTS, or announced with --join.",
             checks=(within(1, 65535),),
         ),
     ] = 8000
     log_level: Annotated[
         str,
-        BASIC("debug, info, warning or error.", scope=Scope.WORKERS, form=LEVEL, after="trusted_nodes"),
+        BASIC("Log level: debug, info, warning or error.", scope=Scope.WORKERS, form=LEVEL, after="trusted_nodes"),
     ] = "INFO"
     log_config_file: Annotated[
         str,
@@ -94,7 +94,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_format: Annotated[
         LogFormat,
         BASIC(
-            "text, or json: one object a line, with the request's id.",
+            "Format of the log: text, or json: one object a line, with the request's id.",
             scope=Scope.WORKERS,
             after="log_level",
         ),
@@ -111,8 +111,8 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     lend_cores: Annotated[
         CoreSharing,
         Setting(
-            "On a CPU, let steps use idle cores of the host's other instances: on, off, or auto (models of "
-            "64 MB or more).",
+            "On a CPU, let steps use idle cores of the host's other instances: on, off, or auto (for models of 64 MB "
+            "or more).",
             Panel.ENGINE,
             Scope.WORKERS,
             after="spawn",
@@ -121,7 +121,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     bind_cores: Annotated[
         CoreSharing,
         Setting(
-            "On a CPU, run each rank on its own share of the cores: on, off, or auto (models of 64 MB or more).",
+            "On a CPU, run each rank on its own share of the cores: on, off, or auto (for models of 64 MB or more).",
             Panel.ENGINE,
             Scope.WORKERS,
             after="lend_cores",
@@ -130,7 +130,7 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
     fast_collectives: Annotated[
         bool,
         Setting(
-            "On NPUs, let HCCL add in any order: faster, but equal requests may have unequal answers.",
+            "On NPUs, let HCCL add in any order: faster, but equal requests may get different answers.",
             Panel.ENGINE,
             Scope.WORKERS,
             after="npu_head_dims",
@@ -143,19 +143,21 @@ class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class KeyFiles(msgspec.Struct, frozen=True):
-    """The files that make a process part of its cluster; None: the one beside the global rank table.
+    """The files that make a process part of its cluster; None: the file next to the global rank table.
 
-    `derives`: there are none, and the secrets are derived from the table.
+    `derives`: no such files exist, and the secrets are derived from the table.
     """
 
     secret: Annotated[
         str | None,
-        BASIC("The cluster's secret; default: cluster.secret beside the global rank table.", name="secret_file"),
+        BASIC(
+            "File of the cluster's secret; default: cluster.secret next to the global rank table.", name="secret_file"
+        ),
     ] = None
     scheduler_key: Annotated[
         str | None,
         SCHEDULER(
-            "The scheduler's private key (mode 0600); default: scheduler.key beside the global rank table.",
+            "File of the scheduler's private key (mode 0600); default: scheduler.key next to the global rank table.",
             name="scheduler_key_file",
             after="admin_token_file",
         ),
@@ -163,7 +165,7 @@ class KeyFiles(msgspec.Struct, frozen=True):
     admin_token: Annotated[
         str | None,
         SCHEDULER(
-            "Admin token (mode 0600); default: admin.token beside the global rank table.",
+            "File of the admin token (mode 0600); default: admin.token next to the global rank table.",
             name="admin_token_file",
             after="admin_allowed_hosts",
         ),
@@ -171,14 +173,14 @@ class KeyFiles(msgspec.Struct, frozen=True):
     derives: Annotated[
         bool,
         BASIC(
-            "Derive the secrets from the rank table: only on one host whose users are all trusted.",
+            "Derive the secrets from the rank table; only for a single host whose users are all trusted.",
             name="derive_secret",
         ),
     ] = False
     node_key: Annotated[
         str,
         BASIC(
-            "NODE.key of this host (mode 0600), by `pd-cluster keys node`.",
+            "This host's NODE.key (mode 0600), made by `pd-cluster keys node`.",
             name="node_key_file",
             metavar="FILE",
             after="derive_secret",
@@ -187,7 +189,7 @@ class KeyFiles(msgspec.Struct, frozen=True):
     trusted_nodes: Annotated[
         str,
         BASIC(
-            "List of nodes whose workers are admitted; default: all with the secret.",
+            "File that lists the nodes whose workers are admitted; default: every worker with the secret.",
             metavar="FILE",
             after="node_key_file",
         ),
@@ -195,14 +197,14 @@ class KeyFiles(msgspec.Struct, frozen=True):
 
 
 def name_problem(name: str) -> str:
-    """Returns why a worker in no rank table cannot have this name; "" if it can."""
+    """Returns why a worker outside the rank tables cannot have this name; "" if it can."""
     if not NAME.fullmatch(name):
         return "expected up to 128 letters, digits, dots, hyphens and underscores, beginning with a letter or digit"
-    return "names of this form are places in a rank table; give another" if TABLE_NAME.fullmatch(name) else ""
+    return "names of this form denote entries of a rank table; give another" if TABLE_NAME.fullmatch(name) else ""
 
 
 def default_name(role: str, hostname: str, port: int) -> str:
-    """Returns the name of a worker in no rank table that was given none: hosts and ports tell such workers apart."""
+    """Returns the default name of a worker outside the rank tables, made unique by its host and port."""
     return f"{role}-{re.sub('[^A-Za-z0-9._-]', '-', hostname)[:100]}-{port}"
 
 
@@ -220,7 +222,7 @@ def _instance_name(name: str, written: str) -> str:
 
 
 def _addresses(name: str, written: str) -> tuple[tuple[str, int], ...]:
-    """Parses `HOST:PORT[,HOST:PORT]`, an IPv6 address in brackets. Raises ConfigError."""
+    """Parses `HOST:PORT[,HOST:PORT]`, with IPv6 addresses in brackets. Raises ConfigError."""
     found = []
     for each in written.split(","):
         host, _, port = each.strip().rpartition(":")
@@ -238,7 +240,7 @@ def _written(addresses: tuple[tuple[str, int], ...]) -> str | None:
 
 
 class JoinSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that reads no rank table, and the port at which such workers register.
+    """The settings of a process that reads no rank table, and the port at which such workers register.
 
     `addresses`: (host, port) of the schedulers' join ports.
     """
@@ -246,13 +248,14 @@ class JoinSettings(msgspec.Struct, frozen=True, kw_only=True):
     role: Annotated[
         ServeRole | None,
         BASIC(
-            "scheduler, prefill, decode or encode, in place of rank tables.", form=Form(str, _role, lambda role: role)
+            "scheduler, prefill, decode or encode, instead of rank tables.",
+            form=Form(str, _role, lambda role: role),
         ),
     ] = None
     addresses: Annotated[
         tuple[tuple[str, int], ...],
         BASIC(
-            "HOST:PORT[,HOST:PORT]: join ports of schedulers; a worker registers with the first that admits it.",
+            "HOST:PORT[,HOST:PORT]: the schedulers' join ports; a worker registers with the first that admits it.",
             name="join",
             form=Form(str, _addresses, _written),
         ),
@@ -266,19 +269,19 @@ class JoinSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     advertise_host: Annotated[
         str | None,
-        BASIC("With --join: this worker's address; default: the one from which it reaches the scheduler."),
+        BASIC("With --join: this worker's address for others; default: the one from which it reaches the scheduler."),
     ] = None
     data_parallel_rank: Annotated[
         int | None,
         BASIC(
-            "With --join and --data-parallel-size: this worker's place in its unit, from 0.",
+            "With --join and --data-parallel-size: this worker's rank in its unit, from 0.",
             checks=(at_least(0),),
         ),
     ] = None
     join_port: Annotated[
         int | None,
         SCHEDULER(
-            "Port at which workers with --join register, bound at --host; default: none.",
+            "Port, at --host, where workers with --join register; default: none.",
             after="admin_port",
             checks=(within(1, 65535),),
         ),
@@ -286,28 +289,29 @@ class JoinSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker moves KV cache. transport/transport_table.py lists the transports.
+    """The settings for moving KV cache. transport/transport_table.py lists the transports.
 
-    `kv_rate_limit_bytes_per_s` is that of each link; 0: none.
+    `kv_rate_limit_bytes_per_s` limits each link; 0: no limit.
     """
 
     kv_transport: Annotated[str, KV(CHOICES)] = "auto"
     trusts_network: Annotated[
         bool,
         KV(
-            "Let KV cache and experts' rows go to other hosts over gloo: faster, but not encrypted. For "
-            "private networks only.",
+            "Let KV cache and experts' rows go to other hosts over gloo: faster, but not encrypted; only for private "
+            "networks.",
             name="trust_network",
             after="kv_transport",
         ),
     ] = False
-    kv_port_range: Annotated[PortRange, KV("FIRST-LAST for the control socket; default: any.", form=PORTS)] = (
+    kv_port_range: Annotated[PortRange, KV("Ports for the control socket, FIRST-LAST; default: any.", form=PORTS)] = (
         PortRange()
     )
     kv_open_links: Annotated[
         int,
         KV(
-            "Most open links over pairs (NCCL, HCCL, gloo, curve); others open when a transfer needs them. 0: all.",
+            "Maximum number of open links over pairs (NCCL, HCCL, gloo, curve); others open when a transfer needs "
+            "them. 0: no limit.",
             after="kv_port_range",
             checks=(at_least(0),),
         ),
@@ -315,7 +319,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_max_quarantine: Annotated[
         float,
         KV(
-            "Share of KV blocks that may stay in quarantine beyond --transfer-timeout; above it the process ends.",
+            "Share of KV blocks that may stay in quarantine beyond --transfer-timeout; above it the process exits.",
             after="kv_open_links",
             checks=(within(0, 1),),
         ),
@@ -331,7 +335,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_disk_cache_size_gib: Annotated[
         float,
         KV(
-            "GiB in that folder, shared by the host's instances.",
+            "Size limit of that folder, in GiB, shared by the host's instances.",
             after="kv_disk_cache",
             checks=(POSITIVE,),
         ),
@@ -339,8 +343,8 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_shared_cache: Annotated[
         str,
         KV(
-            "redis://HOST:PORT, rediss:// or unix://: a store that shares encrypted blocks of "
-            "--kv-host-cache. Extra shared-cache.",
+            "redis://HOST:PORT, rediss:// or unix://: a store that shares the encrypted blocks of --kv-host-cache. "
+            "Extra shared-cache.",
             metavar="URL",
             is_secret=True,
             after="kv_disk_cache_size",
@@ -349,7 +353,8 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_key_file: Annotated[
         str,
         KV(
-            "Secret of the disk and shared cache; default: the cluster's. The first line encrypts, others decrypt.",
+            "File of the disk and shared cache's secrets; default: the cluster's. The first line encrypts; all "
+            "decrypt.",
             metavar="FILE",
             after="kv_shared_cache",
         ),
@@ -357,7 +362,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: Annotated[
         KVEventsConfig | None,
         KV(
-            "JSON object with vLLM's fields: publishes what the prefix cache stores and drops. Default: nothing.",
+            "JSON object with vLLM's fields; publishes what the prefix cache stores and drops. Default: off.",
             name="kv_events_config",
             form=EVENTS,
             default="",
@@ -367,7 +372,7 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
     kv_rate_limit_bytes_per_s: Annotated[
         float,
         KV(
-            "MB/s of KV over each link; 0: no limit.",
+            "Maximum MB/s of KV cache over each link; 0: no limit.",
             name="kv_rate_limit",
             form=MEGABYTES,
             checks=(finite("must be a number of MB/s, 0 for no limit"),),
@@ -379,7 +384,9 @@ class HandoverSettings(msgspec.Struct, frozen=True, kw_only=True):
 class KVSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings that must be equal at both ends of a link: the fields of KVOptions."""
 
-    checksum: Annotated[bool, KV("Check every KV payload.", name="kv_checksum", has_off=True)] = ALIKE.checksum
+    checksum: Annotated[bool, KV("Verify a checksum of every KV payload.", name="kv_checksum", has_off=True)] = (
+        ALIKE.checksum
+    )
     hmac: Annotated[bool, KV("Authenticate every KV header.", name="kv_hmac", has_off=True)] = ALIKE.hmac
     wire_dtype: Annotated[
         KVWireDtype, KV("auto, or int8: smaller, inexact KV between hosts.", name="kv_wire_dtype")
@@ -387,8 +394,8 @@ class KVSettings(msgspec.Struct, frozen=True, kw_only=True):
     mixed: Annotated[
         bool,
         KV(
-            "Let prefill and decode instances differ in --kv-cache-dtype; their tokens may then differ from "
-            "one instance's.",
+            "Let prefill and decode instances differ in --kv-cache-dtype; tokens may then differ from those of one "
+            "instance.",
             name="kv_mixed",
             also=("allow_mixed_kv",),
         ),

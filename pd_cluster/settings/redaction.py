@@ -1,4 +1,4 @@
-"""Removes keys and tokens from text that people will pass on: logs, and reports of an environment."""
+"""Removes keys and tokens from text that people share: logs, and reports of an environment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pd_cluster.settings.serve_options import SECRET_VARIABLES
 
 HIDDEN = "[hidden]"
-LEAST_SECRET_NUM_CHARS = 6  # of a variable's value; a shorter one would hide ordinary words
+LEAST_SECRET_NUM_CHARS = 6  # minimum length of a variable's value; hiding a shorter one would hide ordinary words
 SECRET_WORDS = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|COOKIE|AUTH", re.IGNORECASE)
 PATTERNS = (
     (re.compile(r"(?i)(bearer\s+)[^\s\"',;]+"), rf"\1{HIDDEN}"),
@@ -23,7 +23,7 @@ PATTERNS = (
 
 
 def redacted(text: str, env: Mapping[str, str] = os.environ) -> str:
-    """Hides what looks like a key, and the value of each variable that holds one."""
+    """Hides texts that look like keys, and the value of each variable that holds one."""
     for name in SECRET_VARIABLES:
         for value in env.get(name, "").split():
             if len(value) >= LEAST_SECRET_NUM_CHARS:
@@ -34,6 +34,6 @@ def redacted(text: str, env: Mapping[str, str] = os.environ) -> str:
 
 
 def shown_value(name: str, value: str) -> str:
-    """Returns a variable's value, hidden if its name says that it is a secret and not a file of one."""
+    """Returns a variable's value, hidden if the name denotes a secret and not a secret's file."""
     is_secret = name in SECRET_VARIABLES or (SECRET_WORDS.search(name) and not name.endswith(("_FILE", "_PATH")))
     return HIDDEN if is_secret and value else redacted(value)

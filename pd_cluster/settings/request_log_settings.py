@@ -1,4 +1,4 @@
-"""Settings of what a scheduler's log says of requests: nothing, unless an operator wants it."""
+"""Settings of the scheduler's log of requests, which is off by default."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ PATHS = Form(str, _paths, lambda paths: ",".join(paths))
 
 
 class RequestLogSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`most_chars`: of an answer in the log. `quiet_paths`: those without a line in the access log."""
+    """The settings of request logs. `most_chars`: logged characters of an answer. `quiet_paths`: paths that the access
+    log leaves out.
+    """
 
     has_requests: Annotated[
         bool,
@@ -46,7 +48,8 @@ class RequestLogSettings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = False
     most_chars: Annotated[
-        int, HTTP("Most characters of an answer that are logged.", name="max_log_len", checks=(at_least(0),))
+        int,
+        HTTP("Maximum number of characters of an answer that are logged.", name="max_log_len", checks=(at_least(0),)),
     ] = 2048
     has_access_log: Annotated[
         bool, HTTP("Log a line for each request at the public port: address, method, path, status.", name="access_log")
@@ -54,7 +57,7 @@ class RequestLogSettings(msgspec.Struct, frozen=True, kw_only=True):
     quiet_paths: Annotated[
         tuple[str, ...],
         HTTP(
-            "Paths, separated by commas, that the access log leaves out; switches it on for others.",
+            "Paths, separated by commas, that the access log leaves out; enables it for all others.",
             name="disable_access_log_for_endpoints",
             form=PATHS,
         ),
@@ -66,7 +69,7 @@ class RequestLogSettings(msgspec.Struct, frozen=True, kw_only=True):
         return (self.has_access_log or bool(self.quiet_paths)) and not self.has_no_access_log
 
     def checked(self) -> RequestLogSettings:
-        """Returns itself. Raises ConfigError for a flag without the one that it needs."""
+        """Returns itself. Raises ConfigError if a setting lacks another one that it needs."""
         if self.has_outputs and not self.has_requests:
             raise ConfigError(f"{called('enable_log_outputs')}: needs {called('enable_log_requests')}")
         return self

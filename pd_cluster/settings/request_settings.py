@@ -1,4 +1,4 @@
-"""How requests are read and answered: names, logprobs, sampling defaults, chats."""
+"""Settings for reading requests and writing answers: names, logprobs, sampling defaults, chats."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pd_cluster.settings.model_names import fault_of_name
 from pd_cluster.settings.sampling_override import OVERRIDE
 from pd_cluster.settings.setting import OBJECT, TEXTS, Check, Form, Panel, Scope, Setting, at_least, one_of
 
-# One library does it, whichever vLLM name is given.
+# Names that vLLM accepts; llguidance does the work, whichever is given.
 GUIDED_BACKENDS = ("auto", "guidance", "llguidance", "outlines", "lm-format-enforcer", "xgrammar")
-# Request fields that are also variables of chat templates, and so may not be given twice.
+# Request fields that are also variables of chat templates, and must not be given twice.
 BY_MODEL = "auto: by the chat template and model_type"
 OWN_VARIABLES = ("messages", "add_generation_prompt", "tools", "documents")
 
@@ -49,16 +49,16 @@ TEMPLATE_KWARGS = OBJECT._replace(read=_template_kwargs)
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's settings of guided output. `disable_any_whitespace`: guided JSON has no blanks between its parts."""
+    """vLLM's settings of guided output. `disable_any_whitespace`: guided JSON has no whitespace between its parts."""
 
     backend: str = "auto"
-    disable_fallback: bool = False  # there is one library
+    disable_fallback: bool = False  # no effect: there is one library
     disable_any_whitespace: bool = False
     reasoning_parser: str = ""
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's settings of reasoning. The parser knows the marks."""
+    """vLLM's settings of reasoning. The parser determines the delimiters."""
 
     reasoning_parser: str = ""
 
@@ -81,12 +81,12 @@ def _object_of(kind: type[T]) -> Form:
 
 
 class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The common settings of answers. `sampling_override` takes precedence over the defaults of generation_config."""
+    """The common settings of answers. `sampling_override` takes precedence over the model's generation config."""
 
     served_model_names: Annotated[
         list[str],
         Setting(
-            "Names of the model for clients; default: the last part of its path. The path itself always works.",
+            "Names of the model for clients; default: the last part of its path. The path itself is always accepted.",
             Panel.BASIC,
             Scope.SERVER,
             name="served_model_name",
@@ -98,14 +98,15 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: Annotated[
         int,
         TEXT(
-            "Most logprobs beside each token; -1: the whole vocabulary.",
+            "Maximum number of logprobs per token; -1: the whole vocabulary.",
             checks=(at_least(-1),),
         ),
     ] = 20
     sampling_override: Annotated[
         dict[str, int | float | None],
         TEXT(
-            "JSON object over these defaults: temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens.",
+            "JSON object that overrides the defaults of temperature, top_p, top_k, min_p, repetition_penalty, "
+            "max_new_tokens.",
             name="override_generation_config",
             form=OVERRIDE,
         ),
@@ -121,7 +122,7 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     returns_tokens_as_token_ids: Annotated[
         bool,
         SERVER(
-            "Logprobs show tokens as token_id:5 by default.",
+            "By default, show the tokens in logprobs as token_id:5.",
             name="return_tokens_as_token_ids",
         ),
     ] = False
@@ -135,14 +136,14 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     shows_tokenizer: Annotated[
         bool,
         SERVER(
-            "Show the tokenizer's configuration and the chat template at /tokenizer_info.",
+            "Serve the tokenizer's configuration and the chat template at /tokenizer_info.",
             name="enable_tokenizer_info_endpoint",
         ),
     ] = False
     structured_outputs: Annotated[
         StructuredOutputs,
         TEXT(
-            "JSON object with backend, disable_any_whitespace, disable_fallback and reasoning_parser.",
+            "vLLM's JSON object with backend, disable_any_whitespace, disable_fallback and reasoning_parser.",
             name="structured_outputs_config",
             form=_object_of(StructuredOutputs),
         ),
@@ -150,14 +151,14 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
     stream_interval: Annotated[
         int,
         SERVER(
-            "Tokens of a choice in each chunk of a stream after the first.",
+            "Number of tokens in each chunk of a stream after the first.",
             checks=(at_least(1),),
         ),
     ] = 1
     spec_decode_metrics: Annotated[
         DraftMetrics,
         SERVER(
-            "Counts of drafts in answers: none, summary or detailed.",
+            "Report counts of drafted tokens in answers: none, summary or detailed.",
             name="per_request_spec_decode_metrics",
         ),
     ] = "none"
@@ -166,15 +167,14 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
 class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     """How a chat becomes a prompt, and a model's text becomes a message.
 
-    `template`: a source that replaces the model folder's; "" for that one. The parsers' names are those of
-    parsers/reply_format.py; without a name answers are not read for calls or reasoning. `template_kwargs`: variables of
-    the template, unless a request has its own. `allows_control_tokens`: a control token's text in a message is that
-    token.
+    `template`: a source that replaces the model folder's template; "": not replaced. Parsers have the names of
+    parsers/reply_format.py; without a name, answers are not parsed for calls or reasoning. `template_kwargs`: default
+    variables of the template. `allows_control_tokens`: the text of a control token in a message becomes that token.
     """
 
     template: Annotated[
         str,
-        TEXT("File of a chat template, or the template itself; default: the model folder's.", name="chat_template"),
+        TEXT("File of a chat template, or the template's text; default: the model folder's.", name="chat_template"),
     ] = ""
     template_kwargs: Annotated[
         dict[str, Any],
@@ -187,12 +187,12 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     content_format: Annotated[
         ContentFormat,
         TEXT(
-            "A message's content for templates: string (auto), or openai, a list of text parts.",
+            "Form of a message's content in templates: string (auto), or openai, a list of text parts.",
             name="chat_template_content_format",
         ),
     ] = "auto"
     trusts_request_templates: Annotated[
-        bool, SERVER("Allow requests to bring a chat template.", name="trust_request_chat_template")
+        bool, SERVER("Let requests contain a chat template.", name="trust_request_chat_template")
     ] = False
     allows_control_tokens: Annotated[
         bool,
@@ -204,54 +204,57 @@ class ChatConfig(msgspec.Struct, frozen=True, kw_only=True):
     response_role: Annotated[
         str,
         TEXT(
-            "The role of a chat's answers.",
+            "The role in a chat's answers.",
             checks=(Check(str.strip, "must not be empty; leave it out for assistant"),),
         ),
     ] = "assistant"
     tool_parser: Annotated[
         str,
-        TEXT(f"How the model writes tool calls: {', '.join(sorted(FORMATS))}; {BY_MODEL}.", name="tool_call_parser"),
+        TEXT(
+            f"Format in which the model writes tool calls: {', '.join(sorted(FORMATS))}; {BY_MODEL}.",
+            name="tool_call_parser",
+        ),
     ] = ""
     excludes_barred_tools: Annotated[
         bool,
         TEXT(
-            "Leave tools out of the prompt where tool_choice is none.",
+            "Leave tools out of the prompt if tool_choice is none.",
             name="exclude_tools_when_tool_choice_none",
             has_off=True,
         ),
     ] = False
     tool_parser_plugin: Annotated[
         str,
-        TEXT("Python file whose FORMATS adds names to --tool-call-parser; it runs in the server."),
+        TEXT("Python file whose FORMATS adds names to --tool-call-parser; its code runs in the server."),
     ] = ""
     reasoning_parser: Annotated[
-        str, TEXT(f"How the model marks its reasoning: {', '.join(sorted(THINKING))}; {BY_MODEL}.")
+        str, TEXT(f"Format in which the model delimits its reasoning: {', '.join(sorted(THINKING))}; {BY_MODEL}.")
     ] = ""
 
 
 class Assurances(msgspec.Struct, frozen=True, kw_only=True):
-    """vLLM's settings for behaviour that is always on, or that another setting determines."""
+    """vLLM's settings for behaviour that is always on, or that another setting controls."""
 
     guided_decoding_backend: Annotated[
         str,
         TEXT(
-            "auto, or one of vLLM's names; always llguidance.",
+            "auto, or one of vLLM's names; llguidance is always used.",
             checks=(one_of(GUIDED_BACKENDS),),
         ),
     ] = "auto"
     enable_auto_tool_choice: Annotated[
         bool,
-        TEXT("Needs --tool-call-parser, which alone allows tool_choice auto.", after="tool_call_parser"),
+        TEXT("Accepted with --tool-call-parser, which already enables tool_choice auto.", after="tool_call_parser"),
     ] = False
     enable_reasoning: Annotated[
         bool,
-        TEXT("Needs --reasoning-parser, which alone has the same effect.", after="reasoning_parser"),
+        TEXT("Accepted with --reasoning-parser, which already has this effect.", after="reasoning_parser"),
     ] = False
 
     reasoning: Annotated[
         ReasoningConfig,
         TEXT(
-            "JSON object with reasoning_parser.",
+            "vLLM's JSON object with reasoning_parser.",
             name="reasoning_config",
             form=_object_of(ReasoningConfig),
             after="reasoning_parser",
@@ -259,11 +262,11 @@ class Assurances(msgspec.Struct, frozen=True, kw_only=True):
     ] = ReasoningConfig()
 
     def check_parsers(self, chat: ChatConfig) -> None:
-        """Raises ConfigError where a setting lacks the parser that it needs."""
+        """Raises ConfigError if a setting lacks the parser that it needs."""
         for switch, is_on, needed, parser in (
             ("enable_auto_tool_choice", self.enable_auto_tool_choice, "tool_call_parser", chat.tool_parser),
             ("enable_reasoning", self.enable_reasoning, "reasoning_parser", chat.reasoning_parser),
         ):
             if is_on and not parser:
-                why = "which says what the model's answers look like"
+                why = "which determines the format of the model's answers"
                 raise ConfigError(f"{called(switch)}: needs {called(needed)} NAME, {why}")

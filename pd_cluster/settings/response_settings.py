@@ -1,4 +1,4 @@
-"""Settings of responses that are kept for clients."""
+"""Settings of responses that are stored for clients."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ HTTP = partial(Setting, panel=Panel.HTTP, scope=Scope.SERVER)
 
 
 class KeptResponses(msgspec.Struct, frozen=True):
-    """`folder` "" keeps nothing. `tenant_mib`: the files of one tenant together."""
+    """The settings of stored responses. `folder` "" disables them. `tenant_mib` limits all files of one tenant."""
 
     folder: Annotated[
         str,
         HTTP(
-            "Folder to keep answers of /v1/responses in; default: none.",
+            "Folder that stores answers of /v1/responses; default: none.",
             name="response_store",
         ),
     ] = ""
     tenant_mib: Annotated[
         int,
         HTTP(
-            "Most MiB of a tenant's kept responses; the oldest make room.",
+            "Maximum MiB of a tenant's stored responses; the oldest are removed first.",
             name="response_store_tenant_mib",
             checks=(at_least(1),),
         ),
     ] = 256
     ttl_s: Annotated[
         float,
-        HTTP("Seconds until a kept response is removed.", name="response_store_ttl", checks=(POSITIVE,)),
+        HTTP("Seconds until a stored response is removed.", name="response_store_ttl", checks=(POSITIVE,)),
     ] = 86_400.0

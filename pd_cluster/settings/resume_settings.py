@@ -14,23 +14,23 @@ MOST_MEMORY_MIB = 64 << 10
 
 
 class ResumeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """`window_s` 0: no stream outlives its connection. `memory_mib`: of what each instance keeps.
+    """The settings of resumable streams. `window_s` 0 disables them. `memory_mib` limits what each instance keeps.
 
-    `is_for_schedulers`: none outlives a client that leaves.
+    `is_for_schedulers`: streams survive the loss of a scheduler, but not that of a client.
     """
 
     window_s: Annotated[
         float,
         REQUESTS(
-            "Seconds in which a lost stream can be resumed at any scheduler (GET /v1/streams); 0: not at all.",
+            "Seconds within which a lost stream can be resumed at any scheduler (GET /v1/streams); 0: never.",
             name="resume_window",
-            checks=(finite("must be a number of seconds, 0 for no such streams"),),
+            checks=(finite("must be a number of seconds, or 0 to disable resuming"),),
         ),
     ] = 0.0
     memory_mib: Annotated[
         int,
         REQUESTS(
-            "MiB at each instance for such streams.",
+            "MiB that each instance keeps for resumable streams.",
             name="resume_memory",
             checks=(within(1, MOST_MEMORY_MIB),),
             after="resume_window",
@@ -39,7 +39,7 @@ class ResumeSettings(msgspec.Struct, frozen=True, kw_only=True):
     is_for_schedulers: Annotated[
         bool,
         REQUESTS(
-            "Resume only after a scheduler's loss: a client that leaves ends its stream.",
+            "Resume only after the loss of a scheduler; a stream ends when its client disconnects.",
             name="resume_scheduler_only",
             after="resume_memory",
         ),

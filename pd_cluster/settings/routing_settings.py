@@ -1,4 +1,4 @@
-"""How the scheduler chooses among instances, admits clients, and is administered."""
+"""Settings of the scheduler: choosing instances, admitting clients, administration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 HOST_NAME = re.compile(r"[a-z0-9._-]+|\[[0-9a-f:.]+\]")
 
 SCHEDULER = partial(Setting, panel=Panel.SCHEDULER, scope=Scope.SERVER)
-PROMISE = (finite("must be a number of seconds, 0 for no promise"),)
+PROMISE = (finite("must be a number of seconds, or 0 for no objective"),)
 
 
 def _is_priority(name: str, written: str) -> bool:
@@ -30,7 +30,7 @@ def _is_priority(name: str, written: str) -> bool:
 
 
 def _auto_role(name: str, written: str) -> str:
-    """Reads the value; a switch's words stand for the usual way and for none."""
+    """Reads the value; a switch's words stand for the default method and for off."""
     found = AUTO_ROLES.get(written.lower())
     if found is None:
         raise ConfigError(f"{called(name)} {written!r}: expected cost or rules")
@@ -59,59 +59,66 @@ HOST_NAMES = Form(str, _host_names, lambda names: ",".join(sorted(names)))
 
 
 class RoutingConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the scheduler chooses, and its latency promises; 0: no promise. The router defines the policies."""
+    """How the scheduler chooses instances, and its latency objectives; 0: no objective. The router defines the
+    policies.
+    """
 
     policy: Annotated[
         str,
         SCHEDULER(
-            f"{CHOICES}: which workers get a request.",
+            f"How workers are chosen for a request: {CHOICES}.",
             name="routing_policy",
         ),
     ] = "prefix-aware"
     has_priorities: Annotated[
         bool,
         SCHEDULER(
-            "fcfs, or priority: requests may have one, lower numbers come first.",
+            "Order of waiting requests: fcfs, or priority (requests with lower numbers come first).",
             name="scheduling_policy",
             form=PRIORITIES,
         ),
     ] = False
     slo_ttft_s: Annotated[
         float,
-        SCHEDULER("Seconds to the first token; requests that would miss it get a 429. 0: any.", checks=PROMISE),
+        SCHEDULER(
+            "Objective for seconds to the first token; requests that would miss it get a 429. 0: none.", checks=PROMISE
+        ),
     ] = 0.0
     slo_tpot_s: Annotated[
         float,
-        SCHEDULER("Seconds for each further token; requests that would miss it get a 429. 0: any.", checks=PROMISE),
+        SCHEDULER(
+            "Objective for seconds per further token; requests that would miss it get a 429. 0: none.", checks=PROMISE
+        ),
     ] = 0.0
     # None: a request waits at an instance
     max_queue_s: Annotated[
         float | None,
         SCHEDULER(
-            "Seconds that a request may wait for capacity before it gets a 429; 0: any.",
+            "Maximum seconds that a request waits for capacity before it gets a 429; 0: no limit.",
             name="max_queue_time",
-            checks=(finite("must be a number of seconds, 0 for no limit"),),
+            checks=(finite("must be a number of seconds, or 0 for no limit"),),
         ),
     ] = 60.0
     first_token: Annotated[
         str,
         SCHEDULER(
-            "with-decode: a first token waits at most 0.1 s for the decode instance's step, for an even "
-            "stream. at-once: never.",
+            "When a first token is sent. with-decode: it waits at most 0.1 s for the decode instance's step, for an "
+            "even stream. at-once: it never waits.",
             checks=(one_of(FIRST_TOKENS),),
         ),
     ] = "with-decode"
     max_attempts: Annotated[
         int,
         SCHEDULER(
-            "How often a request may continue on other instances after a loss.",
+            "How many times a request may continue on other instances after a loss.",
             checks=(at_least(0, "must not be negative"),),
         ),
     ] = 6
     trace_requests: Annotated[
         int,
         SCHEDULER(
-            "Requests of the last 24 hours whose lengths and block hashes `pd-cluster trace --export` has. 0: none.",
+            "Number of recent requests (24 hours) that `pd-cluster trace --export` writes, as lengths and block "
+            "hashes. 0: none.",
             checks=(within(0, MAX_TRACE_REQUESTS),),
         ),
     ] = 0
@@ -126,19 +133,19 @@ class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
     api_workers: Annotated[
         int,
         SCHEDULER(
-            "Processes that serve the public port.",
+            "Number of processes that serve the public port.",
             checks=(within(1, MAX_API_WORKERS),),
             also=("api_server_count",),
         ),
     ] = 1
     uds: Annotated[
         str,
-        SCHEDULER("Unix socket to serve in place of the public port.", after="api_workers"),
+        SCHEDULER("Unix socket to listen at instead of the public port.", after="api_workers"),
     ] = ""
     scheduler_lease: Annotated[
         str,
         SCHEDULER(
-            "Shared by several schedulers, of which one owns membership: a folder (0700), or "
+            "Record shared by several schedulers, one of which owns membership: a folder (0700), or "
             "kubernetes:NAMESPACE/NAME.",
             after="uds",
         ),
@@ -146,7 +153,7 @@ class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
     scheduler_index: Annotated[
         int,
         SCHEDULER(
-            "With --scheduler-lease: this scheduler's number.",
+            "With --scheduler-lease: this scheduler's number, unique among them.",
             checks=(within(0, MAX_SCHEDULERS - 1),),
             after="scheduler_lease",
         ),
@@ -154,7 +161,7 @@ class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
     auto_role: Annotated[
         str,
         SCHEDULER(
-            "Let roles follow the load: cost (also without a value) or rules, by fixed thresholds.",
+            "Change roles with the load: by cost (also without a value), or by rules with fixed thresholds.",
             form=AUTO_ROLE,
             after="scheduling_policy",
         ),
@@ -162,10 +169,11 @@ class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
-    """Connections with requests at one port of one process. `per_host` counts those of one address; 0: no limit.
+    """Limits of connections with requests at one port of one process. `per_host` counts those of one address; 0: no
+    limit.
 
-    Another `spare` connections may be open without a request, or with a probe's. `num_kept_descriptors` are for others
-    than the clients of this port: instances, children, and the admin port, which may have taken low numbers before.
+    In addition, `spare` connections may be open without a request, or with a probe's. `num_kept_descriptors`
+    descriptors are reserved for instances, children and the admin port, which may have opened them earlier.
     """
 
     total: Annotated[
@@ -181,17 +189,17 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     per_host: Annotated[
         int,
         SCHEDULER(
-            "The same from one address; 0: no such limit.",
+            "Maximum number of connections with requests from one address; 0: no such limit.",
             name="max_connections_per_host",
             checks=(at_least(0, "give 0 for no such limit"),),
             after="max_connections",
         ),
     ] = 6144
     spare: int = 64
-    num_kept_descriptors: int = 40  # 24 are the admin port's
+    num_kept_descriptors: int = 40  # the admin port uses 24 of them
 
     def share(self, num_processes: int) -> ConnectionLimits:
-        """Returns the limits of one of several processes at one port, which together have the whole."""
+        """Returns the limits for each of several processes that share one port."""
         per_host = max(1, self.per_host // num_processes) if self.per_host else 0
         return msgspec.structs.replace(self, total=max(1, self.total // num_processes), per_host=per_host)
 
@@ -200,14 +208,14 @@ ADMIN_CONNECTIONS = ConnectionLimits(total=16, per_host=0, spare=8, num_kept_des
 
 
 class AdminSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """The admin port, and further names by which it may be read."""
+    """The admin port, and further host names that it accepts."""
 
     admin_port: Annotated[int | None, SCHEDULER("Admin port; default: port + 1.", checks=(within(1, 65535),))] = None
     admin_host: Annotated[str, SCHEDULER("Address to bind the admin port to.")] = "127.0.0.1"
     admin_hosts: Annotated[
         frozenset[str],
         SCHEDULER(
-            "Further host names of the admin port and dashboards, separated by commas.",
+            "Further host names for the admin port and dashboards, separated by commas.",
             name="admin_allowed_hosts",
             form=HOST_NAMES,
         ),

@@ -34,7 +34,7 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-# Names as in requests (service/schema/completion_protocol.py); vLLM takes no others from a generation config.
+# Names as in requests (service/schema/completion_protocol.py); vLLM takes only these from a generation config.
 KNOWN: dict[str, _Range] = {
     "temperature": _Range("a number from 0 up", lambda value: _is_number(value) and value >= 0),
     "top_p": _Range("a number above 0, at most 1", lambda value: _is_number(value) and 0 < value <= 1),
@@ -57,7 +57,7 @@ def parse_override(text: str, name: str = "override_generation_config") -> Overr
         raise ConfigError(f"{called(name)} {reprlib.repr(text)}: expected a JSON object, such as {EXAMPLE}")
     for key, value in found.items():
         if key not in KNOWN:
-            raise ConfigError(f"{called(name)}: {reprlib.repr(key)} is no sampling default{_way_out(key)}")
+            raise ConfigError(f"{called(name)}: {reprlib.repr(key)} is not a sampling default{_way_out(key)}")
         if value is not None and not KNOWN[key].accepts(value):
             expected = f"{KNOWN[key].expected}, or null"
             raise ConfigError(f"{called(name)}: {key} {reprlib.repr(value)}: expected {expected}")
@@ -66,7 +66,9 @@ def parse_override(text: str, name: str = "override_generation_config") -> Overr
 
 def _way_out(key: str) -> str:
     if key == "eos_token_id":
-        return "; answers end where the model folder's generation_config.json says, or at a request's stop_token_ids"
+        return (
+            "; answers end at the tokens of the model folder's generation_config.json, or at a request's stop_token_ids"
+        )
     near = difflib.get_close_matches(key, KNOWN, n=1, cutoff=0.6)
     return f"; did you mean {near[0]}?" if near else f"; known are {', '.join(KNOWN)}"
 

@@ -26,7 +26,7 @@ from pd_cluster.settings.request_settings import GUIDED_BACKENDS, Assurances, Ch
 from pd_cluster.settings.response_settings import KeptResponses
 from pd_cluster.settings.resume_settings import ResumeSettings
 from pd_cluster.settings.routing_settings import AdminSettings, AdmissionSettings, ConnectionLimits, RoutingConfig
-from pd_cluster.settings.setting import Declared, Panel, declared, one_of, read
+from pd_cluster.settings.setting import DeclaredSetting, Panel, declared, one_of, read
 from pd_cluster.settings.speculation_flags import SpeculationFlags
 from pd_cluster.settings.timeouts import Timeouts
 
@@ -56,7 +56,7 @@ GROUPS: tuple[type[msgspec.Struct], ...] = (
 )
 
 
-# The settings that most deployments need, which `serve --help` shows; --help-all shows the others, too.
+# Settings that most deployments need, which `serve --help` shows; --help-all shows all.
 USUAL = frozenset(
     {
         *("model", "host", "port", "served_model_name", "role", "join", "device", "tensor_parallel_size"),
@@ -68,13 +68,13 @@ USUAL = frozenset(
 
 
 @functools.cache
-def settings() -> Mapping[str, Declared]:
+def settings() -> Mapping[str, DeclaredSetting]:
     """Returns every setting by its name, in the order of the help screen."""
     found = [each for panel in Panel for each in _of_panel(panel)]
     return {each.name: each for each in found}
 
 
-def _of_panel(panel: Panel) -> list[Declared]:
+def _of_panel(panel: Panel) -> list[DeclaredSetting]:
     here = [each for group in GROUPS for each in declared(group) if each.setting.panel is panel]
     placed = [each for each in here if not each.setting.after]
     waiting = [each for each in here if each.setting.after]
@@ -86,14 +86,14 @@ def _of_panel(panel: Panel) -> list[Declared]:
     return placed
 
 
-# The variables that hold keys: anybody on a machine can read a command line.
+# The variables that hold keys, which must not be on a command line, where any user of the host can read them.
 SECRET_VARIABLES = tuple(
     variable for each in settings().values() if each.setting.is_secret for variable in each.variables
 )
 
 
 def without_keys(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns an environment for processes that check no keys: all except those that serve the public port."""
+    """Returns an environment without keys, for processes that check none: all except those at the public port."""
     return {name: value for name, value in env.items() if name not in SECRET_VARIABLES}
 
 
@@ -108,7 +108,7 @@ class ServeOptions(Mapping[str, Any]):
 
     @classmethod
     def typed(cls, given: Mapping[str, Any]) -> ServeOptions:
-        """Reads values that no command line has parsed. Raises ConfigError for one of another type."""
+        """Reads values that were not parsed from a command line. Raises ConfigError for a value of the wrong type."""
         return cls(**{name: _typed(settings()[name], value) for name, value in given.items()})
 
     def __getitem__(self, name: str) -> Any:
@@ -127,11 +127,15 @@ class ServeOptions(Mapping[str, Any]):
         return f"ServeOptions({', '.join(each for each in shown if each.partition('=')[0] not in hidden)})"
 
     def read(self, group: type[T], **own: Any) -> T:
-        """Returns the group's struct; `own` sets fields that are not settings, or overrides. Raises ConfigError."""
+        """Returns the group's struct; `own` sets fields that are not settings, or overrides settings. Raises
+        ConfigError.
+        """
         return read(group, self, **own)
 
     def check(self) -> None:
-        """Checks every value as far as no file of this host is needed, whatever the role. Raises ConfigError."""
+        """Checks every value, whatever the role, as far as this is possible without this host's files. Raises
+        ConfigError.
+        """
         for group in GROUPS:
             if group is not EngineConfig and group is not Tls:
                 self.read(group)
@@ -154,7 +158,7 @@ class ServeOptions(Mapping[str, Any]):
         )
 
     def remarks(self) -> list[str]:
-        """Returns warnings of given values without effect. Raises ConfigError."""
+        """Returns warnings about given values that have no effect. Raises ConfigError."""
         return self.read(SpeculationFlags).remarks()
 
     def routing(self, policies: Collection[str]) -> RoutingConfig:
@@ -193,7 +197,7 @@ class ServeOptions(Mapping[str, Any]):
         return given.with_tenants(source, keys, has_origins=self["allowed_origins"] is not None)
 
     def chat(self, has_files: bool = True) -> ChatConfig:
-        """Leaves the template as given: text/template_source.py reads it. Raises ConfigError.
+        """Returns the template as given: text/template_source.py reads it. Raises ConfigError.
 
         `has_files`: --tool-parser-plugin, whose formats may have any name, is on this host.
         """
@@ -209,7 +213,7 @@ class ServeOptions(Mapping[str, Any]):
             if parser and chat.reasoning_parser not in ("", parser):
                 both = f"{called('reasoning_parser')} {chat.reasoning_parser}"
                 raise ConfigError(
-                    f"{called(name)}: reasoning_parser {parser!r} is not that of {both}; give one of them"
+                    f"{called(name)}: reasoning_parser {parser!r} differs from {both}; give only one of them"
                 )
             chat = msgspec.structs.replace(chat, reasoning_parser=parser or chat.reasoning_parser)
         assurances.check_parsers(chat)
@@ -220,7 +224,7 @@ class ServeOptions(Mapping[str, Any]):
         return chat
 
 
-def _typed(each: Declared, value: Any) -> Any:
+def _typed(each: DeclaredSetting, value: Any) -> Any:
     try:
         return msgspec.convert(value, each.kind)
     except msgspec.ValidationError as error:

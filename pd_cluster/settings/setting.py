@@ -1,9 +1,9 @@
-"""A setting is a field of a config struct whose annotation says how it is written, its valid values and its scope.
+"""A setting is a field of a config struct whose annotation states its written form, its valid values and its scope.
 
-    max_num_seqs: Annotated[int, ENGINE("Maximum number of sequences in a step.", checks=(at_least(1),))] = 256
+max_num_seqs: Annotated[int, ENGINE("Maximum number of sequences in a step.", checks=(at_least(1),))] = 256
 
-The command line, its help, `LLM`'s arguments and the flags of worker processes are made from such lines. Independent of
-the settings that exist.
+The command line, its help, `LLM`'s arguments and the flags of worker processes are generated from these declarations.
+Knows nothing of particular settings.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from pd_cluster.errors import ConfigError, called, flag_of
 
 T = TypeVar("T", bound=msgspec.Struct)
 VARIABLE = "PD_CLUSTER_SERVE_"  # prefix of a setting's environment variable
-CHOICES = "{choices}"  # in a help text: the choices known when the command line is made
+CHOICES = "{choices}"  # in a help text: the choices that are known when the command line is built
 UNITS = ("_s", "_gib")  # field suffixes that are not part of the setting's name
 
 
 class Panel(enum.Enum):
-    """A part of `serve --help`, in its order; the value is its title."""
+    """A section of `serve --help`, in order; the value is its title."""
 
     BASIC = None
     ENGINE = "Engine"
@@ -50,7 +50,7 @@ class Scope(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A rule for a value, and the end of an error's text for a value that breaks it."""
+    """A rule for a value, and the end of the error for a value that breaks it."""
 
     accepts: Callable[[Any], bool]
     says: str
@@ -69,7 +69,7 @@ def within(least: int, most: int) -> Check:
 
 
 def finite(says: str) -> Check:
-    """Accepts 0 and positive numbers."""
+    """Returns a check that accepts 0 and positive finite numbers."""
     return Check(lambda value: 0 <= value < math.inf, says)
 
 
@@ -82,9 +82,10 @@ def one_of(known: Sequence[str]) -> Check:
 
 
 class Form(NamedTuple):
-    """How a value is written, if not as it is stored. `read(name, written)` raises ConfigError.
+    """How a value is written, if it differs from the stored value. `read(name, written)` raises ConfigError.
 
-    `takes_mappings`: it is a text that Python may give as a mapping. `bare`: the value of a flag without one.
+    `takes_mappings`: it is a text that Python callers may give as a mapping. `bare`: the value of a flag that is given
+    without one.
     """
 
     kind: Any
@@ -98,10 +99,10 @@ class Form(NamedTuple):
 class Setting:
     """The part of a field's annotation that makes it a setting.
 
-    `name`: by default the field's own without its unit. `default`: the written value, if it is not the field's own; a
-    written None keeps the field's. `has_off`: a switch that also has a --no- form. `is_several`: one flag may have
-    several values. `variable`: another environment variable, besides the usual one. `after`: the previous setting on
-    the help screen, if it is declared in another struct. `detail`: the text in `pd-cluster check`.
+    `name`: by default the field's name without its unit. `default`: the written default, if it differs from the
+    field's; None: the field's. `has_off`: a switch that also has a --no- form. `is_several`: one flag may have several
+    values. `variable`: an additional environment variable. `after`: the previous setting on the help screen, if another
+    struct declares it. `detail`: the text in `pd-cluster check`.
     """
 
     help: str
@@ -128,8 +129,8 @@ def variable_of(name: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Declared:
-    """A setting and its field: `kind` and `default` are those of the written value."""
+class DeclaredSetting:
+    """A setting and its field. `kind` and `default` are those of the written value."""
 
     field: str
     name: str
@@ -149,8 +150,8 @@ class Declared:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Its names in Python, its own name first."""
-        is_engines = self.setting.scope is Scope.ENGINE  # also EngineConfig's name
+        """Returns its names in Python, the setting's name first."""
+        is_engines = self.setting.scope is Scope.ENGINE  # whether the name in EngineConfig is added
         return tuple(dict.fromkeys((self.name, *self.setting.also, self.field if is_engines else self.name)))
 
     @property
@@ -178,7 +179,7 @@ class Declared:
                 raise ConfigError(f"{place}: {each.says}")
 
     def flags(self, written: Any) -> list[tuple[str, ...]]:
-        """Returns the flags, with values if they have any, that give a command line this written value."""
+        """Returns the flags, with their values, that express this written value on a command line."""
         if isinstance(written, bool):
             return [(self.flag,)] if written else [(f"--no-{self.flag[2:]}",)] if self.setting.has_off else []
         values = written if isinstance(written, list) else [] if written is None else [written]
@@ -186,13 +187,13 @@ class Declared:
 
 
 @functools.cache
-def declared(group: type[msgspec.Struct]) -> tuple[Declared, ...]:
-    """Returns the settings among a struct's fields, in their order."""
+def declared(group: type[msgspec.Struct]) -> tuple[DeclaredSetting, ...]:
+    """Returns the settings among a struct's fields, in order."""
     hints = get_type_hints(group, include_extras=True)
     return tuple(_declarations(group, hints))
 
 
-def _declarations(group: type[msgspec.Struct], hints: Mapping[str, Any]) -> Iterator[Declared]:
+def _declarations(group: type[msgspec.Struct], hints: Mapping[str, Any]) -> Iterator[DeclaredSetting]:
     for field in msgspec.structs.fields(group):
         hint = hints[field.name]
         setting = next((each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Setting)), None)
@@ -208,7 +209,7 @@ def _declarations(group: type[msgspec.Struct], hints: Mapping[str, Any]) -> Iter
         kind = hint if form is None else form.kind
         name = setting.name or _without_unit(field.name)
         kind = kind | None if default is None else kind
-        yield Declared(field.name, name, kind, default, checks, setting)
+        yield DeclaredSetting(field.name, name, kind, default, checks, setting)
 
 
 def _without_unit(field: str) -> str:
@@ -223,7 +224,7 @@ def check(config: msgspec.Struct) -> None:
 
 
 def read(group: type[T], given: Mapping[str, Any], **own: Any) -> T:
-    """Returns a struct from written values by name, and from other fields. Raises ConfigError."""
+    """Returns a struct from written values by name, and from fields that are not settings. Raises ConfigError."""
     fields = {each.field: each.read(given[each.name]) for each in declared(group) if given[each.name] is not None}
     made = group(**{**fields, **own})
     check(made)

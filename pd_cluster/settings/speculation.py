@@ -1,4 +1,4 @@
-"""How sequences that decode are drafted ahead. Reads no model."""
+"""How tokens of decoding sequences are drafted ahead. Reads no model."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from pd_cluster.types import INT32_MAX
 
 Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp"]
 METHODS: tuple[Method, ...] = get_args(Method)
-WITH_WEIGHTS: tuple[Method, ...] = ("draft_model", "eagle3", "mtp")  # beside those of the model's own layers
-MTP_TYPES = {  # vLLM's name of the method for some model -> the types of that model
+# methods with weights in addition to the model's other layers
+WITH_WEIGHTS: tuple[Method, ...] = ("draft_model", "eagle3", "mtp")
+MTP_TYPES = {  # vLLM's method name for some models -> their model types
     "deepseek_mtp": ("deepseek_v3",),
     "glm4_moe_mtp": ("glm4_moe",),
     "glm4_moe_lite_mtp": ("glm4_moe_lite",),
 }
-MOST_DRAFTS = 64  # of a sequence in a step
+MOST_DRAFTS = 64  # per sequence and step
 DEFAULT_DRAFTS = 16
 SampleMethod = Literal["probabilistic", "greedy"]
 SAMPLE_METHODS: tuple[SampleMethod, ...] = get_args(SampleMethod)
-MOST_MATCHED = 1024  # tokens of a sequence's end that are looked for
+MOST_MATCHED = 1024  # how many tokens at a sequence's end are looked up
 COUNT = within(0, INT32_MAX)
 PROBABILITY = Check(lambda value: 0 <= value <= 1, "must be in 0 to 1")
 
 
 class Speculation(msgspec.Struct, frozen=True, kw_only=True):
-    """The drafters that are tried, in order, behind a request's own prediction and what its guide forces.
+    """The drafters to try, in order, after a request's own prediction and the tokens that its guide forces.
 
-    Names are those of vLLM's `--speculative-config`. `num_speculative_tokens`: the most drafts of a sequence in a step;
-    measured times and hits decide how many there are. `num_speculative_tokens_per_batch_size`: (first, last, most) by
-    numbers of running sequences, in order; as in vLLM, numbers behind a range and before the next belong to it.
-    `suffix_decoding_max_cached_tokens`, which vLLM does not have: of earlier outputs, all trees together.
+    Names are those of vLLM's `--speculative-config`. `num_speculative_tokens`: the maximum number of drafts of a
+    sequence in a step; measured times and acceptance decide how many are used. `num_speculative_tokens_per_batch_size`:
+    (first, last, most) for ranges of running sequences, in order; as in vLLM, a count between two ranges belongs to the
+    earlier range. `suffix_decoding_max_cached_tokens`, which vLLM does not have, limits the tokens of earlier outputs
+    in all trees together.
 
-    `model`, the draft model or the head of eagle3, is a folder or a hub's; `revision` and `quantization` are its own.
-    mtp has none but the model itself, and `mtp_type` is one of MTP_TYPES if that name was given. `max_model_len`: the
-    longest sequence that a draft model drafts for; 0: as far as both models reach. `draft_sample_method`: drafts are
-    drawn as the request's tokens are, or each is the likeliest token.
+    `model`, the draft model or the head of eagle3, is a folder or a hub's model; `revision` and `quantization` apply to
+    it. mtp uses only the served model, and `mtp_type` is the name of MTP_TYPES that was given. `max_model_len`: the
+    longest sequence that a draft model drafts for; 0: the limit of both models. `draft_sample_method`: drafts are
+    sampled as the request's tokens are, or each is the likeliest token.
     """
 
     methods: tuple[Method, ...] = ()
@@ -60,11 +62,11 @@ class Speculation(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def with_weights(self) -> Method | None:
-        """The one of `methods` that is in WITH_WEIGHTS; None without."""
+        """The method of `methods` that has weights, or None."""
         return next((method for method in self.methods if method in WITH_WEIGHTS), None)
 
     def most_drafts(self, num_seqs: int) -> int:
-        """Returns the most drafts of a sequence in a step of so many sequences."""
+        """Returns the maximum number of drafts of a sequence in a step of `num_seqs` sequences."""
         found = self.num_speculative_tokens
         for first, _, most in self.num_speculative_tokens_per_batch_size:
             if first <= num_seqs:

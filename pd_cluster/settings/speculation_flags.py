@@ -1,7 +1,7 @@
-"""Drafting by flags of single values: vLLM's short forms and those of 0.6, and TACO-LLM's lookahead cache.
+"""Flags of single values for drafting: vLLM's short forms and those of 0.6, and TACO-LLM's lookahead cache.
 
 --spec-method ngram --spec-tokens 8          --speculative-config '{"method": "ngram", ...}'
---lookahead-cache-config-dir DIR             ngram, then suffix; see DIR/lookahead_cache_config.json
+    --lookahead-cache-config-dir DIR             ngram, then suffix; see DIR/lookahead_cache_config.json
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DISABLE = "speculative_disable_by_batch_size"
 FILE = "lookahead_cache_config.json"
 MODES = {0: ["ngram"], 1: ["suffix"], 2: ["ngram", "suffix"]}
 MODE = "cache_mode"
-LOOKAHEAD = {  # TACO-LLM's name -> vLLM's, and TACO-LLM's default
+LOOKAHEAD = {  # TACO-LLM's name -> vLLM's name, and TACO-LLM's default
     "copy_length": (DRAFTS, 7),
     "match_length": (MOST, 2),
     "min_match_length": (LEAST, 2),
@@ -44,33 +44,33 @@ DRAFTING = partial(Setting, panel=Panel.ENGINE, scope=Scope.ENGINE)
 
 
 class SpeculationFlags(msgspec.Struct, frozen=True, kw_only=True):
-    """Other ways to say what is in `--speculative-config`; `into` reads them."""
+    """Alternative flags for the contents of `--speculative-config`; `into` reads them."""
 
     spec_method: Annotated[
         str | None,
-        DRAFTING("ngram, suffix, draft_model, eagle3 or mtp: method in --speculative-config.", after=CONFIG),
+        DRAFTING("Sets method of --speculative-config: ngram, suffix, draft_model, eagle3 or mtp.", after=CONFIG),
     ] = None
     spec_model: Annotated[
         str | None,
         DRAFTING(
-            "model in --speculative-config: a draft model, an EAGLE-3 head, or [ngram].",
+            "Sets model of --speculative-config: a draft model, an EAGLE-3 head, or [ngram].",
             also=("speculative_model",),
             after="spec_method",
         ),
     ] = None
-    spec_tokens: Annotated[int | None, DRAFTING(f"The same as {DRAFTS} there.", also=(DRAFTS,), after="spec_model")] = (
-        None
-    )
+    spec_tokens: Annotated[
+        int | None, DRAFTING(f"Sets {DRAFTS} of --speculative-config.", also=(DRAFTS,), after="spec_model")
+    ] = None
     ngram_prompt_lookup_max: Annotated[
-        int | None, DRAFTING("The same as prompt_lookup_max there.", after="spec_tokens")
+        int | None, DRAFTING("Sets prompt_lookup_max of --speculative-config.", after="spec_tokens")
     ] = None
     ngram_prompt_lookup_min: Annotated[
-        int | None, DRAFTING("The same as prompt_lookup_min there.", after="ngram_prompt_lookup_max")
+        int | None, DRAFTING("Sets prompt_lookup_min of --speculative-config.", after="ngram_prompt_lookup_max")
     ] = None
     speculative_disable_by_batch_size: Annotated[
         int | None,
         DRAFTING(
-            "Draft only in steps of at most so many sequences.",
+            "Draft only in steps of at most this many sequences.",
             after="ngram_prompt_lookup_min",
             checks=(within(1, INT32_MAX - 1),),
         ),
@@ -78,21 +78,23 @@ class SpeculationFlags(msgspec.Struct, frozen=True, kw_only=True):
     lookahead_cache_config_dir: Annotated[
         str,
         DRAFTING(
-            f"TACO-LLM's: draft by ngram, then suffix, as {FILE} in the folder says.",
+            f"TACO-LLM's folder with {FILE}: draft by ngram, then suffix, with its values.",
             metavar="FOLDER",
             after=DISABLE,
         ),
     ] = ""
 
     def into(self, config: Speculation) -> Speculation:
-        """Returns what these flags and --speculative-config say. Raises ConfigError for two ways to say it."""
+        """Returns the speculation that these flags and --speculative-config describe. Raises ConfigError if both are
+        given.
+        """
         given = {key: value for key, flag in FLAGS.items() if (value := getattr(self, flag)) is not None}
         least = self.speculative_disable_by_batch_size
         flags = [*(FLAGS[key] for key in given), *([DISABLE] if least is not None else [])]
         ways = [*([CONFIG] if config.methods else []), *([DIRECTORY] if self.lookahead_cache_config_dir else [])]
         if len(several := [*ways, *flags[:1]]) > 1:
             one, other = map(called, several[:2])
-            raise ConfigError(f"{one}: {other} says how to draft, too; give one of the two")
+            raise ConfigError(f"{one}: {other} also sets how to draft; give only one of them")
         if self.lookahead_cache_config_dir:
             return _lookahead(self.lookahead_cache_config_dir)
         if not flags:
@@ -102,7 +104,7 @@ class SpeculationFlags(msgspec.Struct, frozen=True, kw_only=True):
         return speculation_of(given, lambda key: called(FLAGS.get(key, DISABLE)))
 
     def remarks(self) -> list[str]:
-        """Returns warnings of what has no effect. Raises ConfigError."""
+        """Returns warnings about values that have no effect. Raises ConfigError."""
         folder = self.lookahead_cache_config_dir
         idle = [name for name in _written_in(folder) if name not in (MODE, *LOOKAHEAD)] if folder else []
         return [f"{Path(folder, FILE)}: no effect here: {', '.join(idle)}"] if idle else []
@@ -126,7 +128,7 @@ def _place(folder: str, name: str) -> str:
 
 
 def _written_in(folder: str) -> dict[str, Any]:
-    """Returns what the file says; nothing without one. Raises ConfigError."""
+    """Returns the file's contents; {} if there is no file. Raises ConfigError."""
     file = Path(folder, FILE)
     try:
         if not file.parent.is_dir():
@@ -135,7 +137,7 @@ def _written_in(folder: str) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{called(DIRECTORY)}: {file}: cannot be read: {error.strerror}") from None
     except ValueError as error:
-        raise ConfigError(f"{called(DIRECTORY)}: {file}: no JSON ({error})") from None
+        raise ConfigError(f"{called(DIRECTORY)}: {file}: is not JSON ({error})") from None
     if not isinstance(found, dict):
         raise ConfigError(f'{called(DIRECTORY)}: {file}: expected an object, such as {{"{MODE}": 2}}')
     return found

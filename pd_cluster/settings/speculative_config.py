@@ -1,9 +1,9 @@
 """`--speculative-config`: vLLM's keys (0.32), as one JSON object.
 
-    {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
+{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4}
 
-`method` may also be a list, whose methods are tried in order; a `model` alone is a draft model. At most one of them has
-weights. Methods and keys that are not served are refused by name.
+`method` may also be a list, whose methods are tried in order; a `model` without a method is a draft model. At most one
+method may have weights. Unsupported methods and keys are refused by name.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from pd_cluster.settings.speculation import (
 )
 from pd_cluster.types import INT32_MAX
 
-Place = Callable[[str], str]  # a key -> how an error names it
+Place = Callable[[str], str]  # maps a key to its name in errors
 
 METHOD, MODEL, BATCHES = "method", "model", "num_speculative_tokens_per_batch_size"
 LEAST, MOST = "prompt_lookup_min", "prompt_lookup_max"
 SERVED = f"give {' or '.join(METHODS)}"
-NGRAM_AS_MODEL = ("ngram", "[ngram]")  # vLLM has written the method as a model, too
+NGRAM_AS_MODEL = ("ngram", "[ngram]")  # vLLM also accepts the method as a model
 NEEDS_MODEL: dict[str, str] = {"draft_model": "a draft model", "eagle3": "an EAGLE-3 head"}
 MTP: Method = "mtp"
 REFUSED = {
@@ -43,7 +43,7 @@ REFUSED = {
     **dict.fromkeys(("medusa", "mlp_speculator", "dflash", "dspark"), f"not supported; {SERVED}"),
     "ngram_gpu": "prompts are searched on the host; give ngram",
     "custom_class": f"foreign code is not loaded; {SERVED}",
-    "extract_hidden_states": f"drafts nothing; {SERVED}, and ask /v1/embeddings for vectors",
+    "extract_hidden_states": f"drafts nothing; {SERVED}, and use /v1/embeddings for vectors",
 }
 REVISION, QUANTIZATION, MAX_LEN = "revision", "quantization", "max_model_len"
 TP_SIZE, SAMPLE = "draft_tensor_parallel_size", "draft_sample_method"
@@ -56,12 +56,13 @@ NOT_OF_A_MODEL = (
     "index_share_for_mtp_iteration",
 )
 REFUSED_KEYS = {
-    **dict.fromkeys(NOT_OF_A_MODEL, "not supported; leave it out, and the draft model goes by the engine's own flag"),
+    **dict.fromkeys(NOT_OF_A_MODEL, "not supported; leave it out: the draft model follows the engine's own flag"),
     "synthetic_acceptance_rates": "would change answers; leave it out",
     "synthetic_acceptance_length": "would change answers; leave it out",
     "disable_by_batch_size": f"give {BATCHES}, such as [[1, 4, 8], [5, 256, 0]]",
 }
-ACCEPTANCE, EXACT = "rejection_sample_method", ("standard", "block")  # a draft counts if it is what would be drawn
+# a draft is accepted if it is the token that would be sampled
+ACCEPTANCE, EXACT = "rejection_sample_method", ("standard", "block")
 NUMBERS: dict[str, tuple[type, tuple[Check, ...]]] = {
     name: (get_args(hint)[0], tuple(each for each in get_args(hint)[1:] if isinstance(each, Check)))
     for name, hint in get_type_hints(Speculation, include_extras=True).items()
@@ -71,7 +72,7 @@ KEYS = (METHOD, *OF_A_MODEL, *(name for name in NUMBERS if name not in OF_A_MODE
 
 
 def speculation_of(given: Mapping[str, Any], place: Place) -> Speculation:
-    """Reads the keys; a null is as if the key was not given. Raises ConfigError."""
+    """Reads the keys; null means not given. Raises ConfigError."""
     given = {key: value for key, value in given.items() if not (value is None or _is_unset_of_model(key, value))}
     methods, mtp_type = _methods(given, place)
     for key in given:
@@ -91,10 +92,10 @@ def speculation_of(given: Mapping[str, Any], place: Place) -> Speculation:
 
 
 def _methods(given: Mapping[str, Any], place: Place) -> tuple[tuple[Method, ...], str]:
-    """Returns them and the name of MTP_TYPES that stands for one; "": none.
+    """Returns the methods, and the name of MTP_TYPES that was given for mtp, or "".
 
-    Raises ConfigError for one that is not served, for none, for two with weights, and for a model without a method that
-    takes it.
+    Raises ConfigError for an unsupported method, for no method, for two methods with weights, and for a model without a
+    method that uses it.
     """
     method, model = given.get(METHOD), given.get(MODEL)
     if method is None and model is not None:
@@ -109,13 +110,13 @@ def _methods(given: Mapping[str, Any], place: Place) -> tuple[tuple[Method, ...]
     if len(set(several)) < len(several):
         raise ConfigError(f"{place(METHOD)} {reprlib.repr(names)}: give each method once")
     if len(weighty := [each for each in several if each in WITH_WEIGHTS]) > 1:
-        raise ConfigError(f"{place(METHOD)}: only one of them may have weights; give one of {' and '.join(weighty)}")
+        raise ConfigError(f"{place(METHOD)}: only one method may have weights; give one of {' and '.join(weighty)}")
     _check_model(model, several, place)
     return tuple(several), next((each for each in names if each in MTP_TYPES), "")
 
 
 def _check_model(model: Any, methods: list[Method], place: Place) -> None:
-    """Raises ConfigError for a model that no method takes, and for a missing one."""
+    """Raises ConfigError for a model that no method uses, and for a missing model."""
     needed = next((what for method, what in NEEDS_MODEL.items() if method in methods), "")
     if needed and (not isinstance(model, str) or model in NGRAM_AS_MODEL):
         missing = "missing" if model is None else f"{reprlib.repr(model)}: not {needed}"
@@ -123,20 +124,20 @@ def _check_model(model: Any, methods: list[Method], place: Place) -> None:
         raise ConfigError(f"{where} {missing}; give {needed}: a folder, or a hub's model")
     is_asked_for = needed or MTP in methods or ("ngram" in methods and model in NGRAM_AS_MODEL)
     if model is not None and not is_asked_for:
-        raise ConfigError(f"{place(MODEL)} {reprlib.repr(model)}: {' and '.join(methods)} needs none; leave it out")
+        raise ConfigError(f"{place(MODEL)} {reprlib.repr(model)}: {' and '.join(methods)} needs no model; leave it out")
 
 
 def _model_keys(given: Mapping[str, Any], methods: tuple[Method, ...], place: Place) -> dict[str, str]:
-    """Returns the texts about the method that has weights; none without one. Raises ConfigError."""
+    """Returns the text values for the method that has weights; {} without one. Raises ConfigError."""
     told = {key: given[key] for key in OF_A_MODEL if key in given}
     method = next((each for each in methods if each in WITH_WEIGHTS), None)
     if method is None:
         for key in told:
             if key != MODEL:
-                raise ConfigError(f"{place(key)}: is for a draft model; give {MODEL} with it, or leave it out")
+                raise ConfigError(f"{place(key)}: applies to a draft model; give {MODEL} with it, or leave it out")
         return {}
     if other := [key for key in told if key not in OF_A_HEAD.get(method, OF_A_MODEL)]:
-        raise ConfigError(f"{place(other[0])}: is for a draft model, and {method} has none; leave it out")
+        raise ConfigError(f"{place(other[0])}: applies to a draft model, and {method} has none; leave it out")
     if (size := told.pop(TP_SIZE, 1)) != 1 or isinstance(size, bool):
         what = "a draft model is not split" if method == "draft_model" else f"{method} is not split"
         raise ConfigError(f"{place(TP_SIZE)} {reprlib.repr(size)}: {what}; give 1, or leave it out")
@@ -151,7 +152,7 @@ def _model_keys(given: Mapping[str, Any], methods: tuple[Method, ...], place: Pl
 
 
 def _is_unset(value: Any) -> bool:
-    """Whether a key with this value asks for nothing."""
+    """Returns whether this value of a key is the same as leaving the key out."""
     return value is False or value in ("", "auto")
 
 
@@ -160,18 +161,18 @@ def _is_unset_of_model(key: str, value: Any) -> bool:
 
 
 def _no_method(method: Any) -> str:
-    """Says why a method is not served."""
+    """Returns why a method is not supported."""
     if not isinstance(method, str):
         return f"expected {' or '.join(METHODS)}, or a list of them"
     if method.endswith("_mtp"):
         types = ", ".join(each for several in MTP_TYPES.values() for each in several)
-        return f"no model of that type is served with such layers; give {MTP} with one of {types}"
+        return f"no model of that type is served with MTP layers; give {MTP} with one of {types}"
     return REFUSED.get(method) or _no_such("method", method, METHODS)
 
 
 def _no_such(kind: str, given: str, known: tuple[str, ...]) -> str:
     near = difflib.get_close_matches(given, known, n=1)
-    return f"no such {kind}; " + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
+    return f"no such {kind}; " + (f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}")
 
 
 def _number(value: Any, key: str, place: Place) -> Any:
@@ -187,13 +188,13 @@ def _number(value: Any, key: str, place: Place) -> Any:
 
 
 def _lookup(numbers: Mapping[str, Any], place: Place) -> dict[str, int]:
-    """Returns both ends of the lengths to look up; one that is not given is the other one. Raises ConfigError."""
+    """Returns the minimum and maximum length to look up; if one is missing it equals the other. Raises ConfigError."""
     found = {key: numbers[key] for key in (LEAST, MOST) if key in numbers}
     if len(found) == 1:
         (only,) = found.values()
         return {LEAST: only, MOST: only}
     if found and found[LEAST] > found[MOST]:
-        raise ConfigError(f"{place(LEAST)} {found[LEAST]}: is above {place(MOST)} {found[MOST]}; give at most that")
+        raise ConfigError(f"{place(LEAST)} {found[LEAST]}: is above {place(MOST)} {found[MOST]}; give a lower value")
     return found
 
 
@@ -223,21 +224,21 @@ def _read(name: str, written: str) -> Speculation:
     try:
         given = json.loads(written)
     except ValueError as error:
-        raise ConfigError(f"{called(name)} {written[:80]!r}: no JSON ({error})") from None
+        raise ConfigError(f"{called(name)} {written[:80]!r}: is not JSON ({error})") from None
     if not isinstance(given, dict):
         raise ConfigError(f"{called(name)} {written[:80]!r}: expected an object with {', '.join(KEYS)}")
     return speculation_of(given, lambda key: f"{called(name)}: {key}")
 
 
 def _write(speculation: Speculation) -> str:
-    """Returns "" for the default, which drafts only what requests and guides say."""
+    """Returns "" for the default, which drafts only from predictions and guides."""
     if not speculation.methods:
         return ""
     plain = Speculation()
     names = dict.fromkeys((*OF_A_MODEL, *NUMBERS, BATCHES))
     given = {name: getattr(speculation, name) for name in names if name != TP_SIZE}
     told = {name: value for name, value in given.items() if value != getattr(plain, name)}
-    if LEAST in told or MOST in told:  # one alone would be the other, too
+    if LEAST in told or MOST in told:  # a single value would also set the other one
         told |= {name: given[name] for name in (LEAST, MOST)}
     methods = [speculation.mtp_type or each if each == MTP else each for each in speculation.methods]
     return msgspec.json.encode({METHOD: methods, **told}).decode()

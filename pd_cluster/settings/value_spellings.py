@@ -1,10 +1,10 @@
-"""vLLM's spellings of values that settings here have in another form: counts such as 32k, bytes, objects by members.
+"""vLLM's spellings of values that settings have in another form: counts such as 32k, bytes, objects by members.
 
-    --max-model-len 32k                       32,000; 32K is 32,768; auto and -1 are the default
+--max-model-len 32k                       32,000; 32K is 32,768; auto and -1 are the default
     --kv-cache-memory-bytes 4G                --kv-cache-memory 4
     --limit-mm-per-prompt.image 2             --limit-mm-per-prompt '{"image": 2}'
 
-As vLLM 0.32 reads them (vllm/utils/argparse_utils.py).
+vLLM 0.32 reads them in vllm/utils/argparse_utils.py.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ GIB = 1 << 30
 COUNT = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kmgtKMGT])")
 POWERS = "kmgt"
 COUNTS = ("max_model_len", "max_num_batched_tokens")
-BY_DEFAULT = ("auto", "-1")  # of max_model_len: as long as the model allows
-BYTES = {"kv_cache_memory_bytes": "kv_cache_memory"}  # name in bytes -> the setting, in GiB
+BY_DEFAULT = ("auto", "-1")  # values of max_model_len: as long as the model allows
+BYTES = {"kv_cache_memory_bytes": "kv_cache_memory"}  # name of a size in bytes -> the setting in GiB
 IN_OTHER_UNITS = tuple(map(flag_of, BYTES))
 OBJECTS = frozenset(flag_of(name) for each in settings().values() if each.takes_mappings for name in each.names)
 
@@ -42,7 +42,7 @@ def count_in(name: str, written: str) -> int:
 
 
 def in_own_terms(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `LLM`'s arguments with the values of the above as the settings have them. Raises ConfigError."""
+    """Returns `LLM`'s arguments with these spellings translated. Raises ConfigError."""
     found = {name: value for name, value in given.items() if name not in BYTES}
     for name, setting in BYTES.items():
         if (value := given.get(name)) is not None:
@@ -57,7 +57,7 @@ def in_own_terms(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_own_flags(flags: Sequence[str]) -> list[str]:
-    """Returns normalized flags with the values of the above as the settings have them. Raises ConfigError."""
+    """Returns normalized flags with these spellings translated. Raises ConfigError."""
     found: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
     rest = list(flags)
@@ -89,15 +89,15 @@ def _own_flag(flag: str, value: str) -> str:
 
 
 def _put(found: dict[str, Any], flag: str, path: str, written: str) -> None:
-    """Puts a value at `key.inner`; at `key+` it is one or more, separated by commas, which are added to a list."""
+    """Stores a value at `key.inner`; at `key+` the comma-separated values are added to a list."""
     *outer, last = path.split(".")
     for key in outer:
         found = found.setdefault(key, {})
         if not isinstance(found, dict):
-            raise ConfigError(f"{flag}: {key} has a value of its own; give the one or the other")
+            raise ConfigError(f"{flag}: {key} already has a value; give only one of them")
     if last.endswith("+"):
         if not isinstance(before := found.get(last[:-1], []), list):
-            raise ConfigError(f"{flag}: {last[:-1]} has a value of its own; give the one or the other")
+            raise ConfigError(f"{flag}: {last[:-1]} already has a value; give only one of them")
         found[last[:-1]] = [*before, *map(_value, written.split(","))]
     else:
         found[last] = _value(written)

@@ -1,7 +1,7 @@
 """vLLM's command line flags in this project: honoured, accepted without effect, or refused with a reason.
 
-The three lists are published in docs/flags.md (a test compares them). A flag in none of them is an error that names the
-nearest known one. Honoured flags are the settings (serve_options.py); vllm_flags_without_setting.py has the others.
+docs/flags.md publishes the three lists (a test compares them). A flag in none of them is an error that names the
+nearest known one. Honoured flags are the settings (serve_options.py); vllm_flags_without_setting.py lists the others.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pd_cluster.errors import ConfigError, flag_of, told
 from pd_cluster.settings.flag_suggestions import ANSWERS, meant_by
 from pd_cluster.settings.flags_without_setting import FlagWithoutSetting, Takes
 from pd_cluster.settings.serve_options import settings
-from pd_cluster.settings.setting import Declared
+from pd_cluster.settings.setting import DeclaredSetting
 from pd_cluster.settings.value_spellings import IN_OTHER_UNITS
 from pd_cluster.settings.vllm_flags_without_setting import FOREIGN, OFF, foreign
 
-SWITCHES = tuple(each.flag for each in settings().values() if each.default is True)  # accept an explicit True or False
+# these accept an explicit True or False
+SWITCHES = tuple(each.flag for each in settings().values() if each.default is True)
 # these accept `--served-model-name a b`, as argparse does with nargs="+"
 MANY_VALUES = tuple(flag_of(name) for each in settings().values() if each.setting.is_several for name in each.names)
 BARE = {each.flag: each for each in settings().values() if each.bare}  # their value may be left out
@@ -51,7 +52,7 @@ ALIASES = {
 
 
 def normalize(argv: Sequence[str]) -> list[str]:
-    """Translates vLLM's spellings: --max_model_len, -tp, several values after each of MANY_VALUES."""
+    """Translates vLLM's spellings: --max_model_len, -tp, several values after each flag of MANY_VALUES."""
     result: list[str] = []
     repeated = flag = bare = ""
     for argument in argv:
@@ -80,7 +81,7 @@ def normalize(argv: Sequence[str]) -> list[str]:
     return result
 
 
-def _is_read(setting: Declared, written: str) -> bool:
+def _is_read(setting: DeclaredSetting, written: str) -> bool:
     try:
         setting.read(written)
     except ConfigError:
@@ -94,12 +95,12 @@ def _switch(flag: str, value: str) -> str:
 
 
 def split_keys(flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Returns normalized flags without --api-key, and its values."""
+    """Returns normalized flags without --api-key, and the keys."""
     return split_values(flags, "--api-key")
 
 
 def split_values(flags: Sequence[str], name: str) -> tuple[list[str], list[str]]:
-    """Returns normalized flags without the one of this name, and its values."""
+    """Returns normalized flags without the flag of this name, and its values."""
     rest: list[str] = []
     values: list[str] = []
     following = iter(flags)
@@ -119,7 +120,7 @@ def choice_of_model(try_unlisted: Sequence[str], language_model_only: bool) -> l
 
 
 def judge(extras: Sequence[str], honoured: Iterable[str]) -> list[str]:
-    """Judges arguments without a parameter of `serve`. Returns warnings; raises ConfigError."""
+    """Checks arguments that are not parameters of `serve`. Returns warnings; raises ConfigError."""
     warnings: list[str] = []
     rest = list(extras)
     while rest:
@@ -144,7 +145,7 @@ def _values_of(each: FlagWithoutSetting, rest: list[str]) -> list[str]:
     """Removes a flag's values from the arguments that follow it, and returns them."""
     if each.takes is Takes.SWITCH:
         is_given = bool(rest) and (rest[0] in ("True", "False") or (each.values is not None and _is_value(rest[0])))
-        return [rest.pop(0)] if is_given else ["True"]  # `--enable-chunked-prefill False`, as older versions have it
+        return [rest.pop(0)] if is_given else ["True"]  # older versions write `--enable-chunked-prefill False`
     found: list[str] = []
     while rest and _is_value(rest[0]) and (each.takes is Takes.SEVERAL or not found):
         found.append(rest.pop(0))
@@ -152,7 +153,7 @@ def _values_of(each: FlagWithoutSetting, rest: list[str]) -> list[str]:
 
 
 def refusal(each: FlagWithoutSetting, name: str, value: str, way_out: str = "") -> str:
-    """Returns the error for a flag's value, or an argument's, that is refused."""
+    """Returns the error for a refused value of a flag or argument."""
     is_on = each.takes is Takes.SWITCH and value == "True"
     shown = f" {value}" if value and not is_on and not each.is_secret else ""
     if each.takes is Takes.SWITCH or not each.values or each.is_secret:
@@ -161,10 +162,10 @@ def refusal(each: FlagWithoutSetting, name: str, value: str, way_out: str = "") 
 
 
 def unknown(argument: str, known: Sequence[str]) -> str:
-    """Returns the error for a flag in none of the lists, with the nearest known one."""
+    """Returns the error for a flag in none of the lists, with the nearest known flag."""
     flag = argument.partition("=")[0]
     if not flag.startswith("-"):
-        return f"unexpected argument {argument!r}; the model is a flag's value: --model"
+        return f"unexpected argument {argument!r}; give the model by --model"
     if answer := ANSWERS.get(flag):
         return f"unknown flag {flag}; {answer}"
     near = meant_by(flag, known)

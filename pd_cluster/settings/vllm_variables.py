@@ -1,7 +1,7 @@
-"""vLLM's environment variables whose users would expect an effect here: what to give instead. None of them is read.
+"""vLLM's environment variables that have an equivalent flag here, with the flag to give. None of them is read.
 
-Only VLLM_API_KEY is (http_settings.py). A variable of another program must not change this one silently, and one that
-a script sets for it must not be ignored silently.
+Only VLLM_API_KEY is read (http_settings.py). A variable of another program must not change this program silently, and a
+variable that a script sets for this program must not be ignored silently.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from pd_cluster.errors import Naming, called, flag_of, told
 
-UNSET = ("", "0", "auto", "false")  # values in lower case that ask for nothing
+UNSET = ("", "0", "auto", "false")  # values, in lower case, that request nothing
 
 VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": f"give {called('kv_cache_memory')}, in GiB",
@@ -19,10 +19,10 @@ VARIABLES = {
     "VLLM_TARGET_DEVICE": f"give {called('device')}",
     "VLLM_ATTENTION_BACKEND": f"give {called('attention_backend')}",
     "VLLM_BATCH_INVARIANT": f"give {called('deterministic')}",
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": f"give {called('rope_scaling')}, with which the model allows more",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": f"give {called('rope_scaling')}, which raises the model's limit",
     "VLLM_WORKER_MULTIPROC_METHOD": f"give {called('spawn')} for processes that are not forked",
     "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": f"give {called('step_timeout')}",
-    "VLLM_HOST_IP": f"addresses are in the rank tables, or {called('advertise_host')} gives one",
+    "VLLM_HOST_IP": f"addresses are in the rank tables, or given by {called('advertise_host')}",
     "VLLM_PORT": f"give {called('kv_port_range')}",
     "VLLM_NIXL_SIDE_CHANNEL_HOST": "addresses are in the rank tables",
     "VLLM_NIXL_SIDE_CHANNEL_PORT": f"give {called('kv_port_range')}",

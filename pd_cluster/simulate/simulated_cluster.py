@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.members.elastic_membership import Elastic
+from pd_cluster.cluster.members.elastic_membership import ElasticMembership
 from pd_cluster.cluster.members.rank_table_place import Place
-from pd_cluster.cluster.members.rank_table_reader import Tables
+from pd_cluster.cluster.members.rank_table_reader import RankTableFiles
 from pd_cluster.cluster.members.worker_membership import Membership
 from pd_cluster.cluster.roles.auto_role import RoleChooser
 from pd_cluster.cluster.roles.role_costs import RoleGoals
@@ -70,9 +70,9 @@ class SimulatedCluster:
         credentials = Credentials(b"")
         self.membership = Membership(place_of(), self._instances(), post, timeouts, MODEL)
         self.router = Router(post.send, self.membership, routing_rules(layout.routing, timeouts), loop.time)
-        tables = Tables(place_of, lambda place: None, lambda place: credentials)
+        tables = RankTableFiles(place_of, lambda place: None, lambda place: credentials)
         drain_s, move_on = timeouts.drain_timeout_s, self.router.move_on
-        self.elastic = Elastic(self.membership, credentials, tables, move_on, drain_s, loop.time)
+        self.elastic = ElasticMembership(self.membership, credentials, tables, move_on, drain_s, loop.time)
         self.mail.add(SimulatedScheduler(loop, self.membership, self.router))
 
     def _instances(self) -> list[Instance]:
@@ -96,7 +96,7 @@ class SimulatedCluster:
             while not all(each.is_ready for each in self.membership.instances):
                 await self.membership.change()
             self.membership.term = lambda: 0
-            self.membership.tell_peers()
+            self.membership.send_peers()
             while not self._is_linked:
                 await self.membership.change()
         self._tasks.append(asyncio.ensure_future(self.elastic.run()))

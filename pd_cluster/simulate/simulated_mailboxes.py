@@ -98,7 +98,7 @@ class SimulatedMailboxes:
 
 
 class SimulatedPost:
-    """Connects and sends as one process. Satisfies membership.MemberPost."""
+    """Connects and sends as one process. Satisfies membership.MembershipMailbox."""
 
     table = b""
 

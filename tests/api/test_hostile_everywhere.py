@@ -25,7 +25,7 @@ from pd_cluster.api.dashboard.playground_routes import PublicPort
 from pd_cluster.api.dashboard.public_dashboard import PublicView, public_pages
 from pd_cluster.api.middleware.admin_access import HostNames
 from pd_cluster.cluster.members.adapter_registry import AdapterBook
-from pd_cluster.cluster.members.cluster_control import Control
+from pd_cluster.cluster.members.cluster_control import ClusterControl
 from pd_cluster.cluster.members.cluster_credentials import ADMIN_TOKEN_FILE
 from pd_cluster.cluster.overview.cluster_overview import Overview
 from pd_cluster.cluster.records.request_stats import RequestStats
@@ -153,7 +153,7 @@ def all_routes(folder: Path) -> set[tuple[Port, str, str]]:
     view = PublicView(overview, list, "a model", Sessions(), "", HostNames())
     responses, files = KeptResponses(folder=str(folder / "kept")), KeptFiles(folder=str(folder / "files"))
     http = HttpConfig(responses=responses, files=files, has_public_dashboard=True)
-    control = control_routes(Control(world.membership, world.mailbox, world.router, 0.2), {})
+    control = control_routes(ClusterControl(world.membership, world.mailbox, world.router, 0.2), {})
     shown = ShownCluster(overview, "a model", folder, PublicPort("127.0.0.1", 9))
     book = cast(AdapterBook, object())
     timelines = LocalTimelines(world.router.timelines)

@@ -22,7 +22,7 @@ from schemathesis import Case, GenerationMode
 from pd_cluster.api.admin.admin_app import Add, AdminAccess, ChangeRole, DrainOptions, Nothing, admin_app
 from pd_cluster.api.admin.control_routes import AbortIds, control_routes
 from pd_cluster.api.admin.timeline_routes import LocalTimelines
-from pd_cluster.cluster.members.cluster_control import Control
+from pd_cluster.cluster.members.cluster_control import ClusterControl
 from pd_cluster.cluster.members.cluster_credentials import ADMIN_TOKEN_FILE
 from tests.support.api_cases import each_case
 from tests.support.cluster import LiveCluster
@@ -115,7 +115,7 @@ class Asked(NamedTuple):
 
 def make_app() -> FastAPI:
     world = ElasticWorld()
-    control = Control(world.membership, world.mailbox, world.router, 0.2)
+    control = ClusterControl(world.membership, world.mailbox, world.router, 0.2)
     timelines = LocalTimelines(world.router.timelines)
     return admin_app(world.elastic, timelines, AdminAccess(TOKEN, True), None, control_routes(control, {}))
 

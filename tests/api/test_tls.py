@@ -82,7 +82,7 @@ async def test_a_renewed_certificate_is_shown(
             assert status(await old.answer()) == 200
             old.close()
             served.certfile.write_text("nothing")
-            await at.until("the log says so", lambda: "TLS goes on with the files as they were before" in caplog.text)
+            await at.until("the log says so", lambda: "TLS continues with the earlier files" in caplog.text)
             assert await ask(at, certificates["second"].trusted()) == 200
 
 
@@ -116,8 +116,8 @@ def test_files_that_cannot_be_used_are_named(certificates: dict[str, Certificate
     first, second = certificates["first"], certificates["second"]
     nothing = tmp_path / "nothing.pem"
     for config, message in (
-        (Tls(str(nothing)), "--ssl-certfile .*nothing.pem, which must have the key, too: No such file"),
-        (Tls(str(first.certfile)), "--ssl-certfile .*first.pem, which must have the key, too: "),
+        (Tls(str(nothing)), "--ssl-certfile .*nothing.pem, which must also contain the key: No such file"),
+        (Tls(str(first.certfile)), "--ssl-certfile .*first.pem, which must also contain the key: "),
         (Tls(str(first.certfile), str(second.keyfile)), "--ssl-keyfile .*second.key: KEY_VALUES_MISMATCH"),
         (Tls(str(first.certfile), str(first.keyfile), str(nothing)), "--ssl-ca-certs .*nothing.pem: No such file"),
     ):
@@ -132,7 +132,7 @@ def test_up_asks_its_scheduler_over_tls() -> None:
     assert Launch(port=9000).url == "http://127.0.0.1:9000"
     launch = Launch(port=9000, arguments=["--ssl-certfile=c.pem", "--ssl-keyfile", "k.pem"])
     assert (launch.url, launch.admin_url) == ("https://127.0.0.1:9000", "https://127.0.0.1:9001")
-    with pytest.raises(ConfigError, match="--ssl-cert-reqs 2: `up` has no certificate"):
+    with pytest.raises(ConfigError, match="--ssl-cert-reqs 2: `up` has no client certificate"):
         _ = Launch(arguments=["--ssl-certfile=c.pem", "--ssl-cert-reqs", "2"]).url
 
 

@@ -152,7 +152,7 @@ def assert_good_end(
     counts = judge.check(outcomes)
     print(f"{len(outcomes)} requests:", dict(counts.most_common()))
     assert counts["answered"] >= share * len(outcomes), counts
-    assert "goes on at" in cluster.log_file("scheduler").read_text(), "no request had to go on elsewhere"
+    assert "continues at" in cluster.log_file("scheduler").read_text(), "no request had to go on elsewhere"
     assert_every_pair_serves(cluster, model, enter)
     cluster.assert_home()
 

@@ -194,7 +194,7 @@ def test_kill_9_of_the_decode_instance(
     other = {"decode-0": "decode-1", "decode-1": "decode-0"}[victim]
     status, health = cluster.health()
     assert (status, health["status"]) == (200, "degraded")
-    assert f"goes on at {other}: " in cluster.log_file("scheduler").read_text()
+    assert f"continues at {other}: " in cluster.log_file("scheduler").read_text()
     assert_same(model, PROMPT, cluster.complete(PROMPT, 12), 12)  # the other one serves
     cluster.assert_home()
     if rank_only:
@@ -349,7 +349,7 @@ def test_a_second_signal_and_a_drain_that_takes_too_long_end_streams_in_band(clu
 
 
 def num_replays(cluster: LiveCluster) -> int:
-    return cluster.log_file("scheduler").read_text().count("goes on at")
+    return cluster.log_file("scheduler").read_text().count("continues at")
 
 
 def test_sigterm_drains_a_worker(cluster: LiveCluster, model: Path, expected: list[int]) -> None:
@@ -365,7 +365,7 @@ def test_sigterm_drains_a_worker(cluster: LiveCluster, model: Path, expected: li
     assert begun[0] + rest == expected
     assert cluster.await_exit(victim) == 0
     assert num_replays(cluster) == before
-    said = f"{victim} is unreachable: it stopped, as it had said: "
+    said = f"{victim} is unreachable: it stopped as announced: "
     cluster.wait_until("the scheduler says so", lambda: said in cluster.log_file("scheduler").read_text())
 
 

@@ -121,7 +121,7 @@ def test_roles_there_and_back(cluster: Elastic, stream: SteadyStream) -> None:
         cluster.await_whole()
     cluster.assert_home()
     assert cluster.roles() == ROLES
-    assert epochs == {each["instance_id"]: each["epoch"] for each in cluster.instances()}, "nobody was started again"
+    assert epochs == {each["instance_id"]: each["epoch"] for each in cluster.instances()}, "nobody was restarted"
 
 
 def test_leave_and_come_back(cluster: Elastic, stream: SteadyStream) -> None:
@@ -136,11 +136,11 @@ def test_leave_and_come_back(cluster: Elastic, stream: SteadyStream) -> None:
 
 
 def test_what_is_refused(cluster: Elastic) -> None:
-    assert "does not take this token" in cluster.refuses("drain", "decode-0", env={})
+    assert "refuses this token" in cluster.refuses("drain", "decode-0", env={})
     moved = cluster.refuses("drain", "decode-0", "--secret-file=cluster.secret")
     assert moved.startswith("--secret-file: the admin token is a file of its own; give --admin-token-file FILE")
-    assert cluster.refuses("drain", "decode-7").endswith("there are prefill-0, prefill-1, decode-0, decode-1")
-    assert cluster.refuses("add", "prefill-0", "--port=1").startswith("prefill-0 is there already, at port ")
+    assert cluster.refuses("drain", "decode-7").endswith("known are prefill-0, prefill-1, decode-0, decode-1")
+    assert cluster.refuses("add", "prefill-0", "--port=1").startswith("prefill-0 already exists, at port ")
     assert "has no prefill-2; it has prefill-0" in cluster.refuses("add", "prefill-2", "--port=1")
     cluster.does("drain", "decode-0")
     assert cluster.refuses("role", "decode-1", "prefill").startswith("decode-1 is the last decode instance")

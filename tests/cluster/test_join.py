@@ -167,13 +167,13 @@ def test_one_line_for_each_worker_that_may_not_join(cluster: Joined, model: Path
     same_key = cluster.worker("decode", "other-secret", another_secret(cluster, "other.secret", pinned))
     assert cluster.refusal_of(same_key).startswith(f"{where}the scheduler there has another secret")
     stranger = cluster.worker("decode", "other-cluster", another_secret(cluster, "other-cluster.secret", (b"k" * 32,)))
-    assert cluster.refusal_of(stranger).startswith(f"{where}the other end closed the connection while it opened")
+    assert cluster.refusal_of(stranger).startswith(f"{where}the other end closed the connection during the handshake")
     other_model = cluster.worker("decode", "other-model", f"--model={checkpoint('qwen2')}")
     assert "refuses this worker: it serves another model" in cluster.refusal_of(other_model)
     namesake = cluster.worker("decode", "namesake", f"--instance-name={taken}")
     assert f"--instance-name {taken}: the decode instance at 127.0.0.1:" in cluster.refusal_of(namesake)
     unreachable = cluster.refusal_of(cluster.worker("decode", "elsewhere", "--advertise-host=127.0.0.2"))
-    assert "the scheduler does not reach it: nobody answers at 127.0.0.2:" in unreachable
+    assert "the scheduler cannot reach it: no process answers at 127.0.0.2:" in unreachable
 
     assert epochs(cluster) == before, "nobody else is disturbed"
     is_exact(cluster, model, 5)

@@ -116,7 +116,7 @@ def test_what_cannot_be_loaded_changes_nothing(cluster: Served, root: Path, tmp_
     assert "is not below --lora-root" in cluster.load("x", "link", 400)
     (root / "link").unlink()
     assert "the model itself" in cluster.load("tiny", "second", 400)
-    assert "is loaded already" in cluster.load("first", "second", 400)
+    assert "is already loaded" in cluster.load("first", "second", 400)
     assert "not a name" in cluster.load("a/b", "second", 400)
     assert cluster.names() == before
 
@@ -148,7 +148,7 @@ def test_a_name_may_stand_for_another_content(cluster: Served, models: dict[str,
     """The same prompt before and after: no block that the first content computed is used again."""
     cluster.load("moving", "second")
     cluster.assert_gives({"moving": models["second"]}, seed=3)
-    assert "is loaded already" in cluster.load("moving", "third", 400)
+    assert "is already loaded" in cluster.load("moving", "third", 400)
     cluster.load("moving", "third", load_inplace=True)
     cluster.assert_gives({"moving": models["third"]}, seed=3)
     cluster.unload("moving")

@@ -102,8 +102,8 @@ def test_a_worker_that_is_killed_for_memory_three_times_is_not_started_again(gro
             run_in(group, TAKE, str(rank_pid))
             up.await_line(r"^decode-0 \(pid \d+\) died .* killed a process for lack of memory")
             if num_kills < 3:
-                up.await_line(r"^decode-0 was started again")
-        up.await_line(r"^decode-0 is not started again: .*3 times in a row")
+                up.await_line(r"^decode-0 was restarted")
+        up.await_line(r"^decode-0 is not restarted: .*3 times in a row")
         answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": "hello"}, timeout=60)
         assert answer.status_code == 200
 

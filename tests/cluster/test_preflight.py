@@ -64,8 +64,8 @@ def test_a_table_of_npus_on_a_machine_without(tmp_path: Path, monkeypatch: pytes
     assert done.returncode == 1, done.stdout + done.stderr
     errors = [line for line in done.stdout.splitlines() if line.startswith("error")]
     assert len(errors) == 2
-    assert "hccn_tool: NPU 0, NPU 1: cannot be asked" in errors[0]
-    assert "rank 0 of prefill-0: its table has NPUs, and torch would use the cpu here" in errors[1]
+    assert "hccn_tool: NPU 0, NPU 1: cannot be queried" in errors[0]
+    assert "rank 0 of prefill-0: its table has NPUs, but torch would use the cpu here" in errors[1]
 
 
 def test_wrong_content_is_found(one_pair: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_wrong_content_is_found(one_pair: Place, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(pair_probes, "_begin", begin_and_forget)
     (finding,) = check(one_pair)
-    assert finding.text == "no KV blocks came through: block 0 of 64 does not have the expected content"
+    assert finding.text == "no KV blocks arrived: block 0 of 64 does not have the expected content"
     assert is_wrong([finding])
 
 
@@ -97,7 +97,7 @@ def test_a_rank_that_dies_is_named_and_none_remains(one_pair: Place, monkeypatch
     monkeypatch.setattr(pair_probes.RankEndpoint, "ask", dies)
     (finding,) = check(one_pair)
     assert finding.level == "error"
-    assert "its process has ended" in finding.text
+    assert "the process has ended" in finding.text
     assert all(end._process.poll() is not None for end in started)
 
 
@@ -144,6 +144,6 @@ def test_two_instances_on_one_npu_prove_nothing() -> None:
     names = [("prefill-0", 0), ("prefill-0", 1), ("decode-0", 0), ("decode-0", 1)]
     found = pair_probes.shared_npus(dict(zip(names, ["npu:0", "npu:1", "npu:0", "npu:1"], strict=True)))
     assert list(found) == ["decode-0"]
-    assert "rank 0 of decode-0 has npu:0 here, as rank 0 of prefill-0 has" in found["decode-0"]
+    assert "rank 0 of decode-0 has npu:0 here, and so has rank 0 of prefill-0" in found["decode-0"]
     for devices in (["npu:0", "npu:1", "npu:2", "npu:3"], ["cpu"] * 4, ["cuda:0"] * 4):
         assert pair_probes.shared_npus(dict(zip(names, devices, strict=True))) == {}

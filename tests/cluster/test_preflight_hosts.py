@@ -94,11 +94,11 @@ def test_a_host_without_the_command_is_named_once_waited_for(network: Network, t
     unchecked = [line for line in said if line.startswith("unchecked")]
     assert len(unchecked) == 2, said
     for host, line in zip((HUB, "left"), sorted(unchecked), strict=True):
-        assert f"nothing was heard of {network.addresses[host]} within 3 s" in line
+        assert f"{network.addresses[host]} did not connect within 3 s" in line
 
 
 def test_the_slowest_pair_comes_first() -> None:
     rates = [("a", 3.0), ("b", 0.5), ("c", 9.0)]
     found = [Finding("ok", "KV", where, f"{rate:.1f} GB/s", rate=rate) for where, rate in rates]
-    found.append(Finding("error", "KV", "d", "no KV blocks came through"))
+    found.append(Finding("error", "KV", "d", "no KV blocks arrived"))
     assert [each.where for each in in_order(found)] == ["d", "b", "a", "c"]

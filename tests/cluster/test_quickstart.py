@@ -232,7 +232,7 @@ def test_a_dead_worker_is_shown_and_a_signal_ends_all(serving: Serving) -> None:
     assert decode in started_by(serving.process.pid)
     os.kill(decode, signal.SIGKILL)
     serving.wait_for(f"decode-0 (pid {decode}) died with exit code -9")
-    serving.wait_for("decode-0 was started again")
+    serving.wait_for("decode-0 was restarted")
     serving.process.send_signal(signal.SIGINT)
     assert serving.process.wait(60) == 0
     assert_nothing_left(serving.process.pid, serving.port)

@@ -154,7 +154,7 @@ def test_a_dead_worker_is_named_and_restarted_and_ctrl_c_ends_all(up: Callable[.
     os.kill(victim, signal.SIGKILL)
     assert cluster.await_line(r"decode-0 \(pid (\d+)\) died with exit code -9")[1] == str(victim)
     await_mark(page, "decode-0", "down")
-    cluster.await_line(r"decode-0 was started again")
+    cluster.await_line(r"decode-0 was restarted")
     cluster.await_line(r"link to decode-0 is up")
     deadline_s = time.monotonic() + WAIT_S
     while ask(port) != 200:
@@ -197,7 +197,7 @@ def test_a_stream_outlives_the_only_scheduler_and_not_its_client(
         with contextlib.suppress(httpx.HTTPError):
             events += reader
     assert 40 <= len(events) < len(whole)
-    started.await_line(r"scheduler was started again")
+    started.await_line(r"scheduler was restarted")
     with listening(url, id_of(events[-1])) as reader:
         assert reader.answer.status_code == 200, reader.answer.text
         assert id_of(events[0]).startswith(token)

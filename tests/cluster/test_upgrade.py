@@ -189,7 +189,7 @@ def test_workers_one_after_the_other_then_the_scheduler(servers: Servers) -> Non
         servers.end(name)
         servers.start(OWN, name)
         servers.wait(
-            lambda name=name, before=before: servers.state(name)[1] not in (0, before), f"{name} as another process"
+            lambda name=name, before=before: servers.state(name)[1] not in (0, before), f"{name} in another process"
         )
         servers.command(OWN, "pd-cluster", "instances", "drain", "--undo", name)
         servers.await_states("ready")

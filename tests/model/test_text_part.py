@@ -126,7 +126,7 @@ def test_offline_and_images(tmp_path: Path) -> None:
         image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
         with pytest.raises(RequestError, match=r"content\[0\]: only parts of type 'text' are supported"):
             llm.chat([{"role": "user", "content": [image]}], params, use_tqdm=False)
-    with pytest.raises(ConfigError, match="enable_mm: language_model_only serves no images; give one of the two"):
+    with pytest.raises(ConfigError, match="enable_mm: language_model_only serves no images; give only one of them"):
         LLM(str(folder), enable_mm=True, language_model_only=True)
     change_config(folder, model_type="mamba")
     with pytest.raises(ModelError, match=r"enable_mm: .*'mamba' takes no images here; those that do are qwen2_vl, "):

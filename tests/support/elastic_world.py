@@ -8,9 +8,9 @@ import msgspec
 
 from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.members.elastic_membership import Elastic
+from pd_cluster.cluster.members.elastic_membership import ElasticMembership
 from pd_cluster.cluster.members.rank_table_place import Place
-from pd_cluster.cluster.members.rank_table_reader import Tables
+from pd_cluster.cluster.members.rank_table_reader import RankTableFiles
 from pd_cluster.cluster.members.worker_membership import Membership, instances_of
 from pd_cluster.cluster.placement.routing_policy import least_loaded
 from pd_cluster.cluster.placement.routing_rules import RoutingRules
@@ -47,8 +47,12 @@ class ElasticWorld:
         self.place, self.ports = place, list[int]()
         self.read_place: Callable[[], Place] = lambda: self.place
         self.credentials = credentials = Credentials(b"s" * 32)
-        tables = Tables(lambda: self.read_place(), lambda place: self.ports or None, lambda place: self.credentials)
-        self.elastic = Elastic(self.membership, credentials, tables, self.router.move_on, 30.0, lambda: self.now_s)
+        tables = RankTableFiles(
+            lambda: self.read_place(), lambda place: self.ports or None, lambda place: self.credentials
+        )
+        self.elastic = ElasticMembership(
+            self.membership, credentials, tables, self.router.move_on, 30.0, lambda: self.now_s
+        )
         for instance in instances:
             self.make_ready(instance)
         self.link()

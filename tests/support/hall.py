@@ -7,7 +7,7 @@ from typing import Any
 
 from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.instances.roster import LegHolder
+from pd_cluster.cluster.instances.roster import RosterFollower
 from pd_cluster.cluster.placement.spare_capacity import BACKLOG_S
 from pd_cluster.cluster.queueing.fair_queue import QueueEntry
 from pd_cluster.cluster.routing.admission_queue import AdmissionQueue, AdmissionRate
@@ -39,7 +39,7 @@ class Hall:
         self.heard = asyncio.Event()
         self.room = AdmissionQueue(max_wait_s, self, has_priorities=has_priorities)
 
-    def watch(self, follower: LegHolder) -> None:
+    def watch(self, follower: RosterFollower) -> None:
         """Nothing is lost here."""
 
     async def change(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pd_cluster import wire
 from pd_cluster.cluster.members.worker_joining import (
     FIRST_BACKOFF_S,
-    Joining,
+    WorkerJoining,
 )
 from pd_cluster.settings.timeouts import Timeouts
 from tests.support.mail import RecordedMail
@@ -20,7 +20,7 @@ class Seeker:
     def __init__(self, addresses: tuple[tuple[str, int], ...] = (("h", 1),), keys: tuple[bytes, ...] = (KEY,)) -> None:
         self.now_s = 0.0
         self.lines = RecordedMail(is_numbered=True)
-        self.joining = Joining(addresses, keys, JOIN, self.lines, TIMES, lambda: self.now_s)
+        self.joining = WorkerJoining(addresses, keys, JOIN, self.lines, TIMES, lambda: self.now_s)
 
     @property
     def tried(self) -> list[tuple[str, int, bytes]]:

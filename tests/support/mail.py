@@ -47,7 +47,7 @@ class RecordedMail:
 
     def send(self, conn: str, body: wire.Body) -> None:
         wire.encode_body(body)
-        self.sent.append((conn, self._peers[conn].whole(body) if isinstance(body, wire.Peers) else body))
+        self.sent.append((conn, self._peers[conn].merged(body) if isinstance(body, wire.Peers) else body))
 
     def beat(self) -> None:
         self.num_beats_at_once += 1

@@ -83,7 +83,7 @@ def test_the_survivor_of_a_killed_end_works_with_its_successor(start: Start, tra
     if killed == "prefill":
         ends["decode"].tell(Compare(ends["prefill"].seed, UNDER_WAY))
     with pytest.raises(LinkError) as error:
-        ends[OTHER[killed]].hear(ANSWER_S)
+        ends[OTHER[killed]].receive(ANSWER_S)
     print(f"the survivor knew after {time.monotonic() - began_s:.1f} s: {error.value}")
     assert "no answer within" not in str(error.value)
     ends[killed] = start(killed)

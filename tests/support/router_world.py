@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.instances.roster import LegHolder
+from pd_cluster.cluster.instances.roster import RosterFollower
 from pd_cluster.cluster.placement.routing_policy import least_loaded
 from pd_cluster.cluster.placement.routing_rules import ReplayLimits, RoutingRules
 from pd_cluster.cluster.records.request_stats import RequestStats
@@ -33,7 +33,7 @@ class FakeMembership:
         self.instances = instances
         self.changed = asyncio.Event()
 
-    def watch(self, follower: LegHolder) -> None:
+    def watch(self, follower: RosterFollower) -> None:
         """Tests tell the router themselves."""
 
     async def change(self) -> None:

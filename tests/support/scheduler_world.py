@@ -110,12 +110,12 @@ class Scheduler:
         try:
             record = store.read()
             yield
-            wanted = own.seen(record, self.members)
+            wanted = own.after_read(record, self.members)
             yield
             if wanted is not None:
                 is_written = store.write(wanted)
                 yield
-                own.wrote(wanted, is_written)
+                own.after_write(wanted, is_written)
         except LeaseUnavailable:
             return
         if own.term_now is None and own.record.holder != own.own and own.record.term:
@@ -198,7 +198,7 @@ class World:
                 for each in self.schedulers:
                     each.mail.pop(dead, None)
                     if not each.is_stopped:  # those that are stopped greet when they go on, with an old term
-                        self.workers[dead].fence.heard(each.ownership.highest_term)
+                        self.workers[dead].fence.note(each.ownership.highest_term)
             case "store":
                 self.store.back_s = self.now_s + self.rng.choice((0.5, 1.0, 3.0))
             case "removed by hand" if self.store.record.version:

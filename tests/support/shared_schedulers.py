@@ -29,8 +29,8 @@ class Scheduler:
         members = self.world.membership, self.world.elastic
         self.shared = SharedMembership(lease, *members, self, clock, lambda: self.wall_s)
 
-    def heard_of_term(self, term: int) -> None:
-        self.fence.heard(term)
+    def note_term(self, term: int) -> None:
+        self.fence.note(term)
 
     async def look(self) -> None:
         await self.shared._look()

@@ -158,7 +158,7 @@ async def test_an_unloaded_adapter_goes_when_nobody_has_it_or_at_its_deadline(tm
             assert book.wanted_at(10.0 + GRACE_S) == set()
         else:
             assert (book.wanted_at(29.0), book.wanted_at(30.0)) == (one, set())
-    with pytest.raises(ModelNotFound, match="there is no adapter 'a'; there are none"):
+    with pytest.raises(ModelNotFound, match="there is no adapter 'a'; loaded are none"):
         await book.book.unload("a")
 
 

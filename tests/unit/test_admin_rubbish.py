@@ -10,7 +10,7 @@ import httpx
 from pd_cluster.api.admin.admin_app import AdminAccess, admin_app
 from pd_cluster.api.admin.control_routes import control_routes
 from pd_cluster.api.admin.timeline_routes import LocalTimelines
-from pd_cluster.cluster.members.cluster_control import Control
+from pd_cluster.cluster.members.cluster_control import ClusterControl
 from tests.support.elastic_world import ElasticWorld
 
 TOKEN = "t" * 32
@@ -23,7 +23,7 @@ RUN = ("/pause", "/resume", "/reset_prefix_cache", "/abort_requests", "/sleep", 
 
 async def test_no_rubbish_is_a_fault() -> None:
     world = ElasticWorld()
-    control = Control(world.membership, world.mailbox, world.router, 5.0)
+    control = ClusterControl(world.membership, world.mailbox, world.router, 5.0)
     commands = control_routes(control, {})
     app = admin_app(world.elastic, LocalTimelines(world.router.timelines), AdminAccess(TOKEN, True), None, commands)
     paths = sorted(app.openapi()["paths"])

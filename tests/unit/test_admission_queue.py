@@ -63,11 +63,11 @@ def test_sequences_need_places_and_memory(num_places: int, decode: dict[str, int
 
 def test_what_was_sent_and_what_has_ended_since_the_heartbeat_count() -> None:
     instances = pair(8, num_running=5)
-    instances[1].num_sequences_then, instances[1].num_sequences = 5, 10
+    instances[1].num_reported_sequences, instances[1].num_sequences = 5, 10
     assert not spare_capacity(instances).for_sequences
     instances = pair(8, num_running=8, num_waiting=4)
     assert not spare_capacity(instances).for_sequences
-    instances[1].num_sequences_then, instances[1].num_sequences = 12, 7
+    instances[1].num_reported_sequences, instances[1].num_sequences = 12, 7
     assert spare_capacity(instances).for_sequences
 
 
@@ -123,7 +123,7 @@ async def test_room_for_one_is_not_given_to_two() -> None:
 async def test_nobody_waits_longer_than_he_may() -> None:
     hall = Hall(max_wait_s=0.01)
     hall.close()
-    with pytest.raises(Overloaded, match=r"it has waited for the 0\.01 s of --max-queue-time"):
+    with pytest.raises(Overloaded, match=r"the request has waited for the 0\.01 s of --max-queue-time"):
         await hall.visit()
     with pytest.raises(Overloaded, match=r"waited for the 0\.005 s of the client's own timeout"):
         await hall.visit(client_timeout_s=0.005)
@@ -151,7 +151,7 @@ async def test_what_would_wait_too_long_is_refused_at_once_and_told_when_to_come
     hall.close()
     tasks = await hall.waiting(15, num_tokens=100)
     hall.measured(100)
-    with pytest.raises(Overloaded, match=r"a wait of 15 s is expected, too much for the 10 s of --max-") as told:
+    with pytest.raises(Overloaded, match=r"a wait of 15 s is expected, which exceeds the 10 s of --max-") as told:
         hall.room.arrives("a", 10)
     assert told.value.retry_after_s == math.ceil(15 - SAFE * 10)
     with pytest.raises(Overloaded, match="is expected"):
@@ -162,7 +162,7 @@ async def test_what_would_wait_too_long_is_refused_at_once_and_told_when_to_come
     while hall.room.num_waiting > 15 - told.value.retry_after_s:
         await asyncio.sleep(0)
     hall.room.departs(hall.room.arrives("a", 10), 10)
-    with pytest.raises(Overloaded, match="s is expected, too much for the 3 s of the client's own"):
+    with pytest.raises(Overloaded, match="s is expected, which exceeds the 3 s of the client's own"):
         hall.room.arrives("a", 10, client_timeout_s=3.0)
     hall.open()
     await asyncio.gather(*tasks, return_exceptions=True)
@@ -195,7 +195,7 @@ async def test_without_a_limit_only_a_full_room_refuses_those_that_have_many_the
     hall.close()
     tasks = await hall.waiting(4, "hog", MAX_WAITING_TOKENS // 4)
     hall.measured(1)
-    with pytest.raises(Overloaded, match="4 requests wait already"):
+    with pytest.raises(Overloaded, match="4 requests are already waiting"):
         await hall.visit("hog")
     tasks += await hall.waiting(1, "guest")
     hall.open()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pd_cluster.cluster.roles.auto_role import AutoRole, Flip, RoleSample, Rules, Seen, busy, decide
+from pd_cluster.cluster.roles.auto_role import AutoRole, Flip, InstanceReading, RoleSample, Rules, busy, decide
 from pd_cluster.types import Role
 from pd_cluster.wire import Load
 from tests.support.elastic_world import ElasticWorld
@@ -15,15 +15,17 @@ RULES = Rules()
 NEVER = float("-inf")
 
 
-def prefill(name: str, num_prompts: int, tokens: int = 0) -> Seen:
-    return Seen(name, "prefill", num_prompts, 0, outstanding_tokens=tokens)
+def prefill(name: str, num_prompts: int, tokens: int = 0) -> InstanceReading:
+    return InstanceReading(name, "prefill", num_prompts, 0, outstanding_tokens=tokens)
 
 
-def decode(name: str, held: float = 0.0, num_waiting: int = 0, num_running: int = 0, tokens: int = 0) -> Seen:
-    return Seen(name, "decode", num_waiting, num_running, held, outstanding_tokens=tokens)
+def decode(
+    name: str, held: float = 0.0, num_waiting: int = 0, num_running: int = 0, tokens: int = 0
+) -> InstanceReading:
+    return InstanceReading(name, "decode", num_waiting, num_running, held, outstanding_tokens=tokens)
 
 
-def recorded(*instances: Seen, num: int = 11, is_settled: bool = True) -> list[RoleSample]:
+def recorded(*instances: InstanceReading, num: int = 11, is_settled: bool = True) -> list[RoleSample]:
     return [RoleSample(float(at), instances, is_settled) for at in range(num)]
 
 
@@ -37,21 +39,21 @@ POOL_IS_FULL = [prefill("prefill-0", 0), prefill("prefill-1", 1), decode("decode
 
 # As `pd-cluster instances` showed them: 40 requests at a time of 700 prompt and 2 output tokens, then of 8 and 600.
 LONG_PROMPTS = [
-    Seen("prefill-0", "prefill", 19, 1, 44 / 300),
-    Seen("prefill-1", "prefill", 18, 1, 88 / 300),
-    Seen("decode-0", "decode", 19, 0, 44 / 300),
-    Seen("decode-1", "decode", 18, 0, 88 / 300),
+    InstanceReading("prefill-0", "prefill", 19, 1, 44 / 300),
+    InstanceReading("prefill-1", "prefill", 18, 1, 88 / 300),
+    InstanceReading("decode-0", "decode", 19, 0, 44 / 300),
+    InstanceReading("decode-1", "decode", 18, 0, 88 / 300),
 ]
 LONG_ANSWERS = [
-    Seen("prefill-0", "prefill", 0, 0, 4 / 300),
-    Seen("prefill-1", "prefill", 0, 0, 4 / 300),
-    Seen("decode-0", "decode", 11, 9, 204 / 300),
-    Seen("decode-1", "decode", 13, 7, 266 / 300),
+    InstanceReading("prefill-0", "prefill", 0, 0, 4 / 300),
+    InstanceReading("prefill-1", "prefill", 0, 0, 4 / 300),
+    InstanceReading("decode-0", "decode", 11, 9, 204 / 300),
+    InstanceReading("decode-1", "decode", 13, 7, 266 / 300),
 ]
 HELD_UP = [  # decode instances are full, and so prefill instances are full of prompts that nobody takes
-    Seen("prefill-0", "prefill", 9, 0, 1.0, num_exporting=20),
-    Seen("prefill-1", "prefill", 9, 0, 1.0, num_exporting=20),
-    Seen("decode-0", "decode", 58, 4, 1.0),
+    InstanceReading("prefill-0", "prefill", 9, 0, 1.0, num_exporting=20),
+    InstanceReading("prefill-1", "prefill", 9, 0, 1.0, num_exporting=20),
+    InstanceReading("decode-0", "decode", 58, 4, 1.0),
 ]
 
 
@@ -73,7 +75,7 @@ HELD_UP = [  # decode instances are full, and so prefill instances are full of p
         ([], None),
     ],
 )
-def test_recorded_states(instances: Sequence[Seen], wanted: tuple[str, Role] | None) -> None:
+def test_recorded_states(instances: Sequence[InstanceReading], wanted: tuple[str, Role] | None) -> None:
     assert name_of(decide(recorded(*instances), NEVER, RULES)) == wanted
 
 

@@ -64,7 +64,7 @@ def test_public_keys_of_both_implementations_agree() -> None:
             )
         )
         assert with_openssl == with_libzmq == public_key(private).hex().encode()
-    with pytest.raises(ValueError, match="a private key has 32 bytes, this has 31"):
+    with pytest.raises(ValueError, match="a private key has 32 bytes, this one has 31"):
         public_key(bytes(31))
 
 
@@ -110,7 +110,7 @@ def test_a_machines_part_gets_none_and_merge_says_what_to_copy(
     *paths, everywhere, alone = capsys.readouterr().out.splitlines()
     assert paths == [str(tmp_path / "home" / name) for name in written]
     assert everywhere.startswith("copy global_ranktable_merge.json and cluster.secret to 10.0.0.1, 10.0.0.2")
-    assert alone.startswith("copy scheduler.key and admin.token to 10.0.0.1 alone")
+    assert alone.startswith("copy scheduler.key and admin.token only to 10.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_files_that_do_not_belong_together_are_not_completed(tmp_path: Path) -> 
     with pytest.raises(RankTableError, match="found 'the key of another cluster', expected one whose public key "):
         write_keys(tmp_path, PRIVATE)
     key.unlink()
-    with pytest.raises(RankTableError, match="bring it back from the scheduler's host, or remove "):
+    with pytest.raises(RankTableError, match="restore it from the scheduler's host, or remove "):
         write_keys(tmp_path, Access())
     (tmp_path / "cluster.secret").unlink()
     write_keys(tmp_path, PRIVATE)
@@ -282,4 +282,4 @@ def test_derived_and_read_do_not_mix(tmp_path: Path) -> None:
     here = place(gen(tmp_path))
     for changes in ({"secret": "file"}, {"scheduler_key": "file"}):
         said = fault(lambda changes=changes: credentials_of(here, replace(DERIVED, **changes)))  # type: ignore[misc]
-        assert "not with --derive-secret" in said
+        assert "cannot be combined with --derive-secret" in said

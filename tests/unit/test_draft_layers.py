@@ -342,7 +342,7 @@ def test_blocks_of_another_head_have_other_hashes_for_instances_and_for_routing(
     assert len({*roots.values(), PrefixScope(identity, Numerics(), "a").root(order, COLD)}) == 4
     for owner, root in roots.items():
         known = KnownBlocks()
-        known.hear(wire.CacheKeys(added=keys_of(chain_hashes(root, [1] * 8, 4))))
+        known.apply(wire.CacheKeys(added=keys_of(chain_hashes(root, [1] * 8, 4))))
         for reader in roots:
             info = InstanceInfo(
                 name="p",

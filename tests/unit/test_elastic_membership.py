@@ -209,7 +209,7 @@ def test_the_last_of_a_role_stays_unless_forced(command: str) -> None:
     ask(force=True)
     assert not world["prefill-0"].takes_requests
     prefill, decode = least_loaded(world.membership.instances, RoutingRequest(Prompt(RequestSpec([1], Sampling()))))
-    assert (prefill.name, prefill) == ("decode-0", decode), "one instance alone serves"
+    assert (prefill.name, prefill) == ("decode-0", decode), "a single instance serve"
 
 
 # ---- leave and join
@@ -231,7 +231,7 @@ async def test_remove_drains_and_forgets(world: ElasticWorld) -> None:
     assert all(set(peers) == set(world.names) for peers in told.values())
     world.membership.on_closed("to-decode-0", "late")  # nobody of ours any more
     world.membership.on_heartbeat("to-decode-0", wire.Load())
-    with pytest.raises(InstanceNotFound, match=r"there are prefill-0, prefill-1, decode-1$"):
+    with pytest.raises(InstanceNotFound, match=r"known are prefill-0, prefill-1, decode-1$"):
         world.elastic.remove("decode-0")
 
 

@@ -24,7 +24,7 @@ async def test_instances_of_a_grown_table_join_and_others_leave() -> None:
     again = await world.elastic.add("prefill-2", 7003)
     assert (again.port, len(world.names)) == (7003, 5), "it was not there"
     world.make_ready(again)
-    with pytest.raises(Refused, match="prefill-2 is there already, at port 7003"):
+    with pytest.raises(Refused, match="prefill-2 already exists, at port 7003"):
         await world.elastic.add("prefill-2", 7004)
     with pytest.raises(Refused, match=r"port: 3 of 127.0.0.1 is the port of decode-0"):
         await world.elastic.add("prefill-2", 3)
@@ -82,7 +82,7 @@ async def test_a_changed_table_that_cannot_be_used_is_refused() -> None:
     assert await world.elastic.reload() == "nobody joins, nobody leaves"
     world.place = ElasticWorld(num_prefill=3).place
     world.credentials = Credentials(b"t" * 32)  # as --derive-secret makes of another table
-    with pytest.raises(Refused, match="do not use --derive-secret where the table may change; nothing has changed"):
+    with pytest.raises(Refused, match="do not use --derive-secret if the table may change; nothing has changed"):
         await world.elastic.add("prefill-2", 7002)
     assert len(world.names) == 4
     world = ElasticWorld()

@@ -18,7 +18,7 @@ import torch
 from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.overview.cluster_problems import problems_of
-from pd_cluster.cluster.overview.request_history import History
+from pd_cluster.cluster.overview.request_history import RequestHistory
 from pd_cluster.cluster.placement.encoder_choice import SLACK_TOKENS, choose_encoders
 from pd_cluster.cluster.processes.launch_settings import Launch
 from pd_cluster.cluster.processes.launcher import plan_cluster
@@ -87,7 +87,7 @@ def test_a_refused_encoder_is_a_problem_that_is_named() -> None:
     refused = LinkState("refused", reason="the encoder has --dtype bfloat16")
     prefill = instance("prefill-0", "prefill", encode_0=refused, encode_1=UP, decode_0=UP)
     others = [instance("decode-0", "decode"), instance("encode-0", "encode"), instance("encode-1", "encode")]
-    found = problems_of([prefill, *others], History(), RoutingConfig())
+    found = problems_of([prefill, *others], RequestHistory(), RoutingConfig())
     assert [each.text for each in found] == ["prefill-0 gets no images from encode-0, and computes them itself"]
     assert "bfloat16" in found[0].reason
 

@@ -311,7 +311,7 @@ def test_values_as_vllm_writes_them(argv: list[str], name: str, value: object) -
     [
         (["--max-model-len=1.5K"], "--max-model-len '1.5K': expected a whole number, such as 8192, 8k or 8K"),
         (["--kv-cache-memory-bytes=4GB"], "--kv-cache-memory-bytes '4GB': expected a whole number"),
-        (["--hf-overrides.a=1", "--hf-overrides.a.b=2"], "--hf-overrides.a.b: a has a value of its own"),
+        (["--hf-overrides.a=1", "--hf-overrides.a.b=2"], "--hf-overrides.a.b: a already has a value"),
     ],
 )
 def test_values_that_vllm_refuses_too(argv: list[str], error: str) -> None:
@@ -345,9 +345,9 @@ def test_words_for_sharing_experts_are_answered_by_how_to_say_it_here() -> None:
         ("--data-parallel-start-rank=4", "4: not supported .*entries of a role in the rank tables"),
         ("--data-parallel-hybrid-lb", "each data-parallel rank is an instance"),
         ("--all2all-backend=deepep_low_latency", "deepep_low_latency: not supported .rows are gathered"),
-        ("--enable-eplb", "experts stay where --expert-placement-strategy puts them"),
-        ("--headless", "rank tables give it its place"),
-        ("--pipeline-parallel-size=2", "2: not supported .there is one stage"),
+        ("--enable-eplb", "--expert-placement-strategy places experts, and they do not move"),
+        ("--headless", "rank tables assign its host and devices"),
+        ("--pipeline-parallel-size=2", "2: not supported .models are not split into pipeline stages"),
     ):
         with pytest.raises(ConfigError, match=f"{flag.partition('=')[0]}.*{words}"):
             parse(flag)

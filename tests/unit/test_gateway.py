@@ -29,8 +29,8 @@ from pd_cluster.gateway.envoy_names import FULL_DUPLEX_STREAMED, OVERWRITE_OR_AD
 from pd_cluster.gateway.messages_pb2 import HealthCheckRequest, ProcessingRequest, ProcessingResponse
 from pd_cluster.gateway.picker_certificate import Certificate
 from pd_cluster.gateway.picker_exchange import DESTINATION, NAMESPACE, SUBSET, SUBSET_NAMESPACE, Exchange
-from pd_cluster.gateway.picker_server import Listening, Picker
-from pd_cluster.gateway.scheduler_choice import AllFull, Choice, NoneReady
+from pd_cluster.gateway.picker_server import ListenAddress, Picker
+from pd_cluster.gateway.scheduler_choice import AllFull, NoneReady, SchedulerChoice
 from pd_cluster.gateway.scheduler_watch import SchedulerWatch
 from tests.support.certificates import make_certificate
 from tests.support.says_load import serve_load
@@ -63,15 +63,15 @@ def test_numbers_of_enums_are_envoys() -> None:
 # ---- the choice
 
 
-def report(choice: Choice, loads: dict[str, int | None]) -> None:
+def report(choice: SchedulerChoice, loads: dict[str, int | None]) -> None:
     """All schedulers there are answer now; None: it takes no requests."""
-    choice.know(loads)
+    choice.set_addresses(loads)
     for address, load in loads.items():
         choice.report(address, is_ready=load is not None, load=load)
 
 
-def reported(**more: Any) -> Choice:
-    choice = Choice(**more)
+def reported(**more: Any) -> SchedulerChoice:
+    choice = SchedulerChoice(**more)
     report(choice, {A: 3, B: 1, C: None})
     return choice
 
@@ -105,7 +105,7 @@ def test_where_all_are_full_none_is_chosen() -> None:
 
 
 def test_a_load_has_the_requests_that_were_sent_before_it_was_asked_for() -> None:
-    choice = Choice(most=3)
+    choice = SchedulerChoice(most=3)
     report(choice, {A: 0})
     choice.choose()
     num_seen = choice.num_sent(A)
@@ -117,7 +117,7 @@ def test_a_load_has_the_requests_that_were_sent_before_it_was_asked_for() -> Non
 
 
 def test_a_load_that_is_not_known_is_the_mean_of_the_others() -> None:
-    choice = Choice()
+    choice = SchedulerChoice()
     report(choice, {A: 9, B: 3, C: 0})
     choice.report(C, is_ready=True, num_seen=0)  # in its place, 6 of the others
     assert [choice.choose()[0] for _ in range(6)] == [B, B, B, C, B, C]
@@ -128,11 +128,11 @@ def test_a_load_that_is_not_known_is_the_mean_of_the_others() -> None:
 
 
 def test_a_load_that_is_not_known_refuses_nothing() -> None:
-    choice = Choice(most=2)
+    choice = SchedulerChoice(most=2)
     report(choice, {A: 9, B: 0})
     choice.report(B, is_ready=True)
     assert [choice.choose() for _ in range(5)] == [[B]] * 5, "it may be idle, however full the other is"
-    choice.know([B])
+    choice.set_addresses([B])
     assert [choice.choose() for _ in range(5)] == [[B]] * 5
     choice.report(B, is_ready=True, load=2)
     with pytest.raises(AllFull):
@@ -180,7 +180,7 @@ def test_the_subset_of_the_gateway_is_kept(written: Any, chosen: str) -> None:
 
 @pytest.mark.parametrize(("most", "loads", "status"), [(0, {A: None}, 503), (0, {}, 503), (1, {A: 1, B: 4}, 429)])
 def test_a_refusal_is_an_answer_in_openais_shape(most: int, loads: dict[str, int | None], status: int) -> None:
-    choice = Choice(most)
+    choice = SchedulerChoice(most)
     report(choice, loads)
     exchange = Exchange(choice)
     found = answered(exchange, headers()).immediate_response
@@ -231,7 +231,7 @@ def test_other_messages_are_let_through_or_want_no_answer() -> None:
 
 
 @asynccontextmanager
-async def served(choice: Choice) -> AsyncIterator[tuple[Picker, Any]]:
+async def served(choice: SchedulerChoice) -> AsyncIterator[tuple[Picker, Any]]:
     picker = Picker(choice)
     made = grpc.aio.server(handlers=picker.handlers)
     port = made.add_insecure_port("127.0.0.1:0")
@@ -248,11 +248,11 @@ async def test_a_stream_over_grpc() -> None:
         for kinds in (["request_headers", "request_body"], ["immediate_response"]):  # the last ends it
             found = [each async for each in asking(channel)(iter(sent), timeout=10)]
             assert [each.WhichOneof("response") for each in found] == kinds
-            choice.know([])
+            choice.set_addresses([])
 
 
 async def test_health_is_readiness() -> None:
-    choice = Choice()
+    choice = SchedulerChoice()
     async with served(choice) as (picker, channel):
         ask = checking(channel)
 
@@ -316,11 +316,13 @@ async def test_streams_are_limited_and_health_is_not(monkeypatch: pytest.MonkeyP
 async def running(certificate: Certificate | None = None) -> AsyncIterator[tuple[int, asyncio.Task[None]]]:
     """Runs a picker as its command does, with a scheduler that is idle; returns its port once that is known."""
     port, scheduler_port = free_ports(2)
-    choice = Choice()
+    choice = SchedulerChoice()
     watch = SchedulerWatch(choice, [("127.0.0.1", scheduler_port)], 0.05, 5.0)
     scheduler = await asyncio.start_server(partial(serve_load, load=int), "127.0.0.1", scheduler_port)
     async with asyncio.timeout(60):
-        task = asyncio.create_task(picker_server.serve(watch, choice, Listening("127.0.0.1", port, certificate), 30.0))
+        task = asyncio.create_task(
+            picker_server.serve(watch, choice, ListenAddress("127.0.0.1", port, certificate), 30.0)
+        )
         while not choice.is_ready:
             assert not task.done()
             await asyncio.sleep(0.01)
@@ -360,7 +362,7 @@ async def test_what_ends_the_looks_ends_the_picker_at_once() -> None:
 
     begun, choice, (port,) = asyncio.Event(), reported(), free_ports(1)
     watch = Broken(choice, [], 0.5, 5.0)
-    task = asyncio.create_task(picker_server.serve(watch, choice, Listening("127.0.0.1", port), 30.0))
+    task = asyncio.create_task(picker_server.serve(watch, choice, ListenAddress("127.0.0.1", port), 30.0))
     async with asyncio.timeout(10), grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         stream = asking(channel)(wait_for_ready=True)
         await stream.write(headers(request_body_mode=FULL_DUPLEX_STREAMED))
@@ -393,7 +395,7 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(
             await answers(old)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         os.kill(os.getpid(), signal.SIGTERM)
-    assert "TLS goes on with the files as they were before" in caplog.text
+    assert "TLS continues with the earlier files" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -403,8 +405,14 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(
         (["--schedulers", "https://a:9000"], "--schedulers 'https://a:9000': expected HOST:PORT"),
         (["--schedulers", "a:9000,"], "--schedulers '': expected HOST:PORT"),
         (["--schedulers", "a:1", "--ssl-certfile", "x"], "--ssl-certfile and --ssl-keyfile"),
-        (["--schedulers", "a:1", "--metrics-key", "clé"], "--metrics-key: keys have printable ASCII characters only"),
-        (["--schedulers", "a:1", f"--ssl-certfile={__file__}", f"--ssl-keyfile={__file__}"], f"{__file__}: no PEM of"),
+        (
+            ["--schedulers", "a:1", "--metrics-key", "clé"],
+            "--metrics-key: keys may contain only printable ASCII characters",
+        ),
+        (
+            ["--schedulers", "a:1", f"--ssl-certfile={__file__}", f"--ssl-keyfile={__file__}"],
+            f"{__file__}: not a PEM file of",
+        ),
     ],
 )
 def test_wrong_flags_are_named(flags: list[str], told: str) -> None:

@@ -54,14 +54,14 @@ def test_two_cards_of_an_a2_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     (error,) = lines(found, "error")
     assert error.startswith("ping: NPU 5: NPU 6 of 10.0.0.19 (198.51.100.26) answers 0 of 3 packets; check address")
     health, ping = lines(found, "warning")
-    assert health.startswith("health: NPU 5: says Init: nothing has been detected; set an address")
+    assert health.startswith("health: NPU 5: reports Init: no address has been checked yet; set an address")
     assert ping.startswith("ping: NPU 5: NPU 4 of 10.0.0.18 (192.0.2.24) answers 2 of 3 packets; cards of one host")
     assert lines(found, "ok") == [
         "link: NPU 4, NPU 5: up",
-        "health: NPU 4: the detection address answers",
+        "health: NPU 4: the checked address answers",
         "address: NPU 4, NPU 5: as in the rank table",
         "ping: NPU 4: 2 cards answer",
-        "TLS: NPU 4, NPU 5: off; the other hosts' cards must be the same",
+        "TLS: NPU 4, NPU 5: off; the other hosts' cards must have the same setting",
     ]
 
 
@@ -96,13 +96,13 @@ def test_cards_with_and_without_tls() -> None:
     ]
     assert is_wrong(found)
     (same,) = in_order(hccn_checks.judge_tls([(A2[0], on), (A2[1], on)]))
-    assert same.line == "TLS: NPU 4, NPU 5: on; the other hosts' cards must be the same"
+    assert same.line == "TLS: NPU 4, NPU 5: on; the other hosts' cards must have the same setting"
 
 
 def test_addresses_of_cards() -> None:
     text = answer("a2_network", "hccn_tool -i 5 -ip -g")
     assert hccn_checks.judge_address(A2[0], text).text == "is 192.0.2.25; device_ip is 192.0.2.24"
-    assert "has none ('no ip was preset')" in hccn_checks.judge_address(A2[0], "no ip was preset\n").line
+    assert "has no address ('no ip was preset')" in hccn_checks.judge_address(A2[0], "no ip was preset\n").line
     near, far = (replace(card, address=f"2001:db8::{card.device_id}") for card in (A2[0], FAR))
     assert near.address_query == ("-ip", "-inet6")
     assert near.ping(far) == ("-ping", "-inet6", "-g", "ipv6_address", "2001:db8::6")
@@ -112,14 +112,14 @@ def test_addresses_of_cards() -> None:
 def test_refusals_of_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     script(monkeypatch, tmp_path, "echo 'permission denied: pls check this cmd run permission.'; exit 1")
     errors = lines(examine([A2[0]], []), "error")
-    assert "link: NPU 4: hccn_tool was refused; run the check as root, such as with `docker exec -u root`" in errors
+    assert "link: NPU 4: hccn_tool was denied; run the check as root, such as with `docker exec -u root`" in errors
     script(monkeypatch, tmp_path, "echo 'Failure 7 of the driver.'; exit 1")
     errors = lines(examine([A2[0]], []), "error")
     assert any("hccn_tool says 'Failure 7 of the driver.'" in error for error in errors)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     monkeypatch.setattr(npu, "_HCCN_TOOL", str(tmp_path / "no" / "hccn_tool"))
     (error,) = lines(examine(A2, A2), "error")
-    assert error.startswith("hccn_tool: NPU 4, NPU 5: cannot be asked (")
+    assert error.startswith("hccn_tool: NPU 4, NPU 5: cannot be queried (")
     assert "mount /usr/local/Ascend/driver" in error
 
 

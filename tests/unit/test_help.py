@@ -53,4 +53,7 @@ def test_no_flag_loses_its_meaning_in_its_first_words() -> None:
         assert len(first_words(text)) >= 12
     assert first_words("auto, cpu, cuda or npu. auto: what there is.") == "auto, cpu, cuda or npu"
     assert first_words("TLS: the certificate, in PEM.") == "TLS: the certificate, in PEM"
-    assert first_words("How the model writes tool calls: a, b.") == "How the model writes tool calls"
+    assert (
+        first_words("Format in which the model writes tool calls: a, b.")
+        == "Format in which the model writes tool calls"
+    )

@@ -100,12 +100,12 @@ def test_a_worker_is_listed_behind_the_table_s(registry: Registry) -> None:
     ("peer", "changes", "told"),
     [
         ("no name@1", {}, "--instance-name 'no name': expected up to 128 letters"),
-        ("decode-0@1", {}, "--instance-name 'decode-0': names of this form are places in a rank table"),
+        ("decode-0@1", {}, "--instance-name 'decode-0': names of this form denote entries of a rank table"),
         ("scheduler@1", {}, "--instance-name 'scheduler': names of this form"),
-        ("e@1", {"host": "worker.example"}, "--advertise-host 'worker.example': expected the address"),
-        ("e@1", {"host": "0.0.0.0"}, "--advertise-host '0.0.0.0': expected the address of one machine"),
+        ("e@1", {"host": "worker.example"}, "--advertise-host 'worker.example': expected the numeric address"),
+        ("e@1", {"host": "0.0.0.0"}, "--advertise-host '0.0.0.0': expected the numeric address of one machine"),
         ("e@1", {"host": "::1%" + 64 * "x"}, "--advertise-host '::1%xxx"),
-        ("e@1", {"host": "::1%a..b"}, "--advertise-host '::1%a..b': expected the address"),
+        ("e@1", {"host": "::1%a..b"}, "--advertise-host '::1%a..b': expected the numeric address"),
         ("e@1", {"model_identity": "other"}, "it serves another model (other) than the scheduler (model)"),
         ("e@1", {"hf_overrides": '{"a":1}'}, 'it was started with --hf-overrides {"a":1}, the scheduler with {}'),
         ("e@1", {"host": "127.0.0.1", "port": 1}, "--port 1 of 127.0.0.1 is the port of prefill-0"),
@@ -192,14 +192,14 @@ def test_a_worker_that_is_not_reached_in_time(registry: Registry, has_answered: 
         registry.lose(registry.joined())
     else:
         assert registry.join() == ""
-        registry.world["d"].reason = "nobody answers at 192.0.2.7:8000"
+        registry.world["d"].reason = "no process answers at 192.0.2.7:8000"
     registry.now_s = REACH_S
     assert registry.is_listed()
     registry.now_s = REACH_S + 0.1
     assert registry.is_listed() == has_answered
     if not has_answered:
         assert registry.answers()[-1][1].startswith(
-            "the scheduler does not reach it: nobody answers at 192.0.2.7:8000;"
+            "the scheduler cannot reach it: no process answers at 192.0.2.7:8000;"
         )
         assert registry.join("c2") == "", "it may try again"
 
@@ -238,7 +238,7 @@ def test_a_node_that_the_connecting_mailbox_does_not_know_yet_has_time(registry:
 
 async def test_another_process_at_the_address_is_recognized(registry: Registry) -> None:
     instance = registry.joined()
-    for told, changes in (("", {"server_ip": "192.0.2.9"}), ("at 192.0.2.7:8000 answers e; give", {"name": "e"})):
+    for told, changes in (("", {"server_ip": "192.0.2.9"}), ("e answers at 192.0.2.7:8000; give", {"name": "e"})):
         info = info_of(instance, device_ids=["7"], public_key=bytes(wire.KEY_NBYTES), **changes)
         answer = httpx.Response(200, stream=httpx.ByteStream(msgspec.json.encode(info)))
         async with httpx.AsyncClient(transport=httpx.MockTransport(lambda _, found=answer: found)) as client:

@@ -169,7 +169,7 @@ async def test_no_worker_is_admitted_that_the_record_has_no_room_for(tmp_path: P
     num = 0
     while (answer := two.join(0, f"c{num}", f"w{num}@1", port=8000 + num)) == ADMITTED:
         num += 1
-    assert answer.problem == "the schedulers' record has no room for another worker; end some of them first"
+    assert answer.problem == "the schedulers' record has no room for another worker; stop some workers first"
     assert 5 < num < 20
     for each in two.one.world.membership.instances:
         each.service, each.next_role, each.drain_timeout_s = "leaving", "prefill", 1234.5678901

@@ -70,8 +70,8 @@ def test_what_a_file_says(file: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "said"),
     [
-        ({"tpm": 5}, "keys[1] (id 'second'): 'tpm': no field of it; there are id, hash, tenant"),
-        ({"token_per_minute": 5}, "'token_per_minute': no field of it; did you mean tokens_per_minute?"),
+        ({"tpm": 5}, "keys[1] (id 'second'): 'tpm': unknown field; known are id, hash, tenant"),
+        ({"token_per_minute": 5}, "'token_per_minute': unknown field; did you mean tokens_per_minute?"),
         ({"tokens_per_minute": "many"}, "keys[1] (id 'second'): tokens_per_minute: 'many': expected a whole number"),
         ({"tokens_per_minute": 0}, "tokens_per_minute: 0: expected a whole number in 1 to 100000000; leave it out"),
         ({"requests_per_minute": True}, "requests_per_minute: True: expected a whole number"),
@@ -82,9 +82,9 @@ def test_what_a_file_says(file: Path) -> None:
         ({"models": ["\ud800"]}, r"models: ['\ud800']: expected a list of served names"),
         ({"tenant": "a b"}, "tenant: 'a b': expected 1 to 64 letters, digits and . _ -"),
         ({"tenant": "other"}, "tenant: 'other': expected 1 to 64 letters"),
-        ({"id": "first"}, "keys[1] (id 'first'): id: keys[0] has it, too; give one of them another"),
-        ({"hash": ENTRY["hash"]}, "keys[1] (id 'second'): hash: keys[0] (id 'first') has it, too"),
-        ({"hash": "xyz"}, "hash: something else: expected 64 hexadecimal digits; `pd-cluster keys new"),
+        ({"id": "first"}, "keys[1] (id 'first'): id: keys[0] has the same id; change one of them"),
+        ({"hash": ENTRY["hash"]}, "keys[1] (id 'second'): hash: keys[0] (id 'first') has the same hash"),
+        ({"hash": "xyz"}, "hash: not a hash: expected 64 hexadecimal digits; `pd-cluster keys new"),
         ({"expires": "soon"}, "expires: 'soon': expected a date or a time with its zone, such as 2027-01-31"),
         ({"expires": "2027-01-31T12:00:00"}, "expires: '2027-01-31T12:00:00': expected"),
         ({"expires": "0001-01-01T00:00:00+01:00"}, "expires: '0001-01-01T00:00:00+01:00': expected"),
@@ -109,10 +109,10 @@ def test_what_an_entry_must_say(file: Path) -> None:
     ("top", "said"),
     [
         ({"scheme": "sha1"}, "scheme: 'sha1': expected 'hmac-sha256'"),
-        ({"salt": "5a"}, "salt: something else; expected 64 hexadecimal digits"),
-        ({"keys": {}}, "keys: something else; expected a list"),
-        ({"keys": ["pdc-1"]}, "keys[0]: something else; expected an object with id, hash"),
-        ({"version": 2}, "'version': no field of it; there are scheme, salt, keys"),
+        ({"salt": "5a"}, "salt: expected 64 hexadecimal digits"),
+        ({"keys": {}}, "keys: not a list; expected a list"),
+        ({"keys": ["pdc-1"]}, "keys[0]: expected an object with id, hash"),
+        ({"version": 2}, "'version': unknown field; known are scheme, salt, keys"),
     ],
 )
 def test_a_fault_of_the_whole_file(file: Path, top: dict[str, Any], said: str) -> None:
@@ -124,11 +124,11 @@ def test_a_fault_of_the_whole_file(file: Path, top: dict[str, Any], said: str) -
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "line 1 column 1: no JSON (Expecting value); mend it, or `pd-cluster keys new"),
-        ("[]", "something else; expected an object with scheme, salt, keys"),
-        ('{"salt": "a", "salt": "b"}', "'salt': twice in one object; leave one of them"),
-        ("\xff", "no JSON in UTF-8"),
-        ("[" * 100_000, "no JSON in UTF-8"),
+        ("", "line 1 column 1: is not JSON (Expecting value); fix it, or `pd-cluster keys new"),
+        ("[]", "expected an object with scheme, salt, keys"),
+        ('{"salt": "a", "salt": "b"}', "'salt': twice in one object; remove one of them"),
+        ("\xff", "is not JSON in UTF-8"),
+        ("[" * 100_000, "is not JSON in UTF-8"),
     ],
 )
 def test_what_is_no_such_file(file: Path, text: str, said: str) -> None:
@@ -145,7 +145,7 @@ def test_a_file_that_others_can_use_is_refused(file: Path, mode: int) -> None:
 
 def test_what_is_not_there_and_what_is_no_file(file: Path) -> None:
     os.mkfifo(pipe := file.parent / "pipe", 0o600)
-    for path, told in ((file, "no such file"), (file.parent, "no file but a folder"), (pipe, "no file but a folder")):
+    for path, told in ((file, "no such file"), (file.parent, "is a folder"), (pipe, "is a folder")):
         assert told in fault(lambda path=path: read_key_file(path))  # type: ignore[misc]
 
 
@@ -281,12 +281,12 @@ def test_keys_that_stay_keep_what_is_left(file: Path) -> None:
 def test_a_key_that_is_given_twice_is_refused(file: Path) -> None:
     for http, flag in (({"api_keys": ("x", "a")}, "--api-key"), ({"metrics_key": "a"}, "--metrics-key")):
         line = fault(lambda http=http: store_of(file, key_of("a"), **http))  # type: ignore[misc]
-        assert line.endswith(f"id 'a': the same key is given with {flag}, too; leave one of the two")
+        assert line.endswith(f"id 'a': {flag} also has this key; remove one of the two")
 
 
 def test_names_of_models_that_are_not_served_are_told(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     store_of(file, key_of("a", models=("tiny", "tinny")))
-    assert "id 'a': models: 'tinny' is not served here; there is tiny" in caplog.text
+    assert "id 'a': models: 'tinny' is not served here; known are tiny" in caplog.text
     assert len(caplog.records) == 1
     KeyStore(HttpConfig(key_file=str(file)), ["tiny"], SharedRateLimits.create(lambda: 0), may_grow=True)
     assert len(caplog.records) == 1, "an adapter of that name may be loaded later"

@@ -195,7 +195,7 @@ def test_events_go_on_behind_a_fault(
     await_subscriber(made, reader)
     assert not faults
     assert made.num_dropped == 2
-    assert [each.message for each in caplog.records if each.exc_info] == ["KV events: a fault, after which they go on"]
+    assert [each.message for each in caplog.records if each.exc_info] == ["KV events: an error; publishing continues"]
 
 
 @pytest.mark.parametrize("limit", ["until_s", "end_s"])
@@ -283,13 +283,13 @@ def test_strangers_and_revoked_readers_get_nothing_over_the_network(bus: Bus, tm
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("{", "no JSON"),
+        ("{", "is not JSON"),
         ("[]", "expected an object with enable_kv_cache_events, publisher, endpoint"),
-        ({"endpont": "x"}, "'endpont': no field of it; did you mean endpoint?"),
+        ({"endpont": "x"}, "'endpont': unknown field; did you mean endpoint?"),
         ({"endpoint": "tcp://indexer:5557"}, "expected tcp://ADDRESS:PORT with an address of this host"),
         ({"endpoint": "inproc://x"}, "subscribers connect, this process binds"),
         ({"replay_endpoint": "tcp://*:5557"}, "endpoint and replay_endpoint are the same"),
-        ({"topic": "kv\ud800"}, "topic 'kv\\ud800': half of a surrogate pair"),
+        ({"topic": "kv\ud800"}, "topic 'kv\\ud800': contains half of a surrogate pair"),
     ],
 )
 def test_settings_with_faults(given: Any, told: str) -> None:

@@ -79,7 +79,7 @@ def test_hybrid_instances_join_a_scheduler_without_a_table(tmp_path: Path, monke
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=4,5: 2 hybrid instances need 4 devices"):
         plan_cluster(launch, tmp_path)
-    with pytest.raises(ConfigError, match="2 hybrid instances: they stand alone"):
+    with pytest.raises(ConfigError, match="2 hybrid instances cannot be combined"):
         Launch(num_hybrid=2)
     with pytest.raises(ConfigError, match="2: hybrid instances have all experts"):
         Launch(**numbers, unit_sizes={"decode": 2})

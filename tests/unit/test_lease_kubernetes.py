@@ -76,7 +76,7 @@ def begin(own: Ownership, client: KubernetesLease) -> None:
     """Writes the record without an owner that the lease is counted from."""
     first = wish(own, client)
     assert (first.version, first.term, first.holder) == (1, 0, "")
-    own.wrote(first, client.write(first))
+    own.after_write(first, client.write(first))
     assert own.term_now is None
 
 
@@ -151,7 +151,7 @@ def owning(api: Api) -> tuple[list[float], KubernetesLease, Ownership]:
 
 
 def wish(own: Ownership, client: KubernetesLease) -> LeaseRecord:
-    wanted = own.seen(client.read(), [MEMBER])
+    wanted = own.after_read(client.read(), [MEMBER])
     assert wanted is not None
     return wanted
 
@@ -163,7 +163,7 @@ def test_an_annotation_of_another_program_ends_no_ownership(api: Api) -> None:
         if not is_written:
             api.annotate("note", "y")
         assert one.write(wanted) == is_written
-        own.wrote(wanted, is_written)
+        own.after_write(wanted, is_written)
         assert own.term_now == 1
         clock[0] += 5
     clock[0] += 9.9
@@ -189,7 +189,7 @@ def test_a_record_that_is_none_is_an_error_that_names_it(api: Api, written: str)
 
 def test_what_the_api_server_refuses_is_told_in_one_line(api: Api) -> None:
     one = api.client()
-    for rights, told in ((None, "does not know this pod's service account"), ({"create"}, "give it a Role")):
+    for rights, told in ((None, "does not accept this pod's service account"), ({"create"}, "give it a Role")):
         api.leases.rights.clear()
         if rights is not None:
             api.leases.rights["pod"] = rights
@@ -223,7 +223,7 @@ def test_an_answer_that_is_none(api: Api, answer: tuple[int, bytes], told: str) 
 
 
 def test_a_question_has_one_deadline_from_the_connection_to_the_last_byte(api: Api) -> None:
-    one, late = api.holding(timeout_s=0.3), r"http://127\.0\.0\.1:\d+: no whole answer within 0\.3 s"
+    one, late = api.holding(timeout_s=0.3), r"http://127\.0\.0\.1:\d+: no complete answer within 0\.3 s"
     api.leases.drip_s = 0.05  # each byte comes in time, and all of them take seconds
     with pytest.raises(LeaseUnavailable, match=late):
         one.read()
@@ -235,14 +235,14 @@ def test_a_question_has_one_deadline_from_the_connection_to_the_last_byte(api: A
     assert one.read() == record(2), "over a new connection; only the answer was missing"
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"https://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(LeaseUnavailable, match=r"no whole answer within 0\.3 s"):
+        with pytest.raises(LeaseUnavailable, match=r"no complete answer within 0\.3 s"):
             api.client(0.3, url).read()
 
 
 def test_a_write_whose_answer_is_lost_is_seen_at_the_next_look(api: Api) -> None:
     clock, one, own = owning(api)
     wanted = wish(own, one)
-    own.wrote(wanted, one.write(wanted))
+    own.after_write(wanted, one.write(wanted))
     clock[0] += 4
     renewal = wish(own, one)
     api.leases.loses_answers = True
@@ -252,7 +252,7 @@ def test_a_write_whose_answer_is_lost_is_seen_at_the_next_look(api: Api) -> None
     clock[0] += 2
     again = wish(own, one)
     assert again.version == renewal.version + 1
-    own.wrote(again, one.write(again))
+    own.after_write(again, one.write(again))
     assert own.term_now == 1
 
 

@@ -87,20 +87,20 @@ def test_the_last_words_before_the_end_are_heard(pair: tuple[Box, Box, str, str]
     server, client, _, back = pair
     for number in range(200):
         server.mailbox.send(back, wire.Cancel(f"{number}", "x" * 100_000))
-    assert server.mailbox.await_heard(WAIT_S)
+    assert server.mailbox.await_confirmed(WAIT_S)
     server.mailbox.close()
     assert [client.wait("message")[2].transfer_id for _ in range(200)] == [f"{number}" for number in range(200)]
 
 
 def test_nobody_waits_for_a_peer_that_reads_nothing_or_is_gone(pair: tuple[Box, Box, str, str]) -> None:
     server, client, _, back = pair
-    assert server.mailbox.await_heard(WAIT_S), "nothing was sent"
+    assert server.mailbox.await_confirmed(WAIT_S), "nothing was sent"
     held = threading.Event()
     client.on_message = lambda *_: held.wait(WAIT_S)  # type: ignore[method-assign, assignment]
     server.mailbox.send(back, wire.Credit("t", [0]))
-    assert not server.mailbox.await_heard(0.2), "the peer stands still; its silence is noticed after that"
+    assert not server.mailbox.await_confirmed(0.2), "the peer stands still; its silence is noticed after that"
     assert server.wait("closed")[1] == back
-    assert server.mailbox.await_heard(WAIT_S), "the peer has been given up"
+    assert server.mailbox.await_confirmed(WAIT_S), "the peer has been given up"
     held.set()
 
 

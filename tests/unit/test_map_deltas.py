@@ -37,12 +37,12 @@ def test_a_scheduler_knows_the_links_that_a_worker_has() -> None:
                 case 3 | 4:
                     links = {**links, f"decode-{rng.randrange(9)}@{rng.randrange(3):x}": rng.choice(PHASES)}
             for conn, (sender, receiver) in sides.items():
-                told = sender.told(wire.Load(num_steps=step), links)
-                heard = receiver.whole(msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=wire.Load))
+                told = sender.with_changes(wire.Load(num_steps=step), links)
+                heard = receiver.merged(msgspec.msgpack.decode(msgspec.msgpack.encode(told), type=wire.Load))
                 assert heard == wire.Load(num_steps=step, links=links), (seed, step)
                 if conn != step:
                     assert len(told.links) + len(told.gone_links) <= 1, "only what has changed"
-                again = receiver.whole(sender.told(wire.Load(), links))
+                again = receiver.merged(sender.with_changes(wire.Load(), links))
                 assert not links or again.links is heard.links, "what is derived from them stays"
 
 
@@ -72,7 +72,7 @@ def test_a_worker_knows_the_peers_that_its_owner_names() -> None:
             for conn, order in orders.items():
                 if conn in known and not is_term:
                     assert len(order.peers) <= 1 >= len(order.gone), "only what has changed"
-                known[conn] = receivers[conn].whole(order).peers
+                known[conn] = receivers[conn].merged(order).peers
             for conn in conns.values():
                 assert {each.name: each for each in known[conn]} == peers, (seed, step)
             if before == peers and not is_term:
@@ -83,11 +83,11 @@ def test_a_connection_that_missed_a_change_is_told_all() -> None:
     """As that of an instance which was not in the list for a while."""
     sender, receiver = PeersSender(), PeersReceiver()
     one, other = peer("worker-0", 1), peer("worker-1", 1)
-    receiver.whole(sender.next([one], 0, ["a", "b"])["a"])
+    receiver.merged(sender.next([one], 0, ["a", "b"])["a"])
     assert set(sender.next([one, other], 0, ["b"])) == {"b"}
     orders = sender.next([other], 0, ["a", "b"])
     assert {conn: order.number for conn, order in orders.items()} == {"a": 1, "b": 3}
-    assert receiver.whole(orders["a"]).peers == [other]
+    assert receiver.merged(orders["a"]).peers == [other]
 
 
 @pytest.mark.parametrize("number", [0, 2, 4, 5])
@@ -96,18 +96,18 @@ def test_a_lost_delta_is_noticed(number: int) -> None:
     receiver, links = PeersReceiver(), LinkReceiver()
     one, other = peer("worker-0", 1), peer("worker-1", 1)
     for at in (1, 2):
-        receiver.whole(wire.Peers([one], 3, at))
-        links.whole(wire.Load(links={"a": PHASES[at]}, links_number=at))
+        receiver.merged(wire.Peers([one], 3, at))
+        links.merged(wire.Load(links={"a": PHASES[at]}, links_number=at))
     with pytest.raises(DeltaLost):
-        receiver.whole(wire.Peers([other], 3, number))
+        receiver.merged(wire.Peers([other], 3, number))
     if number:  # which tells nothing
         with pytest.raises(DeltaLost):
-            links.whole(wire.Load(links={"b": PHASES[0]}, links_number=number))
-    assert links.whole(wire.Load()).links == {"a": PHASES[2]}
+            links.merged(wire.Load(links={"b": PHASES[0]}, links_number=number))
+    assert links.merged(wire.Load()).links == {"a": PHASES[2]}
     with pytest.raises(DeltaLost, match="the first of term 4"):
-        receiver.whole(wire.Peers([other], 4, 3))
-    assert receiver.whole(wire.Peers([other], 3, 3)).peers == [one, other]
-    assert receiver.whole(wire.Peers([other], 4)).peers == [other]
+        receiver.merged(wire.Peers([other], 4, 3))
+    assert receiver.merged(wire.Peers([other], 3, 3)).peers == [one, other]
+    assert receiver.merged(wire.Peers([other], 4)).peers == [other]
 
 
 def test_an_order_that_a_fence_refuses_leaves_nothing_behind() -> None:
@@ -126,6 +126,6 @@ def test_an_order_that_a_fence_refuses_leaves_nothing_behind() -> None:
         (order,) = sender.next(named, term, ["c"]).values()
         assert fence.admits(order.term) == holds
         if holds:
-            known = receivers[who].whole(order).peers
+            known = receivers[who].merged(order).peers
             assert known == named
     assert known == peers

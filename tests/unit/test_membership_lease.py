@@ -100,9 +100,9 @@ MEMBER = DesiredInstance(name="decode-0", role="decode", host="127.0.0.1", port=
 
 
 def look(own: Ownership, store: membership_lease.LeaseStore, members: Sequence[DesiredInstance] = ()) -> None:
-    wanted = own.seen(store.read(), members)
+    wanted = own.after_read(store.read(), members)
     if wanted is not None:
-        own.wrote(wanted, store.write(wanted))
+        own.after_write(wanted, store.write(wanted))
 
 
 def owned(folder: Path) -> tuple[Clock, LeaseFolder, Ownership, Ownership]:

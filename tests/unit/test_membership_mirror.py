@@ -13,7 +13,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.members.membership_mirror import Mirror
+from pd_cluster.cluster.members.membership_mirror import MembershipMirror
 from pd_cluster.cluster.processes.api_processes import ApiProcesses, view_of
 from pd_cluster.process_messages import (
     ApiReport,
@@ -38,7 +38,7 @@ class World:
         self.mailbox = RecordedMail(is_numbered=True)
         self.lost: list[str] = []
         self.moved: list[str] = []
-        self.mirror = Mirror(self.mailbox)
+        self.mirror = MembershipMirror(self.mailbox)
         self.mirror.watch(self)
 
     def on_lost(self, instance: Instance, reason: str) -> None:
@@ -50,7 +50,7 @@ class World:
     def hear(self, *views: InstanceView) -> None:
         """Receives the news as it comes over the socket."""
         news = msgspec.json.decode(msgspec.json.encode(Instances(list(views))), type=ToApi)
-        self.mirror.hear(news)
+        self.mirror.apply(news)
 
     def open(self, *views: InstanceView) -> Instance:
         """Hears of them, and is connected to them; returns the first."""
@@ -96,7 +96,7 @@ async def test_ready_is_who_is_ready_for_the_scheduler_and_connected_here() -> N
     assert world.lost == []
 
 
-@pytest.mark.parametrize(("is_draining", "said"), [(True, "it stopped, as it had said: cut"), (False, "cut")])
+@pytest.mark.parametrize(("is_draining", "said"), [(True, "it stopped as announced: cut"), (False, "cut")])
 async def test_a_lost_connection_is_tried_again_while_the_scheduler_sees_the_instance(
     is_draining: bool, said: str
 ) -> None:
@@ -119,7 +119,7 @@ async def test_what_ran_before_a_connection_was_lost_makes_no_room_after_it() ->
     instance.num_sequences = 0  # as the router does when it learns of the loss
     world.open(view("decode-0"))
     instance.num_sequences += 8
-    assert instance.num_sequences_there == 8
+    assert instance.num_current_sequences == 8
 
 
 @pytest.mark.parametrize("then", ["closed", "new life", "gone"])
@@ -152,8 +152,8 @@ async def test_who_leaves_is_lost_and_roles_and_service_are_the_schedulers_word(
     (left,) = world.mirror.instances
     assert (left.name, left.role, left.takes_requests) == ("prefill-0", "decode", False)
     assert world.lost == ["decode-0"]
-    world.mirror.hear(MoveOn("prefill-0", "its drain is over"))
-    world.mirror.hear(OthersTokens({"prefill-0": 30}))
+    world.mirror.apply(MoveOn("prefill-0", "its drain is over"))
+    world.mirror.apply(OthersTokens({"prefill-0": 30}))
     assert (world.moved, left.others_tokens) == (["prefill-0"], 30)
 
 
@@ -193,12 +193,12 @@ def test_what_processes_report_is_added_up_and_told_to_the_others() -> None:
     for api in processes.apis:
         api.writer = cast(asyncio.StreamWriter, SimpleNamespace(is_closing=lambda: False, write=write))
     first, second, _ = processes.apis
-    processes.hear(first, ApiReport({"decode-0": Outstanding(2, 100)}))
-    processes.hear(second, ApiReport({"decode-0": Outstanding(1, 7), "decode-1": Outstanding(1, 5)}))
+    processes.add_report(first, ApiReport({"decode-0": Outstanding(2, 100)}))
+    processes.add_report(second, ApiReport({"decode-0": Outstanding(1, 7), "decode-1": Outstanding(1, 5)}))
     assert [(i.num_outstanding, i.outstanding_tokens) for i in instances] == [(3, 107), (1, 5)]
     processes.share_reports()
     assert told == [{"decode-0": a, "decode-1": b} for a, b in ((7, 5), (100, 0), (107, 5))]
-    processes.hear(first, ApiReport({}))  # as when it has died
+    processes.add_report(first, ApiReport({}))  # as when it has died
     assert [(i.num_outstanding, i.outstanding_tokens) for i in instances] == [(1, 7), (1, 5)]
 
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 import pytest
 
 from pd_cluster import wire
-from pd_cluster.cluster.routing.message_slices import MOST_OF_LEG, SLICE_NUM_TOKENS, Slices
+from pd_cluster.cluster.routing.message_slices import MOST_OF_LEG, SLICE_NUM_TOKENS, MessageSlices
 from pd_cluster.types import LegEnd, PromptOutput, TokenOutput
 from tests.support.router_world import token
 
@@ -46,7 +46,7 @@ async def test_every_leg_keeps_its_order(seed: int) -> None:
         heard.append(heard_s)
         note(seen, conn, outputs)
 
-    slices = Slices(handle)
+    slices = MessageSlices(handle)
     over: set[tuple[str, str]] = set()  # legs that have ended, and say nothing after that
     for position in range(rng.randrange(1, 12)):
         conn = rng.choice("ab")
@@ -66,7 +66,7 @@ async def test_every_leg_keeps_its_order(seed: int) -> None:
 
 async def test_others_do_not_wait_for_a_large_message() -> None:
     seen: list[tuple[str, int]] = []
-    slices = Slices(lambda conn, outputs, heard_s: seen.append((conn, len(outputs.tokens))))
+    slices = MessageSlices(lambda conn, outputs, heard_s: seen.append((conn, len(outputs.tokens))))
     slices.add("large", step(0), 0.0)
     assert seen == [("large", SLICE_NUM_TOKENS)], "its first slice is handled at once"
     slices.add("small", step(0, 1), 0.0)
@@ -80,7 +80,7 @@ async def test_others_do_not_wait_for_a_large_message() -> None:
 async def test_who_has_fallen_behind_hands_over_all_that_waits() -> None:
     """Five steps at once do not make five times as many slices: each leg's tokens come together."""
     seen: list[list[TokenOutput]] = []
-    slices = Slices(lambda conn, outputs, heard_s: seen.append(outputs.tokens))
+    slices = MessageSlices(lambda conn, outputs, heard_s: seen.append(outputs.tokens))
     for position in range(5):
         slices.add("d", step(position), 0.0)
     await settle()
@@ -93,7 +93,7 @@ async def test_who_has_fallen_behind_hands_over_all_that_waits() -> None:
 
 async def test_one_leg_that_says_very_much_lets_others_in_between() -> None:
     seen: list[list[str]] = []
-    slices = Slices(lambda conn, outputs, heard_s: seen.append([item.request_id for item in outputs.tokens]))
+    slices = MessageSlices(lambda conn, outputs, heard_s: seen.append([item.request_id for item in outputs.tokens]))
     beams = [token("beams", position) for position in range(3 * MOST_OF_LEG)]
     slices.add("d", wire.Outputs([*beams, token("other", 0)]), 0.0)
     await settle()
@@ -110,14 +110,14 @@ async def test_a_slice_that_fails_does_not_keep_the_others() -> None:
             raise ValueError("on purpose")
 
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-    Slices(handle).add("a", step(0), 0.0)
+    MessageSlices(handle).add("a", step(0), 0.0)
     await settle()
     assert sum(seen) == LARGE
 
 
 async def test_a_slice_was_heard_when_the_first_of_it_was() -> None:
     heard: list[float] = []
-    slices = Slices(lambda conn, outputs, heard_s: heard.append(heard_s))
+    slices = MessageSlices(lambda conn, outputs, heard_s: heard.append(heard_s))
     slices.add("d", step(0), 1.0)
     slices.add("d", step(1), 2.0)
     slices.add("e", wire.Outputs([token("other", 0)]), 3.0)

@@ -176,7 +176,7 @@ def test_a_revoked_key_is_never_trusted_again(world: World) -> None:
     (old,) = read_node_keys(Path(world.key("a"))).public
     assert f"{world.file}: key {old.hex()[:12]} of node a was revoked at 20" in said
     assert "`pd-cluster keys node rotate a --folder FOLDER` makes another" in said
-    assert "has no node 'a'; there is b" in world.fails("revoke", "a", "--file", world.file)
+    assert "has no node 'a'; it has b" in world.fails("revoke", "a", "--file", world.file)
     world.run("retire", "b", "--file", world.file)
     world.run("rotate", "a", "--folder", world.folder)  # as docs/operations.md says
     (new, _) = read_node_keys(Path(world.key("a"))).public
@@ -241,7 +241,7 @@ def test_a_worker_does_not_start_with_a_key_that_its_own_list_refuses(world: Wor
     assert (found.node_key_file, found.trusted_nodes) == (str(own), known)
     files = KeyFiles(str(secret), str(key), str(token), trusted_nodes=known)
     assert credentials_of(place_alone("scheduler", "10.0.0.1"), files).trusted_nodes == known
-    assert "a worker needs a key of its own, too" in fault(node_key="")
+    assert "a worker also needs its own key" in fault(node_key="")
     for file, mode in ((own, 0o644), (world.file, 0o666)):
         file.chmod(mode)
         assert f"{file}: mode {mode:04o}, so others can " in fault()
@@ -313,17 +313,17 @@ def test_a_proof_is_good_for_one_pair_of_processes_only(world: World) -> None:
         (thief, "worker@1", own, "server"),
     ]
     for at, name, key, end in cases:
-        with pytest.raises(ConfigError, match="claims to be node b, and has not its key"):
+        with pytest.raises(ConfigError, match="claims to be node b, but does not have its key"):
             at.believe(node, proofs, name, key, end)
 
 
 def test_a_worker_without_a_key_or_at_another_host_is_not_admitted(box: Callable[..., Box], world: World) -> None:
     own = scheduler(box, world)
-    assert f"decode-0@7 proves no node, and {world.file} asks for one" in refusal(box("decode-0", 7), own)
+    assert f"decode-0@7 proves no node, and {world.file} requires one" in refusal(box("decode-0", 7), own)
     world.run("trust", world.folder / "a.pub", "--host", "10.0.0.7", "--host", "fd00::/16", "--file", world.file)
     elsewhere = box("decode-1", 8, world.key("a"))
     event = await_event(own, elsewhere, lambda event, _: event[0] == "closed" and "answers at" in event[2])
-    assert f"node a answers at 127.0.0.1, and {world.file} has it at 10.0.0.7, fd00::/16" in event[2]
+    assert f"node a answers at 127.0.0.1, but {world.file} allows it at 10.0.0.7, fd00::/16" in event[2]
     world.run("trust", world.folder / "a.pub", "--host", "127.0.0.0/8", "--file", world.file)
     await_open(own, elsewhere)
 
@@ -359,7 +359,7 @@ def test_revocation_cuts_a_nodes_connections_and_says_so(
         assert (conn, " of node a was revoked at " in told) == (to_bad, True)
         assert bad.next("closed")
     why = told.removeprefix(NODE_REFUSED)
-    assert [each.getMessage() for each in caplog.records] == [f"the connection with decode-0@7 is cut: {why}"]
+    assert [each.getMessage() for each in caplog.records] == [f"closing the connection with decode-0@7: {why}"]
     own.mailbox.send(to_good, wire.Offer("t", 1))
     assert good.next("message")[2] == wire.Offer("t", 1)
     assert " of node a was revoked at " in refusal(bad, own)

@@ -100,7 +100,7 @@ def test_one_line_says_that_it_is_done(answers: Answers) -> None:
         ("role decode-0 prefill", entry(role="prefill"), "decode-0 is prefill"),
         ("add decode-0 --port=8090", entry(), "decode-0 is here"),
         ("drain decode-0 --undo", entry(), "decode-0 is in service"),
-        ("drain decode-0 --no-wait", entry(), "decode-0: asked; `pd-cluster instances` shows how far it is"),
+        ("drain decode-0 --no-wait", entry(), "decode-0: requested; `pd-cluster instances` shows the progress"),
     ]
     for words, then, said in commands:
         answers(states(entry(state="unreachable", next_role="prefill"), then))
@@ -126,7 +126,7 @@ def test_a_command_for_one_of_a_unit_is_over_when_all_have_followed(answers: Ans
         f"{name} is drained; `drain --undo` puts it back in service" for name in unit["instance_ids"]
     ]
     assert done.stderr.splitlines() == [
-        "decode-0 is in decode-0..1, and all of its unit follow",
+        "decode-0 is in decode-0..1; its whole unit changes with it",
         "decode-1: draining, 0 requests there",
     ]
 
@@ -134,7 +134,7 @@ def test_a_command_for_one_of_a_unit_is_over_when_all_have_followed(answers: Ans
 def test_what_does_not_end_is_given_up(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     answers(states(entry(state="connecting"), entry(state="failed", reason="it serves another model")))
     done = invoke("add", "decode-0", "--port=8090")
-    assert str(done.exception) == "decode-0 is in the list and cannot serve: it serves another model"
+    assert str(done.exception) == "decode-0 is in the list but cannot serve: it serves another model"
     answers(states(entry(service="out", state="draining", num_outstanding=1)))
     monkeypatch.setattr(instance_commands, "MARGIN_S", 0.0)
     done = invoke("drain", "decode-0", "--timeout=0")

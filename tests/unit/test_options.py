@@ -56,8 +56,8 @@ def test_keys_that_nobody_can_send_are_refused_unseen() -> None:
         (["--api-key="], {}, "--api-key: empty"),
         (["--api-key", "sk-good", ""], {}, "--api-key, key 2 of 2: empty"),
         ([], {"VLLM_API_KEY": ""}, "VLLM_API_KEY: empty"),
-        (["--api-key", "sk-\xe9"], {}, "--api-key: keys have printable ASCII characters only"),
-        ([], {"VLLM_API_KEY": "sk-1\n"}, "VLLM_API_KEY: keys have printable ASCII characters only"),
+        (["--api-key", "sk-\xe9"], {}, "--api-key: keys may contain only printable ASCII characters"),
+        ([], {"VLLM_API_KEY": "sk-1\n"}, "VLLM_API_KEY: keys may contain only printable ASCII characters"),
         # tenants
         (["--api-key", "sk-1", "sk-2", "--api-key-tenant=a"], {}, "--api-key-tenant: 1 for 2 of --api-key; give"),
         (["--api-key-tenant=a"], {}, "--api-key-tenant: 1 for 0 of VLLM_API_KEY; give"),
@@ -66,14 +66,14 @@ def test_keys_that_nobody_can_send_are_refused_unseen() -> None:
         (
             ["--api-key", "sk-1", "sk-1", "--api-key-tenant", "a", "b"],
             {},
-            "--api-key-tenant 'b': key 2 of --api-key is",
+            "--api-key-tenant 'b': key 2 of --api-key already belongs to",
         ),
         # other keys, and what goes with them
         (["--max-connections=0"], {}, "--max-connections 0: must be at least 1"),
-        (["--api-key=a", "--metrics-key=a"], {}, "--metrics-key: is one of the API keys, too"),
+        (["--api-key=a", "--metrics-key=a"], {}, "--metrics-key: is also one of the API keys"),
         (["--ssl-keyfile=k"], {}, "--ssl-keyfile k: needs --ssl-certfile FILE"),
         (["--ssl-certfile=c", "--ssl-cert-reqs=3"], {}, "--ssl-cert-reqs 3: expected 0, 1 or 2"),
-        (["--metrics-key=a b"], {}, "--metrics-key: keys have printable ASCII characters only"),
+        (["--metrics-key=a b"], {}, "--metrics-key: keys may contain only printable ASCII characters"),
     ]
     for argv, env, start in wrong:
         with refused(start) as caught:
@@ -168,7 +168,7 @@ def test_a_reasoning_parser_in_a_config_of_vllm() -> None:
         named = f'{flag}={{"reasoning_parser": "qwen3"}}'
         assert options(named).chat().reasoning_parser == "qwen3"
         assert options(named, "--reasoning-parser=qwen3", "--enable-reasoning").chat().reasoning_parser == "qwen3"
-        with refused(f"{flag}: reasoning_parser 'qwen3' is not that of --reasoning-parser glm45"):
+        with refused(f"{flag}: reasoning_parser 'qwen3' differs from --reasoning-parser glm45"):
             options(named, "--reasoning-parser=glm45").chat()
 
 

@@ -13,7 +13,7 @@ from pd_cluster.cluster.overview.cluster_event_log import ClusterEventLog
 from pd_cluster.cluster.overview.cluster_overview import Overview
 from pd_cluster.cluster.overview.cluster_problems import problems_of
 from pd_cluster.cluster.overview.kv_tier_use import tiers_of
-from pd_cluster.cluster.overview.request_history import RATES, WINDOW_S, History, quantile
+from pd_cluster.cluster.overview.request_history import RATES, WINDOW_S, RequestHistory, quantile
 from pd_cluster.cluster.records.request_stats import BOUNDS, COUNTERS, Histogram, Outcome, RequestStats
 from pd_cluster.process_messages import Busy
 from pd_cluster.settings.routing_settings import RoutingConfig
@@ -46,7 +46,7 @@ def test_quantiles_lie_in_the_bucket_of_the_true_one() -> None:
 
 
 def test_rates_are_of_one_second_and_percentiles_of_a_window() -> None:
-    stats, history = RequestStats(lambda: 0.0), History()
+    stats, history = RequestStats(lambda: 0.0), RequestHistory()
     history.note(1000.0, 0.0, stats.snapshot(), 0, 0)
     stats.first_token(7, 0.05)
     stats.num_generation_tokens += 30
@@ -66,7 +66,7 @@ def test_rates_are_of_one_second_and_percentiles_of_a_window() -> None:
 
 
 def test_the_history_and_marks_are_bounded() -> None:
-    stats, history = RequestStats(lambda: 0.0), History(num_samples=5)
+    stats, history = RequestStats(lambda: 0.0), RequestHistory(num_samples=5)
     instances, marks = ElasticWorld().membership.instances, ClusterEventLog(max_marks=4)
     for at in range(20):
         history.note(float(at), float(at), stats.snapshot(), 0, 0)
@@ -108,18 +108,18 @@ def test_deaths_returns_roles_and_leaving_are_marks() -> None:
     for epoch in (1, 2):
         lost.info = info_of(lost.name, lost.role, epoch=epoch)
         marks.look(4.0, instances)
-    assert _texts(marks, number + 2) == [("up", lost.name, "is ready again, as another process")]
+    assert _texts(marks, number + 2) == [("up", lost.name, "is ready again, in another process")]
     lost.role = "decode" if lost.role == "prefill" else "prefill"
     marks.look(5.0, instances)
     lost.service = "out"
     marks.look(6.0, instances)
     marks.look(7.0, [each for each in instances if each is not lost])
     kinds = [(kind, text.split()[0:2]) for kind, _, text in _texts(marks, number + 3)]
-    assert kinds == [("change", ["is", lost.role]), ("change", ["is", "drained"]), ("change", ["has", "left"])]
+    assert kinds == [("change", ["is", "now"]), ("change", ["is", "drained"]), ("change", ["has", "left"])]
 
 
-def _problems(world: ElasticWorld, history: History | None = None, **routing: Any) -> list[tuple[str, str]]:
-    found = problems_of(world.membership.instances, history or History(), RoutingConfig(**routing))
+def _problems(world: ElasticWorld, history: RequestHistory | None = None, **routing: Any) -> list[tuple[str, str]]:
+    found = problems_of(world.membership.instances, history or RequestHistory(), RoutingConfig(**routing))
     assert all(each.way_out for each in found)
     return [(each.severity, each.text) for each in found]
 
@@ -130,7 +130,7 @@ def test_what_is_wrong_comes_worst_first() -> None:
     for each in instances:
         each.state = "unreachable"
     found = _problems(world)
-    assert found[0] == ("critical", "no instance takes requests: every request waits, or gets a 503")
+    assert found[0] == ("critical", "no instance takes requests: requests wait, or get a 503")
     assert {text.split()[0] for severity, text in found[1:] if severity == "warning"} == {i.name for i in instances}
     for each in instances:
         each.state = "ready"
@@ -142,7 +142,9 @@ def test_what_is_wrong_comes_worst_first() -> None:
     assert [text for _, text in _problems(world) if "wait for" in text] == [
         f"{prefill.name}: 3 requests wait for states (--max-num-seqs, --state-cache); 97 of 100 are held"
     ]
-    assert any(text.startswith("no KV cache goes from") for _, text in _problems(world)), "links have not been heard of"
+    assert any(text.startswith("no KV cache can be sent from") for _, text in _problems(world)), (
+        "links have not been heard of"
+    )
 
 
 def test_a_cluster_that_was_put_to_sleep_is_no_alarm() -> None:
@@ -150,7 +152,7 @@ def test_a_cluster_that_was_put_to_sleep_is_no_alarm() -> None:
     for each in world.membership.instances:
         each.state, each.load = "ready", Load(sleep_level=1)
     assert [text for severity, text in _problems(world) if severity != "notice" and "takes requests" in text] == []
-    assert ("notice", "the cluster is asleep, and serves no request") in _problems(world)
+    assert ("notice", "the cluster is asleep, and serves no requests") in _problems(world)
     for role in ("prefill", "decode"):
         for each in world.membership.instances:
             each.state, each.load = "unreachable" if each.role == role else "ready", Load()
@@ -158,7 +160,7 @@ def test_a_cluster_that_was_put_to_sleep_is_no_alarm() -> None:
 
 
 def test_failed_requests_are_critical_for_a_minute_and_promises_are_held() -> None:
-    world, stats, history = ElasticWorld(), RequestStats(lambda: 0.0), History()
+    world, stats, history = ElasticWorld(), RequestStats(lambda: 0.0), RequestHistory()
     history.note(0.0, 0.0, stats.snapshot(), 0, 0)
     stats.replayed("death")
     for _ in range(2):
@@ -168,7 +170,7 @@ def test_failed_requests_are_critical_for_a_minute_and_promises_are_held() -> No
     texts = {text: severity for severity, text in _problems(world, history, slo_ttft_s=1.0)}
     assert texts["2 requests failed in the last minute"] == "critical"
     assert texts["1 request continued on another instance in the last minute"] == "notice"
-    assert any(text.startswith("TTFT p99 is") and "--slo-ttft promises 1 s" in text for text in texts)
+    assert any(text.startswith("TTFT p99 is") and "the objective of --slo-ttft is 1 s" in text for text in texts)
     assert not any("TTFT" in text for _, text in _problems(world, history))
     history.note(62.0, 62.0, stats.snapshot(), 0, 0)
     assert not any("last minute" in text for _, text in _problems(world, history, slo_ttft_s=1.0))

@@ -66,7 +66,7 @@ class RandomCluster:
             num_queued_tokens=rng.choice([0, 0, 150]),
         ).at_rates(prefill_tokens_per_s=rng.choice([0.0, 1000.0, 2000.0]))
         each.known_blocks = type(each.known_blocks)()
-        each.known_blocks.hear(wire.CacheKeys(added=KEYS[: 8 * rng.choice([0, 0, 1, 15, 62])]))
+        each.known_blocks.apply(wire.CacheKeys(added=KEYS[: 8 * rng.choice([0, 0, 1, 15, 62])]))
 
     def relink(self, prefill: Instance) -> None:
         """Any of its links may have another state, or none; some are to lives that are over."""

@@ -31,13 +31,13 @@ async def test_it_goes_on_after_its_tokens() -> None:
     world = World()
     serving, request_id = await begun(world)
     following = asyncio.ensure_future(anext(serving))
-    await world.router.steer("paused", keeps=True)
+    await world.router.control_requests("paused", keeps=True)
     await world.router.until_idle()
     assert world.router.num_waiting == 1
     world.assert_home()
     await turns()
     assert len(submits(world)) == 2
-    await world.router.steer("open")
+    await world.router.control_requests("open")
     await world.until(wire.Submit, 3)
     again = submits(world)[-1]
     assert (again.leg, again.attempt, [each.output_token_ids for each in again.resumed]) == ("hybrid", 1, [[7]])
@@ -58,17 +58,17 @@ async def test_one_that_looks_for_an_instance_is_kept_too(looks: bool) -> None:
         for instance in world.instances:
             world.lose(instance.name)
         await turns()
-        await world.router.steer("paused", keeps=True)
+        await world.router.control_requests("paused", keeps=True)
         for instance in world.instances:
             world.come_back(instance.name)
         world.membership.changed.set()
         await turns()
         assert len(submits(world)) == 2
     else:
-        await world.router.steer("asleep", keeps=True)
-        await world.router.steer("open")
+        await world.router.control_requests("asleep", keeps=True)
+        await world.router.control_requests("open")
         following = asyncio.ensure_future(anext(serving))
-    await world.router.steer("open")
+    await world.router.control_requests("open")
     await world.until(wire.Submit, 3)
     await world.leave(serving, following)
 
@@ -79,17 +79,17 @@ async def test_one_that_looks_for_an_instance_is_kept_too(looks: bool) -> None:
 async def test_it_can_end_meanwhile(way: str, error: type[BaseException]) -> None:
     world = World(request_timeout_s=0.05 if way == "deadline" else 0.0)
     serving, first, _ = await world.begin(client_id="cmpl-a")
-    await world.router.steer("paused", keeps=True)
+    await world.router.control_requests("paused", keeps=True)
     await turns()
     if way == "command":
-        await world.router.steer("paused", ["cmpl-a"])
+        await world.router.control_requests("paused", ["cmpl-a"])
     elif way == "client":
         first.cancel()
     with pytest.raises(error):
         await first
     await serving.aclose()
     assert world.router.num_waiting == 0
-    await world.router.steer("open")
+    await world.router.control_requests("open")
     await turns()
     assert len(submits(world)) == 2
     world.assert_home()
@@ -100,7 +100,7 @@ async def test_one_that_has_ended_and_is_not_read_yet_is_not_kept() -> None:
     serving, request_id = await begun(world)
     for instance in world.instances:
         world.outputs(instance.conn, token(request_id, 1, finish="stop"))
-    await world.router.steer("paused", keeps=True)
+    await world.router.control_requests("paused", keeps=True)
     assert world.router.num_waiting == 0
     assert [each.finish_reason async for each in serving] == ["stop"]
     await world.router.until_idle()
@@ -110,10 +110,10 @@ async def test_one_that_has_ended_and_is_not_read_yet_is_not_kept() -> None:
 async def test_while_it_sleeps_requests_are_refused(max_queue_s: float | None) -> None:
     """Those that wait since before, and those that come; by the headers alone, too."""
     world = World(max_queue_s=max_queue_s)
-    await world.router.steer("paused")
+    await world.router.control_requests("paused")
     waiting = asyncio.ensure_future(anext(world.serve()))
     await turns()
-    await world.router.steer("asleep")
+    await world.router.control_requests("asleep")
     for refused in (waiting, anext(world.serve())):
         with pytest.raises(Unavailable, match="the cluster is asleep") as caught:
             await refused
@@ -121,6 +121,6 @@ async def test_while_it_sleeps_requests_are_refused(max_queue_s: float | None) -
     with pytest.raises(Unavailable, match="the cluster is asleep"):
         world.router.admission.arrives(ANYBODY, 10)
     assert world.mailbox.sent == []
-    await world.router.steer("open")
+    await world.router.control_requests("open")
     serving, first, _ = await world.begin()
     await world.leave(serving, first)

@@ -67,7 +67,7 @@ def test_only_the_peer_is_admitted_and_only_once() -> None:
     def is_refused(stranger: KeyPair, port: int, server_key: bytes) -> bool:
         other = PayloadSender(stranger)
         try:
-            with pytest.raises(PayloadError, match="did not"):
+            with pytest.raises(PayloadError, match=r"did not|refused"):
                 other.connect(HOST, port, server_key, 1.0)
             return True
         finally:
@@ -110,7 +110,7 @@ def test_nothing_is_readable_on_the_way() -> None:
 
 
 def test_another_payload_than_the_announced_one_is_refused() -> None:
-    for nbytes, tag, reason in ((3, 8, "another payload"), (4, 7, "3 bytes came for 4")):
+    for nbytes, tag, reason in ((3, 8, "not the announced one"), (4, 7, "3 bytes arrived, 4 were announced")):
         with opened() as (sender, receiver):
             sender.send(memoryview(b"abc"), 7)
             with pytest.raises(PayloadError, match=reason):

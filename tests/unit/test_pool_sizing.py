@@ -87,7 +87,7 @@ def test_one_request_must_fit(monkeypatch: pytest.MonkeyPatch, settings: dict[st
         ({"kv_cache_memory_gib": -1.0}, "--kv-cache-memory -1: must be a number of GiB"),
         ({"swap_space_gib": float("inf")}, "--swap-space inf: must be a number of GiB"),
         ({"preemption_mode": "shrink"}, "--preemption-mode 'shrink': expected recompute or swap"),
-        ({"preemption_mode": "swap", "swap_space_gib": 0.0}, "--preemption-mode swap: needs room to swap to"),
+        ({"preemption_mode": "swap", "swap_space_gib": 0.0}, "--preemption-mode swap: needs memory to swap to"),
     ],
 )
 def test_what_makes_no_sense_is_refused(settings: dict[str, Any], error: str) -> None:

@@ -128,7 +128,7 @@ async def test_too_many_deaths_a_refusal_and_a_token_are_errors() -> None:
     task = pool(world)
     conn, submit = await submitted(world, 2)
     world.outputs(conn, token(submit.request_id, 0))
-    with pytest.raises(GenerationError, match="in place of a vector"):
+    with pytest.raises(GenerationError, match="instead of a vector"):
         await task
     task = pool(world)
     for count in (3, 4, 5):

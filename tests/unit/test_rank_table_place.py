@@ -9,7 +9,7 @@ import pytest
 from pd_cluster.cluster.members.rank_table_place import Place, check_ports, find_place, node_ports, use_openai
 from pd_cluster.errors import ConfigError
 from ranktable_tools import generate, merge, write
-from ranktable_tools.ports import Given, scheduler_ports
+from ranktable_tools.ports import GivenPorts, scheduler_ports
 
 Env = dict[str, str]
 
@@ -157,7 +157,7 @@ def test_ports_from_a_file(place: Place, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="1 ports"):
         node_ports(env, place)
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="it is no text"):
+    with pytest.raises(ConfigError, match="it is not text"):
         node_ports(env, place)
 
 
@@ -170,9 +170,9 @@ def test_which_api() -> None:
 
 def test_a_start_refuses_the_ports_that_check_refuses(place: Place) -> None:
     with pytest.raises(ConfigError, match=r"^NODE_PORTS: \[1\]: found 9001, .* \(--admin-port 9001 does\)$"):
-        node_ports({"NODE_PORTS": "8088,9001"}, place, Given(scheduler_ports(9000)))
+        node_ports({"NODE_PORTS": "8088,9001"}, place, GivenPorts(scheduler_ports(9000)))
     with pytest.raises(ConfigError, match=r"^scheduler: --join-port: found 9000, expected another port than --port$"):
-        check_ports(place, Given(scheduler_ports(9000, None, 9000)))
+        check_ports(place, GivenPorts(scheduler_ports(9000, None, 9000)))
     with pytest.raises(ConfigError, match=r"^--kv-port-range: ports: found '8080-8090', .* \(--port is 8088\)$"):
-        check_ports(place, Given(worker={"--port": 8088}, kv_range=(8080, 8090)))
-    check_ports(place, Given(worker={"--port": 8088}, kv_range=(7000, 7010)))
+        check_ports(place, GivenPorts(worker={"--port": 8088}, kv_range=(8080, 8090)))
+    check_ports(place, GivenPorts(worker={"--port": 8088}, kv_range=(7000, 7010)))

@@ -66,8 +66,8 @@ def test_a_group_that_this_machine_does_not_know(tmp_path: Path) -> None:
 def test_a_mode_for_everybody_says_what_that_means(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     table = written(tmp_path, "--file-mode", "0644")
     err = capsys.readouterr().err
-    assert err.startswith("note: --file-mode 0644: everybody on this machine can read the tables")
-    assert "cluster.secret, scheduler.key and admin.token stay closed (--group " in err
+    assert err.startswith("note: --file-mode 0644: all users of this machine can read the tables")
+    assert "cluster.secret, scheduler.key and admin.token stay private (--group " in err
     assert len(permission_warnings([table])) == 1
 
 

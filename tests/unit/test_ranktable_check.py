@@ -7,7 +7,7 @@ from typing import Any
 
 from ranktable_tools import check, generate, write
 from ranktable_tools.errors import Fault
-from ranktable_tools.ports import Given, scheduler_ports
+from ranktable_tools.ports import GivenPorts, scheduler_ports
 
 
 def tables(folder: Path, **changed: object) -> list[Path]:
@@ -141,17 +141,17 @@ def test_no_two_processes_of_a_host_listen_at_one_port(tmp_path: Path) -> None:
     elsewhere = tables(tmp_path / "other")[0]
     elsewhere.write_text(elsewhere.read_text().replace("10.0.0.18", "10.0.0.1", 2))
     for given, faults in (
-        (Given(scheduler_ports(9000)), []),
-        (Given(scheduler_ports(8087)), [("NODE_PORTS", "[0]")]),
-        (Given(scheduler_ports(8089)), [("NODE_PORTS", "[1]")]),
-        (Given(scheduler_ports(9000, 8089)), [("NODE_PORTS", "[1]")]),
-        (Given(scheduler_ports(9000, None, 8088)), [("NODE_PORTS", "[0]")]),
-        (Given(scheduler_ports(9000, None, 9001)), [("scheduler", "--join-port")]),
-        (Given(scheduler_ports(65535)), [("scheduler", "--admin-port")]),
-        (Given(kv_range=(7000, 7000)), [("--kv-port-range", "count")]),
-        (Given(kv_range=(8089, 8095)), [("--kv-port-range", "ports")]),
-        (Given(scheduler_ports(7005), kv_range=(7000, 7005)), [("--kv-port-range", "ports")]),
-        (Given(worker={"--port": 7001}, kv_range=(7000, 7005)), [("--kv-port-range", "ports")]),
+        (GivenPorts(scheduler_ports(9000)), []),
+        (GivenPorts(scheduler_ports(8087)), [("NODE_PORTS", "[0]")]),
+        (GivenPorts(scheduler_ports(8089)), [("NODE_PORTS", "[1]")]),
+        (GivenPorts(scheduler_ports(9000, 8089)), [("NODE_PORTS", "[1]")]),
+        (GivenPorts(scheduler_ports(9000, None, 8088)), [("NODE_PORTS", "[0]")]),
+        (GivenPorts(scheduler_ports(9000, None, 9001)), [("scheduler", "--join-port")]),
+        (GivenPorts(scheduler_ports(65535)), [("scheduler", "--admin-port")]),
+        (GivenPorts(kv_range=(7000, 7000)), [("--kv-port-range", "count")]),
+        (GivenPorts(kv_range=(8089, 8095)), [("--kv-port-range", "ports")]),
+        (GivenPorts(scheduler_ports(7005), kv_range=(7000, 7005)), [("--kv-port-range", "ports")]),
+        (GivenPorts(worker={"--port": 7001}, kv_range=(7000, 7005)), [("--kv-port-range", "ports")]),
     ):
         assert [(each.file, each.field) for each in check(table, node_ports="8088,8089", given=given)] == faults
         found = check(elsewhere, node_ports="8088,8089", given=given)

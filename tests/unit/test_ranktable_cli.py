@@ -117,9 +117,13 @@ def test_the_address_without_a_default_route(
 ) -> None:
     monkeypatch.setattr(machine_probe, "default_server_ip", lambda: None)
     for addresses, taken, said in (
-        ([], "127.0.0.1", "note: this machine has no address, so --server-ip is 127.0.0.1: one machine only\n"),
+        (
+            [],
+            "127.0.0.1",
+            "note: this machine has no address, so --server-ip is 127.0.0.1, which works on one machine only\n",
+        ),
         (["10.0.0.5"], "10.0.0.5", "note: no default route, so --server-ip is 10.0.0.5, the only address\n"),
-        (["10.0.0.5", "10.9.0.5"], "", "--server-ip: found '10.0.0.5 10.9.0.5', expected one of them"),
+        (["10.0.0.5", "10.9.0.5"], "", "--server-ip: found '10.0.0.5 10.9.0.5', expected one address"),
     ):
         monkeypatch.setattr(machine_probe, "global_addresses", lambda addresses=addresses: addresses)
         assert cli.main(["gen", "--api-server", "--save-dir", str(tmp_path)]) == (not taken)
@@ -148,7 +152,7 @@ def test_check_knows_the_schedulers_ports_and_the_kernels(
         "warning: NODE_PORTS: [1]: found 50000",
         "warning: --admin-port: found 32768",
     ]
-    assert f"from 32768 to 60999 ({kernel}/ip_local_port_range); choose a port below 32768" in said
+    assert f"uses 32768 to 60999 for these ({kernel}/ip_local_port_range); choose a port below 32768" in said
     (kernel / "ip_local_reserved_ports").unlink()
     assert cli.main(["check", table, "--node-ports", "40000,50000"]) == 0, "what cannot be read warns of nothing"
 

@@ -143,8 +143,8 @@ def test_merge_joins_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert all(server["host_nic_ip"] == "reserve" for server in servers(merged))
     assert all(device["npu"] == "910B" for server in servers(merged) for device in server.get("device", []))
     assert capsys.readouterr().err.splitlines() == [
-        f"note: {b}: deploy_server: differs from that of {a}, which is kept",  # of the group of prefill instances
-        f"note: {b}: deploy_server: differs from that of {a}, which is kept",
+        f"note: {b}: deploy_server: differs from the value of {a}, which is kept",  # of the group of prefill instances
+        f"note: {b}: deploy_server: differs from the value of {a}, which is kept",
     ]
 
 
@@ -166,5 +166,5 @@ def test_show_and_check_name_them(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert 'server_group_list[2].server_list[0].device[0].npu = "910B"' in shown
     assert cli.main(["check", str(path)]) == 0
     note = capsys.readouterr().err
-    assert note.startswith(f"note: fields of other programs, which mean nothing here: {SUPER_POD}, ")
+    assert note.startswith(f"note: fields of other programs, which have no meaning here: {SUPER_POD}, ")
     assert note.count("\n") == 1

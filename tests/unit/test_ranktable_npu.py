@@ -153,7 +153,7 @@ def test_without_any_address_the_way_out_is_said(
     machine.start(recorded("a2"), programs=programs)
     machine.gen(code=1)
     error = capsys.readouterr().err
-    assert f"mount {machine.folder}/hccn.conf and hccn_tool into the container, or say --device-ip 4=ADDRESS" in error
+    assert f"mount {machine.folder}/hccn.conf and hccn_tool into the container, or give --device-ip 4=ADDRESS" in error
     seen = "npu-smi sees 0, 1, 2, 3, 4, 5, 6, 7 on 8 cards" if programs else "npu-smi sees no device"
     assert seen in error
     assert error.count("\n") == 1
@@ -167,7 +167,7 @@ def test_a_device_that_is_not_there(machine: Machine, capsys: pytest.CaptureFixt
     machine.gen("--prefill-server-list", "0", "16", code=1)
     there = ", ".join(map(str, range(16)))
     error = capsys.readouterr().err
-    assert f"NPU 16: found nothing, expected a device that is there and up (npu-smi sees {there} on 8" in error
+    assert f"NPU 16: found nothing, expected a device that exists and is up (npu-smi sees {there} on 8" in error
 
 
 def test_chips_that_are_down_are_not_there(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
@@ -245,7 +245,10 @@ def test_a_machine_whose_every_npu_is_divided_is_an_npu_machine(host: Path, monk
 
 def test_a_vnpu_that_cannot_serve_is_refused(host: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for given, said in (
-        ("--prefill-server-list 166", "vNPU 166: found nothing, expected the device file of a vNPU (there are 1"),
+        (
+            "--prefill-server-list 166",
+            "vNPU 166: found nothing, expected the device file of a vNPU (existing ones are 1",
+        ),
         ("--prefill-server-list 164,165", "--prefill-server-list[0]: found '164,165', expected one device"),
         ("--decode-server-list 0,164", "--decode-server-list[0]: found '0,164', expected one device"),
         ("--prefill-server-list 164 --decode-server-list 3,4", "[0]: found 164, expected a vNPU of an NPU that no ins"),
@@ -261,8 +264,8 @@ def test_an_absent_vnpu_says_how_one_is_made(host: Path, capsys: pytest.CaptureF
         file.unlink()
     assert gen(host, "--prefill-server-list", "117") == 1
     error = capsys.readouterr().err
-    assert "there is none" in error
-    assert f"npu-smi set -t create-vnpu -i 1 -c 0, or say --device-ip 117={HOST}" in error
+    assert "none exists" in error
+    assert f"npu-smi set -t create-vnpu -i 1 -c 0, or give --device-ip 117={HOST}" in error
     assert gen(host, "--prefill-server-list", "117", "--device-ip", f"117={HOST}") == 0
 
 

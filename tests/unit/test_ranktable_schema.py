@@ -124,7 +124,7 @@ def test_a_missing_field_names_what_looks_like_it() -> None:
     device["devise_ip"] = device.pop("device_ip")
     error = refusal(value)
     assert error.field == "server_group_list[1].server_list[0].device[0].device_ip"
-    assert "is 'devise_ip' meant to be it?" in str(error)
+    assert "is 'devise_ip' meant to be this field?" in str(error)
 
 
 def test_a_wrong_value_is_named() -> None:

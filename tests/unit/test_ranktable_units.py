@@ -33,7 +33,7 @@ def test_a_unit_has_its_own_entries() -> None:
 
 def test_units_are_checked_and_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert merge(tmp_path, tables(tmp_path, a="0 1", b="0 1"), SIZES) == 0
-    assert "tears" not in capsys.readouterr().err
+    assert "splits units" not in capsys.readouterr().err
     merged = str(tmp_path / "global_ranktable_merge.json")
     assert cli.main(["check", merged, *SIZES]) == 0
     assert capsys.readouterr().out == f"ok: 1 scheduler, 2 prefill, 4 decode; units {NAMES}\n"
@@ -46,7 +46,7 @@ def test_units_are_checked_and_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
 
     assert cli.main(["check", merged, "--decode-data-parallel-size=3"]) == 1
     fault = "server_group_list[2].server_count: found '4', expected a multiple of 3, the --decode-data-parallel-size"
-    assert f"{merged}: {fault}; add 2 decode instances or take out 1\n" == capsys.readouterr().out
+    assert f"{merged}: {fault}; add 2 decode instances, or remove 1\n" == capsys.readouterr().out
     assert cli.main(["show", merged, "--decode-data-parallel-size=3"]) == 1
 
 
@@ -77,10 +77,10 @@ def test_gen_says_which_units_another_machine_completes(tmp_path: Path, capsys: 
         ({"a": "0 1 2", "c": "0", "b": "0 1"}, []),
     ],
 )
-def test_merge_says_when_an_order_tears_units_apart(
+def test_merge_says_when_an_order_splits_units(
     decode: dict[str, str], torn: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert merge(tmp_path, tables(tmp_path, **decode), SIZES) == 0
-    notes = [line for line in capsys.readouterr().err.splitlines() if "tears" in line]
+    notes = [line for line in capsys.readouterr().err.splitlines() if "splits units" in line]
     assert [note.split(": ")[2].split()[0] for note in notes] == torn
     assert all("has 2 decode instances, enough for 1 of" in note for note in notes)

@@ -98,7 +98,7 @@ async def _home(world: World) -> None:
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [
-        ({"max_queue_s": 0.0, "request_timeout_s": 0.01}, GenerationError, r"waited for its turn for 0\.01 s"),
+        ({"max_queue_s": 0.0, "request_timeout_s": 0.01}, GenerationError, r"waited in the queue for 0\.01 s"),
         ({"max_queue_s": 0.0, "goals": Goals(ttft_s=0.01)}, Overloaded, r"waited for the 0\.01 s of --slo-ttft"),
         ({"max_queue_s": 0.01}, Overloaded, r"0\.01 s"),
     ],
@@ -134,14 +134,14 @@ def _first_token(world: World, request_id: str) -> None:
 async def test_while_it_is_paused_requests_wait(max_queue_s: float | None) -> None:
     world = World(max_queue_s=max_queue_s)
     serving, first, request_id = await world.begin()
-    await world.router.steer("paused")
+    await world.router.control_requests("paused")
     second = asyncio.ensure_future(anext(world.serve()))
     _first_token(world, request_id)
     assert (await first).position == 0  # running ones go on
     for _ in range(10):
         await asyncio.sleep(0)
     assert len(world.mailbox.of(wire.Submit)) == 2
-    await world.router.steer("open")
+    await world.router.control_requests("open")
     await _until_sent(world, 4)
     await _given_up(second)
     await serving.aclose()
@@ -153,7 +153,7 @@ async def test_a_pause_holds_requests_or_ends_them() -> None:
     world = World(max_queue_s=0.0)
     named, first, _ = await world.begin(client_id="cmpl-a")
     other, second, request_id = await world.begin(client_id="cmpl-b")
-    await world.router.steer("open", ["cmpl-a", "cmpl-c"])
+    await world.router.control_requests("open", ["cmpl-a", "cmpl-c"])
     with pytest.raises(RequestAborted):
         await first
     _first_token(world, request_id)
@@ -164,8 +164,8 @@ async def test_a_pause_holds_requests_or_ends_them() -> None:
         await serving.aclose()
     await _home(world)
     world = World(max_queue_s=0.01)
-    await world.router.steer("paused")
-    with pytest.raises(Overloaded, match=r"paused by its operator: it has waited for the 0\.01 s"):
+    await world.router.control_requests("paused")
+    with pytest.raises(Overloaded, match=r"paused by an operator: the request has waited for the 0\.01 s"):
         await anext(world.serve())
     assert world.mailbox.sent == []
 
@@ -173,16 +173,16 @@ async def test_a_pause_holds_requests_or_ends_them() -> None:
 async def test_all_requests_end_those_that_wait_too() -> None:
     world = World(max_queue_s=0.0)
     _, first, _ = await world.begin()
-    await world.router.steer("paused")
+    await world.router.control_requests("paused")
     waiting = asyncio.ensure_future(anext(world.serve()))
     await _until_waiting(world)
     idle = asyncio.ensure_future(world.router.until_idle())
-    await world.router.steer("paused", ())
+    await world.router.control_requests("paused", ())
     for task in (first, waiting):
         with pytest.raises(RequestAborted):
             await task
     await idle
-    await world.router.steer("open")
+    await world.router.control_requests("open")
     serving, task, _ = await world.begin()  # later ones are served as before
     await _given_up(task)
     await serving.aclose()

@@ -81,7 +81,7 @@ def test_a_killed_worker_and_a_replay() -> None:
     assert (first.error, second.error) == ("decode-0 was lost", "")
     decode = first.parts[2]
     assert shape(decode) == ("decode", 3.75, 5.0), "it ends with its attempt"
-    assert (decode.error, decode.attributes[Names.UNREPORTED]) == ("decode-0 reported no end", True)
+    assert (decode.error, decode.attributes[Names.UNREPORTED]) == ("decode-0 did not report an end", True)
     assert shape(second) == ("attempt", 5.0, 7.0, ("generate", 5.5, 7.0))
     assert [span.attributes[Names.TRANSFER_ID] for span in (first, second)] == ["r-0", "r-1"]
 

@@ -14,7 +14,7 @@ import pytest
 
 from pd_cluster import wire
 from pd_cluster.cluster.members import membership_mirror as mirror_module
-from pd_cluster.cluster.members.membership_mirror import Mirror
+from pd_cluster.cluster.members.membership_mirror import MembershipMirror
 from pd_cluster.cluster.placement.wait_prediction import Goals
 from pd_cluster.cluster.processes.api_processes import ApiProcesses
 from pd_cluster.cluster.records.request_stats import BOUNDS, COUNTERS, Histogram, Outcome, RequestStats, added
@@ -313,14 +313,14 @@ def test_totals_never_shrink_while_processes_die_and_begin_anew(seed: int) -> No
         api = processes.apis[at]
         match rng.randrange(8):
             case 0:  # unreported counts are lost with it
-                processes.hear_end(api)
+                processes.remove_work(api)
                 ended.append(reported[at])
-                lives[at], reported[at], api.told_stats = RequestStats(), Stats(), None
+                lives[at], reported[at], api.sent_stats = RequestStats(), Stats(), None
             case 1 | 2:
                 reported[at] = lives[at].snapshot()
-                processes.hear(api, through_json(ApiReport({}, stats=reported[at])))
+                processes.add_report(api, through_json(ApiReport({}, stats=reported[at])))
             case 3:
-                processes.hear(api, through_json(ApiReport({})))
+                processes.add_report(api, through_json(ApiReport({})))
             case 4 | 5:
                 processes.share_stats()
             case _:
@@ -337,10 +337,10 @@ def test_totals_never_shrink_while_processes_die_and_begin_anew(seed: int) -> No
 def test_of_what_they_do_now_each_is_told_the_others() -> None:
     processes, hearers = three_processes()
     for api, number in zip(processes.apis, (1, 10, 100), strict=True):
-        processes.hear(api, ApiReport({}, busy=Busy(number, 2 * number)))
+        processes.add_report(api, ApiReport({}, busy=Busy(number, 2 * number)))
     processes.share_stats()
     assert [hearer.totals[-1].others for hearer in hearers] == [Busy(110, 220), Busy(101, 202), Busy(11, 22)]
-    processes.hear_end(processes.apis[2])
+    processes.remove_work(processes.apis[2])
     for _ in range(2):
         processes.share_stats()
     assert [hearer.totals[-1].others for hearer in hearers] == [Busy(10, 20), Busy(1, 2), Busy(11, 22)]
@@ -357,7 +357,7 @@ async def test_a_process_tells_what_it_has_counted_only_when_that_has_changed(mo
         if len(told) == 3:
             stats.refused("slo")
 
-    mirror = Mirror(cast(Any, None))
+    mirror = MembershipMirror(cast(Any, None))
     running = asyncio.ensure_future(mirror.run(tell, lambda: ApiReport({}, stats=stats.snapshot())))
     while len(told) < 6:
         await asyncio.sleep(0)
@@ -371,7 +371,7 @@ async def test_a_change_of_the_work_is_reported_before_the_tick(monkeypatch: pyt
     monkeypatch.setattr(mirror_module, "TICK_S", 3600.0)
     monkeypatch.setattr(mirror_module, "LOOK_S", 0.0)
     told, work = list[ApiReport](), [Busy(1, 1, 0)]
-    mirror = Mirror(cast(Any, None))
+    mirror = MembershipMirror(cast(Any, None))
     running = asyncio.ensure_future(mirror.run(told.append, lambda: ApiReport({}), lambda: work[0]))
     await turns()
     assert len(told) == 1, "nothing has changed"
@@ -379,7 +379,7 @@ async def test_a_change_of_the_work_is_reported_before_the_tick(monkeypatch: pyt
     while len(told) < 2:
         await asyncio.sleep(0)
     running.cancel()
-    mirror.hear(AllStats(Stats(), Busy(), 2))
-    mirror.hear(OthersBusy(Busy(5, 4, 3)))
+    mirror.apply(AllStats(Stats(), Busy(), 2))
+    mirror.apply(OthersBusy(Busy(5, 4, 3)))
     assert mirror.totals == AllStats(Stats(), Busy(5, 4, 3), 2)
     assert [(each.busy, each.stats) for each in told] == [(Busy(1, 1, 0), None), (Busy(3, 2, 1), None)]

@@ -118,7 +118,7 @@ def test_an_option_counts_in_its_own_mode(tmp_path: Path, capsys: pytest.Capture
         assert ranktable_cli.reference_main([*command, str(plain)]) == 0
         capsys.readouterr()
         assert ranktable_cli.reference_main([*command, str(told), *foreign]) == 0
-        assert capsys.readouterr().err == f"note: {foreign[0]} has no effect in --mode {mode}\n"
+        assert capsys.readouterr().err == f"note: {foreign[0]} has no effect with --mode {mode}\n"
         expected, found = ({path.name: path.read_bytes() for path in at.glob("*.json")} for at in (plain, told))
         assert found == expected
 

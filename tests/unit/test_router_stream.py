@@ -19,7 +19,7 @@ from pd_cluster.cluster.placement.wait_prediction import Goals
 from pd_cluster.cluster.records.request_stats import Histogram, RequestStats
 from pd_cluster.cluster.records.request_timeline import Timeline
 from pd_cluster.cluster.streams import request_stream as stream_module
-from pd_cluster.cluster.streams.request_origin import FROM_ANYBODY, Admitted
+from pd_cluster.cluster.streams.request_origin import FROM_ANYBODY, AdmittedRequest
 from pd_cluster.cluster.streams.request_stream import MAX_IN_A_ROW, Inbox, RequestStream, ask_of
 from pd_cluster.cluster.streams.stream_records import KeptStream
 from pd_cluster.errors import DeadlineExceeded, GenerationError, Overloaded, Unavailable
@@ -30,7 +30,7 @@ from tests.support.router_world import PROMPT, SAMPLING, World, ready, rest_of, 
 
 def stream_of(num_sequences: int, attempt: int) -> RequestStream:
     order, instance = RequestSpec(PROMPT, msgspec.structs.replace(SAMPLING, n=num_sequences)), ready("prefill-0")
-    admitted = Admitted(ask_of(order), instance, instance)
+    admitted = AdmittedRequest(ask_of(order), instance, instance)
     return RequestStream("r", order, FROM_ANYBODY, admitted, lambda *_: None, RequestStats(), attempt)
 
 
@@ -152,7 +152,7 @@ async def test_what_would_be_too_late_is_refused_before_anything_is_sent() -> No
     for prefill in world.instances[:2]:
         prefill.load = prefill.load.at_rates(prefill_tokens_per_s=100.0)
         prefill.outstanding_tokens = 400
-    with pytest.raises(Overloaded, match="first token would come after 4 s, and 1 s are promised") as caught:
+    with pytest.raises(Overloaded, match="first token would come after 4 s, and the objective is 1 s") as caught:
         await anext(world.serve())
     assert (world.mailbox.sent, world.router.num_streams) == ([], 0)
     answer = error_response(caught.value, "/v1/completions")

@@ -17,11 +17,11 @@ from pd_cluster.cluster.placement.routing_policy import (
     SESSION_SLACK_TOKENS,
     Pair,
     RoutingRequest,
-    alone,
     linked_pairs,
     predicted_ttft,
     prefix_aware,
     session,
+    single_instance,
 )
 from pd_cluster.cluster.placement.wait_prediction import (
     Goals,
@@ -73,7 +73,7 @@ def _fields(load: wire.Load) -> dict[str, Any]:
 
 def knows(each: Instance, token_ids: list[int], salt: str = "") -> None:
     root = PrefixScope("model", Numerics()).root(RequestSpec(token_ids, Sampling(), salt))
-    each.known_blocks.hear(wire.CacheKeys(added=keys_of(chain_hashes(root, token_ids, BLOCK))))
+    each.known_blocks.apply(wire.CacheKeys(added=keys_of(chain_hashes(root, token_ids, BLOCK))))
 
 
 def ask(prompt: list[int] = PROMPT, **more: Any) -> RoutingRequest:
@@ -135,7 +135,7 @@ def test_news_of_a_pool_add_up_to_what_the_pool_knows() -> None:
         news.blocks_changed(pool.changes())
         news.opened("last", is_scheduler=True)
         for client, body in post.of(wire.CacheKeys):
-            known[client].hear(body)
+            known[client].apply(body)
         keys = read_keys(b"".join(body.added for client, body in post.of(wire.CacheKeys) if client == "last"))
         assert {len(each) for each in known.values()} == {len(keys)} != {0}, seed
         assert all(each.leading(keys)["device"] == len(keys) > 10 for each in known.values()), seed
@@ -146,7 +146,7 @@ def test_a_prefix_counts_less_the_slower_the_tier_that_has_it() -> None:
     root = PrefixScope("model", Numerics()).root(RequestSpec(PROMPT, Sampling()))
     keys, workers = keys_of(chain_hashes(root, PROMPT, BLOCK)), {tier: instance("prefill-0") for tier in TIERS}
     for tier, worker in workers.items():
-        worker.known_blocks.hear(wire.CacheKeys(added=keys, tier=tier))
+        worker.known_blocks.apply(wire.CacheKeys(added=keys, tier=tier))
     prompt = Prompt(RequestSpec(PROMPT, Sampling()))
     most = (len(PROMPT) - 1) // BLOCK * BLOCK
     assert most == workers["device"].num_cached(prompt) > workers["host"].num_cached(prompt)
@@ -160,9 +160,9 @@ def test_a_prefix_counts_less_the_slower_the_tier_that_has_it() -> None:
 def test_a_block_that_changes_tiers_is_known_by_the_last() -> None:
     known, key = KnownBlocks(), b"8 bytes."
     for tier in ("device", "host", "disk", "device"):
-        known.hear(wire.CacheKeys(added=key, tier=tier))
+        known.apply(wire.CacheKeys(added=key, tier=tier))
         assert known.leading(read_keys(key)) == {**dict.fromkeys(TIERS, 0), tier: 1}
-    known.hear(wire.CacheKeys(removed=key))
+    known.apply(wire.CacheKeys(removed=key))
     assert not any(known.leading(read_keys(key)).values())
 
 
@@ -176,9 +176,9 @@ def test_nothing_is_recorded_until_somebody_follows_and_keys_are_bounded(monkeyp
     assert [pool.changes() for _ in range(2)] == [{b"y" * 32: "device"}, {}]
     monkeypatch.setattr("pd_cluster.cluster.instances.known_prefixes.MAX_KEYS", 3)
     known = KnownBlocks()
-    known.hear(wire.CacheKeys(added=b"".join(bytes([i]) * 8 for i in range(5)) + b"odd"))
+    known.apply(wire.CacheKeys(added=b"".join(bytes([i]) * 8 for i in range(5)) + b"odd"))
     assert len(known) == 3
-    known.hear(wire.CacheKeys(is_whole=True))
+    known.apply(wire.CacheKeys(is_whole=True))
     assert len(known) == 0
 
 
@@ -209,7 +209,7 @@ def test_every_policy_chooses_a_pair_that_can_serve(name: str) -> None:
             assert (prefill, decode) in pairs
             assert (prefill.key, decode.key) not in avoid
         elif {(p.key, d.key) for p, d in pairs} <= avoid:
-            assert (prefill, decode) == alone(instances)
+            assert (prefill, decode) == single_instance(instances)
             assert prefill.takes_requests
         else:
             assert name == "predicted-ttft"
@@ -288,7 +288,7 @@ def test_a_transfer_takes_as_long_as_its_slowest_lane() -> None:
 
 def test_what_would_come_too_late_is_refused_with_the_time_to_wait() -> None:
     p0, d0 = instance("prefill-0", ahead=4500, prefill_tokens_per_s=1000.0), instance("decode-0")
-    with pytest.raises(Overloaded, match=r"after 5\.5 s, and 2 s are promised") as caught:
+    with pytest.raises(Overloaded, match=r"after 5\.5 s, and the objective is 2 s") as caught:
         check_goals(Goals(ttft_s=2.0), [p0, d0], (p0, d0), 1000)
     assert caught.value.retry_after_s == 4
     check_goals(Goals(), [p0, d0], (p0, d0), 10**9)
@@ -305,7 +305,7 @@ def test_decode_instances_that_are_too_slow_are_passed_over() -> None:
     goals = Goals(tpot_s=0.05)
     assert within_tpot(goals, [p0, d0, d1, d2]) == [p0, d1, d2]
     assert within_tpot(goals, [p0, d0]) == [p0, d0]
-    with pytest.raises(Overloaded, match="200 ms now, and 50 ms are promised"):
+    with pytest.raises(Overloaded, match="200 ms now, and the objective is 50 ms"):
         check_goals(goals, [p0, d0], (p0, d0), 1)
     check_goals(goals, [p0, d2], (p0, d2), 1)
     d0.load = msgspec.structs.replace(d0.load.at_rates(decode_step_s=0.09), tokens_per_step=2.0)
@@ -313,5 +313,5 @@ def test_decode_instances_that_are_too_slow_are_passed_over() -> None:
     check_goals(goals, [p0, d0], (p0, d0), 1)
     d0.load = d0.load.at_rates(decode_step_s=0.11)
     assert within_tpot(goals, [p0, d0, d1]) == [p0, d1]
-    with pytest.raises(Overloaded, match="a token takes 55 ms now, and 50 ms are promised"):
+    with pytest.raises(Overloaded, match="a token takes 55 ms now, and the objective is 50 ms"):
         check_goals(goals, [p0, d0], (p0, d0), 1)

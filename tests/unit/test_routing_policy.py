@@ -98,7 +98,7 @@ def test_what_an_instance_was_before_does_not_count() -> None:
     assert not routing.is_served((encoder,))
     assert why_not(encoder) == "there is no prefill and no decode instance"
     link(p0, d1)
-    assert routing.alone((p0, d0, d1))[0] is d1, "one that others can reach comes first"
+    assert routing.single_instance((p0, d0, d1))[0] is d1, "one that others can reach comes first"
 
 
 def test_the_first_pair_is_awaited_for_a_moment() -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from pd_cluster.cluster.processes.port_reservations import free_ports
-from pd_cluster.gateway.scheduler_choice import AllFull, Choice
+from pd_cluster.gateway.scheduler_choice import AllFull, SchedulerChoice
 from pd_cluster.gateway.scheduler_watch import SchedulerWatch
 from tests.support.says_load import serve_load
 
@@ -24,7 +24,7 @@ def looks(answers: dict[str, dict[str, tuple[int, str]]], key: str = "") -> dict
     """Returns what a look at these hosts reports, by host; each serves (status, content) at a path."""
     seen: dict[str, Any] = {}
 
-    class Seen(Choice):
+    class Seen(SchedulerChoice):
         def report(self, address: str, *, is_ready: bool, load: int | None = None, num_seen: int | None = None) -> None:
             seen[address.partition(":")[0]] = (load if load is not None else "unknown") if is_ready else None
 
@@ -65,7 +65,7 @@ def test_a_look_tells_who_takes_requests_and_how_many_each_has() -> None:
 
 async def test_a_scheduler_that_hangs_holds_up_no_report_of_another() -> None:
     """Nor do requests that are sent meanwhile get lost: each is in the load, or counted beside it."""
-    choice, asked, gate = Choice(most=10), asyncio.Semaphore(0), asyncio.Event()
+    choice, asked, gate = SchedulerChoice(most=10), asyncio.Semaphore(0), asyncio.Event()
     loads = [0, 4, 10]
 
     def load() -> int:
@@ -101,7 +101,7 @@ async def test_a_scheduler_that_hangs_holds_up_no_report_of_another() -> None:
         each.close()
 
 
-class SchedulerState(Choice):
+class SchedulerState(SchedulerChoice):
     """The addresses that looks at these schedulers find; none of them takes requests."""
 
     def __init__(self, addresses: list[tuple[str, int]]) -> None:
@@ -109,9 +109,9 @@ class SchedulerState(Choice):
         self._known: list[str] = []
         self._watch = SchedulerWatch(self, addresses, 0.5, 0.5)
 
-    def know(self, endpoints: Iterable[str]) -> None:
+    def set_addresses(self, endpoints: Iterable[str]) -> None:
         self._known = list(endpoints)
-        super().know(self._known)
+        super().set_addresses(self._known)
 
     async def endpoints(self) -> list[str]:
         """Looks once."""
@@ -164,7 +164,7 @@ async def test_what_does_not_resolve_is_told_once_and_ends_nothing(
     for _ in range(3):
         assert await looked.endpoints() == []
     ours = [each.message for each in caplog.records if each.name.startswith("pd_cluster.")]
-    assert ours == [f"{host}:9000: it does not resolve"]
+    assert ours == [f"{host}:9000: cannot be resolved"]
 
 
 async def test_a_thread_that_cannot_begin_is_a_name_that_does_not_resolve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,10 +118,10 @@ def test_credentials_from_named_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("role", "files", "told"),
     [
-        ("decode", KeyFiles(), "--secret-file: --role decode needs it"),
-        ("decode", KeyFiles(derives=True), "--derive-secret: the secret follows from a rank table"),
-        ("scheduler", KeyFiles("s"), "--scheduler-key-file: --role scheduler needs it"),
-        ("scheduler", KeyFiles("s", "k"), "--admin-token-file: --role scheduler needs it"),
+        ("decode", KeyFiles(), "--secret-file: --role decode requires it"),
+        ("decode", KeyFiles(derives=True), "--derive-secret: the secret is derived from a rank table"),
+        ("scheduler", KeyFiles("s"), "--scheduler-key-file: --role scheduler requires it"),
+        ("scheduler", KeyFiles("s", "k"), "--admin-token-file: --role scheduler requires it"),
     ],
 )
 def test_files_that_nothing_names(role: Any, files: KeyFiles, told: str) -> None:

@@ -130,13 +130,13 @@ async def test_a_pause_while_a_request_waits_for_room_keeps_it() -> None:
     serving, first, rid = await bounced.world.begin()
     bounced.bounce(rid)
     await bounced.until(lambda: bool(bounced.pauses))
-    await bounced.world.router.steer("paused", keeps=True)
+    await bounced.world.router.control_requests("paused", keeps=True)
     bounced.goes_on.set()
     for _ in range(20):
         bounced.world.membership.changed.set()
         await asyncio.sleep(0)
     assert bounced.num_submits == 2, "it has gone on while the cluster is paused"
-    await bounced.world.router.steer("open")
+    await bounced.world.router.control_requests("open")
     await bounced.until(lambda: bounced.num_submits == 4)
     assert sum(each.num_outstanding for each in bounced.world.instances) == 2
     await bounced.world.leave(serving, first)
@@ -198,5 +198,7 @@ def test_up_plans_each_scheduler_with_ports_of_its_own(tmp_path: Path) -> None:
     ],
 )
 def test_up_gives_several_schedulers_what_is_theirs_itself(given: list[str], num_encode: int) -> None:
-    with pytest.raises(ConfigError, match=given[0].partition("=")[0] if given else "--encode: not with --schedulers"):
+    with pytest.raises(
+        ConfigError, match=given[0].partition("=")[0] if given else "--encode: cannot be combined with --schedulers"
+    ):
         Cluster(Launch(model="m", num_schedulers=2, arguments=given, num_encode=num_encode), print)

@@ -18,7 +18,7 @@ async def test_only_the_owner_gives_orders_and_commands_at_another_name_it(tmp_p
     """One that does not reach the record any more names nobody."""
     two = await Two.begun(tmp_path)
     assert {peers.term for peers in two.one.orders} == {1}
-    two.other.world.membership.tell_peers()
+    two.other.world.membership.send_peers()
     assert not two.other.orders
     with pytest.raises(Refused, match=r"scheduler-1 does not own membership: scheduler-0 does, at http://.*:9001"):
         two.other.world.elastic.drain("decode-1")
@@ -57,7 +57,7 @@ async def test_a_command_at_an_owner_that_is_none_any_more_fails(
     elastic = two.one.world.elastic
     drained = elastic.drain("decode-1")
     await two.fail_over()
-    with pytest.raises(Unavailable, match="may not outlive"):
+    with pytest.raises(Unavailable, match="may be lost with"):
         await elastic.done(drained)
     await two.one.look()
     assert two.one.world["decode-1"].service == "in", "it follows the list of the owner"
@@ -89,7 +89,7 @@ async def test_a_refused_order_makes_the_owner_look_and_ends_nothing_by_itself(t
     """The record alone says who owns membership: a worker that lies could end it otherwise."""
     two = await Two.begun(tmp_path)
     two.one.world.membership.on_stale_order("to-decode-0", 2**62)
-    assert two.one.shared._asked.is_set()
+    assert two.one.shared._look_requested.is_set()
     await two.one.look()
     assert two.one.shared.is_owner
     assert two.one.fence.term == 1, "others are greeted with the record's term"
@@ -145,12 +145,12 @@ async def test_an_owner_whose_workers_follow_a_later_term_says_so(
         if term is not None:
             two.one.world.membership.on_stale_order("to-decode-0", term)
         await two.one.look()
-        assert ("workers follow term 7 and no earlier one, and this owner" in caplog.text) == says_so
+        assert ("workers follow term 7 and refuse earlier ones, but this owner" in caplog.text) == says_so
     assert two.one.shared.is_owner
     caplog.clear()
     ElasticWorld().membership.on_stale_order("to-decode-0", 7)  # a single scheduler
     (told,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert "start the workers again" in told.getMessage()
+    assert "restart the workers" in told.getMessage()
 
 
 @pytest.mark.parametrize("is_slow", [False, True])

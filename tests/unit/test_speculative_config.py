@@ -102,20 +102,20 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*config(model="m"), "--tensor-parallel-size=2"], "--tensor-parallel-size is 2; give 1, or method ngram"),
     (config(method="eagle", model="m"), "method 'eagle': only EAGLE-3 heads are supported; give eagle3"),
     (config(method="eagle3"), "model: missing; give an EAGLE-3 head: a folder, or a hub's model"),
-    (config(method="mimo_mtp"), "no model of that type is served with such layers; give mtp with one of deepseek_v3,"),
-    (config(method="mtp", model="n"), "model n: mtp drafts with the layers of --model m itself; leave it out"),
+    (config(method="mimo_mtp"), "no model of that type is served with MTP layers; give mtp with one of deepseek_v3,"),
+    (config(method="mtp", model="n"), "model n: mtp drafts with layers of --model m itself; leave it out"),
     (config(method=["mtp", "deepseek_mtp"]), "method ['mtp', 'deepseek_mtp']: give each method once"),
     (config(method=["eagle3", "ngram", "mtp"], model="m"), "weights; give one of eagle3 and mtp"),
     (config(method="mtp", draft_tensor_parallel_size=2), "draft_tensor_parallel_size 2: mtp is not split"),
     (["--spec-method=mtp", "--tensor-parallel-size=2"], "method mtp: only instances of one rank draft with weights"),
     *(
-        (config(method=method, model="m", **{key: value}), f"{key}: is for a draft model, and {method} has none")
+        (config(method=method, model="m", **{key: value}), f"{key}: applies to a draft model, and {method} has none")
         for method, key, value in (
             *(("eagle3", *each) for each in (("quantization", "int8"), ("max_model_len", 9))),
             *(("mtp", *each) for each in (("quantization", "int8"), ("max_model_len", 9), ("revision", "r"))),
         )
     ),
-    (config(method="suffix", model="ngram"), "model 'ngram': suffix needs none; leave it out"),
+    (config(method="suffix", model="ngram"), "model 'ngram': suffix needs no model; leave it out"),
     *((config(method=each), "not supported; give ngram") for each in ("medusa", "mlp_speculator", "dflash", "dspark")),
     (config(method="ngram_gpu"), "give ngram"),
     (config(method="custom_class"), "foreign code is not loaded"),
@@ -126,11 +126,11 @@ REFUSED: list[tuple[list[str], str]] = [
     (config(method=["ngram", "ngram"]), "give each method once"),
     (config(num_speculative_tokens=5), "method: missing; give ngram or suffix"),
     *(
-        (config(method="ngram", **{key: value}), f"{key}: is for a draft model")
+        (config(method="ngram", **{key: value}), f"{key}: applies to a draft model")
         for key, value in {"draft_tensor_parallel_size": 1, "max_model_len": 9, "revision": "r"}.items()
     ),
     *(
-        (config(method="ngram", draft_sample_method=each), "is for a draft model")
+        (config(method="ngram", draft_sample_method=each), "applies to a draft model")
         for each in ("greedy", "probabilistic")
     ),
     (config(method="ngram", rejection_sample_method="synthetic"), "would change answers; give standard or block"),
@@ -162,26 +162,32 @@ REFUSED: list[tuple[list[str], str]] = [
         )
     ),
     (["-sc", "[1]"], "--speculative-config '[1]': expected an object with method"),
-    (["-sc", "{"], "--speculative-config '{': no JSON"),
+    (["-sc", "{"], "--speculative-config '{': is not JSON"),
     (["--spec-tokens=5"], "--spec-method: missing; give ngram or suffix"),
     (["--spec-method=ngram", "--spec-tokens=65"], "--spec-tokens 65: must be in 1 to 64"),
     (
         ["--spec-method=ngram", "--ngram-prompt-lookup-min=3", "--ngram-prompt-lookup-max=2"],
         "--ngram-prompt-lookup-min 3: is above --ngram-prompt-lookup-max 2",
     ),
-    (["--spec-model=m", "--spec-method=suffix"], "--spec-model 'm': suffix needs none"),
+    (["--spec-model=m", "--spec-method=suffix"], "--spec-model 'm': suffix needs no model"),
     (["--speculative-disable-by-batch-size=0"], "--speculative-disable-by-batch-size 0: must be in 1 to 2147483646"),
-    ([*config(method="ngram"), "--spec-tokens=5"], "--speculative-config: --spec-tokens says how to draft, too"),
-    (["--lookahead-cache-config-dir=.", "--spec-method=ngram"], "--lookahead-cache-config-dir: --spec-method says how"),
+    ([*config(method="ngram"), "--spec-tokens=5"], "--speculative-config: --spec-tokens also sets how to draft"),
+    (
+        ["--lookahead-cache-config-dir=.", "--spec-method=ngram"],
+        "--lookahead-cache-config-dir: --spec-method also sets how",
+    ),
     (
         ["--lookahead-cache-config-dir=/no", *config(method="ngram")],
         "--speculative-config: --lookahead-cache-config-dir",
     ),
     (["--lookahead-cache-config-dir=/no/such"], "--lookahead-cache-config-dir /no/such: no such folder"),
-    (["--speculative-draft-model-path=m"], "give --speculative-config, whose keys about a draft model"),
+    (["--speculative-draft-model-path=m"], "give --speculative-config, whose keys for a draft model"),
     (["--speculative-algorithm", "NGRAM"], "give --speculative-config"),
     (["--speculative-num-draft-tokens=4"], "give --speculative-config"),
-    (["--spec-decoding-acceptance-method=typical_acceptance_sampler"], "only the token that would have been drawn"),
+    (
+        ["--spec-decoding-acceptance-method=typical_acceptance_sampler"],
+        "only the token that would have been sampled is accepted",
+    ),
 ]
 
 
@@ -234,7 +240,7 @@ def test_the_lookahead_cache_of_taco_llm(tmp_path: Path) -> None:
         ('{"cache_mode": 3}', "cache_mode 3: expected 0 (ngram), 1 (suffix) or 2 (both)"),
         ('{"copy_length": 65}', "copy_length 65: must be in 1 to 64"),
         ('{"match_length": 2, "min_match_length": 3}', "min_match_length 3: is above"),
-        ("[", "no JSON"),
+        ("[", "is not JSON"),
         ("[]", "expected an object"),
     ):
         (tmp_path / FILE).write_text(text)

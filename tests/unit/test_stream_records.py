@@ -12,7 +12,7 @@ from pd_cluster import wire
 from pd_cluster.api.middleware.http_bodies import Last
 from pd_cluster.api.routes.resumable_streams import numbered
 from pd_cluster.cluster.placement.routing_rules import ReplayLimits
-from pd_cluster.cluster.streams.stream_records import Finder, KeptStream, RecordPlace
+from pd_cluster.cluster.streams.stream_records import KeptStream, RecordFinder, RecordPlace
 from pd_cluster.engine.legs.resume_records import STOPPED, TAKEN
 from pd_cluster.errors import GenerationError, Overloaded, Unavailable
 from pd_cluster.parsers.reply_format import ReplyFormat
@@ -184,7 +184,7 @@ async def test_a_stream_that_waits_for_an_instance_ends_for_a_later_reader(world
 
 @pytest.mark.parametrize("why", ["nobody is ready", "one is lost", "one is silent"])
 async def test_while_an_instance_is_away_a_stream_may_still_be_found(world: RouterWorld, why: str) -> None:
-    finder = Finder(world.mailbox.send, world.membership, 0.01 if why == "one is silent" else 60.0)
+    finder = RecordFinder(world.mailbox.send, world.membership, 0.01 if why == "one is silent" else 60.0)
     asked = 0 if why == "nobody is ready" else 4
     for each in world.instances[asked:]:
         each.state = "connecting"
@@ -201,7 +201,7 @@ async def test_while_an_instance_is_away_a_stream_may_still_be_found(world: Rout
 async def test_searches_end_without_those_that_are_lost_and_are_bounded(
     world: RouterWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    finder = Finder(world.mailbox.send, world.membership, 60.0)
+    finder = RecordFinder(world.mailbox.send, world.membership, 60.0)
     search = asyncio.ensure_future(finder.find(DIGEST))
     await world.until(wire.Find, 4)
     monkeypatch.setattr("pd_cluster.cluster.streams.stream_records.MOST_SEARCHES", 1)
@@ -218,7 +218,7 @@ async def test_searches_end_without_those_that_are_lost_and_are_bounded(
 
 async def test_encoders_are_not_searched(world: RouterWorld) -> None:
     world.instances[1].role = "encode"
-    finder = Finder(world.mailbox.send, world.membership, 60.0)
+    finder = RecordFinder(world.mailbox.send, world.membership, 60.0)
     search = asyncio.ensure_future(finder.find(DIGEST))
     await asyncio.sleep(0)
     for name in ("prefill-0", "decode-0", "decode-1"):

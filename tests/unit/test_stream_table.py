@@ -6,7 +6,7 @@ import random
 
 from pd_cluster import wire
 from pd_cluster.cluster.records.request_stats import RequestStats
-from pd_cluster.cluster.streams.request_origin import FROM_ANYBODY, Admitted, RequestOrigin
+from pd_cluster.cluster.streams.request_origin import FROM_ANYBODY, AdmittedRequest, RequestOrigin
 from pd_cluster.cluster.streams.request_stream import RequestStream, ask_of
 from pd_cluster.cluster.streams.stream_records import KeptStream, RecordPlace
 from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
@@ -45,7 +45,7 @@ def heard_table() -> tuple[StreamTable, Heard]:
 
 def open_in(table: StreamTable, origin: RequestOrigin = FROM_ANYBODY) -> RequestStream:
     instance = ready("decode-0")
-    return table.open(ORDER, origin, Admitted(ask_of(ORDER), instance, instance))
+    return table.open(ORDER, origin, AdmittedRequest(ask_of(ORDER), instance, instance))
 
 
 def found(name: str) -> RequestOrigin:

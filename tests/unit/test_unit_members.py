@@ -79,7 +79,7 @@ class Post:
     def disconnect(self, conn: str) -> None:
         self.cut.append(conn)
 
-    def await_heard(self, timeout_s: float) -> bool:
+    def await_confirmed(self, timeout_s: float) -> bool:
         return True
 
     def send(self, conn: str, body: wire.Body) -> None:

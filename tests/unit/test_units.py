@@ -16,7 +16,7 @@ from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.members.cluster_sleep import ClusterSleep
 from pd_cluster.cluster.members.worker_membership import Membership, instances_of
 from pd_cluster.cluster.overview.cluster_problems import problems_of
-from pd_cluster.cluster.overview.request_history import History
+from pd_cluster.cluster.overview.request_history import RequestHistory
 from pd_cluster.cluster.roles.auto_role import AutoRole, Rules
 from pd_cluster.errors import Refused
 from pd_cluster.process_messages import AllStats, Busy, InstanceInfo, Stats
@@ -145,11 +145,14 @@ async def test_adapters_are_loaded_once_a_unit_has_formed_and_its_members_stay_n
     [
         (
             {"unit_size": 4, "unit_rank": 1},
-            "its unit decode-0..1 has 4 instances, and by the word of decode-0 2; start",
+            "its unit decode-0..1 has 4 instances, but decode-0 reports 2; start",
         ),
-        ({"unit_rank": 0}, "it has rank 0 in decode-0..1, as decode-0; give each its own"),
-        ({"unit_rank": 1, "unit": "decode-0..3", "unit_size": 4}, "it is in decode-0..3, and decode-0 in decode-0..1,"),
-        ({"unit_rank": 0, "unit": "", "unit_size": 1}, "it is in no unit, and decode-0 in decode-0..1, which has the"),
+        ({"unit_rank": 0}, "it has rank 0 in decode-0..1, and so has decode-0; give each its own"),
+        (
+            {"unit_rank": 1, "unit": "decode-0..3", "unit_size": 4},
+            "it is in decode-0..3, and decode-0, with the same entries of the rank table, is in decode-0..1;",
+        ),
+        ({"unit_rank": 0, "unit": "", "unit_size": 1}, "it is in no unit, and decode-0, with the"),
         ({"unit_rank": 2}, "it has rank 2 in decode-0..1, which has 2 instances"),
         ({"unit_rank": 1, "unit": "x" * 300}, "127.0.0.1:3 does not answer as a worker of this version"),
     ],
@@ -177,11 +180,11 @@ async def test_a_member_that_forms_for_long_says_for_whom_it_waits(monkeypatch: 
     monkeypatch.setattr(loop, "time", lambda: later_s)
     await world.ask("decode-0")
     assert first.reason == "it waits for decode-1, which is unreachable", "although it was never heard of"
-    found = problems_of([first], History(), RoutingConfig())
+    found = problems_of([first], RequestHistory(), RoutingConfig())
     assert ("warning", f"decode-0 is forming: {first.reason}") in [(p.severity, p.to_json()["text"]) for p in found]
     await world.says("decode-1", "forming", **UNIT, unit_rank=1)
     await world.ask("decode-0")
-    assert first.reason == "it has not met decode-1 yet, which the scheduler reaches; see their logs"
+    assert first.reason == "it has no connection to decode-1 yet, although the scheduler reaches them; see their logs"
 
 
 # ---- operators' commands
@@ -244,7 +247,7 @@ async def test_the_last_unit_of_a_role_stays_and_no_table_tears_a_unit_apart(wor
             command("decode-1")
     assert [each.service for each in world.membership.instances] == ["in"] * 4
     world.place = place_of(2, 1)
-    with pytest.raises(Refused, match=r"no decode-1 any more, but others of its unit \(decode-0, decode-1\)"):
+    with pytest.raises(Refused, match=r"no longer has decode-1, but has others of its unit \(decode-0, decode-1\)"):
         await world.elastic.reload()
     assert [each.service for each in world.membership.instances] == ["in"] * 4
 

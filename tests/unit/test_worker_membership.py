@@ -61,7 +61,7 @@ async def test_a_name_is_asked_for_again_before_every_call(monkeypatch: pytest.M
             await membership.ask(instances[0], client)
             reasons.append(instances[0].reason)
     assert "'pod-0' of the rank table cannot be resolved" in reasons[0]
-    assert reasons[1:] == ["nobody answers at 192.0.2.1:1", "nobody answers at 192.0.2.2:1"]
+    assert reasons[1:] == ["no process answers at 192.0.2.1:1", "no process answers at 192.0.2.2:1"]
     assert asked == ["192.0.2.1", "192.0.2.2"]
 
 
@@ -71,7 +71,7 @@ async def test_a_name_is_asked_for_again_before_every_call(monkeypatch: pytest.M
         ("Content-Length: 200005", b'{"x":' + 200_000 * b"[", "does not answer as a worker of this version"),
         ("Connection: close", bytes(1 << 16), "does not answer as a worker of this version"),
         ("Content-Encoding: gzip", gzip.compress(bytes(MOST_INFO_NBYTES)), "does not answer as a worker"),
-        ("Content-Length: 1000", b"", "nobody answers at"),
+        ("Content-Length: 1000", b"", "no process answers at"),
     ],
     ids=["nested", "endless", "compressed", "silent"],
 )

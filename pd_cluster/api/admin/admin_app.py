@@ -25,7 +25,7 @@ from pd_cluster.api.middleware.error_responses import install_error_handlers
 from pd_cluster.api.middleware.http_bodies import guarded_by, read_as, read_body
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.members.adapter_registry import AdapterBook
-from pd_cluster.cluster.members.elastic_membership import Elastic
+from pd_cluster.cluster.members.elastic_membership import ElasticMembership
 from pd_cluster.cluster.overview.cluster_overview import Overview
 from pd_cluster.cluster.overview.kv_tier_use import tiers_of
 from pd_cluster.errors import RequestError
@@ -86,7 +86,7 @@ class ShownCluster:
 
 
 def admin_app(
-    elastic: Elastic,
+    elastic: ElasticMembership,
     timelines: TimelineSource,
     access: AdminAccess,
     adapters: AdapterBook | None = None,
@@ -120,7 +120,7 @@ def admin_app(
     return app
 
 
-def instance_routes(elastic: Elastic) -> APIRouter:
+def instance_routes(elastic: ElasticMembership) -> APIRouter:
     """Makes routes that answer with the instance's state right after the command; GET /instances shows later states."""
     routes = APIRouter()
 

@@ -13,7 +13,7 @@ import msgspec
 from fastapi import APIRouter, Request
 
 from pd_cluster.api.middleware.http_bodies import read_as, read_body
-from pd_cluster.cluster.members.cluster_control import Control, PauseMode
+from pd_cluster.cluster.members.cluster_control import ClusterControl, PauseMode
 from pd_cluster.errors import RequestError
 
 MODES = get_args(PauseMode)
@@ -27,7 +27,7 @@ class AbortIds(msgspec.Struct, forbid_unknown_fields=True):
     request_ids: Annotated[list[str], msgspec.Meta(max_length=MAX_IDS)] | None = None
 
 
-def control_routes(control: Control, shown: Mapping[str, Any]) -> APIRouter:
+def control_routes(control: ClusterControl, shown: Mapping[str, Any]) -> APIRouter:
     """`shown`: the answer of /server_info."""
     routes = APIRouter()
     _add_pause(routes, control)
@@ -56,7 +56,7 @@ def control_routes(control: Control, shown: Mapping[str, Any]) -> APIRouter:
     return routes
 
 
-def _add_pause(routes: APIRouter, control: Control) -> None:
+def _add_pause(routes: APIRouter, control: ClusterControl) -> None:
     @routes.post("/pause")
     async def pause(http: Request) -> dict[str, Any]:
         asked = _asked(http, "mode", "clear_cache", "wait_for_inflight_requests")
@@ -76,7 +76,7 @@ def _add_pause(routes: APIRouter, control: Control) -> None:
         return {"is_paused": control.is_paused}
 
 
-def _add_sleep(routes: APIRouter, control: Control) -> None:
+def _add_sleep(routes: APIRouter, control: ClusterControl) -> None:
     @routes.post("/sleep")
     async def sleep(http: Request) -> dict[str, Any]:
         asked = _asked(http, "level", "mode")

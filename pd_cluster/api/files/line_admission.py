@@ -60,7 +60,7 @@ class LineAdmission:
         instances = [each for each in self._router.membership.instances if each.takes_requests]
         free = spare_capacity(instances)
         prefills = [each for each in instances if each.role == "prefill"] or instances
-        places = sum(each.num_places for each in instances if each.role != "prefill")
+        places = sum(each.num_slots for each in instances if each.role != "prefill")
         is_free = bool(instances) and free == ANYTHING_FITS and not self._router.num_waiting
         return ClusterCapacity(len(prefills), places, is_free)
 

@@ -17,9 +17,9 @@ from pd_cluster.wire import GIVEN_UP, PAUSED, Load, PeerInfo
 class Instance:
     """One entry of the global rank table, or a worker that registered itself (with `joined_as`, join_registrar.py).
 
-    `info` is its process's own description, None while there is no answer.
+    `info` is its process's own description; None while it does not answer.
 
-    `role` is its current role, whatever its name says; `service` and `next_role` are the operator's wishes
+    `role` is its current role, whatever its name says; `service` and `next_role` are the operator's requests
     (elastic_membership.py).
     """
 
@@ -34,20 +34,20 @@ class Instance:
     info: InstanceInfo | None = None
     conn: str = ""
     ready_s: float = float("-inf")  # when this life was last reached, by the event loop's clock
-    heard_s: float = float("-inf")  # when it last reported that it is alive, likewise
+    heard_s: float = float("-inf")  # when it last sent a heartbeat, by the same clock
     load: Load = field(default_factory=Load)
     num_heartbeats: int = 0
-    outstanding_tokens: int = 0  # sent by this scheduler and not seen finished
+    outstanding_tokens: int = 0  # sent by this scheduler and not known to have finished
     others_tokens: int = 0  # sent by other API processes, as last reported
     num_outstanding: int = 0
-    num_sequences: int = 0  # sent there by this scheduler for decode and not seen finished
-    num_sequences_then: int = 0  # when it last reported its load
-    known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # in its prefix cache
+    num_sequences: int = 0  # sent there by this scheduler for decode and not known to have finished
+    num_reported_sequences: int = 0  # the same count when it last reported its load
+    known_blocks: KnownBlocks = field(default_factory=KnownBlocks)  # blocks in its prefix cache
     service: Service = "in"
-    next_role: Role | None = None  # its role once it is empty
+    next_role: Role | None = None  # its role once it is drained
     drain_deadline_s: float = 0.0  # until then its requests may finish there
-    drain_timeout_s: float = 0.0  # that deadline's duration
-    adapters: frozenset[str] = frozenset()  # of those it shall have, by digest, those that it has reported
+    drain_timeout_s: float = 0.0  # the duration of that deadline
+    adapters: frozenset[str] = frozenset()  # digests of the wanted adapters that it has reported as loaded
     adapter_problems: dict[str, str] = field(default_factory=dict)
     _pool: tuple[InstanceInfo | None, PoolKind | None] = field(
         default=(None, None), init=False, repr=False, compare=False
@@ -56,7 +56,7 @@ class Instance:
 
     @property
     def links(self) -> PeerLinks:
-        """Its links to decode instances and encoders, by its last load."""
+        """The links to decode instances and encoders, as its last load reports them."""
         if self._links.states is not self.load.links:
             self._links = PeerLinks.of(self.load.links)
         return self._links
@@ -75,7 +75,7 @@ class Instance:
 
     @property
     def unit(self) -> str:
-        """The unit of its last known life; "": it is in none."""
+        """The unit of its last known life; "" if it is in none."""
         return self.info.unit if self.info is not None else ""
 
     @property
@@ -92,12 +92,14 @@ class Instance:
 
     @property
     def is_reached(self) -> bool:
-        """Whether a connection to this life of it is open, or opens."""
+        """Whether a connection to this life is open or opening."""
         return self.state in ("connecting", "forming", "ready")
 
     @property
     def is_returning(self) -> bool:
-        """Whether it is on its way to being ready: its process lives, or was lost by no silence of its own."""
+        """Whether it is about to become ready: its process lives, or was lost for another reason than its own
+        silence.
+        """
         is_alive = self.state == "unreachable" and self.reason in (GIVEN_UP, PAUSED)
         return is_alive or self.state in ("loading", "forming", "connecting")
 
@@ -110,7 +112,7 @@ class Instance:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no work of this scheduler, and reports none itself."""
+        """Whether it has no work of this scheduler, and reports no other work."""
         load = self.load
         busy = load.num_running + load.num_waiting + load.num_landing + load.num_exporting + load.num_held_blocks
         return not self.is_ready or not (self.num_outstanding or busy)
@@ -131,12 +133,12 @@ class Instance:
 
     @property
     def tokens_ahead(self) -> int:
-        """Tokens of work that a new request finds there, sent by this process and others."""
+        """Tokens of outstanding work there, sent by this process and others."""
         return self.outstanding_tokens + self.others_tokens
 
     @property
     def prompt_tokens_ahead(self) -> int:
-        """Prompt tokens to compute.
+        """Prompt tokens that it still has to compute.
 
         A decode instance's outstanding tokens belong mostly to sequences that already decode.
         """
@@ -146,27 +148,29 @@ class Instance:
 
     @property
     def num_sent_since(self) -> int:
-        """Sequences sent since it last reported its load, minus those that ended since; may be negative."""
-        return self.num_sequences - self.num_sequences_then
+        """The number of sequences sent since it last reported its load, minus those that ended since; may be
+        negative.
+        """
+        return self.num_sequences - self.num_reported_sequences
 
     @property
-    def num_sequences_there(self) -> int:
-        """Sequences that it reported, corrected by those sent and ended since."""
+    def num_current_sequences(self) -> int:
+        """The number of sequences that it reported, corrected by those sent and ended since."""
         load = self.load
         return max(0, load.num_running + load.num_landing + load.num_waiting + self.num_sent_since)
 
     @property
-    def num_places(self) -> int:
-        """The most sequences in one of its steps; 0: unknown."""
+    def num_slots(self) -> int:
+        """The maximum number of sequences in one of its steps; 0: unknown."""
         return self.info.max_num_seqs if self.info is not None else 0
 
     def lacks_adapter(self, digest: str) -> bool:
-        """Whether it would have to read this LoRA adapter again; "": there is none."""
+        """Whether it would have to load this LoRA adapter again; False for ""."""
         present = self.load.adapters
         return bool(digest) and present is not None and short_name(digest) not in present
 
     def num_cached(self, prompt: Prompt) -> int:
-        """Returns the prompt's tokens that its caches are known to save; asked of each instance for every request."""
+        """Returns how many of the prompt's tokens its caches save; called for each instance and request."""
         known = self.known_blocks
         if not known.tiers:
             return 0
@@ -178,11 +182,11 @@ class Instance:
         return prompt.num_cached(pool, known, self.load)
 
     def linked_to(self, other: Instance) -> bool:
-        """Whether KV cache can go from this prefill instance to that decode instance."""
+        """Whether KV cache can be sent from this prefill instance to that decode instance."""
         return other.key in self.links.up
 
     def link_to(self, other: Instance) -> LinkState:
-        """Returns the state of its link to that decode instance, as it last reported it."""
+        """Returns the last reported state of its link to that decode instance."""
         return self.links.to(other.key)
 
     def to_peer(self) -> PeerInfo:

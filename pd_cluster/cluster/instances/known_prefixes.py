@@ -1,4 +1,4 @@
-"""Instances' prefix caches as the scheduler knows them, and how much of a prompt each has.
+"""Instances' prefix caches as the scheduler knows them, and how much of a prompt each one holds.
 
 Keys are prefixes of blocks' hashes (kv/prefix_index.py). A wrong guess costs time, never a token: the instance checks
 its own cache. Knows nothing of how an instance is chosen.
@@ -19,14 +19,17 @@ from pd_cluster.process_messages import InstanceInfo
 from pd_cluster.types import TIERS, RequestSpec, Tier
 
 MAX_KEYS = 1 << 20  # per instance; about 100 bytes each
-UNMEASURED: dict[Tier, float] = {"device": 0.0, "host": 1 / 16, "disk": 1 / 4}  # of the time to compute a token
+# load time as a share of the time to compute a token
+UNMEASURED: dict[Tier, float] = {"device": 0.0, "host": 1 / 16, "disk": 1 / 4}
 NO_LOAD = wire.Load()
 NO_BLOCK = -1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PoolKind:
-    """A kind of pool, on which blocks' hashes depend beside their prompt. Each has one, looked up by identity."""
+    """The properties of a pool that blocks' hashes depend on in addition to the prompt. Interned: compared by
+    identity.
+    """
 
     model_identity: str
     numerics: Numerics
@@ -34,26 +37,26 @@ class PoolKind:
     block_size: int
 
 
-_pool_kind = functools.lru_cache(maxsize=1024)(PoolKind)  # a forgotten one is only looked up once more
+_pool_kind = functools.lru_cache(maxsize=1024)(PoolKind)  # an evicted one is only looked up once more
 
 
 def pool_kind_of(info: InstanceInfo | None) -> PoolKind | None:
-    """Returns that of an instance; None: it has not said enough of itself."""
+    """Returns the kind of the instance's pool; None if its description is incomplete."""
     if info is None or info.layout is None:
         return None
     return _pool_kind(info.model_identity, info.numerics, info.layout.draft_head, info.layout.block_size)
 
 
 class KnownBlocks:
-    """The keys of the blocks that one life of an instance can share, and the tier that has each."""
+    """The keys of the blocks that one life of an instance can share, with the tier that holds each."""
 
     def __init__(self) -> None:
-        self.tiers: dict[int, Tier] = {}  # by key
+        self.tiers: dict[int, Tier] = {}  # key -> tier
 
     def __len__(self) -> int:
         return len(self.tiers)
 
-    def hear(self, news: wire.CacheKeys) -> None:
+    def apply(self, news: wire.CacheKeys) -> None:
         """Adds and removes keys; keys beyond MAX_KEYS are dropped."""
         added, removed = read_keys(news.added), read_keys(news.removed)
         if news.is_whole:
@@ -68,7 +71,7 @@ class KnownBlocks:
         self.tiers.update(dict.fromkeys(added, news.tier))
 
     def leading(self, keys: Sequence[int]) -> dict[Tier, int]:
-        """Counts by tier the first keys that are known without a gap."""
+        """Counts by tier the leading keys that are known without a gap."""
         counts: dict[Tier, int] = dict.fromkeys(TIERS, 0)
         for key in keys:
             if (tier := self.tiers.get(key)) is None:
@@ -78,7 +81,7 @@ class KnownBlocks:
 
 
 class PromptKeys(dict[PoolKind, list[int]]):
-    """The keys of a prompt's blocks, computed once per kind of pool. NO_BLOCK, which nobody has, ends them."""
+    """The keys of a prompt's blocks, computed once per kind of pool. NO_BLOCK, which no instance has, ends them."""
 
     def __init__(self, order: RequestSpec) -> None:
         self._order = order
@@ -86,7 +89,7 @@ class PromptKeys(dict[PoolKind, list[int]]):
     def __missing__(self, pool: PoolKind) -> list[int]:
         order = self._order
         root = PrefixScope(pool.model_identity, pool.numerics, pool.draft_head).root(order)
-        token_ids = order.prompt_token_ids[:-1]  # the last one gives the logits
+        token_ids = order.prompt_token_ids[:-1]  # the last token is always computed, for its logits
         hashes = chain_hashes(root, token_ids, pool.block_size, 0, order.spans, order.rope_positions)
         self[pool] = keys = [*read_keys(keys_of(hashes)), NO_BLOCK]
         return keys
@@ -101,7 +104,7 @@ class Prompt:
 
     def num_cached(self, pool: PoolKind, known: KnownBlocks, load: wire.Load = NO_LOAD) -> int:
         """Returns the prompt tokens whose computation an instance is known to save; never the last one, which gives the
-        logits. A token that must be loaded from a slower tier counts less, by its time to load beside that to compute.
+        logits. A token in a slower tier counts less, by the ratio of its load time to its compute time.
         """
         counts = known.leading(self.keys[pool])
         saved = sum(count * (1 - _cost(tier, load)) for tier, count in counts.items() if count)
@@ -109,7 +112,7 @@ class Prompt:
 
 
 def _cost(tier: Tier, load: wire.Load) -> float:
-    """Returns the time to load a token from a tier as a part of that to compute it, at most 1."""
+    """Returns the time to load a token from a tier as a share of the time to compute it, at most 1."""
     token_s = load.tier_token_s.get(tier, 0.0)
     if tier == "device" or not (token_s and load.prefill_tokens_per_s):
         return UNMEASURED[tier]

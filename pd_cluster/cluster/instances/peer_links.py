@@ -1,4 +1,4 @@
-"""The links of one prefill instance as it last reported them, and which peers they reach. Pure."""
+"""The links of one prefill instance as it last reported them, and the peers they reach. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from pd_cluster.types import LinkState
 
-OPENING = LinkState("opening")  # of links that have not been heard of
+OPENING = LinkState("opening")  # the state of links that were not reported yet
 
 
 @dataclass(frozen=True, slots=True)
 class PeerLinks:
-    """Derived from `states`, by the peers' keys; made anew when these are others.
+    """Derived from `states`, which has the peers' keys; rebuilt when the states change.
 
-    `up` and `open`: the keys of peers whose link can carry KV cache, and of those to which it is open now.
+    `up` and `open`: the keys of peers whose link can carry KV cache, and of those whose link is open now.
     """
 
     states: Mapping[str, LinkState]
@@ -25,7 +25,7 @@ class PeerLinks:
     def of(cls, states: Mapping[str, LinkState]) -> PeerLinks:
         up = frozenset(key for key, state in states.items() if state.phase in ("up", "resting"))
         opened = frozenset(key for key, state in states.items() if state.phase == "up")
-        all_keys = states.keys()  # needs no memory of its own
+        all_keys = states.keys()  # shares the memory of `states`
         whole = len(all_keys)
         return cls(states, all_keys if len(up) == whole else up, all_keys if len(opened) == whole else opened)
 

@@ -1,7 +1,7 @@
-"""The instances that this process knows, and their state according to their connections. On the event loop.
+"""The instances that this process knows, with states derived from their connections. On the event loop.
 
-Subclasses decide which instances are listed, and where: the scheduler asks the workers (worker_membership.py), an
-API process receives the list from the scheduler (membership_mirror.py).
+Subclasses decide which instances are listed, and their addresses: the scheduler asks the workers
+(worker_membership.py), an API process receives the list from the scheduler (membership_mirror.py).
 """
 
 from __future__ import annotations
@@ -18,44 +18,46 @@ from pd_cluster.process_messages import InstanceInfo, InstanceState
 log = logging.getLogger(__name__)
 
 
-class LegHolder(Protocol):
-    """Has requests at instances, and hears when these must go elsewhere."""
+class RosterFollower(Protocol):
+    """Has requests at instances, and is notified when they must move elsewhere."""
 
     def on_lost(self, instance: Instance, reason: str) -> None:
-        """An open connection to a worker has closed."""
+        """Called when an open connection to a worker has closed."""
 
     def move_on(self, instance: Instance, why: str) -> None:
-        """The instance lives, and is to be emptied."""
+        """Called when a live instance is to be emptied."""
 
 
 class Members(Protocol):
-    """A roster, as far as routing needs it."""
+    """The part of a roster that routing needs."""
 
     instances: list[Instance]
 
-    def watch(self, follower: LegHolder) -> None: ...
+    def watch(self, follower: RosterFollower) -> None: ...
     async def change(self) -> None: ...
 
 
-class Connector(Protocol):
-    """The mailbox, as far as a roster needs it."""
+class RosterMailbox(Protocol):
+    """The part of the mailbox that a roster needs."""
 
     def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str: ...
     def disconnect(self, conn: str) -> None: ...
 
 
 class Roster:
-    def __init__(self, instances: list[Instance], lines: Connector) -> None:
+    def __init__(self, instances: list[Instance], lines: RosterMailbox) -> None:
         self.instances = instances
         self._lines = lines
-        self._followers: list[LegHolder] = []
+        self._followers: list[RosterFollower] = []
         self._by_conn: dict[str, Instance] = {}
         self._open: set[str] = set()  # connections whose requests may have to move elsewhere
         self._changed = asyncio.Event()
-        self.own_key = ""  # of one of several schedulers, name@epoch: others' work is what workers report of them
+        # name@epoch if this is one of several schedulers: other schedulers' work is the work that workers report of
+        # them
+        self.own_key = ""
 
-    def watch(self, follower: LegHolder) -> None:
-        """From now on it hears of losses."""
+    def watch(self, follower: RosterFollower) -> None:
+        """Adds a follower, which is notified of losses."""
         self._followers.append(follower)
 
     def connect(self, instance: Instance, info: InstanceInfo) -> None:
@@ -72,7 +74,7 @@ class Roster:
             self._open.add(conn)
             instance.ready_s = instance.heard_s = asyncio.get_running_loop().time()
             self.set_state(instance, "ready", "")
-            self._has_come(instance)
+            self._on_ready(instance)
 
     def on_heartbeat(self, conn: str, load: wire.Load) -> None:
         instance = self._by_conn.get(conn)
@@ -81,7 +83,7 @@ class Roster:
             if self.own_key:
                 others = (tokens for scheduler, tokens in load.outstanding.items() if scheduler != self.own_key)
                 instance.others_tokens = sum(others)
-            instance.num_sequences_then = instance.num_sequences
+            instance.num_reported_sequences = instance.num_sequences
             instance.heard_s = asyncio.get_running_loop().time()
             instance.num_heartbeats += 1
             self.wake()
@@ -89,24 +91,24 @@ class Roster:
     def on_cache_keys(self, conn: str, news: wire.CacheKeys) -> None:
         instance = self._by_conn.get(conn)
         if instance is not None:
-            instance.known_blocks.hear(news)
+            instance.known_blocks.apply(news)
 
     def on_adapter_states(self, conn: str, states: wire.AdapterStates) -> None:
-        """Ignores it: only a membership sends lists of adapters."""
+        """Ignored: only a membership sends lists of adapters."""
 
     def on_stale_order(self, conn: str, term: int) -> None:
-        """Ignores it: only a membership gives orders."""
+        """Ignored: only a membership gives orders."""
 
     def on_closed(self, conn: str, reason: str) -> None:
         instance = self._by_conn.pop(conn, None)
         if instance is None:
             return
-        was_open = conn in self._open  # whatever others reported about the instance meanwhile
+        was_open = conn in self._open  # whatever others reported about the instance in between
         self._open.discard(conn)
-        seen = f"it stopped, as it had said: {reason}" if instance.load.is_draining else reason
+        seen = f"it stopped as announced: {reason}" if instance.load.is_draining else reason
         self.set_state(instance, *self._state_after(instance, seen))
         instance.conn = ""
-        instance.load, instance.num_sequences_then = wire.Load(), 0
+        instance.load, instance.num_reported_sequences = wire.Load(), 0
         if self.own_key:
             instance.others_tokens = 0
         instance.known_blocks = KnownBlocks()
@@ -114,22 +116,22 @@ class Roster:
         if was_open:
             for follower in self._followers:
                 follower.on_lost(instance, reason)
-            self._has_gone(instance)
+            self._on_unready(instance)
 
     def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
-        """Returns the instance's state and its reason, after its connection has closed for this reason."""
+        """Returns the instance's state after its connection closed for this reason, and why."""
         return "unreachable", reason
 
-    def _has_come(self, instance: Instance) -> None:
-        """Called when it becomes ready."""
+    def _on_ready(self, instance: Instance) -> None:
+        """Called when an instance becomes ready."""
 
-    def _has_gone(self, instance: Instance) -> None:
-        """Called when it stops being ready, after its requests were notified."""
+    def _on_unready(self, instance: Instance) -> None:
+        """Called when an instance stops being ready, after the followers were notified."""
 
     # ---- waiting
 
     async def change(self) -> None:
-        """Waits for any news of any worker."""
+        """Waits for any change of any worker."""
         await self._changed.wait()
 
     def wake(self) -> None:

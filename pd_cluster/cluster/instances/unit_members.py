@@ -1,6 +1,6 @@
-"""Units: the instances that compute experts together, as the scheduler finds them in a list of instances. Pure.
+"""Units: the instances that share experts, as the scheduler finds them in a list of instances. Pure.
 
-A worker's own description names its unit, its rank in it and the unit's size. Knows nothing of how members meet.
+A worker's own description names its unit, its rank in it and the unit's size. Knows nothing of how members connect.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pd_cluster.process_messages import InstanceInfo
 
 
 def unit_of(instances: Sequence[Instance], instance: Instance) -> list[Instance]:
-    """Returns the known members of its unit in the order of their ranks; itself alone if it is in none."""
+    """Returns the known members of its unit in the order of their ranks; the instance alone if it is in none."""
     if not instance.unit:
         return [instance]
     found = (_member(instances, instance, rank) for rank in range(instance.unit_size))
@@ -20,7 +20,7 @@ def unit_of(instances: Sequence[Instance], instance: Instance) -> list[Instance]
 
 
 def unit_clash(instances: Sequence[Instance], instance: Instance, info: InstanceInfo) -> str:
-    """Returns why this life of the instance cannot be in its unit beside those that are reached; "" if it can."""
+    """Returns why this life of the instance conflicts with the reached members of its unit; "" if it does not."""
     if info.unit_rank >= info.unit_size:
         return f"it has rank {info.unit_rank} in {info.unit}, which has {info.unit_size} instances"
     for other in instances:
@@ -30,32 +30,32 @@ def unit_clash(instances: Sequence[Instance], instance: Instance, info: Instance
             covers = _covers(instance, info.unit_rank, info.unit_size, other)
             if covers or _covers(other, other.unit_rank, other.unit_size, instance):
                 return (
-                    f"it is in {info.unit or 'no unit'}, and {other.name} in {other.unit or 'no unit'}, which has the "
-                    f"same entries of the rank table; start both with the same --data-parallel-size"
+                    f"it is in {info.unit or 'no unit'}, and {other.name}, with the same entries of the rank table, "
+                    f"is in {other.unit or 'no unit'}; start both with the same --data-parallel-size"
                 )
         elif info.unit and other.unit_size != info.unit_size:
             return (
-                f"its unit {info.unit} has {info.unit_size} instances, and by the word of {other.name} "
-                f"{other.unit_size}; start both with the same --data-parallel-size"
+                f"its unit {info.unit} has {info.unit_size} instances, but {other.name} reports {other.unit_size}; "
+                "start both with the same --data-parallel-size"
             )
         elif info.unit and other.unit_rank == info.unit_rank:
             return (
-                f"it has rank {info.unit_rank} in {info.unit}, as {other.name}; give each its own "
-                f"--data-parallel-rank, or its own entry of the rank table"
+                f"it has rank {info.unit_rank} in {info.unit}, and so has {other.name}; give each its own "
+                "--data-parallel-rank, or its own entry of the rank table"
             )
     return ""
 
 
 def _covers(member: Instance, rank: int, size: int, other: Instance) -> bool:
-    """Whether another entry of the rank table has its place in the unit of a member, by its distance."""
+    """Whether another entry of the rank table is the given rank of a member's unit, by its distance from the member."""
     if member.is_registered or other.is_registered:
         return False
     (role, _, own), (theirs, _, at) = member.name.rpartition("-"), other.name.rpartition("-")
     return role == theirs and 0 <= int(at) - int(own) + rank < size
 
 
-def awaited(instances: Sequence[Instance], instance: Instance) -> str:
-    """Returns for whom a forming instance waits, in words."""
+def describe_awaited(instances: Sequence[Instance], instance: Instance) -> str:
+    """Describes the instances for which a forming instance waits."""
     missing = []
     for rank in range(instance.unit_size):
         member = _member(instances, instance, rank)
@@ -66,16 +66,16 @@ def awaited(instances: Sequence[Instance], instance: Instance) -> str:
     if missing:
         return f"it waits for {' and '.join(missing)}"
     others = ", ".join(each.name for each in unit_of(instances, instance) if each is not instance)
-    return f"it has not met {others} yet, which the scheduler reaches; see their logs"
+    return f"it has no connection to {others} yet, although the scheduler reaches them; see their logs"
 
 
 def _member(instances: Sequence[Instance], instance: Instance, rank: int) -> Instance | None:
-    """Returns the member of that rank: in the table also one that was never reached, by its distance."""
+    """Returns the member of that rank; found by distance in the table even if it was never reached."""
     if rank == instance.unit_rank:
         return instance
     named = [each for each in instances if (each.unit, each.unit_rank) == (instance.unit, rank)]
     if named:
-        return max(named, key=lambda each: each.is_reached)  # a dead one may have had the rank before
+        return max(named, key=lambda each: each.is_reached)  # an earlier, dead instance may have had the same rank
     if instance.is_registered:
         return None
     group, _, index = instance.name.rpartition("-")

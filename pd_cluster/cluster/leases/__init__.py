@@ -1,1 +1,1 @@
-"""The lease that names which of several schedulers owns membership, and the stores that keep it."""
+"""The lease that determines which of several schedulers owns membership, and the stores that keep it."""

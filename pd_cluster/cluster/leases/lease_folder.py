@@ -1,8 +1,8 @@
-"""The schedulers' shared record in a folder of one host. Knows nothing of what it means (membership_lease.py).
+"""The schedulers' shared record in a folder of one host. Knows nothing of its meaning (membership_lease.py).
 
-Each version is a file of its own, made by link(2), which fails where the file exists: whoever makes it has written that
-version. No process holds a lock on it, so one that is stopped at any place stops no other. A lock on a file of its own
-keeps a scheduler's number for it as long as it lives.
+Each version is a separate file, made by link(2), which fails if the file exists: the process that makes it has written
+that version. The record has no lock, so a stopped process never blocks others. A lock on a separate file reserves a
+scheduler's number while the scheduler lives.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pd_cluster.cluster.leases.membership_lease import LeaseRecord
 from pd_cluster.errors import ConfigError, LeaseUnavailable, called
 from pd_cluster.private_files import check_folder, open_own, reading
 
-NUM_KEPT = 3  # versions: a reader may have listed one that is removed before it opens it
+NUM_KEPT = 3  # versions; a reader may list one that is removed before it opens the file
 MAX_RECORD_NBYTES = 4 << 20
 DIGITS = 20
-LEFT_S = 60.0  # the age of a file that nobody writes any more
+LEFT_S = 60.0  # the age from which a file counts as abandoned
 
 
 class LeaseFolder:
-    """Makes the folder (0700) if there is none. Raises ConfigError if it is another user's, or open to others."""
+    """Makes the folder (0700) if it does not exist. Raises ConfigError if another user owns it or can open it."""
 
     max_record_nbytes = MAX_RECORD_NBYTES
 
@@ -35,20 +35,22 @@ class LeaseFolder:
         self.path = path
         check_folder(path, called("scheduler_lease"))
         self._lock = -1
-        self._known = 0, b""  # the version that was last read or written, and its file's content
-        for left in path.glob("new-*"):  # by a process that was killed while it wrote; others write now
+        self._known = 0, b""  # the version that was last read or written, and its content
+        for left in path.glob("new-*"):  # left by a process that was killed while it wrote; newer ones may be in use
             with contextlib.suppress(OSError):
                 if time.time() - left.stat().st_mtime > LEFT_S:
                     left.unlink()
 
     def take(self, index: int) -> None:
-        """Keeps this scheduler's number until the process ends. Raises ConfigError if another process has it."""
+        """Reserves this scheduler's number until the process ends. Raises ConfigError if another process has it."""
         flag, file = f"{called('scheduler_index')} {index}", self.path / f"scheduler-{index}"
         try:
             self._lock = open_own(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"{flag}: another scheduler of {self.path} has this number; give each its own") from None
+            raise ConfigError(
+                f"{flag}: another scheduler of {self.path} has this number; give each scheduler its own"
+            ) from None
         except OSError as error:
             raise ConfigError(f"{flag}: {file}: {error.strerror}") from None
 
@@ -63,14 +65,14 @@ class LeaseFolder:
                     content = file.read(MAX_RECORD_NBYTES + 1)
                 record = msgspec.json.decode(content, type=LeaseRecord)
             except FileNotFoundError:
-                continue  # newer ones were written meanwhile
+                continue  # newer versions were written in between
             except (OSError, ValueError) as error:
                 raise LeaseUnavailable(f"{self._file(version)}: {error}") from None
             if record.version != version:
-                raise LeaseUnavailable(f"{self._file(version)}: it is version {record.version}")
+                raise LeaseUnavailable(f"{self._file(version)}: it contains version {record.version}")
             self._known = version, content
             return record
-        raise LeaseUnavailable(f"{self.path}: it changes faster than it can be read")
+        raise LeaseUnavailable(f"{self.path}: the record changes faster than it can be read")
 
     def write(self, record: LeaseRecord) -> bool:
         if record.version != self._known[0] + 1:
@@ -83,12 +85,12 @@ class LeaseFolder:
                 os.fchmod(file.fileno(), 0o600)
                 file.write(written)
                 file.flush()
-                os.fsync(file.fileno())  # a version that has a name is whole, also after a power failure
+                os.fsync(file.fileno())  # a version is complete once it has a name, also after a power failure
             try:
                 os.link(new, self._file(record.version))
             except FileExistsError:
                 return False
-            # A process that stood still may have made again a version that was there, and was removed.
+            # A process that was stopped may have re-created a version that existed and was removed.
             if self._last() != record.version or not self._is_known_there():
                 self._take_back(record.version, written)
                 return False
@@ -102,15 +104,15 @@ class LeaseFolder:
                 new.unlink()
 
     def _take_back(self, version: int, written: bytes) -> None:
-        """Removes a version that must not count; not another's of this number, which was written meanwhile."""
+        """Removes a version that must not count, unless another process wrote the same number in between."""
         with contextlib.suppress(FileNotFoundError):
             if self._content(version) == written:
                 self._file(version).unlink()
 
     def _is_known_there(self) -> bool:
-        """Whether the version before is still the one that is known.
+        """Whether the previous version is still the known one.
 
-        Otherwise the folder was emptied, and another may have written since: its lease would run.
+        If not, the folder was emptied, and another process may have written since and hold a lease.
         """
         version, content = self._known
         if not version:
@@ -121,7 +123,7 @@ class LeaseFolder:
             return False
 
     def _last(self) -> int:
-        """Returns the last version; 0: there is none. Raises LeaseUnavailable."""
+        """Returns the last version; 0 if there is none. Raises LeaseUnavailable."""
         try:
             return max(self._versions(), default=0)
         except OSError as error:

@@ -1,9 +1,8 @@
 """The schedulers' shared record in a Lease object of Kubernetes (coordination.k8s.io/v1), through the API server.
 
 The whole record is an annotation of the Lease, so one replacement, with the resourceVersion that was read, writes all
-of it or nothing. The fields of its spec say the same to people and tools; nothing reads them back, above all no time:
-who follows counts the lease from when it has seen a new version, by its own clock. Knows nothing of the record's
-meaning (membership_lease.py).
+of it or nothing. The fields of the Lease's spec repeat it for people and tools, and are never read: a follower measures
+the lease by its own clock, from when it saw a new version. Knows nothing of the record's meaning (membership_lease.py).
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from ranktable_tools.host_addresses import bracketed
 SCHEME = "kubernetes:"
 RECORD = "pd-cluster/membership"  # the annotation
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-MAX_RECORD_NBYTES = 240 << 10  # all annotations of an object may have 256 KiB
+MAX_RECORD_NBYTES = 240 << 10  # an object's annotations may have 256 KiB in all
 MAX_ANSWER_NBYTES = 1 << 20
-MAX_REASON = 300  # characters of the API server's own words
+MAX_REASON = 300  # characters of the API server's message
 NAME = r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?"
 PLACE = re.compile(f"(?P<namespace>{NAME})/(?P<name>{NAME})")
 VERSION, KIND = "coordination.k8s.io/v1", "Lease"
 
 
 def place_of_lease(written: str) -> tuple[str, str] | None:
-    """Returns namespace and name of `kubernetes:NAMESPACE/NAME`; None for a folder. Raises ConfigError."""
+    """Returns (namespace, name) of `kubernetes:NAMESPACE/NAME`; None for a folder. Raises ConfigError."""
     if not written.startswith(SCHEME):
         return None
     found = PLACE.fullmatch(written.removeprefix(SCHEME))
@@ -49,10 +48,11 @@ def place_of_lease(written: str) -> tuple[str, str] | None:
 
 
 class KubernetesLease:
-    """`url`: of the API server. `account`: the folder of the service account (token, ca.crt), whose files may change.
+    """The store in the API server at `url`. `account`: the service account's folder (token, ca.crt), whose files may
+    change.
 
-    `duration_s`: of the lease, for those who look at the object. `timeout_s`: for one question to the API server, from
-    the connection to the last byte of the answer.
+    `duration_s`: the lease's duration, for people who look at the object. `timeout_s`: for one request to the API
+    server, from connecting to the last byte of the answer.
     """
 
     max_record_nbytes = MAX_RECORD_NBYTES
@@ -61,23 +61,26 @@ class KubernetesLease:
         self._name, self._namespace, self._duration_s = name, namespace, duration_s
         self._url, self._leases = url, f"{url}/apis/{VERSION}/namespaces/{quote(namespace)}/leases"
         self._account, self._timeout_s = account, timeout_s
-        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)  # a blocking call has no such deadline
+        # asyncio gives each request one deadline, which a blocking call lacks
+        self._runner = asyncio.Runner(loop_factory=asyncio.SelectorEventLoop)
         self._client: httpx.AsyncClient | None = None
-        self._authority = b""  # the ca.crt of that client
-        self._found: dict[str, Any] | None = None  # the object as it was last read or written
-        self._version = 0  # of the record in it
+        self._authority = b""  # the ca.crt of the current client
+        self._found: dict[str, Any] | None = None  # the object as last read or written
+        self._version = 0  # the version of the record in it
 
     @classmethod
     def in_pod(
         cls, namespace: str, name: str, duration_s: float, env: Mapping[str, str] = os.environ
     ) -> KubernetesLease:
-        """Returns the one that this pod's service account reaches. Raises ConfigError outside of a pod."""
+        """Returns the store that this pod's service account can reach. Raises ConfigError outside a pod."""
         host, port = env.get("KUBERNETES_SERVICE_HOST"), env.get("KUBERNETES_SERVICE_PORT_HTTPS", "443")
         written = f"{called('scheduler_lease')} {SCHEME}{namespace}/{name}"
         if not host:
             raise ConfigError(f"{written}: only in a pod of Kubernetes; there is no KUBERNETES_SERVICE_HOST")
         if not (SERVICE_ACCOUNT / "token").is_file():
-            raise ConfigError(f"{written}: no {SERVICE_ACCOUNT}/token; set automountServiceAccountToken in the pod")
+            raise ConfigError(
+                f"{written}: {SERVICE_ACCOUNT}/token does not exist; set automountServiceAccountToken in the pod"
+            )
         return cls(
             namespace, name, f"https://{bracketed(host)}:{port}", SERVICE_ACCOUNT, duration_s, min(5.0, duration_s / 3)
         )
@@ -102,15 +105,15 @@ class KubernetesLease:
             status, found = self._ask("POST", self._leases, new)
         else:
             status, found = self._ask("PUT", f"{self._leases}/{quote(self._name)}", new)
-        if status == 404 and self._found is None:  # there is nothing to make it in
+        if status == 404 and self._found is None:  # the namespace does not exist
             raise LeaseUnavailable(self._problem(status, str(found.get("message", ""))[:MAX_REASON]))
-        if status in (404, 409):  # another has written it, or removed it
+        if status in (404, 409):  # another scheduler has written or removed it
             return False
         self._found, self._version = found, record.version
         return True
 
     def _object(self, record: LeaseRecord, written: str) -> dict[str, Any]:
-        """Returns the Lease to send, with all that others have written into the last one."""
+        """Returns the Lease to send, keeping what others wrote into the last one."""
         old = self._found or {}
         metadata = {**old.get("metadata", {}), "name": self._name, "namespace": self._namespace}
         metadata["annotations"] = {**(metadata.get("annotations") or {}), RECORD: written}
@@ -126,7 +129,7 @@ class KubernetesLease:
         return {"apiVersion": VERSION, "kind": KIND, "metadata": metadata, "spec": spec}
 
     def _record_of(self, found: dict[str, Any]) -> LeaseRecord:
-        """Raises LeaseUnavailable for a Lease that is somebody else's, and for a record that is none."""
+        """Raises LeaseUnavailable for a Lease of another owner, and for an invalid record."""
         metadata, spec = found.get("metadata") or {}, found.get("spec") or {}
         written = (metadata.get("annotations") or {}).get(RECORD)
         if written is None:
@@ -143,7 +146,7 @@ class KubernetesLease:
         return f"{self._namespace}/{self._name}"
 
     def _ask(self, method: str, url: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
-        """Returns (200, 201, 404 or 409, the object in the answer). Raises LeaseUnavailable for any other outcome."""
+        """Returns (200, 201, 404 or 409, the answer's object). Raises LeaseUnavailable for any other outcome."""
         status, content = self._runner.run(self._answer(method, url, body))
         found: Any = None
         with contextlib.suppress(ValueError, RecursionError):
@@ -155,7 +158,7 @@ class KubernetesLease:
         raise LeaseUnavailable(self._problem(status, str(found.get("message", ""))[:MAX_REASON]))
 
     async def _answer(self, method: str, url: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
-        """Returns the status and the content. Raises LeaseUnavailable, also when `timeout_s` is over."""
+        """Returns the status and the content. Raises LeaseUnavailable, also after `timeout_s`."""
         headers, content = {"Authorization": f"Bearer {self._token()}", "Accept-Encoding": "identity"}, bytearray()
         client = await self._opened()
         try:
@@ -168,30 +171,30 @@ class KubernetesLease:
                     if len(content) > MAX_ANSWER_NBYTES:
                         raise httpx.ReadError("its answer is too long")
         except (httpx.HTTPError, ValueError, TimeoutError) as error:
-            await self._hang_up()  # a connection that did not answer is not asked again
+            await self._hang_up()  # a connection that did not answer is not used again
             reason = str(error) or type(error).__name__
             if isinstance(error, TimeoutError):
-                reason = f"no whole answer within {self._timeout_s:g} s"
+                reason = f"no complete answer within {self._timeout_s:g} s"
             raise LeaseUnavailable(f"the API server at {self._url}: {reason}") from None
         return answer.status_code, bytes(content)
 
     def _problem(self, status: int, message: str) -> str:
         if status == 401:
-            return f"the API server does not know this pod's service account (401 {message})"
+            return f"the API server does not accept this pod's service account (401 {message})"
         if status == 403:
             rights = "get, create and update leases of coordination.k8s.io"
             return f"this pod's service account may not {rights} in {self._namespace}; give it a Role (403 {message})"
         return f"the API server answers {status} {message}"
 
     def _token(self) -> str:
-        """Reads it each time: the kubelet renews it. Raises LeaseUnavailable."""
+        """Reads the token each time, because the kubelet renews it. Raises LeaseUnavailable."""
         try:
             return (self._account / "token").read_text(encoding="ascii").strip()
         except (OSError, ValueError) as error:
             raise LeaseUnavailable(f"{self._account}/token: {error}") from None
 
     async def _opened(self) -> httpx.AsyncClient:
-        """Believes the cluster's own authority alone. Raises LeaseUnavailable."""
+        """Opens a client that trusts only the cluster's own authority. Raises LeaseUnavailable."""
         try:
             authority = (self._account / "ca.crt").read_bytes()
             if self._client is None or authority != self._authority:

@@ -1,8 +1,8 @@
-"""Which of several schedulers owns membership: a lease in a store that all of them share, and its fencing number.
+"""Decides which of several schedulers owns membership: a lease in a store that all of them share, with a fencing
+number.
 
 The states are in docs/protocol/membership.md, "Several schedulers". Pure: the caller reads and writes the store, and
-says when. Knows nothing of workers; where the record is kept is a `LeaseStore`'s business (lease_folder.py on one
-host).
+decides when. Knows nothing of workers, nor where a `LeaseStore` keeps the record.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import msgspec
 from pd_cluster.process_messages import Service
 from pd_cluster.types import Role
 
-RENEWALS = 5  # within the duration of a lease
+RENEWALS = 5  # per duration of a lease
 
 
 class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An instance as the owner of membership wishes it: where it is, its role, and its service.
+    """An instance as the owner of membership wants it: its address, role and service.
 
-    `joined_as`: the role with which it has registered itself; None: the rank table has it.
+    `joined_as`: the role with which it registered itself; None: it is in the rank table.
     """
 
     name: str
@@ -39,9 +39,9 @@ class DesiredInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The shared record. Each write replaces it whole and adds one to `version`.
 
-    `term`: the fencing number, higher with each owner; 0: there has been none since the record was last removed.
-    `holder`: the owner's name@epoch; "": it has let go. `admin`: the owner's admin address, for operators. `table`: the
-    digest of its rank table. `members`: its instances. `stamp`: no two writes have the same.
+    `term`: the fencing number, higher with each owner; 0: no owner since the record was last removed. `holder`: the
+    owner's name@epoch; "": released. `admin`: the owner's admin address, for operators. `table`: the digest of its rank
+    table. `members`: its instances. `stamp`: unique to each write.
     """
 
     version: int = 0
@@ -56,27 +56,28 @@ class LeaseRecord(msgspec.Struct, frozen=True, kw_only=True):
 class LeaseStore(Protocol):
     """Keeps one record: in a folder of one host (lease_folder.py), or in Kubernetes (lease_kubernetes.py).
 
-    Both calls may take time: they are made on a thread, one at a time. `max_record_nbytes`: of a record as JSON.
+    Both calls may block: they are made on a thread, one at a time. `max_record_nbytes`: the maximum size of a record as
+    JSON.
     """
 
     max_record_nbytes: int
 
     def read(self) -> LeaseRecord:
-        """Returns the last record; an empty one if there was none. Raises LeaseUnavailable."""
+        """Returns the last record, or an empty one. Raises LeaseUnavailable."""
 
     def write(self, record: LeaseRecord) -> bool:
-        """Replaces the record that this object has last read or written, whose version is `record.version` minus one.
+        """Replaces the record that this object last read or wrote, whose version is `record.version` minus one.
 
-        Returns False if that is not the record any more: another was written meanwhile, or it was removed. Raises
+        Returns False if that record is no longer current: another was written in between, or it was removed. Raises
         LeaseUnavailable, after which the record may or may not have been written.
         """
 
 
 class Ownership:
-    """One scheduler's part. `own` is its name@epoch.
+    """One scheduler's view of the lease. `own` is its name@epoch.
 
-    `seen` takes what was read and returns what to write, if anything; `wrote` takes the outcome. In between, and at any
-    time, the process may be stopped: `term_now` looks at the clock, and workers refuse older terms.
+    `after_read` takes the record that was read and returns the one to write, if any; `after_write` takes the outcome.
+    The process may be stopped at any time in between: `term_now` checks the clock, and workers refuse older terms.
     """
 
     def __init__(
@@ -88,25 +89,26 @@ class Ownership:
         table: bytes = b"",
         least_term: Callable[[], int] = lambda: 1,
     ) -> None:
-        """`least_term`: that an ownership may have which begins now."""
+        """`least_term`: returns the lowest term of an ownership that begins now."""
         self.own, self.duration_s = own, duration_s
-        self.record = LeaseRecord()  # the last that was seen
-        self.highest_term = 0  # in the record, so far; no worker is asked: one that lies must not end an ownership
+        self.record = LeaseRecord()  # the last record that was read or written
+        # in the record so far; workers are not asked, because a lying worker must not end an ownership
+        self.highest_term = 0
         self.is_candidate = True  # whether it may become the owner
         self.table = table
         self._admin, self._clock, self._least_term = admin, clock, least_term
         self._changed_s = math.inf  # when `record` was first seen
-        self._term, self._until_s = 0, -math.inf  # of the lease that this process has won, and its end
-        self._written_s = -math.inf  # when what is being written was decided
+        self._term, self._until_s = 0, -math.inf  # the term and the end of the lease that this process holds
+        self._written_s = -math.inf  # when the pending write was decided
         self._num_writes = 0
 
     @property
     def term_now(self) -> int | None:
-        """The fencing number under which this process may give orders now; None: it may not."""
+        """The fencing number under which this process may give orders now; None: it may give none."""
         return self._term if self._clock() < self._until_s else None
 
-    def seen(self, record: LeaseRecord, members: Sequence[DesiredInstance]) -> LeaseRecord | None:
-        """Takes the record that was read just now. `members`: those of this process. Returns the record to write."""
+    def after_read(self, record: LeaseRecord, members: Sequence[DesiredInstance]) -> LeaseRecord | None:
+        """Takes a record that was just read. `members`: this process's instances. Returns the record to write."""
         now_s = self._clock()
         if self._changed_s == math.inf or record != self.record:
             self.record, self._changed_s = record, now_s
@@ -114,22 +116,22 @@ class Ownership:
         if record.term > self._term:
             self._until_s = -math.inf
         self._written_s = now_s
-        is_missing = not record.term  # never written, or removed: the owner, if there is one, writes it again
+        is_missing = not record.term  # never written, or removed; if there is an owner, it writes the record again
         if self.term_now is not None and (is_missing or (record.holder, record.term) == (self.own, self._term)):
             is_due = is_missing or now_s > self._until_s - self.duration_s * (1 - 1 / RENEWALS)
             is_due = is_due or list(members) != record.members or self.table != record.table
             return self._next(self._term, members) if is_due else None
-        if not record.version:  # only what is there can be seen not to change
+        if not record.version:  # only an existing record can be seen to stay unchanged
             return LeaseRecord(version=1, stamp=self._new_stamp())
         is_free = not (is_missing or record.holder) or now_s - self._changed_s >= self.duration_s
         if not is_free or not self.is_candidate:
             return None
         return self._next(max(self.highest_term + 1, self._least_term()), members)
 
-    def wrote(self, record: LeaseRecord, is_written: bool) -> None:
-        """Takes the outcome of writing what `seen` returned.
+    def after_write(self, record: LeaseRecord, is_written: bool) -> None:
+        """Takes the outcome of writing the record that `after_read` returned.
 
-        If it was not written, a lease that still runs goes on: another owner is none before its end.
+        If the write failed, a lease that still runs continues: no other scheduler can own membership before its end.
         """
         if not is_written:
             return
@@ -139,12 +141,13 @@ class Ownership:
             self._term, self._until_s = record.term, self._written_s + self.duration_s
 
     def released(self) -> LeaseRecord | None:
-        """Lets go: from now on this process gives no orders. Returns the record that says so; None if it owned nothing.
+        """Releases the lease: this process gives no further orders. Returns the record that says so; None if it owned
+        nothing.
 
         The next owner need not wait for the lease's end.
         """
         term, self._until_s, self.is_candidate = self.term_now, -math.inf, False
-        if term is None or self.record.term != term:  # the record was removed, and with it the list
+        if term is None or self.record.term != term:  # the record was removed, and its list with it
             return None
         last, stamp = self.record, self._new_stamp()
         return msgspec.structs.replace(last, version=last.version + 1, holder="", admin="", stamp=stamp)

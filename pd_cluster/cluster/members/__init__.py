@@ -1,1 +1,1 @@
-"""Membership: which instances exist, how they join and leave, and what operators change about all of them."""
+"""Membership: the existing instances, how they join and leave, and operators' commands to all of them."""

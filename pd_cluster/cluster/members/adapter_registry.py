@@ -1,6 +1,6 @@
-"""Which adapters the workers have, and under which names: loads and unloads while requests run.
+"""Loads and unloads adapters at the workers while requests run, and maps their names.
 
-The states are in docs/protocol/membership.md. Everything is on the event loop but the reading of folders.
+The states are in docs/protocol/membership.md. Everything runs on the event loop except reading folders.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from pd_cluster.settings.lora_settings import AdapterSettings, lora_module
 log = logging.getLogger(__name__)
 
 TICK_S = 0.2
-GRACE_S = 1.0  # between an adapter's last request and the end of it: others may be about to be routed
-RETRY_S = 5.0  # between two attempts of a worker that could not load one
+GRACE_S = 1.0  # between an adapter's last request and its removal: other requests may be about to be routed
+RETRY_S = 5.0  # between two attempts of a worker that could not load an adapter
 LOAD_TIMEOUT_S = 300.0  # for all workers together
 
 
@@ -30,14 +30,14 @@ class AdapterUsers(Protocol):
     """The processes that serve requests."""
 
     def adapters_in_use(self) -> Collection[str]:
-        """Returns the digests of requests under way."""
+        """Returns the digests of adapters that running requests use."""
 
     async def publish_adapters(self, names: dict[str, str]) -> None:
-        """Takes the digests, by name, to every process; returns when all have them."""
+        """Sends name -> digest to every process; returns when all have it."""
 
 
 class AdapterRules(NamedTuple):
-    """`root`: the folder below which adapters may be loaded. `model_names`: the model's own."""
+    """`root`: the folder below which adapters may be loaded. `model_names`: the names of the model itself."""
 
     settings: AdapterSettings
     root: str
@@ -46,7 +46,7 @@ class AdapterRules(NamedTuple):
 
 
 class AdapterBook:
-    """`names`: digests by name, those that requests may use now; changed in place."""
+    """The loaded adapters. `names`: name -> digest, those that requests may use now; mutated in place."""
 
     def __init__(
         self,
@@ -60,16 +60,17 @@ class AdapterBook:
         self._root = Path(rules.root).resolve()
         self.names = names
         paths = rules.settings.paths
-        self._paths = {digest: paths[name] for name, digest in names.items()}  # of all that workers shall have
-        self._leaving: dict[str, tuple[float, float]] = {}  # by digest: its deadline, and when it was last used
+        # digest -> folder of every adapter that workers shall have
+        self._paths = {digest: paths[name] for name, digest in names.items()}
+        self._leaving: dict[str, tuple[float, float]] = {}  # digest -> (deadline, when it was last used)
         self._one_at_a_time = asyncio.Lock()
         self._retry_s = 0.0
-        self._tell()
+        self._send_list()
 
     async def load(self, name: str, path: str, replaces: bool = False) -> None:
-        """Returns when every request may have the adapter under this name.
+        """Returns when every request may use the adapter under this name.
 
-        Raises RequestError for what cannot be loaded, ModelNotFound if nothing is at the path.
+        Raises RequestError for an adapter that cannot be loaded, ModelNotFound if nothing is at the path.
         """
         async with self._one_at_a_time:
             self._check(name, replaces)
@@ -79,13 +80,13 @@ class AdapterBook:
             self._leaving.pop(digest, None)
             if is_new:
                 self._paths[digest] = str(folder.path)
-                self._tell()
+                self._send_list()
             try:
                 await self._until_loaded(digest)
             except BaseException:
                 if digest not in self.names.values():
                     self._paths.pop(digest, None)
-                    self._tell()
+                    self._send_list()
                 raise
             self.names[name] = digest
             log.info("adapter %s is %s of %s", name, digest[:12], folder.path)
@@ -94,14 +95,14 @@ class AdapterBook:
             await self._users.publish_adapters(self.names)
 
     async def unload(self, name: str) -> None:
-        """Returns when no new request gets the adapter; those under way end with it. Raises ModelNotFound."""
+        """Returns when no new request gets the adapter; running requests finish with it. Raises ModelNotFound."""
         if name not in self.names:
             raise ModelNotFound(
-                f"lora_name: there is no adapter {name[:128]!r}; there are {', '.join(self.names) or 'none'}",
+                f"lora_name: there is no adapter {name[:128]!r}; loaded are {', '.join(self.names) or 'none'}",
                 param="lora_name",
             )
         self._leave(self.names.pop(name))
-        log.info("adapter %s is no longer to be had", name)
+        log.info("adapter %s is no longer available", name)
         await self._users.publish_adapters(self.names)
 
     async def run(self) -> None:
@@ -110,7 +111,7 @@ class AdapterBook:
             self.tick()
 
     def tick(self) -> None:
-        """Ends adapters that nobody has any more, and has workers try again what they could not load."""
+        """Removes adapters that no request uses any more, and lets workers retry failed loads."""
         now_s = self._clock()
         if self._leaving:
             used = self._users.adapters_in_use()
@@ -119,11 +120,11 @@ class AdapterBook:
                     self._leaving[digest] = deadline_s, now_s
                 if now_s >= deadline_s or (digest not in used and now_s >= used_s + GRACE_S):
                     del self._leaving[digest], self._paths[digest]
-                    self._tell()
+                    self._send_list()
         if now_s >= self._retry_s:
             self._retry_s = now_s + RETRY_S
             if any(each.adapter_problems for each in self._membership.instances):
-                self._tell()
+                self._send_list()
 
     # ---- one load
 
@@ -134,10 +135,10 @@ class AdapterBook:
         except ConfigError as error:
             raise RequestError(told(error.text, str), "lora_name") from None
         if name in self._rules.model_names:
-            raise RequestError(f"lora_name: {name} is the model itself; take another name", "lora_name")
+            raise RequestError(f"lora_name: {name} is the name of the model itself; use another name", "lora_name")
         if name in self.names and not replaces:
             raise RequestError(
-                f"lora_name: {name} is loaded already; unload it first, or send load_inplace true", "lora_name"
+                f"lora_name: {name} is already loaded; unload it first, or send load_inplace true", "lora_name"
             )
 
     def _read(self, name: str, path: str) -> AdapterFolder:
@@ -145,9 +146,9 @@ class AdapterBook:
         given = Path(path)
         try:
             folder = (given if given.is_absolute() else self._root / given).resolve()
-            is_there = folder.is_dir()  # raises for names that no file system takes
+            is_there = folder.is_dir()  # raises for names that no file system accepts
         except (OSError, ValueError, RuntimeError):
-            raise RequestError("lora_path: not a path", param="lora_path") from None
+            raise RequestError("lora_path: is not a valid path", param="lora_path") from None
         if not folder.is_relative_to(self._root):
             raise RequestError(f"lora_path: {path[:256]!r} is not below --lora-root {self._root}", param="lora_path")
         if not is_there:
@@ -159,7 +160,7 @@ class AdapterBook:
             raise RequestError(f"lora_path: {told(error.text)}", "lora_path") from None
 
     async def _until_loaded(self, digest: str) -> None:
-        """Waits for all workers that are connected. Raises RequestError with the first one's reason against it."""
+        """Waits for all connected workers. Raises RequestError with the first worker's reason for failure."""
         try:
             async with asyncio.timeout(LOAD_TIMEOUT_S):
                 while True:
@@ -183,6 +184,6 @@ class AdapterBook:
             now_s = self._clock()
             self._leaving[digest] = now_s + self._rules.drain_timeout_s, now_s
 
-    def _tell(self) -> None:
+    def _send_list(self) -> None:
         places = [wire.AdapterLocation(digest, path) for digest, path in self._paths.items()]
-        self._membership.tell_adapters(wire.WantedAdapters(places))
+        self._membership.send_adapters(wire.WantedAdapters(places))

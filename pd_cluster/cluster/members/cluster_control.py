@@ -1,6 +1,6 @@
-"""Operators' commands to the whole cluster: requests wait, end or stop, prefix caches are emptied, instances sleep.
+"""Operators' commands to the whole cluster: pausing and aborting requests, emptying prefix caches, sleep.
 
-Knows nothing of HTTP. A process that serves requests is reached through `Serving`, whether it is this one or others.
+Knows nothing of HTTP. Processes that serve requests are reached through `ServingProcesses`.
 """
 
 from __future__ import annotations
@@ -13,36 +13,41 @@ from typing import Literal, Protocol
 from pd_cluster import wire
 from pd_cluster.cluster.instances.roster import Roster
 from pd_cluster.cluster.members.cluster_sleep import ClusterSleep
-from pd_cluster.cluster.members.worker_membership import MemberPost
+from pd_cluster.cluster.members.worker_membership import MembershipMailbox
 from pd_cluster.errors import DeadlineExceeded, Refused
 from pd_cluster.process_messages import Gate
 
 log = logging.getLogger(__name__)
 
-RESET_TIMEOUT_S = 60.0  # a step may have to end first
+RESET_TIMEOUT_S = 60.0  # a step may have to finish first
 PauseMode = Literal["abort", "wait", "keep"]
 RUNNING_ONES = {"abort": "end now", "wait": "go on", "keep": "stop, and go on at the end"}
 
 
-class Serving(Protocol):
+class ServingProcesses(Protocol):
     """The processes that serve requests."""
 
-    async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
-        """Lets new requests wait or go on, or refuses them. Returns when all processes do so.
+    async def control_requests(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
+        """Admits, delays or refuses new requests. Returns when all processes do so.
 
-        `aborts`: requests to end, by the names that clients have of them; empty: all. None: none. `keeps`: running
-        requests leave their instances, and go on when the gate is open.
+        `aborts`: ids, as clients know them, of requests to end; empty: all; None: none. `keeps`: running requests leave
+        their instances, and continue when the gate is open again.
         """
 
     async def until_idle(self) -> None:
-        """Returns when no request is at an instance."""
+        """Returns when no instance has a request."""
 
 
-class Control:
-    """`roster`: every instance of the cluster. `may_sleep`: whether `serving` is all that serves requests."""
+class ClusterControl:
+    """`roster`: every instance of the cluster. `may_sleep`: whether no other process than `serving` serves requests."""
 
     def __init__(
-        self, roster: Roster, post: MemberPost, serving: Serving, request_timeout_s: float, may_sleep: bool = True
+        self,
+        roster: Roster,
+        post: MembershipMailbox,
+        serving: ServingProcesses,
+        request_timeout_s: float,
+        may_sleep: bool = True,
     ) -> None:
         self._may_sleep = may_sleep
         self._roster, self._post, self._serving = roster, post, serving
@@ -56,9 +61,9 @@ class Control:
         return self.cluster_sleep.level > 0
 
     async def pause(self, mode: PauseMode, empties_caches: bool) -> None:
-        """Lets new requests wait. Returns when running ones have ended, by themselves in mode "wait", or have stopped.
+        """Delays new requests. Returns when running ones have finished (mode "wait") or were stopped.
 
-        Raises DeadlineExceeded, and stays paused, if they do not end within the time that a request may take.
+        Raises DeadlineExceeded, and stays paused, if they do not end within a request's maximum time.
         """
         async with self._one_at_a_time:
             self.is_paused = True
@@ -68,21 +73,21 @@ class Control:
                 await self._reset_caches()
 
     async def resume(self) -> None:
-        """Raises Refused if it is asleep."""
+        """Raises Refused if the cluster is asleep."""
         async with self._one_at_a_time:
             if self.is_asleep:
                 raise Refused("the cluster is asleep; POST /wake_up wakes it up")
             self.is_paused = False
-            await self._serving.steer("open")
+            await self._serving.control_requests("open")
             log.warning("resumed")
 
     async def sleep(self, level: Literal[1, 2], mode: PauseMode) -> None:
-        """Refuses new requests; when running ones have ended or stopped, instances return their memory.
+        """Refuses new requests; when running ones have finished or were stopped, instances release their memory.
 
-        Returns when all have. Raises Refused before anything is done, and DeadlineExceeded.
+        Returns when all have. Raises Refused before changing anything, and DeadlineExceeded.
         """
         if not self._may_sleep:
-            raise Refused("one of several schedulers keeps only its own requests away; stop the others first")
+            raise Refused("one of several schedulers can refuse only its own requests; stop the other schedulers first")
         async with self._one_at_a_time:
             self.cluster_sleep.check()
             log.warning("sleep at level %d: new requests are refused; running ones %s", level, RUNNING_ONES[mode])
@@ -91,34 +96,34 @@ class Control:
             await self.cluster_sleep.reach(level)
 
     async def wake_up(self) -> None:
-        """Lets instances take their memory again; then requests go on, unless it was paused before.
+        """Lets instances allocate their memory again, then admits requests, unless the cluster was paused before.
 
-        Raises DeadlineExceeded if some instances have not: the others serve.
+        Raises DeadlineExceeded if some instances have not; the others serve.
         """
         async with self._one_at_a_time:
             try:
                 await self.cluster_sleep.reach(0)
             finally:
-                await self._serving.steer("paused" if self.is_paused else "open")
+                await self._serving.control_requests("paused" if self.is_paused else "open")
                 log.warning("awake%s", ", and paused" if self.is_paused else "")
 
     async def _empty(self, gate: Gate, mode: PauseMode, way_out: str) -> None:
-        """Returns when no request is at an instance. Raises DeadlineExceeded."""
-        await self._serving.steer(gate, () if mode == "abort" else None, keeps=mode == "keep")
+        """Returns when no instance has a request. Raises DeadlineExceeded."""
+        await self._serving.control_requests(gate, () if mode == "abort" else None, keeps=mode == "keep")
         try:
             await asyncio.wait_for(self._serving.until_idle(), self._request_timeout_s)
         except TimeoutError:
             after = f"requests still run after {self._request_timeout_s:g} s"
-            raise DeadlineExceeded(f"{after}; new ones are kept away until {way_out}") from None
+            raise DeadlineExceeded(f"{after}; new ones are not admitted until {way_out}") from None
 
     async def abort(self, names: Collection[str]) -> None:
-        """Ends these requests; without names, all, also those that wait."""
+        """Ends these requests; without names, all, including waiting ones."""
         async with self._one_at_a_time:
             gate: Gate = "asleep" if self.is_asleep else "paused" if self.is_paused else "open"
-            await self._serving.steer(gate, names)
+            await self._serving.control_requests(gate, names)
 
     async def reset_caches(self, is_external: bool = False) -> None:
-        """Empties the prefix caches of all instances. Requests under way keep their blocks, which nobody finds.
+        """Empties the prefix caches of all instances. Running requests keep their blocks, which no other request finds.
 
         `is_external`: the store that instances share is emptied too, for every cluster that uses it.
 
@@ -133,7 +138,7 @@ class Control:
             self._post.send(conn, wire.ResetCache(is_external))
 
         def lacking() -> list[str]:
-            """Returns those that have not said that theirs is empty; an instance that is gone has lost its cache."""
+            """Returns the instances that have not confirmed; an instance that is gone has lost its cache."""
             here = {i.name: (i.conn, i.load.num_cache_resets) for i in self._roster.instances if i.is_ready}
             return [name for name, (conn, num) in asked.items() if name in here and here[name] == (conn, num)]
 

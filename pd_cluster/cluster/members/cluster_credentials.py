@@ -1,7 +1,7 @@
-"""The secrets of a cluster's members, from the files that pd-ranktable writes beside the global rank table.
+"""The secrets of a cluster's members, from the files that pd-ranktable writes next to the global rank table.
 
-With --derive-secret they are all derived from the table instead: only for a single host whose every user is trusted.
-Knows nothing of connections.
+With --derive-secret, all of them are derived from the table instead: only for a single host whose users are all
+trusted. Knows nothing of connections.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ def credentials_of(place: Place, files: KeyFiles) -> Credentials:
 
 
 def _check_node(place: Place, files: KeyFiles) -> None:
-    """Raises ConfigError for files of nodes that cannot be used, and for a worker whose node its own list refuses."""
+    """Raises ConfigError for node files that cannot be used, and for a worker whose node its own list does not
+    trust.
+    """
     if (files.node_key or files.trusted_nodes) and importlib.util.find_spec("cryptography") is None:
         flag = "--node-key-file" if files.node_key else "--trusted-nodes"
         raise ConfigError(f"{flag}: cryptography is not installed; pip install 'pd-cluster[node-keys]'")
@@ -55,8 +57,8 @@ def _check_node(place: Place, files: KeyFiles) -> None:
     if not files.node_key:
         if trusted is not None and place.role != "scheduler":
             raise ConfigError(
-                f"--trusted-nodes {files.trusted_nodes}: a worker needs a key of its own, too, which --node-key-file "
-                f"names; {NEW}"
+                f"--trusted-nodes {files.trusted_nodes}: a worker also needs its own key, named by --node-key-file; "
+                f"{NEW}"
             )
         return
     keys = read_node_keys(Path(files.node_key))
@@ -71,7 +73,10 @@ def _cluster_credentials(place: Place, files: KeyFiles) -> Credentials:
     if files.derives:
         given = {"--secret-file": files.secret, "--scheduler-key-file": files.scheduler_key}
         for flag in [flag for flag, file in given.items() if file is not None]:
-            raise ConfigError(f"{flag} {given[flag]}: goes with a cluster.secret, not with --derive-secret; drop one")
+            raise ConfigError(
+                f"{flag} {given[flag]}: requires a cluster.secret, and cannot be combined with --derive-secret; drop "
+                "one"
+            )
         secret, key = (_derived(place.table, purpose) for purpose in ("secret", "key"))
         return Credentials(secret, (public_key(key),), key if place.role == "scheduler" else b"", table)
     secret_file, known = _read(place.folder, "--secret-file", files.secret, SECRET_FILE, read_secret)
@@ -87,9 +92,9 @@ def _cluster_credentials(place: Place, files: KeyFiles) -> Credentials:
 
 
 def _refuse_unnamed(place: Place, files: KeyFiles) -> None:
-    """Raises ConfigError where a file is not named: without a table there is no folder to look in."""
+    """Raises ConfigError if a file is not named: without a table there is no default folder."""
     if files.derives:
-        raise ConfigError("--derive-secret: the secret follows from a rank table, and --role reads none; drop one")
+        raise ConfigError("--derive-secret: the secret is derived from a rank table, and --role reads none; drop one")
     needed = {"--secret-file": (files.secret, SECRET_FILE)}
     if place.role == "scheduler":
         needed["--scheduler-key-file"] = files.scheduler_key, SCHEDULER_KEY_FILE
@@ -97,8 +102,8 @@ def _refuse_unnamed(place: Place, files: KeyFiles) -> None:
     for flag, (given, name) in needed.items():
         if given is None:
             raise ConfigError(
-                f"{flag}: --role {place.role} needs it, because there is no rank table for {name} to be beside; "
-                f"`pd-ranktable keys --save-dir FOLDER` writes the three files"
+                f"{flag}: --role {place.role} requires it, because without a rank table {name} has no default "
+                "folder; `pd-ranktable keys --save-dir FOLDER` writes the three files"
             )
 
 
@@ -112,7 +117,7 @@ def admin_token_of(place: Place, files: KeyFiles) -> str:
 def find_admin_token(env: Mapping[str, str], file: str) -> str:
     """Finds the token for a process that is not an instance; "" if nothing names one. Raises ConfigError.
 
-    Beside a one-host table without any of the files, the token is derived from the table.
+    If a one-host table has none of the files next to it, the token is derived from the table.
     """
     if file:
         return read_admin_token(file)
@@ -137,11 +142,11 @@ def _read(folder: Path, flag: str, given: str | None, name: str, read: Callable[
     file = Path(given) if given is not None else folder / name
     if given is None and not os.path.exists(file):
         goes_to = "every host" if name == SECRET_FILE else "the scheduler's host"
-        derived = "; --derive-secret does without it where every user of this one host is trusted"
+        derived = "; or use --derive-secret, if every user of this single host is trusted"
         raise ConfigError(
-            f"{file}: no such file; `pd-ranktable gen` or `merge` writes it beside the global rank table, for "
-            f"{goes_to} (`pd-ranktable keys --save-dir {folder}` for a table that is there already), or name it with "
-            f"{flag} FILE{derived if name == SECRET_FILE else ''}"
+            f"{file}: no such file; `pd-ranktable gen` or `merge` writes it next to the global rank table, for "
+            f"{goes_to} (`pd-ranktable keys --save-dir {folder}` for an existing table), or name it with {flag} "
+            f"FILE{derived if name == SECRET_FILE else ''}"
         )
     try:
         return file, read(file)
@@ -154,8 +159,8 @@ def _derived(table: RankTable, purpose: str) -> bytes:
         servers = [each for each in (table.scheduler, *table.instances) if each is not None]
         hosts = ", ".join(dict.fromkeys(each.server_ip for each in servers))
         raise ConfigError(
-            f"--derive-secret: {table.file} has several hosts ({hosts}), and a secret that follows from the table is "
-            f"for one host alone; copy the {SECRET_FILE} that `pd-ranktable merge` writes to each of them"
+            f"--derive-secret: {table.file} has several hosts ({hosts}), and a derived secret is only for a single "
+            f"host; copy the {SECRET_FILE} that `pd-ranktable merge` writes to each of them"
         )
     try:
         content = read_bytes(table.file)

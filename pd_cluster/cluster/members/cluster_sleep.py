@@ -1,7 +1,6 @@
-"""The level of sleep that every instance shall have. Sends it to each that has another one, whenever that one comes.
+"""The level of sleep that every instance shall have. Sends it to each instance that reports another one.
 
-The state × event table is in docs/protocol/membership.md. Knows nothing of requests: cluster_control.py keeps them
-away.
+The state × event table is in docs/protocol/membership.md. Knows nothing of requests: cluster_control.py refuses them.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import logging
 from pd_cluster import wire
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.roster import Roster
-from pd_cluster.cluster.members.worker_membership import MemberPost
+from pd_cluster.cluster.members.worker_membership import MembershipMailbox
 from pd_cluster.errors import DeadlineExceeded, Refused
 
 log = logging.getLogger(__name__)
@@ -21,21 +20,21 @@ LEVEL_TIMEOUT_S = 600.0  # all weights may have to be read
 
 
 class ClusterSleep:
-    """`level`: the wished one."""
+    """`level`: the requested level."""
 
-    def __init__(self, roster: Roster, post: MemberPost) -> None:
+    def __init__(self, roster: Roster, post: MembershipMailbox) -> None:
         self._roster, self._post = roster, post
         self.level: wire.SleepLevel = 0
-        self._told: dict[str, wire.SleepLevel] = {}  # by open connection
+        self._sent: dict[str, wire.SleepLevel] = {}  # open connection -> the last level sent
 
     async def run(self) -> None:
-        """Follows the instances that come and go, until cancelled."""
+        """Follows instances that join and leave, until cancelled."""
         while True:
-            self._tell()
+            self._send_level()
             await self._roster.change()
 
     def check(self) -> None:
-        """Raises Refused if an instance could not follow."""
+        """Raises Refused if an instance cannot sleep."""
         for instance in self._roster.instances:
             if instance.unit:
                 raise Refused(
@@ -44,14 +43,14 @@ class ClusterSleep:
                 )
             if instance.info is not None and instance.info.state == "ready" and instance.info.numerics.device != "cpu":
                 raise Refused(
-                    f"{instance.name} computes on {instance.info.numerics.device}, and only the memory of a CPU's "
-                    f"instances is returned to the system; drain it and stop its processes instead"
+                    f"{instance.name} computes on {instance.info.numerics.device}, and only instances on a CPU "
+                    f"return their memory to the system; drain it and stop its processes instead"
                 )
 
     async def reach(self, level: wire.SleepLevel) -> None:
-        """Returns when every instance that is ready has the level. Raises DeadlineExceeded; the wish stays."""
+        """Returns when every ready instance has the level. Raises DeadlineExceeded; the requested level stays."""
         self.level = level
-        self._tell()
+        self._send_level()
         try:
             async with asyncio.timeout(LEVEL_TIMEOUT_S):
                 while self._lacking():
@@ -63,12 +62,12 @@ class ClusterSleep:
     def _lacking(self) -> list[Instance]:
         return [each for each in self._roster.instances if each.is_ready and each.load.sleep_level != self.level]
 
-    def _tell(self) -> None:
-        """Sends the wish to instances that have another level and another last word."""
+    def _send_level(self) -> None:
+        """Sends the level to instances that report another one and were not sent this one."""
         lacking = self._lacking()
         here = {instance.conn for instance in self._roster.instances}
-        self._told = {conn: level for conn, level in self._told.items() if conn in here}
+        self._sent = {conn: level for conn, level in self._sent.items() if conn in here}
         for instance in lacking:
-            if self._told.get(instance.conn) != self.level:
-                self._told[instance.conn] = self.level
+            if self._sent.get(instance.conn) != self.level:
+                self._sent[instance.conn] = self.level
                 self._post.send(instance.conn, wire.Sleep(self.level))

@@ -1,7 +1,7 @@
 """Adds, removes and changes instances while requests run. The state × event table is in docs/protocol/membership.md.
 
-Makes decisions and keeps deadlines; `Membership` knows the workers, `Router` the requests. Knows nothing of HTTP.
-A command for an instance of a unit is for all members of the unit: they compute together.
+Makes decisions and keeps deadlines; `Membership` knows the workers, `Router` the requests. Knows nothing of HTTP. A
+command for an instance of a unit applies to all members of the unit, because they compute together.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.unit_members import unit_of
 from pd_cluster.cluster.leases.membership_lease import DesiredInstance
-from pd_cluster.cluster.members.rank_table_reader import RankTableReader, Tables
+from pd_cluster.cluster.members.rank_table_reader import RankTableFiles, RankTableReader
 from pd_cluster.cluster.members.worker_membership import Membership
 from pd_cluster.errors import InstanceNotFound, Refused
 from pd_cluster.settings.process_configs import Credentials
@@ -24,36 +24,40 @@ from pd_cluster.types import Role
 log = logging.getLogger(__name__)
 
 TICK_S = 0.05
-LATE_S = 2.0  # after its deadline, others' requests there hold nothing up any more
+LATE_S = 2.0  # after this time beyond its deadline, other schedulers' requests no longer delay a change
 
 
-class Sharing(Protocol):
-    """Membership as several schedulers share it (shared_membership.py); without one, this scheduler alone decides."""
+class MembershipSharing(Protocol):
+    """The part of a membership that several schedulers share (shared_membership.py); without it, this scheduler decides
+    alone.
+    """
 
     @property
     def is_owner(self) -> bool: ...
     @property
     def settle_s(self) -> float:
-        """How long other schedulers may send requests to an instance that is to be empty."""
+        """The time within which other schedulers may still send requests to an instance that is being emptied."""
 
     def check(self) -> None:
-        """Raises Refused where another scheduler owns membership."""
+        """Raises Refused if another scheduler owns membership."""
 
     def changed(self) -> None:
-        """The list of instances, or a wish for one, has changed."""
+        """Records that the list of instances, or an operator's request for one, has changed."""
 
     async def recorded(self) -> None:
-        """Returns when the change outlives this process. Raises Unavailable."""
+        """Returns once the change survives this process. Raises Unavailable."""
 
 
-class Elastic:
-    """`move_on(instance, why)` moves its requests elsewhere. `credentials`: this process's own."""
+class ElasticMembership:
+    """The commands and the work in progress. `move_on(instance, why)` moves an instance's requests elsewhere.
+    `credentials`: those of this process.
+    """
 
     def __init__(
         self,
         membership: Membership,
         credentials: Credentials,
-        tables: Tables,
+        tables: RankTableFiles,
         move_on: Callable[[Instance, str], None],
         drain_timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -63,9 +67,9 @@ class Elastic:
         self._move_on = move_on
         self._drain_timeout_s = drain_timeout_s
         self._clock = clock
-        self._removed: set[str] = set()  # by command: only a command brings them back
+        self._removed: set[str] = set()  # removed by a command: only a command adds them again
         self._begun = asyncio.Event()
-        self.shared: Sharing | None = None
+        self.shared: MembershipSharing | None = None
 
     @property
     def is_owner(self) -> bool:
@@ -73,7 +77,7 @@ class Elastic:
         return self.shared is None or self.shared.is_owner
 
     async def done(self, instance: Instance) -> Instance:
-        """Returns the instance once a command for it outlives this scheduler. Raises Unavailable."""
+        """Returns the instance once a command for it survives this scheduler. Raises Unavailable."""
         if self.shared is not None:
             await self.shared.recorded()
         return instance
@@ -83,35 +87,35 @@ class Elastic:
         return self._membership.instances
 
     def unit_of(self, instance: Instance) -> list[Instance]:
-        """Returns the instances that a command for this one is for: the known members of its unit, or itself."""
+        """Returns the instances that a command for this one affects: the known members of its unit, or itself."""
         return unit_of(self.instances, instance)
 
     @property
     def _of_table(self) -> list[Instance]:
-        """Those that did not register themselves: the table decides about no others."""
+        """Returns the instances that did not register themselves: the table decides only about these."""
         return [instance for instance in self.instances if not instance.is_registered]
 
     # ---- commands
 
     def drain(self, name: str, force: bool = False, timeout_s: float | None = None) -> Instance:
-        """Takes it out of service. Raises InstanceNotFound, or Refused for the last of its role."""
+        """Takes an instance out of service. Raises InstanceNotFound, or Refused for the last instance of its role."""
         self._check_owner()
         instance = self._staying(name)
-        members = [each for each in self._asked(instance) if each.service != "leaving"]
+        members = [each for each in self._affected_by(instance) if each.service != "leaving"]
         self._refuse_the_last([each for each in members if each.service == "in"], force)
         for each in members:
             if each.service == "in":
                 each.service = "out"
                 self._begin(each, timeout_s)
             elif timeout_s is not None:
-                self._begin(each, timeout_s)  # already draining: sets another deadline
+                self._begin(each, timeout_s)  # already draining: only sets another deadline
         return instance
 
     def undrain(self, name: str) -> Instance:
-        """Puts it back in service. Raises InstanceNotFound, or Refused if it is leaving."""
+        """Returns an instance to service. Raises InstanceNotFound, or Refused if it is leaving."""
         self._check_owner()
         instance = self._staying(name)
-        for each in self._asked(instance):
+        for each in self._affected_by(instance):
             if each.service == "out":
                 each.service = "in"
                 log.info("%s is in service again", each.name)
@@ -119,10 +123,10 @@ class Elastic:
         return instance
 
     def remove(self, name: str, force: bool = False, timeout_s: float | None = None) -> Instance:
-        """Drains and forgets it. Raises InstanceNotFound, or Refused for the last of its role."""
+        """Drains an instance and removes it. Raises InstanceNotFound, or Refused for the last instance of its role."""
         self._check_owner()
         instance = self._find(name)
-        members = self._asked(instance)
+        members = self._affected_by(instance)
         self._refuse_the_last([each for each in members if each.service != "leaving"], force)
         for each in members:
             if each.service != "leaving":
@@ -134,7 +138,7 @@ class Elastic:
         return instance
 
     def change_role(self, name: str, role: Role, force: bool = False, timeout_s: float | None = None) -> Instance:
-        """Drains it, then gives it the role. If it still has that role, cancels a pending change instead.
+        """Drains an instance, then gives it the role. If it still has that role, cancels a pending change instead.
 
         Raises InstanceNotFound or Refused.
         """
@@ -142,7 +146,7 @@ class Elastic:
         instance = self._staying(name)
         if instance.role == "encode":
             raise Refused(f"{name} is an encoder: it has no language model, so it cannot be {role}")
-        members = [each for each in self._asked(instance) if each.service != "leaving"]
+        members = [each for each in self._affected_by(instance) if each.service != "leaving"]
         self._refuse_the_last([each for each in members if each.role != role and each.next_role is None], force)
         for each in members:
             if role == each.role:
@@ -160,7 +164,9 @@ class Elastic:
         self._check_owner()
         place, entries = await self._reader.read(self.instances, with_ports=False)
         if not entries:
-            raise InstanceNotFound(f"name: no rank table has {name}; a worker in no table joins with --join", "name")
+            raise InstanceNotFound(
+                f"name: no rank table has {name}; a worker outside the tables joins with --join", "name"
+            )
         if name not in entries:
             raise InstanceNotFound(f"name: {place.table.file} has no {name[:256]}; it has {', '.join(entries)}", "name")
         instance = entries[name]
@@ -168,11 +174,14 @@ class Elastic:
         known = next((each for each in self.instances if each.name == name), None)
         for other in self.instances:
             if other is not known and (other.host, other.port) == (instance.host, port):
-                raise Refused(f"port: {port} of {instance.host} is the port of {other.name}; give its own", "port")
+                raise Refused(
+                    f"port: {port} of {instance.host} is the port of {other.name}; give this instance's own port",
+                    "port",
+                )
         if known is not None and known.service == "leaving":
-            raise Refused(f"{name} is leaving; add it when it is gone")
+            raise Refused(f"{name} is leaving; add it after it has left")
         if known is not None and known.port != port and known.is_reached:
-            raise Refused(f"{name} is there already, at port {known.port}; remove it first")
+            raise Refused(f"{name} already exists, at port {known.port}; remove it first")
         self._membership.accept(place)
         self._removed.discard(name)
         if known is None:
@@ -182,7 +191,9 @@ class Elastic:
         return known
 
     async def reload(self) -> str:
-        """Reads the whole table again: new entries join, missing ones leave. Returns what changed. Raises Refused."""
+        """Reads the whole table again: new entries join, missing ones leave. Returns a summary of the changes. Raises
+        Refused.
+        """
         self._check_owner()
         place, entries = await self._reader.read(self.instances, with_ports=True)
         self._removed &= entries.keys()
@@ -200,7 +211,7 @@ class Elastic:
         return f"{', '.join(joining) or 'nobody'} joins, {', '.join(left) or 'nobody'} leaves"
 
     def follow(self, members: Sequence[DesiredInstance]) -> None:
-        """Takes over the list of the scheduler that owns membership, and its operators' wishes."""
+        """Takes over the list, and the operators' requests, of the scheduler that owns membership."""
         known = {instance.name: instance for instance in self.instances}
         for member in members:
             instance = known.pop(member.name, None)
@@ -220,7 +231,7 @@ class Elastic:
         self._membership.wake()
 
     def _is_at(self, instance: Instance, member: DesiredInstance) -> bool:
-        """Whether it is the place that the list has for this name; otherwise another worker has the name now."""
+        """Whether its address is the one in the list; otherwise another worker has the name now."""
         if instance.is_registered and instance.port != member.port:
             return False
         own = self._membership.host_of(instance), instance.device_ids, instance.joined_as
@@ -248,22 +259,26 @@ class Elastic:
             is_late = now_s >= instance.drain_deadline_s
             if is_late and instance.num_outstanding:
                 log.warning(
-                    "%s is not empty in time: %d requests go on elsewhere", instance.name, instance.num_outstanding
+                    "%s is not drained in time: moving %d requests to other instances",
+                    instance.name,
+                    instance.num_outstanding,
                 )
-                self._move_on(instance, "its drain took longer than it may")
+                self._move_on(instance, "its drain exceeded the deadline")
             is_over = instance.is_empty or (is_late and not instance.num_outstanding)
             if is_over and self.is_owner and self._is_settled(instance, now_s):
                 over.append(instance)
-        for instance in [each for each in over if all(mate in over for mate in self._alike(each))]:
+        for instance in [each for each in over if all(mate in over for mate in self._with_same_change(each))]:
             self._empty(instance)
 
-    def _alike(self, instance: Instance) -> list[Instance]:
-        """Returns the members of its unit, itself included, that are to become the same: they do so together."""
+    def _with_same_change(self, instance: Instance) -> list[Instance]:
+        """Returns the members of its unit, itself included, that await the same change: they make it together."""
         wish = instance.service, instance.next_role
         return [each for each in self.unit_of(instance) if (each.service, each.next_role) == wish]
 
     def _is_settled(self, instance: Instance, now_s: float) -> bool:
-        """Whether other schedulers know that it takes no more requests, and have none there, or had their time."""
+        """Whether other schedulers know that it takes no more requests, and have none there or have used up their
+        time.
+        """
         if self.shared is None:
             return True
         if now_s < instance.drain_deadline_s - instance.drain_timeout_s + self.shared.settle_s:
@@ -278,7 +293,7 @@ class Elastic:
         elif instance.next_role is not None:
             log.info("%s changes from %s to %s", instance.name, instance.role, instance.next_role)
             instance.role, instance.next_role = instance.next_role, None
-            self._membership.tell_peers()
+            self._membership.send_peers()
             self._changed()
 
     def _begin(self, instance: Instance, timeout_s: float | None) -> None:
@@ -298,12 +313,12 @@ class Elastic:
         if self.shared is not None:
             self.shared.changed()
 
-    def _asked(self, instance: Instance) -> list[Instance]:
-        """Returns the instances that a command for this one is for; several are logged."""
+    def _affected_by(self, instance: Instance) -> list[Instance]:
+        """Returns the instances that a command for this one affects; if there are several, they are logged."""
         members = self.unit_of(instance)
         if len(members) > 1:
             names = ", ".join(each.name for each in members)
-            log.info("a command for %s is for all of its unit %s: %s", instance.name, instance.unit, names)
+            log.info("a command for %s applies to its whole unit %s: %s", instance.name, instance.unit, names)
         return members
 
     # ---- refusals
@@ -317,7 +332,7 @@ class Elastic:
             if instance.name == name:
                 return instance
         names = ", ".join(instance.name for instance in self.instances)
-        raise InstanceNotFound(f"name: there is no instance {name[:100]!r}; there are {names}", "name")
+        raise InstanceNotFound(f"name: there is no instance {name[:100]!r}; known are {names}", "name")
 
     def _staying(self, name: str) -> Instance:
         instance = self._find(name)
@@ -326,8 +341,9 @@ class Elastic:
         return instance
 
     def _refuse_the_last(self, going: Sequence[Instance], force: bool) -> None:
-        """Raises Refused if none of the others takes requests in the role of these, which are one unit's."""
-        serving = [each for each in going if each.takes_requests and each.role != "encode"]  # prefill computes images
+        """Raises Refused if no instance outside `going`, which is one unit, takes requests in its role."""
+        # a prefill instance can compute images instead
+        serving = [each for each in going if each.takes_requests and each.role != "encode"]
         if not serving or force:
             return
         role = serving[0].role
@@ -338,7 +354,7 @@ class Elastic:
                 if len(serving) == 1
                 else f"are the last {role} instances that take"
             )
-            raise Refused(f"{names} {last} requests; force it if one instance alone shall serve them")
+            raise Refused(f"{names} {last} requests; force it to let a single instance serve them")
 
 
 def _instance_of(member: DesiredInstance) -> Instance:
@@ -346,9 +362,9 @@ def _instance_of(member: DesiredInstance) -> Instance:
 
 
 def _is_under_way(instance: Instance, now_s: float) -> bool:
-    """Returns whether to watch it.
+    """Returns whether to keep watching it.
 
-    An instance out of service is watched until its deadline: API processes may send it late requests.
+    An instance out of service is watched until its deadline: API processes may still send it requests.
     """
     return (
         instance.service == "leaving"

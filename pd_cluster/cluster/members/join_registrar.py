@@ -1,9 +1,9 @@
-"""Workers in no rank table: what the scheduler knows of their registrations. The states are in
+"""The registrations of workers outside the rank tables, as the scheduler keeps them. The states are in
 docs/protocol/membership.md.
 
 A registration gives `Membership` an address to ask, and takes it back; it proves nothing about the worker. Among
-several schedulers only the owner of membership admits workers. The `Registrar` is on the event loop and has no clock,
-socket or thread of its own; `JoinPort` carries mail to it.
+several schedulers only the owner of membership admits workers. The `Registrar` runs on the event loop and has no clock,
+socket or thread; `JoinPort` brings it messages.
 """
 
 from __future__ import annotations
@@ -30,21 +30,22 @@ from ranktable_tools.host_addresses import is_ip
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-ELSEWHERE = wire.JoinAnswer("another scheduler admits workers, or none does now", is_elsewhere=True)
-MOST_REGISTRATIONS = 1024  # at a time: each costs the scheduler questions, and the others a place in their list
+ELSEWHERE = wire.JoinAnswer("this scheduler does not admit workers; another one may", is_elsewhere=True)
+MOST_REGISTRATIONS = 1024  # at a time; each makes the scheduler ask the worker, and lengthens every list of peers
 
 
 @dataclass(slots=True)
 class Registration:
-    """`conns`: the open connections that asked for it; together they are its lease, which is over when there is none.
+    """A registered worker.
 
-    There are two while the connection of an earlier life, or a lost one, has not been missed yet. `since_s`: when this
-    scheduler first knew of it. `is_inherited`: another scheduler admitted it, and it has not been heard of here yet.
-    `joined_s`: when the last of its connections asked.
+    `conns`: the open connections that asked for it, which together are its lease; it ends with the last of them. There
+    are two while the loss of an earlier connection has not been noticed yet. `since_s`: when this scheduler first knew
+    of it. `is_inherited`: another scheduler admitted it, and it has not registered here yet. `joined_s`: when the last
+    of its connections asked.
     """
 
     instance: Instance
-    role: Role  # with which it has registered itself
+    role: Role  # the role with which it registered
     conns: set[str]
     since_s: float
     is_inherited: bool = False
@@ -52,8 +53,8 @@ class Registration:
 
 
 class Registrar:
-    """`reach_s`: how long the scheduler may take to reach a worker that has just registered, and how long one that
-    another scheduler admitted may take to register here.
+    """`reach_s`: the time within which the scheduler must reach a newly registered worker, and within which a worker
+    that another scheduler admitted must register here.
     """
 
     def __init__(
@@ -67,11 +68,12 @@ class Registrar:
         self._send = send
         self._reach_s = reach_s
         self._clock = clock
-        self._registrations: dict[str, Registration] = {}  # by the instance's name
-        self._term: int | None = 0  # of the ownership under which they were admitted; without other schedulers always 0
+        self._registrations: dict[str, Registration] = {}  # instance's name -> registration
+        # the ownership's term under which they were admitted; always 0 with a single scheduler
+        self._term: int | None = 0
 
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
-        """Takes mail of a worker's parent; `peer` is the worker's name@epoch."""
+        """Takes a message of a worker's parent; `peer` is the worker's name@epoch."""
         name = peer.rpartition("@")[0]
         self._note_term()
         match body:
@@ -82,12 +84,12 @@ class Registrar:
                 self._send(conn, wire.JoinAnswer(f"{name} has left"))
 
     def on_closed(self, conn: str) -> None:
-        """The lease of which this connection was a part, if any, has lost it."""
+        """Removes the connection from the lease that it is part of, if any."""
         for each in self._registrations.values():
             each.conns.discard(conn)
 
     def tick(self) -> None:
-        """Forgets registrations that have ended."""
+        """Removes registrations that have ended."""
         self._note_term()
         listed = {id(instance) for instance in self._membership.instances}
         for name, each in list(self._registrations.items()):
@@ -101,7 +103,7 @@ class Registrar:
                 self._end(name, "it has left, or has died")
 
     def _note_term(self) -> None:
-        """Takes the list over where this scheduler begins to own membership; sends workers elsewhere where it ends."""
+        """When an ownership begins here, takes over the list; when it ends, sends the workers to another scheduler."""
         term = self._membership.term()
         if term == self._term:
             return
@@ -145,45 +147,45 @@ class Registrar:
         if problem := name_problem(name):
             return f"--instance-name {name[:200]!r}: {problem}"
         if not is_ip(join.host):
-            return f"--advertise-host {join.host!r}: expected the address of one machine, as a number"
+            return f"--advertise-host {join.host!r}: expected the numeric address of one machine"
         if problem := self._membership.mismatch(join.model_identity, join.hf_overrides):
             return problem
         known = self._registrations.get(name)
         if known is None and len(self._registrations) >= MOST_REGISTRATIONS:
-            return f"{MOST_REGISTRATIONS} workers are registered, and a scheduler takes no more; end some of them first"
+            return f"{MOST_REGISTRATIONS} workers are registered, which is the limit; stop some of them first"
         if known is None and not self._membership.has_capacity(_instance_of(name, join)):
-            return "the schedulers' record has no room for another worker; end some of them first"
+            return "the schedulers' record has no room for another worker; stop some workers first"
         if known is not None and known.instance.service == "leaving":
-            return f"{name} is leaving by an operator's command; start it when it has left"
+            return f"{name} is leaving by an operator's command; start it after it has left"
         if known is not None and not _is_same(known, join):
             instance = known.instance
             return (
                 f"--instance-name {name}: the {known.role} instance at {instance.host}:{instance.port} has "
-                f"this name; give another, or end that one first"
+                f"this name; give another name, or stop that instance first"
             )
         for other in self._membership.instances:
             is_there = other.state in ("forming", "ready") or not other.is_registered
             if other.name != name and is_there and (other.host, other.port) == (join.host, join.port):
-                return f"--port {join.port} of {join.host} is the port of {other.name}; give its own"
+                return f"--port {join.port} of {join.host} is the port of {other.name}; give this worker's own port"
         return ""
 
     def _fault(self, each: Registration) -> str:
-        """Returns why an admitted worker cannot stay; "" if it can. A worker that fails by itself says so itself."""
+        """Returns why an admitted worker cannot stay; "" if it can. A worker that fails reports this itself."""
         instance = each.instance
         if instance.reason.startswith(NODE_REFUSED) and self._clock() - each.joined_s <= self._reach_s:
-            return ""  # its node was admitted here: the mailbox that connects may have read another list until now
+            return ""  # its node was admitted here; the connecting mailbox may have had another list of nodes until now
         if instance.state == "failed" and (instance.info is None or instance.info.state != "failed"):
             return instance.reason
         if instance.info is None and self._clock() - each.since_s > self._reach_s:
             return (
-                f"the scheduler does not reach it: {instance.reason or 'no answer'}; give the --advertise-host and "
-                f"the --port at which it does"
+                f"the scheduler cannot reach it: {instance.reason or 'no answer'}; give the --advertise-host and the "
+                "--port at which the scheduler can reach it"
             )
         return ""
 
     def _end(self, name: str, reason: str) -> None:
         ended = self._registrations.pop(name)
-        log.info("%s is registered no more: %s", name, reason)
+        log.info("%s is no longer registered: %s", name, reason)
         for conn in ended.conns:
             self._send(conn, wire.JoinAnswer(reason))
 
@@ -199,7 +201,7 @@ def _is_same(known: Registration, join: wire.Join) -> bool:
 
 
 class JoinPort:
-    """The mailbox at which workers register. Must be made on its event loop. Raises ConfigError for a taken port."""
+    """The mailbox at which workers register. Must be made on its event loop. Raises ConfigError for a port in use."""
 
     def __init__(self, membership: Membership, credentials: Credentials, timeouts: Timeouts, host: str, port: int):
         self._loop = asyncio.get_running_loop()
@@ -215,7 +217,7 @@ class JoinPort:
             raise
 
     async def run(self) -> None:
-        """Admits and forgets workers until cancelled. Raises the error of a mailbox that has failed."""
+        """Admits and removes workers until cancelled. Raises the error of a failed mailbox."""
         self._mailbox.start(self)
         while not self._fatal.done():
             self.registrar.tick()
@@ -228,7 +230,7 @@ class JoinPort:
     # ---- the mailbox's thread
 
     def on_opened(self, conn: str, peer: str, kind: str) -> None:
-        """A worker says Join next."""
+        """Does nothing: the worker sends Join next."""
 
     def on_message(self, conn: str, peer: str, body: wire.Body) -> None:
         if isinstance(body, wire.Join | wire.Leave):

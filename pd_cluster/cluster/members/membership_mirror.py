@@ -1,4 +1,4 @@
-"""An API process's view of the cluster: the scheduler sends the members, its own connections report their state.
+"""An API process's view of the cluster: the scheduler sends the members, this process's connections show their state.
 
 It asks no worker for its description and sends no worker its peers: the scheduler does both (worker_membership.py).
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.instances.roster import Connector, Roster
+from pd_cluster.cluster.instances.roster import Roster, RosterMailbox
 from pd_cluster.process_messages import (
     AdapterNames,
     AllStats,
@@ -31,21 +31,23 @@ from pd_cluster.process_messages import (
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
-LOOK_S = 0.02  # between two looks at the work that is served now, whose changes are reported at once
-SILENT_TICKS = 10  # the scheduler hears at least this often that this process is alive
+LOOK_S = 0.02  # between two polls of the work being served, whose changes are reported at once
+SILENT_TICKS = 10  # the scheduler receives a report at least this often, as a sign of life
 
 
-class Mirror(Roster):
-    """Followers also hear when the scheduler wants an instance emptied."""
+class MembershipMirror(Roster):
+    """The roster of an API process. Followers are also notified when the scheduler wants an instance emptied."""
 
-    def __init__(self, lines: Connector, adapters: dict[str, str] | None = None, version: int = 0) -> None:
-        """`adapters`: digests by name, changed in place; `version`: of the scheduler's message that they are from."""
+    def __init__(self, lines: RosterMailbox, adapters: dict[str, str] | None = None, version: int = 0) -> None:
+        """`adapters`: name -> digest, mutated in place; `version`: that of the scheduler's message with these
+        adapters.
+        """
         super().__init__([], lines)
         self._adapters = {} if adapters is None else adapters
         self.adapters_version = version
-        self.pause_version = 0  # of the last PauseUpdate that this process has followed
+        self.pause_version = 0  # version of the last PauseUpdate that this process has applied
         self._views: dict[str, InstanceView] = {}
-        self.totals: AllStats | None = None  # of all API processes; None: not received yet
+        self.totals: AllStats | None = None  # sums over all API processes; None: not received yet
 
     async def run(
         self,
@@ -55,7 +57,7 @@ class Mirror(Roster):
     ) -> None:
         """Restores its connections, and reports, until cancelled.
 
-        `own` returns a report without what is outstanding. `busy`: the work that is served now.
+        `own` returns a report without outstanding work. `busy`: the work being served now.
         """
         told = ApiReport({})
         for tick in itertools.count():
@@ -78,8 +80,8 @@ class Mirror(Roster):
         outstanding = {i.name: Outstanding(i.num_outstanding, i.outstanding_tokens) for i in busy}
         return msgspec.structs.replace(own, outstanding=outstanding)
 
-    def hear(self, news: ToApi) -> None:
-        """Applies news from the scheduler."""
+    def apply(self, news: ToApi) -> None:
+        """Applies a message from the scheduler."""
         match news:
             case Instances(views):
                 self._follow(views)
@@ -114,7 +116,7 @@ class Mirror(Roster):
         instance.service = view.service
         instance.host, instance.port = view.host, view.port
         if instance.conn and view.info is not None and view.info.epoch != instance.epoch:
-            self._leave(instance)  # a new life of it; the old one's connection is about to close
+            self._leave(instance)  # a new life; the old life's connection is about to close
         if not instance.conn:
             instance.info = view.info
         if view.state != "ready":
@@ -131,10 +133,10 @@ class Mirror(Roster):
             self.connect(instance, view.info)
 
     def _leave(self, instance: Instance) -> None:
-        """Treats it as if its connection had closed."""
+        """Treats an instance as if its connection had closed."""
         if instance.conn:
             self._lines.disconnect(instance.conn)
-            self.on_closed(instance.conn, "the scheduler says that it is gone")
+            self.on_closed(instance.conn, "the scheduler reports that it is gone")
 
 
 def _instance(view: InstanceView) -> Instance:

@@ -1,7 +1,7 @@
 """This process's role, name and address, from the rank tables that the environment names.
 
 GLOBAL_RANK_TABLE_FILE_PATH, RANK_TABLE_FILE_PATH, NODE_PORTS and USE_OPENAI are the reference deployment's variables;
-NODE_PORTS_FILE names a file that is read instead of NODE_PORTS, whenever the table is.
+NODE_PORTS_FILE names a file that is read instead of NODE_PORTS, whenever the table is read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Literal
 from pd_cluster.errors import ConfigError, called
 from ranktable_tools import RankTable, Role, Server, check, load_global, load_local, locate, parse_node_ports
 from ranktable_tools.host_addresses import is_one_host, machine_key
-from ranktable_tools.ports import Given, port_faults
+from ranktable_tools.ports import GivenPorts, port_faults
 from ranktable_tools.schema import RankTableError
 from ranktable_tools.table_types import ROLES, Device, server_group
 
@@ -28,9 +28,9 @@ TABLE_VARIABLES = ("GLOBAL_RANK_TABLE_FILE_PATH", "RANK_TABLE_FILE_PATH", "NODE_
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A process's place in the cluster. `names` are the workers' names in the order of NODE_PORTS.
+    """A process's entry in the cluster. `names` are the workers' names in the order of NODE_PORTS.
 
-    `own_name`: that of a worker in no rank table.
+    `own_name`: the name of a worker outside the rank tables.
     """
 
     role: PlaceRole
@@ -57,23 +57,24 @@ class Place:
 
     @property
     def bind_address(self) -> str:
-        """Returns this process's address in the table, as a number.
+        """Returns this process's numeric address in the table.
 
-        Raises ConfigError for a name that does not resolve.
+        Raises ConfigError for a name that cannot be resolved.
         """
         return resolve_host(self.server.server_ip)
 
     @property
     def num_local_ranks(self) -> int:
-        """The number of devices of the table's workers on this host, including this one: one rank process each."""
+        """The number of rank processes on this host: one for each device of the table's workers here."""
         here = machine_key(self.server.server_ip)
         return sum(len(server.device) for server in self.table.instances if machine_key(server.server_ip) == here)
 
     def paired_tp_sizes(self, kv_transport: str, most: int = 0) -> tuple[int, ...]:
-        """Returns the devices of each instance of the table that this one may exchange KV cache with over a pair.
+        """Returns the devices of each instance with which this one may exchange KV cache over a pair.
 
-        Those are all of the other role, except those of this host, unless `kv_transport` is for pairs alone. With
-        `most` open links, 0 for any number, they are the largest, and one more that is being closed.
+        These are all instances of the other role, without those of this host unless `kv_transport` allows only pairs.
+        If `most` limits the open links (0: no limit), they are the largest instances, and one more that is being
+        closed.
         """
         others = self.table.decode if self.role == "prefill" else self.table.prefill
         here = "" if kv_transport in ("dist", "curve") else machine_key(self.server.server_ip)
@@ -82,21 +83,21 @@ class Place:
 
     @property
     def number_here(self) -> int:
-        """Counts the instances of the table on this host that come before this one."""
+        """Counts the table's instances on this host before this one."""
         here = machine_key(self.server.server_ip)
         before = self.table.instances[: self.names.index(self.name)] if self.name in self.names else ()
         return sum(1 for each in before if machine_key(each.server_ip) == here)
 
     @property
     def other_hosts(self) -> tuple[str, ...]:
-        """The hosts, besides this one, of the table's instances that this one exchanges KV cache with."""
+        """The other hosts of instances that exchange KV cache with this one."""
         others = self.table.decode if self.role == "prefill" else self.table.prefill
         here = self.server.server_ip
         return tuple(dict.fromkeys(each.server_ip for each in others if not is_one_host(each.server_ip, here)))
 
     @property
     def first_local_rank(self) -> int:
-        """The number of devices of the instances before this one, on this host."""
+        """The number of devices of this host's instances before this one."""
         here = machine_key(self.server.server_ip)
         before = self.table.instances[: self.names.index(self.name)]
         return sum(len(server.device) for server in before if machine_key(server.server_ip) == here)
@@ -107,7 +108,7 @@ class Place:
 
     @property
     def folder(self) -> Path:
-        """The global table's folder, which also holds the files of cluster_credentials.py."""
+        """The folder of the global table and of the files of cluster_credentials.py."""
         return Path(self.table.file).parent
 
 
@@ -124,7 +125,7 @@ def digest_of(table: RankTable) -> bytes:
 def find_place(env: Mapping[str, str]) -> Place:
     """Finds this process in the tables.
 
-    Raises ConfigError: a missing variable, a faulty table, a local table not in the global.
+    Raises ConfigError for a missing variable, a faulty table, and a local table that is not in the global one.
     """
     global_path = table_path(env)
     local_path = _variable(env, "RANK_TABLE_FILE_PATH")
@@ -140,7 +141,7 @@ def find_place(env: Mapping[str, str]) -> Place:
 
 
 def place_alone(role: PlaceRole, host: str, own_name: str = "", num_devices: int = 0) -> Place:
-    """Returns the place of a process that reads no rank table: a table of itself alone, in no file."""
+    """Returns the place of a process that reads no rank table: a table that contains only itself, in no file."""
     devices = tuple(Device(str(at), host, str(at)) for at in range(num_devices))
     server = Server(host, host, devices)
     groups = tuple(server_group(each, (server,) if each == role else ()) for each in ROLES)
@@ -152,16 +153,16 @@ def table_path(env: Mapping[str, str]) -> Path:
     return _variable(env, "GLOBAL_RANK_TABLE_FILE_PATH")
 
 
-def check_ports(place: Place, given: Given) -> None:
-    """Raises ConfigError for ports of one process, or of this table's, that cannot all be listened at."""
+def check_ports(place: Place, given: GivenPorts) -> None:
+    """Raises ConfigError if ports of this process or this table conflict."""
     for fault in port_faults(place.table, None, given):
         raise ConfigError(str(fault))
 
 
-def node_ports(env: Mapping[str, str], place: Place, given: Given | None = None) -> list[int]:
+def node_ports(env: Mapping[str, str], place: Place, given: GivenPorts | None = None) -> list[int]:
     """Returns NODE_PORTS, or NODE_PORTS_FILE's content: a port per instance of the global table. Raises ConfigError.
 
-    `given`: the scheduler's own ports, which no instance of its host may have.
+    `given`: the scheduler's own ports, which no instance on its host may use.
     """
     file = env.get("NODE_PORTS_FILE", "").strip()
     text = (_read_ports(file) if file else env.get("NODE_PORTS", "")).strip()
@@ -170,7 +171,7 @@ def node_ports(env: Mapping[str, str], place: Place, given: Given | None = None)
             "NODE_PORTS is not set: the scheduler needs the workers' ports in the order of the global rank table, "
             "prefill first, such as NODE_PORTS=8088,8089"
         )
-    faults = check(Path(place.table.file), node_ports=text, given=given or Given())
+    faults = check(Path(place.table.file), node_ports=text, given=given or GivenPorts())
     if faults:
         raise ConfigError(str(faults[0]))
     return parse_node_ports(text)
@@ -185,7 +186,7 @@ def use_openai(env: Mapping[str, str]) -> bool:
 
 
 def resolve_host(host: str, what: str = "server_ip {!r} of the rank table") -> str:
-    """Returns a numeric address: sockets bind and connect to these. Raises ConfigError; `what` names the host in it."""
+    """Returns the numeric address of a host, for sockets. Raises ConfigError; `what` names the host in it."""
     return resolve_hosts(host, what)[0]
 
 
@@ -201,9 +202,9 @@ def resolve_hosts(host: str, what: str) -> list[str]:
 
 
 def address_towards(addresses: Sequence[tuple[str, int]], timeout_s: float) -> str:
-    """Returns the address from which this host reaches the first of these that it can resolve and has a route to.
+    """Returns this host's address on the route to the first of these addresses that it can resolve and reach.
 
-    Tries for `timeout_s`, because a name may get its address only when its owner starts. Raises ConfigError.
+    Retries for `timeout_s`, because a name may get its address only when its owner starts. Raises ConfigError.
     """
     deadline_s = time.monotonic() + timeout_s
     while True:
@@ -216,15 +217,17 @@ def address_towards(addresses: Sequence[tuple[str, int]], timeout_s: float) -> s
             except (ConfigError, OSError) as error:
                 reason = error
         if time.monotonic() > deadline_s:
-            raise ConfigError(f"{called('join')}: {reason}; give this worker's own as {called('advertise_host')}")
-        time.sleep(RESOLVE_AGAIN_S)  # no event says that a name has an address
+            raise ConfigError(
+                f"{called('join')}: {reason}; give this worker's own address as {called('advertise_host')}"
+            )
+        time.sleep(RESOLVE_AGAIN_S)  # no event reports that a name has an address
 
 
 def _read_ports(file: str) -> str:
     try:
         return Path(file).read_text("utf-8")
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"NODE_PORTS_FILE={file}: {reason}") from None
 
 

@@ -1,6 +1,7 @@
-"""Reads the rank table and the secrets again while instances run, and refuses what these cannot follow.
+"""Reads the rank table and the secrets again while instances run, and refuses changes that running instances cannot
+follow.
 
-Knows nothing of what becomes of the instances: elastic_membership.py lets them join and leave.
+Knows nothing of how instances join and leave (elastic_membership.py).
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from pd_cluster.settings.process_configs import Credentials
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class RankTableFiles:
     """Reads the files' current content; each call may block, and may raise ConfigError.
 
-    `ports`: NODE_PORTS_FILE's, in this table's order; None without such a file. `credentials`: from the secrets' files,
-    or from the table with --derive-secret.
+    `ports`: NODE_PORTS_FILE's ports, in this table's order; None without such a file. `credentials`: from the secrets'
+    files, or from the table with --derive-secret.
     """
 
     place: Callable[[], Place]
@@ -33,23 +34,23 @@ class Tables:
 
 
 class RankTableReader:
-    """`credentials`: this process's own."""
+    """`credentials`: those of this process."""
 
-    def __init__(self, tables: Tables, credentials: Credentials) -> None:
+    def __init__(self, tables: RankTableFiles, credentials: Credentials) -> None:
         self._tables, self._credentials = tables, credentials
 
     async def read(self, running: Sequence[Instance], with_ports: bool) -> tuple[Place, dict[str, Instance]]:
         """Returns the table and its instances by name.
 
-        Raises Refused for changes that these instances, as they are once it was read, cannot follow.
+        Raises Refused for changes that these instances, in their state after the read, cannot follow.
         """
         try:
             place, entries, credentials = await asyncio.to_thread(self._load, with_ports)
             if msgspec.structs.replace(credentials, table=self._credentials.table) != self._credentials:
                 raise ConfigError(
                     f"{place.table.file} or cluster.secret has changed, and with it the secret: processes that start "
-                    f"from now on would be strangers to those that run; bring the old file back, and do not use "
-                    f"--derive-secret where the table may change"
+                    "from now on could not connect to running ones; restore the old file, and do not use "
+                    "--derive-secret if the table may change"
                 )
             _compare(place, entries, [each for each in running if not each.is_registered])
         except ConfigError as error:
@@ -68,14 +69,14 @@ def _compare(new: Place, entries: Mapping[str, Instance], running: Sequence[Inst
     """Compares the new table with the running instances of the old one. Raises ConfigError."""
     file = new.table.file
     if new.role != "scheduler":
-        raise ConfigError(f"{file} has another instance than the scheduler at this process's own place")
+        raise ConfigError(f"{file} has another instance than the scheduler in this process's own entry")
     places = {(each.host, *each.device_ids): each.name for each in entries.values()}
     for instance in running:
         name = places.get((instance.host, *instance.device_ids))
         if name is not None and name != instance.name:
             raise ConfigError(
-                f"{file} makes {instance.name} {name}: names are places, and it runs; only an entry at the end of its "
-                f"group can go"
+                f"{file} makes {instance.name} {name}, but it is running: names follow the order of the table, and "
+                "only the last entries of a group can be removed"
             )
     for instance in running:
         if instance.name in entries and (instance.host, *instance.device_ids) not in places:
@@ -86,6 +87,6 @@ def _compare(new: Place, entries: Mapping[str, Instance], running: Sequence[Inst
         is_going = instance.name not in entries and instance.service != "leaving"
         if is_going and any(name in entries for name in members):
             raise ConfigError(
-                f"{file} has no {instance.name} any more, but others of its unit ({', '.join(members)}): remove all of "
-                f"them, or none"
+                f"{file} no longer has {instance.name}, but has others of its unit ({', '.join(members)}): remove "
+                "all of them, or none"
             )

@@ -1,7 +1,7 @@
 """One of several schedulers over the same workers: owns membership or follows the owner. On the event loop.
 
-membership_lease.py picks the owner; this module keeps the shared record, lets `Membership` and `Elastic` act under the
-owner's fencing number, and applies the owner's list of instances where another scheduler owns. The states are in
+membership_lease.py decides the owner; this module keeps the shared record, lets `Membership` and `ElasticMembership`
+act under the owner's fencing number, and otherwise applies the owner's list of instances. The states are in
 docs/protocol/membership.md, "Several schedulers". Knows nothing of requests.
 """
 
@@ -20,32 +20,32 @@ import msgspec
 
 from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.leases.membership_lease import DesiredInstance, LeaseRecord, LeaseStore, Ownership
-from pd_cluster.cluster.members.elastic_membership import Elastic
+from pd_cluster.cluster.members.elastic_membership import ElasticMembership
 from pd_cluster.cluster.members.worker_membership import Membership
 from pd_cluster.errors import LeaseUnavailable, Refused, Unavailable
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LOOKS = 10  # at the record, within the duration of a lease
-SETTLE_S = 0.5  # the least
-LARGEST_WISH_NBYTES = 96  # service, next role and time to drain of an instance, as JSON
-OTHER_NBYTES = 1024  # of a record beside its list
-CALL_PART = 1 / 3  # of a lease: the longest that a call of the store may take
-RECORD_TIMEOUT_S = 2.0  # for a command to be in the record
+LOOKS = 10  # reads of the record per duration of a lease
+SETTLE_S = 0.5  # a minimum
+LARGEST_WISH_NBYTES = 96  # an instance's service, next role and time to drain, as JSON
+OTHER_NBYTES = 1024  # of a record in addition to its list
+CALL_PART = 1 / 3  # of a lease: the maximum time for a call of the store
+RECORD_TIMEOUT_S = 2.0  # within which a command must be in the record
 
 
-class TermHolder(Protocol):
-    """The mailbox, as far as this module needs it: what its greetings tell workers."""
+class TermMailbox(Protocol):
+    """The part of the mailbox that puts the term into greetings to workers."""
 
-    def heard_of_term(self, term: int) -> None: ...
+    def note_term(self, term: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """The part of a scheduler that makes it one of several. `admin`: where operators reach it.
+    """The settings that make a scheduler one of several. `admin`: its admin address, for operators.
 
-    `takeover_timeout_s`: how long a new scheduler may take to reach all instances.
+    `takeover_timeout_s`: the time within which a new scheduler must reach all instances.
     """
 
     index: int
@@ -56,31 +56,32 @@ class Lease:
 
 
 class SharedMembership:
-    """Its membership knows this process's name@epoch."""
+    """Requires a membership that knows this process's name@epoch."""
 
     def __init__(
         self,
         lease: Lease,
         membership: Membership,
-        elastic: Elastic,
-        mailbox: TermHolder,
+        elastic: ElasticMembership,
+        mailbox: TermMailbox,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        # Workers remember the terms of a folder that is lost: those of a new one are later.
+        # Workers remember the terms of a lost folder, so a new folder's terms must be later.
         own, first_term = membership.own_key, lambda: max(1, int(wall_clock()))
         self.ownership = Ownership(own, lease.duration_s, clock, lease.admin, membership.table_digest, first_term)
         self._store, self._membership, self._elastic, self._mailbox = lease.store, membership, elastic, mailbox
         self._clock, self._started_s, self._takeover_timeout_s = clock, clock(), lease.takeover_timeout_s
-        self._thread = ThreadPoolExecutor(1, "lease")  # its own: names that do not resolve fill the loop's
-        self._asked = asyncio.Event()  # that the record be looked at now
-        self._looked = asyncio.Event()  # set with each look, and replaced
-        self._term: int | None = None  # under which orders were given last
+        # a separate thread: names that cannot be resolved fill the loop's threads
+        self._thread = ThreadPoolExecutor(1, "lease")
+        self._look_requested = asyncio.Event()  # set to have the record read now
+        self._look_done = asyncio.Event()  # set after each read, and then replaced
+        self._term: int | None = None  # the term of the last orders
         self._followed = LeaseRecord()
         self._problem = ""
-        self._refused_term = 0  # the highest that a worker has named when it refused an order
-        self._asking: asyncio.Future[Any] | None = None  # the last call of the store
-        self._writing: LeaseRecord | None = None  # whose outcome is not known yet
+        self._refused_term = 0  # the highest term that a worker named when it refused an order
+        self._asking: asyncio.Future[Any] | None = None  # the store's last call
+        self._writing: LeaseRecord | None = None  # a record whose write has no outcome yet
         membership.term = lambda: self.ownership.term_now
         membership.refused = self._on_refused
         membership.has_capacity = self._has_capacity
@@ -92,24 +93,24 @@ class SharedMembership:
 
     @property
     def owner(self) -> str:
-        """The name of the scheduler that owns membership, as far as is known; "": none."""
+        """The name of the scheduler that owns membership, if known, or ""."""
         holder = self.ownership.record.holder
         if holder == self.ownership.own and not self.is_owner:
-            return ""  # its own lease is over, and it cannot see whether another has taken it
+            return ""  # its own lease has expired, and it cannot see whether another scheduler owns it now
         return holder.partition("@")[0]
 
     @property
     def known_term(self) -> int:
-        """The highest fencing number that this process has heard of."""
+        """The highest fencing number known to this process."""
         return self.ownership.highest_term
 
     def standing(self) -> dict[str, Any]:
-        """Returns its name, and who owns membership, for people."""
+        """Returns this scheduler's name, and the owner of membership, for people."""
         return {"name": self.name, "owner": self.owner, "term": self.known_term}
 
     @property
     def settle_s(self) -> float:
-        """How long other schedulers may not know of a command: some of their looks may be late."""
+        """How long other schedulers may be unaware of a command: some of their reads may be late."""
         return max(SETTLE_S, 3 * self.ownership.duration_s / LOOKS)
 
     @property
@@ -117,91 +118,92 @@ class SharedMembership:
         return self.ownership.term_now is not None
 
     def check(self) -> None:
-        """Raises Refused where another scheduler must be asked."""
+        """Raises Refused if another scheduler must be asked."""
         if not self.is_owner:
             record = self.ownership.record
             where = f"{self.owner} does, at {record.admin}; ask there" if self.owner else "none does now; try again"
             raise Refused(f"{self.name} does not own membership: {where}")
 
     def changed(self) -> None:
-        """The owner's list has changed: it is recorded at once."""
-        self._asked.set()
+        """Has a change of the owner's list recorded at once."""
+        self._look_requested.set()
 
     async def recorded(self) -> None:
-        """Returns when the owner's list is in the record, and so outlives this process. Raises Unavailable."""
-        self._asked.set()
+        """Returns once the owner's list is in the record, and so survives this process. Raises Unavailable."""
+        self._look_requested.set()
         try:
             async with asyncio.timeout(RECORD_TIMEOUT_S):
                 while not (self.is_owner and self.ownership.record.members == self._members()):
-                    await self._looked.wait()
+                    await self._look_done.wait()
         except TimeoutError:
-            reason = self._problem or f"{self.owner or 'no scheduler'} owns membership by now"
-            raise Unavailable(f"the command may not outlive this scheduler: {reason}") from None
+            reason = self._problem or f"{self.owner or 'no scheduler'} now owns membership"
+            raise Unavailable(f"the command may be lost with this scheduler: {reason}") from None
 
     async def run(self) -> None:
-        """Looks at the record again and again until cancelled; then lets go of the lease."""
+        """Reads the record repeatedly until cancelled; then releases the lease."""
         try:
             while True:
-                self._asked.clear()
+                self._look_requested.clear()
                 await self._look()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self.ownership.duration_s / LOOKS):
-                        await self._asked.wait()
+                        await self._look_requested.wait()
         finally:
             await self._release()
             self._thread.shutdown(wait=False)
 
     async def _look(self) -> None:
-        """Reads the record; writes it where this scheduler owns membership, or may; follows it otherwise."""
+        """Reads the record; writes it if this scheduler owns membership, or may; otherwise follows it."""
         ownership = self.ownership
         ownership.table = self._membership.table_digest
         try:
             if not await self._exchange():
-                await self._exchange()  # another program may have touched it alone
+                await self._exchange()  # another program may have touched only the record
             self._problem = ""
         except LeaseUnavailable as error:
             if str(error) != self._problem:
                 log.error("--scheduler-lease: %s", error)
             self._problem = str(error)
-        self._mailbox.heard_of_term(ownership.highest_term)
+        self._mailbox.note_term(ownership.highest_term)
         if not self.is_owner:
             self._follow(ownership.record)
         self._note_term()
         self._note_refused()
-        self._looked.set()
-        self._looked = asyncio.Event()
+        self._look_done.set()
+        self._look_done = asyncio.Event()
 
     async def _exchange(self) -> bool:
-        """Reads the record, and writes the next if that is due. Returns False if another has written meanwhile."""
+        """Reads the record, and writes the next one if due. Returns False if another process has written in between."""
         ownership = self.ownership
         record = await self._on_thread(self._store.read)
         if not self.is_owner:
-            self._follow(record)  # first: a record without an owner has operators' wishes, too
+            self._follow(record)  # first, because even a record without an owner has operators' requests
         ownership.is_candidate = self._is_candidate(record)
-        self._writing = ownership.seen(record, self._members())
+        self._writing = ownership.after_read(record, self._members())
         if self._writing is None:
             return True
         is_written = await self._on_thread(self._store.write, self._writing)
         wanted, self._writing = self._writing, None
-        ownership.wrote(wanted, is_written)
+        ownership.after_write(wanted, is_written)
         return is_written
 
     async def _on_thread(self, function: Callable[..., T], *args: object) -> T:
-        """Asks the store. If this is cancelled, the call goes on, and `_release` waits for it."""
+        """Calls the store on its thread. If this is cancelled, the call continues, and `_release` waits for it."""
         asking = asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
         self._asking = asking
         return await asyncio.shield(asking)
 
     def _on_refused(self, term: int) -> None:
         self._refused_term = max(self._refused_term, term)
-        self._asked.set()
+        self._look_requested.set()
 
     def _note_refused(self) -> None:
-        """The record was read since: if its owner is behind the workers, only an operator can help."""
+        """Warns that the record, which was read since the refusal, is behind the workers: only an operator can help."""
         if self.is_owner and self._refused_term > self.ownership.highest_term:
             log.error(
-                "workers follow term %d and no earlier one, and this owner of membership has term %d: the record of "
-                "before is lost, and this host's clock was set back; start the workers again that refuse its orders",
+                "workers follow term %d and refuse earlier ones, but this owner of membership has term %d: the "
+                "previous record was lost, and this host's clock was set back; restart the workers that refuse its "
+                "orders",
                 self._refused_term,
                 self.ownership.highest_term,
             )
@@ -211,14 +213,14 @@ class SharedMembership:
         before, self._term = self._term, self.ownership.term_now
         if self._term is not None and self._term != before:
             log.warning("%s owns membership now (term %d)", self.name, self._term)
-            self._membership.tell_peers()
+            self._membership.send_peers()
             self._membership.wake()
         elif self._term is None and before is not None:
-            log.warning("%s owns membership no more", self.name)
+            log.warning("%s no longer owns membership", self.name)
             self._membership.wake()
 
     def _follow(self, record: LeaseRecord) -> None:
-        """Applies the owner's list. An old one, of another table, counts only once its owner is seen to live."""
+        """Applies the owner's list. An old list, of another table, is applied only once its owner is seen alive."""
         if record == self._followed or record.holder == self.ownership.own:
             return
         is_first, self._followed = not self._followed.term, record
@@ -226,7 +228,9 @@ class SharedMembership:
             self._elastic.follow(record.members)
 
     def _is_candidate(self, record: LeaseRecord) -> bool:
-        """Whether its list of live workers is whole: a new scheduler's would cut links that others use."""
+        """Whether this scheduler's list of live workers is complete: a new scheduler's would close links that others
+        use.
+        """
         if not record.term or self._clock() - self._started_s > self._takeover_timeout_s:
             return True
         return all(instance.is_ready for instance in self._membership.instances)
@@ -248,20 +252,20 @@ class SharedMembership:
         )
 
     def _has_capacity(self, new: Instance) -> bool:
-        """Whether the record can have this instance, too, whatever is wished for all of them."""
+        """Whether the record has room for this instance, even with requests for all instances."""
         listed = [*self._members(), self._listed(new)]
         nbytes = len(msgspec.json.encode(listed)) + LARGEST_WISH_NBYTES * len(listed) + OTHER_NBYTES
         return nbytes <= self._store.max_record_nbytes
 
     async def _release(self) -> None:
-        """Lets go, once a call that is under way has ended. If that takes too long, the lease ends by itself."""
+        """Releases the lease once a running call has ended. If that takes too long, the lease expires."""
         if self._asking is not None and not self._asking.done():
             await asyncio.wait((self._asking,), timeout=self.ownership.duration_s * CALL_PART)
             if not self._asking.done():
                 return
-        with contextlib.suppress(LeaseUnavailable, RuntimeError):  # no thread can be started at a loop's end
+        with contextlib.suppress(LeaseUnavailable, RuntimeError):  # no thread can be started while the loop ends
             if self._writing is not None and self._asking is not None:
-                self.ownership.wrote(self._writing, bool(self._asking.result()))
+                self.ownership.after_write(self._writing, bool(self._asking.result()))
         record = self.ownership.released()
         if record is not None:
             with contextlib.suppress(LeaseUnavailable, RuntimeError):

@@ -1,4 +1,4 @@
-"""A worker's description of itself, at an address where anything may listen."""
+"""Fetches a worker's description of itself, from an address where any program may listen."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import msgspec
 
 from pd_cluster.process_messages import InstanceInfo
 
-MOST_INFO_NBYTES = 4 << 20  # of a worker's description: its --hf-overrides alone may have 1 MiB
+MOST_INFO_NBYTES = 4 << 20  # --hf-overrides alone may have 1 MiB
 
 
 async def fetch_description(client: httpx.AsyncClient, url: str, params: dict[str, str]) -> InstanceInfo:
     """Returns the description at this URL.
 
-    Raises httpx.HTTPError, and ValueError or RecursionError for what is none.
+    Raises httpx.HTTPError, and ValueError or RecursionError for invalid content.
     """
     content = bytearray()
     async with client.stream("GET", url, params=params, headers={"Accept-Encoding": "identity"}) as answer:
-        async for part in answer.aiter_raw():  # as it was sent: decompressed, a part could have any size
+        async for part in answer.aiter_raw():  # raw: a decompressed part could have any size
             content += part
             if len(content) > MOST_INFO_NBYTES:
                 raise ValueError(f"{url} sends more than {MOST_INFO_NBYTES} bytes")

@@ -1,4 +1,4 @@
-"""A worker in no rank table registers with a scheduler, and stays registered. The states are in
+"""Registers a worker outside the rank tables with a scheduler, and keeps it registered. The states are in
 docs/protocol/membership.md.
 
 Runs in the worker's parent. Knows nothing of ranks: the scheduler asks the worker's `/instance` for everything else.
@@ -32,20 +32,21 @@ Address = tuple[str, int]
 State = Literal["seeking", "opening", "asking", "joined"]
 TICK_S = 0.1
 LEAVE_S = 1.0  # for the scheduler's answer to Leave
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 2.0  # a scheduler that has just started lets requests wait for 3.5 s
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 2.0  # a newly started scheduler lets requests wait for 3.5 s
 MOST_CUT_ROUNDS = 3  # rounds in which every address listens and none has a pinned key
 
 
-class JoinConnector(Protocol):
-    """The mailbox, as far as a joining worker needs it."""
+class JoiningMailbox(Protocol):
+    """The part of the mailbox that a joining worker needs."""
 
     def connect(self, name: str, epoch: int, host: str, port: int, key: bytes) -> str: ...
     def disconnect(self, conn: str) -> None: ...
     def send(self, conn: str, body: wire.Body) -> None: ...
 
 
-class Joining:
-    """The state at the worker, on one thread and without a socket. `keys`: the public keys that cluster.secret pins.
+class WorkerJoining:
+    """The worker's side of a registration, on one thread and without a socket. `keys`: the public keys that
+    cluster.secret pins.
 
     The mailbox's events and `tick` raise the ConfigError with which the worker ends.
     """
@@ -55,22 +56,22 @@ class Joining:
         addresses: Sequence[Address],
         keys: Sequence[bytes],
         join: wire.Join,
-        lines: JoinConnector,
+        lines: JoiningMailbox,
         timeouts: Timeouts,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state: State = "seeking"
         self.conn = ""
         self._targets = list(itertools.product(addresses, keys))
-        self._at = 0  # the target to try next, or that is tried
+        self._at = 0  # index of the current or next target
         self._num_tried = [0] * len(self._targets)
         self._join, self._lines, self._timeouts, self._clock = join, lines, timeouts, clock
-        self._reason = "nothing was tried yet"
-        self._logged: set[str] = set()  # reasons since the start, or since it was last registered
-        self._num_cut = 0  # attempts in a row that the other end closed during the handshake
+        self._reason = "no attempt yet"
+        self._logged: set[str] = set()  # reasons logged since the start or since the last registration
+        self._num_cut = 0  # consecutive attempts that the other end closed during the handshake
         self._backoff_s = FIRST_BACKOFF_S
-        self._num_hosts = [1] * len(self._targets)  # that the name of each target had last
-        self._num_in_round = 0  # attempts
+        self._num_hosts = [1] * len(self._targets)  # number of addresses of each target's name, when last resolved
+        self._num_in_round = 0  # attempts in this round
         self._next_s = self._asked_s = clock()
         self._deadline_s = clock() + timeouts.join_timeout_s
         self._was_joined = False
@@ -90,15 +91,17 @@ class Joining:
         return self.state == "seeking" and self._clock() >= self._next_s
 
     def connect(self, *hosts: str) -> None:
-        """Opens a connection to the next address. `hosts`: its numbers; each attempt takes the next of them."""
+        """Opens a connection to the next address. `hosts`: its numeric addresses; each attempt uses the next of
+        them.
+        """
         (_, port), key = self._targets[self._at]
-        host = sorted(hosts)[self._num_tried[self._at] % len(hosts)]  # name servers change the order each time
+        host = sorted(hosts)[self._num_tried[self._at] % len(hosts)]  # sorted, because name servers change the order
         self._num_hosts[self._at] = len(hosts)
         self._num_tried[self._at] += 1
         self.state, self.conn = "opening", self._lines.connect(JOIN_PORT, JOIN_EPOCH, host, port, key)
 
     def fail(self, reason: str) -> None:
-        """The attempt has failed, or the registration is lost: it seeks again, after a while."""
+        """Records that the attempt failed or the registration is lost; the next attempt follows after a delay."""
         shown = f"{self.shown_address}: {reason}"
         was_joined = self.state == "joined"
         if was_joined:
@@ -115,7 +118,7 @@ class Joining:
         in_all = sum(self._num_hosts)
         if self._num_cut >= MOST_CUT_ROUNDS * in_all:
             raise ConfigError(
-                f"{called('join')} {shown}; is it a scheduler's {called('join_port')}? Then copy the scheduler's "
+                f"{called('join')} {shown}; is this a scheduler's {called('join_port')}? Then copy the scheduler's "
                 f"cluster.secret to this host, and name it with {called('secret_file')}"
             )
         self._next_s = self._clock()
@@ -146,7 +149,8 @@ class Joining:
             return
         if is_elsewhere:
             self._lines.disconnect(conn)
-            if self._was_joined:  # schedulers live, and none admits workers now: it serves them until one does
+            # schedulers live, but none admits workers now; the worker keeps serving them until one does
+            if self._was_joined:
                 self._deadline_s = self._clock() + self._timeouts.join_timeout_s
             self.fail(problem)
             return
@@ -172,7 +176,7 @@ class Joining:
 
 
 class JoinMailbox:
-    """Drives a worker's `Joining` over a mailbox. Must be made on its event loop. `name` and `epoch`: the worker's."""
+    """Drives a worker's `WorkerJoining` over a mailbox. Made on its event loop. `name` and `epoch`: the worker's."""
 
     def __init__(
         self,
@@ -186,12 +190,12 @@ class JoinMailbox:
         self._loop = asyncio.get_running_loop()
         own = msgspec.structs.replace(credentials, key=join_key(credentials.secret))
         self._mailbox = Mailbox(Life(name, epoch), "worker", own, timeouts)
-        self._joining = Joining(addresses, credentials.schedulers, join, self._mailbox, timeouts)
+        self._joining = WorkerJoining(addresses, credentials.schedulers, join, self._mailbox, timeouts)
         self._events: asyncio.Queue[Callable[[], None]] = asyncio.Queue()
         self._answered = asyncio.Event()
 
     async def run(self) -> None:
-        """Registers, and again whenever that is lost, until cancelled. Raises ConfigError for what ends the worker."""
+        """Registers, and registers again after a loss, until cancelled. Raises ConfigError for a permanent refusal."""
         self._mailbox.start(self)
         while True:
             if self._joining.is_due:
@@ -203,7 +207,7 @@ class JoinMailbox:
             self._joining.tick()
 
     async def leave(self) -> None:
-        """Ends the registration; the scheduler forgets the worker at once, and not only after its silence."""
+        """Ends the registration; the scheduler forgets the worker at once instead of after its silence."""
         if self._joining.state == "joined":
             self._answered.clear()
             self._mailbox.send(self._joining.conn, wire.Leave())

@@ -1,8 +1,8 @@
 """Tracks the workers: asks each one's `/instance`, connects, notices restarts, and sends each the list of its peers.
 
-The rank table and NODE_PORTS, or a worker's registration, say where workers should be; a worker's own description is
-only compared with that.
-A worker that answers in another's place is a fault in NODE_PORTS, recognized by its devices.
+The rank table and NODE_PORTS, or a worker's registration, determine the workers' addresses; a worker's own description
+is only compared with them. A worker that answers at another's address is a fault in NODE_PORTS, recognized by its
+devices.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import httpx
 from pd_cluster import wire
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.instances.roster import Connector, Roster
-from pd_cluster.cluster.instances.unit_members import awaited, unit_clash
+from pd_cluster.cluster.instances.roster import Roster, RosterMailbox
+from pd_cluster.cluster.instances.unit_members import describe_awaited, unit_clash
 from pd_cluster.cluster.members.rank_table_place import Place, digest_of, resolve_host
 from pd_cluster.cluster.members.worker_description import fetch_description
 from pd_cluster.errors import ConfigError
@@ -34,13 +34,15 @@ from ranktable_tools.host_addresses import bracketed, host_key, is_ip
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-LOADING_S = 0.5  # how long an instance that loads may hold its answer until it has loaded
+LOADING_S = 0.5  # how long a loading instance may delay its answer until it has loaded
 SLOW_POLL_S = 2.0
 FAREWELL_S = 1.0  # between the last message to an instance and closing its connection
 
 
 def instances_of(place: Place, ports: Sequence[int]) -> list[Instance]:
-    """Returns the global table's workers, in the order of NODE_PORTS. An unresolved host stays a name for now."""
+    """Returns the global table's workers, in the order of NODE_PORTS. A host that cannot be resolved keeps its name for
+    now.
+    """
     num_prefill = len(place.table.prefill)
     return [
         Instance(name, _role(at < num_prefill), _address(server.server_ip), port, _ids(server))
@@ -48,8 +50,8 @@ def instances_of(place: Place, ports: Sequence[int]) -> list[Instance]:
     ]
 
 
-class MemberPost(Connector, Protocol):
-    """The mailbox, as far as a membership needs it."""
+class MembershipMailbox(RosterMailbox, Protocol):
+    """The part of the mailbox that a membership needs."""
 
     table: bytes
 
@@ -61,29 +63,34 @@ class Membership(Roster):
         self,
         place: Place,
         instances: list[Instance],
-        mailbox: MemberPost,
+        mailbox: MembershipMailbox,
         timeouts: Timeouts,
         model_identity: str,
         hf_overrides: str = "{}",
     ) -> None:
-        """`model_identity` and `hf_overrides`: those of the model that every worker must serve."""
+        """`model_identity` and `hf_overrides` describe the model that every worker must serve."""
         super().__init__(instances, mailbox)
         self._mailbox = mailbox
         self.place = place
         self._hosts = place.hosts  # includes those of leaving instances
         self._timeouts = timeouts
         self._model_identity, self._hf_overrides = model_identity, hf_overrides
-        self._swapped: set[str] = set()  # in whose places other workers of the table answered last
-        self._joined: set[str] = set()  # at run time
-        self._paused_until: dict[str, float] = {}  # by name, of those whose node is not admitted
+        self._swapped: set[str] = set()  # instances at whose address another worker of the table answered last
+        self._joined: set[str] = set()  # added at run time
+        # name -> time until which an instance whose node is not admitted is not asked
+        self._paused_until: dict[str, float] = {}
         self._orders = PeersSender()
-        self._refused: dict[str, tuple[int, str]] = {}  # name -> epoch of a life with other keys, and the reason
-        self.term: Callable[[], int | None] = lambda: 0  # of this scheduler's orders; None: another gives them
-        self.refused: Callable[[int], None] = lambda term: None  # called when a worker that knows it refuses an order
-        self.has_capacity: Callable[[Instance], bool] = lambda instance: True  # whether another one can be in the list
-        self.adapters: wire.WantedAdapters | None = None  # those that every worker shall have; None: those of its start
-        self._loading: set[str] = set()  # open connections to workers that do not have all of them yet
-        self._forming: dict[str, float] = {}  # open connections to workers that wait for their unit, and since when
+        self._refused: dict[str, tuple[int, str]] = {}  # name -> (epoch of a life with other keys, the reason)
+        # the term of this scheduler's orders; None: another scheduler gives orders
+        self.term: Callable[[], int | None] = lambda: 0
+        # called when a worker refuses an order, with the term that it knows
+        self.refused: Callable[[int], None] = lambda term: None
+        # whether the list has room for another instance
+        self.has_capacity: Callable[[Instance], bool] = lambda instance: True
+        # the adapters that every worker shall have; None: those of its start
+        self.adapters: wire.WantedAdapters | None = None
+        self._loading: set[str] = set()  # open connections to workers that do not have all adapters yet
+        self._forming: dict[str, float] = {}  # open connection -> since when its worker has waited for its unit
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._watch_too: Callable[[Instance], asyncio.Task[None]] | None = None
 
@@ -93,7 +100,7 @@ class Membership(Roster):
         async with client, asyncio.TaskGroup() as group:
             self._watch_too = lambda instance: group.create_task(self._watch(instance, client))
             self._watching = {instance.name: self._watch_too(instance) for instance in self.instances}
-            await asyncio.Event().wait()  # others may join
+            await asyncio.Event().wait()  # further workers may join
 
     # ---- which workers are watched
 
@@ -108,11 +115,11 @@ class Membership(Roster):
         return digest_of(self.place.table)
 
     def host_of(self, instance: Instance) -> str:
-        """Returns its host as the table has it, which may be a name."""
+        """Returns its host as in the table, where it may be a name."""
         return self._hosts.get(instance.name, instance.host)
 
     def join(self, instance: Instance) -> None:
-        """Watches this worker, too; the list keeps the table's order, and has registered workers behind it."""
+        """Adds a worker; the list keeps the table's order, followed by registered workers."""
         self._hosts.setdefault(instance.name, instance.host)
         self.instances.append(instance)
         self.instances.sort(key=_order)
@@ -123,7 +130,7 @@ class Membership(Roster):
         self.wake()
 
     def forget(self, instance: Instance) -> None:
-        """Stops asking it, and removes it from its peers."""
+        """Stops asking the worker, and removes it from its peers."""
         self.instances.remove(instance)
         self._joined.discard(instance.name)
         self._refused.pop(instance.name, None)
@@ -137,10 +144,10 @@ class Membership(Roster):
         self._forming.pop(conn, None)
         if self._by_conn.pop(conn, None) is not None:
             if (term := self.term()) is not None:
-                self._mailbox.send(conn, wire.Peers([], term))  # makes it close its links
+                self._mailbox.send(conn, wire.Peers([], term))  # makes the worker close its links
             asyncio.get_running_loop().call_later(FAREWELL_S, self._mailbox.disconnect, conn)
         instance.state = "unreachable"
-        self.tell_peers()
+        self.send_peers()
         self.wake()
 
     # ---- watching
@@ -148,12 +155,15 @@ class Membership(Roster):
     async def _watch(self, instance: Instance, client: httpx.AsyncClient) -> None:
         while True:
             is_paused = asyncio.get_running_loop().time() < self._paused_until.get(instance.name, 0.0)
-            if instance.state not in ("ready", "connecting") and not is_paused:  # one that forms is asked on
+            # a forming instance is asked repeatedly
+            if instance.state not in ("ready", "connecting") and not is_paused:
                 await self.ask(instance, client)
             await asyncio.sleep(POLL_S if instance.state != "failed" else SLOW_POLL_S)
 
     async def ask(self, instance: Instance, client: httpx.AsyncClient) -> None:
-        """Asks it to describe itself, and follows that. A forming one may be silent: its connection shows its life."""
+        """Asks the worker for its description, and acts on it. A forming one need not answer: its connection shows that
+        it lives.
+        """
         self._swapped.discard(instance.name)
         found = await self._ask(instance, client)
         if isinstance(found, InstanceInfo):
@@ -162,7 +172,7 @@ class Membership(Roster):
             self.set_state(instance, *found)
 
     async def _ask(self, instance: Instance, client: httpx.AsyncClient) -> InstanceInfo | tuple[InstanceState, str]:
-        """Returns its description, or the state that follows from the lack of one, and the reason."""
+        """Returns its description, or the state that follows from having none, and the reason."""
         if not instance.port:
             return "unreachable", f"its port is not known; pd-cluster instances add {instance.name} --port PORT"
         if reason := await self._find(instance):
@@ -172,7 +182,7 @@ class Membership(Roster):
             async with asyncio.timeout(2 * self._timeouts.connect_timeout_s):
                 return await fetch_description(client, f"http://{address}/instance", self._until(instance))
         except (httpx.HTTPError, TimeoutError):
-            return "unreachable", f"nobody answers at {address}"
+            return "unreachable", f"no process answers at {address}"
         except (ValueError, RecursionError):
             return "failed", f"{address} does not answer as a worker of this version"
 
@@ -197,16 +207,16 @@ class Membership(Roster):
         elif info.state == "ready":
             self._formed(instance)
         else:
-            self._note_awaited(instance)
+            self._show_awaited(instance)
 
     def _until(self, instance: Instance) -> dict[str, str]:
-        """Returns the query: an instance that loads or forms answers once it does so no more."""
+        """Returns the query: a loading or forming instance answers once it no longer loads or forms."""
         if instance.state not in ("loading", "forming"):
             return {}
         return {"unless": instance.state, "for_s": str(min(LOADING_S, self._timeouts.connect_timeout_s / 2))}
 
     async def _find(self, instance: Instance) -> str:
-        """Resolves its host again: a pod returns with another address. Returns why that failed, or ""."""
+        """Resolves its host again, since a pod returns with another address. Returns why that failed, or ""."""
         name = self._hosts.get(instance.name, instance.host)
         if not is_ip(name):
             try:
@@ -216,20 +226,20 @@ class Membership(Roster):
         return ""
 
     def _misplaced(self, instance: Instance, info: InstanceInfo) -> str:
-        """Returns why the process that answers is not this entry of the table, or this registration; "" if it is."""
+        """Returns why the answering process is not this entry of the table, or this registration; "" if it is."""
         if instance.is_registered:
             if info.name == instance.name:
                 return ""
             return (
-                f"at {instance.host}:{instance.port} answers {info.name}; give the --advertise-host and the --port "
-                f"at which the scheduler reaches this worker"
+                f"{info.name} answers at {instance.host}:{instance.port}; give the --advertise-host and the --port "
+                "at which the scheduler reaches this worker"
             )
         if info.device_ids == instance.device_ids and host_key(info.server_ip) == host_key(self._hosts[instance.name]):
             return ""
-        here = f"at port {instance.port} answers {info.name} (devices {','.join(info.device_ids)} of {info.server_ip})"
+        here = f"{info.name} (devices {','.join(info.device_ids)} of {info.server_ip}) answers at port {instance.port}"
         its = f"the port of {instance.name} (devices {','.join(instance.device_ids)} of {instance.host})"
         if instance.name in self._joined:
-            return f"{here}, and it must be {its}; pd-cluster instances add {instance.name} --port PORT"
+            return f"{here}, which must be {its}; pd-cluster instances add {instance.name} --port PORT"
         ports = ",".join(str(i.port) for i in self._of_start)
         index = self._of_start.index(instance)
         return (
@@ -239,13 +249,13 @@ class Membership(Roster):
 
     @property
     def _of_start(self) -> list[Instance]:
-        """Those of the table and of NODE_PORTS as they were at the start."""
+        """Returns the instances of the table and NODE_PORTS at the start."""
         return [instance for instance in self.instances if instance.name not in self._joined]
 
     def _check_ports(self, instance: Instance, info: InstanceInfo, reason: str) -> None:
-        """Raises ConfigError if NODE_PORTS is certainly wrong: every worker of the table answers in another's place.
+        """Raises ConfigError if NODE_PORTS is certainly wrong: every worker of the table answers at another's port.
 
-        A stranger at a port, where a worker may have died, only fails that instance.
+        A stranger at the port of a worker, which may have died, only fails that instance.
         """
         of_start = self._of_start
         places = {(*each.device_ids, host_key(self._hosts[each.name])) for each in of_start}
@@ -260,16 +270,16 @@ class Membership(Roster):
             return why
         has_loaded = info.state in ("forming", "ready")
         if has_loaded and len(info.public_key) != wire.KEY_NBYTES:
-            return "it has no key of its own, so it is of an earlier version; start it again with the scheduler's"
+            return "it has no key, so its version is earlier; restart it with the scheduler's version"
         if info.name != instance.name:
-            return f"its own global rank table names it {info.name}; start it again with the scheduler's"
+            return f"its own global rank table names it {info.name}; restart it with the scheduler's table"
         reason = unit_clash(self.instances, instance, info) if has_loaded else ""
         if not reason and (info.state == "ready" or info.model_identity):
             reason = self.mismatch(info.model_identity, info.numerics.hf_overrides)
         return reason
 
     def mismatch(self, model_identity: str, hf_overrides: str) -> str:
-        """Returns why a worker with these cannot serve here; "" if it can."""
+        """Returns why a worker with this model cannot serve here; "" if it can."""
         if model_identity != self._model_identity:
             return (
                 f"it serves another model ({model_identity[:12]}) than the scheduler "
@@ -278,7 +288,7 @@ class Membership(Roster):
         if hf_overrides != self._hf_overrides:
             return (
                 f"it was started with --hf-overrides {hf_overrides}, the scheduler with {self._hf_overrides}; "
-                f"start all with the same"
+                f"start all with the same value"
             )
         return ""
 
@@ -288,26 +298,26 @@ class Membership(Roster):
         instance = self._by_conn.get(conn)
         if instance is not None and instance.info is not None and instance.info.state == "forming":
             self._forming[conn] = asyncio.get_running_loop().time()
-            self._note_awaited(instance)
-            self.tell_peers()
+            self._show_awaited(instance)
+            self.send_peers()
         else:
             self._admit(conn)
 
     def _formed(self, instance: Instance) -> None:
-        """Lets an instance serve over the connection at which it waited for its unit."""
+        """Marks an instance ready, over the connection at which it waited for its unit."""
         self._forming.pop(instance.conn, None)
         self._admit(instance.conn)
 
-    def _note_awaited(self, instance: Instance) -> None:
-        """Shows for whom it waits, once that takes long."""
+    def _show_awaited(self, instance: Instance) -> None:
+        """Shows the members that it waits for, once it has waited long."""
         waits_s = asyncio.get_running_loop().time() - self._forming[instance.conn]
         is_late = waits_s > self._timeouts.connect_timeout_s
-        self.set_state(instance, "forming", awaited(self.instances, instance) if is_late else "")
+        self.set_state(instance, "forming", describe_awaited(self.instances, instance) if is_late else "")
 
     # ---- adapters
 
     def _admit(self, conn: str) -> None:
-        """Sends an instance the adapters that it shall have, and opens it once it has them."""
+        """Sends an instance its adapters, and marks it ready once it has loaded them."""
         instance = self._by_conn.get(conn)
         if instance is None or self.adapters is None:
             super().on_opened(conn)
@@ -320,7 +330,7 @@ class Membership(Roster):
             super().on_opened(conn)
 
     def on_adapter_states(self, conn: str, states: wire.AdapterStates) -> None:
-        """Opens an instance once it has all of them."""
+        """Marks an instance ready once it has all adapters."""
         instance = self._by_conn.get(conn)
         if instance is None or self.adapters is None:
             return
@@ -334,7 +344,7 @@ class Membership(Roster):
                 self.set_state(instance, "connecting", f"it cannot load an adapter: {reasons[0]}")
         self.wake()
 
-    def tell_adapters(self, adapters: wire.WantedAdapters) -> None:
+    def send_adapters(self, adapters: wire.WantedAdapters) -> None:
         """Sends the list to every worker, now or when it connects."""
         self.adapters = adapters
         for conn in self._open | self._loading:
@@ -349,12 +359,12 @@ class Membership(Roster):
         self._forming.pop(conn, None)
         super().on_closed(conn, reason)
         if was_named_early:
-            self.tell_peers()
+            self.send_peers()
 
     def _state_after(self, instance: Instance, reason: str) -> tuple[InstanceState, str]:
         """Returns the new state. Keys last as long as both processes live, so a refused life is not tried again.
 
-        The lists of nodes may change meanwhile: such a life is tried again, slowly.
+        The lists of nodes may change: a life refused because of its node is retried, slowly.
         """
         if reason.startswith(NODE_REFUSED):
             self._paused_until[instance.name] = asyncio.get_running_loop().time() + SLOW_POLL_S
@@ -368,14 +378,14 @@ class Membership(Roster):
         self._refused[instance.name] = instance.epoch, why
         return "failed", why
 
-    def _has_come(self, instance: Instance) -> None:
-        self.tell_peers()
+    def _on_ready(self, instance: Instance) -> None:
+        self.send_peers()
 
-    def _has_gone(self, instance: Instance) -> None:
-        self.tell_peers()
+    def _on_unready(self, instance: Instance) -> None:
+        self.send_peers()
 
-    def tell_peers(self) -> None:
-        """Sends what has changed in the list of instances to each that is in it, if this scheduler owns membership."""
+    def send_peers(self) -> None:
+        """Sends changes of the list of instances to its members, if this scheduler owns membership."""
         if (term := self.term()) is None:
             return
         named = [each for each in self.instances if each.is_ready or self._is_named_early(each)]
@@ -384,7 +394,7 @@ class Membership(Roster):
             self._mailbox.send(conn, order)
 
     def _is_named_early(self, instance: Instance) -> bool:
-        """Whether others hear of it before it can serve, because its unit needs it."""
+        """Whether others learn of it before it can serve, because its unit needs it."""
         return instance.conn in self._forming or (bool(instance.unit) and instance.conn in self._loading)
 
     def on_stale_order(self, conn: str, term: int) -> None:
@@ -392,8 +402,8 @@ class Membership(Roster):
         name = instance.name if instance else "a worker"
         if self.term() == 0:
             log.error(
-                "%s refuses an order: it has followed schedulers with --scheduler-lease (term %d), and this one has "
-                "none; start the workers again, or this scheduler with --scheduler-lease",
+                "%s refuses an order: it has followed schedulers with --scheduler-lease (term %d), and this "
+                "scheduler has no lease; restart the workers, or this scheduler with --scheduler-lease",
                 name,
                 term,
             )
@@ -427,8 +437,8 @@ def _ids(server: Server) -> list[str]:
 
 
 def membership_of(
-    place: Place, ports: Sequence[int], timeouts: Timeouts, mailbox: MemberPost, checkpoint: Checkpoint
+    place: Place, ports: Sequence[int], timeouts: Timeouts, mailbox: MembershipMailbox, checkpoint: Checkpoint
 ) -> Membership:
-    """Lists the workers of a place's table, which must all serve this model."""
+    """Makes the membership of a place's workers, which must all serve this model."""
     instances = instances_of(place, ports)
     return Membership(place, instances, mailbox, timeouts, checkpoint.identity, checkpoint.hf_overrides)

@@ -1,7 +1,7 @@
-"""Notable events of a cluster, in order: an instance came, died, was drained, or changed its role. Bounded.
+"""A bounded log of notable events of a cluster: an instance came, died, was drained, or changed its role.
 
-Compares each instance with what it was before, so it needs no hook in the code that changes instances: a process that
-dies and comes back between two looks is recognized by its epoch. Knows nothing of requests or HTTP.
+Compares each instance with its previous state, so the code that changes instances needs no hooks; a process that dies
+and returns between two looks is recognized by its epoch. Knows nothing of requests or HTTP.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ Kind = Literal["up", "down", "change"]
 
 @dataclass(frozen=True, slots=True)
 class ClusterEvent:
-    """`number` grows by one with each; `at_s` is Unix time. `reason` is for operators, as in cluster_problems.py."""
+    """`number` increases by one with each event; `at_s` is Unix time. `reason` is for operators, as in
+    cluster_problems.py.
+    """
 
     number: int
     at_s: float
@@ -38,7 +40,7 @@ class ClusterEvent:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _InstanceSnapshot:
     state: str
     role: str
     epoch: int
@@ -48,34 +50,36 @@ class _Seen:
 class ClusterEventLog:
     def __init__(self, max_marks: int = MAX_MARKS) -> None:
         self._marks: deque[ClusterEvent] = deque(maxlen=max_marks)
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, _InstanceSnapshot] = {}
         self._number = 0
 
     def since(self, number: int = 0) -> list[ClusterEvent]:
-        """Returns the marks after that number, oldest first."""
+        """Returns the events after that number, oldest first."""
         return [mark for mark in self._marks if mark.number > number]
 
     def look(self, at_s: float, instances: Sequence[Instance]) -> None:
-        """Notes what has changed since the last look."""
+        """Logs what has changed since the last look."""
         for instance in instances:
             before, state = self._seen.get(instance.name), instance.shown_state
             is_up = instance.is_ready
-            now = _Seen(state, instance.role, instance.epoch, is_up or (before is not None and before.was_up))
+            now = _InstanceSnapshot(
+                state, instance.role, instance.epoch, is_up or (before is not None and before.was_up)
+            )
             self._seen[instance.name] = now
             if before is None:
                 if is_up:
                     self.add(at_s, "up", instance.name, "is ready")
             elif is_up and before.was_up and before.epoch and before.epoch != now.epoch:
-                self.add(at_s, "up", instance.name, "is ready again, as another process")
+                self.add(at_s, "up", instance.name, "is ready again, in another process")
             elif before.state != state:
                 self._note(at_s, instance, before)
             if before is not None and before.role != instance.role:
-                self.add(at_s, "change", instance.name, f"is {instance.role} now; it was {before.role}")
+                self.add(at_s, "change", instance.name, f"is now {instance.role}; it was {before.role}")
         for name in self._seen.keys() - {instance.name for instance in instances}:
             del self._seen[name]
             self.add(at_s, "change", name, "has left the cluster")
 
-    def _note(self, at_s: float, instance: Instance, before: _Seen) -> None:
+    def _note(self, at_s: float, instance: Instance, before: _InstanceSnapshot) -> None:
         state = instance.shown_state
         if state in DOWN:
             if before.was_up and before.state not in DOWN:

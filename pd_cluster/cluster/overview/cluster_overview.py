@@ -1,7 +1,7 @@
-"""Looks at the cluster once a second and whenever an instance changes, and keeps what people will ask about.
+"""Observes the cluster once a second and whenever an instance changes, and keeps the recent past.
 
-Runs in the scheduler whether or not anybody looks: what happened before somebody looks is what they need to know. One
-look costs a copy of the counts. Knows nothing of HTTP.
+Runs in the scheduler whether or not anybody looks, because people need to know what happened before. One observation
+costs a copy of the counters. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from pd_cluster.cluster.instances.roster import Roster
 from pd_cluster.cluster.overview.cluster_event_log import ClusterEventLog
 from pd_cluster.cluster.overview.cluster_problems import Problem, problems_of
-from pd_cluster.cluster.overview.request_history import NUM_SAMPLES, History
+from pd_cluster.cluster.overview.request_history import NUM_SAMPLES, RequestHistory
 from pd_cluster.cluster.roles.auto_role import Decision, Flip
 from pd_cluster.process_messages import Busy, Stats
 from pd_cluster.settings.routing_settings import RoutingConfig
@@ -26,7 +26,7 @@ Figures = Callable[[], tuple[Stats, Busy]]
 
 
 class Overview:
-    """`figures`: the counts of all processes that serve requests, and their work right now."""
+    """`figures`: counters of all processes that serve requests, and their current work."""
 
     def __init__(
         self,
@@ -37,10 +37,10 @@ class Overview:
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`scheduler`: of several, this one's name, and who owns membership."""
+        """`scheduler`: with several schedulers, returns this one's name and the owner of membership."""
         self._roster, self._figures, self._routing, self._scheduler = roster, figures, routing, scheduler
         self._wall, self._clock = wall, clock
-        self._history, self._marks = History(), ClusterEventLog()
+        self._history, self._marks = RequestHistory(), ClusterEventLog()
         self._decision: Decision | None = None
         self._started_s = wall()
 
@@ -60,22 +60,24 @@ class Overview:
                 changed.cancel()
 
     def look(self) -> None:
-        """Notes what has changed among the instances."""
+        """Logs changes of the instances."""
         self._marks.look(self._wall(), self._roster.instances)
 
     def note(self) -> None:
-        """Notes the counts."""
+        """Records the counters."""
         stats, busy = self._figures()
         self._history.note(self._wall(), self._clock(), stats, busy.num_streams, busy.num_waiting)
 
     def considered_roles(self, decision: Decision | None, flip: Flip | None) -> None:
-        """Notes a look of --auto-role, and the change that it has made."""
+        """Records a decision of --auto-role, and the change that it made."""
         self._decision = decision
         if flip is not None:
             self._marks.add(self._wall(), "change", flip.name, f"becomes {flip.role} by --auto-role", flip.why)
 
     def to_json(self, since_s: float, since_mark: int) -> dict[str, Any]:
-        """Returns all except the instances: samples after `since_s` (Unix time), marks after number `since_mark`."""
+        """Returns everything except the instances: samples after `since_s` (Unix time), events numbered above
+        `since_mark`.
+        """
         return {
             **self._counts(since_s),
             "scheduler": self._scheduler() or None,
@@ -85,7 +87,7 @@ class Overview:
         }
 
     def to_public(self, since_s: float, since_mark: int) -> dict[str, Any]:
-        """Returns the same without reasons and ways out, which are for operators."""
+        """Returns the same without reasons and remedies, which are for operators."""
         return {
             **self._counts(since_s),
             "problems": [problem.to_public() for problem in self._problems()],

@@ -1,4 +1,4 @@
-"""Lists what is wrong with a cluster now, worst first, with a way out. Pure: it reads instances and figures.
+"""Lists a cluster's current problems, worst first, each with a remedy. Pure: it reads instances and figures.
 
 One list for `pd-cluster status`, `pd-cluster top` and the dashboard. Knows nothing of how it is shown.
 """
@@ -10,20 +10,20 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.overview.request_history import History
+from pd_cluster.cluster.overview.request_history import RequestHistory
 from pd_cluster.cluster.placement.routing_policy import refused_links
 from pd_cluster.settings.routing_settings import RoutingConfig
 
-LAST_S = 60.0  # of requests that failed or continued elsewhere
+LAST_S = 60.0  # the period of failed and moved requests
 SHORT_OF = {"window": "blocks of windows", "state": "states (--max-num-seqs, --state-cache)"}
-FULL_SHARE = 0.95  # of a pool, held while requests wait
+FULL_SHARE = 0.95  # of a pool's blocks, held while requests wait
 Severity = Literal["critical", "warning", "notice"]
 ORDER: tuple[Severity, ...] = ("critical", "warning", "notice")
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`reason`: may have addresses and paths, so only operators see it, as they see `way_out`."""
+    """`reason` may contain addresses and paths, so only operators see it, and `way_out`."""
 
     severity: Severity
     text: str
@@ -39,8 +39,8 @@ class Problem:
         return {"severity": self.severity, "text": self.text, "instance_id": self.instance_id}
 
 
-def problems_of(instances: Sequence[Instance], history: History, routing: RoutingConfig) -> list[Problem]:
-    """Returns all of them, critical ones first; none: everything that was planned serves, and no request failed."""
+def problems_of(instances: Sequence[Instance], history: RequestHistory, routing: RoutingConfig) -> list[Problem]:
+    """Returns all problems, critical ones first; [] if all planned instances serve and no request failed."""
     found = [*_roles(instances), *_instances(instances), *_links(instances), *_requests(history, routing)]
     return sorted(found, key=lambda problem: ORDER.index(problem.severity))
 
@@ -50,22 +50,22 @@ def _roles(instances: Sequence[Instance]) -> list[Problem]:
     if instances and all(each.is_ready and each.load.sleep_level for each in instances):
         return [
             Problem(
-                "notice", "the cluster is asleep, and serves no request", "POST /wake_up on the admin port wakes it"
+                "notice", "the cluster is asleep, and serves no requests", "POST /wake_up on the admin port wakes it"
             )
         ]
     if not serving:
         return [
             Problem(
                 "critical",
-                "no instance takes requests: every request waits, or gets a 503",
+                "no instance takes requests: requests wait, or get a 503",
                 "see each instance's state and its log: `pd-cluster logs NAME`",
             )
         ]
     return [
         Problem(
             "warning",
-            f"no {role} instance takes requests: the others do its work, more slowly",
-            f"start one again, or give one the role: `pd-cluster instances role NAME {role}`",
+            f"no {role} instance takes requests: the other instances do its work, more slowly",
+            f"restart one, or give the role to another instance: `pd-cluster instances role NAME {role}`",
         )
         for role in ("prefill", "decode")
         if not any(each.role == role for each in serving)
@@ -89,7 +89,7 @@ def _instances(instances: Sequence[Instance]) -> list[Problem]:
 
 
 def _full(instance: Instance) -> Iterator[Problem]:
-    """Yields what requests wait for: blocks of all tokens, those of windows, or states."""
+    """Yields a problem for each resource that requests wait for: blocks, blocks of windows, or states."""
     load = instance.load
     kinds = [("KV blocks", load.num_held_blocks, load.num_blocks)]
     kinds += [(SHORT_OF.get(each.rule, "KV blocks"), each.num_held, each.num_blocks) for each in load.groups]
@@ -101,9 +101,11 @@ def _full(instance: Instance) -> Iterator[Problem]:
 
 
 def _links(instances: Sequence[Instance]) -> list[Problem]:
-    way_out = "`pd-cluster check --network` tests the way between the two"
+    way_out = "`pd-cluster check --network` tests the network between the two"
     pairs = (link.partition(": ") for link in refused_links(instances))
-    found = [Problem("warning", f"no KV cache goes from {pair}", way_out, reason=state) for pair, _, state in pairs]
+    found = [
+        Problem("warning", f"no KV cache can be sent from {pair}", way_out, reason=state) for pair, _, state in pairs
+    ]
     return found + [
         Problem(
             "warning",
@@ -117,17 +119,17 @@ def _links(instances: Sequence[Instance]) -> list[Problem]:
     ]
 
 
-def _requests(history: History, routing: RoutingConfig) -> list[Problem]:
+def _requests(history: RequestHistory, routing: RoutingConfig) -> list[Problem]:
     found = []
     if failed := history.total("failed_per_s", LAST_S):
         text = f"{failed} {_requests_word(failed)} failed in the last minute"
         found.append(Problem("critical", text, "`pd-cluster trace` lists them with their errors"))
     if moved := history.total("replayed_per_s", LAST_S):
         text = f"{moved} {_requests_word(moved)} continued on another instance in the last minute"
-        found.append(Problem("notice", text, "their answers are complete; the marks say which instance was lost"))
+        found.append(Problem("notice", text, "their answers are complete; the events show which instance was lost"))
     if refused := history.total("refused_per_s", LAST_S):
         text = f"{refused} {_requests_word(refused)} were refused in the last minute"
-        found.append(Problem("warning", text, "add instances, or see --max-queue-time and the --slo flags"))
+        found.append(Problem("warning", text, "add instances, or change --max-queue-time and the --slo flags"))
     if (sample := history.last_sample()) is not None:
         for name, goal_s, flag in (
             ("ttft", routing.slo_ttft_s, "--slo-ttft"),
@@ -135,10 +137,8 @@ def _requests(history: History, routing: RoutingConfig) -> list[Problem]:
         ):
             value_s = sample[f"{name}_p99_s"]
             if goal_s and value_s is not None and value_s > goal_s:
-                text = f"{name.upper()} p99 is {value_s:.3g} s; {flag} promises {goal_s:g} s"
-                found.append(
-                    Problem("warning", text, "add instances of the slower role, or give the promise more time")
-                )
+                text = f"{name.upper()} p99 is {value_s:.3g} s; the objective of {flag} is {goal_s:g} s"
+                found.append(Problem("warning", text, "add instances of the slower role, or relax the objective"))
     return found
 
 

@@ -1,6 +1,6 @@
-"""The places of an instance's KV blocks, as people see them: one list, so that a new tier needs no new picture.
+"""Lists the tiers of an instance's KV blocks for display, so that a new tier needs no new display code.
 
-Knows nothing of how it is shown.
+Knows nothing of how the list is shown.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pd_cluster.wire import Load
 
 
 def tiers_of(load: Load) -> list[dict[str, Any]]:
-    """Returns the tiers that have blocks or may have some, fastest first.
+    """Returns the tiers that have or may have blocks, fastest first.
 
-    `num_blocks` None: its size is not reported. `num_used_blocks`: those with content. `num_hit_tokens`: prompt tokens
-    that were found there so far; None: nothing is looked for there. `token_s`: measured seconds to load a token's KV
-    cache from there; None: not measured, or there is nothing to load.
+    `num_blocks`: None if the size is not reported. `num_used_blocks`: blocks with content. `num_hit_tokens`: prompt
+    tokens found there so far; None if the tier is not searched. `token_s`: measured seconds to load a token's KV cache
+    from there; None if not measured or nothing has to be loaded.
     """
     pool = load.num_held_blocks + load.num_cached_blocks
     found = [_tier("pool", load.num_blocks, pool, load.num_prefix_hit_tokens)]

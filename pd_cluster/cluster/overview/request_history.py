@@ -1,8 +1,8 @@
-"""The requests' figures of the last minutes, one sample a second, from counts that only grow.
+"""The figures of requests of the last minutes, one sample a second, from counters that only grow.
 
 A sample's rates are those of its second; its percentiles are those of the WINDOW_S seconds that end with it, because a
-second of a small cluster has few tokens. They are interpolated within a bucket, as Prometheus does. Knows nothing of
-instances or HTTP.
+small cluster produces few tokens in a second. They are interpolated within a bucket, as Prometheus does. Knows nothing
+of instances or HTTP.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DURATIONS = {"ttft": "first_token_s", "tpot": "token_s", "itl": "inter_token_s"}
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """All counts at one moment. `at_s`: Unix time; `clock_s`: a clock that never steps."""
+    """All counters at one moment. `at_s`: Unix time; `clock_s`: a clock that never steps."""
 
     at_s: float
     clock_s: float
@@ -45,15 +45,15 @@ class _Reading:
     num_queued: int
 
 
-class History:
-    """Keeps the last readings; `samples` are their differences, each made once, however many look at it."""
+class RequestHistory:
+    """Keeps the last readings; `samples` are their differences, each computed once for all readers."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         self._readings: deque[_Reading] = deque(maxlen=num_samples + 1)
         self._samples: deque[dict[str, Any]] = deque(maxlen=num_samples)
 
     def note(self, at_s: float, clock_s: float, stats: Stats, num_running: int, num_queued: int) -> None:
-        """Adds a reading. `num_running` requests are being answered, `num_queued` wait for their turn to be routed."""
+        """Adds a reading. `num_running` requests are being answered, `num_queued` wait to be routed."""
         totals = {rate: sum(stats.counters.get(name, 0) for name in names) for rate, names in RATES.items()}
         counts = {
             name: list(stats.histograms[source].counts) if source in stats.histograms else [0] * _num_buckets(source)
@@ -65,14 +65,16 @@ class History:
         self._readings.append(now)
 
     def samples(self, since_s: float = float("-inf")) -> list[dict[str, Any]]:
-        """Returns those after `since_s` (Unix time), oldest first; durations in seconds, None where there were none."""
+        """Returns the samples after `since_s` (Unix time), oldest first; durations in seconds, None for a missing
+        value.
+        """
         return [sample for sample in self._samples if sample["at_s"] > since_s]
 
     def last_sample(self) -> dict[str, Any] | None:
         return self._samples[-1] if self._samples else None
 
     def total(self, rate: str, last_s: float) -> int:
-        """Returns how many there were in the last `last_s` seconds, by a name of RATES."""
+        """Returns how many there were in the last `last_s` seconds, for a name of RATES."""
         if not self._readings:
             return 0
         last = self._readings[-1]
@@ -80,7 +82,7 @@ class History:
         return last.totals[rate] - first.totals[rate]
 
     def _sample(self, now: _Reading) -> dict[str, Any]:
-        """Compares a reading with those that are kept."""
+        """Compares a reading with the kept ones."""
         before = start = self._readings[-1]
         passed_s = max(now.clock_s - before.clock_s, 1e-3)
         for start in reversed(self._readings):
@@ -102,7 +104,8 @@ class History:
 
 
 def quantile(bounds: Sequence[float], counts: Sequence[int], share: float) -> float | None:
-    """Interpolates within the bucket that has it; above the last bound it is that bound. None without values.
+    """Interpolates within the bucket that contains the quantile; above the last bound, returns that bound. None without
+    values.
 
     `counts` has one more bucket than `bounds`, for values above all of them.
     """

@@ -1,4 +1,4 @@
-"""Chooses the encoders that compute the images of a prompt for a prefill instance. Pure; knows nothing of features."""
+"""Chooses the encoders for a prompt's images, on behalf of a prefill instance. Pure; knows nothing of features."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pd_cluster.types import RequestSpec
 SLACK, SLACK_TOKENS = (
     2,
     2048,
-)  # an image leaves its encoder when this has so many times the least tokens ahead, and more
+)  # an image moves to another encoder when its own has this many times the fewest tokens ahead, and more
 
 
 def choose_encoders(order: RequestSpec, prefill: Instance, instances: Sequence[Instance]) -> list[Instance]:
-    """Returns an encoder for each image of an order that `prefill` computes, or none at all.
+    """Returns an encoder for each image that `prefill` computes, or [] if there are none.
 
-    Rendezvous hashing by the image's digest: one that comes again meets the encoder that keeps its features, unless
-    that one has far more tokens ahead than the least loaded.
+    Rendezvous hashing by the image's digest: a repeated image goes to the encoder that caches its features, unless that
+    encoder has far more tokens ahead than the least loaded one.
     """
     if not order.images:
         return []

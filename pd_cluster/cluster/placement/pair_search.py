@@ -1,7 +1,7 @@
-"""Finds the best pair of linked instances from the best of each side. Pure.
+"""Finds the cheapest pair of linked instances from the cheapest of each side. Pure.
 
-A pair costs more the more either of its instances costs. So only links that are not up, and pairs to avoid, make it
-necessary to look at a second decode instance: P + D steps where there are none of them.
+A pair's cost grows with the cost of either instance. So a second decode instance is examined only because of links that
+are not up and pairs to avoid; without these the search takes P + D steps.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Pair = tuple[Instance, Instance]
 
 
 class PairCosts(NamedTuple):
-    """The cost of an instance of each side, as values that compare; that of the prefill side comes first by default.
+    """The cost of an instance of each side, as comparable values; the prefill side's comes first by default.
 
-    `joined` must grow with each of its arguments, strictly.
+    `joined` must strictly grow with each of its arguments.
     """
 
     prefill: Callable[[Instance], Any]
@@ -29,7 +29,7 @@ class PairCosts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Sides:
-    """The instances that take requests, each side in the order of the table. `avoid`: pairs by their keys."""
+    """The instances that take requests, each side in the order of the table. `avoid`: pairs of keys."""
 
     prefills: list[Instance]
     decodes: list[Instance]
@@ -51,19 +51,19 @@ class Sides:
         return key in prefill.links.up and not (self.avoid and (prefill.key, key) in self.avoid)
 
     def partner_of(self, decode: Instance) -> int | None:
-        """Returns the place of the first prefill instance that may be its partner; None: there is none."""
+        """Returns the index of the first prefill instance that may be its partner, or None."""
         places = (at for at, each in enumerate(self.prefills) if each.links.up and self.may_pair(each, decode))
         return next(places, None)
 
     def paired(self) -> Sides:
-        """Returns the instances that are part of a pair."""
+        """Returns only the instances that are part of a pair."""
         if self.avoid:
             prefills = [p for p in self.prefills if any(self.may_pair(p, decode) for decode in self.decodes)]
             decodes = [each for each in self.decodes if self.partner_of(each) is not None]
             return Sides(prefills, decodes, self.avoid)
         keys = {each.key for each in self.decodes}
         prefills, left = [p for p in self.prefills if not keys.isdisjoint(p.links.up)], set(keys)
-        for prefill in prefills:  # usually the first has all
+        for prefill in prefills:  # usually the first one links to all
             if not left:
                 break
             left = {key for key in left if key not in prefill.links.up}
@@ -78,21 +78,21 @@ class Sides:
 
 
 class RankedSides:
-    """Sides whose instances have costs: each is asked for once, for any number of searches."""
+    """Sides whose instances have costs: each cost is computed once, for any number of searches."""
 
     def __init__(self, sides: Sides, costs: PairCosts) -> None:
         self._sides, self._joined = sides, costs.joined
         self._prefills = list(map(costs.prefill, sides.prefills))
         self._decodes = list(map(costs.decode, sides.decodes))
         self._by_cost = sorted(range(len(self._prefills)), key=self._prefills.__getitem__)
-        self._order: list[int | None] = []  # of decode instances, the cheapest first, once it is needed
-        self._keys: list[str] = []  # in that order
-        self._ranks: dict[str, int] = {}  # of the keys
+        self._order: list[int | None] = []  # indices of decode instances, the cheapest first; sorted when first needed
+        self._keys: list[str] = []  # the keys in that order
+        self._ranks: dict[str, int] = {}  # key -> rank in that order
 
     def best(self, is_open: bool = False) -> Pair | None:
-        """Returns the pair of the least cost, by the order of the table among equals; None: there is none.
+        """Returns the pair of the lowest cost, by the order of the table among equals, or None.
 
-        `is_open`: among links that are open now.
+        `is_open`: only among links that are open now.
         """
         sides, costs = self._sides, self._prefills
         if not costs or not self._decodes:
@@ -103,7 +103,7 @@ class RankedSides:
         for at in self._by_cost:
             cost = self._joined(costs[at], self._decodes[cheapest])
             if found is not None and cost > least[0]:
-                break  # neither can those behind it have a pair of less
+                break  # later ones cannot have a cheaper pair either
             prefill = sides.prefills[at]
             links = prefill.links
             reached = links.open if is_open else links.up
@@ -119,14 +119,14 @@ class RankedSides:
         return found
 
     def _nearest(self, prefill: Instance, reached: Set[str]) -> int | None:
-        """Returns the place of the cheapest decode instance that may be this one's partner."""
+        """Returns the index of the cheapest decode instance that may be this one's partner."""
         if not reached:
             return None
         if not self._order:
             order = sorted(range(len(self._decodes)), key=self._decodes.__getitem__)
             self._keys = [self._sides.decodes[place].key for place in order]
             self._ranks = {key: rank for rank, key in enumerate(self._keys)}
-            self._order = [*order, None]  # behind them: nobody
+            self._order = [*order, None]  # the end mark
             self._keys.append("")
         keys, avoid = self._keys, self._sides.avoid
         ranks: Iterable[int]

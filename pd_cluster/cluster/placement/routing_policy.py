@@ -1,7 +1,7 @@
 """Chooses the pair of instances for a request. Pure functions of instance state: no sockets, no clock, no randomness.
 
-A policy is one of `POLICIES`. All of them share the same rules for which instances can serve at all (pair_search.py,
-`alone`), and ties go to the table's order. Their predictions come from wait_prediction.py.
+A policy is one of `POLICIES`. All of them share the rules for which instances can serve at all (pair_search.py,
+`single_instance`), and break ties by the table's order. Their predictions come from wait_prediction.py.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from pd_cluster.cluster.placement.wait_prediction import best_rate, predict_tran
 from pd_cluster.errors import Unavailable
 from pd_cluster.types import Leg
 
-MAX_LOCAL_TOKENS = 256  # that a decode instance computes of a prompt: longer steps would delay its decoding sequences
-ADAPTER_TOKENS = 512  # reading an adapter counts as much work; and another then gives way, and is read again later
-SESSION_SLACK = 2.0  # an instance with this many times the load of its side's least loaded one loses its sessions
-SESSION_SLACK_TOKENS = 4096  # and this many tokens more, for as long as that lasts
+# of a prompt that a decode instance computes itself: longer steps would delay its decoding sequences
+MAX_LOCAL_TOKENS = 256
+ADAPTER_TOKENS = 512  # the cost of loading an adapter, which also evicts another one that is loaded again later
+SESSION_SLACK = 2.0  # an instance with this many times the load of its side's least loaded one loses its sessions,
+SESSION_SLACK_TOKENS = 4096  # if it also has this many tokens more, for as long as that lasts
 WAKE_SLACK_TOKENS = 4096  # fewer tokens ahead that justify opening a link at rest
 _MASK = (1 << 64) - 1
-MOST_NAMED = 16  # instances or links in a line that says what is missing
+MOST_NAMED = 16  # instances or links in a message about missing ones
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """A policy's view of a request. `avoid`: pairs, by their keys, that have failed it; grows."""
+    """A policy's view of a request. `avoid`: pairs of keys that have failed it; grows."""
 
     prompt: Prompt
     num_output_tokens: int = 0  # of all its sequences, as counted for load
     session: str = ""  # requests of one session preferably go to the same pair
-    is_pooling: bool = False  # one instance computes its prompt, and nothing is decoded
+    is_pooling: bool = False  # one instance computes its prompt, and no tokens are decoded
     adapter: str = ""  # the digest of its LoRA adapter
     avoid: set[tuple[str, str]] = field(default_factory=set)
 
@@ -46,11 +47,11 @@ class RoutingRequest:
         return self.prompt.num_tokens - instance.num_cached(self.prompt)
 
     def num_adapter(self, instance: Instance) -> int:
-        """Returns the tokens that reading its adapter again counts as; 0 where it is in memory."""
+        """Returns the cost, in tokens, of loading the request's adapter; 0 if it is in memory."""
         return ADAPTER_TOKENS if instance.lacks_adapter(self.adapter) else 0
 
     def num_to_go(self, instance: Instance) -> int:
-        """Counts what an instance would have to do before its tokens come: both of the above."""
+        """Counts the work of an instance before this request's first token: the sum of the two above."""
         num_uncached = self.prompt.num_tokens - instance.num_cached(self.prompt)
         return num_uncached + self.num_adapter(instance) if self.adapter else num_uncached
 
@@ -63,10 +64,9 @@ Policy = Callable[[Sequence[Instance], RoutingRequest], Pair]
 
 
 def least_loaded(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
-    """Chooses the linked pair with the fewest tokens ahead, decode's before prefill's. Ignores prefix caches.
+    """Chooses the linked pair with the fewest tokens ahead, comparing decode before prefill. Ignores prefix caches.
 
-    Where there are no pairs, or none left but those to avoid, one instance does both. Raises Unavailable, naming what
-    is missing.
+    If there is no pair, or only pairs to avoid, one instance does both. Raises Unavailable, naming what is missing.
     """
 
     def tokens_ahead(instance: Instance) -> int:
@@ -77,10 +77,10 @@ def least_loaded(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
 
 
 def prefix_aware(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
-    """Chooses the pair with the least to do until this request has its tokens: work ahead plus uncached tokens.
+    """Chooses the pair with the least work before this request's first token: work ahead plus uncached tokens.
 
-    So a cached prefix attracts a request until as many tokens are ahead there as the prefix saves. Among equals the
-    pair with the fewest known blocks wins, so new prompts spread.
+    So a cached prefix attracts requests until the work ahead there exceeds its savings. Among equals the pair with the
+    fewest known blocks wins, so new prompts spread.
     """
 
     def tokens_to_go(instance: Instance) -> tuple[int, int]:
@@ -94,14 +94,14 @@ def prefix_aware(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
 
 
 def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
-    """Chooses the prefill instance with the earliest first token, and the decode instance with the least to do.
+    """Chooses the prefill instance with the earliest first token, and the decode instance with the least work.
 
-    A decode instance that would be even earlier by itself, given the transfer's time, computes a short remainder of a
-    prompt (MAX_LOCAL_TOKENS) alone.
+    If a decode instance alone would be even earlier, given the transfer's time, it computes a short remainder of a
+    prompt (MAX_LOCAL_TOKENS) itself.
     """
     sides = Sides.of(instances, ask.avoid)
     to_go = {each.name: ask.num_to_go(each) for each in itertools.chain(sides.prefills, sides.decodes)}
-    rate = functools.cache(lambda: best_rate(instances))  # few need it, and it asks all
+    rate = functools.cache(lambda: best_rate(instances))  # lazy: few requests need it, and it reads all instances
     num_tokens = ask.prompt.num_tokens
 
     def ttft_s(instance: Instance) -> float:
@@ -122,7 +122,7 @@ def predicted_ttft(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
 
 
 def _soonest(sides: Sides, decodes: list[tuple[float, Instance]]) -> Instance | None:
-    """Returns the first of these, by their times, that is part of a pair; among equals, of the first pair."""
+    """Returns the earliest of these that is part of a pair; among equals, of the first pair."""
     found, least = None, (math.inf, 0)
     for each_s, each in sorted(decodes, key=lambda timed: timed[0]):
         if each_s > least[0] or least == (each_s, 0):
@@ -136,8 +136,8 @@ def _soonest(sides: Sides, decodes: list[tuple[float, Instance]]) -> Instance | 
 def session(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     """Chooses the instance of each side that a session's name hashes to, unless it is far more loaded than others.
 
-    Rendezvous hashing: instances that come and go move only their own sessions, and these only on their own side.
-    Requests without a session go to the least loaded.
+    Rendezvous hashing: instances that come and go move only their own sessions, and only on their own side. Requests
+    without a session go to the least loaded pair.
     """
     if not ask.session:
         return least_loaded(instances, ask)
@@ -146,7 +146,7 @@ def session(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
     own = _hash_of(ask.session)
 
     def rank(instance: Instance) -> int:
-        """Mixes both hashes, which are even already, as SplitMix64 ends: cheap beside a hash for each instance."""
+        """Mixes two uniform hashes with SplitMix64's finalizer, which is cheaper than hashing per instance."""
         mixed = (own ^ _hash_of_name(instance.name)) * 0xBF58476D1CE4E5B9 & _MASK
         return (mixed ^ mixed >> 27) * 0x94D049BB133111EB & _MASK
 
@@ -168,10 +168,10 @@ POLICIES: dict[str, Policy] = {
 
 
 def for_all_kinds(choose: Policy) -> Policy:
-    """Returns a policy that makes its own choice for pooling requests, and `choose`'s for all others.
+    """Returns a policy that handles pooling requests itself, and leaves all others to `choose`.
 
-    A prompt that becomes a vector goes to the prefill instance with the least to do until it is computed, linked or
-    not. Without one that may be asked, the instance that would decode computes it.
+    A pooling prompt goes to the prefill instance with the least work, linked or not. If no prefill instance takes
+    requests, the instance that would decode computes it.
     """
 
     def chosen(instances: Sequence[Instance], ask: RoutingRequest) -> Pair:
@@ -187,10 +187,10 @@ def for_all_kinds(choose: Policy) -> Policy:
     return chosen
 
 
-def alone(instances: Sequence[Instance]) -> Pair:
+def single_instance(instances: Sequence[Instance]) -> Pair:
     """Chooses one instance for both legs: a decode instance if there is any, with the fewest tokens ahead.
 
-    One that is part of a pair now comes before the others. The past of instances does not count, so a restart of
+    An instance that is part of a pair now takes precedence. The history of instances does not count, so a restart of
     this process changes nothing. Raises Unavailable.
     """
     found = [i for i in instances if i.takes_requests and i.role != "encode"]
@@ -203,10 +203,10 @@ def alone(instances: Sequence[Instance]) -> Pair:
 
 
 def awaits_pair(instances: Sequence[Instance], now_s: float, together_s: float) -> bool:
-    """Whether the first pair is expected soon: nothing is to be computed by one instance alone meanwhile.
+    """Whether the first pair is expected soon, so that requests should not go to a single instance.
 
-    That is, for at most `together_s` after the first of these instances was reached, another one has not been asked or
-    loads, or a link opens.
+    That is, for at most `together_s` after the first of these instances was reached, another instance has not been
+    asked or loads, or a link opens.
     """
     takers = [i for i in instances if i.takes_requests and i.role != "encode"]
     if not takers or now_s - min(i.ready_s for i in takers) >= together_s:
@@ -226,7 +226,7 @@ def _is_arriving(instance: Instance) -> bool:
 
 
 def linked_pairs(instances: Sequence[Instance]) -> list[Pair]:
-    """Returns all of them: too many where there are hundreds of instances and a request waits for the answer."""
+    """Returns all linked pairs; too slow for a request among hundreds of instances."""
     return list(Sides.of(instances).pairs())
 
 
@@ -236,7 +236,9 @@ def is_served(instances: Sequence[Instance]) -> bool:
 
 
 def why_unavailable(instances: Sequence[Instance]) -> str:
-    """Returns one line that names the instances that are not ready, or the links that are not up, or some of them."""
+    """Returns one line that names instances that are not ready, or links that are not up, at most MOST_NAMED of
+    them.
+    """
     missing = [
         role for role in ("prefill", "decode") if not any(i.role == role and i.takes_requests for i in instances)
     ]
@@ -251,7 +253,7 @@ def why_unavailable(instances: Sequence[Instance]) -> str:
 
 
 def _some(found: Iterator[str]) -> str:
-    """Joins the first ones: requests wait for this line, and people read it."""
+    """Joins at most MOST_NAMED of the texts, because requests wait for the line and people read it."""
     named = list(itertools.islice(found, MOST_NAMED + 1))
     return "; ".join(named if len(named) <= MOST_NAMED else [*named[:MOST_NAMED], "and others"])
 
@@ -276,15 +278,15 @@ def _best(instances: Sequence[Instance], ask: RoutingRequest, costs: PairCosts) 
 
 
 def _best_of(sides: Sides, instances: Sequence[Instance], costs: PairCosts) -> Pair:
-    """Returns the best pair, preferably one whose link is open, or one instance where there is no pair."""
+    """Returns the best pair, preferably one whose link is open, or one instance if there is no pair."""
     ranked = sides.ranked(costs)
     best = ranked.best()
     if best is None:
-        return alone(instances)
+        return single_instance(instances)
     nearest = ranked.best(is_open=True) if not best[0].link_to(best[1]).is_open else None
     if nearest is None:
         return best
-    # A link at rest costs the time to open it, and another one its place.
+    # A link at rest costs the time to open it, and may close another link.
     return best if _ahead(nearest) - _ahead(best) >= WAKE_SLACK_TOKENS else nearest
 
 
@@ -296,4 +298,4 @@ def _hash_of(name: str) -> int:
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())
 
 
-_hash_of_name = functools.lru_cache(maxsize=1 << 14)(_hash_of)  # of instances, which are asked for again and again
+_hash_of_name = functools.lru_cache(maxsize=1 << 14)(_hash_of)  # of instances' names, which are hashed again and again

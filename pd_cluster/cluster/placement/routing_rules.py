@@ -1,4 +1,4 @@
-"""By which rules a process routes its requests, and the limits that it keeps. Values only."""
+"""The rules and limits by which a process routes its requests. Values only."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pd_cluster.cluster.placement.wait_prediction import NO_GOALS, Goals
 
 @dataclass(frozen=True, slots=True)
 class ReplayLimits:
-    """Bounds on a request's further attempts."""
+    """Limits of a request's further attempts."""
 
     max_attempts: int = 6  # after the first
-    wait_s: float = 30.0  # for an instance that can continue
-    together_s: float = 3.5  # deaths within this time may have one cause; an instance lost within it may return at once
+    wait_s: float = 30.0  # how long a request waits for an instance that can continue
+    together_s: float = 3.5  # deaths within this time may share a cause; an instance lost within it may return at once
 
 
 @dataclass(frozen=True, slots=True)
 class ServedLimits:
-    """How many served requests are remembered for traces, and the secret that hides their prompts."""
+    """The number of served requests that are kept for traces, and the secret that hides their prompts."""
 
     max_requests: int = 0
     secret: bytes = b""
@@ -29,10 +29,10 @@ class ServedLimits:
 class RoutingRules:
     """Requests that would miss `goals` are refused before any work on them.
 
-    `max_queue_s`: how long a request waits for room, 0 for no limit; None: it goes to an instance at once, and waits
-    there. `shares_workers`: other schedulers send requests to the same instances, which may be full then. `find_s`: how
-    long instances may take to say whether they have the record of a stream that resumes. `holds_first`: first tokens
-    wait for decode; see first_token_hold.py.
+    `max_queue_s`: how long a request waits for capacity, 0 for no limit; None: it goes to an instance at once, and
+    waits there. `shares_workers`: other schedulers send requests to the same instances, which may then be full.
+    `find_s`: the time within which instances must say whether they have the record of a stream that resumes.
+    `holds_first`: first tokens wait for decode; see first_token_hold.py.
     """
 
     choose: Policy

@@ -1,7 +1,7 @@
 """Determines whether the cluster would start on a request soon. Pure functions of instance state.
 
-A request that would only wait at an instance is better kept back (admission_queue.py): there it has its turn among
-clients, takes no instance memory, and goes to the first instance with room.
+A request that would only wait at an instance is better held in the admission queue (admission_queue.py), where it takes
+its turn among clients, uses no instance memory, and goes to the first instance with room.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from typing import NamedTuple
 
 from pd_cluster.cluster.instances.instance_state import Instance
 
-BACKLOG_S = 0.25  # of prompts ahead of an instance: more than a step, so that it never waits for work
-MIN_PROMPTS = 2  # at an instance, regardless of their time: one being computed, and the next
-UNMEASURED_PROMPTS = 16  # for an instance that has not reported its speed yet
+BACKLOG_S = 0.25  # seconds of prompts ahead of an instance: more than a step, so that it never runs out of work
+MIN_PROMPTS = 2  # prompts at an instance, regardless of their time: one being computed, and the next
+UNMEASURED_PROMPTS = 16  # at an instance that has not reported its speed yet
 MIN_WAITING = 2  # at a decode instance: landed sequences wait for a step or two in any case
-WAITING_SHARE = 4  # or one for this many running ones, to replace sequences that end
-FULL = 7 / 8  # of places, or of memory: the rest is for clients that have less than their share
+WAITING_SHARE = 4  # or one for each 4 running sequences, to replace sequences that end
+FULL = 7 / 8  # share of slots or memory in use; the rest is for clients that have less than their share
 
 
 class SpareCapacity(NamedTuple):
-    """Whether any instance of each role that takes requests has room."""
+    """Whether some instance of each role takes requests and has room."""
 
     for_prompts: bool
     for_sequences: bool
-    for_all: bool  # the last places are not reached
+    for_all: bool  # the reserve for clients with less than their share is not reached
 
 
 ANYTHING_FITS = SpareCapacity(True, True, True)
 
 
 def spare_capacity(instances: Sequence[Instance]) -> SpareCapacity:
-    """Returns ANYTHING_FITS if no instance takes requests: waiting does not help then, and others report why."""
+    """Returns ANYTHING_FITS if no instance takes requests: waiting does not help then, and other code reports why."""
     prefills = (each for each in instances if each.role == "prefill" and each.takes_requests)
     decodes = (each for each in instances if each.role == "decode" and each.takes_requests)
     prefill, decode = next(prefills, None), next(decodes, None)
     if prefill is not None and decode is not None:
         return _spare_capacity(itertools.chain([prefill], prefills), itertools.chain([decode], decodes))
     takers = [instance for instance in instances if instance.takes_requests]
-    return _spare_capacity(takers, takers) if takers else ANYTHING_FITS  # one instance does both
+    return _spare_capacity(takers, takers) if takers else ANYTHING_FITS  # one instance does both legs
 
 
 def _spare_capacity(prefills: Iterable[Instance], decodes: Iterable[Instance]) -> SpareCapacity:
-    """Looks only at as many as are needed: each request asks, and mostly the first ones have room."""
+    """Examines only as many instances as needed: every request asks, and mostly the first ones have room."""
     for_sequences = for_all = False
     for decode in decodes:
         for_sequences = for_sequences or decodes_soon(decode)
@@ -54,7 +54,7 @@ def _spare_capacity(prefills: Iterable[Instance], decodes: Iterable[Instance]) -
 
 
 def computes_soon(instance: Instance) -> bool:
-    """Whether a prompt that is sent there now would be started within about BACKLOG_S."""
+    """Whether a prompt sent there now would be started within about BACKLOG_S."""
     rate = instance.load.prefill_tokens_per_s
     if instance.num_outstanding < (MIN_PROMPTS if rate else UNMEASURED_PROMPTS):
         return True
@@ -62,16 +62,16 @@ def computes_soon(instance: Instance) -> bool:
 
 
 def decodes_soon(instance: Instance) -> bool:
-    """Whether sequences find a place and memory there, now or within a few steps."""
-    load, num_places = instance.load, instance.num_places
+    """Whether sequences would get a slot and memory there, now or within a few steps."""
+    load, num_slots = instance.load, instance.num_slots
     most = max(MIN_WAITING, load.num_running // WAITING_SHARE)
-    num_waiting = load.num_waiting - load.num_expected  # those wait for a prefill instance
+    num_waiting = load.num_waiting - load.num_expected  # the expected ones wait for a prefill instance
     if num_waiting > most and num_waiting + instance.num_sent_since > most:
         return False
-    return not num_places or instance.num_sequences_there < num_places + MIN_WAITING
+    return not num_slots or instance.num_current_sequences < num_slots + MIN_WAITING
 
 
 def is_nearly_full(decode: Instance) -> bool:
-    """Whether few places, or little memory, are left."""
-    load, num_places = decode.load, decode.num_places
-    return load.num_held_blocks > FULL * load.num_blocks > 0 or decode.num_sequences_there >= FULL * num_places > 0
+    """Whether few slots, or little memory, are left."""
+    load, num_slots = decode.load, decode.num_slots
+    return load.num_held_blocks > FULL * load.num_blocks > 0 or decode.num_current_sequences >= FULL * num_slots > 0

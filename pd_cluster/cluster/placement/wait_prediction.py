@@ -1,7 +1,7 @@
-"""Predicts how long a request would wait at an instance, and whether that meets the goals. Pure arithmetic.
+"""Predicts how long a request would wait at an instance, and whether that meets the objectives. Pure arithmetic.
 
-Predictions use workers' recent measurements (wire.Load) and the work outstanding there; they serve to choose and to
-refuse early, never as a deadline.
+Predictions use workers' recent measurements (wire.Load) and their outstanding work; they serve to choose and to refuse
+early, never as a deadline.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pd_cluster.errors import Overloaded
 from pd_cluster.kv.layer_groups import transfer_nbytes
 from pd_cluster.transport.transport_table import slowest_nbytes_per_s
 
-UNKNOWN_TOKENS_PER_S = 1000.0  # for an instance that has computed no prompt yet, if no other has either
+UNKNOWN_TOKENS_PER_S = 1000.0  # for an instance that has computed no prompt yet, if no other instance has either
 TRANSFER_SETUP_S = 0.005  # credit, last payload, confirmation
 
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """The promises to requests; those that would miss them are refused. 0: no promise."""
+    """Latency objectives; requests that would miss them are refused. 0: no objective."""
 
     ttft_s: float = 0.0
     tpot_s: float = 0.0
@@ -32,15 +32,15 @@ NO_GOALS = Goals()
 
 
 def best_rate(instances: Sequence[Instance]) -> float:
-    """Returns the highest speed in prompt tokens/s that one of these has measured."""
+    """Returns the highest measured speed of these instances, in prompt tokens/s."""
     return max((each.load.prefill_tokens_per_s for each in instances), default=0.0) or UNKNOWN_TOKENS_PER_S
 
 
 def predict_ttft_s(instance: Instance, num_uncached: int, rate: float = 0.0, num_prompt_tokens: int = 0) -> float:
-    """Returns the time until this instance has computed its work ahead and these tokens of a prompt.
+    """Returns the time until this instance has computed its outstanding work and these tokens of a prompt.
 
-    `rate`: in tokens/s, for an instance without a measurement. Where the context is measured to cost time, a token of
-    the prompt attends to those before it, and one of the work ahead to as many as in recent prompts.
+    `rate`: tokens/s for an instance without a measurement. If context has a measured cost, the prompt's tokens attend
+    to earlier ones, and outstanding tokens to the recent prompts' mean.
     """
     load, num_ahead = instance.load, instance.prompt_tokens_ahead
     work, cost, num_tokens = load.prompt_work, load.step_cost, num_ahead + num_uncached
@@ -66,12 +66,14 @@ def predict_transfer_s(prefill: Instance, decode: Instance, num_tokens: int) -> 
 
 
 def predict_step_s(decode: Instance) -> float:
-    """Returns the current time of a step of its running sequences; 0 when there are none."""
+    """Returns the current time of a step of its running sequences; 0 if there are none."""
     return decode.load.decode_step_s if decode.load.num_running else 0.0
 
 
 def predict_tpot_s(decode: Instance) -> float:
-    """Returns the current time per token of its running sequences, which may get several in a step; 0 without any."""
+    """Returns the current time per token of its running sequences, which may get several in a step; 0 if there are
+    none.
+    """
     return predict_step_s(decode) / decode.load.tokens_per_step
 
 
@@ -83,25 +85,25 @@ def check_goals(
     num_prompt_tokens: int = 0,
     waited_s: float = 0.0,
 ) -> None:
-    """Raises Overloaded, with the time after which it may fit, when this pair would miss a goal.
+    """Raises Overloaded, with the time after which the request may fit, if this pair would miss an objective.
 
-    `waited_s`: for how long the request has waited already. Where nothing is ahead, waiting would not help; and the
-    prediction is put to the test, however old its rate is.
+    `waited_s`: how long the request has waited already. With no work ahead, waiting would not help, so the request is
+    admitted and tests the prediction, however old its rate is.
     """
     prefill, decode = pair
     if goals.ttft_s and prefill.prompt_tokens_ahead:
         ttft_s = waited_s + predict_ttft_s(prefill, num_uncached, best_rate(instances), num_prompt_tokens)
         if ttft_s > goals.ttft_s:
             raise Overloaded(
-                f"the first token would come after {ttft_s:.2g} s, and {goals.ttft_s:g} s are promised",
+                f"the first token would come after {ttft_s:.2g} s, and the objective is {goals.ttft_s:g} s",
                 max(1, math.ceil(ttft_s - goals.ttft_s)),
             )
     if goals.tpot_s and (tpot_s := predict_tpot_s(decode)) > goals.tpot_s:
-        raise Overloaded(f"a token takes {1e3 * tpot_s:.3g} ms now, and {1e3 * goals.tpot_s:g} ms are promised", 1)
+        raise Overloaded(f"a token takes {1e3 * tpot_s:.3g} ms now, and the objective is {1e3 * goals.tpot_s:g} ms", 1)
 
 
 def within_tpot(goals: Goals, instances: Sequence[Instance]) -> list[Instance]:
-    """Drops decode instances that are too slow already, as long as others are left."""
+    """Drops decode instances that are already too slow, unless all are."""
     if not goals.tpot_s:
         return list(instances)
     fit = [i for i in instances if i.role != "decode" or predict_tpot_s(i) <= goals.tpot_s]

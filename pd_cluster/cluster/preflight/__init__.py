@@ -1,1 +1,1 @@
-"""The network before the start: what `hccn_tool` says of NPUs, and KV blocks sent between real processes."""
+"""Checks of the network before the start: `hccn_tool`'s reports on NPUs, and KV blocks sent between real processes."""

@@ -1,8 +1,8 @@
-"""The network of this host's NPUs, as `hccn_tool` reports it: link, health, TLS, address, and answers to pings.
+"""Checks the network of this host's NPUs with `hccn_tool`: link, health, TLS, address, and answers to pings.
 
-`judge_…` are pure functions of the program's text, in the forms of its public source and command reference. Cards are
-asked in parallel, one call at a time for each, because the program refuses some concurrent calls as busy. Knows
-nothing of torch; changes no setting of a card.
+`judge_…` are pure functions of the tool's output, in the formats of its public source and command reference. Cards are
+queried in parallel, each with one call at a time, because the tool refuses some concurrent calls as busy. Knows nothing
+of torch; changes no setting of a card.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pd_cluster.cluster.preflight.preflight_findings import Finding, Level
 from ranktable_tools.host_addresses import host_key
 from ranktable_tools.npu import hccn_tool, parse_hccn_tool
 
-CALL_S = 20.0  # hccn_tool's pings wait for three answers, of which each may take seconds
-BUSY_AGAIN_S = 0.2  # no event says that the program is free again
+CALL_S = 20.0  # hccn_tool's pings wait for three answers, each of which may take seconds
+BUSY_AGAIN_S = 0.2  # no event reports that the tool is free again
 PINGS_S = 300.0  # for all pings of one card
 NUM_AT_ONCE = 8  # cards of an Atlas A2 host
 BUSY, DENIED = "hccn_tool is busy", "permission denied"
@@ -59,7 +59,7 @@ class Card:
         return ("-vnic",) if self.is_in_super_pod else ("-ip", "-inet6") if self.is_ipv6 else ("-ip",)
 
     def ping(self, to: Card) -> tuple[str, ...]:
-        """Returns the arguments that ping the other card from this one."""
+        """Returns the arguments with which this card pings the other one."""
         if self.is_in_super_pod and to.is_in_super_pod:
             return ("-hccs_ping", "-g", "address", to.address)
         if to.is_ipv6:
@@ -91,23 +91,23 @@ def judge_health(card: Card, text: str) -> Finding:
     if status is None:
         return _unreadable("health", card, text)
     if status == "Success":
-        return Finding("ok", "health", card.name, "the detection address answers")
+        return Finding("ok", "health", card.name, "the checked address answers")
     if status in UNPROVED:
-        way_out = f"set an address to detect with `hccn_tool -i {card.device_id} -netdetect -s address ADDRESS`"
-        return Finding("warning", "health", card.name, f"says {status}: nothing has been detected", way_out)
+        way_out = f"set an address to check with `hccn_tool -i {card.device_id} -netdetect -s address ADDRESS`"
+        return Finding("warning", "health", card.name, f"reports {status}: no address has been checked yet", way_out)
     level: Level = "warning" if card.is_in_super_pod else "error"
-    way_out = "check the gateway (`hccn_tool -i N -gateway -g`) and the address to detect (`-netdetect -g`)"
+    way_out = "check the gateway (`hccn_tool -i N -gateway -g`) and the address to check (`-netdetect -g`)"
     return Finding(level, "health", card.name, f"says {status}", way_out)
 
 
 def parse_tls(text: str) -> bool | None:
-    """Reads the switch from `dev_id:0, tls switch[0](0:disable, 1:enable), …` of `-tls -g`; None if there is none."""
+    """Reads the switch from `dev_id:0, tls switch[0](0:disable, 1:enable), …` of `-tls -g`; None if it is missing."""
     match = re.search(r"tls switch\[([01])\]", text)
     return match[1] == "1" if match else None
 
 
 def judge_tls(answers: Sequence[tuple[Card, str]]) -> list[Finding]:
-    """Judges `-tls -g` of all cards of a host: cards with TLS and cards without do not connect."""
+    """Judges `-tls -g` of all cards of a host: cards with TLS cannot connect to cards without."""
     found = [(card, parse_tls(text), text) for card, text in answers]
     findings = [_unreadable("TLS", card, text) for card, is_on, text in found if is_on is None]
     states = {is_on for _, is_on, _ in found if is_on is not None}
@@ -116,9 +116,11 @@ def judge_tls(answers: Sequence[tuple[Card, str]]) -> list[Finding]:
             continue
         state = "on" if is_on else "off"
         if len(states) == 1:
-            findings.append(Finding("ok", "TLS", card.name, f"{state}; the other hosts' cards must be the same"))
+            findings.append(
+                Finding("ok", "TLS", card.name, f"{state}; the other hosts' cards must have the same setting")
+            )
         else:
-            way_out = "make all cards alike: `hccn_tool -i N -tls -s enable 0`, or 1"
+            way_out = "set all cards alike: `hccn_tool -i N -tls -s enable 0`, or 1"
             text = f"is {state}, unlike other cards of this host"
             findings.append(Finding("error", "TLS", card.name, text, way_out))
     return findings
@@ -129,7 +131,7 @@ def judge_address(card: Card, text: str) -> Finding:
     address = parse_hccn_tool(text)
     if address is None:
         way_out = f"set it with `hccn_tool -i {card.device_id} -ip -s`, and restore /etc/hccn.conf"
-        return Finding("error", "address", card.name, f"has none ({_first(text)})", way_out)
+        return Finding("error", "address", card.name, f"has no address ({_first(text)})", way_out)
     if host_key(address) != host_key(card.address):
         way_out = "write the table again with `pd-ranktable gen`"
         return Finding("error", "address", card.name, f"is {address}; device_ip is {card.address}", way_out)
@@ -146,7 +148,7 @@ def judge_ping(card: Card, to: Card, text: str) -> Finding:
         return Finding("ok", "ping", card.name, f"{to.far_name} answers")
     text = f"{to.far_name} answers {received} of {sent} packets"
     if host_key(card.host) == host_key(to.host):
-        return Finding("warning", "ping", card.name, text, "cards of one host can also have a link without the network")
+        return Finding("warning", "ping", card.name, text, "cards of one host may also be linked without the network")
     return Finding("error", "ping", card.name, text, "check address, mask, VLAN and switch between the two")
 
 
@@ -157,7 +159,7 @@ def _value(text: str, key: str) -> str | None:
 
 def _unreadable(what: str, card: Card, text: str) -> Finding:
     if DENIED in text:
-        return Finding("error", what, card.name, "hccn_tool was refused", _AS_ROOT)
+        return Finding("error", what, card.name, "hccn_tool was denied", _AS_ROOT)
     if _NOT_SUPPORTED.search(text):
         return Finding("unchecked", what, card.name, f"hccn_tool says {_first(text)}")
     return Finding("error", what, card.name, f"hccn_tool says {_first(text)}", "see `npu-smi info -t health -i N`")
@@ -176,7 +178,7 @@ class ToolTimeout(Exception):
 
 
 def ask(card: Card, arguments: Sequence[str], timeout_s: float = CALL_S) -> str:
-    """Returns the program's output and errors; asks again while it is busy. Raises ToolMissing, ToolTimeout."""
+    """Returns the tool's output and errors; retries while it is busy. Raises ToolMissing, ToolTimeout."""
     deadline_s = time.monotonic() + timeout_s
     command = [hccn_tool(), "-i", card.device_id, *arguments]
     while True:
@@ -197,11 +199,11 @@ def ask(card: Card, arguments: Sequence[str], timeout_s: float = CALL_S) -> str:
             raise ToolMissing(f"{command[0]}: {error.strerror}") from None
         if BUSY not in done.stdout or time.monotonic() + BUSY_AGAIN_S > deadline_s:
             return done.stdout
-        time.sleep(BUSY_AGAIN_S)  # nothing tells when the tool is free
+        time.sleep(BUSY_AGAIN_S)  # no event reports that the tool is free again
 
 
 def examine(here: Sequence[Card], far: Sequence[Card], say: Say, timeout_s: float = CALL_S) -> list[Finding]:
-    """Asks the cards of this host, which ping the `far` ones. Each call has `timeout_s` seconds."""
+    """Queries the cards of this host, which ping the `far` ones. Each call has `timeout_s` seconds."""
     if not here:
         return []
     tls: list[tuple[Card, str]] = []
@@ -223,20 +225,25 @@ def examine(here: Sequence[Card], far: Sequence[Card], say: Say, timeout_s: floa
         with ThreadPoolExecutor(min(NUM_AT_ONCE, len(here))) as pool:
             found = [finding for of_card in pool.map(examine_card, here) for finding in of_card]
     except ToolMissing as error:
-        way_out = "mount /usr/local/Ascend/driver into the container, as docs/ascend.md has it"
-        return [Finding("error", "hccn_tool", _names(here), f"cannot be asked ({error})", way_out)]
+        way_out = "mount /usr/local/Ascend/driver into the container, as docs/ascend.md describes"
+        return [Finding("error", "hccn_tool", _names(here), f"cannot be queried ({error})", way_out)]
     tls.sort(key=lambda each: here.index(each[0]))
     return found + judge_tls(tls)
 
 
 def _pings(card: Card, far: Sequence[Card], timeout_s: float) -> list[Finding]:
-    """Pings one after the other; one finding if all answer, otherwise one for each that does not."""
+    """Pings one card after another; returns one finding if all answer, otherwise one for each that does not."""
     deadline_s = time.monotonic() + PINGS_S
     found: list[Finding] = []
     for number, to in enumerate(far):
         if time.monotonic() > deadline_s:
             text = f"{len(far) - number} cards were not pinged within {PINGS_S:g} s, {to.far_name} the first"
-            return [*found, Finding("unchecked", "ping", card.name, text, "correct the others and run this again")]
+            return [
+                *found,
+                Finding(
+                    "unchecked", "ping", card.name, text, "fix the cards that do not answer, and run the check again"
+                ),
+            ]
         try:
             finding = judge_ping(card, to, ask(card, card.ping(to), timeout_s))
         except ToolTimeout:
@@ -257,7 +264,7 @@ def _judged(
 
 def _too_long(card: Card, what: str, arguments: Sequence[str], timeout_s: float) -> Finding:
     text = f"`hccn_tool {' '.join(arguments)}` did not end within {timeout_s:g} s"
-    return Finding("error", what, card.name, text, "see `npu-smi info -t health -i N`; the driver may hang")
+    return Finding("error", what, card.name, text, "see `npu-smi info -t health -i N`; the driver may be hanging")
 
 
 def _names(cards: Iterable[Card]) -> str:

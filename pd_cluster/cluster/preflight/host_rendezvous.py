@@ -1,4 +1,4 @@
-"""KV blocks between an instance of this host and one of another, where the same command runs at the same time."""
+"""Sends KV blocks between an instance of this host and one of another host that runs the same command."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pd_cluster.engine.link_probe.probe_messages import (
 from pd_cluster.errors import LinkError
 from ranktable_tools.host_addresses import host_key
 
-NUM_TRANSFERS = 4  # the first maps pages and is not counted
+NUM_TRANSFERS = 4  # the first transfer maps pages and is not counted
 
 Say = Callable[[str], None]
 Pair = tuple[ListedInstance, ListedInstance]
@@ -29,9 +29,10 @@ Pair = tuple[ListedInstance, ListedInstance]
 
 @dataclass(frozen=True, slots=True)
 class HostRendezvous:
-    """How the ends of a pair on two hosts find each other: by what both know, the tables and the cluster's secret.
+    """How the ends of a pair on two hosts find each other: from the tables and the cluster's secret, which both know.
 
-    `ports`: those of NODE_PORTS, by instance; before the start they are free. `wait_s`: for the other host's command.
+    `ports`: NODE_PORTS by instance; they are free before the start. `wait_s`: how long to wait for the other host's
+    command.
     """
 
     secret: bytes
@@ -52,7 +53,7 @@ class HostRendezvous:
 
 
 def lanes_of(num_source: int, num_target: int) -> list[tuple[int, int]]:
-    """Returns the ranks that exchange KV heads: (P's rank, D's rank), as many as the larger instance has ranks."""
+    """Returns (P's rank, D's rank) of the ranks that exchange KV heads, as many as the larger instance has ranks."""
     most = max(num_source, num_target)
     return [(at * num_source // most, at * num_target // most) for at in range(most)]
 
@@ -65,10 +66,10 @@ def check_between(
     meet: HostRendezvous,
     say: Say,
 ) -> list[Finding]:
-    """Checks pairs with one end here, in the order of the table, which the other hosts keep to as well.
+    """Checks pairs with one end here, in the order of the table, which all hosts follow.
 
-    Each host waits for the other end of its next pair, so that none waits in a circle. A host that does not come is
-    not waited for twice.
+    Each host waits for the other end of its next pair, so hosts never wait in a circle. A host that does not come is
+    waited for only once.
     """
     found: list[Finding] = []
     absent: set[str] = set()
@@ -81,22 +82,22 @@ def check_between(
             found.append(failed(p, d, broken[mine.name]))
             continue
         if there in absent:
-            found.append(_nobody(where, there, meet))
+            found.append(_host_absent(where, there, meet))
             continue
         say(f"{'sending KV blocks to' if is_sender else 'receiving KV blocks from'} {other.name} on {there}")
         try:
             found.append((_send_to if is_sender else _receive_from)(p, d, where, ends, meet))
         except OtherHostAbsent:
             absent.add(there)
-            found.append(_nobody(where, there, meet))
+            found.append(_host_absent(where, there, meet))
         except LinkError as error:
             way_out = 'see "The network before the start" in docs/operations.md'
-            found.append(Finding("error", "KV", where, f"no KV blocks came through: {error}", way_out))
+            found.append(Finding("error", "KV", where, f"no KV blocks arrived: {error}", way_out))
     return found
 
 
 class OtherHostAbsent(Exception):
-    """The command does not run on the other host."""
+    """The other host does not run the command."""
 
 
 def _send_to(
@@ -137,12 +138,12 @@ def _receive_from(
     return Finding("ok", "KV", where, f"every byte right; {p.server.server_ip} shows the rate")
 
 
-def _nobody(where: str, there: str, meet: HostRendezvous) -> Finding:
-    text = f"nothing was heard of {there} within {meet.wait_s:g} s"
-    way_out = "run the command there at the same time, with the same tables; if it runs, look for a firewall"
+def _host_absent(where: str, there: str, meet: HostRendezvous) -> Finding:
+    text = f"{there} did not connect within {meet.wait_s:g} s"
+    way_out = "run the command there at the same time, with the same tables; if it is running, check for a firewall"
     return Finding("unchecked", "KV", where, text, way_out)
 
 
 def failed(p: ListedInstance, d: ListedInstance, reason: str) -> Finding:
     way_out = 'see "The network before the start" in docs/operations.md'
-    return Finding("error", "KV", f"{p.name} -> {d.name}", f"no KV blocks came through: {reason}", way_out)
+    return Finding("error", "KV", f"{p.name} -> {d.name}", f"no KV blocks arrived: {reason}", way_out)

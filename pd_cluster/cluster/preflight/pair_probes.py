@@ -1,8 +1,9 @@
-"""KV blocks from every prefill instance to every decode instance, between real processes, one end of them here.
+"""Sends KV blocks from every prefill instance to every decode instance with an end on this host, between real
+processes.
 
-One process for each device starts on the devices of the rank table; each lane of a pair then gets a link of its own,
-one after the other, so that rates do not disturb each other. The link, its transport and its proofs are those of a
-worker. The other end may be on another host, where the same command runs. Imports no torch.
+One process starts for each device of the rank table; then each lane of a pair gets its own link, one after another, so
+that rates do not disturb each other. The link, its transport and its proofs are those of a worker. The other end may be
+on another host that runs the same command. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from pd_cluster.engine.link_probe.probe_messages import BLOCK_NBYTES, NUM_BLOCKS
 from pd_cluster.errors import LinkError
 from ranktable_tools.host_addresses import host_key
 
-BEGIN_S = 120.0  # to import torch and make a pool
+BEGIN_S = 120.0  # to import torch and allocate a pool
 
 
 def instances_of(place: Place) -> list[ListedInstance]:
@@ -44,9 +45,10 @@ def instances_of(place: Place) -> list[ListedInstance]:
 def check_pairs(
     place: Place, device: str, kv_transport: str, say: Say, meet: HostRendezvous | None = None
 ) -> list[Finding]:
-    """Sends KV blocks between all pairs with an end on this host; one finding a pair. Leaves no process behind.
+    """Sends KV blocks between all pairs with an end on this host; returns one finding a pair. Leaves no process
+    running.
 
-    `meet`: how ends on other hosts are met, where this command runs at the same time; None: not at all.
+    `meet`: how to reach ends on other hosts that run this command; None: such pairs are not checked.
     """
     own = host_key(place.server.server_ip)
     found: list[Finding] = []
@@ -95,7 +97,7 @@ def _elsewhere(p: ListedInstance, d: ListedInstance, has_end_here: bool) -> Find
 
 
 def _check_pair(p: ListedInstance, d: ListedInstance, ends: Mapping[tuple[str, int], RankEndpoint]) -> Finding:
-    """Uses one link for each lane, one after the other; the slowest lane is the pair's rate."""
+    """Uses one link for each lane, one after another; the slowest lane is the pair's rate."""
     rates: list[float] = []
     transports: set[str] = set()
     lanes = lanes_of(len(p.server.device), len(d.server.device))
@@ -114,49 +116,49 @@ def _check_pair(p: ListedInstance, d: ListedInstance, ends: Mapping[tuple[str, i
 
 
 def send_blocks(source: RankEndpoint, target: RankEndpoint, num_transfers: int) -> ProbeAnswer:
-    """Sends blocks over a link of their own and compares what has landed last. Raises LinkError; closes the link."""
+    """Sends blocks over a new link and compares what arrived last. Raises LinkError; closes the link."""
     secret = secrets.token_bytes(32)
     there = target.ask(Listen(secret), PAIR_S)
     try:
         sent = source.ask(Send(secret, target.begin.name, there.port, there.epoch, num_transfers), PAIR_S)
     except LinkError:
         with contextlib.suppress(LinkError):
-            target.ask(Compare(source.seed, num_transfers), PAIR_S)  # closes its end
+            target.ask(Compare(source.seed, num_transfers), PAIR_S)  # also closes the receiving end
         raise
     target.ask(Compare(source.seed, num_transfers), PAIR_S)
     return sent
 
 
 def _begin(ends: Mapping[tuple[str, int], RankEndpoint], device: str) -> dict[str, str]:
-    """Begins all processes together. Returns the reason for each instance that cannot take part."""
+    """Starts all processes together. Returns instance -> reason for each instance that cannot take part."""
     broken: dict[str, str] = {}
     devices: dict[tuple[str, int], str] = {}
     for end in ends.values():
-        with contextlib.suppress(LinkError):  # then `hear` raises, too
+        with contextlib.suppress(LinkError):  # `receive` then raises as well
             end.tell(end.begin)
     for (name, rank), end in ends.items():
         try:
-            devices[name, rank] = end.hear(BEGIN_S).device
+            devices[name, rank] = end.receive(BEGIN_S).device
         except LinkError as error:
             broken.setdefault(name, f"rank {rank} of {name}: {error}")
             continue
         if hccl_environment.is_wanted(device, end.server) and not devices[name, rank].startswith("npu"):
-            text = f"its table has NPUs, and torch would use the {devices[name, rank]} here"
+            text = f"its table has NPUs, but torch would use the {devices[name, rank]} here"
             broken.setdefault(name, f"rank {rank} of {name}: {text}")
     return shared_npus(devices) | broken
 
 
 def shared_npus(devices: Mapping[tuple[str, int], str]) -> dict[str, str]:
-    """Returns the reason for each instance with a rank whose NPU another rank has as well.
+    """Returns instance -> reason for each instance with a rank whose NPU another rank also uses.
 
-    A container with some of the host's cards counts them from 0, so that several instances would find theirs there:
-    a transfer from a card to itself proves nothing. `devices`: (instance, rank) -> torch's name.
+    A container with some of the host's cards numbers them from 0, so that several instances would use the same card: a
+    transfer from a card to itself proves nothing. `devices`: (instance, rank) -> torch's name.
     """
     first: dict[str, str] = {}
     reasons: dict[str, str] = {}
     for (name, rank), device in devices.items():
         other = first.setdefault(device, f"rank {rank} of {name}")
         if device.startswith("npu") and other != f"rank {rank} of {name}":
-            text = f"has {device} here, as {other} has: run this where all cards of the host are visible"
+            text = f"has {device} here, and so has {other}: run the check where all cards of the host are visible"
             reasons.setdefault(name, f"rank {rank} of {name} {text}")
     return reasons

@@ -1,4 +1,4 @@
-"""Findings of the pre-flight: one line each, the worst first, equal ones of several places joined.
+"""Findings of the pre-flight checks: one line each, worst first; equal ones of several places are joined.
 
 Knows nothing of how they were found.
 """
@@ -15,14 +15,14 @@ LEVELS: tuple[Level, ...] = get_args(Level)  # the worst first
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """`where`: a card, or a pair of instances. `way_out`: what to do about it; "" if there is nothing to do."""
+    """`where`: a card, or a pair of instances. `way_out`: the remedy, or ""."""
 
     level: Level
     what: str
     where: str
     text: str
     way_out: str = ""
-    rate: float = 0.0  # GB/s; findings that are equally bad are sorted by it
+    rate: float = 0.0  # GB/s; orders findings that are equally bad
 
     @property
     def line(self) -> str:
@@ -31,9 +31,9 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> list[Finding]:
-    """Returns one finding for all places with the same text, the worst first.
+    """Returns one finding for all places with the same text, worst first.
 
-    Equally bad ones are sorted by rate, otherwise in the order of arrival.
+    Equally bad ones are ordered by rate, otherwise by arrival.
     """
     joined: dict[Finding, list[str]] = {}
     for each in findings:

@@ -1,4 +1,4 @@
-"""A process on a device of the rank table, which is one end of trial links. Knows nothing of pairs."""
+"""A process on a device of the rank table, which is one end of a link that is probed. Knows nothing of pairs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pd_cluster.settings.timeouts import Timeouts
 from pd_cluster.types import Role
 from ranktable_tools import Server
 
-PAIR_S = 180.0  # the ends' own deadlines come first
+PAIR_S = 180.0  # longer than the ends' own deadlines
 END_S = 5.0
 NUM_LOG_LINES = 3
 
@@ -46,9 +46,9 @@ def running(end: RankEndpoint) -> Iterator[RankEndpoint]:
 
 
 class RankEndpoint:
-    """A process of engine/trip. Each method raises LinkError with the end's own reason.
+    """The process of one end of a link that is probed. Each method raises LinkError with the process's own reason.
 
-    `lines` are its answers, in order; an empty one is its end.
+    `lines` are its answers, in order; an empty one marks its end.
     """
 
     def __init__(
@@ -90,18 +90,18 @@ class RankEndpoint:
             self._process.stdin.write(msgspec.json.encode(command) + b"\n")
             self._process.stdin.flush()
         except OSError:
-            raise LinkError(self._last_words("its process has ended")) from None
+            raise LinkError(self._last_log_line("the process has ended")) from None
 
-    def hear(self, timeout_s: float) -> ProbeAnswer:
+    def receive(self, timeout_s: float) -> ProbeAnswer:
         if self._why:
             raise LinkError(self._why)
         try:
             line = self.lines.get(timeout=timeout_s)
         except queue.Empty:
             self._why = f"no answer within {timeout_s:g} s"
-            raise LinkError(self._last_words(self._why)) from None
+            raise LinkError(self._last_log_line(self._why)) from None
         if not line:
-            self._why = self._last_words("its process has ended")
+            self._why = self._last_log_line("the process has ended")
             raise LinkError(self._why)
         answer = msgspec.json.decode(line, type=ProbeAnswer)
         if answer.error:
@@ -110,7 +110,7 @@ class RankEndpoint:
 
     def ask(self, command: Command, timeout_s: float) -> ProbeAnswer:
         self.tell(command)
-        return self.hear(timeout_s)
+        return self.receive(timeout_s)
 
     def kill(self) -> None:
         self._process.kill()
@@ -119,7 +119,7 @@ class RankEndpoint:
     def close(self) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError):
-            self._process.stdin.close()  # ends it
+            self._process.stdin.close()  # ends the process
         try:
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
@@ -133,7 +133,7 @@ class RankEndpoint:
             self.lines.put(line)
         self.lines.put(b"")
 
-    def _last_words(self, what: str) -> str:
+    def _last_log_line(self, what: str) -> str:
         self._log.seek(0)
         lines: Sequence[str] = self._log.read().decode(errors="replace").split("\n")
         said = " / ".join(line.strip()[:200] for line in [line for line in lines if line.strip()][-NUM_LOG_LINES:])
@@ -141,7 +141,7 @@ class RankEndpoint:
 
 
 def _environment(server: Server, host: str, device: str) -> dict[str, str]:
-    """Returns a rank process's environment; HCCL's variables are those that a worker sets."""
+    """Returns a rank process's environment, with the HCCL variables that a worker sets."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     if hccl_environment.is_wanted(device, server):
         environment |= hccl_environment.environment(

@@ -1,1 +1,1 @@
-"""Processes of one host: their ports, their starts, their ends."""
+"""Processes of one host: ports, start, supervision, end."""

@@ -1,6 +1,7 @@
-"""The scheduler's API processes: started, informed of the members, heard, restarted, ended. Never imports torch.
+"""The scheduler's API processes: starts, updates, restarts and stops them, and reads their reports. Never imports
+torch.
 
-Each serves the public port on a socket of its own (SO_REUSEPORT), routes on its own and has its own connections to the
+Each serves the public port on its own socket (SO_REUSEPORT), routes independently and has its own connections to the
 workers. This process asks the workers, decides which are in service, and adds up the outstanding work of the API
 processes. The messages are in process_messages.py, their order in docs/protocol/membership.md. Knows nothing of HTTP.
 """
@@ -46,17 +47,17 @@ log = logging.getLogger(__name__)
 
 PUBLISH_S = 0.05  # the minimum between two updates
 SHARE_S = 0.1
-SHARE_BUSY_S = 0.01  # the same for the work that is served now
+SHARE_BUSY_S = 0.01  # the same for updates of current work
 MAX_LINE_NBYTES = 16 << 20
 MAX_DEATHS, DEATHS_S = 5, 30.0  # this many deaths of one process within this time end the scheduler
-SILENCE_S = 30.0  # for one that starts or hangs; each sends something every second (membership_mirror.py)
-END_TIMEOUT_S = 10.0  # longer than a drain or a hurry may take
+SILENCE_S = 30.0  # for a process that starts or hangs; each sends a report every second (membership_mirror.py)
+END_TIMEOUT_S = 10.0  # longer than a drain or a hurried end may take
 NOTHING = Outstanding(0, 0)
 
 
 @dataclass(slots=True)
 class _Api:
-    """One process; `report` is its last report, `told` the last list of instances sent to it."""
+    """One API process; `report` is its last report, `sent_list` the last list of instances sent to it."""
 
     config: ApiProcessConfig
     listener: socket.socket
@@ -64,13 +65,13 @@ class _Api:
     writer: asyncio.StreamWriter | None = None
     report: dict[str, Outstanding] = field(default_factory=dict)
     busy: Busy = field(default_factory=Busy)
-    stats: Stats = field(default_factory=Stats)  # of this life
-    told_stats: AllStats | None = None
+    stats: Stats = field(default_factory=Stats)  # counters of this life
+    sent_stats: AllStats | None = None
     adapters: AdapterUse = field(default_factory=AdapterUse)
     adapters_version: int = 0
     pause_version: int = 0
-    is_idle: bool = False  # it drains and serves nothing any more, or has ended
-    told: bytes = b""
+    is_idle: bool = False  # it drains and serves no requests any more, or has ended
+    sent_list: bytes = b""
     deaths_s: list[float] = field(default_factory=list)
 
     def tell(self, what: ToApi) -> None:
@@ -88,7 +89,7 @@ class _Api:
 
 
 class ApiProcesses:
-    """Writes the processes' outstanding work into `instances`. `listeners` are theirs, in order."""
+    """Writes the processes' outstanding work into `instances`. `listeners` are the processes' sockets, in order."""
 
     def __init__(
         self,
@@ -98,11 +99,11 @@ class ApiProcesses:
         drain_timeout_s: float,
         own: RequestStats | None = None,
     ) -> None:
-        """`own`: what this process counts, which serves no requests."""
+        """`own`: the counters of this process, which serves no requests."""
         self.apis = [_Api(config, listener) for config, listener in zip(configs, listeners, strict=True)]
         self._busy_changed = asyncio.Event()
         self._reports_changed = False
-        self._ended_stats = Stats()  # of ended processes
+        self._ended_stats = Stats()  # counters of ended processes
         self._own = RequestStats() if own is None else own
         self._instances = instances
         self._drain_timeout_s = drain_timeout_s
@@ -119,7 +120,8 @@ class ApiProcesses:
             group.create_task(self._share_reports())
             group.create_task(self._share_busy())
             while True:
-                changed = asyncio.ensure_future(change())  # before the update is sent, so that no change is missed
+                # started before the update is sent, so that no change is missed
+                changed = asyncio.ensure_future(change())
                 try:
                     self.publish()
                     await asyncio.sleep(PUBLISH_S)
@@ -128,17 +130,17 @@ class ApiProcesses:
                     changed.cancel()
 
     def publish(self) -> None:
-        """Sends every process the news that it lacks."""
+        """Sends every process the news that it has not received."""
         news = Instances([view_of(instance) for instance in self._instances])
         encoded = msgspec.json.encode(news)
         for api in self.apis:
-            if encoded != api.told and api.writer is not None:
-                api.told = encoded
+            if encoded != api.sent_list and api.writer is not None:
+                api.sent_list = encoded
                 api.tell(news)
 
     def move_on(self, instance: Instance, why: str) -> None:
-        """Moves the instance's requests elsewhere, whichever process serves them."""
-        self.publish()  # first that it takes no more requests
+        """Moves an instance's requests elsewhere, whichever process serves them."""
+        self.publish()  # first tells the processes that the instance takes no more requests
         for api in self.apis:
             api.tell(MoveOn(instance.name, why))
 
@@ -149,49 +151,49 @@ class ApiProcesses:
             api.tell(keys)
 
     async def publish_adapters(self, names: dict[str, str]) -> None:
-        """Sets the adapters' names in every process; returns when all that live have heard them."""
+        """Sets the adapters' names in every process; returns when all live ones have them."""
         self._num_adapter_news += 1
         news = AdapterNames(dict(names), self._num_adapter_news)
         for api in self.apis:
             api.config = msgspec.structs.replace(api.config, adapters=news)
             api.tell(news)
-        await self._until_heard("the adapters", lambda api: api.adapters_version >= news.version)
+        await self._until_confirmed("the adapters", lambda api: api.adapters_version >= news.version)
 
-    async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
-        """See members/cluster_control.py."""
+    async def control_requests(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
+        """Implements `ServingProcesses.control_requests` (members/cluster_control.py)."""
         self._num_steers += 1
         news = PauseUpdate(gate, self._num_steers, None if aborts is None else list(aborts), keeps)
         for api in self.apis:
-            api.config = msgspec.structs.replace(api.config, steer=PauseUpdate(gate, news.version))
+            api.config = msgspec.structs.replace(api.config, pause=PauseUpdate(gate, news.version))
             api.tell(news)
-        await self._until_heard("an operator's command", lambda api: api.pause_version >= news.version)
+        await self._until_confirmed("an operator's command", lambda api: api.pause_version >= news.version)
 
     async def until_idle(self) -> None:
-        """Returns when no request is at an instance, as the processes have reported."""
+        """Returns when no instance has a request, by the processes' reports."""
         while any(api.is_alive and api.busy.num_streams for api in self.apis):
             await self._reported.wait()
 
-    async def _until_heard(self, what: str, has_heard: Callable[[_Api], bool]) -> None:
-        """Returns when all that live have reported it."""
+    async def _until_confirmed(self, what: str, has_confirmed: Callable[[_Api], bool]) -> None:
+        """Returns when all live processes have reported it."""
         try:
-            async with asyncio.timeout(SILENCE_S):  # one that says nothing for so long is killed
-                while any(api.is_alive and not has_heard(api) for api in self.apis):
+            async with asyncio.timeout(SILENCE_S):  # a process that is silent this long is killed
+                while any(api.is_alive and not has_confirmed(api) for api in self.apis):
                     await self._reported.wait()
         except TimeoutError:
-            log.error("not all API processes have heard of %s within %g s", what, SILENCE_S)
+            log.error("not all API processes have confirmed %s within %g s", what, SILENCE_S)
 
     @property
     def stats(self) -> Stats:
-        """The counts of all processes, including those that have ended."""
+        """The counters of all processes, including ended ones."""
         return added([self._own.snapshot(), self._ended_stats, *(api.stats for api in self.apis)])
 
     @property
     def busy(self) -> Busy:
-        """The work of all processes, as they last reported it."""
+        """The current work of all processes, as last reported."""
         return _sum_of([api.busy for api in self.apis])
 
     def adapters_in_use(self) -> set[str]:
-        """The digests of the adapters of requests under way."""
+        """The digests of the adapters that running requests use."""
         return {digest for api in self.apis for digest in api.adapters.running + api.adapters.waiting}
 
     # ---- the end
@@ -203,7 +205,7 @@ class ApiProcesses:
             api.tell(Stop())
 
     async def finish(self, hurry: asyncio.Event) -> None:
-        """Waits until all processes have ended; passes `hurry` on. Kills any that do not end."""
+        """Waits until all processes have ended; passes `hurry` on to them. Kills processes that do not end."""
         if not self._is_stopping:  # the scheduler has failed
             self.drain()
         ended = asyncio.ensure_future(self._ended())
@@ -228,27 +230,27 @@ class ApiProcesses:
     # ---- one process
 
     async def _keep(self, api: _Api) -> None:
-        """Starts the process, reads its reports, restarts it."""
+        """Starts the process, reads its reports, and restarts it after its end."""
         while not self._is_stopping:
             process, reader = await self._start(api)
             await self._listen(api, reader)
             if api.writer is not None:
-                api.writer.close()  # a process still alive ends at this end of file
+                api.writer.close()  # a process that is still alive ends at this end of file
             try:
                 code = await asyncio.wait_for(process.wait(), END_TIMEOUT_S)
             except TimeoutError:
                 api.kill()
                 code = await process.wait()
-            self.hear_end(api)
+            self.remove_work(api)
             if not self._is_stopping:
                 self._note_death(api, process.pid, code)
-        api.listener.close()  # connections go to the remaining processes
+        api.listener.close()  # new connections go to the remaining processes
 
     async def _listen(self, api: _Api, reader: asyncio.StreamReader) -> None:
         """Reads reports until the process ends, falls silent, or sends something invalid."""
         try:
             while line := await asyncio.wait_for(reader.readline(), SILENCE_S):
-                self.hear(api, msgspec.json.decode(line, type=ApiReport))
+                self.add_report(api, msgspec.json.decode(line, type=ApiReport))
         except TimeoutError:
             log.error("API process %d has not reported for %g s", api.config.index, SILENCE_S)
             api.kill()
@@ -258,12 +260,12 @@ class ApiProcesses:
     def _note_death(self, api: _Api, pid: int, code: int) -> None:
         now_s = time.monotonic()
         api.deaths_s = [at_s for at_s in api.deaths_s if now_s - at_s < DEATHS_S] + [now_s]
-        log.error("API process %d (pid %d) ended with code %d; it is started again", api.config.index, pid, code)
+        log.error("API process %d (pid %d) ended with code %d; restarting it", api.config.index, pid, code)
         if len(api.deaths_s) >= MAX_DEATHS:
             raise InstanceLost(f"API process {api.config.index} ended {MAX_DEATHS} times within {DEATHS_S:g} s")
 
     async def _start(self, api: _Api) -> tuple[asyncio.subprocess.Process, asyncio.StreamReader]:
-        if api.writer is not None:  # of the one that has ended
+        if api.writer is not None:  # of the ended process
             api.writer.close()
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as undo, theirs:
@@ -280,15 +282,15 @@ class ApiProcesses:
         api.process = process
         reader, api.writer = await asyncio.open_connection(sock=ours, limit=MAX_LINE_NBYTES)
         api.writer.write(msgspec.json.encode(api.config) + b"\n")
-        api.told, api.told_stats = b"", None
-        self.share_stats()  # before anybody asks for them
+        api.sent_list, api.sent_stats = b"", None
+        self.share_stats()  # before anybody asks for the totals
         self.publish()
         if self._is_stopping:  # draining began while the others were informed
             api.tell(Stop())
         return process, reader
 
-    def hear(self, api: _Api, report: ApiReport) -> None:
-        """Adds up a report."""
+    def add_report(self, api: _Api, report: ApiReport) -> None:
+        """Adds a report to the sums."""
         if api.busy != report.busy:
             self._busy_changed.set()
         api.report, api.is_idle, api.busy = report.outstanding, report.is_idle, report.busy
@@ -306,9 +308,9 @@ class ApiProcesses:
             instance.num_outstanding = sum(part.num_legs for part in each)
             instance.outstanding_tokens = sum(part.num_tokens for part in each)
 
-    def hear_end(self, api: _Api) -> None:
-        """Removes its outstanding work; its counters stay in the totals."""
-        self.hear(api, ApiReport({}, is_idle=self._is_stopping))
+    def remove_work(self, api: _Api) -> None:
+        """Removes the process's outstanding work; its counters stay in the totals."""
+        self.add_report(api, ApiReport({}, is_idle=self._is_stopping))
         self._ended_stats, api.stats = added([self._ended_stats, api.stats]), Stats()
 
     async def _share_reports(self) -> None:
@@ -326,14 +328,14 @@ class ApiProcesses:
             api.tell(OthersTokens(tokens))
 
     async def _share_busy(self) -> None:
-        """Sends each process the others' current load soon after a change of it."""
+        """Sends each process the others' current load shortly after it changes."""
         while True:
             await self._busy_changed.wait()
             self._busy_changed.clear()
             for api in self.apis:
                 busy = self._busy_of_others(api)
-                if api.told_stats is not None and api.told_stats.others != busy:
-                    api.told_stats = msgspec.structs.replace(api.told_stats, others=busy)
+                if api.sent_stats is not None and api.sent_stats.others != busy:
+                    api.sent_stats = msgspec.structs.replace(api.sent_stats, others=busy)
                     api.tell(OthersBusy(busy))
             await asyncio.sleep(SHARE_BUSY_S)
 
@@ -341,15 +343,15 @@ class ApiProcesses:
         return _sum_of([each.busy for each in self.apis if each is not api])
 
     def share_stats(self) -> None:
-        """Sends each process the same totals, and the others' current load, if they changed."""
+        """Sends each process the totals, and the others' current load, if these changed."""
         stats = self.stats
         num_alive = sum(api.is_alive for api in self.apis)
         for api in self.apis:
             busy = self._busy_of_others(api)
             use = [each.adapters for each in self.apis if each is not api]
             news = AllStats(stats, busy, num_alive, _together(use))
-            if news != api.told_stats:
-                api.told_stats = news
+            if news != api.sent_stats:
+                api.sent_stats = news
                 api.tell(news)
 
 

@@ -9,13 +9,13 @@ from pd_cluster.cluster.processes.rank_process import environment
 from pd_cluster.devices.device import num_threads_for
 from pd_cluster.engine.start.preloader import VARIABLE, Preloader
 
-DIE_WITH_PARENT = "PD_CLUSTER_DIE_WITH_PARENT"  # the parent's pid: `serve` ends when that process does
+DIE_WITH_PARENT = "PD_CLUSTER_DIE_WITH_PARENT"  # the parent's pid: `serve` ends when that process ends
 
 
 class LaunchPreloader:
     """The preloader of one launch's workers, if its flags allow one.
 
-    After a crash, the next worker to start brings it up again; workers without one start their ranks themselves.
+    After a crash, the next worker to start restarts it; workers without one start their ranks themselves.
     """
 
     def __init__(self, launch: Launch, given: Preloader | None = None) -> None:
@@ -26,7 +26,7 @@ class LaunchPreloader:
         self._start()
 
     def for_worker(self) -> tuple[dict[str, str], tuple[int, ...]]:
-        """Returns the variables and the files that a worker needs to reach the preloader."""
+        """Returns the variables and files through which a worker reaches the preloader."""
         self._start()
         preloader = self._given or self._own
         if preloader is None:

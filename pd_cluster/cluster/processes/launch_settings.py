@@ -1,4 +1,4 @@
-"""The description of a whole cluster on one machine."""
+"""The description of a whole cluster on one host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pd_cluster.settings.engine_config import SHIPPED_MODEL, model_name
 from pd_cluster.settings.setting import variable_of
 
 SPAWN = "--spawn"  # a flag of `pd-cluster serve`
-# As scripts/start_servers.sh and the Helm chart have it.
+# The same value as in scripts/start_servers.sh and the Helm chart.
 LASTING_STREAMS = MappingProxyType({variable_of("resume_window"): "30", variable_of("resume_scheduler_only"): "1"})
 
 
@@ -21,15 +21,15 @@ LASTING_STREAMS = MappingProxyType({variable_of("resume_window"): "30", variable
 class Launch:
     """A cluster to start. `arguments` are flags of `pd-cluster serve` for every instance.
 
-    `in_effect` has those of their --config file, too; a secret in that file must not get into a command line. `model`:
-    "" for the one that the project ships.
+    `in_effect` also has those of their --config file; a secret in that file must not get onto a command line. `model`:
+    "" for the shipped model.
     """
 
     model: str = ""
     num_prefill: int = 1
     num_decode: int = 1
     num_encode: int = 0
-    num_hybrid: int = 0  # instances that do both, with neither prefill nor decode instances beside them
+    num_hybrid: int = 0  # instances of both roles; then there are no prefill and decode instances
     num_schedulers: int = 1
     tp_sizes: Mapping[str, int] = field(default_factory=dict)  # role or instance -> rank processes; 1 if absent
     unit_sizes: Mapping[str, int] = field(default_factory=dict)  # role -> instances that share experts; 1 if absent
@@ -46,7 +46,9 @@ class Launch:
 
     def __post_init__(self) -> None:
         if self.num_hybrid and (self.num_prefill or self.num_decode or self.num_encode or self.num_schedulers > 1):
-            raise ConfigError(f"{self.num_hybrid} hybrid instances: they stand alone, before one scheduler")
+            raise ConfigError(
+                f"{self.num_hybrid} hybrid instances cannot be combined with other instances or several schedulers"
+            )
         if self.num_hybrid and max(self.unit_sizes.values(), default=1) > 1:
             name = called("data_parallel_size")
             raise ConfigError(
@@ -59,13 +61,15 @@ class Launch:
 
     @property
     def model_folder(self) -> str:
-        """The model as each instance receives it."""
+        """The model's folder or name, as each instance receives it."""
         return self.model or str(SHIPPED_MODEL)
 
     @property
     def remark(self) -> str:
-        """Says that the model is nobody's choice; "" if it was given."""
-        return "" if self.model else f" no --model: {SHIPPED_MODEL.name}, the small model that the project ships"
+        """Returns a remark that the default model is used; "" if a model was given."""
+        return (
+            "" if self.model else f" no --model: {SHIPPED_MODEL.name}, the small model that is shipped with the project"
+        )
 
     @property
     def worker_names(self) -> list[str]:
@@ -75,14 +79,14 @@ class Launch:
 
     @property
     def instances(self) -> str:
-        """Their number, for people."""
+        """Describes the number of instances, for people."""
         if self.num_hybrid:
             return f"{self.num_hybrid} hybrid"
         return f"{self.num_prefill} prefill, {self.num_decode} decode"
 
     @property
     def encoder_names(self) -> list[str]:
-        """Names of those that compute images; they are in no rank table."""
+        """Names of the encoders, which are in no rank table."""
         return [f"encode-{i}" for i in range(self.num_encode)]
 
     @property
@@ -91,7 +95,7 @@ class Launch:
         return several if self.num_schedulers > 1 else ["scheduler"]
 
     def port_of(self, index: int) -> int:
-        """Returns the public port of this scheduler; its admin port is the next one."""
+        """Returns the public port of this scheduler; its admin port is the next higher one."""
         return self.port + 2 * index
 
     @property
@@ -117,7 +121,7 @@ class Launch:
         return found
 
     def with_lasting_streams(self, env: Mapping[str, str]) -> Launch:
-        """Returns this launch with streams that outlive their scheduler, unless its flags or `env` say otherwise."""
+        """Returns this launch with streams that survive their scheduler, unless its flags or `env` decide otherwise."""
         says_so = self._value_of("--resume-window") or variable_of("resume_window") in env
         return self if says_so or not self.openai else replace(self, scheduler_variables=LASTING_STREAMS)
 
@@ -128,36 +132,36 @@ class Launch:
 
     @property
     def key_file(self) -> str:
-        """The file of further API keys; "" if there is none."""
+        """The file of further API keys, or ""."""
         return self._value_of("--api-key-file")
 
     @property
     def admin_port(self) -> str:
-        """The admin port among the arguments; "" if there is none."""
+        """The admin port among the arguments, or ""."""
         return self._value_of("--admin-port")
 
     @property
     def uds(self) -> str:
-        """The path of the Unix socket in the public port's place; "" if there is none."""
+        """The path of the Unix socket that replaces the public port, or ""."""
         return self._value_of("--uds")
 
     @property
     def join_port(self) -> str:
-        """The port at which workers may register among the arguments; "" if there is none."""
+        """The port among the arguments at which workers may register, or ""."""
         return self._value_of("--join-port")
 
     @property
     def lease_flag(self) -> str:
-        """A flag among the arguments that is for this launch to give; "" if there is none."""
+        """A flag among the arguments that only the launch itself may set, or ""."""
         flags = "--scheduler-lease", "--scheduler-index"
         return next((flag for flag in flags if self._value_of(flag)), "")
 
     @property
     def scheme(self) -> str:
-        """The URL scheme. Raises ConfigError if nobody could ask whether the scheduler is ready."""
+        """The URL scheme. Raises ConfigError if the scheduler's readiness cannot be queried."""
         if self._value_of("--ssl-cert-reqs") == "2":
             raise ConfigError(
-                "--ssl-cert-reqs 2: `up` has no certificate to ask its scheduler with; start each instance with "
+                "--ssl-cert-reqs 2: `up` has no client certificate to query its scheduler; start each instance with "
                 "`pd-cluster serve`, or give 1"
             )
         return "https" if self._value_of("--ssl-certfile") else "http"
@@ -188,5 +192,5 @@ def role_of(name: str) -> str:
 
 
 def by_role(both: int, prefill: int | None = None, decode: int | None = None) -> dict[str, int]:
-    """Returns a size for each role: its own where it has one, otherwise that of both."""
+    """Returns role -> size: the role's own size if given, otherwise the common one."""
     return {"prefill": prefill or both, "decode": decode or both, "hybrid": both}

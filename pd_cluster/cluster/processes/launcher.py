@@ -1,8 +1,8 @@
-"""A whole cluster on one machine: rank tables, ports, one `pd-cluster serve` process for each instance.
+"""A whole cluster on one host: rank tables, ports, one `pd-cluster serve` process for each instance.
 
-The processes are started exactly as scripts/start_servers.sh starts them. A worker that dies is named and, by default,
-restarted; a process that cannot even start takes all down with its own error. The members of a unit end with the one
-that died, and each is restarted in the same way.
+Starts the processes exactly as scripts/start_servers.sh does. The death of a worker is reported and, by default, the
+worker is restarted; a process that cannot start ends the whole cluster with its own error. The members of a unit end
+with the one that died, and each is restarted.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from ranktable_tools.cluster_keys import ADMIN_TOKEN_FILE, write_keys
 from ranktable_tools.host_addresses import bracketed
 from ranktable_tools.table_files import PRIVATE
 
-FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # before the second start in a row, and the longest
-MOST_KILLED_FOR_MEMORY = 3  # deaths of a process in a row, after which it is not started again
-LONG_LIFE_S = 30.0  # after which a death counts as the first again
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 0.5, 5.0  # before the second start in a row, and the maximum
+MOST_KILLED_FOR_MEMORY = 3  # deaths of a process in a row, after which it is not restarted
+LONG_LIFE_S = 30.0  # a death after this time counts as the first again
 READY_POLL_S = 0.03
 STOP_TIMEOUT_S = 3600.0  # each process has its own --drain-timeout; a second Ctrl-C ends the wait
 MAX_LINE_NBYTES = 1 << 20
@@ -63,9 +63,9 @@ class Member:
 def plan_cluster(launch: Launch, folder: Path, reservations: Reservations | None = None) -> list[Member]:
     """Writes the rank tables and their secrets into `folder`; returns the processes, schedulers last.
 
-    Encoders are in no table: they register at a port of the scheduler. Hybrid instances do, too, as decode instances
-    without a prefill instance, and there is no table. Existing secrets stay: the other processes must recognize a
-    restarted one. `reservations` hold the workers' ports. Raises ConfigError.
+    Encoders are in no table: they register at a port of the scheduler. Hybrid instances also register, as decode
+    instances without a prefill instance, and then there is no table. Existing secrets are kept, so that the other
+    processes recognize a restarted one. `reservations` hold the workers' ports. Raises ConfigError.
     """
     if launch.num_hybrid:
         return _plan_hybrids(launch, folder, reservations)
@@ -94,7 +94,7 @@ def plan_cluster(launch: Launch, folder: Path, reservations: Reservations | None
         "USE_OPENAI": "1" if launch.openai else "0",
     }
     members = []
-    *tables, host_table = generated.locals  # in the order of the instances, the scheduler's last
+    *tables, host_table = generated.locals  # in the order of the instances, the scheduler's table last
     for table, name, port in zip(tables, names, ports, strict=True):
         env = {**common, "RANK_TABLE_FILE_PATH": str(folder / table)}
         own = [f"--secret-file={secret}"]
@@ -137,9 +137,9 @@ def _plan_hybrids(launch: Launch, folder: Path, reservations: Reservations | Non
 
 
 def _own_devices(launch: Launch, index: int, env: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables that show an instance only its own devices: no table says which those are.
+    """Returns the variables that restrict an instance to its own devices, which no table lists.
 
-    Raises ConfigError if `env` shows too few.
+    Raises ConfigError if `env` allows too few devices.
     """
     size, num = launch.tp_size_of(launch.worker_names[index]), launch.num_ranks
     found = {}
@@ -156,7 +156,7 @@ def _own_devices(launch: Launch, index: int, env: Mapping[str, str]) -> dict[str
 def _joining(
     launch: Launch, kind: str, ports: Sequence[int], join: str, env: Mapping[str, str], secret: str
 ) -> list[Member]:
-    """`join`: the port at which workers register with the scheduler. `kind`: encode or hybrid."""
+    """Returns instances that register with the scheduler at the port `join`. `kind`: encode or hybrid."""
     address = "127.0.0.1" if launch.host in ("0.0.0.0", "") else launch.host
     role = "decode" if kind == "hybrid" else kind
     own = [secret, f"--role={role}", f"--join={bracketed(address)}:{join}", "--advertise-host=127.0.0.1"]
@@ -181,16 +181,19 @@ class Cluster:
     def __init__(self, launch: Launch, say: Say) -> None:
         if launch.num_schedulers > 1 and launch.admin_port:
             raise ConfigError(
-                "--admin-port: not with --schedulers: each one's admin port is the next of its public one"
+                "--admin-port: cannot be combined with --schedulers: each scheduler's admin port is its public port + 1"
             )
         if launch.num_schedulers > 1 and launch.num_encode:
             raise ConfigError(
-                "--encode: not with --schedulers, because encoders do not report each scheduler's share of their work"
+                "--encode: cannot be combined with --schedulers, because encoders do not report each scheduler's "
+                "share of their work"
             )
         if launch.num_schedulers > 1 and launch.uds:
-            raise ConfigError("--uds: not with --schedulers, which would all listen at that one path")
+            raise ConfigError("--uds: cannot be combined with --schedulers, which would all listen at that path")
         if launch.lease_flag:
-            raise ConfigError(f"{launch.lease_flag}: not with `up`, which gives it to each of --schedulers N")
+            raise ConfigError(
+                f"{launch.lease_flag}: cannot be combined with `up`, which sets it for each of --schedulers N"
+            )
         if launch.restart not in ("on-failure", "no"):
             raise ConfigError(f"--restart {launch.restart!r}: expected on-failure or no")
         self.launch = launch
@@ -203,11 +206,11 @@ class Cluster:
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
         self._was_ready = False
-        self._num_killed = host.num_killed_for_memory()  # of those, each is the cause of one death at most
+        self._num_killed = host.num_killed_for_memory()  # each of these kills explains at most one death
         self._encoder_urls: list[str] = []
 
     async def start(self) -> None:
-        """Starts every process. Raises ConfigError if a port is taken."""
+        """Starts every process. Raises ConfigError if a port is in use."""
         for port in range(self.launch.port + bool(self.launch.uds), self.launch.port_of(self.launch.num_schedulers)):
             _check_free(self.launch.host, port)
         self._preloader = LaunchPreloader(self.launch)
@@ -240,7 +243,7 @@ class Cluster:
         raise ConfigError(f"the cluster was not ready within {timeout_s:g} s; see the lines above")
 
     async def dashboard_link(self) -> str:
-        """Returns a link that works once, for a minute, and how to get another."""
+        """Returns a link that works once, for a minute, and how to get another one."""
         import httpx
 
         again = f"`pd-cluster dashboard --admin {self.launch.admin_url}`"
@@ -259,7 +262,7 @@ class Cluster:
 
     @property
     def has_served(self) -> bool:
-        """Whether it has been ready; otherwise there is nothing that must come to an end."""
+        """Whether it was ever ready; otherwise there are no requests to finish."""
         return self._was_ready
 
     @property
@@ -272,7 +275,7 @@ class Cluster:
         return self._processes[name].pid
 
     async def wait_failure(self) -> None:
-        """Waits until a process ends that is not restarted; raises its error."""
+        """Waits until a process that is not restarted ends; raises its error."""
         await asyncio.wait(self._tasks, return_when=asyncio.FIRST_EXCEPTION)
         self.raise_failure()
 
@@ -282,7 +285,9 @@ class Cluster:
                 task.result()
 
     async def stop(self, kill: bool = False) -> None:
-        """Stops the schedulers first, so that running requests can end, then the workers. Removes the rank tables."""
+        """Stops the schedulers first, so that running requests can finish, then the workers. Removes the rank
+        tables.
+        """
         self._stopping.set()
         if self._preloader is not None:  # ranks continue without it; it may hang while it holds a worker's files
             self._preloader.close()
@@ -307,7 +312,7 @@ class Cluster:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             limit=MAX_LINE_NBYTES,
-            start_new_session=True,  # Ctrl-C is for this process, which then ends its children in order
+            start_new_session=True,  # Ctrl-C goes to this process, which then ends its children in order
         )
         self._processes[member.name] = process
         return process
@@ -322,14 +327,14 @@ class Cluster:
             if self._stopping.is_set():
                 return
             is_for_memory = self._was_killed_for_memory()
-            why = f", and the kernel has killed a process for lack of memory: {host.memory()} are free" * is_for_memory
+            why = f", and the kernel killed a process for lack of memory: {host.memory()} are free" * is_for_memory
             if not self._was_ready:
                 raise ConfigError(f"{member.name} could not start (exit code {code}): {last}{why}")
             self._say(f"{member.name} (pid {process.pid}) died with exit code {code}{why}; the cluster is degraded")
             num_for_memory = num_for_memory + 1 if is_for_memory else 0
             if num_for_memory == MOST_KILLED_FOR_MEMORY:
                 self._say(
-                    f"{member.name} is not started again: it was killed for lack of memory {num_for_memory} times in a "
+                    f"{member.name} is not restarted: it was killed for lack of memory {num_for_memory} times in a "
                     f"row. Give more memory, fewer instances or a smaller KV pool (--kv-cache-memory, --max-model-len)"
                 )
             if self.launch.restart == "no" or num_for_memory == MOST_KILLED_FOR_MEMORY:
@@ -343,10 +348,10 @@ class Cluster:
             if self._stopping.is_set():
                 return
             process = await self._spawn(member)
-            self._say(f"{member.name} was started again (pid {process.pid})")
+            self._say(f"{member.name} was restarted (pid {process.pid})")
 
     def _was_killed_for_memory(self) -> bool:
-        """Whether the kernel has killed a process for lack of memory since the last death, probably this one."""
+        """Whether the kernel has killed a process for lack of memory since the last death: probably this process."""
         before, self._num_killed = self._num_killed, host.num_killed_for_memory()
         return self._num_killed > before
 
@@ -399,7 +404,7 @@ Watch = Callable[[Cluster], Awaitable[None]]
 
 
 def tell(line: str) -> None:
-    """Prints to stdout, unbuffered. A full disk or a broken pipe loses these lines and nothing else."""
+    """Prints to stdout, unbuffered. A full disk or a broken pipe only loses these lines."""
     with contextlib.suppress(OSError):
         os.write(STDOUT, f"{line}\n".encode(errors="replace"))
 
@@ -459,7 +464,7 @@ def _announce(say: Say, cluster: Cluster, took_s: float, link: str) -> None:
     key = " -H 'Authorization: Bearer KEY'" if launch.has_keys else ""
     pids = " ".join(str(cluster.pid_of(name)) for name in launch.scheduler_names)
     again = f"{launch.key_file} is read again at: kill -HUP {pids}\n" if launch.key_file else ""
-    others = f"other schedulers: {', '.join(launch.urls[1:])}; each one's admin port is the next\n" * (
+    others = f"other schedulers: {', '.join(launch.urls[1:])}; each one's admin port is its public port + 1\n" * (
         launch.num_schedulers > 1
     )
     address, asking = f"{launch.url}/v1", f"curl {launch.url}"

@@ -1,7 +1,7 @@
-"""Chooses ports for servers that are about to start on this machine.
+"""Chooses ports for servers that are about to start on this host.
 
 They lie below the kernel's range for outgoing connections, so no client takes one before its server does. A chosen port
-is reserved by the name of an abstract Unix socket, against all others that choose here.
+is reserved by the name of an abstract Unix socket, against all processes that choose ports here.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pd_cluster.errors import ConfigError
 
 FIRST, LAST = 10_000, 65_535
 OUTGOING = Path("/proc/sys/net/ipv4/ip_local_port_range")
-LEAST_ROOM = 1000  # ports; if the kernel leaves fewer, any port will do
+LEAST_ROOM = 1000  # ports; if the kernel leaves fewer, any port is chosen
 
 
 class Reservations:
-    """Ports that were chosen and that nobody else gets until `close`, which may be called again."""
+    """Ports that were chosen and are reserved until `close`, which may be called again."""
 
     def __init__(self) -> None:
         self._claims: list[socket.socket] = []
@@ -51,7 +51,7 @@ FOR_LIFE = Reservations()  # until this process ends
 def free_ports(count: int, reservations: Reservations | None = None) -> list[int]:
     """Returns ports that are free now and that no other call, in any process, gets while they are reserved.
 
-    `reservations` None: as long as this process lives. Raises ConfigError if there are too few.
+    `reservations` None: reserved until this process ends. Raises ConfigError if there are too few.
     """
     ports: list[int] = []
     for port in _candidates():
@@ -70,11 +70,11 @@ def free_port_pair() -> int:
 
 
 def free_port_row(count: int) -> int:
-    """Returns the first of so many free ports that follow each other. Raises ConfigError."""
+    """Returns the first of `count` consecutive free ports. Raises ConfigError."""
     for port in _candidates():
         if port + count - 1 <= LAST and all(FOR_LIFE.take(each) for each in range(port, port + count)):
             return port
-    raise ConfigError(f"this machine has no {count} neighbouring free ports")
+    raise ConfigError(f"this machine has no {count} consecutive free ports")
 
 
 def _candidates() -> Iterator[int]:

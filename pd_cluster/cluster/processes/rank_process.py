@@ -1,7 +1,7 @@
 """One rank process of a worker: starts it, reads its reports, ends it. Never imports torch.
 
-The preloader forks it if this process was given one; without a preloader, or if that fails, it starts by command line.
-Both compute the same, and both are killed by the kernel when this process ends.
+If this process was given a preloader, the preloader forks the rank; without one, or if that fails, the rank starts by
+command line. Both behave the same, and the kernel kills both when this process ends.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pd_cluster.settings.serve_options import without_keys
 log = logging.getLogger(__name__)
 
 STOP_TIMEOUT_S = 5.0
-# Torch's stores resolve every address's name for their logs, and would wait for a silent name server.
+# Torch's stores look up every address's name for their logs, which would wait for a silent name server.
 LOOKUPS = {"RES_OPTIONS": "timeout:1 attempts:1"}
 # Prevents `import torch` from importing torch_npu, which fails without its driver.
 DEFAULTS = {
     **LOOKUPS,
-    **PARKED,  # ranks, and the processes of the host, often want the same cores
+    **PARKED,  # ranks, and the host's other processes, often want the same cores
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     "OPENBLAS_NUM_THREADS": "1",  # numpy's threads idle here
 }
@@ -66,7 +66,7 @@ class RankProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code; negative: the signal that ended it. None while it runs, and if it cannot be learned."""
+        """The exit code; negative: the signal that ended it. None while it runs, and if it is unknown."""
         return self._process.exit_code if self._process is not None else None
 
     async def start(self) -> None:
@@ -81,7 +81,7 @@ class RankProcess:
             await self._writer.drain()
 
     async def _forked(self, env: dict[str, str], files: list[int]) -> _Forked | None:
-        """Asks the preloader for the process; None if it must be spawned."""
+        """Asks the preloader for the process; returns None if it must be spawned."""
         if self._preloader is None:
             return None
         try:
@@ -100,7 +100,7 @@ class RankProcess:
             return None
 
     async def wait(self) -> None:
-        """Waits until it has ended; returns at once if it was never started."""
+        """Waits until the process has ended; returns at once if it was never started."""
         if self._process is not None:
             await self._process.wait()
 
@@ -113,7 +113,7 @@ class RankProcess:
         return self._process is not None and not self._process.has_ended
 
     async def stop(self) -> None:
-        """Asks it to stop after its step; kills it if it does not."""
+        """Asks the process to stop after its step; kills it if it does not."""
         if not self.is_running:
             return
         self.ask("stop")
@@ -123,7 +123,7 @@ class RankProcess:
             await self.kill()
 
     async def kill(self) -> None:
-        """Kills it; harmless if it was never started, or has ended."""
+        """Kills the process; does nothing if it was never started, or has ended."""
         if self._process is not None and self.is_running:
             self._process.kill()
             await self._process.wait()
@@ -181,8 +181,8 @@ class _Forked:
                     if fork.accept():
                         break
         except TimeoutError:
-            preloader.is_silent = True  # so that the other ranks do not wait as long again
-            raise NotForked(f"the preloader has not answered for {FORK_TIMEOUT_S:g} s") from None
+            preloader.is_silent = True  # the other ranks should not wait as long again
+            raise NotForked(f"the preloader did not answer within {FORK_TIMEOUT_S:g} s") from None
         finally:
             if not fork.pid:  # also after cancellation
                 fork.close()

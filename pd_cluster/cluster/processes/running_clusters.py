@@ -1,7 +1,7 @@
-"""Which clusters `pd-cluster up` runs on this machine: a record of each, so that commands find it and its admin token.
+"""Records of the clusters that `pd-cluster up` runs on this host, so that commands find them and their admin tokens.
 
-A record is a file of the user's own (0600, in a folder of mode 0700) that lasts as long as its process: another start
-time, boot or PID namespace means another process. Records that this user doesn't own alone are ignored.
+A record is a file of the user (0600, in a folder of mode 0700) that lasts as long as its process: another start time,
+boot or PID namespace means another process. Records that other users own or can write are ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_NBYTES = 65536  # of a record
 
 
 class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
-    """`start_ticks` of the process's life, since `boot`; `pids`: the namespace in which `pid` means it."""
+    """`start_ticks`: when the process started, since `boot`; `pids`: the PID namespace of `pid`."""
 
     admin: str
     url: str  # "": a Unix socket
@@ -41,12 +41,14 @@ class RunningCluster(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its process is gone for sure; one of another machine or container, with the same home, may run."""
+        """Whether its process has certainly ended; a process of another host or container with the same home may be
+        running.
+        """
         return self._is_near and not self.runs
 
 
 def folder_of_records(env: Mapping[str, str]) -> Path:
-    """Returns the runtime folder of the user's session, or where there is none a folder below the home."""
+    """Returns the runtime folder of the user's session, or a folder below the home if there is none."""
     if session := env.get("XDG_RUNTIME_DIR"):
         return Path(session) / "pd-cluster"
     return Path(env.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "pd-cluster"
@@ -54,7 +56,7 @@ def folder_of_records(env: Mapping[str, str]) -> Path:
 
 @contextlib.contextmanager
 def recorded(env: Mapping[str, str], admin: str, url: str, token_file: str, model: str) -> Iterator[None]:
-    """Keeps a record of this process's cluster. A folder that cannot be written means none, and is no error."""
+    """Keeps a record of this process's cluster while the context lasts; without a writable folder, no record."""
     file: Path | None = None
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home
         boot, pids = _machine()
@@ -62,7 +64,7 @@ def recorded(env: Mapping[str, str], admin: str, url: str, token_file: str, mode
             admin=admin, url=url, token_file=token_file, model=model, pid=os.getpid(), since=time.time(),
             start_ticks=_start_ticks(os.getpid()), boot=boot, pids=pids,
         )  # fmt: skip
-        running_clusters(env)  # removes what others left
+        running_clusters(env)  # removes records of ended clusters
         file = _write(folder_of_records(env), record)
     try:
         yield
@@ -73,7 +75,7 @@ def recorded(env: Mapping[str, str], admin: str, url: str, token_file: str, mode
 
 
 def running_clusters(env: Mapping[str, str]) -> list[RunningCluster]:
-    """Returns this user's clusters here, the oldest first. Removes the records of those that have ended."""
+    """Returns this user's clusters on this host, the oldest first. Removes the records of ended ones."""
     found = []
     with contextlib.suppress(OSError, RuntimeError):
         for file in folder_of_records(env).glob("*.json"):
@@ -97,7 +99,7 @@ def _write(folder: Path, record: RunningCluster) -> Path:
 
 
 def _read(file: Path) -> RunningCluster | None:
-    """Reads a record; None if it is none, or not this user's alone."""
+    """Reads a record; None if it is invalid, or accessible to other users."""
     try:
         with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
             about = os.fstat(opened.fileno())

@@ -1,4 +1,4 @@
-"""All rank processes of one worker: they start together, and when one ends, all do. Never imports torch."""
+"""All rank processes of one worker: they start together, and all end when one ends. Never imports torch."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from pd_cluster.settings.process_configs import RankPlace, WorkerConfig
 log = logging.getLogger(__name__)
 
 INFO_OF_RANK = tuple(name for name in RankReport.__struct_fields__ if name in InstanceInfo.__struct_fields__)
-ENDS_OF_OTHERS = (0, EXIT_OTHER_RANK_LOST)  # exit codes of a rank that ended because another did
-BLAME_S = 0.5  # ranks that end within this time of each other ended for the same reason
+ENDS_OF_OTHERS = (0, EXIT_OTHER_RANK_LOST)  # exit codes of a rank that ended because another rank did
+BLAME_S = 0.5  # ranks that end within this time of each other are assumed to have the same cause
 
 
 class Ranks:
@@ -38,7 +38,7 @@ class Ranks:
         self._sockets = [socket.socketpair() for _ in range(config.ranks.size - 1)]  # rank 0's end first
         self._processes = [RankProcess(self._config_of(rank), preloader) for rank in range(config.ranks.size)]
         self._error = self._lost = ""
-        self._ended: list[RankProcess] = []  # in the order of their ends
+        self._ended: list[RankProcess] = []  # in the order in which they ended
         self._changed = asyncio.Event()  # replaced after each change
         self.info = InstanceInfo(
             name=config.name,
@@ -54,7 +54,7 @@ class Ranks:
         )
 
     async def no_more(self, state: str, timeout_s: float) -> None:
-        """Waits until `info.state` is another one, or the time is over."""
+        """Waits until `info.state` differs from `state`, or the time is over."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.info.state == state:
@@ -66,9 +66,9 @@ class Ranks:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Starts all ranks, and watches until one ends. Raises ConfigError with its own words, or InstanceLost.
+        """Starts all ranks, and watches until one ends. Raises ConfigError with the rank's message, or InstanceLost.
 
-        Returns when a unit has drained that it is a member of.
+        Returns when a unit of which it is a member has drained.
         """
         await self._start()
         await self._watch()
@@ -94,13 +94,13 @@ class Ranks:
         first = self._first_to_blame()
         if (
             self._config.unit is not None and first.exit_code == 0 and not self._lost
-        ):  # a member had to, and all drained
+        ):  # a member had to end, and all drained
             log.info("%s ends with its unit", self._config.name)
             return
         which = "its rank process" if len(self._processes) == 1 else f"rank {first.rank} of {len(self._processes)}"
         how = f"with code {first.exit_code}" if first.exit_code is not None else "while the preloader could not say how"
         lost = f"{which} (pid {first.pid}) ended {how}"
-        if first.rank == 0 or first.exit_code in ENDS_OF_OTHERS:  # it may name another rank that is still there
+        if first.rank == 0 or first.exit_code in ENDS_OF_OTHERS:  # the cause may be another rank that has not ended yet
             lost = self._lost or lost
         error = self._error or lost
         self._tell(state="failed", error=told(error))
@@ -109,7 +109,7 @@ class Ranks:
         raise InstanceLost(f"{self._config.name}: {lost}")
 
     def drain(self) -> None:
-        """Makes rank 0 say that it drains, soon refuse new work, and end when its work has ended."""
+        """Makes rank 0 announce that it drains, soon refuse new work, and end when its work is done."""
         self._processes[0].ask("drain")
 
     async def ended(self) -> None:
@@ -118,11 +118,11 @@ class Ranks:
 
     @property
     def has_work(self) -> bool:
-        """Whether rank 0 may have requests; before it is ready there is nothing to wait for."""
+        """Whether rank 0 may have requests; False before it is ready."""
         return self.info.state not in ("loading", "forming")
 
     async def stop(self) -> None:
-        """Stops rank 0 after its step, and the others with it."""
+        """Stops rank 0 after its step, and then the other ranks."""
         await (self._processes[0].stop() if self.has_work else self._processes[0].kill())
         for process in self._processes[1:]:
             await process.kill()
@@ -139,7 +139,7 @@ class Ranks:
         self._ended.append(process)
 
     def _first_to_blame(self) -> RankProcess:
-        """Returns the first rank that ended for a reason of its own, not because another was gone."""
+        """Returns the first rank that ended for its own reason, not because another rank was gone."""
         return min(self._ended, key=lambda process: process.exit_code in ENDS_OF_OTHERS)
 
     def _config_of(self, rank: int) -> WorkerConfig:
@@ -153,6 +153,6 @@ class Ranks:
 
 
 def _unit_of(config: WorkerConfig) -> dict[str, Any]:
-    """Returns the part of an InstanceInfo that says where it is in its unit."""
+    """Returns the fields of InstanceInfo that describe its place in its unit."""
     unit = config.unit
     return {"unit": unit.name, "unit_rank": unit.rank, "unit_size": unit.size} if unit is not None else {}

@@ -1,1 +1,1 @@
-"""Fair queueing among clients, and estimates of when clients give up waiting."""
+"""Fair queueing among clients, and estimates of when clients stop waiting."""

@@ -1,7 +1,7 @@
-"""How long clients of late waited for answers before they left, and how long answers took. No clock of its own.
+"""Estimates how long clients wait for answers before they leave, and how long answers take. Uses no clock.
 
-A request that will not be answered while its client is still there is better refused at once: under overload, all work
-would otherwise be for clients that have gone.
+A request whose client will leave before its answer is better refused at once: under overload, all work would otherwise
+be for clients that have left.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from array import array
 
 FIRST_S, STEP, NUM_BINS = 0.05, 1.1, 120  # bins of waiting times: up to more than an hour
 HALF_LIFE_S = 60.0
-LEAST_LEFT = 8.0  # clients that left, before they mean anything
+LEAST_LEFT = 8.0  # minimum number of clients that left for an estimate
 MOMENT_S = 0.1
-FADE_S = 1.0  # between two fadings
-LONGEST, SHORTEST = 4.0, 0.25  # times the mean, as an answer's expected time
+FADE_S = 1.0  # between two reductions of old counts
+LONGEST, SHORTEST = 4.0, 0.25  # bounds of an answer's expected time, as multiples of the mean
 
 _LOG_STEP = math.log(STEP)
 
 
 class AbandonmentTimes:
-    """Estimates after how long half of the clients are gone (Kaplan and Meier, 1958): answers end the observation.
+    """Estimates the time after which half of the clients have left (Kaplan and Meier, 1958); an answer ends the
+    observation.
 
-    So people who stop one answer in ten early say nothing, and a library's timeout of 10 s is found, whether it is met
-    while a request waits or within its answer.
+    So people who stop one answer in ten early do not matter, and a library's timeout of 10 s is found, whether it
+    expires while a request waits or within its answer.
     """
 
     def __init__(self) -> None:
         self._left, self._answered = (array("d", [0.0]) * NUM_BINS for _ in range(2))
         self._at_s = -math.inf
         self._found_s: float | None = None
-        self.left_s = -math.inf  # when the last one that counts left
+        self.left_s = -math.inf  # when the last counted client left
 
     @property
     def num_left(self) -> float:
@@ -41,14 +42,14 @@ class AbandonmentTimes:
         return self.num_left + sum(self._answered)
 
     def note(self, now_s: float, after_s: float, has_left: bool, weight: float = 1.0) -> None:
-        """Notes a request that was answered, or whose client left, so long after it came."""
+        """Records a request that was answered, or whose client left, `after_s` after its arrival."""
         self._fade(now_s)
         at = 0 if after_s <= FIRST_S else min(NUM_BINS - 1, int(math.log(after_s / FIRST_S) / _LOG_STEP))
         (self._left if has_left else self._answered)[at] += weight
         self._found_s = None
 
     def median_s(self, now_s: float) -> float:
-        """Returns the estimate; inf while too few have left lately."""
+        """Returns the estimate; inf if too few clients have left recently."""
         self._fade(now_s)
         if self._found_s is None:
             self._found_s = self._find_s()
@@ -76,7 +77,7 @@ class AbandonmentTimes:
 
 
 class AnswerTimes:
-    """Mean time from a request's beginning to its end, and how many tokens it had."""
+    """Mean time from a request's beginning to its end, and its mean number of tokens."""
 
     def __init__(self) -> None:
         self._number = self._took_s = self._num_tokens = 0.0
@@ -90,7 +91,7 @@ class AnswerTimes:
         self._at_s = now_s
 
     def expected_s(self, num_tokens: int) -> float:
-        """Returns how long a request of so many tokens would take once it has begun; 0: not known."""
+        """Returns how long a request of `num_tokens` would take once it has begun; 0: unknown."""
         if not self._number:
             return 0.0
         relative = num_tokens * self._number / self._num_tokens if self._num_tokens else 1.0
@@ -98,14 +99,14 @@ class AnswerTimes:
 
 
 class Abandonment:
-    """`everybody`: for clients of which too little is known; none counts there for much more than others."""
+    """`everybody`: for clients without enough data of their own; no client dominates it."""
 
     def __init__(self) -> None:
         self.everybody = AbandonmentTimes()
         self.answers = AnswerTimes()
 
     def note(self, own: AbandonmentTimes, now_s: float, after_s: float, has_left: bool) -> None:
-        """Notes a request. Many that leave at one moment count as one: it was their program that ended."""
+        """Records a request. Several that leave at one moment count as one: their program ended."""
         if has_left:
             if now_s - own.left_s < MOMENT_S:
                 return
@@ -114,11 +115,11 @@ class Abandonment:
         self.everybody.note(now_s, after_s, has_left, 1.0 / max(1.0, own.num_known / LEAST_LEFT))
 
     def abandon_after_s(self, own: AbandonmentTimes, now_s: float) -> float:
-        """Returns how long a request of this client may take, waiting included."""
+        """Returns the time that a request of this client may take, waiting included."""
         return (own if own.num_known >= LEAST_LEFT else self.everybody).median_s(now_s)
 
     def most_wait_s(self, own: AbandonmentTimes, num_tokens: int, now_s: float) -> float:
-        """Returns how long it may wait so that its answer still comes in time; inf: its client leaves at no time."""
+        """Returns how long a request may wait and still be answered in time; inf: its client does not leave."""
         abandon_after_s = self.abandon_after_s(own, now_s)
         if abandon_after_s == math.inf:
             return math.inf

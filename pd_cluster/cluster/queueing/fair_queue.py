@@ -1,10 +1,10 @@
-"""Orders waiting requests by turns: clients share the cluster's work, token for token.
+"""Orders waiting requests fairly: clients share the cluster's work, token for token.
 
-Start-time fair queueing over tokens, which for engines is known as virtual token counters: each client has a counter of
-the tokens that were processed for it, and the client with the lowest is next. It shares like deficit round robin and
-needs no quantum. The cost of an answer is unknown in advance, so a request counts by an estimate when it begins and by
-its actual tokens when it ends. A client without waiting requests begins at the others' level, whatever else it has
-under way: turns cannot be saved up.
+Start-time fair queueing over tokens, known for engines as virtual token counters: each client has a counter of the
+tokens that were processed for it, and the client with the lowest counter is next. It shares like deficit round robin
+and needs no quantum. An answer's cost is unknown in advance, so a request counts with an estimate when it begins and
+with its actual tokens when it ends. A client without waiting requests begins at the others' level, whatever else of it
+is running: unused shares cannot be saved up.
 
 Pure: no clock, no event loop.
 """
@@ -20,7 +20,7 @@ from typing import NamedTuple
 from pd_cluster.cluster.queueing.abandonment import AbandonmentTimes
 from pd_cluster.types import INT32_MAX
 
-RECENT_S = 30.0  # clients seen within this time count among those that share
+RECENT_S = 30.0  # clients seen within this time share the slots
 MAX_CLIENTS = 4096  # remembered without work in progress
 
 
@@ -43,7 +43,7 @@ class Client:
     def num_tokens_until(self, at_tokens: float, least_tokens: float) -> int:
         """Counts the tokens of its requests that begin before its counter reaches `at_tokens`.
 
-        A waiting request begins as a whole; an arriving one may never come, and its size is only its sender's claim.
+        A waiting request begins as a whole; an arriving one may never come, and only its sender states its size.
         `least_tokens`: the level at which a client begins.
         """
         ahead = self.num_tokens_ahead
@@ -60,7 +60,7 @@ class Client:
 
 @dataclass(slots=True, eq=False)
 class QueueEntry:
-    """A request. `num_tokens`: its expected tokens, prompt and answer. Times are of the caller's clock."""
+    """A request. `num_tokens`: its expected tokens, prompt and answer. Times are those of the caller's clock."""
 
     client: Client
     num_tokens: int
@@ -77,14 +77,14 @@ class QueueEntry:
         return self.num_tokens if self.priority <= INT32_MAX else 0
 
 
-class PlaceShares(NamedTuple):
-    """Clients that share the places, and the sequences that they have there."""
+class SlotShares(NamedTuple):
+    """The clients that share the slots, and the sequences that they have there."""
 
     num_clients: int
     num_sequences: int
 
     def excess(self, entry: QueueEntry) -> int:
-        """Returns by how many sequences, times the number of clients, its client would have more than the average."""
+        """Returns how far its client would exceed the average number of sequences, times the number of clients."""
         own = entry.client.num_sequences + entry.num_sequences
         return own * self.num_clients - (self.num_sequences + entry.num_sequences)
 
@@ -92,14 +92,14 @@ class PlaceShares(NamedTuple):
 class FairQueue:
     def __init__(self) -> None:
         self.clients: OrderedDict[str, Client] = OrderedDict()  # most recently seen last
-        self._waiting: dict[str, Client] = {}  # those that have waiting requests
+        self._waiting: dict[str, Client] = {}  # clients with waiting requests
         self._num_joined = 0
-        self._now_tokens = 0.0  # the counter of the client that began last: the level at which a new one begins
+        self._now_tokens = 0.0  # the counter of the client that began last, at which a new client begins
         self.num_waiting = 0
         self.num_tokens = 0  # of all waiting requests
 
     def client(self, name: str, now_s: float) -> Client:
-        """Returns the client of this name, which was seen just now."""
+        """Returns the client of this name, marked as just seen."""
         client = self.clients.get(name)
         if client is None:
             self._forget(now_s)
@@ -121,7 +121,7 @@ class FairQueue:
         self.num_tokens += entry.num_tokens
 
     def leave(self, entry: QueueEntry) -> None:
-        """Removes a request that begins or gives up. A second call does nothing."""
+        """Removes a request that begins or leaves. A second call does nothing."""
         if not entry.is_waiting:
             return
         entry.is_waiting = False
@@ -135,7 +135,7 @@ class FairQueue:
             self._waiting.pop(client.name, None)
 
     def next(self, may_begin: Callable[[QueueEntry], bool]) -> QueueEntry | None:
-        """Returns the next request: among clients whose first may begin, by priority, then by the lowest counter."""
+        """Returns the next request among clients whose first one may begin: by priority, then by the lowest counter."""
         firsts = [client.waiting[0][2] for client in self._waiting.values()]
         able = [entry for entry in firsts if may_begin(entry)]
         return min(able, key=lambda entry: (entry.priority, entry.client.num_served_tokens), default=None)
@@ -150,21 +150,22 @@ class FairQueue:
         client.num_begun += 1
 
     def end(self, entry: QueueEntry, num_tokens: int) -> None:
-        """Ends a request that began; `num_tokens` is what it actually took."""
+        """Ends a request that began; `num_tokens` is its actual cost."""
         client = entry.client
         client.num_served_tokens += num_tokens - entry.num_tokens
         client.num_sequences -= entry.num_sequences
         client.num_begun -= 1
 
-    def sharing(self, now_s: float) -> PlaceShares:
+    def sharing(self, now_s: float) -> SlotShares:
         """Counts the running sequences of clients that are active or were recently."""
         here = [each for each in self.clients.values() if not each.is_idle or now_s - each.seen_s <= RECENT_S]
-        return PlaceShares(max(1, len(here)), sum(each.num_sequences for each in here))
+        return SlotShares(max(1, len(here)), sum(each.num_sequences for each in here))
 
     def tokens_before(self, client: Client) -> int:
-        """Counts the tokens that are served before a request that this client sends now.
+        """Counts the tokens to be served before a request that this client sends now.
 
-        They are all that it has sent, and for each other client the part that comes earlier by the counters.
+        These are all of its own requests' tokens, and of each other client's the part that comes earlier by the
+        counters.
         """
         at_tokens, least_tokens = client.num_served_tokens + client.num_tokens_ahead, self._least_tokens()
         others = [each for each in self.clients.values() if each is not client]
@@ -172,7 +173,7 @@ class FairQueue:
         return client.num_tokens_ahead + sum(before)
 
     def has_more_than_share(self, client: Client, most: int, most_tokens: int) -> bool:
-        """Whether a client has its share, or more, of the given limits of waiting requests and tokens."""
+        """Whether a client has at least its share of the given limits of waiting requests and tokens."""
         num_clients = len(self._waiting) + (not client.waiting)
         return len(client.waiting) * num_clients >= most or client.num_waiting_tokens * num_clients >= most_tokens
 
@@ -181,7 +182,7 @@ class FairQueue:
         return min([self._now_tokens, *(each.num_served_tokens for each in self._waiting.values())])
 
     def _forget(self, now_s: float) -> None:
-        """Forgets clients that have been away for long, and the longest absent ones if there are too many."""
+        """Removes clients that were absent for long, and the longest absent ones if there are too many."""
         forgotten: list[str] = []
         for name, client in self.clients.items():  # the longest absent one first
             if now_s - client.seen_s <= RECENT_S and len(self.clients) - len(forgotten) < MAX_CLIENTS:

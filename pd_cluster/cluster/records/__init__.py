@@ -1,1 +1,1 @@
-"""Counts, timelines and spans of the requests of one process."""
+"""Counters, timelines and spans of one process's requests."""

@@ -1,4 +1,4 @@
-"""Which adapters the requests of one process have, from their arrival to their end. On the event loop."""
+"""Counts the adapters of one process's requests, from their arrival to their end. On the event loop."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pd_cluster.process_messages import AdapterUse
 
 
 class AdapterCounts:
-    """Counts requests by the digest of their adapter; those of the model itself ("") cost a comparison."""
+    """Counts requests by the digest of their adapter; "" is the model itself, and costs only a comparison."""
 
     def __init__(self) -> None:
-        self._waiting: Counter[str] = Counter()  # no token yet
+        self._waiting: Counter[str] = Counter()  # requests without a token yet
         self._running: Counter[str] = Counter()
 
     def arrives(self, variant: str) -> None:
@@ -19,7 +19,7 @@ class AdapterCounts:
             self._waiting[variant] += 1
 
     def begins(self, variant: str) -> None:
-        """Its first token is here."""
+        """Called at the request's first token."""
         if variant:
             _less(self._waiting, variant)
             self._running[variant] += 1
@@ -32,7 +32,7 @@ class AdapterCounts:
         return {*self._running, *self._waiting}
 
     async def publish_adapters(self, names: dict[str, str]) -> None:
-        """Does nothing, where this process alone serves: it has the same names."""
+        """Does nothing if this process alone serves, because it has the same names."""
 
     def use(self) -> AdapterUse:
         return AdapterUse(sorted(self._running), sorted(self._waiting))

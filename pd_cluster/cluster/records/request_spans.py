@@ -1,11 +1,12 @@
-"""The parts of a request as spans of a trace: its queue, its attempts, and of each: prefill, handover, decode.
+"""The parts of a request as spans of a trace: its queue, its attempts, and in each attempt prefill, handover and
+decode.
 
-    queue
+queue
     attempt 0 ─ prefill (at P) · handover (P to D) · decode (at D)
     attempt 1 ─ generate                                             after a replay, both at one instance
 
-Made from a timeline once the request has ended. A part whose end no process reported, because it was killed, ends with
-its attempt. Knows nothing of trace ids, of exporters or of the request's own span.
+Made from a timeline once the request has ended. A part whose end was not reported, because its process was killed, ends
+with its attempt. Knows nothing of trace ids, of exporters or of the request's own span.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ ENDS = ("finished", "failed")
 
 
 class Names:
-    """Every attribute of a span. Those of `gen_ai` are OpenTelemetry's semantic conventions, which may still change."""
+    """Names of all span attributes. Those of `gen_ai` are OpenTelemetry's semantic conventions, which may still
+    change.
+    """
 
     OPERATION = "gen_ai.operation.name"
     PROVIDER = "gen_ai.provider.name"
@@ -50,7 +53,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class TraceSpan:
-    """Times are of the timeline's clock; `error`: why it failed, "" if it has not; `parts` lie within it."""
+    """Times are those of the timeline's clock; `error`: why it failed, or ""; `parts` lie within it."""
 
     name: str
     start_s: float
@@ -63,7 +66,7 @@ class TraceSpan:
 
 @dataclass(frozen=True, slots=True)
 class _Leg:
-    """The events of one attempt that one worker has reported, in order."""
+    """The events of one attempt that one worker reported, in order."""
 
     instance: str
     events: list[tuple[float, str, dict[str, int]]]
@@ -76,7 +79,7 @@ class _Leg:
 
 
 def usage_of(timelines: Sequence[tuple[Timeline, Outcome]]) -> dict[str, Value]:
-    """Returns the attributes of a request's own span; a request has a timeline for each of its prompts."""
+    """Returns the attributes of a request's own span; each of its prompts has a timeline."""
     outcomes = [outcome for _, outcome in timelines]
     cached = [each.num_cached_tokens for each in outcomes if each.num_cached_tokens is not None]
     firsts_s = [each.first_token_s - each.received_s for each in outcomes if each.first_token_s]
@@ -93,19 +96,19 @@ def usage_of(timelines: Sequence[tuple[Timeline, Outcome]]) -> dict[str, Value]:
 
 
 def is_reported(timeline: Timeline) -> bool:
-    """Whether all workers of the last attempt have reported its end; others may have been killed."""
+    """Whether all workers of the last attempt have reported its end; killed ones never do."""
     last = [(clock.conn, event.what) for clock, event in timeline.others if event.transfer_id == timeline.ids[-1]]
     begun, ended = {conn for conn, _ in last}, {conn for conn, what in last if what in ENDS}
     return bool(begun) and begun == ended
 
 
 def has_failed(outcome: Outcome) -> bool:
-    """Whether the request ended with an error; a client that leaves is none."""
+    """Whether the request ended with an error; a client that leaves is not an error."""
     return "error" in outcome.reasons
 
 
 def spans_of(timeline: Timeline, outcome: Outcome | None = None) -> list[TraceSpan]:
-    """Returns the spans below the request's own, in order of time. Without an outcome, its error is one."""
+    """Returns the spans below the request's own, in order of time. Without an outcome, its error is a span."""
     routed_s = next(at_s for at_s, what in timeline.own if what == "routed")
     ended_s = timeline.ended_s if timeline.ended_s is not None else routed_s
     starts_s = [routed_s, *(at_s for at_s, what in timeline.own if what == "replayed")]
@@ -120,7 +123,7 @@ def spans_of(timeline: Timeline, outcome: Outcome | None = None) -> list[TraceSp
             names[Names.ENDED] = timeline.error
         legs = list(_legs(timeline, transfer_id))
         parts = [_within(part, start_s, end_s) for part in _parts(legs, end_s)]
-        if not errors[at]:  # a part that was still open is no fault: an answer can be complete before a handover is
+        if not errors[at]:  # a part that is still open is not an error: an answer can be complete before its handover
             parts = [replace(part, error="") if Names.UNREPORTED in part.attributes else part for part in parts]
         parts.sort(key=lambda part: part.start_s)
         found.append(TraceSpan("attempt", start_s, end_s, names, errors[at], parts=parts))
@@ -163,7 +166,7 @@ def _parts(legs: list[_Leg], end_s: float) -> Iterable[TraceSpan]:
 
 
 def _handover(leg: _Leg, legs: list[_Leg], end_s: float) -> TraceSpan:
-    """From offer to confirmation, by the receiver's clock, or the sender's if the receiver has reported nothing."""
+    """Spans offer to confirmation, by the receiver's clock, or the sender's if the receiver reported nothing."""
     start_s = leg.first("offered")
     assert start_s is not None
     numbers: dict[str, Value] = {Names.NUM_BYTES: leg.total("landed", "nbytes") or leg.total("sent", "nbytes")}
@@ -187,7 +190,7 @@ def _part(
     error, failed_s = "", leg.first("failed")
     if done_s is None:
         attributes[Names.UNREPORTED] = True
-        error = f"{leg.instance} reported no end"
+        error = f"{leg.instance} did not report an end"
     elif failed_s is not None and failed_s <= done_s:
         error = f"{leg.instance} failed"
     return TraceSpan(name, start_s, end_s if done_s is None else done_s, attributes, error, events or [])

@@ -1,4 +1,4 @@
-"""Counts of a process's requests since it started: tokens, ends, durations.
+"""Counters of a process's requests since it started: tokens, ends, durations.
 
 A histogram is a list of counts: a token costs a search among some twenty bounds and two additions, without locks or
 labels. Names and texts for Prometheus are in api/admin/metric_tables.py. Knows nothing of routing, HTTP or Prometheus.
@@ -22,7 +22,7 @@ Refusal = Literal["slo", "queue", "unavailable"]
 Bounds = tuple[float, ...]
 
 # Upper bounds of buckets: vLLM's, since dashboards name them, and shorter ones, since a percentile within the first
-# bucket would be invented. HANDOVER_S and the counts of tokens are our own.
+# bucket would be invented. HANDOVER_S and the counts of tokens are not vLLM's.
 HANDOVER_S = (
     *(0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0),
 )
@@ -96,7 +96,7 @@ class Histogram:
 class Outcome:
     """A request that has ended. `reasons` and `num_output_tokens` are those of its sequences; times of one clock.
 
-    `max_tokens` 0: its prompt became a vector, which came at `first_token_s` and `last_token_s`.
+    `max_tokens` 0: a pooling request, whose vector came at `first_token_s` and `last_token_s`.
     """
 
     reasons: list[FinishReason]
@@ -124,7 +124,7 @@ class RequestStats:
         self.inter_token_s = self._histograms["inter_token_s"]
 
     def arrived(self, num_prompt_tokens: int, num_answers: int, max_tokens: int) -> None:
-        """Counts a request when it comes, before it waits for anything."""
+        """Counts a request when it arrives, before it waits."""
         counters = self._counters
         counters["arrived_requests"] += 1
         counters["arrived_prompt_tokens"] += num_prompt_tokens
@@ -133,7 +133,7 @@ class RequestStats:
         counters["arrived_max_tokens"] += num_answers * max_tokens
 
     def considered_roles(self, decision: Decision | None, flip: Flip | None) -> None:
-        """Counts a look of --auto-role: the change that it has made, or why there is none."""
+        """Counts a decision of --auto-role: the change that it made, or why it made none."""
         if flip is not None:
             self._counters[f"role_changes_{flip.role}"] += 1
         elif decision is not None and decision.needy is None:
@@ -143,16 +143,16 @@ class RequestStats:
         self._counters[f"refused_{why}"] += 1
 
     def medium(self, kind: str, is_read: bool) -> None:
-        """Counts an image or video of a prompt; a repeated one of the same prompt counts once."""
+        """Counts an image or video of a prompt; a repeated one in the same prompt counts once."""
         self._counters[f"{kind}s_{'read' if is_read else 'refused'}"] += 1
 
     def kept_medium(self, is_found: bool) -> None:
-        """Counts a search for an image or video that was read earlier."""
+        """Counts a look-up of an image or video in the cache."""
         self._counters["kept_media_queries"] += 1
         self._counters["kept_media_hits"] += is_found
 
     def read_medium(self, fetch_s: float, decode_s: float) -> None:
-        """Counts the times of an image or video that a child process has read."""
+        """Counts the times of an image or video that a child process decoded."""
         self._histograms["media_fetch_s"].observe(fetch_s)
         self._histograms["media_decode_s"].observe(decode_s)
 
@@ -165,16 +165,16 @@ class RequestStats:
         self._histograms["first_token_s"].observe(after_s)
 
     def prompted(self, num_prompt_tokens: int, num_cached_tokens: int) -> None:
-        """Counts where a prompt's KV cache came from."""
+        """Counts the sources of a prompt's KV cache."""
         self._counters["prompt_tokens_cached"] += num_cached_tokens
         self._counters["prompt_tokens_computed"] += num_prompt_tokens - num_cached_tokens
 
     def pooled(self, num_prompt_tokens: int) -> None:
-        """Counts a prompt that has become a vector."""
+        """Counts a prompt that became a vector."""
         self.num_prompt_tokens += num_prompt_tokens
 
     def ended(self, outcome: Outcome) -> None:
-        """Counts every sequence by its reason; the request's measures count only when all sequences completed."""
+        """Counts every sequence by its reason; the request's measures count only if all sequences completed."""
         for reason in outcome.reasons:
             self._counters[f"finished_{reason}"] += 1
         for took_s in outcome.handovers_s:
@@ -194,7 +194,7 @@ class RequestStats:
 
 
 def _measures(outcome: Outcome) -> dict[str, float]:
-    """Returns values by histogram, without those that depend on an event that was not reported."""
+    """Returns histogram -> value, without those that depend on an event that was not reported."""
     measures: dict[str, float] = {
         "num_prompt_tokens": outcome.num_prompt_tokens,
         "whole_s": outcome.last_token_s - outcome.received_s,
@@ -210,7 +210,7 @@ def _measures(outcome: Outcome) -> dict[str, float]:
             measures["token_s"] = (outcome.last_token_s - outcome.first_token_s) / (most - 1)
     if outcome.num_cached_tokens is not None:
         measures["num_computed_tokens"] = outcome.num_prompt_tokens - outcome.num_cached_tokens
-    if outcome.admitted_s is not None:  # another clock, delayed by a message's way: clamped to lie between these two
+    if outcome.admitted_s is not None:  # another clock, delayed by a message's travel time: clamped between these two
         admitted_s = min(max(outcome.admitted_s, outcome.received_s), outcome.first_token_s)
         measures["queue_s"] = admitted_s - outcome.received_s
         measures["prefill_s"] = outcome.first_token_s - admitted_s
@@ -219,7 +219,7 @@ def _measures(outcome: Outcome) -> dict[str, float]:
 
 
 def added(parts: Iterable[Stats]) -> Stats:
-    """Adds them all up; a name that one lacks counts as 0 there."""
+    """Adds up all parts; a name that a part lacks counts as 0."""
     counters: dict[str, int] = {}
     buckets: dict[str, Buckets] = {}
     for part in parts:

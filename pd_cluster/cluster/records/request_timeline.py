@@ -1,8 +1,8 @@
-"""The events of the last requests, on one clock: that of this process.
+"""The events of the last requests, by this process's clock.
 
-Workers report events with the time of their own clocks; a message that was sent at `now_s` cannot have arrived earlier
-than that, so the smallest difference ever seen between the two clocks is nearest to the true one. Keeps a bounded
-number of requests and events. Knows nothing of HTTP or ZeroMQ.
+Workers report events with their own clocks' times. A message sent at `now_s` cannot have arrived earlier, so the
+smallest difference seen between the two clocks is nearest to the true one. Keeps a bounded number of requests and
+events. Knows nothing of HTTP or ZeroMQ.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pd_cluster.cluster.records.request_stats import Outcome
 from pd_cluster.wire import TraceEvent
 
 MAX_REQUESTS = 1000
-MAX_EVENTS = 2000  # of one request
-MAX_ALL_EVENTS = 200_000  # of all; beyond that the oldest requests are dropped
+MAX_EVENTS = 2000  # per request
+MAX_ALL_EVENTS = 200_000  # in total; beyond that the oldest requests are dropped
 NUM_SPARED = 100  # of a request's events, reserved for those that occur once
 REPEATED = frozenset({"chunk", "sent", "landed"})
 
@@ -26,7 +26,7 @@ TimelineStatus = Literal["running", "finished", "failed"]
 
 
 class RequestFollower(Protocol):
-    """Hears of the requests that are made in its context; workers may report events of one after its end."""
+    """Is notified of requests made in its context; workers may report a request's events after its end."""
 
     def asks(self, model: str) -> None: ...
 
@@ -40,7 +40,9 @@ FOLLOWER: ContextVar[RequestFollower | None] = ContextVar("pd_cluster.follower",
 
 @dataclass(slots=True)
 class WorkerClock:
-    """One connection's clock; `offset_s` maps its times to ours, late by the fastest message's travel time."""
+    """One connection's clock; `offset_s` maps its times to this process's, late by the fastest message's travel
+    time.
+    """
 
     conn: str
     offset_s: float = float("inf")
@@ -66,11 +68,11 @@ class Timeline:
     own: list[tuple[float, str]] = field(default_factory=list)  # the scheduler's events
     others: list[tuple[WorkerClock, TraceEvent]] = field(default_factory=list)
     num_dropped: int = 0
-    reasons: list[str] = field(default_factory=list)  # why each attempt but the last has ended
+    reasons: list[str] = field(default_factory=list)  # why each attempt except the last ended
     follower: RequestFollower | None = None
 
     def add(self, clock: WorkerClock, event: TraceEvent) -> bool:
-        """Adds an event; False when the limit is reached."""
+        """Adds an event; returns False when the limit is reached."""
         limit = MAX_EVENTS - (NUM_SPARED if event.what in REPEATED else 0)
         if len(self.others) >= limit:
             self.num_dropped += 1
@@ -89,7 +91,7 @@ class Timeline:
         ]
 
     def admitted_s(self, before_s: float) -> float | None:
-        """Returns when a prefill instance had room for the prompt, in the attempt that was under way at `before_s`."""
+        """Returns when a prefill instance had room for the prompt, in the attempt that was running at `before_s`."""
         told = [event.at_s + clock.offset_s for clock, event in self.others if event.what == "admitted"]
         return max((at_s for at_s in told if at_s <= before_s), default=min(told, default=None))
 
@@ -141,7 +143,7 @@ class Timeline:
 
 
 class Timelines:
-    """The last requests. `heard` may be called on another thread than the rest: it only lowers an offset."""
+    """The last requests. `heard` may be called on another thread, since it only lowers an offset."""
 
     def __init__(
         self,
@@ -188,7 +190,7 @@ class Timelines:
             self._drop_oldest()
 
     def replayed(self, request_id: str, transfer_id: str, conn: str, name: str, why: str = "") -> None:
-        """Notes that the request continues at that instance; `why` the attempt before has ended."""
+        """Records that the request continues at an instance, and `why` the attempt before ended."""
         if timeline := self._kept.get(request_id):
             timeline.own.append((self._clock(), "replayed"))
             timeline.reasons.append(why)
@@ -197,14 +199,14 @@ class Timelines:
             self._by_id[transfer_id] = timeline
 
     def first_token(self, request_id: str, heard_s: float, had_s: float | None = None) -> None:
-        """Notes that the reader got the first token, at `had_s` or just now; it was received at `heard_s`."""
+        """Records that the reader got the first token, at `had_s` or just now; it was received at `heard_s`."""
         if timeline := self._kept.get(request_id):
             had_s = self._clock() if had_s is None else had_s
             timeline.own.append((had_s, "first token"))
             timeline.added_s += had_s - heard_s
 
     def now_s(self) -> float:
-        """Returns the time by its clock."""
+        """Returns the current time by this clock."""
         return self._clock()
 
     def ended(self, request_id: str, error: str = "", outcome: Outcome | None = None) -> None:
@@ -218,7 +220,7 @@ class Timelines:
     # ---- events from workers
 
     def heard(self, conn: str, now_s: float) -> float:
-        """Notes a message sent at `now_s` of the worker's clock. Returns its arrival time by this clock."""
+        """Records a message sent at `now_s` of the worker's clock. Returns its arrival time by this clock."""
         arrival_s = self._clock()
         clock = self._clocks.get(conn)
         if clock is None:
@@ -227,11 +229,11 @@ class Timelines:
         return arrival_s
 
     def gone(self, conn: str) -> None:
-        """Forgets a closed connection; its events keep its clock."""
+        """Removes a closed connection; its events keep its clock."""
         self._clocks.pop(conn, None)
 
     def add(self, conn: str, events: list[TraceEvent]) -> None:
-        """Keeps the events of known requests that the reporting worker serves."""
+        """Adds events of known requests that the reporting worker serves."""
         clock = self._clocks.get(conn)
         for event in events if clock is not None else []:
             timeline = self._by_id.get(event.transfer_id)

@@ -1,6 +1,6 @@
-"""Decides whether an instance should change its role, from how busy each role was. Pure: integers, an injected clock.
+"""Decides whether an instance should change its role, from the load of each role. Pure: integers, an injected clock.
 
-Knows nothing of draining or of how a change is carried out. The numbers are in docs/protocol/membership.md.
+Knows nothing of draining or of how a change is carried out. The thresholds are in docs/protocol/membership.md.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Held = Literal["silent", "unmeasured", "unsettled", "new", "served", "best", "la
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """Thresholds; a role with load 1 is as busy as it should be.
+    """Thresholds; a role with load 1 is at its intended load.
 
     `low` is far below `high`, so that one change does not cause the opposite one.
     """
@@ -32,11 +32,11 @@ class Rules:
     sustain_s: float = 10.0
     cooldown_s: float = 60.0
     period_s: float = 1.0  # between two samples
-    most_gap_s: float = 3.0  # between two samples of one unbroken history
+    most_gap_s: float = 3.0  # the longest gap between two samples of one history
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class InstanceReading:
     """An instance that takes requests, at one moment."""
 
     name: str
@@ -59,7 +59,7 @@ class Seen:
         return bool(self.num_waiting and self.num_exporting and not self.num_running)
 
     @classmethod
-    def of(cls, instance: Instance) -> Seen:
+    def of(cls, instance: Instance) -> InstanceReading:
         load = instance.load
         held_share = load.num_held_blocks / max(1, load.num_blocks)
         return cls(
@@ -79,7 +79,7 @@ class RoleSample:
     """`instances` are in the table's order; `is_settled`: no instance is about to leave its role."""
 
     at_s: float
-    instances: tuple[Seen, ...]
+    instances: tuple[InstanceReading, ...]
     is_settled: bool = True
 
     @classmethod
@@ -88,7 +88,7 @@ class RoleSample:
             each.service == "leaving" or each.next_role is not None or (each.service == "out" and not each.is_empty)
             for each in instances
         )
-        return cls(at_s, tuple(Seen.of(each) for each in instances if each.takes_requests), is_settled)
+        return cls(at_s, tuple(InstanceReading.of(each) for each in instances if each.takes_requests), is_settled)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,9 @@ class Flip:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """The outcome of a look. `verdict`: the role that an instance is to have, or why the roles stay as they are."""
+    """The outcome of one evaluation. `verdict`: the role that an instance shall get, or why the roles stay
+    unchanged.
+    """
 
     verdict: Held | Needy
     why: str
@@ -115,18 +117,18 @@ class RoleChooser(Protocol):
 
     @property
     def period_s(self) -> float:
-        """The time between two looks."""
+        """The time between two evaluations."""
 
     @property
     def last(self) -> Decision | None:
-        """The outcome of the last look, where it is told."""
+        """The outcome of the last evaluation, if it is available."""
 
     def observe(self, now_s: float, instances: Sequence[Instance]) -> Flip | None:
-        """Looks once a period. A change that it returns counts as made."""
+        """Evaluates once a period. A returned change counts as made."""
 
 
 def busy(sample: RoleSample, role: Role, rules: Rules, num_fewer: int = 0) -> float:
-    """Returns how busy a role is, or would be with `num_fewer` instances less; 1 is as busy as it should be."""
+    """Returns the load of a role, or its load with `num_fewer` instances fewer; 1 is the intended load."""
     seen = [each for each in sample.instances if each.role == role]
     num = max(1, len(seen) - num_fewer)
     if role == "prefill":
@@ -172,14 +174,15 @@ def _asks(sample: RoleSample, needy: Role, giver: Role, rules: Rules) -> bool:
     return (
         sample.is_settled
         and len(givers) >= 2
-        and not all(each.is_in_unit for each in givers)  # these change their role together, and only by command
+        # members of a unit change their role together, and only by command
+        and not all(each.is_in_unit for each in givers)
         and busy(sample, needy, rules) >= rules.high
         and busy(sample, giver, rules, num_fewer=1) <= rules.low
     )
 
 
 class AutoRole:
-    """`--auto-role=rules`: holds the history that `decide` needs."""
+    """`--auto-role=rules`: keeps the history that `decide` needs."""
 
     last: Decision | None = None
 
@@ -190,7 +193,7 @@ class AutoRole:
         self._last_flip_s = float("-inf")
 
     def observe(self, now_s: float, instances: Sequence[Instance]) -> Flip | None:
-        """Samples once a period. A change that it returns counts as made."""
+        """Samples once a period. A returned change counts as made."""
         self._history.append(RoleSample.of(now_s, instances))
         flip = decide(self._history, self._last_flip_s, self.rules)
         if flip is not None:

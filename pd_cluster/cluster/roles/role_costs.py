@@ -1,7 +1,7 @@
-"""Which split of instances between prefill and decode serves what arrives. Pure arithmetic over counts and costs.
+"""Determines which split of instances between prefill and decode serves the arriving requests. Pure arithmetic.
 
-Work is in instances: a need of 2.5 keeps two and a half instances busy. Knows nothing of where the counts come from or
-of how a role changes. The rules are in docs/protocol/membership.md.
+Work is measured in instances: a need of 2.5 keeps two and a half instances busy. Knows nothing of where the counts come
+from or of how a role changes. The rules are in docs/protocol/membership.md.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.costs.linear_costs import StepCost, StepWork
 from pd_cluster.types import Role
 
-USUAL_STEP_TOKENS = 2048  # of prompts that wait, in one step
+USUAL_STEP_TOKENS = 2048  # tokens of waiting prompts in one step
 USUAL_SEQS = 256
 LEAST_STEP_S = 1e-6
-NEW_SHARE = 0.1  # of the newest measurements in the costs
+NEW_SHARE = 0.1  # weight of the newest measurements in the costs
 A_PROMPT = StepWork(num_prompt_tokens=1, num_prompt_pairs=1)
 A_TOKEN = StepWork(num_rows=1, num_context_tokens=1)
-BUSY_SHARE = 0.85  # of a prefill instance's time, where no goal says how long a prompt may wait
-LEAST_BUSY_SHARE = 0.5  # that a role may always have
-WAIT_TAIL = 2.0  # the wait that nearly all stay under, in means
-CLEAR_S = 60.0  # within which what waits is to be served beside what arrives
+BUSY_SHARE = 0.85  # of a prefill instance's time, if no objective limits how long a prompt may wait
+LEAST_BUSY_SHARE = 0.5  # always allowed to a role
+WAIT_TAIL = 2.0  # multiple of the mean wait that nearly all waits stay under
+CLEAR_S = 60.0  # within which waiting work should be served in addition to arrivals
 
 
 class RoleGoals(NamedTuple):
-    """`--slo-ttft` and `--slo-tpot`; 0: none."""
+    """The objectives of `--slo-ttft` and `--slo-tpot`; 0: none."""
 
     ttft_s: float = 0.0
     tpot_s: float = 0.0
 
 
 class InstanceCost(NamedTuple):
-    """The capacity of an instance: its steps in each role, its places, and its pool in tokens; 0: unknown."""
+    """The capacity of an instance: its steps in each role, its slots, and its pool in tokens; 0: unknown."""
 
     prefill: StepCost
     decode: StepCost
-    decode_step_s: float = 0.0  # of the present steps
+    decode_step_s: float = 0.0  # of the current steps
     num_seqs: int = 0
     num_cache_tokens: int = 0
     tokens_per_step: float = 1.0
 
     def followed_by(self, new: InstanceCost) -> InstanceCost:
-        """Returns the new one with what is left of this one: a machine that is slow for a moment counts little."""
+        """Returns the new cost averaged with this one, so that a machine that is slow for a moment counts little."""
         left = 1 - NEW_SHARE
         return new._replace(
             prefill=_weighted([(left, self.prefill), (NEW_SHARE, new.prefill)]),
@@ -54,34 +54,36 @@ class InstanceCost(NamedTuple):
         )
 
     def doubted(self, needy: Role, goals: RoleGoals) -> InstanceCost:
-        """Returns the cost without what was measured with fewer sequences than there are seats.
+        """Returns the cost without measurements at fewer sequences than there are seats.
 
-        More of them may take no longer: that decode instances are too few is believed when their present steps are too
-        long, or seats are short.
+        More sequences may take no longer: decode instances count as too few only if their current steps are too long,
+        or seats are short.
         """
         is_fine = self.decode_step_s and self.decode_step_s <= (goals.tpot_s or math.inf) * self.tokens_per_step
         return self._replace(decode=StepCost(step_s=self.decode_step_s)) if needy == "decode" and is_fine else self
 
 
 class Work(NamedTuple):
-    """Requests in all, with the sums of their sizes. `num_prompt_tokens` and `num_prompt_pairs`: not cached ones."""
+    """Requests in total, with the sums of their sizes. `num_prompt_tokens` and `num_prompt_pairs` exclude cached
+    tokens.
+    """
 
     num_prompts: float = 0.0
     num_prompt_tokens: float = 0.0
-    num_prompt_pairs: float = 0.0  # of a prompt's token with one before it
+    num_prompt_pairs: float = 0.0  # pairs of a prompt's token and an earlier one
     num_answers: float = 0.0
     num_answer_tokens: float = 0.0
 
 
 class RoleNeed(NamedTuple):
-    """Instances that each role keeps busy."""
+    """The number of instances that each role keeps busy."""
 
     prefill: float
     decode: float
 
 
 class Split(NamedTuple):
-    """Instances of each role."""
+    """The number of instances of each role."""
 
     prefill: int
     decode: int
@@ -97,9 +99,9 @@ class Split(NamedTuple):
 
 
 def instance_cost(instances: Sequence[Instance], known: InstanceCost | None = None) -> InstanceCost | None:
-    """Returns the mean of these instances; None while none has measured its steps.
+    """Returns the mean of these instances; None if none has measured its steps.
 
-    Each role's measurements come from its own instances, or from others', or are those known from before.
+    Each role's measurements come from its own instances; otherwise from other instances, or from `known`.
     """
     found = [(each.role, each.load.step_cost) for each in instances]
     prefill = _mean_of([(role == "prefill", cost) for role, cost in found if cost.seconds(A_PROMPT) > cost.step_s])
@@ -114,14 +116,14 @@ def instance_cost(instances: Sequence[Instance], known: InstanceCost | None = No
         prefill,
         decode,
         sum(load.decode_step_s for load in loads) / max(1, len(loads)),
-        min((each.num_places for each in instances if each.num_places), default=0),
+        min((each.num_slots for each in instances if each.num_slots), default=0),
         min((size for size in sizes if size), default=0),
         sum(load.tokens_per_step for load in loads) / len(loads) if loads else 1.0,
     )
 
 
 def _mean_of(found: Sequence[tuple[bool, StepCost]]) -> StepCost | None:
-    """Returns the mean of those that are of the role itself, or of all where there are none."""
+    """Returns the mean over instances of the role, or over all if there are none."""
     costs = [cost for is_own, cost in found if is_own] or [cost for _, cost in found]
     if not costs:
         return None
@@ -141,15 +143,15 @@ def _block_size(instance: Instance) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RoleModel:
-    """The cost of requests of one kind to an instance, and how busy a role may be under the goals."""
+    """An instance's cost for requests of one kind, and how busy a role may be under the objectives."""
 
     goals: RoleGoals
     prefill: StepCost
-    prompt_s: float  # of an instance, a mean prompt
-    token_s: float  # a token of it
+    prompt_s: float  # an instance's seconds for a mean prompt
+    token_s: float  # an instance's seconds for one token of it
     context: float  # tokens that a step of an answer attends to
     answer_tokens: float  # of an answer
-    num_seats: int  # sequences that an instance decodes at a time, within memory and goal
+    num_seats: int  # sequences that an instance decodes at a time, within memory and objective
     answer_tokens_per_s: float  # of an instance with all seats taken
 
     @classmethod
@@ -170,18 +172,18 @@ class RoleModel:
         return RoleNeed(prompt_seconds(self.prefill, work), work.num_answer_tokens / self.answer_tokens_per_s)
 
     def loads(self, need: RoleNeed, split: Split) -> RoleNeed:
-        """Returns how busy each role would be; 1: as busy as it may be."""
+        """Returns how busy each role would be; 1: at its limit."""
         return RoleNeed(
             _load(need.prefill, split.prefill, self._prefill_share(split.prefill)),
             _load(need.decode, split.decode, self._decode_share(split.decode)),
         )
 
     def served(self, need: RoleNeed, split: Split) -> float:
-        """Returns the share of what is needed that is served within the goals."""
+        """Returns the share of the need that is served within the objectives."""
         return 1 / max(1.0, *self.loads(need, split))
 
     def _prefill_share(self, num: int) -> float:
-        """Returns the busy share at which nearly all prompts meet their goal (Sakasegawa's wait of M/M/c)."""
+        """Returns the busy share at which nearly all prompts meet their objective (Sakasegawa's wait of M/M/c)."""
         slack_s = self.goals.ttft_s - self.prompt_s - self.prefill.step_s
         if not self.goals.ttft_s or not self.prompt_s or not num:
             return BUSY_SHARE
@@ -196,12 +198,12 @@ class RoleModel:
         return low
 
     def _decode_share(self, num: int) -> float:
-        """Returns the share of seats that leaves room for as many more as a Poisson load varies by."""
+        """Returns the share of seats that leaves room for the variation of a Poisson load."""
         return max(LEAST_BUSY_SHARE, 1 - 1 / math.sqrt(max(1, num * self.num_seats)))
 
 
 def prompt_seconds(cost: StepCost, work: Work) -> float:
-    """Returns an instance's seconds for these prompts, where steps are full."""
+    """Returns an instance's seconds for these prompts, with full steps."""
     token_s = cost.prompt_token_s + cost.step_s / USUAL_STEP_TOKENS
     return token_s * work.num_prompt_tokens + cost.prompt_pair_s * work.num_prompt_pairs
 
@@ -213,7 +215,7 @@ def _load(need: float, num: int, share: float) -> float:
 
 
 def _num_seats(cost: InstanceCost, context: int, tpot_s: float) -> int:
-    """Returns how many sequences of this context run at a time. A goal that not even one meets does not count."""
+    """Returns how many sequences of this context run at a time. An objective that not even one meets is ignored."""
     most = cost.num_seqs or USUAL_SEQS
     if cost.num_cache_tokens:
         most = max(1, min(most, cost.num_cache_tokens // max(1, context)))
@@ -231,7 +233,7 @@ def _num_seats(cost: InstanceCost, context: int, tpot_s: float) -> int:
 
 
 def best_split(model: RoleModel, need: RoleNeed, present: Split) -> Split:
-    """Returns the split of as many instances that serves most, of equals the nearest to the present one."""
+    """Returns the split with the same total that serves most; among equals, the nearest to the present one."""
     num = sum(present)
     splits = [Split(at, num - at) for at in range(1, num)] or [present]
     return max(splits, key=lambda each: (round(model.served(need, each), 3), -abs(each.prefill - present.prefill)))

@@ -1,4 +1,4 @@
-"""Reads the work of the last minute from counts that only grow. Pure, with the caller's clock."""
+"""Derives the work of the last minute from counters that only grow. Pure, with the caller's clock."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from pd_cluster.process_messages import Busy, Stats
 from pd_cluster.types import FinishReason, Role
 from pd_cluster.wire import Load
 
-FIRST_ANSWER_TOKENS = 256.0  # expected of an answer before any has ended; few reach their limit
+FIRST_ANSWER_TOKENS = 256.0  # the expected length of an answer before any has ended; few reach their limit
 ENDED = tuple(f"finished_{reason}" for reason in get_args(FinishReason))
 
 
 class RoleTraffic(NamedTuple):
-    """Counts since the start, over all API processes; `num_queued` requests wait for their turn right now."""
+    """Counters since the start, over all API processes; `num_queued` requests wait for admission right now."""
 
     num_prompts: int = 0
     num_prompt_tokens: int = 0
-    num_prompt_pairs: int = 0  # of a prompt's token with one before it
-    num_answers: int = 0  # sequences that were asked for
-    num_max_tokens: int = 0  # that these may have
-    num_cached: int = 0  # tokens of prompts that were begun
+    num_prompt_pairs: int = 0  # pairs of a prompt's token and an earlier one
+    num_answers: int = 0  # requested sequences
+    num_max_tokens: int = 0  # maximum tokens of these sequences
+    num_cached: int = 0  # cached tokens of started prompts
     num_computed: int = 0
     num_generated: int = 0
-    num_ended: int = 0  # answers
+    num_ended: int = 0  # ended answers
     num_queued: int = 0
 
     @classmethod
@@ -56,7 +56,7 @@ class Waiting(NamedTuple):
 
     @classmethod
     def at(cls, instances: Sequence[Instance]) -> Waiting:
-        """Prompts that are held up until decode instances have room wait for these."""
+        """Counts as waiting for decode the prompts that are held up until decode instances have room."""
         prefills = [each.load for each in instances if each.role == "prefill"]
         decodes = [each.load for each in instances if each.role == "decode"]
         num_tokens = sum(load.num_queued_tokens for load in prefills if not _is_held_up(load))
@@ -69,7 +69,9 @@ def _is_held_up(load: Load) -> bool:
 
 
 class Window(NamedTuple):
-    """Instances of each role that arrivals need, the standard errors of these as shares, and those for what waits."""
+    """The instances of each role that arrivals need, the standard errors of these as shares, and the instances for
+    waiting work.
+    """
 
     model: RoleModel
     arrivals: RoleNeed
@@ -81,7 +83,7 @@ class Window(NamedTuple):
         return _sum(self.arrivals, self.waiting)
 
     def doubted(self, needy: Role, noise: float) -> RoleNeed:
-        """Returns the need if noise of so many standard errors has exaggerated this role's and hidden the other's."""
+        """Returns the need if noise of `noise` standard errors exaggerated this role's need and hid the other's."""
         signs = (-1, 1) if needy == "prefill" else (1, -1)
         factors = (max(0.0, 1 + sign * noise * error) for sign, error in zip(signs, self.errors, strict=True))
         return _sum(RoleNeed(*(each * by for each, by in zip(self.arrivals, factors, strict=True))), self.waiting)
@@ -94,8 +96,8 @@ def _sum(one: RoleNeed, other: RoleNeed) -> RoleNeed:
 class _TrafficReading(NamedTuple):
     at_s: float
     traffic: RoleTraffic
-    num_own_tokens: int  # outstanding, of this scheduler's requests; summed over all readings
-    num_all_tokens: int  # of all schedulers' requests, likewise
+    num_own_tokens: int  # outstanding tokens of this scheduler's requests, summed over all readings
+    num_all_tokens: int  # outstanding tokens of all schedulers' requests, summed likewise
 
 
 class TrafficHistory:
@@ -104,8 +106,8 @@ class TrafficHistory:
     def __init__(self, longest_s: float, most_gap_s: float) -> None:
         self._longest_s, self._most_gap_s = longest_s, most_gap_s
         self._readings: deque[_TrafficReading] = deque()
-        self._answer_tokens = 0.0  # of the last answers that ended; 0: none has yet
-        self._usual = Work()  # the last that arrived, for what still waits when nothing more does
+        self._answer_tokens = 0.0  # mean of the last answers that ended; 0: none yet
+        self._usual = Work()  # the last work that arrived, for waiting work when nothing more arrives
 
     def note(self, at_s: float, traffic: RoleTraffic, instances: Sequence[Instance]) -> None:
         readings = self._readings
@@ -120,7 +122,7 @@ class TrafficHistory:
 
     @property
     def is_silent(self) -> bool:
-        """Whether nothing has arrived in all this time, and nothing waits for its turn."""
+        """Whether nothing has arrived in all this time, and no request waits for admission."""
         first, last = self._readings[0].traffic, self._readings[-1].traffic
         return last.num_prompts == first.num_prompts and not last.num_queued
 
@@ -133,7 +135,9 @@ class TrafficHistory:
         return self._usual
 
     def work(self, window_s: float) -> tuple[Work, RoleNeed] | None:
-        """Returns the work that arrived per second, and its standard errors as shares; None: too short a history."""
+        """Returns the work that arrived per second, and its standard errors as shares; None: the history is too
+        short.
+        """
         last = self._readings[-1]
         first = next((each for each in reversed(self._readings) if last.at_s - each.at_s >= window_s), None)
         if first is None:
@@ -145,7 +149,8 @@ class TrafficHistory:
         work = Work(
             come.num_prompts * share,
             come.num_prompt_tokens * missed * share,
-            come.num_prompt_pairs * missed * (2 - missed) * share,  # a prefix of share h has h * h of the pairs
+            # a prefix with share h of a prompt has h * h of the pairs
+            come.num_prompt_pairs * missed * (2 - missed) * share,
             come.num_answers * share,
             tokens * share,
         )
@@ -159,15 +164,15 @@ class TrafficHistory:
         return cached / (cached + computed) if cached + computed else 0.0
 
     def _others_share(self) -> float:
-        """Returns by how much everybody's requests are more than this scheduler's: its own are the sample."""
+        """Returns all schedulers' requests as a multiple of this scheduler's, which are the sample."""
         first, last = self._readings[0], self._readings[-1]
         own = last.num_own_tokens - first.num_own_tokens
         return (last.num_all_tokens - first.num_all_tokens) / own if own else 1.0
 
     def _mean_answer(self, come: RoleTraffic, window_s: float) -> float:
-        """Returns the expected length of an answer: tokens made by answers that ended, which counts unfinished ones.
+        """Returns the expected length of an answer: tokens per ended answer, where unfinished answers' tokens count.
 
-        The mean of before counts as one more answer, so that it holds while none ends.
+        The earlier mean counts as one more answer, so that it holds while none ends.
         """
         most = come.num_max_tokens / come.num_answers if come.num_answers else math.inf
         known = self._answer_tokens or min(most, FIRST_ANSWER_TOKENS)
@@ -189,7 +194,7 @@ def _errors(come: RoleTraffic) -> RoleNeed:
 def window_of(
     history: TrafficHistory, window_s: float, waiting: Waiting, cost: InstanceCost, goals: RoleGoals
 ) -> Window | None:
-    """Returns None while the history is shorter."""
+    """Returns None while the history is shorter than the window."""
     found = history.work(window_s)
     if found is None:
         return None

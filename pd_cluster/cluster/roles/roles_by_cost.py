@@ -1,7 +1,7 @@
-"""Decides by cost whether an instance changes its role: what came in the last minute, on this split or on another.
+"""Decides by cost whether an instance changes its role: compares how splits would serve the last minute's arrivals.
 
-Pure but for the counts that it is given to read; an injected clock. Knows nothing of draining or of how a change is
-carried out. The rules are in docs/protocol/membership.md.
+Pure except for the counters that it reads; an injected clock. Knows nothing of draining or of how a change is carried
+out. The rules are in docs/protocol/membership.md.
 """
 
 from __future__ import annotations
@@ -19,34 +19,35 @@ from pd_cluster.costs.linear_costs import StepWork
 from pd_cluster.process_messages import Busy, Stats
 
 NO_GOALS = RoleGoals()
-LONGEST_ANSWER = 2.0  # of those that an instance still has to end, in means
+LONGEST_ANSWER = 2.0  # the longest remaining answer of an instance, as a multiple of the mean
 STAYS: dict[Held, str] = {
-    "silent": "nothing has come in the last minute",
+    "silent": "no requests arrived in the last minute",
     "unmeasured": "no instance has measured its steps yet",
     "unsettled": "an instance drains, leaves or changes its role",
-    "new": "the last seconds are too few to judge by",
+    "new": "too few seconds have been measured",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostRules:
-    """`windows_s`: of arrivals, the longest first; each may ask for a change."""
+    """`windows_s`: windows of arrivals, the longest first; each may ask for a change."""
 
     windows_s: tuple[float, ...] = (60.0, 30.0, 15.0)
-    noise: float = 2.0  # standard errors that may have made one role's need seem large, and the other's small
-    onward_noise: float = 1.0  # for the next change the same way, within `onward_s`: that lengths have shifted is known
+    noise: float = 2.0  # standard errors that may have exaggerated one role's need and hidden the other's
+    # for a further change in the same direction within `onward_s`: lengths are then known to have shifted
+    onward_noise: float = 1.0
     onward_s: float = 120.0
-    least_gain: float = 0.05  # of the requests of the horizon
-    horizon_s: float = 300.0  # for which arrivals are expected to stay as they are
-    sustain_s: float = 3.0  # in each second of which a change was asked for
-    return_s: float = 60.0  # before a change back; twice as long before each further one
-    forget_s: float = 1800.0  # without a change back, after which the next is a first one
+    least_gain: float = 0.05  # of the horizon's requests
+    horizon_s: float = 300.0  # for which arrivals are expected to stay the same
+    sustain_s: float = 3.0  # in each second of which the change was asked for
+    return_s: float = 60.0  # before a change back; doubled for each further one
+    forget_s: float = 1800.0  # without a change back, after which the next counts as the first again
     period_s: float = 1.0
-    most_gap_s: float = 3.0  # between two looks of one unbroken history
+    most_gap_s: float = 3.0  # the longest gap between two evaluations of one history
 
 
 class RoleMembers(NamedTuple):
-    """The instances that serve. `coming`: more that are about to, by their role."""
+    """The instances that serve. `coming`: further instances that are about to, by role."""
 
     serving: list[Instance]
     split: Split
@@ -68,7 +69,7 @@ class RoleMembers(NamedTuple):
         return Split(self.split.prefill + self.coming.prefill, self.split.decode + self.coming.decode)
 
     def givers(self, needy: Needy) -> list[Instance]:
-        """Returns those that may take this role: members of a unit change together, and only by command."""
+        """Returns the instances that may take this role: members of a unit change together, and only by command."""
         role = "decode" if needy == "prefill" else "prefill"
         num = self.split.decode if needy == "prefill" else self.split.prefill
         return [each for each in self.serving if each.role == role and not each.unit] if num >= 2 else []
@@ -80,7 +81,7 @@ def _split_of(instances: Sequence[Instance]) -> Split:
 
 
 class RolesByCost:
-    """`--auto-role=cost`. `figures`: the counts and the work of all processes that serve requests."""
+    """`--auto-role=cost`. `figures`: the counters and the work of all processes that serve requests."""
 
     def __init__(
         self,
@@ -95,13 +96,13 @@ class RolesByCost:
         self._figures, self._goals, self._drain_timeout_s = figures, goals, drain_timeout_s
         self._history = TrafficHistory(self.rules.windows_s[0], self.rules.most_gap_s)
         self._cost: InstanceCost | None = None
-        self._asked: tuple[Needy | None, float] = (None, 0.0)  # the role that every look since then asks for
+        self._asked: tuple[Needy | None, float] = (None, 0.0)  # the role that every evaluation since then asks for
         self._seen_s = -math.inf
-        self._flip: tuple[Needy | None, float] = (None, -math.inf)  # the last, and when
+        self._flip: tuple[Needy | None, float] = (None, -math.inf)  # the last change, and its time
         self._num_returns = 0
 
     def observe(self, now_s: float, instances: Sequence[Instance]) -> Flip | None:
-        """Looks once a period. A change that it returns counts as made."""
+        """Evaluates once a period. A returned change counts as made."""
         self._history.note(now_s, RoleTraffic.of(*self._figures()), instances)
         members = RoleMembers.of(instances)
         self.last = decision = self._decide(members)
@@ -115,7 +116,7 @@ class RolesByCost:
         return Flip(giver.name, needy, decision.why)
 
     def _is_due(self, needy: Needy, now_s: float) -> bool:
-        """Whether a change to this role may be made now; each change back makes the next one wait for longer."""
+        """Whether a change to this role may be made now; each change back makes the next one wait longer."""
         role, at_s = self._flip
         is_back = role is not None and role != needy
         if now_s - at_s > self.rules.forget_s:
@@ -153,7 +154,9 @@ class RolesByCost:
         return None if window is None else self._judge(window, members, cost)
 
     def _judge(self, window: Window, members: RoleMembers, cost: InstanceCost) -> Decision:
-        """Compares the present split with the next towards the best, doubting what speaks for it."""
+        """Compares the present split with the next one towards the best, and discounts the evidence for it by its
+        noise.
+        """
         model, need, split = window.model, window.need, members.planned
         served = model.served(need, split)
         words = f"prompts need {need.prefill:.2g} instances and have {split.prefill}, "
@@ -161,18 +164,20 @@ class RolesByCost:
         if served >= 1:
             return Decision("served", words)
         best = best_split(model, need, split)
-        words += f": {100 * served:.0f} % are served within the goals"
+        words += f": {100 * served:.0f} % are served within the objectives"
         if best.prefill == split.prefill:
             return Decision("best", f"{words}, and no other split serves more")
         needy: Needy = "prefill" if best.prefill > split.prefill else "decode"
         after = split.moved(needy)
         words += f", and {100 * model.served(need, after):.0f} % with {after.prefill} and {after.decode}"
         if not members.givers(needy):
-            return Decision("last", f"{words}, but no other may change: the last of its role, or one of a unit")
+            return Decision(
+                "last", f"{words}, but no other instance may change: it is the last of its role, or in a unit"
+            )
         if not self._leaves_enough(window, after, needy):
-            return Decision("goals", f"{words}, but those left would miss theirs")
+            return Decision("goals", f"{words}, but the instances left would miss the objectives")
         if self._gain(window, members, cost, needy) < self.rules.least_gain * self.rules.horizon_s:
-            return Decision("unsure", f"{words}, which is not more than the drain costs and noise may be")
+            return Decision("unsure", f"{words}, which does not exceed the cost of the drain and the noise")
         return Decision(needy, words)
 
     def _noise(self, needy: Needy) -> float:
@@ -181,13 +186,15 @@ class RolesByCost:
         return self.rules.onward_noise if is_onward else self.rules.noise
 
     def _leaves_enough(self, window: Window, after: Split, needy: Needy) -> bool:
-        """Whether those left would meet the goals. Where no split does, the fuller role may have one more."""
+        """Whether the instances left would meet the objectives. If no split does, the fuller role may get one more."""
         loads = window.model.loads(window.doubted(needy, self._noise(needy)), after)
         full, left = loads if needy == "prefill" else reversed(loads)
         return left <= max(1.0, full)
 
     def _gain(self, window: Window, members: RoleMembers, cost: InstanceCost, needy: Needy) -> float:
-        """Returns for how many seconds' requests more are served within the horizon, less those of the drain."""
+        """Returns how many seconds' worth of requests more are served within the horizon, less those lost by the
+        drain.
+        """
         model, split, horizon_s = window.model, members.planned, self.rules.horizon_s
         need = window.doubted(needy, self._noise(needy))
         drain_s = min(horizon_s, self._drain_s(window, members, cost, needy))
@@ -195,7 +202,7 @@ class RolesByCost:
         return drain_s * during + (horizon_s - drain_s) * after - horizon_s * model.served(need, split)
 
     def _drain_s(self, window: Window, members: RoleMembers, cost: InstanceCost, needy: Needy) -> float:
-        """Returns how long the giver takes to end what it has."""
+        """Returns how long the giver takes to finish its work."""
         load = min(members.givers(needy), key=lambda each: each.outstanding_tokens).load
         if needy == "decode":
             took_s = window.model.token_s * load.num_queued_tokens
@@ -210,7 +217,7 @@ class RolesByCost:
 def role_chooser(
     kind: str, figures: Callable[[], tuple[Stats, Busy]], goals: RoleGoals, drain_timeout_s: float
 ) -> RoleChooser | None:
-    """`kind`: the value of --auto-role; "": roles change by command only."""
+    """Returns the chooser for a value of --auto-role; for "", roles change only by command."""
     if kind == "cost":
         return RolesByCost(figures, goals, drain_timeout_s)
     return AutoRole() if kind == "rules" else None

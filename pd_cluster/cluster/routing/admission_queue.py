@@ -1,7 +1,7 @@
-"""Holds requests for a limited time until the cluster has room; those that would wait longer are refused at once.
+"""Holds requests for a limited time until the cluster has capacity; those that would wait longer are refused at once.
 
-The expected wait follows from the requests ahead and from how fast requests have begun recently. Runs on the event
-loop; fair_queue.py decides whose turn it is, and spare_capacity.py what fits.
+The expected wait follows from the requests ahead and the recent admission rate. Runs on the event loop; fair_queue.py
+decides the order, and spare_capacity.py whether a request fits.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from pd_cluster.cluster.streams.request_origin import PromptGroup
 from pd_cluster.cluster.streams.request_stream import Ending
 from pd_cluster.errors import Overloaded, PdClusterError
 
-MAX_WAITING = 1 << 14  # requests, and their tokens: a bound on memory
+MAX_WAITING = 1 << 14  # requests, and a bound on their tokens: limits memory
 MAX_WAITING_TOKENS = 1 << 22
 MOST_RETRY_S = 60  # no estimate beyond this is reliable
-MEASURED_S = 10.0  # earlier events count for less than a third
-SAFE = 0.7  # limit on the expected wait, as a share of the allowed one: expectations are not exact
-MIN_MEASURED_S = 0.5  # of waiting, and so many requests, before a rate is trusted
+MEASURED_S = 10.0  # events earlier than this count for less than a third
+SAFE = 0.7  # limit of the expected wait, as a share of the allowed one: expectations are not exact
+MIN_MEASURED_S = 0.5  # seconds of waiting, and as many requests, before a rate is trusted
 MIN_MEASURED = 8.0
 
 
 class AdmissionRate:
-    """How fast requests have begun recently while others waited, in tokens/s."""
+    """The recent rate at which requests began while others waited, in tokens/s."""
 
     def __init__(self, now_s: float) -> None:
         self._at_s = now_s
-        self._began_s = -math.inf  # when the last one began
+        self._began_s = -math.inf  # when the last request began
         self._num_begun = self._num_tokens = self._waited_s = 0.0
 
     def passed(self, now_s: float, waited: bool) -> None:
@@ -46,7 +46,9 @@ class AdmissionRate:
         self._waited_s = self._waited_s * fade + (took_s if waited else 0.0)
 
     def began(self, num_tokens: int) -> None:
-        """Counts a begun request. After a pause (a start, a lost instance, an idle hour), older counts are dropped."""
+        """Counts a request that begins. After a pause (a start, a lost instance, an idle hour), older counts are
+        dropped.
+        """
         if self._at_s - self._began_s > MEASURED_S:
             self._num_begun = self._num_tokens = self._waited_s = 0.0
         self._began_s = self._at_s
@@ -91,7 +93,7 @@ class AdmissionQueue:
         self._abandonment = Abandonment()
         self._turns: dict[QueueEntry, AwaitedTurn] = {}
         self._is_paused = False
-        self._is_beginning = False  # a request's turn has come, but it has not been sent yet
+        self._is_beginning = False  # a request was selected, but it has not been sent yet
         self._following: asyncio.Task[None] | None = None
 
     @property
@@ -120,23 +122,23 @@ class AdmissionQueue:
             return
         is_full = queue.num_waiting >= MAX_WAITING or queue.num_tokens >= MAX_WAITING_TOKENS
         if is_full and queue.has_more_than_share(client, MAX_WAITING, MAX_WAITING_TOKENS):
-            raise Overloaded(f"{queue.num_waiting} requests wait already, and no more are taken", 1)
+            raise Overloaded(f"{queue.num_waiting} requests are already waiting, which is the limit", 1)
         if self._has_priorities or self._begins_at_once(client):
             return
         wait_s, limit = self._expected_s(client), self._limit(client, num_tokens, client_timeout_s)
         if wait_s > SAFE * limit.most_s:
             raise Overloaded(
-                f"the server is busy: a wait of {wait_s:.2g} s is expected, too much for {limit.name}",
+                f"the server is busy: a wait of {wait_s:.2g} s is expected, which exceeds {limit.name}",
                 _retry_s(wait_s, limit.most_s),
             )
 
     def _begins_at_once(self, client: Client) -> bool:
-        """Whether there is room for it, and no waiting request may begin."""
-        may = self._who_may()
+        """Whether there is capacity for it, and no waiting request may begin."""
+        may = self._may_begin()
         return may is not None and may(QueueEntry(client, 0, 1)) and self.queue.next(may) is None
 
     def _expected_s(self, client: Client) -> float:
-        """Returns the expected wait; 0 while the pace is not known."""
+        """Returns the expected wait; 0 while the rate is unknown."""
         rate = self._measured()
         return self.queue.tokens_before(client) / rate if rate else 0.0
 
@@ -149,7 +151,7 @@ class AdmissionQueue:
         most_s = self._abandonment.most_wait_s(client.leave_times, num_tokens, now_s)
         if most_s < found.most_s:
             after_s = self._abandonment.abandon_after_s(client.leave_times, now_s)
-            found = WaitLimit(most_s, f"an answer within {after_s:.2g} s, after which clients have left lately")
+            found = WaitLimit(most_s, f"the {after_s:.2g} s after which clients have recently left")
         return found
 
     # ---- a request whose tokens are known
@@ -157,8 +159,8 @@ class AdmissionQueue:
     def at_once(
         self, name: str, num_tokens: int, num_sequences: int, priority: int, group: PromptGroup
     ) -> QueueEntry | None:
-        """Returns the entry of a request that need not wait, as `turn` does; None: call that."""
-        if self.queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
+        """Returns the entry of a request that need not wait, as `turn` does; None: call `turn`."""
+        if self.queue.num_waiting or self._is_beginning or (may := self._may_begin()) is None:
             return None
         now_s = self._loop.time()
         entry = QueueEntry(self.queue.client(name, now_s), num_tokens, num_sequences, priority, arrived_s=now_s)
@@ -179,7 +181,8 @@ class AdmissionQueue:
         group: PromptGroup | None = None,
         since_s: float | None = None,
     ) -> QueueEntry:
-        """Waits until there is room and it is next. `begun` or `ended` must follow before anything is awaited.
+        """Waits until there is capacity and the request is next. `begun` or `ended` must follow before anything is
+        awaited.
 
         `since_s`: when it began to wait, by the event loop's clock; None: now. Raises Overloaded when it has waited as
         long as allowed, or would have to wait longer.
@@ -200,13 +203,13 @@ class AdmissionQueue:
         left_s = limit.most_s - (now_s - entry.arrived_s)
         if self._following is None:
             self._following = asyncio.ensure_future(self._follow())
-        self.look()  # the requests before it may be unable to begin
+        self.look()  # earlier requests may be unable to begin
         try:
             await asyncio.wait([turn], timeout=max(0.0, left_s) if left_s < math.inf else None)
             if not turn.done() and not group.has_begun:
-                why = "paused by its operator" if self._is_paused else "busy"
+                why = "paused by an operator" if self._is_paused else "busy"
                 raise Overloaded(
-                    f"the server is {why}: it has waited for {limit.name}",
+                    f"the server is {why}: the request has waited for {limit.name}",
                     _retry_s(self._expected_s(client), limit.most_s),
                 )
             await turn
@@ -217,12 +220,12 @@ class AdmissionQueue:
         return entry
 
     def begun(self, entry: QueueEntry) -> None:
-        """Notes that the request was sent; the next one may find room, too."""
+        """Records that the request was sent; the next one may fit, too."""
         self._is_beginning = False
         self.look()
 
     def ended(self, entry: QueueEntry, num_tokens: int, how: Ending = "failed") -> None:
-        """Ends a request; `num_tokens` is what it took. Also to be called for one that was never sent."""
+        """Ends a request; `num_tokens` is its actual cost. Also to be called for one that was never sent."""
         self.queue.end(entry, num_tokens)
         if how == "failed":
             return
@@ -232,8 +235,8 @@ class AdmissionQueue:
             self._abandonment.answers.note(now_s, now_s - entry.begun_s, entry.num_tokens)
 
     def look(self) -> None:
-        """Lets the next request begin if there is room. To be called when an instance has finished some work."""
-        if not self.queue.num_waiting or self._is_beginning or (may := self._who_may()) is None:
+        """Lets the next request begin if there is capacity. To be called when an instance has finished some work."""
+        if not self.queue.num_waiting or self._is_beginning or (may := self._may_begin()) is None:
             return
         entry = self._next(may)
         if entry is None:
@@ -243,11 +246,11 @@ class AdmissionQueue:
         self._begin(entry, self._loop.time())
         self._is_beginning = True
         turn = self._turns.pop(entry).came
-        if not turn.done():  # otherwise it is giving up at this moment, and will clean up itself
+        if not turn.done():  # otherwise it is leaving at this moment, and cleans up itself
             turn.set_result(None)
 
     def close(self, error: PdClusterError) -> None:
-        """Ends all waiting requests with this error, for good."""
+        """Ends all waiting requests with this error, and refuses later ones."""
         self.end_all(error)
         if self._following is not None:
             self._following.cancel()
@@ -261,7 +264,7 @@ class AdmissionQueue:
                 turn.came.set_exception(error)
 
     def pause(self, is_paused: bool) -> None:
-        """While it is paused, no request begins."""
+        """Prevents requests from beginning while `is_paused`."""
         self._is_paused = is_paused
         self.look()
 
@@ -272,7 +275,7 @@ class AdmissionQueue:
         self.queue.begin(entry)
 
     def _next(self, may: Callable[[QueueEntry], bool]) -> QueueEntry | None:
-        """Returns the request whose turn it is. Those before it that would be answered too late are refused."""
+        """Returns the next request. Earlier ones whose answers would come too late are refused."""
         while (entry := self.queue.next(may)) is not None:
             now_s = self._loop.time()
             most_s = SAFE * self._abandonment.most_wait_s(entry.client.leave_times, entry.num_tokens, now_s)
@@ -283,7 +286,9 @@ class AdmissionQueue:
             self.queue.leave(entry)
             del self._turns[entry]
             retry_s = _retry_s(self._expected_s(entry.client), limit.most_s)
-            turn.set_exception(Overloaded(f"the server is busy: it has waited too long for {limit.name}", retry_s))
+            turn.set_exception(
+                Overloaded(f"the server is busy: the request has waited too long for {limit.name}", retry_s)
+            )
         return None
 
     def _gives_up(self, entry: QueueEntry, has_left: bool) -> None:
@@ -294,7 +299,7 @@ class AdmissionQueue:
         if turn is not None:
             turn.came.cancel()
         self.queue.leave(entry)
-        if entry.has_begun:  # its turn had just come
+        if entry.has_begun:  # it was just selected
             self.ended(entry, 0)
             self.begun(entry)
 
@@ -302,12 +307,12 @@ class AdmissionQueue:
         self._rate.passed(self._loop.time(), waited=self.queue.num_waiting > 0)
         return self._rate.tokens_per_s
 
-    def _who_may(self) -> Callable[[QueueEntry], bool] | None:
+    def _may_begin(self) -> Callable[[QueueEntry], bool] | None:
         """Returns a test for requests that may begin now; None: none may.
 
-        The last places are for clients that have no more than their share with the request's sequences, too. When all
-        are taken, clients that have less then may still have their prompts computed: one client that holds the places
-        must not shut others out.
+        The last slots are reserved for clients that stay within their share with the request's sequences. When all are
+        taken, the prompts of clients below their share may still be computed: one client that holds the slots must not
+        shut others out.
         """
         spare = spare_capacity(self._members.instances)
         if self._is_paused or not spare.for_prompts:
@@ -320,7 +325,7 @@ class AdmissionQueue:
         return lambda entry: others.excess(entry) < 0
 
     async def _follow(self) -> None:
-        """Checks again after every news of an instance, while any request waits."""
+        """Checks again after every change of an instance, while any request waits."""
         try:
             while self.queue.num_waiting:
                 await self._members.change()

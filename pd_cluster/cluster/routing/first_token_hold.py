@@ -1,7 +1,7 @@
-"""A first token waits until decode has taken its sequence over, so that the second one follows after one step.
+"""Holds a first token until decode has taken over its sequence, so that the second one follows after one step.
 
-Prefill's token is often here while decode still computes a step for others; the sequence takes part in the next one
-only. The wait is bounded by such a step. Knows nothing of how tokens are delivered.
+Prefill's token often arrives while decode still computes a step for others, and the sequence takes part only in the
+next one. The hold is bounded by such a step. Knows nothing of how tokens are delivered.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from pd_cluster.cluster.placement.wait_prediction import predict_step_s
 from pd_cluster.cluster.streams.request_stream import RequestStream
 from pd_cluster.types import TokenOutput
 
-MOST_STEPS = 1.5  # of the decode instance: the rest of one, and messages
+MOST_STEPS = 1.5  # of the decode instance's steps: the rest of one, and messages
 MOST_HELD_S = 0.1
 
 
 def hold_s(stream: RequestStream, conn: str, token: TokenOutput) -> float:
-    """Returns how long this token, which an instance reports over `conn`, may wait for decode; 0: not at all."""
+    """Returns how long this token, which an instance reports over `conn`, may be held for decode; 0: not at all."""
     prefill, decode = stream.prefill, stream.decode
     if token.position or token.finish_reason is not None or stream.first_s or stream.order.gathers:
         return 0.0
     if prefill is decode or stream.legs.get(conn) is not prefill or decode.conn not in stream.legs:
         return 0.0
-    if decode.num_sequences_there <= stream.order.num_decoding:  # it computes for nobody else
+    if decode.num_current_sequences <= stream.order.num_decoding:  # it decodes no other sequences
         return 0.0
     return min(MOST_STEPS * predict_step_s(decode), MOST_HELD_S)

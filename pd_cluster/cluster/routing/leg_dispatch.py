@@ -1,4 +1,4 @@
-"""The legs of streams at instances: submitted, ended and aborted, and their share of the instances' loads."""
+"""Submits, ends and aborts the legs of streams at instances, and counts their load there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
 from pd_cluster.types import Leg
 
 
-class Dispatch:
-    """Listens to `streams`. `shares_workers`: with other schedulers."""
+class LegDispatch:
+    """Listens to `streams`. `shares_workers`: other schedulers use the same instances."""
 
     def __init__(self, streams: StreamTable, send: Send, membership: Members, shares_workers: bool = False) -> None:
         self._streams, self._send, self._membership = streams, send, membership
@@ -38,12 +38,12 @@ class Dispatch:
     def submit(self, stream: RequestStream, deadline_s: float) -> None:
         """Submits both legs, each with the other's instance, or one leg that does both.
 
-        `deadline_s` counts from now; 0: none.
+        `deadline_s`: seconds from now; 0: none.
         """
         prefill, decode = stream.prefill, stream.decode
         if decode.info is not None and not stream.resumed():
             stream.numerics = decode.info.numerics
-        stream.has_prefill_spoken = False
+        stream.has_prompt_outputs = False
         legs: list[tuple[Instance, Leg, str]] = [(prefill, "prefill", decode.key), (decode, "decode", prefill.key)]
         if prefill is decode:
             legs = [(decode, "hybrid", "")]
@@ -62,7 +62,7 @@ class Dispatch:
                 stream.order.without_pixels() if leg == "decode" else stream.order,
                 deadline_s,
                 stream.resumed(),
-                max(1, weight),  # others must see the leg
+                max(1, weight),  # other processes must see the leg
                 self._shares_workers and not stream.resumed(),
                 [each.key for each in encoders] if instance is prefill else [],
                 stream.kept.of_next_attempt() if stream.kept is not None and leg != "prefill" else None,
@@ -71,13 +71,13 @@ class Dispatch:
             self._send(instance.conn, submit)
 
     def attach(self, stream: RequestStream, place: RecordPlace) -> None:
-        """Takes over the leg of a stream that resumes."""
+        """Attaches to the leg of a stream that resumes."""
         self._count(stream, place.instance, "hybrid")
         found = place.found
         self._send(place.instance.conn, wire.Attach(found.digest, found.request_id, found.attempt))
 
     def _release(self, stream: RequestStream, then: Literal["go on", "stop", "forget"]) -> None:
-        """Ends the reading of a kept stream; unless it goes on, aborts its other legs."""
+        """Stops reading a kept stream; unless it continues, aborts its other legs."""
         if conn := stream.decode.conn:
             self._send(conn, wire.Release(stream.request_id, stream.attempt, then))
         self.ended(stream, stream.decode.conn)
@@ -87,7 +87,7 @@ class Dispatch:
             self._abort(stream)
 
     def _leave(self, stream: RequestStream) -> None:
-        """Forgets the legs that have not ended, whatever becomes of them."""
+        """Forgets the legs that have not ended, without aborting them."""
         for conn in list(stream.legs):
             self.ended(stream, conn)
 
@@ -117,9 +117,9 @@ class Dispatch:
             self._streams.leg_ended()
 
     def _begin_encoding(self, stream: RequestStream, encoders: Sequence[Instance]) -> None:
-        """Counts the images of a prompt at the encoders that compute them, until the prompt's leg has ended."""
+        """Counts a prompt's images at the encoders that compute them, until the prompt's leg has ended."""
         self._end_encoding(stream)
-        for encoder, span in zip(encoders, stream.order.spans, strict=False):  # there may be none
+        for encoder, span in zip(encoders, stream.order.spans, strict=False):  # there may be no encoders
             num_tokens = span.stop - span.start
             encoder.num_outstanding += 1
             encoder.outstanding_tokens += num_tokens

@@ -1,8 +1,8 @@
-"""Handles workers' large messages in slices: in between, the event loop reads requests and first tokens.
+"""Handles workers' large messages in slices; between them the event loop reads requests and first tokens.
 
-A step of a full decode instance is hundreds of tokens, each of which wakes a reader and makes a write: milliseconds
-that delay everything else. Waiting items are kept by leg, so that a loop that has fallen behind hands each reader all
-its tokens at once, and so catches up. Knows nothing of requests.
+A step of a full decode instance is hundreds of tokens, each of which wakes a reader and causes a write: milliseconds
+that delay everything else. Waiting items are kept by leg, so a loop that has fallen behind hands each reader all its
+tokens at once, and catches up. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from pd_cluster import wire
 from pd_cluster.types import LegEnd, TokenOutput
 
 SLICE_NUM_TOKENS = 8
-SHARE = 8  # a slice is at least this part of the waiting legs: however busy the loop is, they make progress
-MOST_OF_LEG = 64  # tokens of one leg in a slice
+SHARE = 8  # a slice handles at least this part of the waiting legs: however busy the loop is, they make progress
+MOST_OF_LEG = 64  # per slice
 
 Leg = tuple[str, str]  # connection, request id
 
 
-class Slices:
+class MessageSlices:
     """Handles the items of one leg in order; legs take turns in the order in which they began to wait.
 
-    `handle` also receives the time when the first of its items was heard.
+    `handle` also receives the time when the first of the items was received.
     """
 
     def __init__(self, handle: Callable[[str, wire.Outputs, float], None]) -> None:
         self._handle = handle
         self._waiting: dict[Leg, list[TokenOutput | LegEnd]] = {}
-        self._heard_s: dict[Leg, float] = {}  # by waiting leg
+        self._heard_s: dict[Leg, float] = {}  # leg -> when its first waiting item was received
 
     def add(self, conn: str, outputs: wire.Outputs, heard_s: float) -> None:
-        """Handles a small message at once, and the first slice of a large one, unless others wait."""
+        """Handles a small message at once, and the first slice of a large one, unless other items wait."""
         waiting = self._waiting
         is_small = len(outputs.tokens) + len(outputs.ended) <= SLICE_NUM_TOKENS
         if is_small and not waiting:  # the usual case
@@ -44,7 +44,7 @@ class Slices:
         if is_small and not any((conn, item.request_id) in waiting for item in items):
             self._handle(conn, outputs, heard_s)
             return
-        if outputs.prompts or outputs.events or outputs.pooled:  # a prompt's outputs before its tokens
+        if outputs.prompts or outputs.events or outputs.pooled:  # a prompt's outputs come before its tokens
             self._handle(conn, msgspec.structs.replace(outputs, tokens=[], ended=[]), heard_s)
         is_first = not waiting
         for item in items:
@@ -68,7 +68,7 @@ class Slices:
             items = self._waiting.pop(leg)
             leg_heard_s = self._heard_s[leg]
             if len(items) > MOST_OF_LEG:
-                self._waiting[leg] = items[MOST_OF_LEG:]  # behind the others
+                self._waiting[leg] = items[MOST_OF_LEG:]  # after the other legs
             else:
                 del self._heard_s[leg]
             heard_s[leg[0]] = min(heard_s.get(leg[0], leg_heard_s), leg_heard_s)

@@ -1,12 +1,12 @@
-"""Puts what the workers send to the streams that it belongs to."""
+"""Delivers workers' outputs to the streams that they belong to."""
 
 from __future__ import annotations
 
 from pd_cluster import wire
 from pd_cluster.cluster.records.request_timeline import Timelines
 from pd_cluster.cluster.routing.first_token_hold import hold_s
-from pd_cluster.cluster.routing.leg_dispatch import Dispatch
-from pd_cluster.cluster.routing.message_slices import Slices
+from pd_cluster.cluster.routing.leg_dispatch import LegDispatch
+from pd_cluster.cluster.routing.message_slices import MessageSlices
 from pd_cluster.cluster.streams.request_stream import RequestStream
 from pd_cluster.cluster.streams.stream_table import StreamTable
 from pd_cluster.errors import GenerationError, RequestError
@@ -16,22 +16,22 @@ from pd_cluster.types import LegEnd, PooledOutput, PromptOutput, TokenOutput
 class OutputDispatcher:
     """Listens to `streams`. `holds_first`: first tokens wait for decode; see first_token_hold.py."""
 
-    def __init__(self, streams: StreamTable, dispatch: Dispatch, timelines: Timelines, holds_first: bool) -> None:
+    def __init__(self, streams: StreamTable, dispatch: LegDispatch, timelines: Timelines, holds_first: bool) -> None:
         self._streams, self._dispatch, self._timelines, self._holds_first = streams, dispatch, timelines, holds_first
-        self._slices = Slices(self._handle)
+        self._slices = MessageSlices(self._handle)
         streams.on_opened.append(self._on_opened)
 
     def _on_opened(self, stream: RequestStream) -> None:
-        """Drops what has come for an earlier reader of a stream that resumes, and waits for its slice."""
+        """Drops outputs for an earlier reader of a stream that resumes."""
         if stream.kept is not None and stream.kept.place is not None:
             self._slices.forget(stream.request_id)
 
     def add_at_once(self, conn: str, outputs: wire.Outputs) -> None:
-        """Handles outputs at once, where nothing else needs the event loop meanwhile."""
+        """Handles outputs at once, when nothing else needs the event loop."""
         self._handle(conn, outputs, self._timelines.now_s())
 
     def add(self, conn: str, outputs: wire.Outputs, heard_s: float | None = None) -> None:
-        """Handles outputs; `heard_s` is when they were read, by the timelines' clock; None: just now."""
+        """Handles outputs; `heard_s`: when they were read, by the timelines' clock; None: just now."""
         self._slices.add(conn, outputs, self._timelines.now_s() if heard_s is None else heard_s)
 
     def _handle(self, conn: str, outputs: wire.Outputs, heard_s: float) -> None:
@@ -59,19 +59,19 @@ class OutputDispatcher:
         self._timelines.add(conn, outputs.events)
 
     def _first_came(self, stream: RequestStream, conn: str, token: TokenOutput) -> None:
-        """Lets prefill's first token wait for decode, and ends that wait with decode's own report of it."""
+        """Holds prefill's first token for decode, and ends the hold when decode reports the token itself."""
         if stream.legs[conn] is stream.decode:
             stream.let_go()
         elif self._holds_first and (wait_s := hold_s(stream, conn, token)):
             stream.hold(wait_s)
 
     def _stream_of(self, conn: str, output: TokenOutput | PromptOutput | PooledOutput | LegEnd) -> RequestStream | None:
-        """Returns the stream that this output of this leg belongs to, if it is still wanted."""
+        """Returns the stream that this output of this leg belongs to, if it still needs it."""
         stream = self._streams.find(output.request_id)
         if stream is None or output.attempt != stream.attempt or conn not in stream.legs:
             return None
-        if stream.legs[conn] is stream.prefill and not stream.has_prefill_spoken:
-            stream.has_prefill_spoken = True
+        if stream.legs[conn] is stream.prefill and not stream.has_prompt_outputs:
+            stream.has_prompt_outputs = True
             if not isinstance(output, PromptOutput):
                 stream.release(stream.sequences)  # tokens that decode delivered first
         return stream
@@ -79,7 +79,8 @@ class OutputDispatcher:
     def _on_leg_end(self, conn: str, ended: LegEnd) -> None:
         if (stream := self._stream_of(conn, ended)) is None:
             later = self._streams.find(ended.request_id) if ended.is_taken else None
-            if later is not None and later.attempt > ended.attempt:  # it looks for an instance, or has one
+            # the stream already looks for an instance, or has one
+            if later is not None and later.attempt > ended.attempt:
                 self._streams.take_over(later, "go on")
             return
         name = stream.legs[conn].name

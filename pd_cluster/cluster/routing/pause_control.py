@@ -1,6 +1,6 @@
-"""An operator's commands as the requests of one process meet them: they wait, end, or stop and go on later.
+"""Applies an operator's commands to the requests of one process: they wait, end, or stop and continue later.
 
-Knows nothing of instances, and nothing of other processes.
+Knows nothing of instances or of other processes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pd_cluster.errors import RequestAborted
 from pd_cluster.process_messages import Gate
 
 ABORTED = "the operator has ended this request"
-KEPT = "an operator has paused the cluster, and it could not go on afterwards"
+KEPT = "an operator paused the cluster, and the request could not continue afterwards"
 
 
 class PauseControl:
     def __init__(self, streams: StreamTable, admission: RequestAdmission, timelines: Timelines) -> None:
         self._streams, self._admission, self._timelines = streams, admission, timelines
-        self._kept: dict[str, Setback | None] = {}  # by stream; None: its reader has not come to it yet
-        self._idle: asyncio.Event | None = None  # set with the last stream's end, where it is waited for
+        self._kept: dict[str, Setback | None] = {}  # stream -> setback; None: its reader has not received it yet
+        self._idle: asyncio.Event | None = None  # set with the last stream's end, while somebody waits for it
         streams.on_ended.append(self._on_ended)
 
     @property
@@ -31,8 +31,8 @@ class PauseControl:
         """Counts requests that have begun and wait until the gate is open."""
         return len(self._kept)
 
-    def steer(self, gate: Gate, aborts: Collection[str] | None, keeps: bool) -> None:
-        """See members/cluster_control.py."""
+    def control_requests(self, gate: Gate, aborts: Collection[str] | None, keeps: bool) -> None:
+        """Implements `ServingProcesses.control_requests` (members/cluster_control.py)."""
         self._admission.set_gate(gate)
         if gate == "open":
             self._release()
@@ -61,7 +61,7 @@ class PauseControl:
                 stream.inbox.put(setback)
 
     def keeps(self, stream: RequestStream, setback: Setback | None = None) -> bool:
-        """Whether the stream shall wait; then its reader gets `setback` again once it may go on."""
+        """Whether the stream shall wait; if so, its reader gets `setback` again once it may continue."""
         if stream.request_id not in self._kept:
             return False
         if setback is not None:
@@ -75,7 +75,7 @@ class PauseControl:
             self._idle = None
 
     async def until_idle(self) -> None:
-        """Returns when no request is at an instance."""
+        """Returns when no instance has a request."""
         while len(self._streams) > len(self._kept):
             self._idle = self._idle or asyncio.Event()
             await self._idle.wait()

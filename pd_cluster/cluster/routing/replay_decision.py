@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from pd_cluster.cluster.instances.instance_state import Instance
-from pd_cluster.cluster.placement.routing_policy import Pair, Policy, alone
+from pd_cluster.cluster.placement.routing_policy import Pair, Policy, single_instance
 from pd_cluster.cluster.placement.routing_rules import ReplayLimits
 from pd_cluster.cluster.streams.request_stream import RequestStream, Setback
 from pd_cluster.errors import InstanceLost
 
-MAX_DEATHS = 2  # of instances that served a request: then it may be the cause
-MAX_DEATHS_TOGETHER = 3  # when they die together, a host or an operator is the likelier cause
+MAX_DEATHS = 2  # of instances that served a request; after more, the request may be the cause
+MAX_DEATHS_TOGETHER = 3  # when instances die together, a host or an operator is the likelier cause
 
 
 def check_replay(stream: RequestStream, setback: Setback, instances: list[Instance], limits: ReplayLimits) -> None:
-    """Raises the setback's error, or InstanceLost, when there must be no other attempt."""
+    """Raises the setback's error, or InstanceLost, if no further attempt is allowed."""
     _take_back(stream, instances)
     if len(stream.deaths) >= (MAX_DEATHS_TOGETHER if _died_together(stream, limits) else MAX_DEATHS):
-        which = f"it is number {len(stream.deaths)} of the instances that died with this request"
-        raise InstanceLost(f"{setback.error}; {which}, and the last")
+        which = f"{len(stream.deaths)} instances have died while they served this request"
+        raise InstanceLost(f"{setback.error}; {which}, so it is not retried")
     if stream.attempt - stream.num_moves > limits.max_attempts:
         raise setback.error
 
 
 def next_pair(stream: RequestStream, instances: list[Instance], choose: Policy) -> Pair:
-    """Chooses where a request continues: once begun, one instance computes what it lacks. Raises Unavailable."""
+    """Chooses where a request continues: once it has begun, one instance computes the rest. Raises Unavailable."""
     instances = _alive_after(stream, instances)
     pair = choose(instances, stream.ask)
-    return alone(instances) if stream.resumed() else pair
+    return single_instance(instances) if stream.resumed() else pair
 
 
 def _died_together(stream: RequestStream, limits: ReplayLimits) -> bool:
@@ -36,26 +36,28 @@ def _died_together(stream: RequestStream, limits: ReplayLimits) -> bool:
 def _alive_after(stream: RequestStream, instances: list[Instance]) -> list[Instance]:
     """Returns the instances that may continue a request; one that has begun needs the same numerics.
 
-    After a second death only instances heard from since count: instances that die together are not detected at once,
-    and a request must not be blamed for deaths that it merely encounters.
+    After a second death only instances heard from since then count: instances that die together are not detected at
+    once, and a request must not be blamed for deaths that it merely encounters.
     """
     if stream.numerics is not None and stream.resumed():
         instances = [i for i in instances if i.info is None or not i.info.numerics.difference(stream.numerics)]
-    instances = _without_mates(stream, instances)
+    instances = _without_unit_members(stream, instances)
     if len(stream.deaths) < MAX_DEATHS:
         return instances
     return [instance for instance in instances if instance.heard_s > stream.deaths[-1].at_s]
 
 
-def _without_mates(stream: RequestStream, instances: list[Instance]) -> list[Instance]:
-    """Leaves out members of a dead one's unit, which end with it, until they are ready again or nobody else is."""
+def _without_unit_members(stream: RequestStream, instances: list[Instance]) -> list[Instance]:
+    """Excludes members of a dead instance's unit, which end with it, until they are ready again or no other instance
+    is.
+    """
     dead_s = {death.unit: death.at_s for death in stream.deaths if death.unit}
     left = [each for each in instances if each.unit not in dead_s or each.ready_s > dead_s[each.unit]]
     return left if any(each.is_ready for each in left) else instances
 
 
 def _take_back(stream: RequestStream, instances: list[Instance]) -> None:
-    """Removes false deaths: the same life of the instance has been ready since, so it had only paused."""
+    """Removes false deaths: the same life of the instance has been ready since, so it was only stalled."""
     back_s = {instance.key: instance.ready_s for instance in instances}
     deaths = [death for death in stream.deaths if back_s.get(death.life, float("-inf")) < death.at_s]
     stream.num_moves += len(stream.deaths) - len(deaths)

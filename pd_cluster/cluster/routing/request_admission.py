@@ -1,7 +1,7 @@
-"""How a request gets its first pair of instances.
+"""Finds a request's first pair of instances.
 
-It waits for its turn where there is an admission queue; goals are checked; and if the last instance was lost just now,
-it waits a moment for one to return, or as long as a running request does while one is on its way back.
+The request waits in the admission queue, if there is one, and objectives are checked. If the last instance was just
+lost, it waits a moment for one to return, or as long as a running request does if an instance is returning.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pd_cluster.cluster.placement.wait_prediction import check_goals, within_tpo
 from pd_cluster.cluster.queueing.fair_queue import Client, QueueEntry
 from pd_cluster.cluster.records.request_stats import RequestStats
 from pd_cluster.cluster.routing.admission_queue import AdmissionQueue
-from pd_cluster.cluster.streams.request_origin import Admitted, PromptGroup, RequestOwner
+from pd_cluster.cluster.streams.request_origin import AdmittedRequest, PromptGroup, RequestOwner
 from pd_cluster.cluster.streams.request_stream import Ending, RequestStream
 from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
 from pd_cluster.errors import Overloaded, PdClusterError, Unavailable
@@ -28,7 +28,7 @@ from pd_cluster.process_messages import Gate
 SHUTTING_DOWN = "the server is shutting down"
 ASLEEP = "the cluster is asleep, until an operator wakes it up (POST /wake_up at the admin port)"
 ASLEEP_RETRY_S = 10
-SETTLE_POLL_S = 0.1  # while the first pair is awaited, which may stop being expected without any news
+SETTLE_POLL_S = 0.1  # while the first pair is awaited: the expectation may end without any event
 
 
 class RequestAdmission:
@@ -56,7 +56,7 @@ class RequestAdmission:
 
     @property
     def awaits_pair(self) -> bool:
-        """Whether no pair has been up yet, and one is expected in a moment."""
+        """Whether no pair has been up yet, and one is expected soon."""
         if self._has_settled:
             return False
         instances = self._members.instances
@@ -70,16 +70,18 @@ class RequestAdmission:
 
     @property
     def _return_s(self) -> float:
-        """How long after a loss a request waits for instances: longer while one of them is on its way back."""
+        """How long after a loss a request waits for instances: longer while one of them is returning."""
         is_returning = any(each.is_returning and each.role != "encode" for each in self._members.instances)
         return self._replay.wait_s if is_returning else self._replay.together_s
 
     def lost(self) -> None:
-        """Notes that an instance was lost, or none is known yet: requests that arrive soon wait a moment for one."""
+        """Records that an instance was lost, or that none is known yet: requests that arrive soon wait a moment for
+        one.
+        """
         self._lost_s = asyncio.get_running_loop().time()
 
     async def all_are_here(self) -> None:
-        """Waits for all instances, for a moment after this process has begun or one was lost; then for none."""
+        """Waits for all instances, but only for a moment after this process started or an instance was lost."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(self._lost_s + self._replay.together_s):
                 while not self._members.instances or any(not each.is_ready for each in self._members.instances):
@@ -107,8 +109,8 @@ class RequestAdmission:
 
     def pair_at_once(
         self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner
-    ) -> Admitted | None:
-        """Returns what `pair` does if the request need not wait; None: call that. Raises Overloaded."""
+    ) -> AdmittedRequest | None:
+        """Returns the result of `pair` if the request need not wait; None: call `pair`. Raises Overloaded."""
         if self.is_closed or self._gate != "open":
             return None
         entry = None
@@ -123,7 +125,9 @@ class RequestAdmission:
         except Unavailable:
             return None
 
-    async def pair(self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner) -> Admitted:
+    async def pair(
+        self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner
+    ) -> AdmittedRequest:
         """Chooses the request's pair. `begun` and, at its end, `ended` must follow. Raises Unavailable, Overloaded."""
         arrived_s = asyncio.get_running_loop().time()
         while True:
@@ -146,7 +150,7 @@ class RequestAdmission:
 
     async def _turn(
         self, ask: RoutingRequest, num_sequences: int, priority: int, owner: RequestOwner, arrived_s: float
-    ) -> Admitted:
+    ) -> AdmittedRequest:
         while self._gate == "paused" and self.waiting is None and not self.is_closed:
             await self._first_of(self._resumed.wait())
         if (closed := self._why_closed()) is not None:
@@ -161,15 +165,15 @@ class RequestAdmission:
             except Overloaded:
                 self._stats.refused("queue")
                 raise
-            if self._gate == "asleep":  # since its turn came
+            if self._gate == "asleep":  # the gate has closed since the request was selected
                 self._ended(entry, 0)
                 self.begun(entry)
                 raise Unavailable(ASLEEP, ASLEEP_RETRY_S)
         return self._admitted(ask, asyncio.get_running_loop().time() - arrived_s, entry)
 
-    def _admitted(self, ask: RoutingRequest, waited_s: float, entry: QueueEntry | None) -> Admitted:
+    def _admitted(self, ask: RoutingRequest, waited_s: float, entry: QueueEntry | None) -> AdmittedRequest:
         try:
-            return Admitted(ask, *self._admit(ask, waited_s), entry)
+            return AdmittedRequest(ask, *self._admit(ask, waited_s), entry)
         except BaseException:
             self._ended(entry, 0)
             self.begun(entry)
@@ -189,7 +193,7 @@ class RequestAdmission:
         return pair
 
     def begun(self, entry: QueueEntry | None) -> None:
-        """Notes that the request is on its way to the pair."""
+        """Records that the request was sent to the pair."""
         if entry is not None and self.waiting is not None:
             self.waiting.begun(entry)
 
@@ -197,7 +201,7 @@ class RequestAdmission:
         self._ended(stream.admitted.entry, stream.num_tokens, end.how)
 
     def _ended(self, entry: QueueEntry | None, num_tokens: int, how: Ending = "failed") -> None:
-        """Notes the end of a request. `num_tokens` counts its prompt and its answer."""
+        """Records the end of a request. `num_tokens` counts its prompt and its answer."""
         if entry is not None and self.waiting is not None:
             self.waiting.ended(entry, num_tokens, how)
 
@@ -208,7 +212,7 @@ class RequestAdmission:
     def set_gate(self, gate: Gate) -> None:
         """Lets requests that have no pair yet begin or wait, or refuses them."""
         if self._gate == "asleep" != gate:
-            self.lost()  # this process may hear of the instances a moment later
+            self.lost()  # the instances' states may arrive a moment later
         self._gate = gate
         resumed, self._resumed = self._resumed, asyncio.Event()
         resumed.set()
@@ -246,7 +250,7 @@ class RequestAdmission:
         await self._first_of(self._members.change())
 
     async def _first_of(self, event: Coroutine[Any, Any, object]) -> None:
-        """Waits for it, or until this process stops."""
+        """Waits for the event, or until this process stops."""
         waiting = [asyncio.ensure_future(event), asyncio.ensure_future(self._closed.wait())]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)

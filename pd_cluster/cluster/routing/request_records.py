@@ -1,4 +1,4 @@
-"""Records streams as they begin, move and end: in counts, in timelines, in the log."""
+"""Records streams as they begin, move and end: in counters, in timelines, in the log."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class RequestRecords:
-    """Listens to `streams`. A request counts in `adapters` from its arrival on, when it has no stream yet."""
+    """Listens to `streams`. A request counts in `adapters` from its arrival, before it has a stream."""
 
     def __init__(
         self, streams: StreamTable, stats: RequestStats, timelines: Timelines, adapters: AdapterCounts
@@ -34,19 +34,19 @@ class RequestRecords:
         self._timelines.routed(*names, origin.received_s, num_tokens, prefill, decode)
 
     def _on_begun(self, stream: RequestStream) -> None:
-        heard_s = stream.heard_s + stream.held_s  # what waited for decode took no time here
+        heard_s = stream.heard_s + stream.held_s  # time spent waiting for decode is not this process's
         self._timelines.first_token(stream.request_id, heard_s, stream.first_s if stream.order.gathers else None)
         self._adapters.begins(stream.order.variant)
 
     def _on_moved(self, stream: RequestStream, setback: Setback) -> None:
         name, why = stream.decode.name, str(setback.error)
         shown = {"request_id": self._timelines.shown_id(stream.request_id)}
-        log.info("request %s goes on at %s: %s", stream.request_id, name, why, extra=shown)
+        log.info("request %s continues at %s: %s", stream.request_id, name, why, extra=shown)
         self._timelines.replayed(stream.request_id, stream.transfer_id, stream.decode.conn, name, why)
         self._stats.replayed(setback.cause)
 
     def _on_ended(self, stream: RequestStream, end: StreamEnd) -> None:
-        """Unfinished sequences count as aborted by the reader, unless an error ended them."""
+        """Counts unfinished sequences as aborted by the reader, unless an error ended them."""
         self._adapters.ends(stream.order.variant, stream.has_begun)
         timeline = self._timelines.find(stream.request_id)
         admitted_s = timeline.admitted_s(stream.first_s) if timeline is not None else None
@@ -59,5 +59,5 @@ class RequestRecords:
 
 
 def _why(error: BaseException | None) -> str:
-    """Returns why a request ended before all its sequences had; without an error of ours, its reader has left."""
+    """Returns why a request ended before all its sequences; without an error, its client has left."""
     return str(error) if isinstance(error, PdClusterError) else "the client left before the end"

@@ -1,4 +1,4 @@
-"""Another attempt at a request after a setback: when, and where."""
+"""Retries a request after a setback: decides when and where."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from pd_cluster.cluster.instances.roster import Members
 from pd_cluster.cluster.placement.routing_rules import RoutingRules
 from pd_cluster.cluster.placement.spare_capacity import spare_capacity
-from pd_cluster.cluster.routing.leg_dispatch import Dispatch
+from pd_cluster.cluster.routing.leg_dispatch import LegDispatch
 from pd_cluster.cluster.routing.pause_control import PauseControl
 from pd_cluster.cluster.routing.replay_decision import check_replay, next_pair
 from pd_cluster.cluster.routing.request_admission import SHUTTING_DOWN, RequestAdmission
@@ -16,7 +16,7 @@ from pd_cluster.cluster.streams.request_stream import RequestStream, Setback
 from pd_cluster.cluster.streams.stream_table import TAKEN, StreamTable
 from pd_cluster.errors import GenerationError, Overloaded, PdClusterError, Unavailable
 
-FIRST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0  # after an instance was full; twice as long each time
+FIRST_PAUSE_S, MOST_PAUSE_S = 0.02, 1.0  # after an instance was full; doubled each time
 FULL_RETRY_S = 1
 
 
@@ -30,7 +30,7 @@ class Retry:
         rules: RoutingRules,
         admission: RequestAdmission,
         pause_control: PauseControl,
-        dispatch: Dispatch,
+        dispatch: LegDispatch,
     ) -> None:
         self.pause: Callable[[float], Awaitable[None]] = asyncio.sleep
         self._streams, self._membership, self._choose, self._limits = streams, membership, rules.choose, rules.replay
@@ -39,8 +39,8 @@ class Retry:
     async def replay(self, stream: RequestStream, setback: Setback, deadline_s: float | None) -> None:
         """Starts another attempt elsewhere, after the delivered tokens.
 
-        Raises the setback's error if there is none; Overloaded where instances were full; GenerationError if the
-        stream was taken over meanwhile.
+        Raises the setback's error if no attempt is possible; Overloaded if instances were full; GenerationError if
+        another reader has taken over the stream.
         """
         if self._keeps(stream, setback) or stream.is_finished:
             return
@@ -74,15 +74,17 @@ class Retry:
         self._dispatch.submit(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
 
     def _keeps(self, stream: RequestStream, setback: Setback) -> bool:
-        """Whether a pause keeps the stream. Raises GenerationError if it has another reader, who goes by its name."""
+        """Whether a pause keeps the stream. Raises GenerationError if another reader has taken it over, under its
+        id.
+        """
         if stream not in self._streams:
             raise GenerationError(TAKEN)
         return self._pause_control.keeps(stream, setback)
 
     async def _until_capacity(self, until_s: float, num_full: int, error: Overloaded) -> None:
-        """Waits for later reports, by which there is room, or for the end of this process.
+        """Waits for reports that show capacity, or for the end of this process.
 
-        `num_full`: how often in a row an instance was full: each time it waits longer. Raises the error when it takes
+        `num_full`: how often in a row an instance was full; each time it waits longer. Raises the error when it takes
         too long.
         """
         try:

@@ -20,16 +20,16 @@ from pd_cluster.cluster.placement.routing_rules import RoutingRules
 from pd_cluster.cluster.records.adapter_counts import AdapterCounts
 from pd_cluster.cluster.records.request_stats import RequestStats
 from pd_cluster.cluster.records.request_timeline import Timelines
-from pd_cluster.cluster.routing.leg_dispatch import Dispatch
+from pd_cluster.cluster.routing.leg_dispatch import LegDispatch
 from pd_cluster.cluster.routing.output_dispatcher import OutputDispatcher
 from pd_cluster.cluster.routing.pause_control import PauseControl
 from pd_cluster.cluster.routing.request_admission import SHUTTING_DOWN, RequestAdmission
 from pd_cluster.cluster.routing.request_records import RequestRecords
 from pd_cluster.cluster.routing.request_retry import Retry
 from pd_cluster.cluster.routing.served_requests import ServedRequests
-from pd_cluster.cluster.streams.request_origin import FROM_ANYBODY, Admitted, RequestOrigin
-from pd_cluster.cluster.streams.request_stream import Death, Ending, RequestStream, Send, Setback, ask_of, unheard
-from pd_cluster.cluster.streams.stream_records import Finder, RecordPlace
+from pd_cluster.cluster.streams.request_origin import FROM_ANYBODY, AdmittedRequest, RequestOrigin
+from pd_cluster.cluster.streams.request_stream import Death, Ending, RequestStream, Send, Setback, ask_of, ignore_prompt
+from pd_cluster.cluster.streams.stream_records import RecordFinder, RecordPlace
 from pd_cluster.cluster.streams.stream_table import Afterwards, StreamEnd, StreamTable
 from pd_cluster.errors import DeadlineExceeded, GenerationError, InstanceLost, Unavailable
 from pd_cluster.process_messages import Gate
@@ -52,20 +52,20 @@ class Router:
         self.timelines, self.stats, self.adapters = Timelines(clock), RequestStats(clock), AdapterCounts()
         self.streams = StreamTable(send, self.stats)
         self.admission = RequestAdmission(self.streams, membership, rules, self.stats)
-        self._dispatch = Dispatch(self.streams, send, membership, rules.shares_workers)
+        self._dispatch = LegDispatch(self.streams, send, membership, rules.shares_workers)
         self.pause_control = PauseControl(self.streams, self.admission, self.timelines)
         self.output_dispatcher = OutputDispatcher(self.streams, self._dispatch, self.timelines, rules.holds_first)
         self.retry = Retry(self.streams, membership, rules, self.admission, self.pause_control, self._dispatch)
         RequestRecords(self.streams, self.stats, self.timelines, self.adapters)
         self.served = ServedRequests(self.streams, rules.keeps.max_requests, rules.keeps.secret)
         self.on_outputs, self.on_outputs_at_once = self.output_dispatcher.add, self.output_dispatcher.add_at_once
-        self._finder = Finder(send, membership, rules.find_s)
+        self._finder = RecordFinder(send, membership, rules.find_s)
         self.on_found = self._finder.on_found
         membership.watch(self)
 
     @property
     def num_streams(self) -> int:
-        """Counts requests that have an instance, or look for another."""
+        """Counts requests that have an instance, or look for another one."""
         return len(self.streams) - self.pause_control.num_kept
 
     @property
@@ -76,34 +76,34 @@ class Router:
         self,
         order: RequestSpec,
         routed: Callable[[RequestStream], None] = lambda stream: None,
-        prompted: Callable[[PromptOutput], None] = unheard,
+        prompted: Callable[[PromptOutput], None] = ignore_prompt,
         origin: RequestOrigin = FROM_ANYBODY,
     ) -> AsyncIterator[TokenOutput]:
         """Serves a request across the cluster; yields every token of its n sequences once, each sequence in order.
 
-        When an instance or a link that it needs is lost, the request continues elsewhere, after the tokens that were
-        delivered: the next token depends on nothing else.
+        When an instance or a link that it needs is lost, the request continues elsewhere, after the delivered tokens:
+        the next token depends on nothing else.
 
         A sequence ends with a token that has a finish_reason, or when the reader calls `stop` of the stream that
         `routed` received; the iterator ends when all have. `prompted` is called before the first token. Raises
         Unavailable and Overloaded before the first token, GenerationError after it. Closing the iterator aborts all.
-        Before it is sent to any instance, the request may wait for its turn, which its origin's `owner` controls. Where
-        the order gathers, the last token of a sequence arrives together with those before it, and an item may have
-        `earlier` ones.
+        Before it is sent to an instance, the request may wait in the admission queue, which its origin's `owner`
+        controls. If the order gathers, the last token of a sequence arrives together with those before it, and an item
+        may have `earlier` ones.
         """
         loop, timeout_s = asyncio.get_running_loop(), self._request_timeout_s
         deadline_s = loop.time() + timeout_s if timeout_s else None
         stream = await self._begin(order, origin, deadline_s)
         stream.prompted = prompted
         late = DeadlineExceeded(f"the request took longer than {timeout_s:g} s")
-        # One timer per request: one around every wait costs more than all other work on a token.
+        # One timer per request: a timer around every wait costs more than all other work on a token.
         expiry = loop.call_at(deadline_s, stream.inbox.put, late) if deadline_s is not None else None
         is_first, item = True, None
         try:
             try:
                 self._send(stream, max(0.001, deadline_s - loop.time()) if deadline_s is not None else 0.0)
             finally:
-                self.admission.begun(stream.admitted.entry)  # in any case: the others wait for it
+                self.admission.begun(stream.admitted.entry)  # in any case: the other requests wait for it
             routed(stream)
             while not stream.is_over:
                 item = await stream.inbox.get()
@@ -126,11 +126,11 @@ class Router:
             item = None
             if expiry is not None:
                 expiry.cancel()
-            stream.prompted = unheard  # the reader may hold the stream: no cycle that outlives the request
+            stream.prompted = ignore_prompt  # the reader may hold the stream: avoids a cycle that outlives the request
             self._finish(stream)
 
     def _send(self, stream: RequestStream, deadline_s: float) -> None:
-        """Begins the first attempt: submits legs, or takes over the one of a stream that resumes."""
+        """Begins the first attempt: submits legs, or attaches to the leg of a stream that resumes."""
         if stream.kept is not None and stream.kept.place is not None:
             self._dispatch.attach(stream, stream.kept.place)
         else:
@@ -142,25 +142,27 @@ class Router:
         routed: Callable[[RequestStream], None] = lambda stream: None,
         origin: RequestOrigin = FROM_ANYBODY,
     ) -> PooledOutput:
-        """Returns the vector of a prompt whose order has a `pooling`. Parameters, errors and replays are `serve`'s."""
+        """Returns the vector of a prompt whose order has a `pooling`. Parameters, errors and replays are those of
+        `serve`.
+        """
         streams: list[RequestStream] = []
 
         def note(stream: RequestStream) -> None:
             streams.append(stream)
             routed(stream)
 
-        async with contextlib.aclosing(self.serve(order, note, unheard, origin)) as tokens:  # type: ignore[type-var]
+        async with contextlib.aclosing(self.serve(order, note, ignore_prompt, origin)) as tokens:  # type: ignore[type-var]
             async for token in tokens:
-                raise GenerationError(f"{streams[0].decode.name} sent token {token.token_id} in place of a vector")
+                raise GenerationError(f"{streams[0].decode.name} sent token {token.token_id} instead of a vector")
         (stream,) = streams
         if stream.pooled is None:
-            raise GenerationError("the request was stopped before its vector was there")
+            raise GenerationError("the request was stopped before its vector arrived")
         return stream.pooled
 
     async def _begin(self, order: RequestSpec, origin: RequestOrigin, deadline_s: float | None) -> RequestStream:
         """Opens a stream once the request has its pair. Raises Unavailable, Overloaded, DeadlineExceeded."""
         self.adapters.arrives(order.variant)
-        if origin.kept is None or origin.kept.place is None:  # it goes on nowhere yet
+        if origin.kept is None or origin.kept.place is None:  # it does not continue an earlier attempt
             self.stats.arrived(len(order.prompt_token_ids), order.num_decoding, order.most_output_tokens)
         try:
             return self.streams.open(order, *await self._admitted(order, origin, deadline_s))
@@ -170,11 +172,11 @@ class Router:
 
     async def _admitted(
         self, order: RequestSpec, origin: RequestOrigin, deadline_s: float | None
-    ) -> tuple[RequestOrigin, Admitted]:
-        """Returns the request's pair, and its origin with the time at which it came."""
+    ) -> tuple[RequestOrigin, AdmittedRequest]:
+        """Returns the request's pair, and its origin with the time of its arrival."""
         ask = ask_of(order)
         if origin.kept is not None and (place := origin.kept.place) is not None:
-            return origin, Admitted(ask, place.instance, place.instance)
+            return origin, AdmittedRequest(ask, place.instance, place.instance)
         if origin.received_s is None:
             origin = origin._replace(received_s=self.stats.clock())
         found = self.admission.pair_at_once(ask, order.num_decoding, order.priority, origin.owner)
@@ -184,15 +186,17 @@ class Router:
                     found = await self.admission.pair(ask, order.num_decoding, order.priority, origin.owner)
         except TimeoutError:
             waited_s = self._request_timeout_s
-            raise DeadlineExceeded(f"the request has waited for its turn for {waited_s:g} s") from None
+            raise DeadlineExceeded(f"the request has waited in the queue for {waited_s:g} s") from None
         return origin, found
 
     def expect_instances(self) -> None:
-        """Announces that instances will become known: early requests wait a moment, as when all were lost just now."""
+        """Announces that instances will become known: early requests wait a moment, as after a loss of all
+        instances.
+        """
         self.admission.lost()
 
     def _finish(self, stream: RequestStream) -> None:
-        """Ends the stream; its legs that have not ended by themselves are aborted, unless it is kept."""
+        """Ends the stream; its unfinished legs are aborted, unless the stream is kept."""
         error = sys.exception()
         how = stream.how_ended(error)
         self.streams.end(stream, StreamEnd(how, error, self._then(stream, how)))
@@ -206,7 +210,7 @@ class Router:
             return "go on"
         if how == "failed" or not stream.kept.outlives_client:
             return "forget"
-        return "stop" if self.admission.num_waiting else "go on"  # others need the instance; what is kept is enough
+        return "stop" if self.admission.num_waiting else "go on"  # others need the instance; the kept part is enough
 
     # ---- streams that resume
 
@@ -215,19 +219,19 @@ class Router:
         for stream in self.streams:
             if stream.kept is not None and hmac.compare_digest(stream.kept.keep.digest, digest):
                 if not stream.legs and not stream.is_finished:
-                    raise Unavailable("the stream has lost its instance and looks for another; ask again")
+                    raise Unavailable("the stream has lost its instance and is looking for another one; ask again")
                 self.streams.take_over(stream, "go on")
         await self.admission.all_are_here()
         return await self._finder.find(digest)
 
     # ---- events from the workers
 
-    async def steer(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
-        """See members/cluster_control.py."""
-        self.pause_control.steer(gate, aborts, keeps)
+    async def control_requests(self, gate: Gate, aborts: Collection[str] | None = None, keeps: bool = False) -> None:
+        """Implements `ServingProcesses.control_requests` (members/cluster_control.py)."""
+        self.pause_control.control_requests(gate, aborts, keeps)
 
     async def until_idle(self) -> None:
-        """Returns when no request is at an instance."""
+        """Returns when no instance has a request."""
         await self.pause_control.until_idle()
 
     def end_all(self) -> None:
@@ -240,7 +244,7 @@ class Router:
         """Moves every request with a leg there elsewhere, if possible. The instance lives and receives the aborts."""
         for stream in self.streams:
             if any(member is instance for member in stream.legs.values()):
-                self.streams.move(stream, f"{instance.name} gave up this request: {why}")
+                self.streams.move(stream, f"{instance.name} released this request: {why}")
 
     def on_lost(self, instance: Instance, reason: str) -> None:
         """Moves every request with a leg there elsewhere, if possible."""

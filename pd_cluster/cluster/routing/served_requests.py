@@ -1,7 +1,7 @@
-"""Lengths and prefixes of the requests that were served lately, for a trace of a cluster's own traffic.
+"""Lengths and prefixes of recently served requests, for a trace of a cluster's own traffic.
 
-A prompt is kept as hashes of its blocks, chained and keyed with a secret: they tell which prompts begin alike, and
-nothing else. Keeps a bounded number, for a bounded time. Knows nothing of HTTP or of a trace's form.
+A prompt is kept as hashes of its blocks, chained and keyed with a secret: they show which prompts begin alike, and
+nothing else. Keeps a bounded number, for a bounded time. Knows nothing of HTTP or of a trace's format.
 """
 
 from __future__ import annotations
@@ -17,23 +17,25 @@ from pd_cluster.cluster.streams.stream_table import StreamEnd, StreamTable
 from pd_cluster.kv.prefix_index import chain_hashes, root_hash
 from pd_cluster.types import RequestSpec
 
-BLOCK_TOKENS = 128  # four of these are a block of Mooncake's traces
+BLOCK_TOKENS = 128  # four such blocks are a block of Mooncake's traces
 MAX_AGE_S = 24 * 3600.0
 MAX_ALL_KEYS = 4_000_000  # 32 MB; beyond that the oldest requests are dropped
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """`keys`: a number for each block of the prompt; the last one may be shorter. Times are this process's clock's."""
+    """`keys`: a number for each block of the prompt; the last block may be shorter. Times are those of this process's
+    clock.
+    """
 
     received_s: float
     num_prompt_tokens: int
-    num_output_tokens: int  # of all its sequences
+    num_output_tokens: int  # in all its sequences
     keys: array[int]
 
 
 class ServedRequests:
-    """Listens to `streams`. `max_requests` 0: keeps nothing, and costs nothing."""
+    """Listens to `streams`. `max_requests` 0: disabled, at no cost."""
 
     def __init__(
         self, streams: StreamTable, max_requests: int, secret: bytes, clock: Callable[[], float] = time.monotonic
@@ -46,12 +48,12 @@ class ServedRequests:
             streams.on_ended.append(self._on_ended)
 
     def last(self) -> list[ServedRequest]:
-        """Returns those that are kept, in order of arrival."""
+        """Returns the kept requests, in order of arrival."""
         self._drop()
         return sorted(self._kept, key=lambda each: each.received_s)
 
     def _on_ended(self, stream: RequestStream, end: StreamEnd) -> None:
-        """Keeps a request that was answered; one that failed before its first token has no length to plan with."""
+        """Keeps an answered request; one that failed before its first token has no length to plan with."""
         num_output_tokens = sum(len(sequence.token_ids) for sequence in stream.sequences)
         if not num_output_tokens:
             return
@@ -70,7 +72,7 @@ class ServedRequests:
 
 
 def keys_of_prompt(order: RequestSpec, secret: bytes) -> array[int]:
-    """Returns the keys of its blocks. Prompts of other variants and salts share none, as in the caches."""
+    """Returns the keys of a prompt's blocks. Prompts of different variants or salts share none, as in the caches."""
     token_ids = order.prompt_token_ids
     root = root_hash(secret.hex(), order.cache_salt, order.variant)
     num_full = len(token_ids) // BLOCK_TOKENS * BLOCK_TOKENS

@@ -1,1 +1,1 @@
-"""Requests under way: their origin, their sequences, and records to resume them from."""
+"""Running requests: their origin, their sequences, and records to resume them from."""

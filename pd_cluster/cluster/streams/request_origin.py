@@ -1,4 +1,4 @@
-"""Where a request comes from, and what it has when it begins. Knows nothing of streams, or of how pairs are chosen."""
+"""The origin of a request, and what it has when it begins. Knows nothing of streams, or of how pairs are chosen."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class PromptGroup:
 
 
 class RequestOwner(NamedTuple):
-    """The client that a request counts for, and how long it may wait for its turn. `group`: the request's prompts."""
+    """The client that a request counts for, and how long it may wait in the queue. `group`: the request's prompts."""
 
     client: str = ""
     client_timeout_s: float = math.inf
@@ -30,10 +30,10 @@ ANYBODY = RequestOwner()
 
 
 class RequestOrigin(NamedTuple):
-    """All that routing is told of a request beside its order.
+    """Everything that routing knows of a request in addition to its order.
 
-    `client_id` and `received_s` are its outside name and arrival time, for its timeline; None: it arrives now. `owner`
-    controls how it waits for its turn. `kept`: see stream_records.py.
+    `client_id` and `received_s` are its id for clients and its arrival time, for its timeline; None: it arrives now.
+    `owner` controls how it waits in the queue. `kept`: see stream_records.py.
     """
 
     client_id: str = ""
@@ -45,8 +45,8 @@ class RequestOrigin(NamedTuple):
 FROM_ANYBODY = RequestOrigin()
 
 
-class Admitted(NamedTuple):
-    """A request's first pair, which `ask` was given. `entry`: its place among the requests of all clients, if any."""
+class AdmittedRequest(NamedTuple):
+    """A request's first pair, chosen for `ask`. `entry`: its entry in the fair queue, if any."""
 
     ask: RoutingRequest
     prefill: Instance

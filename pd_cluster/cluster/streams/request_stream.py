@@ -1,6 +1,6 @@
-"""A request as the router follows it: its sequences, the tokens delivered of each, and the remaining work.
+"""A request as the router follows it: its sequences, their delivered tokens, and the remaining work.
 
-Pure but for the inbox that its reader waits at. Knows nothing of instances' states or of how they are chosen.
+Pure except for the inbox at which its reader waits. Knows nothing of instances' states or of how they are chosen.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from pd_cluster.cluster.instances.instance_state import Instance
 from pd_cluster.cluster.instances.known_prefixes import Prompt
 from pd_cluster.cluster.placement.routing_policy import RoutingRequest
 from pd_cluster.cluster.records.request_stats import Histogram, Outcome, ReplayCause, RequestStats
-from pd_cluster.cluster.streams.request_origin import Admitted, RequestOrigin
+from pd_cluster.cluster.streams.request_origin import AdmittedRequest, RequestOrigin
 from pd_cluster.cluster.streams.stream_records import KeptStream
 from pd_cluster.errors import GenerationError, PdClusterError
 from pd_cluster.numerics import Numerics
 from pd_cluster.types import FinishReason, PooledOutput, PromptOutput, RequestSpec, Resumed, TokenOutput
 from pd_cluster.types.variants import lora_of
 
-MAX_UNREAD_TOKENS = 4096  # of a request, not taken by its reader; with many sequences, MAX_UNREAD_STEPS each
+MAX_UNREAD_TOKENS = 4096  # of a request that its reader has not taken; with many sequences, MAX_UNREAD_STEPS each
 MAX_UNREAD_STEPS = 256
 MAX_IN_A_ROW = 32
 MAX_WEIGHED_TOKENS = 256  # of each sequence of an answer
 NUM_GATHERED = 64  # tokens that wake a reader of whole answers
 
 Send = Callable[[str, wire.Body], None]  # to a connection
-Ending = Literal["answered", "left", "failed"]  # "left": its client, before the end
+Ending = Literal["answered", "left", "failed"]  # "left": its client left before the end
 
 
-def unheard(prompt: PromptOutput) -> None:
+def ignore_prompt(prompt: PromptOutput) -> None:
     """Ignores a prompt's outputs."""
 
 
@@ -47,14 +47,14 @@ def ask_of(order: RequestSpec) -> RoutingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """An attempt that ended before its request. `error` goes to the reader when there is no other attempt."""
+    """An attempt that ended before its request. `error` goes to the reader if no other attempt follows."""
 
     error: GenerationError
     cause: ReplayCause
 
 
 class Inbox:
-    """One reader's items, in order. Does less than asyncio.Queue, in less time and memory; mostly one item.
+    """One reader's items, in order. Cheaper than asyncio.Queue in time and memory; mostly holds one item.
 
     With `gathers`, it wakes the reader for the last token of a sequence and for many together, not for each.
     """
@@ -65,7 +65,7 @@ class Inbox:
         self._gathers = gathers
         self._items: list[TokenOutput | Exception | Setback | None] = []
         self._waiter: asyncio.Future[None] | None = None
-        self._num_in_a_row = 0  # items that were ready when the reader asked
+        self._num_in_a_row = 0  # consecutive items that were ready when the reader asked
 
     def __len__(self) -> int:
         return len(self._items)
@@ -81,7 +81,7 @@ class Inbox:
     async def get(self) -> TokenOutput | Exception | Setback | None:
         if self._items:
             self._num_in_a_row += 1
-            if self._num_in_a_row >= MAX_IN_A_ROW:  # a reader of that much lets others have their turn
+            if self._num_in_a_row >= MAX_IN_A_ROW:  # after this many items, a reader yields to others
                 self._num_in_a_row = 0
                 await asyncio.sleep(0)
         while not self._items:
@@ -100,7 +100,7 @@ class TokenSequence:
     arrived: dict[int, TokenOutput] = field(default_factory=dict)
     is_finished: bool = False  # its last token has arrived, perhaps before others; or it was stopped
     is_over: bool = False  # its last token has been read, or it was stopped
-    num_taken: int = 0  # tokens that have been read
+    num_taken: int = 0  # tokens that the reader has taken
     last_s: float = 0.0  # when a token was last delivered; 0: none yet
     finish_reason: FinishReason | None = None  # once it is over
 
@@ -110,7 +110,7 @@ class TokenSequence:
 
 
 class Death(NamedTuple):
-    """A life of an instance (`Instance.key`) that was lost, and when, by the event loop's clock. `unit`: or ""."""
+    """A lost life of an instance (`Instance.key`), and when it was lost, by the event loop's clock. `unit`: or ""."""
 
     life: str
     at_s: float
@@ -119,44 +119,46 @@ class Death(NamedTuple):
 
 @dataclass(slots=True)
 class RequestStream:
-    """One request on its way, and the reader's handle on it: its instances, and `stop`."""
+    """One running request, and the reader's handle on it: its instances, and `stop`."""
 
     request_id: str
     order: RequestSpec
     origin: RequestOrigin
-    admitted: Admitted
+    admitted: AdmittedRequest
     send: Send
     stats: RequestStats
     attempt: int = 0
-    legs: dict[str, Instance] = field(default_factory=dict)  # conn -> instance, of the legs that have not ended
-    ask: RoutingRequest = field(init=False)  # routing's view of it
+    legs: dict[str, Instance] = field(default_factory=dict)  # conn -> instance, for legs that have not ended
+    ask: RoutingRequest = field(init=False)  # the request as routing sees it
     prefill: Instance = field(init=False)
     decode: Instance = field(init=False)
     sequences: list[TokenSequence] = field(init=False)
-    prompted: Callable[[PromptOutput], None] = unheard  # while it is read
+    prompted: Callable[[PromptOutput], None] = ignore_prompt  # while it is read
     is_prompted: bool = False
-    num_cached_tokens: int | None = None  # of its prompt, once they are told
+    num_cached_tokens: int | None = None  # of its prompt, once reported
     pooled: PooledOutput | None = None  # the vector of a pooling request, once it is over
-    has_prefill_spoken: bool = False  # the prompt's own outputs, which must precede the first token, have arrived
+    has_prompt_outputs: bool = False  # the prompt's own outputs, which must precede the first token, have arrived
     inbox: Inbox = field(init=False)
-    heard_s: float = 0.0  # when a first token was read here, by the timelines' clock; 0: none yet
-    numerics: Numerics | None = None  # of the instances that computed what was delivered
-    deaths: list[Death] = field(default_factory=list)  # losses that ended attempts of it
-    num_moves: int = 0  # attempts that ended because their instance was to be emptied, or had paused
-    num_full: int = 0  # attempts in a row that found an instance full
-    full_until_s: float = 0.0  # until then it waits for them
-    weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, of the same legs
+    heard_s: float = 0.0  # when the first token was read here, by the timelines' clock; 0: not yet
+    numerics: Numerics | None = None  # of the instances that computed the delivered tokens
+    deaths: list[Death] = field(default_factory=list)  # losses that ended its attempts
+    num_moves: int = 0  # attempts that ended because their instance was being drained, or had stalled
+    num_full: int = 0  # consecutive attempts that found an instance full
+    full_until_s: float = 0.0  # until then it waits for capacity
+    weights: dict[str, int] = field(default_factory=dict)  # conn -> tokens of work, for the same legs
     encoding: list[tuple[Instance, int]] = field(default_factory=list)  # encoders of its images, and their tokens
-    kept: KeptStream | None = field(init=False)  # of a stream that may resume
-    held: asyncio.TimerHandle | None = None  # until then, first tokens wait; see first_token_hold.py
-    held_s: float = 0.0  # for how long they have waited; until then, minus the time at which they began
+    kept: KeptStream | None = field(init=False)  # if the stream may resume
+    held: asyncio.TimerHandle | None = None  # until then, first tokens are held; see first_token_hold.py
+    held_s: float = 0.0  # how long they were held; during the hold, minus the time at which it began
     received_s: float = field(init=False)
-    first_s: float = 0.0  # when the first token was delivered; 0: none yet
+    first_s: float = 0.0  # when the first token was delivered; 0: not yet
     max_unread: float = field(init=False)
     intervals: Histogram = field(init=False)
 
     def __post_init__(self) -> None:
-        """A beam search's answer arrives at once, unread as a whole, with no time between tokens."""
+        """Delivers a beam search's answer at once: unread tokens are not limited, and there is no time between
+        tokens.
+        """
         self.ask, self.prefill, self.decode, _ = self.admitted
         self.kept, received_s = self.origin.kept, self.origin.received_s
         self.received_s = self.stats.clock() if received_s is None else received_s
@@ -166,13 +168,13 @@ class RequestStream:
         self.max_unread = float("inf") if sampling.beam_width else most
         self.intervals = Histogram(intervals.bounds) if sampling.beam_width else intervals
         self.inbox = Inbox(self.order.gathers)
-        if self.kept is not None and (place := self.kept.place) is not None:  # it goes on there
+        if self.kept is not None and (place := self.kept.place) is not None:  # it continues from the record
             self.attempt, info = place.found.attempt, place.instance.info
             self.numerics = info.numerics if info is not None else None
             self.max_unread += place.found.num_tokens
 
     def put(self, token: TokenOutput) -> None:
-        """Takes a token of any leg, in any order; drops what was delivered already."""
+        """Accepts a token of any leg, in any order; drops tokens that were delivered already."""
         if token.attempt != self.attempt or not 0 <= token.index < len(self.sequences):
             return
         sequence = self.sequences[token.index]
@@ -211,13 +213,15 @@ class RequestStream:
         sequence.last_s = now_s
 
     def _waits(self) -> bool:
-        """Whether tokens are held, or the prompt's own outputs, which must precede the first one, may still arrive."""
+        """Whether tokens are held, or the prompt's own outputs, which must precede the first token, may still
+        arrive.
+        """
         if self.held is not None:
             return True
-        return not self.has_prefill_spoken and any(member is self.prefill for member in self.legs.values())
+        return not self.has_prompt_outputs and any(member is self.prefill for member in self.legs.values())
 
     def hold(self, seconds: float) -> None:
-        """Keeps tokens from the reader until `let_go`, which follows by itself after this time."""
+        """Keeps tokens from the reader until `let_go`, which is called automatically after this time."""
         if self.held is None:
             self.held = asyncio.get_running_loop().call_later(seconds, self.let_go)
             self.held_s -= self.stats.clock()
@@ -228,14 +232,14 @@ class RequestStream:
             self.release(self.sequences)
 
     def drop_hold(self) -> None:
-        """Forgets that tokens are held, without delivering any."""
+        """Cancels the hold without delivering tokens."""
         if self.held is not None:
             self.held.cancel()
             self.held = None
             self.held_s += self.stats.clock()
 
     def release(self, sequences: list[TokenSequence]) -> None:
-        """Delivers each sequence's tokens in order of position, once nothing keeps them from the reader."""
+        """Delivers each sequence's tokens in order of position, unless they are held."""
         if self._waits():
             return
         for sequence in sequences:
@@ -252,7 +256,7 @@ class RequestStream:
                 self.kept.prompt = prompt
 
     def put_pooled(self, pooled: PooledOutput) -> None:
-        """Takes the vector that ends a pooling request; drops it if the request is over or asked for none."""
+        """Accepts the vector that ends a pooling request; drops it if the request is over or asked for none."""
         (sequence, *_) = self.sequences
         if self.order.pooling is None or sequence.is_over:
             return
@@ -266,7 +270,7 @@ class RequestStream:
         self.inbox.put(None)
 
     def take(self, token: TokenOutput) -> bool:
-        """Hands a token to the reader; False when its sequence was stopped meanwhile."""
+        """Hands a token to the reader; returns False if its sequence was stopped."""
         sequence = self.sequences[token.index]
         if sequence.is_over:
             return False
@@ -278,9 +282,9 @@ class RequestStream:
         return True
 
     def stop(self, index: int, num_dropped: int = 0) -> None:
-        """Ends one sequence at the reader's position: its further tokens are dropped, wherever they are made.
+        """Ends one sequence at the reader's position: its further tokens are dropped.
 
-        `num_dropped`: the last ones of those that were taken, which are behind the answer's end.
+        `num_dropped`: the last taken tokens, which lie after the answer's end.
         """
         sequence = self.sequences[index]
         sequence.num_taken -= num_dropped
@@ -293,13 +297,13 @@ class RequestStream:
         sequence.finish_reason = "stop"
         sequence.arrived.clear()
         if self.is_over:
-            self.inbox.put(None)  # the last one: the whole request ends, and its legs with it
+            self.inbox.put(None)  # the last sequence: the whole request ends, and its legs with it
             return
         for conn in self.legs:
             self.send(conn, wire.Abort(self.request_id, self.attempt, index))
 
     def retreat(self, error: GenerationError, cause: ReplayCause) -> None:
-        """Ends this attempt and ignores its later outputs; the next continues after the delivered tokens."""
+        """Ends this attempt and ignores its later outputs; the next one continues after the delivered tokens."""
         self.let_go()
         for sequence in self.sequences:
             if any(token.finish_reason is not None for token in sequence.arrived.values()):
@@ -310,7 +314,7 @@ class RequestStream:
             self.inbox.put(Setback(error, cause))
 
     def resumed(self) -> list[Resumed]:
-        """Returns the sequences that another instance continues; empty while nothing is known of any."""
+        """Returns the sequences that another instance continues; [] if no token was delivered."""
         if not any(sequence.token_ids or sequence.is_finished for sequence in self.sequences):
             return []
         return [Resumed(each.index, list(each.token_ids)) for each in self.sequences if not each.is_finished]
@@ -331,7 +335,7 @@ class RequestStream:
         )
 
     def how_ended(self, error: BaseException | None) -> Ending:
-        """Returns how its reader has ended: by this error, by leaving, or with the whole answer."""
+        """Returns how its reader ended: by this error, by leaving, or with the whole answer."""
         if self.is_over:
             return "answered"
         return "failed" if isinstance(error, PdClusterError) else "left"
@@ -342,17 +346,17 @@ class RequestStream:
 
     @property
     def num_tokens(self) -> int:
-        """Counts the tokens of its prompt and those read of its answer."""
+        """Counts the tokens of its prompt and the read tokens of its answer."""
         return len(self.order.prompt_token_ids) + sum(sequence.num_taken for sequence in self.sequences)
 
     @property
     def owner(self) -> bytes:
-        """Stands for the client of a request with an adapter."""
+        """Identifies the client of a request with an adapter."""
         return wire.owner_of(self.origin.owner.client) if self.order.variant else b""
 
     @property
     def has_begun(self) -> bool:
-        """Whether its reader has a token."""
+        """Whether its reader has received a token."""
         return any(sequence.num_taken for sequence in self.sequences)
 
     @property

@@ -1,4 +1,4 @@
-"""Streams that resume: what an instance is asked to keep of one, and the search for what was kept.
+"""Streams that resume: the record that an instance keeps of each, and the search for it.
 
 docs/protocol/requests.md, "Streams that resume". Knows nothing of text, of HTTP, or of how a stream is followed.
 """
@@ -19,12 +19,12 @@ from pd_cluster.types import PromptOutput, TokenOutput
 
 SOME_AWAY = "an instance that may have the stream does not answer; ask again"
 MOST_SEARCHES = 256
-MOST_SENT_NBYTES = 64 << 20  # of what was told, by the measure of `--resume-memory`; as bytes of a message it is less
+MOST_SENT_NBYTES = 64 << 20  # of a record, as `--resume-memory` measures it; a message has fewer bytes
 
 
 @dataclass(frozen=True, slots=True)
 class RecordPlace:
-    """Where a stream's record was found."""
+    """The instance where a stream's record was found."""
 
     instance: Instance
     found: wire.Found = field(repr=False)
@@ -32,9 +32,9 @@ class RecordPlace:
 
 @dataclass(slots=True)
 class KeptStream:
-    """A stream, as it is kept at an instance. `place`: where it was found, for one that resumes.
+    """A stream that an instance keeps. `place`: where the record was found, for a stream that resumes.
 
-    `outlives_client`: whether it goes on when its client has left.
+    `outlives_client`: whether it continues after its client has left.
     """
 
     keep: wire.Keep = field(repr=False)
@@ -44,7 +44,7 @@ class KeptStream:
     tokens: list[TokenOutput] = field(default_factory=list, repr=False)  # delivered so far
 
     def of_next_attempt(self) -> wire.Keep | None:
-        """Returns what the next instance is to keep; None: it is too much."""
+        """Returns what the next instance shall keep; None if it is too large."""
         if wire.nbytes_of(self.tokens) > min(self.keep.capacity_nbytes, MOST_SENT_NBYTES):
             return None
         return msgspec.structs.replace(self.keep, prompt=self.prompt, tokens=list(self.tokens))
@@ -52,10 +52,10 @@ class KeptStream:
 
 @dataclass(slots=True, eq=False)
 class _Search:
-    waiting: dict[str, Instance]  # by connection, those that have not answered
+    waiting: dict[str, Instance]  # conn -> instance, for those that have not answered
     done: asyncio.Future[None]
     found: list[RecordPlace] = field(default_factory=list)
-    is_whole: bool = True  # whether nobody who may have it was lost
+    is_whole: bool = True  # whether no instance that may have it was lost
 
     def answered(self, conn: str) -> None:
         self.waiting.pop(conn, None)
@@ -63,8 +63,8 @@ class _Search:
             self.done.set_result(None)
 
 
-class Finder:
-    """Asks all ready instances that generate for a record. `longest_s`: how long it waits for their answers."""
+class RecordFinder:
+    """Asks all ready instances that generate for a record. `longest_s`: the maximum wait for their answers."""
 
     def __init__(self, send: Callable[[str, wire.Body], None], membership: Members, longest_s: float) -> None:
         self._send, self._membership, self._longest_s = send, membership, longest_s
@@ -72,9 +72,9 @@ class Finder:
         membership.watch(self)
 
     async def find(self, digest: bytes) -> RecordPlace | None:
-        """Returns the latest attempt's record; None: there is none. It takes as long in both cases.
+        """Returns the latest attempt's record, or None. It takes as long in both cases.
 
-        Raises Overloaded; Unavailable where nobody is ready, or one that was asked does not answer.
+        Raises Overloaded; Unavailable if no instance is ready, or one that was asked does not answer.
         """
         if len(self._searches) >= MOST_SEARCHES:
             raise Overloaded(f"{MOST_SEARCHES} searches for streams are under way", 1)
@@ -102,7 +102,7 @@ class Finder:
                 search.answered(conn)
 
     def on_lost(self, instance: Instance, reason: str) -> None:
-        """Waits for it no longer."""
+        """Stops waiting for the instance."""
         for _, search in self._searches:
             found = [place for place in search.found if place.instance is not instance]
             waiting = [conn for conn, each in search.waiting.items() if each is instance]
@@ -112,4 +112,4 @@ class Finder:
                 search.answered(conn)
 
     def move_on(self, instance: Instance, why: str) -> None:
-        """Goes on: the instance still answers."""
+        """Does nothing: the instance still answers."""

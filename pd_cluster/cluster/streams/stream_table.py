@@ -1,6 +1,6 @@
-"""The streams of a process by their ids, from the choice of a pair to the end, and what happens to them, as events.
+"""The streams of a process by their ids, from the choice of a pair to the end, and events of their lives.
 
-No event is for a single token. Knows nothing of instances' messages or of queues.
+There are no events for single tokens. Knows nothing of instances' messages or of queues.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
 
 from pd_cluster.cluster.records.request_stats import ReplayCause, RequestStats
-from pd_cluster.cluster.streams.request_origin import Admitted, RequestOrigin
+from pd_cluster.cluster.streams.request_origin import AdmittedRequest, RequestOrigin
 from pd_cluster.cluster.streams.request_stream import Ending, RequestStream, Send, Setback
 from pd_cluster.errors import GenerationError
 from pd_cluster.types import RequestSpec
 
 TAKEN = "another reader has taken this stream over"
 
-Told = Callable[[RequestStream], None]
-Afterwards = Literal["abort", "leave", "go on", "stop", "forget"]  # the legs; the last three: of a kept stream
+StreamCallback = Callable[[RequestStream], None]
+Afterwards = Literal["abort", "leave", "go on", "stop", "forget"]  # of the legs; the last three apply to kept streams
 
 
 class StreamEnd(NamedTuple):
-    """How a stream has ended for its reader. `error`: what ended it, if anything did."""
+    """How a stream ended for its reader. `error`: what ended it, or None."""
 
     how: Ending
     error: BaseException | None
@@ -31,38 +31,42 @@ class StreamEnd(NamedTuple):
 
 
 class StreamTable:
-    """`send` and `stats` are those of its streams.
+    """`send` and `stats` are passed to its streams.
 
-    Each `on_…` is an event: the functions that hear of it, in order; collaborators add theirs when they are built.
+    Each `on_…` is an event: a list of functions to call, in order, to which collaborators add theirs when they are
+    built.
     """
 
     def __init__(self, send: Send, stats: RequestStats) -> None:
         self._send, self._stats = send, stats
         self._life, self._counter = secrets.token_hex(4), itertools.count()
         self._by_id: dict[str, RequestStream] = {}
-        self.on_opened: list[Told] = []  # a request has its pair, and nothing was sent to it yet
-        self.on_begun: list[Told] = []  # the reader has its first token
+        self.on_opened: list[StreamCallback] = []  # the request has its pair, and nothing was sent to it yet
+        self.on_begun: list[StreamCallback] = []  # the reader has its first token
         self.on_leg_ended: list[Callable[[], None]] = []  # an instance has less to do
-        self.on_attempt_over: list[Told] = []  # nothing of it is wanted any more, whatever its legs still do
-        self.on_moved: list[Callable[[RequestStream, Setback], None]] = []  # it has another pair, after this setback
-        self.on_ended: list[Callable[[RequestStream, StreamEnd], None]] = []  # once for each that was opened
-        self.find: Callable[[str], RequestStream | None] = self._by_id.get  # as cheap as can be: for every token
+        # none of the attempt's outputs is wanted any more, whatever its legs still do
+        self.on_attempt_over: list[StreamCallback] = []
+        # the stream has another pair, after this setback
+        self.on_moved: list[Callable[[RequestStream, Setback], None]] = []
+        self.on_ended: list[Callable[[RequestStream, StreamEnd], None]] = []  # once for each opened stream
+        # a bound method, because it is called for every token
+        self.find: Callable[[str], RequestStream | None] = self._by_id.get
 
     def __len__(self) -> int:
         return len(self._by_id)
 
     def __iter__(self) -> Iterator[RequestStream]:
-        """Iterates over those that there are now, whatever becomes of them meanwhile."""
+        """Iterates over a snapshot of the streams."""
         return iter(list(self._by_id.values()))
 
     def __contains__(self, stream: object) -> bool:
         return isinstance(stream, RequestStream) and self._by_id.get(stream.request_id) is stream
 
-    def open(self, order: RequestSpec, origin: RequestOrigin, admitted: Admitted) -> RequestStream:
-        """Adds a request that has its pair; one that resumes has the name that it had, and ends its earlier reading."""
+    def open(self, order: RequestSpec, origin: RequestOrigin, admitted: AdmittedRequest) -> RequestStream:
+        """Adds a request that has its pair; one that resumes keeps its id, and ends its earlier reading."""
         place = origin.kept.place if origin.kept is not None else None
         request_id = f"{self._life}-{next(self._counter)}" if place is None else place.found.request_id
-        if (before := self._by_id.get(request_id)) is not None:  # found by two at once
+        if (before := self._by_id.get(request_id)) is not None:  # found by two readers at once
             self.take_over(before, "leave")
         stream = self._by_id[request_id] = RequestStream(request_id, order, origin, admitted, self._send, self._stats)
         for tell in self.on_opened:
@@ -70,7 +74,7 @@ class StreamTable:
         return stream
 
     def begun(self, stream: RequestStream) -> None:
-        """Notes that its reader has the first token."""
+        """Records that the reader has the first token."""
         if stream in self:
             for tell in self.on_begun:
                 tell(stream)
@@ -80,12 +84,12 @@ class StreamTable:
             tell()
 
     def give_up(self, stream: RequestStream) -> None:
-        """Ends a stream that is not read. The reader may still take what has arrived, and then the reason."""
+        """Ends a stream whose reader does not read. The reader may still take what has arrived, and then the reason."""
         self._end_attempt(stream)
-        stream.inbox.put(GenerationError(f"the client leaves more than {stream.max_unread} tokens unread"))
+        stream.inbox.put(GenerationError(f"the client has more than {stream.max_unread} unread tokens"))
 
     def retreat(self, stream: RequestStream, error: GenerationError, cause: ReplayCause) -> None:
-        """Ends an attempt that has failed; its reader looks for another pair."""
+        """Ends a failed attempt; its reader looks for another pair."""
         self._end_attempt(stream)
         stream.retreat(error, cause)
 
@@ -95,18 +99,18 @@ class StreamTable:
         self.retreat(stream, GenerationError(why), "moved")
 
     def moved(self, stream: RequestStream, setback: Setback) -> None:
-        """Notes that its reader has found another pair."""
+        """Records that the reader has found another pair."""
         for tell in self.on_moved:
             tell(stream, setback)
 
     def take_over(self, stream: RequestStream, then: Literal["go on", "leave"]) -> None:
-        """Ends a stream for its reader, because it has another one."""
+        """Ends a stream for its reader, because another reader takes over."""
         taken = GenerationError(TAKEN)
-        self._forget(stream, StreamEnd(stream.how_ended(taken), taken, then))  # now: its successor may have its name
+        self._forget(stream, StreamEnd(stream.how_ended(taken), taken, then))  # now: the successor may have the same id
         stream.inbox.put(taken)
 
     def end(self, stream: RequestStream, end: StreamEnd) -> None:
-        """Ends a stream whose reader has ended; does nothing where it was taken over."""
+        """Ends a stream whose reader has ended; does nothing if it was taken over."""
         stream.drop_hold()
         if stream in self:
             self._forget(stream, end)

@@ -1,7 +1,7 @@
 """The file of --api-key-file: salted hashes of API keys, each with its tenant, its models and its limits.
 
 It is JSON. One random salt covers the whole file, so that a key is found by one hash. Every error is one line that
-names the file, the entry, the field, its value and the way out, and never shows a hash. Knows nothing of processes or
+names the file, the entry, the field, its value and the remedy, and never shows a hash. Knows nothing of processes or
 HTTP.
 """
 
@@ -35,7 +35,8 @@ SCHEME = "hmac-sha256"
 KEY_PREFIX = "pdc-"
 KEY_NBYTES = 32
 SALT_NBYTES = 32
-MAX_NBYTES = 8 << 20  # half of a line to an API process (cluster/processes/api_processes.py), which carries it
+# half the maximum line to an API process (cluster/processes/api_processes.py), which carries the file
+MAX_NBYTES = 8 << 20
 NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
 NAME_EXPECTED = "1 to 64 letters, digits and . _ -"
 HASH = re.compile(r"[0-9a-f]{64}")
@@ -55,7 +56,7 @@ class KeyFile:
 
 
 def digest_of(salt: str, key: bytes) -> str:
-    """Returns the hash by which a file knows a key."""
+    """Returns the hash by which a file identifies a key."""
     return hmac.digest(bytes.fromhex(salt), key, "sha256").hex()
 
 
@@ -115,7 +116,9 @@ LIMIT_EXPECTED = f"a whole number in 1 to {MOST_A_MINUTE}; leave it out for no l
 FIELDS: Mapping[str, _Field] = {
     "id": _Field("id", NAME_EXPECTED, _name, True),
     "hash": _Field("digest", f"64 hexadecimal digits; {MAKE}", _digest, True),
-    "tenant": _Field("tenant", f"{NAME_EXPECTED}, and not {OTHERS!r}, as metrics call the rest", _tenant, True),
+    "tenant": _Field(
+        "tenant", f"{NAME_EXPECTED}, and not {OTHERS!r}, which metrics use for all other tenants", _tenant, True
+    ),
     "models": _Field("models", "a list of served names, each once; leave it out for all", _models),
     "requests_per_minute": _Field("requests_per_minute", LIMIT_EXPECTED, _limit),
     "tokens_per_minute": _Field("tokens_per_minute", LIMIT_EXPECTED, _limit),
@@ -129,7 +132,7 @@ def checked(name: str, value: Any, place: str) -> Any:
     field = FIELDS[name]
     found = field.read(value)
     if found is None:
-        shown = "something else" if name == "hash" else reprlib.repr(value)
+        shown = "not a hash" if name == "hash" else reprlib.repr(value)
         raise ConfigError(f"{place}{shown}: expected {field.expected}")
     return found
 
@@ -155,7 +158,7 @@ def _read(file: Path) -> bytes:
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise ConfigError(f"{file}: no file but a folder, a pipe or a device; {MAKE}")
+        raise ConfigError(f"{file}: is a folder, a pipe or a device, not a file; {MAKE}")
     with os.fdopen(descriptor, "rb") as stream:
         if status.st_uid not in (os.geteuid(), 0):
             raise ConfigError(
@@ -173,7 +176,7 @@ def _read(file: Path) -> bytes:
     return data
 
 
-class _Twice(ValueError):
+class _RepeatedField(ValueError):
     pass
 
 
@@ -181,7 +184,7 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise _Twice(name)
+            raise _RepeatedField(name)
         found[name] = value
     return found
 
@@ -189,16 +192,16 @@ def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 def _parse(file: str, data: bytes) -> KeyFile:
     try:
         top = json.loads(data.decode("utf-8"), object_pairs_hook=_once)
-    except _Twice as error:
-        raise ConfigError(f"{file}: {reprlib.repr(str(error))}: twice in one object; leave one of them") from None
+    except _RepeatedField as error:
+        raise ConfigError(f"{file}: {reprlib.repr(str(error))}: twice in one object; remove one of them") from None
     except json.JSONDecodeError as error:
         raise ConfigError(
-            f"{file}: line {error.lineno} column {error.colno}: no JSON ({error.msg}); mend it, or {MAKE}"
+            f"{file}: line {error.lineno} column {error.colno}: is not JSON ({error.msg}); fix it, or {MAKE}"
         ) from None
     except (ValueError, RecursionError):
-        raise ConfigError(f"{file}: no JSON in UTF-8; mend it, or {MAKE}") from None
+        raise ConfigError(f"{file}: is not JSON in UTF-8; fix it, or {MAKE}") from None
     if not isinstance(top, dict):
-        raise ConfigError(f"{file}: something else; expected an object with {', '.join(TOP_FIELDS)}; {MAKE}")
+        raise ConfigError(f"{file}: expected an object with {', '.join(TOP_FIELDS)}; {MAKE}")
     _refuse_unknown(f"{file}: ", top, TOP_FIELDS)
     for name in TOP_FIELDS:
         if name not in top:
@@ -207,9 +210,9 @@ def _parse(file: str, data: bytes) -> KeyFile:
         raise ConfigError(f"{file}: scheme: {reprlib.repr(top['scheme'])}: expected {SCHEME!r}; {MAKE}")
     salt, entries = top["salt"], top["keys"]
     if not (isinstance(salt, str) and HASH.fullmatch(salt)):
-        raise ConfigError(f"{file}: salt: something else; expected 64 hexadecimal digits; {MAKE}")
+        raise ConfigError(f"{file}: salt: expected 64 hexadecimal digits; {MAKE}")
     if not isinstance(entries, list) or len(entries) > MAX_KEYS:
-        shown = f"{len(entries)} entries" if isinstance(entries, list) else "something else"
+        shown = f"{len(entries)} entries" if isinstance(entries, list) else "not a list"
         raise ConfigError(f"{file}: keys: {shown}; expected a list of at most {MAX_KEYS}; {MAKE}")
     keys = [_key_of(f"{file}: keys[{at}]", entry) for at, entry in enumerate(entries)]
     _refuse_twice(file, keys)
@@ -218,7 +221,7 @@ def _parse(file: str, data: bytes) -> KeyFile:
 
 def _key_of(place: str, entry: Any) -> ApiKey:
     if not isinstance(entry, dict):
-        raise ConfigError(f"{place}: something else; expected an object with {', '.join(FIELDS)}; {MAKE}")
+        raise ConfigError(f"{place}: expected an object with {', '.join(FIELDS)}; {MAKE}")
     if isinstance(own := entry.get("id"), str):
         place = f"{place} (id {reprlib.repr(own)})"
     _refuse_unknown(f"{place}: ", entry, tuple(FIELDS))
@@ -233,8 +236,8 @@ def _refuse_unknown(place: str, given: Mapping[str, Any], known: Sequence[str]) 
     for name in given:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            way_out = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-            raise ConfigError(f"{place}{reprlib.repr(name)}: no field of it; {way_out}")
+            way_out = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+            raise ConfigError(f"{place}{reprlib.repr(name)}: unknown field; {way_out}")
 
 
 def _refuse_twice(file: str, keys: Sequence[ApiKey]) -> None:
@@ -243,6 +246,8 @@ def _refuse_twice(file: str, keys: Sequence[ApiKey]) -> None:
     for at, key in enumerate(keys):
         place = f"{file}: keys[{at}] (id {key.id!r})"
         if (other := ids.setdefault(key.id, at)) != at:
-            raise ConfigError(f"{place}: id: keys[{other}] has it, too; give one of them another")
+            raise ConfigError(f"{place}: id: keys[{other}] has the same id; change one of them")
         if (other := digests.setdefault(key.digest, at)) != at:
-            raise ConfigError(f"{place}: hash: keys[{other}] (id {keys[other].id!r}) has it, too; remove one of them")
+            raise ConfigError(
+                f"{place}: hash: keys[{other}] (id {keys[other].id!r}) has the same hash; remove one of them"
+            )

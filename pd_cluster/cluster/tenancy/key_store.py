@@ -1,4 +1,4 @@
-"""The scheduler's API keys: reads --api-key-file, gives each key a record for its limits, and reloads the file.
+"""The scheduler's API keys: reads --api-key-file, assigns each key a record of its limits, and reloads the file.
 
 A faulty file changes nothing. Knows nothing of where keys are checked or requests counted.
 """
@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class KeyStore:
-    """`served`: the names by which clients may ask for the model and its adapters; `may_grow`: others may be loaded.
+    """`served`: the names by which clients may request the model and its adapters; `may_grow`: adapters may be added
+    later.
 
     Raises ConfigError for a faulty file.
     """
@@ -33,7 +34,7 @@ class KeyStore:
         may_grow: bool = False,
         may_limit: bool = True,
     ) -> None:
-        """`may_limit`: whether keys may have limits, which hold for the processes of one scheduler together."""
+        """`may_limit`: whether keys may have limits, which hold for all processes of one scheduler together."""
         self._http = http
         self._may_limit = may_limit
         self._served, self._may_grow = served, may_grow
@@ -45,7 +46,7 @@ class KeyStore:
     def reload(self) -> Keys:
         """Reads the file again; returns the keys in force from now on.
 
-        Raises ConfigError, in which case nothing has changed; Unavailable as SharedRateLimits does.
+        Raises ConfigError without changing anything, and Unavailable as SharedRateLimits does.
         """
         file = Path(self._http.key_file)
         try:
@@ -58,7 +59,7 @@ class KeyStore:
             self._warn_of_models(file, found)
         wanted = {key.digest for key in found.keys}
         for digest in [digest for digest in self._slots if digest not in wanted]:
-            self.memory.clear(self._slots[digest])  # running requests of that key find their record gone
+            self.memory.clear(self._slots[digest])  # running requests of that key find their record missing
             del self._slots[digest]
         taken = {*self._slots.values()}
         free = (slot for slot in range(MAX_KEYS) if slot not in taken)
@@ -74,7 +75,7 @@ class KeyStore:
         limited = [key.id for key in found.keys if key.requests_per_minute or key.tokens_per_minute]
         if limited and not self._may_limit:
             raise ConfigError(
-                f"{file}: id {limited[0]!r} has limits, which each of several schedulers would count for itself; "
+                f"{file}: id {limited[0]!r} has limits, which each of several schedulers would count separately; "
                 f"leave them out, or start one scheduler"
             )
 
@@ -83,14 +84,14 @@ class KeyStore:
         others = [("--metrics-key", self._http.metrics_key), *(("--api-key", key) for key in self._http.api_keys)]
         for flag, key in others:
             if key and (known := ids.get(digest_of(found.salt, key.encode()))) is not None:
-                raise ConfigError(f"{file}: id {known!r}: the same key is given with {flag}, too; leave one of the two")
+                raise ConfigError(f"{file}: id {known!r}: {flag} also has this key; remove one of the two")
 
     def _warn_of_models(self, file: Path, found: KeyFile) -> None:
         for key in found.keys:
             for name in key.models or ():
                 if name not in self._served:
                     log.warning(
-                        "--api-key-file %s: id %r: models: %r is not served here; there is %s",
+                        "--api-key-file %s: id %r: models: %r is not served here; known are %s",
                         file,
                         key.id,
                         name,

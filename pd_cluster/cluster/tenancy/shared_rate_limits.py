@@ -1,8 +1,8 @@
 """The remainder of every key's limits, in memory that the scheduler and its API processes share.
 
 One record per key, guarded by a lock on one byte (fcntl), which the kernel releases when its holder dies. Tokens that a
-dead process has taken return with time: a bucket is full again after a minute. Knows nothing of keys' hashes except a
-tag that identifies a record's owner, nor of HTTP.
+dead process took return with time: a bucket is full again after a minute. Knows nothing of HTTP, nor of keys' hashes
+except a tag that identifies a record's owner.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ TAG, REQUESTS_LIMIT, TOKENS_LIMIT, AT_NS, REQUESTS, TOKENS = range(6)  # words o
 NUM_WORDS = 8
 WORD_NBYTES = 8
 NOBODY = 0  # the tag of a record without an owner
-LOCK_TIMEOUT_S = 1.0  # held for some microseconds, unless the holder is stopped
-QUICK_TRIES = 50  # before pauses between tries
+LOCK_TIMEOUT_S = 1.0  # a lock is held for some microseconds, unless its holder is stopped
+QUICK_TRIES = 50  # tries before pauses between them
 PAUSE_S = 0.0002
 
 
@@ -39,11 +39,11 @@ class SharedRateLimits:
     def __init__(
         self, fd: int, clock: Callable[[], int] = time.monotonic_ns, lock_timeout_s: float = LOCK_TIMEOUT_S
     ) -> None:
-        """`fd` stays open: closing any descriptor of the memory would release all locks that this process has."""
+        """`fd` stays open: closing any descriptor of the memory would release all locks that this process holds."""
         self.fd = fd
         self._clock = clock
         self._lock_timeout_s = lock_timeout_s
-        self._stuck: set[int] = set()  # records whose lock was not released in time: one wait covers all requests
+        self._stuck: set[int] = set()  # records whose lock was not released in time: only the first request waits
         self._words = memoryview(mmap.mmap(fd, MAX_KEYS * NUM_WORDS * WORD_NBYTES)).cast("q")
 
     @classmethod
@@ -51,13 +51,13 @@ class SharedRateLimits:
         fd = os.memfd_create("pd-cluster-rates", os.MFD_CLOEXEC)
         os.ftruncate(fd, MAX_KEYS * NUM_WORDS * WORD_NBYTES)
         memory = cls(fd, clock)
-        weakref.finalize(memory, os.close, fd).atexit = False  # it has no other end
+        weakref.finalize(memory, os.close, fd).atexit = False  # lives as long as the process
         return memory
 
     def take(self, slot: int, tag: int, num_requests: int = 0, num_tokens: int = 0) -> tuple[bool, KeyBuckets] | None:
         """Takes all or nothing; returns whether it did, and what is left.
 
-        None: the record belongs to another key by now. Raises Unavailable if the record's lock is held for too long.
+        None: the record now belongs to another key. Raises Unavailable if the record's lock is held for too long.
         """
         with self._locked(slot):
             now_ns = self._clock()
@@ -71,7 +71,7 @@ class SharedRateLimits:
             return is_there, found
 
     def give_back(self, slot: int, tag: int, num_tokens: int) -> KeyBuckets | None:
-        """Returns unused tokens; the result is what is left then, or None as above. Raises Unavailable."""
+        """Returns unused tokens, and then what is left; None as above. Raises Unavailable."""
         with self._locked(slot):
             now_ns = self._clock()
             found = self._read(slot, tag, now_ns)
@@ -94,7 +94,7 @@ class SharedRateLimits:
             else:
                 buckets = KeyBuckets(known.requests.limited(requests), known.tokens.limited(tokens))
             at = slot * NUM_WORDS
-            self._words[at + TAG] = NOBODY  # a death between these leaves a record without an owner
+            self._words[at + TAG] = NOBODY  # a death between these two lines leaves a record without an owner
             self._words[at + REQUESTS_LIMIT], self._words[at + TOKENS_LIMIT] = requests, tokens
             self._write(slot, buckets, now_ns)
             self._words[at + TAG] = tag
@@ -105,7 +105,7 @@ class SharedRateLimits:
             self._words[slot * NUM_WORDS + TAG] = NOBODY
 
     def _read(self, slot: int, tag: int, now_ns: int) -> KeyBuckets | None:
-        """Returns the buckets as they are by now."""
+        """Returns the current buckets."""
         at = slot * NUM_WORDS
         words = self._words
         if words[at + TAG] != tag:

@@ -1,7 +1,7 @@
 """Counters for each tenant. A bounded number of tenants is counted by name; the others are counted together.
 
-The counters' names are keys in cluster/records/request_stats.py, and so add up over processes. Knows nothing of keys or
-of HTTP.
+The counters' names are keys in cluster/records/request_stats.py, and so are summed over processes. Knows nothing of
+keys or HTTP.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PROMPT_TOKENS, GENERATION_TOKENS = "tenant_prompt_tokens", "tenant_generation_to
 
 
 class TenantCounts:
-    """The counts of one process. `named`: the tenants that are counted by name; names may be added but not removed."""
+    """The counters of one process. `named`: tenants that are counted by name; names may be added but not removed."""
 
     def __init__(self) -> None:
         self.named: frozenset[str] = frozenset()
@@ -30,7 +30,7 @@ class TenantCounts:
         self._add(f"tenant_{outcome}", tenant, 1)
 
     def limited(self, tenant: str, limit: Limit) -> None:
-        """Counts a request over its key's limit."""
+        """Counts a request that exceeds its key's limit."""
         self._add(f"tenant_limited_by_{limit}", tenant, 1)
 
     def computed(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
@@ -46,11 +46,11 @@ class TenantCounts:
 
 
 def with_names(known: Iterable[str], tenants: Iterable[str]) -> list[str]:
-    """Returns `known` and as many of the tenants as there is room for."""
+    """Returns `known` and as many of the tenants as fit."""
     return [name for name in dict.fromkeys([*known, *tenants]) if name != OTHERS][:MAX_NAMED]
 
 
 def by_tenant(counters: Mapping[str, int], name: str) -> dict[str, int]:
-    """Returns the values of a counter of this name, by tenant."""
+    """Returns tenant -> value of this counter."""
     start = f"{name}/"
     return {full[len(start) :]: number for full, number in counters.items() if full.startswith(start)}

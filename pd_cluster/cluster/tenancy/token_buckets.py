@@ -1,7 +1,7 @@
-"""A key's limits as token buckets: whole numbers, so that rounding neither loses nor gains. Knows no clock.
+"""A key's limits as token buckets: whole numbers, so that rounding neither loses nor gains. Uses no clock.
 
-A bucket holds at most a minute's worth and fills evenly. Its content is counted in units, `MINUTE_NS` per token: each
-nanosecond then adds as many units as the limit has tokens per minute.
+A bucket holds at most a minute's worth and fills evenly. Its content is counted in units, `MINUTE_NS` per token, so
+each nanosecond adds as many units as the limit has tokens per minute.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MOST_A_MINUTE = 100_000_000  # so that the units of a full bucket fit into 63 bi
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One limit at one moment. `limit`: tokens per minute; 0: there is no limit, and everything fits."""
+    """One limit at one moment. `limit`: tokens per minute; 0: no limit, so everything fits."""
 
     limit: int
     units: int
@@ -31,11 +31,11 @@ class Bucket:
 
     @property
     def reset_ns(self) -> int:
-        """Nanoseconds until it is full, if nobody takes anything."""
+        """Nanoseconds until the bucket is full, if nothing is taken."""
         return self.wait_ns(self.limit)
 
     def wait_ns(self, num_tokens: int) -> int:
-        """Returns the nanoseconds until it has this many, if nobody takes anything; 0: it has them."""
+        """Returns the nanoseconds until it has this many tokens, if nothing is taken; 0 if it already has them."""
         missing = num_tokens * MINUTE_NS - self.units
         return -(-missing // self.limit) if self.limit and missing > 0 else 0
 
@@ -43,11 +43,13 @@ class Bucket:
         return self._with(self.units + self.limit * min(max(elapsed_ns, 0), MINUTE_NS))
 
     def less(self, num_tokens: int) -> Bucket:
-        """Returns the bucket without this many tokens, which it has. Negative numbers add tokens, up to the limit."""
+        """Returns the bucket without this many tokens, which it must have. Negative numbers add tokens, up to the
+        limit.
+        """
         return self._with(self.units - num_tokens * MINUTE_NS)
 
     def limited(self, limit: int) -> Bucket:
-        """Returns the bucket under another limit; its content stays, up to that limit."""
+        """Returns the bucket under another limit; its content is kept, up to that limit."""
         return Bucket.full(limit) if not self.limit else Bucket(limit, self.units)._with(self.units)
 
     def _with(self, units: int) -> Bucket:

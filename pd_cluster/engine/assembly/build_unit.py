@@ -47,7 +47,9 @@ class UnitParts(NamedTuple):
             try:
                 self.mates.await_all(config.timeouts.connect_timeout_s)
             except ConfigError:
-                self.mates.post.await_heard(config.timeouts.dead_after_s)  # so that the mates name the difference, too
+                self.mates.post.await_confirmed(
+                    config.timeouts.dead_after_s
+                )  # so that the mates name the difference, too
                 raise
             hosts = [config.server_ip, *self.mates.hosts()]
             if not config.trusts_network and any(not is_one_host(hosts[0], host) for host in hosts):

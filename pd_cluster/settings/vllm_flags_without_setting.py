@@ -232,7 +232,6 @@ FAMILIES = (
         "prompts are never embeddings",
         refused="--[no-]enable-prompt-embeds --[no-]enable-mm-embeds",
     ),
-    Family("1_Pooling/config.json decides", refused="--pooler-config"),
     Family("scores are computed in the engine", accepted="--[no-]enable-flash-late-interaction"),
     Family("each tool's own strict and a request's tool_choice decide", refused="--tool-strict-level=auto"),
     Family("thinking that a request disables is off", refused="--anthropic-disabled-thinking-effort=auto|none"),
@@ -240,11 +239,10 @@ FAMILIES = (
         "a stream begins with its first token; let proxies wait that long",
         refused="--sse-keep-alive-interval=0",
     ),
-    Family("there is no API of Cohere's", accepted="--cohere-format --[no-]cohere-is-reasoning-model"),
+    Family("Cohere's chats are not supported", accepted="--cohere-format --[no-]cohere-is-reasoning-model"),
     Family("the server runs no tools", refused="--tool-server"),
     Family(f"see {called('reasoning_parser')}", refused="--reasoning-parser-plugin"),
     Family("usage always has them", accepted="--[no-]enable-prompt-tokens-details"),
-    Family("requests choose them with include_metrics", accepted="--[no-]enable-per-request-metrics"),
     # ---- images and videos
     Family(
         "requests may always say how their images are read",
@@ -299,7 +297,7 @@ FAMILIES = (
     Family("/docs needs nothing from other hosts", accepted="--[no-]enable-offline-docs"),
     Family("/load is always available", accepted="--[no-]enable-server-load-tracking"),
     Family(
-        "/inference/v1/generate is always available; /render and /derender are not",
+        "/inference/v1/generate and the routes to render and derender are always available",
         accepted="--[no-]enable-scale-out --[no-]tokens-only",
     ),
     Family(f"see {called('log_level')}", accepted="--uvicorn-log-level"),

@@ -19,6 +19,7 @@ from pd_cluster.checkpoints.architectures import (
     text_part,
     why_not,
 )
+from pd_cluster.checkpoints.classification_head import is_classifier
 from pd_cluster.checkpoints.folder_identity import identity_of
 from pd_cluster.checkpoints.hub import resolve_model
 from pd_cluster.checkpoints.json_files import read_json
@@ -107,6 +108,8 @@ class Checkpoint:
         whole = read_json(file)
         stored = whole
         whole, layout = translated(path, stored, overrides)
+        if is_classifier(whole):  # without an output layer, which nobody reads
+            whole = {**whole, "tie_word_embeddings": True}
         config, part_of = overridden(whole, overrides), ""
         takes_images = _takes_images(file, whole, engine)
         is_part = takes_images or (engine.language_model_only and not _is_listed(whole))
@@ -152,6 +155,11 @@ class Checkpoint:
     def names_of(self, key: str) -> tuple[str, ...]:
         """Returns the names in transformers' model of a tensor in the files; none if it is not read."""
         return _names_of(self.part_of, self.weights)(key)
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether it has a head of classes, and generates nothing."""
+        return is_classifier(self.config if self.whole is None else self.whole)
 
     @property
     def weights(self) -> WeightFolder:

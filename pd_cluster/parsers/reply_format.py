@@ -71,6 +71,23 @@ def check_names(tool_parser: str, reasoning_parser: str, more: Mapping[str, Form
     _must_be_known(called("reasoning_parser"), reasoning_parser, {AUTO, *THINKING})
 
 
+def check_markers(reasoning_parser: str, start: str, end: str) -> None:
+    """Checks markers of reasoning against the parser's own; "" names none. Raises ConfigError."""
+    if reasoning_parser == AUTO:
+        return
+    thinking = THINKING.get(reasoning_parser)
+    for name, given, own in (
+        ("reasoning_start_str", start, thinking.opens if thinking is not None else ()),
+        ("reasoning_end_str", end, thinking.closes if thinking is not None else ()),
+    ):
+        if given and given.strip() not in own:
+            parser = f"{called('reasoning_parser')} {reasoning_parser}" if thinking else "no reasoning parser"
+            raise ConfigError(
+                f"{called('reasoning_config')}: {name} {given!r}: {parser} has {' and '.join(own) or 'none'}; leave it "
+                f"out, or choose a parser with this marker"
+            )
+
+
 class ReplyFormat:
     """The two parsers that an operator names; "" for none."""
 

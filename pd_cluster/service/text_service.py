@@ -18,10 +18,13 @@ from pd_cluster.service.generation.stream_resumption import StreamResumption
 from pd_cluster.service.generation.text_generator import TextGenerator
 from pd_cluster.service.media.given_media import given_sources
 from pd_cluster.service.media.media_preparation import MediaPreparation, PromptWithMedia
+from pd_cluster.service.pooling.classifier import Classifier
+from pd_cluster.service.pooling.label_scoring import LabelScorer
 from pd_cluster.service.pooling.scoring import scorer_of
 from pd_cluster.service.preprocessing.chat_preprocessor import chats_of, reply_format_of
 from pd_cluster.service.preprocessing.request_preprocessor import preprocessor_of
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
+from pd_cluster.service.prompts.token_offsets import offsets_of
 from pd_cluster.service.request_traces import Tracing
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
 from pd_cluster.service.schema.completion_protocol import CompletionRequest, GenerationRequest
@@ -71,8 +74,10 @@ class TextService:
         )
         self._chats = chats_of(self.intake, self._pictures, form, settings)
         self.guard = self._chats.guard  # keeps control tokens out of chats; None where chats may have them
-        self.scorer = scorer_of(router, self.intake, self.guard, checkpoint.path, log)
+        self.scorer = scorer_of(router, self.intake, self.guard, checkpoint.path, log, settings.pooler)
         self.embedder = self.scorer.embedder
+        self.classifier = Classifier(self.embedder, checkpoint.path)
+        self.label_scorer = LabelScorer(encoder, self.intake.has_priorities, self.vocab_size)
 
     @property
     def max_model_len(self) -> int:
@@ -209,6 +214,17 @@ class TextService:
         """Returns a prompt's token ids. Raises RequestError."""
         (found,) = await self.intake.encoder.encode([prompt], special, may_be_cut, "prompt", caller)
         return found
+
+    async def chat_text(self, request: ChatFields) -> str:
+        """Returns the text of the chat template's prompt. Raises RequestError."""
+        return await self._chats.text(request)
+
+    async def offsets(
+        self, text: str, special: bool, token_ids: list[int], caller: Caller = NOBODY
+    ) -> list[list[int]] | None:
+        """Returns where a prompt's tokens stand in its text; see token_offsets.py."""
+        encoder, tokenizer = self.intake.encoder, self.tokenizer
+        return await encoder.run(lambda: offsets_of(tokenizer, text, special, token_ids), len(text), caller)
 
     async def text_of(self, token_ids: list[int], caller: Caller = NOBODY) -> str:
         """Returns the text of the ids, special tokens included."""

@@ -19,7 +19,7 @@ from pd_cluster.settings.setting import Form, Panel, Scope, Setting, at_least, a
 SHIPPED_ADAPTER = Path(__file__).parents[1] / "models" / "pirate"  # made for settings.engine's SHIPPED_MODEL
 SHIPPED_ADAPTER_FLAGS = ["--enable-lora", "--lora-modules", f"{SHIPPED_ADAPTER.name}={SHIPPED_ADAPTER}"]
 MOST_RANK = 512
-NAME = re.compile(r"[^/\\=]{1,128}")
+NAME = re.compile(r"[^/\\=][^\\=]{0,127}")
 EXAMPLE = """NAME=PATH, or JSON such as '{"name": "NAME", "path": "PATH"}'"""
 
 
@@ -35,7 +35,7 @@ def lora_module(setting: str, name: str, path: str) -> LoraModule:
     if NAME.fullmatch(name) is None:
         raise ConfigError(
             f"{called(setting)} {reprlib.repr(name)}: not an adapter's name; expected at most 128 characters, without "
-            f"slashes and ="
+            f"= and backslashes, and not an absolute path"
         )
     if fault := fault_of_name(name):
         raise ConfigError(f"{called(setting)} {reprlib.repr(name)}: {fault}")

@@ -58,9 +58,27 @@ class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
 
 
 class ReasoningConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """vLLM's settings of reasoning. The parser determines the delimiters."""
+    """vLLM's settings of reasoning. The parser determines the delimiters; those given here must be among its own."""
 
     reasoning_parser: str = ""
+    reasoning_start_str: str = ""
+    reasoning_end_str: str = ""
+
+
+PoolingType = Literal["LAST", "MEAN"]
+
+
+class PoolerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's settings of vectors, over what the model's folder says. `use_activation`: vectors have the length 1."""
+
+    task: Literal["embed", "classify"] | None = None  # it follows from the model
+    pooling_type: PoolingType | None = None
+    seq_pooling_type: PoolingType | None = None
+    use_activation: bool | None = None
+
+    @property
+    def kind(self) -> PoolingType | None:
+        return self.seq_pooling_type or self.pooling_type
 
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -133,6 +151,21 @@ class RequestSettings(msgspec.Struct, frozen=True, kw_only=True):
             name="enable_force_include_usage",
         ),
     ] = False
+    tells_request_metrics: Annotated[
+        bool,
+        SERVER(
+            "Tell in every answer when its tokens came, as include_metrics does for one.",
+            name="enable_per_request_metrics",
+        ),
+    ] = False
+    pooler: Annotated[
+        PoolerConfig,
+        TEXT(
+            "JSON object with pooling_type (LAST or MEAN) and use_activation, over the model's own for vectors.",
+            name="pooler_config",
+            form=_object_of(PoolerConfig),
+        ),
+    ] = PoolerConfig()
     shows_tokenizer: Annotated[
         bool,
         SERVER(
@@ -254,7 +287,7 @@ class Assurances(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: Annotated[
         ReasoningConfig,
         TEXT(
-            "vLLM's JSON object with reasoning_parser.",
+            "vLLM's JSON object with reasoning_parser, and the parser's own reasoning_start_str and reasoning_end_str.",
             name="reasoning_config",
             form=_object_of(ReasoningConfig),
             after="reasoning_parser",

@@ -14,7 +14,7 @@ import msgspec
 
 from pd_cluster.errors import ConfigError, called
 from pd_cluster.parsers.parser_plugin import formats_of
-from pd_cluster.parsers.reply_format import check_names
+from pd_cluster.parsers.reply_format import check_markers, check_names
 from pd_cluster.settings.engine_config import EngineConfig, RopeSettings
 from pd_cluster.settings.file_settings import KeptFiles
 from pd_cluster.settings.http_settings import KEY_VARIABLE, HttpConfig, Tls
@@ -221,6 +221,8 @@ class ServeOptions(Mapping[str, Any]):
             return chat
         formats = formats_of(chat.tool_parser_plugin)
         check_names(chat.tool_parser, chat.reasoning_parser, formats)
+        reasoning = assurances.reasoning
+        check_markers(chat.reasoning_parser, reasoning.reasoning_start_str, reasoning.reasoning_end_str)
         return chat
 
 

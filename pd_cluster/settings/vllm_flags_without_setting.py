@@ -233,7 +233,6 @@ FAMILIES = (
         "prompts cannot be embeddings",
         refused="--[no-]enable-prompt-embeds --[no-]enable-mm-embeds",
     ),
-    Family("1_Pooling/config.json decides", refused="--pooler-config"),
     Family("scores are computed in the engine", accepted="--[no-]enable-flash-late-interaction"),
     Family("each tool's strict and a request's tool_choice decide", refused="--tool-strict-level=auto"),
     Family("a request can disable thinking", refused="--anthropic-disabled-thinking-effort=auto|none"),
@@ -241,11 +240,10 @@ FAMILIES = (
         "a stream begins with its first token; set proxies' timeouts accordingly",
         refused="--sse-keep-alive-interval=0",
     ),
-    Family("there is no API for Cohere's clients", accepted="--cohere-format --[no-]cohere-is-reasoning-model"),
+    Family("Cohere's chats are not supported", accepted="--cohere-format --[no-]cohere-is-reasoning-model"),
     Family("the server runs no tools", refused="--tool-server"),
     Family(f"see {called('reasoning_parser')}", refused="--reasoning-parser-plugin"),
     Family("usage always includes the details", accepted="--[no-]enable-prompt-tokens-details"),
-    Family("requests ask for metrics with include_metrics", accepted="--[no-]enable-per-request-metrics"),
     # ---- images and videos
     Family(
         "requests may always set how their images are decoded",
@@ -300,7 +298,7 @@ FAMILIES = (
     Family("/docs loads nothing from other hosts", accepted="--[no-]enable-offline-docs"),
     Family("/load is always available", accepted="--[no-]enable-server-load-tracking"),
     Family(
-        "/inference/v1/generate is always available; /render and /derender are not",
+        "/inference/v1/generate and the routes to render and derender are always available",
         accepted="--[no-]enable-scale-out --[no-]tokens-only",
     ),
     Family(f"see {called('log_level')}", accepted="--uvicorn-log-level"),

@@ -18,7 +18,7 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural log-probability of one token and of the most likely ones, most likely first.
 
     They are computed from the model's own logits: before penalties, masks and temperature. `rank` 1 is the most likely
-    token.
+    token. Tokens that the request names (see Sampling) are the last of `top`, in the request's order.
     """
 
     logprob: float

@@ -77,6 +77,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     allowed_token_ids: tuple[int, ...] = ()  # empty: all
     logprobs: int | None = None  # the number of most likely tokens that are returned with each chosen token
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()  # returned with each chosen token in place of the most likely ones
+    # For each prompt token but the first: tokens whose logprobs there follow those of its most likely ones.
+    prompt_logprob_token_ids: tuple[tuple[int, ...], ...] = ()
     beam_width: int = 0  # 0: no beam search
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False

@@ -22,13 +22,15 @@ class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     how many of the first elements are kept; None: all. Then `normalizes` divides the vector by its length (L2).
 
     For kind "logits" the vector has the logits of `token_ids` as the token after the prompt, in this order; the caller
-    compares their likelihoods. Nothing is cut off or normalized.
+    compares their likelihoods. Nothing is cut off or normalized. `tells_total`: behind them is
+    the logarithm of the sum of exp(logit) over the whole vocabulary.
     """
 
     kind: PooledKind = "last"
     dimensions: int | None = None
     normalizes: bool = True
     token_ids: tuple[int, ...] = ()
+    tells_total: bool = False
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

@@ -62,7 +62,7 @@ def cluster(opinionated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
     own = {
         "scheduler-0": [f"--override-generation-config={override}"],
         "scheduler-1": ["--generation-config=auto"],
-        "scheduler-2": ["--generation-config=vllm", "--require-model"],
+        "scheduler-2": ["--generation-config=vllm", "--require-model", "--enable-per-request-metrics"],
     }
     flags = [*FLAGS, f"--generation-config={other}"]  # of the workers, too
     folder = tmp_path_factory.mktemp("defaults")
@@ -160,3 +160,17 @@ def test_llm_names_the_argument_that_is_wrong(opinionated: Path) -> None:
         LLM(str(opinionated), override_generation_config={"temprature": 1})
     with pytest.raises(ModelError, match=r"^generation_config 'nowhere': no folder with"):
         LLM(str(opinionated), generation_config="nowhere")
+
+
+def test_metrics_in_every_answer(urls: Urls) -> None:
+    """With --enable-per-request-metrics, unless a request wants none; elsewhere only if it wants some."""
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 2}
+    for url, more, has in (
+        (urls.neutral, {}, True),
+        (urls.neutral, {"include_metrics": False}, False),
+        (urls.automatic, {}, False),
+    ):
+        answer = httpx.post(f"{url}/v1/completions", json={**body, **more}, timeout=60, trust_env=False)
+        assert answer.status_code == 200, answer.text
+        assert ("metrics" in answer.json()) == has
+        assert not has or answer.json()["metrics"]["time_to_first_token_ms"] > 0

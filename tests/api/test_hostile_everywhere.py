@@ -75,6 +75,7 @@ def _rerank() -> Good:
     return Good({"query": TEXTS["query"], "documents": TEXTS["documents"]})
 
 
+DERENDER = {"choices": [{"index": 0, "token_ids": [5], "finish_reason": "length"}]}
 NONE = Good()
 COMMAND = Good(query=BAD_QUERY)  # acts on the whole cluster and reads no body: only a wrong query is refused
 SESSION = Good({"code": "x"})
@@ -86,6 +87,14 @@ CHANGES: dict[tuple[Port, str, str], Good] = {
     ("public", "POST", "/v1/chat/completions/batch"): Good({"messages": [SAID], "max_tokens": 2}),
     ("public", "POST", "/v1/chat/completions/render"): _chat(),
     ("public", "POST", "/v1/completions/render"): _completion(),
+    ("public", "POST", "/v1/messages/render"): _chat(system="b", tools=[]),
+    ("public", "POST", "/v1/responses/render"): Good({"input": "a", "max_output_tokens": 16, "tools": []}),
+    ("public", "POST", "/v1/chat/completions/derender"): Good(
+        {"generate_response": DERENDER, "chat_request": _chat().body, "prompt_tokens": 5}
+    ),
+    ("public", "POST", "/v1/completions/derender"): Good(
+        {"generate_responses": [DERENDER], "completion_request": _completion().body}
+    ),
     ("public", "POST", "/v1/responses"): Good({"input": "a", "max_output_tokens": 16, "tools": [], "store": False}),
     ("public", "POST", "/v1/responses/input_tokens"): Good({"input": "a", "tools": [], "store": False}),
     ("public", "POST", "/v1/responses/compact"): NONE,
@@ -100,6 +109,10 @@ CHANGES: dict[tuple[Port, str, str], Good] = {
     ("public", "POST", "/inference/v1/generate"): Good({"token_ids": [5], "sampling_params": {"max_tokens": 2}}),
     ("public", "POST", "/invocations"): _completion(),
     ("public", "POST", "/v1/embeddings"): Good({"input": TEXTS["input"], "dimensions": 8}),
+    ("public", "POST", "/pooling"): Good({"input": TEXTS["input"], "task": "embed"}),
+    ("public", "POST", "/classify"): Good({"input": TEXTS["input"]}),
+    ("public", "POST", "/v2/embed"): Good({"texts": ["a"], "embedding_types": ["float"]}),
+    ("public", "POST", "/generative_scoring"): Good({"query": "a", "items": ["b"], "label_token_ids": [5]}),
     ("public", "POST", "/v1/score"): Good({"text_1": TEXTS["text_1"], "text_2": TEXTS["text_2"]}),
     ("public", "POST", "/score"): Good({"text_1": TEXTS["text_1"], "text_2": TEXTS["text_2"]}),
     ("public", "POST", "/v1/rerank"): _rerank(),
@@ -118,6 +131,9 @@ CHANGES: dict[tuple[Port, str, str], Good] = {
     ("admin", "POST", "/instances/{name}/role"): Good({"role": "decode", "force": False}),
     ("admin", "POST", "/v1/load_lora_adapter"): Good({"lora_name": NOBODY, "lora_path": NOBODY, "load_inplace": False}),
     ("admin", "POST", "/v1/unload_lora_adapter"): Good({"lora_name": NOBODY}),
+    ("admin", "POST", "/adapters"): Good({"name": NOBODY, "src": NOBODY}),
+    ("admin", "DELETE", "/adapters/{name:path}"): NONE,
+    ("admin", "POST", "/inference/v1/abort_requests"): Good({"request_ids": [NOBODY]}),
     ("admin", "POST", "/reset_prefix_cache"): Good(),
     ("admin", "POST", "/abort_requests"): Good(
         {"request_ids": [NOBODY]}, keeps=frozenset({"empty", "request_ids = None", "again request_ids"})

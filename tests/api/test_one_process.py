@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from tests.support.cluster import LiveCluster
 from tests.support.metrics import told
 
@@ -26,10 +28,18 @@ def test_requests_end_or_wait_when_the_operator_says_so(cluster: LiveCluster) ->
     cluster.assert_home()
 
 
+def asleep(cluster: LiveCluster) -> list[float]:
+    """Returns whether each instance is awake, without its KV cache, and without its weights, too."""
+    text = cluster.client.get(f"{cluster.url}/metrics").text
+    families = [each for each in text_string_to_metric_families(text) if each.name == "vllm:engine_sleep_state"]
+    return [sample.value for family in families for sample in family.samples]
+
+
 def test_a_sleep_and_an_empty_cache(cluster: LiveCluster) -> None:
     prompt = [7] * 100
     before = cluster.complete(prompt, 4)
     assert cluster.order("/sleep?level=2") == {"status": "asleep", "level": 2}
+    cluster.wait_until("metrics say so", lambda: asleep(cluster) == [0.0, 0.0, 1.0] * 2)
     assert cluster.client.post(f"{cluster.url}/v1/completions", json={"prompt": prompt}).status_code == 503
     assert cluster.order("/wake_up") == {"status": "awake"}
     assert cluster.complete(prompt, 4) == before

@@ -41,6 +41,7 @@ BODIES: dict[str, type[msgspec.Struct] | None] = {  # of every route that change
     "/instances/{name}/remove": DrainOptions,
     "/instances/{name}/role": ChangeRole,
     "/abort_requests": AbortIds,
+    "/inference/v1/abort_requests": AbortIds,
     **dict.fromkeys(("/reset_prefix_cache", "/pause", "/resume", "/sleep", "/wake_up")),
 }
 QUERIES: dict[str, dict[str, Any]] = {

@@ -107,7 +107,8 @@ def test_requests_end_when_the_operator_says_so(steered: Steered, names: bool) -
     ended = Background(steered, 2, **ENDLESS, request_id="unwanted")
     steered.wait_until("they run", lambda: running(steered) >= 3 - len(others.answers))
     ids = {"json": {"request_ids": ["cmpl-unwanted", "cmpl-unknown"]}} if names else {}
-    assert steered.command("/abort_requests", **ids) == {"status": "aborted"}
+    path = "/inference/v1/abort_requests" if names else "/abort_requests"
+    assert steered.command(path, **ids) == {"status": "aborted"}
     for answer in ended.end():
         assert (answer.status_code, answer.json()["error"]["code"]) == (410, "aborted")
     (other,) = others.end()

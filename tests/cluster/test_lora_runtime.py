@@ -60,6 +60,10 @@ class Served(LiveCluster):
         listed = httpx.get(f"{self.url}/v1/models", trust_env=False).json()["data"]
         return [each["id"] for each in listed[1:]]
 
+    def names_of_model(self) -> list[str]:
+        listed = httpx.get(f"{self.url}/v1/models", trust_env=False).json()["data"]
+        return [each["id"] for each in listed if "parent" not in each]
+
     def used(self) -> dict[str, str]:
         """The labels of vLLM's metric of adapters."""
         text = httpx.get(f"{self.url}/metrics", timeout=30, trust_env=False).text
@@ -104,6 +108,21 @@ def test_an_adapter_is_had_once_its_load_is_answered(cluster: Served, models: di
     cluster.assert_home()
 
 
+def test_an_adapter_by_sagemakers_routes(cluster: Served, models: dict[str, Path]) -> None:
+    """Its name may have slashes, as names of models do."""
+    cluster.command("/adapters", 401, "wrong", name="team/second", src="second")
+    assert "registered" in cluster.command("/adapters", name="team/second", src="second")
+    assert cluster.names() == ["first", "team/second"]
+    shown = httpx.get(f"{cluster.url}/v1/models/team/second", trust_env=False).json()
+    assert (shown["id"], shown["parent"]) == ("team/second", cluster.names_of_model()[0])
+    cluster.assert_gives({"team/second": models["second"]}, seed=3)
+    assert cluster.ask_admin("DELETE", "/adapters/team/second", "wrong").status_code == 401
+    assert cluster.ask_admin("DELETE", "/adapters/team/second").status_code == 200
+    assert {cluster.status("team/second") for _ in range(8)} == {404}
+    assert cluster.ask_admin("DELETE", "/adapters/team/second").status_code == 404
+    cluster.assert_home()
+
+
 def test_what_cannot_be_loaded_changes_nothing(cluster: Served, root: Path, tmp_path: Path) -> None:
     before = cluster.names()
     cluster.command("/v1/load_lora_adapter", 401, "wrong", lora_name="x", lora_path="")
@@ -117,7 +136,7 @@ def test_what_cannot_be_loaded_changes_nothing(cluster: Served, root: Path, tmp_
     (root / "link").unlink()
     assert "the model itself" in cluster.load("tiny", "second", 400)
     assert "is already loaded" in cluster.load("first", "second", 400)
-    assert "not a name" in cluster.load("a/b", "second", 400)
+    assert "not an adapter's name" in cluster.load("/a/b", "second", 400)
     assert cluster.names() == before
 
 

@@ -32,7 +32,7 @@ from pd_cluster.service.schema.completion_protocol import HARMLESS, NOT_YET, Com
 from pd_cluster.service.schema.messages.messages_blocks import BLOCKS
 from pd_cluster.service.schema.messages.messages_protocol import MessagesPrompt, MessagesRequest
 from pd_cluster.service.schema.messages.messages_to_chat import chat_of as chat_of_messages
-from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest
+from pd_cluster.service.schema.pooling.pooling_protocol import EmbeddingRequest
 from pd_cluster.service.schema.request_parsing import checked
 from pd_cluster.service.schema.responses.responses_item_types import ITEMS, PARTS
 from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest

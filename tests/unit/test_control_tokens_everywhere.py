@@ -16,28 +16,37 @@ import pytest
 from pydantic import BaseModel
 from tokenizers import Tokenizer as RustTokenizer
 
-from pd_cluster.api.routes.token_routes import TokenizeChatRequest
+from pd_cluster.api.routes.tokens.token_routes import TokenizeChatRequest
 from pd_cluster.checkpoints.checkpoint import Checkpoint
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import RequestError
 from pd_cluster.service.generation.prompt_generation import Generation
 from pd_cluster.service.pooling.reranking import ScoreInput
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields, ChatMessage
-from pd_cluster.service.schema.completion_protocol import CompletionRequest, GenerateRequest, GenerationRequest
+from pd_cluster.service.schema.completion_protocol import (
+    CompletionRequest,
+    GenerateRequest,
+    GenerationRequest,
+    TokensCompletionRequest,
+)
 from pd_cluster.service.schema.messages.messages_protocol import MessagesPrompt, MessagesRequest
 from pd_cluster.service.schema.messages.messages_to_chat import chat_of as chat_of_messages
-from pd_cluster.service.schema.pooling_protocol import (
+from pd_cluster.service.schema.pooling.pooling_protocol import (
+    ClassifyRequest,
     EmbeddingRequest,
+    InputRequest,
+    PairsRequest,
     PoolingRequest,
     RerankRequest,
     ScoreRequest,
+    TaskRequest,
     parse_pooling,
 )
 from pd_cluster.service.schema.request_parsing import parse
 from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
 from pd_cluster.service.schema.responses.responses_to_chat import chat_of as chat_of_response
 from pd_cluster.service.schema.tagged_types import TaggedTypes
-from pd_cluster.service.schema.tokens_protocol import BatchChatRequest, TokensRequest
+from pd_cluster.service.schema.tokens.tokens_protocol import BatchChatRequest, TokensRequest
 from pd_cluster.service.text_service import TextService
 from pd_cluster.settings.engine_config import SHIPPED_MODEL
 from pd_cluster.settings.request_settings import ChatConfig
@@ -242,9 +251,12 @@ REQUESTS: dict[type[BaseModel], tuple[Prompts, dict[str, Any], set[str]]] = {
     RerankRequest: (of_reranking, {"query": "a", "documents": ["b"]}, OF_PAIRS | {".query"}),
 }
 # Requests that no template writes: their prompts are the client's own, tokens or text, as the model shall see them.
-AS_GIVEN = {GenerationRequest, CompletionRequest, GenerateRequest, TokensRequest, PoolingRequest, EmbeddingRequest}
+AS_GIVEN = {
+    *(GenerationRequest, CompletionRequest, GenerateRequest, TokensRequest, TokensCompletionRequest),
+    *(PoolingRequest, InputRequest, EmbeddingRequest, TaskRequest, ClassifyRequest),
+}
 # Types of which those of requests are made, and one that has another's fields.
-PARTS = {ChatFields, MessagesPrompt}
+PARTS = {ChatFields, MessagesPrompt, PairsRequest}
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 from openai.types import ReasoningEffort
 
-from pd_cluster.api.routes.token_routes import TokenizeChatRequest
+from pd_cluster.api.routes.tokens.token_routes import TokenizeChatRequest
 from pd_cluster.errors import RequestError
 from pd_cluster.parsers.reply_format import Tool
 from pd_cluster.service.prompts.chat_prompt import ChatPrompts

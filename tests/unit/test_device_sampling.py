@@ -57,6 +57,7 @@ def sequences(rng: random.Random, num: int, vocab_size: int, share_changed: floa
             top_p=rng.choice([1.0, 1.0, 0.95, 0.5, 1e-6]),
             seed=rng.randrange(1 << 40),
             logprobs=rng.choice([None, None, 0, 1, 4, 20, 500]),
+            logprob_token_ids=tuple(rng.sample(range(vocab_size), rng.choice([0, 0, 1, 3]))),
             **(random_changes(rng, vocab_size) if rng.random() < share_changed else {}),
         )
         prompt, output = (random_tokens(rng, rng.randrange(1, 9), vocab_size) for _ in range(2))

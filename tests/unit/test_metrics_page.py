@@ -179,7 +179,10 @@ def test_what_is_there_now() -> None:
     assert found["pd_cluster:leases_held"]["prefill-0",] == 3
     assert found["pd_cluster:leaked_blocks"]["prefill-0",] == 4
     assert found["vllm:kv_cache_usage_perc"]["prefill-0",] == found["vllm:gpu_cache_usage_perc"]["prefill-0",] == 0.5
-    assert found["vllm:cache_config_info"] == {("16", "float32", "prefill-0", "99"): 1}
+    (labels,) = found["vllm:cache_config_info"]
+    assert (labels[:3], labels[4:]) == (("16", "float32", "prefill-0"), (str(16 * 99), "99"))
+    assert found["vllm:engine_sleep_state"]["prefill-0", "awake"] == 1
+    assert found["vllm:engine_sleep_state"]["prefill-0", "discard_all"] == 0
     states = found["pd_cluster:instances"]
     assert (states["prefill", "ready"], states["decode", "ready"], states["prefill", "draining"]) == (1, 1, 0)
     assert sum(states.values()) == 2

@@ -172,11 +172,31 @@ def test_a_reasoning_parser_in_a_config_of_vllm() -> None:
             options(named, "--reasoning-parser=glm45").chat()
 
 
+def test_the_marks_of_reasoning_in_a_config_of_vllm() -> None:
+    """vLLM's own server is started with them."""
+    marks = '--reasoning-config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}'
+    assert options(marks, "--reasoning-parser=qwen3").chat().reasoning_parser == "qwen3"
+    with refused("--reasoning-config: reasoning_start_str '<think>': --reasoning-parser mistral has [THINK]"):
+        options(marks, "--reasoning-parser=mistral").chat()
+
+
+def test_names_of_parsers_that_vllm_has_too() -> None:
+    for name in ("phi4_mini_json", "qwen3_json", "llama4_json", "glm47"):
+        assert options(f"--tool-call-parser={name}").chat().tool_parser == name
+    for name in ("gemma4", "glm47"):
+        assert options(f"--reasoning-parser={name}").chat().reasoning_parser == name
+
+
 def test_what_is_wrong_with_a_config_of_vllm() -> None:
     for flag, message in (
         ('--structured-outputs-config={"backend": "mine"}', "backend 'mine': expected one of auto"),
         ('--structured-outputs-config={"disable_any_whitespace": 1}', "expected `bool`, got `int`"),
-        ('--reasoning-config={"reasoning_start_str": "<t>"}', "unknown field `reasoning_start_str`; known are reason"),
+        (
+            '--reasoning-config={"reasoning_start": "<t>"}',
+            "unknown field `reasoning_start`; known are reasoning_parser",
+        ),
+        ('--reasoning-config={"reasoning_start_str": "<t>"}', "'<t>': no reasoning parser has none; leave it out"),
+        ('--pooler-config={"pooling_type": "CLS"}', "invalid enum value 'CLS'; known are task, pooling_type"),
         ('--default-chat-template-kwargs={"tools": []}', "tools: is a field of requests"),
         ("--chat-template-content-format=xml", "expected one of auto, string, openai"),
     ):

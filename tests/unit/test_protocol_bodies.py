@@ -17,7 +17,7 @@ from pd_cluster.service.schema.json_body import structure
 from pd_cluster.service.schema.messages.messages_protocol import MessagesRequest
 from pd_cluster.service.schema.request_parsing import MAX_FIELDS, parse
 from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
-from pd_cluster.service.schema.tokens_protocol import BatchChatRequest
+from pd_cluster.service.schema.tokens.tokens_protocol import BatchChatRequest
 from tests.support.parsing import kinds, parsed, refused
 
 

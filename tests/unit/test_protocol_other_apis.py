@@ -16,10 +16,15 @@ from pd_cluster.service.schema import request_parsing as parsing
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.completion_protocol import CompletionRequest, GenerateRequest, GenerationRequest
 from pd_cluster.service.schema.messages.messages_protocol import MessagesRequest
-from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest, parse_pooling
+from pd_cluster.service.schema.pooling.pooling_protocol import (
+    EmbeddingRequest,
+    RerankRequest,
+    ScoreRequest,
+    parse_pooling,
+)
 from pd_cluster.service.schema.request_parsing import parse
 from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
-from pd_cluster.service.schema.tokens_protocol import TokensRequest
+from pd_cluster.service.schema.tokens.tokens_protocol import TokensRequest
 from tests.support.documented import document_of
 from tests.support.parsing import MINIMAL, OTHERS, parsed, refused
 
@@ -110,7 +115,7 @@ def test_parameters_that_would_change_the_answer_are_not_ignored() -> None:
         assert refused(json.dumps({"prompt": "a", name: {"host": "10.0.0.1"}}).encode()).param == name
 
 
-# Fields of vLLM 0.32's requests that OpenAI's have not; what samples is in VLLM_SAMPLING.
+# Fields of vLLM 0.33's requests that OpenAI's have not; what samples is in VLLM_SAMPLING.
 VLLMS_OF_ALL = {
     *("cache_salt", "ec_transfer_params", "include_metrics", "kv_transfer_params", "logprob_token_ids", "mm_payload"),
     *("priority", "repetition_detection", "request_id", "return_mm_kwargs", "return_token_ids"),
@@ -130,7 +135,15 @@ VLLMS_OF_RESPONSES = {
 }
 VLLMS_OF_TOKENS = {
     *("cache_salt", "content_parts", "ec_transfer_params", "include_metrics", "kv_transfer_params", "output_mode"),
-    *("priority", "reasoning_ended", "reasoning_parser_kwargs", "request_id", "return_token_ids", "token_offsets"),
+    *(
+        "parse_context",
+        "priority",
+        "reasoning_ended",
+        "reasoning_parser_kwargs",
+        "request_id",
+        "return_token_ids",
+        "token_offsets",
+    ),
 }
 VLLMS_OF_RANKING = {
     *("max_tokens_per_doc", "max_tokens_per_query", "mm_processor_kwargs", "padding", "priority", "request_id"),
@@ -145,16 +158,17 @@ VLLMS_OF_EMBEDDING = {
 
 def test_every_field_of_vllms_routes_is_known() -> None:
     """Honoured, refused by name, or known to say nothing about the answer."""
+    elsewhere = {*completion_protocol.NOT_YET, *completion_protocol.ELSEWHERE, *completion_protocol.HARMLESS}
     for fields, model, other in (
         (
-            VLLMS_OF_ALL | {"add_special_tokens", "echo"},
+            VLLMS_OF_ALL | {"add_special_tokens", "echo", "prompt_embeds"},
             CompletionRequest,
-            {*completion_protocol.NOT_YET, *completion_protocol.HARMLESS},
+            elsewhere,
         ),
         (
             VLLMS_OF_ALL | VLLMS_OF_CHATS,
             ChatCompletionRequest,
-            {*completion_protocol.NOT_YET, *completion_protocol.HARMLESS},
+            elsewhere,
         ),
         (VLLMS_OF_RESPONSES, ResponsesRequest, completion_protocol.HARMLESS),
         (VLLMS_OF_TOKENS, TokensRequest, set()),
@@ -171,9 +185,9 @@ def test_rendered_requests_of_vllm_are_read() -> None:
     assert request.completion().prompt == [5]
     for wanted in (True, False):
         parse(json.dumps({**body, "return_token_ids": wanted}).encode(), TokensRequest)
-    for fields in ({"output_mode": "text"}, {"content_parts": [{"type": "text"}]}):
+    for fields in ({"output_mode": "derender"}, {"content_parts": [{"type": "text"}]}):
         with pytest.raises(RequestError, match=next(iter(fields))):
-            parse(json.dumps({**body, **fields}).encode(), TokensRequest)
+            parse(json.dumps({**body, **fields}).encode(), TokensRequest).completion()
     guided = {**body, "sampling_params": {"structured_outputs": {"choice": ["a"]}}}
     with pytest.raises(RequestError, match="reasoning_ended: false"):
         parse(json.dumps(guided).encode(), TokensRequest).completion()
@@ -189,8 +203,8 @@ def test_items_are_documents_of_another_name() -> None:
 
 
 def test_rankings_are_not_cut_or_padded_otherwise() -> None:
-    others: list[tuple[str, Any, Any]] = [("max_tokens_per_query", 0, 9), ("padding", "do_not_pad", "x")]
-    for name, neutral, wrong in (*others, ("max_tokens_per_doc", 0, 9)):
+    others: list[tuple[str, Any, Any]] = [("padding", "do_not_pad", "x"), ("truncation_side", None, "right")]
+    for name, neutral, wrong in others:
         for kind, pair in ((RerankRequest, {"query": "a"}), (ScoreRequest, {"queries": "a"})):
             parse_pooling(json.dumps({**pair, "documents": ["b"], name: neutral}).encode(), kind)
             with pytest.raises(RequestError, match=f"{name}: .* is not supported"):

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pd_cluster import __version__
-from pd_cluster.api.routes.token_routes import FEW_TOKENS, MAX_TOKENS
+from pd_cluster.api.routes.tokens.token_routes import FEW_TOKENS, MAX_TOKENS
 from pd_cluster.settings.http_settings import HttpConfig
 from tests.support.checkpoints import TEMPLATE
 from tests.support.public_port import MAX_MODEL_LEN, NAMES, Answer, ask, make_app, make_special_tokenizer

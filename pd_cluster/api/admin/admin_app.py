@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, FastAPI, Request
@@ -67,7 +67,17 @@ class AdapterUnload(msgspec.Struct, forbid_unknown_fields=True):
     lora_int_id: int | None = None
 
 
-Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing, AdapterLoad, AdapterUnload)
+class NamedAdapter(msgspec.Struct, forbid_unknown_fields=True):
+    """As SageMaker loads one: `src` is its folder. `preload` and `pin`: an adapter is always loaded, and stays."""
+
+    name: str
+    src: str
+    load_inplace: bool = False
+    preload: Literal[True] = True
+    pin: bool = False
+
+
+Body = TypeVar("Body", Add, DrainOptions, ChangeRole, Nothing, AdapterLoad, AdapterUnload, NamedAdapter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +189,17 @@ def adapter_routes(book: AdapterBook) -> APIRouter:
         body = await _read(request, AdapterUnload)
         await book.unload(body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
+
+    @routes.post("/adapters")
+    async def load_named(request: Request) -> Response:
+        body = await _read(request, NamedAdapter)
+        await book.load(body.name, body.src, body.load_inplace)
+        return PlainTextResponse(f"Adapter {body.name} registered")
+
+    @routes.delete("/adapters/{name:path}")  # names may contain slashes
+    async def unload_named(name: str) -> Response:
+        await book.unload(name)
+        return PlainTextResponse(f"Adapter {name} unregistered")
 
     return routes
 

@@ -49,6 +49,15 @@ def control_routes(control: ClusterControl, shown: Mapping[str, Any]) -> APIRout
         await control.abort(asked.request_ids or ())
         return {"status": "aborted"}
 
+    @routes.post("/inference/v1/abort_requests")
+    async def abort_named_requests(http: Request) -> dict[str, Any]:
+        """As in vLLM, where these requests must be named."""
+        asked = read_as(await read_body(http) or b"{}", AbortIds)
+        if not asked.request_ids:
+            raise RequestError("request_ids: missing; POST /abort_requests without them ends all", "request_ids")
+        await control.abort(asked.request_ids)
+        return {"status": "aborted"}
+
     @routes.get("/server_info")
     async def server_info() -> dict[str, Any]:
         return dict(shown)

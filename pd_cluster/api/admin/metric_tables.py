@@ -496,6 +496,11 @@ TENANT_COUNTERS = (
     ),
 )
 CACHE_CONFIG = OfCluster("vllm:cache_config_info", "Always 1; labels describe an instance's KV cache.")
+SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # vLLM's names, by the level of /sleep
+SLEEP_STATE = OfCluster(
+    "vllm:engine_sleep_state",
+    "1 for an instance's state, 0 for the others: awake, weights_offloaded (asleep at level 1), discard_all (level 2).",
+)
 UNIT = OfCluster(
     "pd_cluster:unit_info",
     "Always 1; labels: an instance's unit, its rank there, the unit's size.",
@@ -514,8 +519,8 @@ OWNS_MEMBERSHIP = OfCluster(
     "1 if this scheduler (label scheduler) owns membership, otherwise 0.",
 )
 CLUSTER_GAUGES = (
-    *(CACHE_CONFIG, UNIT, INSTANCES, BACKLOG_TOKENS, OPEN_STREAMS, QUEUED_REQUESTS, QUEUED_TOKENS, API_PROCESSES),
-    OWNS_MEMBERSHIP,
+    *(CACHE_CONFIG, SLEEP_STATE, UNIT, INSTANCES, BACKLOG_TOKENS, OPEN_STREAMS, QUEUED_REQUESTS, QUEUED_TOKENS),
+    *(API_PROCESSES, OWNS_MEMBERSHIP),
 )
 
 ShownState = Literal["leaving", "changing", "draining", "drained"]

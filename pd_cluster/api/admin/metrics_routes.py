@@ -163,6 +163,7 @@ class _Cluster(Collector):
         for histogram in tables.HISTOGRAMS:
             yield self._histogram(histogram, self._told.stats)
         yield self._cache_config()
+        yield self._sleep_states()
         yield self._units()
         yield self._states()
         yield self._backlog()
@@ -239,12 +240,24 @@ class _Cluster(Collector):
 
     def _cache_config(self) -> GaugeMetricFamily:
         of = tables.CACHE_CONFIG
-        labels = ["model_name", "instance_id", "block_size", "num_gpu_blocks", "cache_dtype"]
-        family = GaugeMetricFamily(of.name, of.text, labels=labels)
+        of_cache = ["block_size", "num_gpu_blocks", "cache_dtype", "kv_cache_size_tokens", "kv_cache_max_concurrency"]
+        family = GaugeMetricFamily(of.name, of.text, labels=["model_name", "instance_id", *of_cache])
         for each in self._instances:
             if each.is_ready and each.info is not None and (layout := each.info.layout) is not None:
-                size, num_blocks = str(layout.block_size), str(each.info.num_blocks)
-                family.add_metric([self._model_name, each.name, size, num_blocks, layout.dtype], 1)
+                num_tokens = each.info.num_blocks * layout.block_size
+                values = (layout.block_size, each.info.num_blocks, layout.dtype, num_tokens)
+                most = f"{num_tokens / max(1, each.info.max_model_len):.2f}"
+                family.add_metric([self._model_name, each.name, *map(str, values), most], 1)
+        return family
+
+    def _sleep_states(self) -> GaugeMetricFamily:
+        of = tables.SLEEP_STATE
+        family = GaugeMetricFamily(of.name, of.text, labels=["model_name", "instance_id", "sleep_state"])
+        for each in self._instances:
+            if each.is_ready:
+                for level, state in enumerate(tables.SLEEP_STATES):
+                    is_it = each.load.sleep_level == level
+                    family.add_metric([self._model_name, each.name, state], is_it)
         return family
 
     def _units(self) -> GaugeMetricFamily:

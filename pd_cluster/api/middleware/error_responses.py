@@ -29,6 +29,11 @@ NOT_HERE = {  # part of a path that other servers have -> what to do instead
     "/v1/moderations": "nothing is moderated here",
     "/v1/audio/": "this server makes and hears no sound",
     "/v1/images/": "this server makes no images; /v1/chat/completions takes some, if the model does",
+    "/cohere/v2/": "Cohere's chats are not supported; send the conversation to /v1/chat/completions",
+    "/adapters": "adapters are loaded and unloaded at the scheduler's admin port",
+    "/v1/load_lora_adapter": "adapters are loaded at the scheduler's admin port",
+    "/v1/unload_lora_adapter": "adapters are unloaded at the scheduler's admin port",
+    "/abort_requests": "the scheduler's admin port ends requests; a client ends its own by closing its connection",
 }
 
 

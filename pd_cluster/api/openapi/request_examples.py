@@ -96,6 +96,15 @@ EMBEDDING: Examples = {
     "several": ("Several, as bytes", {"input": ["one", "two"], "encoding_format": "base64"}),
     "token_ids": ("Token ids, and few numbers", {"input": [1, 2, 3], "dimensions": 8}),
 }
+POOLING: Examples = {"plain": EMBEDDING["plain"], "token_ids": ("Token ids", {"input": [1, 2, 3], "task": "embed"})}
+COHERE_EMBED: Examples = {"plain": ("Two texts", {"texts": ["one", "two"], "embedding_types": ["float", "base64"]})}
+_LABELS = {"query": "Is this a city? ", "items": ["Paris", "Cats"], "label_token_ids": [1, 2]}
+GENERATIVE_SCORING: Examples = {"plain": ("Two items", _LABELS)}
+_ANSWER = {"request_id": "chatcmpl-1", "choices": [{"index": 0, "token_ids": [1, 2, 3], "finish_reason": "length"}]}
+DERENDER_CHAT: Examples = {"plain": ("Three tokens", {"generate_response": _ANSWER, "chat_request": _CHAT})}
+DERENDER_COMPLETION: Examples = {
+    "plain": ("Three tokens", {"generate_responses": [_ANSWER], "completion_request": _TEXT})
+}
 _PAIR = {"queries": "Where is Paris?", "documents": ["Paris is in France.", "Cats purr."]}
 SCORE: Examples = {"plain": ("Two documents", _PAIR)}
 _PLACES = {"query": "Where is Paris?", "documents": ["Cats purr.", "Paris is in France."], "top_n": 1}

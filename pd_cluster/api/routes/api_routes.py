@@ -6,20 +6,26 @@ from collections.abc import Iterator
 
 from fastapi import APIRouter
 
-from pd_cluster.api.routes.inference_routes import inference_routes, render_routes
 from pd_cluster.api.routes.message_routes import message_count_routes, message_routes
 from pd_cluster.api.routes.model_routes import model_routes
 from pd_cluster.api.routes.openai_routes import openai_routes
-from pd_cluster.api.routes.pooling_routes import pooling_routes
+from pd_cluster.api.routes.pooling.class_routes import class_routes
+from pd_cluster.api.routes.pooling.cohere_embed_routes import cohere_embed_routes
+from pd_cluster.api.routes.pooling.score_routes import score_routes
+from pd_cluster.api.routes.pooling.vector_routes import vector_routes
 from pd_cluster.api.routes.response_routes import input_routes, kept_response_routes, response_routes
 from pd_cluster.api.routes.resume_routes import resume_routes
-from pd_cluster.api.routes.token_routes import token_routes
+from pd_cluster.api.routes.tokens.derender_routes import derender_routes
+from pd_cluster.api.routes.tokens.inference_routes import inference_routes
+from pd_cluster.api.routes.tokens.render_routes import render_routes
+from pd_cluster.api.routes.tokens.token_routes import token_routes
 from pd_cluster.service.answers.response_store import ResponseStore
 from pd_cluster.service.text_service import TextService
 
 OPENAI_ROUTES = (
-    *(openai_routes, pooling_routes, model_routes, token_routes, message_routes, message_count_routes),
-    *(inference_routes, render_routes),
+    *(openai_routes, model_routes, token_routes, message_routes, message_count_routes),
+    *(vector_routes, cohere_embed_routes, score_routes, class_routes),
+    *(inference_routes, render_routes, derender_routes),
 )
 
 

@@ -34,7 +34,7 @@ from pd_cluster.service.generation.stream_resumption import StreamTicket
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.completion_protocol import CompletionRequest
 from pd_cluster.service.schema.error_bodies import CLIENT_CLOSED_REQUEST, error_body
-from pd_cluster.service.schema.request_parsing import RequestT, parse
+from pd_cluster.service.schema.request_parsing import HANDLE, RequestT, parse
 from pd_cluster.service.text_service import TextService
 
 
@@ -73,7 +73,7 @@ def openai_routes(service: TextService) -> APIRouter:
 
 
 def _parse(body: bytes, kind: type[RequestT], service: TextService) -> RequestT:
-    return parse(body, kind, takes_handles=True, vocab_size=service.vocab_size)
+    return parse(body, kind, takes=(HANDLE,), vocab_size=service.vocab_size)
 
 
 async def answered(http: Request, service: TextService, answer: Answer, ticket: StreamTicket | None = None) -> Response:

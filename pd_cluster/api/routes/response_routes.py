@@ -16,14 +16,16 @@ from pd_cluster.api.middleware.http_callers import caller_of, owner_of
 from pd_cluster.api.openapi.operations import READ_FAILURES, Operation, path_parameter, query_parameter
 from pd_cluster.api.openapi.request_examples import RESPONSES
 from pd_cluster.api.routes.block_answers import send
+from pd_cluster.api.routes.tokens.render_routes import rendered_chat
 from pd_cluster.errors import ModelNotFound, RequestError
 from pd_cluster.service.answers.response_store import KeptResponse, ResponseStore, not_found
-from pd_cluster.service.answers.responses_answer import ResponseEvent, ResponseObject, ResponsesAnswer
+from pd_cluster.service.answers.responses_answer import PREFIX, ResponseEvent, ResponseObject, ResponsesAnswer
 from pd_cluster.service.schema.error_field_names import with_field_names
 from pd_cluster.service.schema.request_parsing import parse
 from pd_cluster.service.schema.responses.responses_items import items_of, listed, without_logprobs
 from pd_cluster.service.schema.responses.responses_protocol import ResponsesRequest
 from pd_cluster.service.schema.responses.responses_to_chat import ITS_NAMES, chat_of
+from pd_cluster.service.schema.tokens.tokens_protocol import RenderedPrompt
 from pd_cluster.service.text_service import TextService
 
 ONE = "/v1/responses/{response_id}"
@@ -67,6 +69,7 @@ def response_routes(service: TextService, store: ResponseStore | None) -> APIRou
         request = await parsed(http, len(body), lambda: parse(body, ResponsesRequest, has_own_names=True))
         name = service.names.check(request.model, caller_of(http))
         _check_store(request, store)
+        _check_messages(request)
         if request.input is None and request.previous_response_id is None:
             raise RequestError("input: missing; give a text or items, or a previous_response_id", param="input")
         keeps, earlier = store is not None and request.store is not False, await _earlier(http, service, store, request)
@@ -114,6 +117,19 @@ def input_routes(service: TextService, store: ResponseStore | None) -> APIRouter
             chat = await parsed(http, len(body), lambda: chat_of(request, earlier, service.template_variables))
             num_tokens = await service.chat_num_tokens(chat, caller_of(http))
         return json_of(ResponseInputTokens("response.input_tokens", num_tokens))
+
+    rendered = "The body of /inference/v1/generate that answers these items."
+
+    @routes.post("/v1/responses/render", openapi_extra=Operation(rendered, RenderedPrompt, ResponsesRequest, plain))
+    async def render_response(http: Request) -> Response:
+        body = await read_body(http)
+        request = await parsed(http, len(body), lambda: parse(body, ResponsesRequest, has_own_names=True))
+        name = service.names.check(request.model, caller_of(http))
+        _check_store(request, store)
+        earlier = await _earlier(http, service, store, request)
+        with with_field_names(ITS_NAMES):
+            chat = await parsed(http, len(body), lambda: chat_of(request, earlier, service.template_variables))
+            return json_of(await rendered_chat(http, service, chat, name, PREFIX.removesuffix("_")))
 
     @routes.post(
         "/v1/responses/compact",
@@ -211,6 +227,13 @@ async def _earlier(
     if request.previous_response_id is None:
         return []
     return without_logprobs((await _find(http, service, store, request.previous_response_id)).conversation)
+
+
+def _check_messages(request: ResponsesRequest) -> None:
+    """Raises RequestError for raw messages of an answer whose reasoning is to be hidden."""
+    if request.enable_response_messages and request.include_reasoning is False:
+        name = "enable_response_messages"
+        raise RequestError(f"{name}: shows the reasoning that include_reasoning false hides; leave out one", name)
 
 
 def _check_store(request: ResponsesRequest, store: ResponseStore | None) -> None:

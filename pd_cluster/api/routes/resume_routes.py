@@ -19,7 +19,7 @@ from pd_cluster.service.answers.openai_answer import Answer
 from pd_cluster.service.generation.stream_resumption import StreamNotFound, StreamTicket
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
 from pd_cluster.service.schema.completion_protocol import CompletionRequest
-from pd_cluster.service.schema.request_parsing import parse
+from pd_cluster.service.schema.request_parsing import HANDLE, parse
 from pd_cluster.service.text_service import TextService
 
 MOST_INDEX_DIGITS = 9
@@ -58,13 +58,13 @@ async def _answer(
     recipe, caller = service.resumption.recipe_of(place), caller_of(http)
     answer: Answer
     if recipe.kind == "chat":
-        chat = parse(recipe.body, ChatCompletionRequest, takes_handles=True, vocab_size=service.vocab_size)
+        chat = parse(recipe.body, ChatCompletionRequest, takes=(HANDLE,), vocab_size=service.vocab_size)
         name = service.names.check(chat.model, caller)
         generation = await service.chat(chat, received_s, caller)
         ticket.fix_call_ids(generation)
         answer = ChatAnswer(chat, name, service, generation)
     else:
-        request = parse(recipe.body, CompletionRequest, takes_handles=True, vocab_size=service.vocab_size)
+        request = parse(recipe.body, CompletionRequest, takes=(HANDLE,), vocab_size=service.vocab_size)
         name = service.names.check(request.model, caller)
         (generation,) = generations = await service.completions(request, received_s, caller)
         answer = CompletionAnswer(request, name, service, generations)

@@ -120,9 +120,7 @@ def _serve(config: WorkerConfig, channel: socket.socket, inbox: queue.SimpleQueu
     log.info("ready after %.1f s: %s, control port %d", took_s, what, report.control_port)
     _tell(channel, report)
     loop.run(ends_when_hung(config.timeouts.step_timeout_s))
-    mailbox.await_confirmed(
-        config.timeouts.dead_after_s
-    )  # otherwise an ended request would be retried
+    mailbox.await_confirmed(config.timeouts.dead_after_s)  # otherwise an ended request would be retried
     mailbox.close()
 
 

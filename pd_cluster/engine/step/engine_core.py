@@ -242,7 +242,9 @@ class EngineCore:
         targets = request.prompt_token_ids[len(known) : start + 1 + len(logits)]
         wanted = request.sampling.prompt_logprobs or 0
         if first >= 0 and targets:
-            known += self.sampler.prompt_logprobs(logits[first : first + len(targets)], targets, wanted)
+            done = len(known) - 1
+            named = request.sampling.prompt_logprob_token_ids[done : done + len(targets)]
+            known += self.sampler.prompt_logprobs(logits[first : first + len(targets)], targets, wanted, named)
 
 
 def _without_pooled(

@@ -25,6 +25,7 @@ from pd_cluster.types.variants import PLACEHOLDER
 MAX_ENGINE_SEQUENCES = 8 * MAX_SEQUENCES  # more than the API allows
 # All images travel in one message; each takes about half a kilobyte while an answer is built.
 MAX_LOGPROB_ENTRIES = 1_000_000
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BEAM_WIDTH = MAX_SEQUENCES
 MAX_LENGTH_PENALTY = 10.0  # positive or negative: a power of a length must stay finite
 MAX_ANSWER_TOKENS = 1_000_000  # for a beam search, in one message
@@ -57,7 +58,8 @@ class EngineLimits:
                 f"server with a larger --max-model-len"
             )
         per_token = 0 if sampling.prompt_logprobs is None else sampling.prompt_logprobs + 1
-        if len(prompt) * per_token > MAX_LOGPROB_ENTRIES:
+        num_named = sum(map(len, sampling.prompt_logprob_token_ids))
+        if len(prompt) * per_token + num_named > MAX_LOGPROB_ENTRIES:
             return f"prompt_logprobs {sampling.prompt_logprobs} for {len(prompt)} tokens are too many to return"
         if not self._are_tokens(prompt):
             return f"prompt token ids must be in 0 to {self.vocab_size - 1}"
@@ -127,12 +129,16 @@ class EngineLimits:
             *sampling.allowed_token_ids,
             *(token_id for token_id, _ in sampling.logit_bias),
             *(token_id for word in sampling.bad_words for token_id in word),
+            *sampling.logprob_token_ids,
+            *(token_id for row in sampling.prompt_logprob_token_ids for token_id in row),
         )
         if not self._are_tokens(ids) or not all(sampling.bad_words):
             return f"token ids in sampling parameters must be in 0 to {self.vocab_size - 1}, and bad_words not empty"
         counts = (sampling.logprobs or 0, sampling.prompt_logprobs or 0, sampling.min_tokens)
         if min(counts) < 0 or max(counts[:2]) > self.vocab_size:
             return "logprobs, prompt_logprobs and min_tokens must not be negative, or exceed the number of tokens"
+        if len(sampling.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+            return f"logprob_token_ids has {len(sampling.logprob_token_ids)} ids; at most {MAX_LOGPROB_TOKEN_IDS}"
         return None
 
     def _pooled_ids_problem(self, pooling: Pooling) -> str | None:
@@ -169,6 +175,8 @@ def _beam_problem(sampling: Sampling) -> str | None:
         return f"a beam search needs temperature 0, not {sampling.temperature}"
     if sampling.guide is not None:
         return "a beam search cannot follow a guide"
+    if sampling.logprob_token_ids:
+        return "a beam search tells no logprob_token_ids"
     if not abs(sampling.length_penalty) <= MAX_LENGTH_PENALTY:  # also rejects NaN
         return f"length_penalty {sampling.length_penalty} must be in -{MAX_LENGTH_PENALTY:g} to {MAX_LENGTH_PENALTY:g}"
     if sampling.n * sampling.max_tokens > MAX_ANSWER_TOKENS:

@@ -68,8 +68,11 @@ class Pooler:
 
 
 def logits_of(pooling: Pooling, row: torch.Tensor) -> PooledVector:
-    """Returns the logits of the requested tokens. `row`: [vocab_size], after the prompt's last token."""
-    return PooledVector(row[list(pooling.token_ids)].float().cpu().numpy())
+    """Returns the logits of the requested tokens, and the total. `row`: [vocab_size], after the prompt's last token."""
+    logits = row[list(pooling.token_ids)].double()
+    if pooling.tells_total:
+        logits = torch.cat([logits, row.double().logsumexp(0, keepdim=True)])
+    return PooledVector(logits.float().cpu().numpy())
 
 
 def vector_of(pooled: Doubles, pooling: Pooling) -> PooledVector:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pd_cluster.checkpoints.checkpoint import Checkpoint
+from pd_cluster.checkpoints.classification_head import HEAD
 from pd_cluster.checkpoints.weight_files import BUFFERS, PLAIN_DTYPES, WAY_OUT, quantized
 from pd_cluster.errors import ModelError
 from pd_cluster.model.language_model.cache_declaration import INDEXED
@@ -91,7 +92,8 @@ def _check_layers(checkpoint: Checkpoint, model: Any) -> None:
 
 def _may_be_left(checkpoint: Checkpoint, key: str) -> bool:
     """Whether a tensor that no module takes can be ignored, in addition to those that transformers ignores."""
-    return bool(BUFFERS.search(key) or ROTARY.search(key)) or is_further(checkpoint, key)
+    is_of_classes = checkpoint.is_classifier and key in HEAD  # which the service computes
+    return bool(BUFFERS.search(key) or ROTARY.search(key)) or is_of_classes or is_further(checkpoint, key)
 
 
 def is_further(checkpoint: Checkpoint, key: str) -> bool:

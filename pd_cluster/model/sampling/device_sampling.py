@@ -83,14 +83,19 @@ def tell(logits: Tensor, token_ids: Tensor, requests: Sequence[Request], device:
         return None
     vocab_size = logits.shape[1]
     nums = counts_of([requests[i].sampling.logprobs or 0 for i in rows], vocab_size)
-    there = on_device({"rows": np.array(rows, dtype=np.int64), "nums": np.array(nums, dtype=np.int64)}, device)
+    given = {"rows": np.array(rows, dtype=np.int64), "nums": np.array(nums, dtype=np.int64)}
+    named = [requests[i].sampling.logprob_token_ids for i in rows]
+    if num_named := max(map(len, named)):
+        given["named"] = np.array([[*ids, *[0] * (num_named - len(ids))] for ids in named], dtype=np.int64)
+    there = on_device(given, device)
     parts = []
     for few in few_at_once(list(range(len(rows))), vocab_size):
         part = slice(few[0], few[-1] + 1)
         at = there["rows"][part]
         own, chosen = logits.index_select(0, at), token_ids.index_select(0, at)
-        parts.append(logprob_values(own, chosen, there["nums"][part], max(nums)))
-    return PendingLogprobs(rows, nums, vocab_size, torch.cat(parts))
+        asked = there["named"][part] if num_named else None
+        parts.append(logprob_values(own, chosen, there["nums"][part], max(nums), asked))
+    return PendingLogprobs(rows, nums, vocab_size, torch.cat(parts), named)
 
 
 def few_at_once(at: list[int], vocab_size: int, most_numbers: int = MAX_AT_ONCE) -> list[list[int]]:

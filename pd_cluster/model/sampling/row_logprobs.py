@@ -30,15 +30,25 @@ from pd_cluster.types import Logprobs
 NUM_COLUMNS = 3  # written by `logprob_values` for each row before the most likely tokens
 
 
-def logprobs_of(logits: Tensor, best: Floats, token_ids: Ints, num_top: Sequence[int]) -> list[Logprobs]:
+def logprobs_of(
+    logits: Tensor, best: Floats, token_ids: Ints, num_top: Sequence[int], named: Sequence[tuple[int, ...]] = ()
+) -> list[Logprobs]:
     """Returns one entry per row of logits [num_rows, vocab_size]; all other arguments have one entry per row.
 
     `best` holds the rows' largest logits. `rank` is 1 more than the number of tokens with a strictly larger logit.
-    Among equal tokens the lowest ids come first.
+    Among equal tokens the lowest ids come first. `named`: tokens to tell behind the most likely ones.
     """
     totals = log_totals(logits, best)  # [num_rows]
     values = logits[np.arange(len(logits)), token_ids].cpu().numpy()
-    return _entries(values, totals, num_better(logits, values), leading_logprobs(logits, totals, num_top))
+    top = leading_logprobs(logits, totals, num_top)
+    for row, ids in enumerate(named):
+        if ids:
+            top[row] += _named(mended(logits[row, list(ids)]).cpu().numpy(), ids, totals[row])
+    return _entries(values, totals, num_better(logits, values), top)
+
+
+def _named(values: Floats, token_ids: tuple[int, ...], log_total: float) -> list[tuple[int, float]]:
+    return list(zip(token_ids, (values - log_total).tolist(), strict=True))
 
 
 def _entries(
@@ -56,6 +66,7 @@ class PendingLogprobs(NamedTuple):
     nums: list[int]  # number of most likely tokens for each row
     vocab_size: int
     numbers: Tensor  # the result of `logprob_values`, one row each
+    named: Sequence[tuple[int, ...]] = ()  # tokens to tell behind the most likely ones of each
 
 
 def counts_of(nums: Sequence[int], vocab_size: int) -> list[int]:
@@ -63,13 +74,15 @@ def counts_of(nums: Sequence[int], vocab_size: int) -> list[int]:
     return [min(max(num, 0), vocab_size) for num in nums]
 
 
-def logprob_values(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int) -> Tensor:
+def logprob_values(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int, named: Tensor | None = None) -> Tensor:
     """Computes the input of `logprobs_from` on the logits' device, without waiting; [num_rows, num_values] int32.
 
-    Takes rows of logits [num_rows, vocab_size], a token of each row, and how many most likely tokens each row wants
-    (`nums`), both [num_rows] int64; `most` is the largest of `nums`. Floats are stored by their bits:
+    Takes rows of logits [num_rows, vocab_size], a token of each and `nums` of the most likely ones, both [num_rows]
+    int64; `most` is the largest of `nums`, `named` [num_rows, num_named] are ids of further tokens. Floats are stored
+    by their bits:
 
-        best │ the token's logit │ number of better ones │ most logits │ their ids │ most equals │ sums of blocks
+        best │ the token's logit │ number of better ones │ most logits │ their ids │ most equals │ sums of blocks │
+        logits of the named tokens
 
     Equals are the lowest ids of tokens with the same logit as the last of the most likely ones, counted from the
     vocabulary's end, and 0 if there are no more: among equal tokens topk finds any.
@@ -90,12 +103,18 @@ def logprob_values(logits: Tensor, token_ids: Tensor, nums: Tensor, most: int) -
         equals = torch.where(table == edge, from_end, 0.0).topk(most).values
         parts += [top.view(torch.int32), ids.int(), equals.int()]
     sums = weights_of(table, best, math.log2(math.e)).sum(-1)
-    return torch.cat([*parts, sums.view(torch.int32)], 1)
+    parts.append(sums.view(torch.int32))
+    if named is not None:
+        parts.append(table.gather(1, named).view(torch.int32))
+    return torch.cat(parts, 1)
 
 
 def logprobs_from(numbers: NDArray[np.int32], telling: PendingLogprobs) -> list[Logprobs]:
     """Returns the result of `logprobs_of` for the rows of `telling`, from values that have reached the host."""
     nums, vocab_size = telling.nums, telling.vocab_size
+    num_named = max(map(len, telling.named), default=0)
+    numbers, asked = np.split(numbers, [numbers.shape[1] - num_named], axis=1)
+    numbers = np.ascontiguousarray(numbers)
     floats, most = numbers.view(np.float32), max(nums)
     tops, ids, equals, sums = np.split(numbers, NUM_COLUMNS + most * np.arange(4), axis=1)[1:]
     totals = floats[:, 0] + np.log(sums.view(np.float32).astype(np.float64).sum(1))
@@ -107,6 +126,10 @@ def logprobs_from(numbers: NDArray[np.int32], telling: PendingLogprobs) -> list[
         is_above = values > edge
         candidates = np.concatenate([values[is_above], np.full(len(equal), edge)])
         top[row] = _best(candidates, np.concatenate([ids[row][is_above], equal]), nums[row], totals[row])
+    for row, named in enumerate(telling.named):
+        if named:
+            logits = np.ascontiguousarray(asked[row, : len(named)]).view(np.float32)
+            top[row] += _named(logits, named, totals[row])
     return _entries(floats[:, 1], totals, numbers[:, 2].tolist(), top)
 
 

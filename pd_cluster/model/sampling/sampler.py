@@ -123,14 +123,19 @@ class Sampler:
                 found += self._choose(logits[part], rows[part])[0].tolist()
         return found
 
-    def prompt_logprobs(self, logits: Tensor, targets: list[int], num_top: int) -> list[Logprobs]:
-        """Returns logprobs of the target token of each row of logits [num_rows, vocab_size] float32."""
+    def prompt_logprobs(
+        self, logits: Tensor, targets: list[int], num_top: int, named: Sequence[tuple[int, ...]] = ()
+    ) -> list[Logprobs]:
+        """Returns logprobs of the target token of each row of logits [num_rows, vocab_size] float32.
+
+        `named`: tokens to tell of each row behind its most likely ones.
+        """
         told: list[Logprobs] = []
         with torch.inference_mode():
             for part in self._parts(len(targets)):
                 _, best = peaks(logits[part])
                 token_ids = np.array(targets[part], dtype=np.int64)
-                told += logprobs_of(logits[part], best, token_ids, [num_top] * len(token_ids))
+                told += logprobs_of(logits[part], best, token_ids, [num_top] * len(token_ids), named[part])
         return told
 
     def candidates(self, logits: Tensor, rows: Sequence[SamplingRow], at: Sequence[int]) -> list[list[Candidate]]:
@@ -238,5 +243,6 @@ class Sampler:
         if not num_top:
             return {}
         at = np.array(list(num_top))
-        told = logprobs_of(rows_of(logits, at), best[at], token_ids[at], list(num_top.values()))
+        named = [params[i].logprob_token_ids for i in num_top]
+        told = logprobs_of(rows_of(logits, at), best[at], token_ids[at], list(num_top.values()), named)
         return dict(zip(num_top, told, strict=True))

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import math
+import sys
+from array import array
 from collections.abc import Sequence
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -13,6 +17,7 @@ from pd_cluster.text.tokenizer import Tokenizer
 from pd_cluster.types import Logprobs
 
 _encode = msgspec.json.Encoder().encode
+NPY_PREFIX_NBYTES = 10  # of a NumPy file before its header
 LEAST_LOGPROB = -9999.0  # JSON has no -inf; vLLM writes this instead
 
 
@@ -59,11 +64,14 @@ class Entries(NamedTuple):
 
 
 class LogprobsFormat:
-    """`as_token_ids` shows tokens as "token_id:5", which distinguishes tokens with the same text."""
+    """`as_token_ids` shows tokens as "token_id:5", which distinguishes tokens with the same text. `tells_chosen`: in a
+    chat, the chosen token is among the others, too.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, as_token_ids: bool = False) -> None:
+    def __init__(self, tokenizer: Tokenizer, as_token_ids: bool = False, tells_chosen: bool = False) -> None:
         self._tokenizer = tokenizer
         self._as_token_ids = as_token_ids
+        self.tells_chosen = tells_chosen
 
     def chat(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs:
         return ChatLogprobs(
@@ -74,13 +82,18 @@ class LogprobsFormat:
                     list(self._tokenizer.token_bytes(entry.token_id)),
                     [
                         TokenLogprob(self._text(token_id), finite(value), list(self._tokenizer.token_bytes(token_id)))
-                        for token_id, value in entry.logprobs.top
+                        for token_id, value in self._others(entry.token_id, entry.logprobs)
                     ],
                 )
                 for entry in entries
                 if entry.logprobs is not None
             ]
         )
+
+    def _others(self, token_id: int, logprobs: Logprobs) -> list[tuple[int, float]]:
+        if self.tells_chosen and all(other != token_id for other, _ in logprobs.top):
+            return [(token_id, logprobs.logprob), *logprobs.top]
+        return logprobs.top
 
     def encode(self, entries: Sequence[TokenLogprobs], found: Entries) -> None:
         """Adds the entries, as `chat` has them, to those that were found before."""
@@ -126,6 +139,18 @@ class LogprobsFormat:
     def _decoded(self, token_id: int) -> str:
         """Decodes a token; bytes that form no character by themselves become U+FFFD."""
         return self._tokenizer.token_bytes(token_id).decode(errors="replace")
+
+
+def npy_base64(rows: Sequence[Sequence[float]]) -> str:
+    """Returns a NumPy file (format 1.0) of float32 [num_rows, most of a row]; -inf behind the last of a row."""
+    width = max(map(len, rows))
+    values = array("f", [value for row in rows for value in (*row, *[-math.inf] * (width - len(row)))])
+    if sys.byteorder == "big":
+        values.byteswap()
+    header = f"{{'descr': '<f4', 'fortran_order': False, 'shape': ({len(rows)}, {width}), }}"
+    padded = header.ljust(-(-(len(header) + NPY_PREFIX_NBYTES + 1) // 64) * 64 - NPY_PREFIX_NBYTES - 1) + "\n"
+    magic = b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little")
+    return base64.b64encode(magic + padded.encode() + values.tobytes()).decode()
 
 
 def behind(entries: list[TokenLogprobs], num_chars: int) -> list[TokenLogprobs]:

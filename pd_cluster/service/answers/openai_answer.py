@@ -29,8 +29,8 @@ OfPrompt = Annotated[PromptLogprobs | None, Meta(description="By token id; null 
 OfMetrics = Annotated[
     AnswerMetrics | UnsetType | None,
     Meta(
-        description="With include_metrics or --per-request-spec-decode-metrics, which a stream tells with its usage; "
-        "null for more than one answer."
+        description="With include_metrics, --enable-per-request-metrics or --per-request-spec-decode-metrics, which a "
+        "stream tells with its usage; null for more than one answer."
     ),
 ]
 OfHandle = Annotated[KVHandle | None, Meta(description="With kv_transfer_params: {do_remote_decode: true}.")]
@@ -50,7 +50,8 @@ class Wanted(NamedTuple):
     kv_transfer_params: dict[str, Any] | None
 
     @classmethod
-    def of(cls, request: GenerationRequest, forces_usage: bool = False) -> Wanted:
+    def of(cls, request: GenerationRequest, forces_usage: bool = False, tells_metrics: bool = False) -> Wanted:
+        """`forces_usage` and `tells_metrics`: the server's own."""
         return cls(
             bool(request.stream),
             request.include_usage or forces_usage,
@@ -58,7 +59,7 @@ class Wanted(NamedTuple):
             bool(request.return_token_ids),
             request.num_logprobs is not None,
             request.prompt_logprobs is not None,
-            bool(request.include_metrics),
+            tells_metrics if request.include_metrics is None else request.include_metrics,
             bool(request.stop or request.stop_token_ids),
             request.kv_transfer_params,
         )
@@ -75,14 +76,15 @@ class Answer(ABC):
     def __init__(
         self, request: GenerationRequest, model: str, service: TextService, generations: list[Generation]
     ) -> None:
-        self.wanted = Wanted.of(request, service.forces_usage)
+        self.wanted = Wanted.of(request, service.forces_usage, service.settings.tells_request_metrics)
         self.generations = generations
         self._num_choices = request.num_choices  # per prompt
         self._tokenizer = service.tokenizer
         self._service = service
         self.kv_handle: KVHandle | None = None  # for the prompt's KV cache, where one was asked for
         as_ids = request.return_tokens_as_token_ids
-        self._format = LogprobsFormat(service.tokenizer, service.shows_token_ids if as_ids is None else as_ids)
+        as_ids = service.shows_token_ids if as_ids is None else as_ids
+        self._format = LogprobsFormat(service.tokenizer, as_ids, tells_chosen=bool(request.logprob_token_ids))
         self.id = f"{self.prefix}-{request.request_id or secrets.token_hex(12)}"
         self._created = int(time.time())
         self._model = model

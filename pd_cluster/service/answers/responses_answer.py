@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType
 from msgspec.structs import replace
 from pydantic import BaseModel
 
@@ -18,12 +18,13 @@ from pd_cluster.service.answers.openai_answer import UnixTime
 from pd_cluster.service.answers.reply_blocks import Block, BlockAnswer, BlockChange
 from pd_cluster.service.answers.sse import named_event
 from pd_cluster.service.generation.prompt_generation import Generation
-from pd_cluster.service.generation.text_sequence import TokenLogprobs
+from pd_cluster.service.generation.text_sequence import Piece, TokenLogprobs
 from pd_cluster.service.schema.responses.responses_protocol import NamespaceTool, ResponsesRequest, ResponseTool
 from pd_cluster.service.schema.responses.responses_tools import names_of
 from pd_cluster.text.tokenizer import Tokenizer
 
 ID_NUM_BYTES = 24
+RAW: Literal["raw_message_tokens"] = "raw_message_tokens"
 PREFIX = "resp_"
 PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
 PARTS = {"text": "output_text", "reasoning": "reasoning_text"}  # also the middle of their events' names
@@ -81,6 +82,15 @@ class Incomplete(Struct):
     reason: Literal["max_output_tokens"]
 
 
+class RawMessage(Struct):
+    type: Literal["raw_message_tokens"]
+    message: Annotated[str, Meta(description="The text of the tokens, special ones included.")]
+    tokens: list[int]
+
+
+OfRaw = Annotated[list[RawMessage] | UnsetType, Meta(description="With enable_response_messages.")]
+
+
 class ResponseObject(Struct):
     id: str
     object: Literal["response"]
@@ -112,6 +122,8 @@ class ResponseObject(Struct):
     store: bool
     output: list[ResponseItem]
     usage: ResponseUsage | None
+    input_messages: OfRaw = UNSET
+    output_messages: OfRaw = UNSET
 
 
 class ResponseEvent(Struct, omit_defaults=True):
@@ -141,7 +153,8 @@ class ResponsesAnswer(BlockAnswer):
         is_stored: bool = False,
     ) -> None:
         super().__init__(generation, bool(request.stream), request.include_reasoning is not False)
-        self._logprobs = LogprobsFormat(tokenizer)
+        self._logprobs, self._tokenizer = LogprobsFormat(tokenizer), tokenizer
+        self._raw_token_ids: list[int] | None = [] if request.enable_response_messages else None
         self.id = f"{PREFIX}{secrets.token_hex(ID_NUM_BYTES)}"
         self._own_name = request.request_id
         self._names = names_of(request)
@@ -166,6 +179,11 @@ class ResponsesAnswer(BlockAnswer):
         """Says so in what is sent from now on."""
         self._head.store = False
 
+    def read(self, piece: Piece) -> list[BlockChange]:
+        if self._raw_token_ids is not None:
+            self._raw_token_ids += piece.token_ids
+        return super().read(piece)
+
     def whole(self) -> ResponseObject:
         if self._completed_s is None:
             self._completed_s = time.time()
@@ -174,7 +192,15 @@ class ResponsesAnswer(BlockAnswer):
             status=self.status,
             completed_at=None if is_cut else self._completed_s,
             incomplete_details=Incomplete("max_output_tokens") if is_cut else None,
+            **self._raw_messages(),
         )
+
+    def _raw_messages(self) -> dict[str, list[RawMessage]]:
+        """Returns the prompt and the output as the model has them, if the request asks for that."""
+        if self._raw_token_ids is None:
+            return {}
+        given = {"input_messages": self.generation.prompt_token_ids, "output_messages": self._raw_token_ids}
+        return {name: [RawMessage(RAW, self._tokenizer.decode(ids, False), ids)] for name, ids in given.items()}
 
     def failure(self, error: PdClusterError) -> bytes:
         told = ResponseFailure("server_error", str(error))

@@ -161,7 +161,19 @@ class Generation:
         if self.prompt is None:
             return []
         found, first = self.prompt.logprobs, self.num_virtual_tokens
+        if self.sampling.prompt_logprob_token_ids:
+            number = self.sampling.prompt_logprobs or 0
+            found = [each and msgspec.structs.replace(each, top=each.top[:number]) for each in found]
         return [None, *found[first + 1 :]] if first and found else found
+
+    @property
+    def named_prompt_logprobs(self) -> list[list[float]]:
+        """Those that the request names, for each prompt token but the first; empty if it names none."""
+        if self.prompt is None or not self.sampling.prompt_logprob_token_ids:
+            return []
+        number = self.sampling.prompt_logprobs or 0
+        found = self.prompt.logprobs[self.num_virtual_tokens + 1 :]
+        return [[value for _, value in each.top[number:]] if each is not None else [] for each in found]
 
     def routed(self, stream: RequestStream) -> None:
         self.stream = stream

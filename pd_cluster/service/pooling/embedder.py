@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from pd_cluster.checkpoints.embedding_prompts import EmbeddingPrompts
 from pd_cluster.checkpoints.pooling_config import pooling_kind_of
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import ModelError, RequestError
@@ -24,8 +25,10 @@ from pd_cluster.service.pooling.pooled_prompts import (
 )
 from pd_cluster.service.preprocessing.request_limits import check_priority
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
+from pd_cluster.settings.request_settings import PoolerConfig, PoolingType
 from pd_cluster.types import INT32_MAX, PooledOutput, Pooling, PoolingKind
 
+POOLING_KINDS: dict[PoolingType, PoolingKind] = {"LAST": "last", "MEAN": "mean"}
 PROMPTS_A_TURN = 16  # that are prepared before other tasks have their turn
 
 
@@ -34,13 +37,14 @@ class EmbeddingInput(PoolingInput):
     """A prompt to be pooled: text or token ids.
 
     `dimensions`: how many of the first numbers are kept; None: all. `truncate_prompt_tokens`: how many of the last
-    tokens are kept; -1: as many as the context has; None: a prompt that is too long is refused. `field`: its name in
-    errors.
+    tokens are kept, or of the first if it `keeps_first`; -1: as many as the context has; None: a prompt that is too
+    long is refused. `normalizes` None: as the server's settings say. `field`: its name in errors.
     """
 
     prompt: str | list[int]
     dimensions: int | None = None
-    normalizes: bool = True
+    normalizes: bool | None = None
+    keeps_first: bool = False
     special: bool = True  # the tokenizer adds its special tokens to a text
     field: str = "prompt"
 
@@ -53,26 +57,36 @@ class Embedding(NamedTuple):
     num_cached_tokens: int
 
 
-class Embedder:
-    """`folder` is the checkpoint's."""
+class EmbedderRules(NamedTuple):
+    """`folder` is the checkpoint's; `settings` count before what it says."""
 
+    vocab_size: int
+    folder: Path
+    has_priorities: bool
+    settings: PoolerConfig = PoolerConfig()
+
+
+class Embedder:
     def __init__(
-        self,
-        router: Router,
-        encoder: PromptEncoder,
-        vocab_size: int,
-        folder: Path,
-        has_priorities: bool,
-        log: RequestLog | None = None,
+        self, router: Router, encoder: PromptEncoder, rules: EmbedderRules, log: RequestLog | None = None
     ) -> None:
-        self._router, self._encoder, self._log = router, encoder, log
-        self._vocab_size, self._folder, self._has_priorities = vocab_size, folder, has_priorities
+        self._router, self._encoder, self._rules, self._log = router, encoder, rules, log
 
     @cached_property
     def kind(self) -> PoolingKind:
-        """The checkpoint's kind of pooling. Raises RequestError for one that is not supported."""
+        """The settings' kind of pooling, or the checkpoint's. Raises RequestError for one that is not supported."""
+        if self._rules.settings.kind is not None:
+            return POOLING_KINDS[self._rules.settings.kind]
         try:
-            return pooling_kind_of(self._folder)
+            return pooling_kind_of(self._rules.folder)
+        except ModelError as error:
+            raise RequestError(f"this model cannot embed: {error}") from error
+
+    @cached_property
+    def prompts(self) -> EmbeddingPrompts:
+        """The texts that the checkpoint puts in front of others. Raises RequestError for a broken file."""
+        try:
+            return EmbeddingPrompts.read(self._rules.folder)
         except ModelError as error:
             raise RequestError(f"this model cannot embed: {error}") from error
 
@@ -83,27 +97,29 @@ class Embedder:
             param = place.partition("[")[0]
             (prompt,) = await self._encoder.encode([prompt], ask.special, keep is not None, param, ask.caller)
         if keep is not None:
-            prompt = prompt[-kept_tokens(keep, limit) :]
+            number = kept_tokens(keep, limit)
+            prompt = prompt[:number] if ask.keeps_first else prompt[-number:]
         check_length(len(prompt), limit, place)
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:
+        if min(prompt) < 0 or max(prompt) >= self._rules.vocab_size:
             raise RequestError(
-                f"{place}: token ids must be in 0 to {self._vocab_size - 1}", param=place.partition("[")[0]
+                f"{place}: token ids must be in 0 to {self._rules.vocab_size - 1}", param=place.partition("[")[0]
             )
         return prompt
 
-    async def generation(self, ask: EmbeddingInput) -> Generation:
-        """Prepares one prompt. Raises RequestError."""
+    async def generation(self, ask: EmbeddingInput, kind: PoolingKind | None = None) -> Generation:
+        """Prepares one prompt. `kind` of pooling: None: the model's own. Raises RequestError."""
         if ask.dimensions is not None and not 1 <= ask.dimensions <= INT32_MAX:
             raise RequestError(f"dimensions: {ask.dimensions}; must be in 1 to {INT32_MAX}", param="dimensions")
-        check_priority(ask.priority, self._has_priorities)
-        pooling = Pooling(kind=self.kind, dimensions=ask.dimensions, normalizes=ask.normalizes)
+        check_priority(ask.priority, self._rules.has_priorities)
+        normalizes = self._rules.settings.use_activation is not False if ask.normalizes is None else ask.normalizes
+        pooling = Pooling(kind=kind or self.kind, dimensions=ask.dimensions, normalizes=normalizes)
         return pooled_generation(ask, await self.token_ids(ask), pooling)
 
-    async def generations(self, asks: Sequence[EmbeddingInput]) -> list[Generation]:
-        """Prepares the prompts of a request. Raises RequestError."""
+    async def generations(self, asks: Sequence[EmbeddingInput], kind: PoolingKind | None = None) -> list[Generation]:
+        """Prepares the prompts of a request, as `generation` does. Raises RequestError."""
         found = []
         for at, ask in enumerate(asks):
-            found.append(await self.generation(ask))
+            found.append(await self.generation(ask, kind))
             if at % PROMPTS_A_TURN == PROMPTS_A_TURN - 1:
                 await asyncio.sleep(0)
         return found

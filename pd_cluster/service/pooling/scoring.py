@@ -7,27 +7,32 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 from pd_cluster.checkpoints.pooling_config import POOLING_FILE
 from pd_cluster.cluster.routing.router import Router
 from pd_cluster.errors import RequestError
+from pd_cluster.service.callers.caller import Caller
 from pd_cluster.service.generation.generation_log import RequestLog
 from pd_cluster.service.generation.prompt_generation import Generation
-from pd_cluster.service.pooling.embedder import Embedder, EmbeddingInput
+from pd_cluster.service.pooling.embedder import Embedder, EmbedderRules, EmbeddingInput
 from pd_cluster.service.pooling.pooled_prompts import numbers_of
 from pd_cluster.service.pooling.reranking import Reranker, ScoreInput
 from pd_cluster.service.preprocessing.request_preprocessor import RequestPreprocessor
 from pd_cluster.service.prompts.guarded_prompt import ControlTokenGuard
+from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
+from pd_cluster.settings.request_settings import PoolerConfig
 from pd_cluster.types import PooledOutput
+
+NAMES = ("query", "documents")  # of a pair's texts, in errors
 
 
 class Scorer:
     """`folder` is the checkpoint's."""
 
-    def __init__(self, embedder: Embedder, reranker: Reranker, folder: Path) -> None:
-        self.embedder, self._reranker, self._folder = embedder, reranker, folder
+    def __init__(self, embedder: Embedder, reranker: Reranker, encoder: PromptEncoder, folder: Path) -> None:
+        self.embedder, self._reranker, self._encoder, self._folder = embedder, reranker, encoder, folder
 
     @cached_property
     def judges(self) -> bool:
@@ -67,6 +72,22 @@ class Scorer:
             ]
         )
 
+    async def shortened(
+        self, pairs: list[tuple[str, str]], most_of_query: int, most_of_document: int, caller: Caller
+    ) -> list[tuple[str, str]]:
+        """Returns pairs of texts with at most so many tokens; 0: as many as there are."""
+        if not most_of_query and not most_of_document:
+            return pairs
+        tokenizer = self._encoder.tokenizer
+        for name, text in ((name, text) for pair in pairs for name, text in zip(NAMES, pair, strict=True)):
+            self._encoder.check(len(text), True, name)
+
+        def work() -> list[tuple[str, str]]:
+            shorter = cache(tokenizer.beginning)
+            return [(shorter(query, most_of_query), shorter(text, most_of_document)) for query, text in pairs]
+
+        return await self._encoder.run(work, sum(len(text) for pair in pairs for text in pair), caller)
+
     def scores(self, ask: ScoreInput, vectors: Sequence[PooledOutput]) -> list[float]:
         """Returns a score for each pair. `vectors`: those of the prepared prompts. Raises GenerationError."""
         if self.judges:
@@ -88,9 +109,14 @@ def _texts(ask: ScoreInput) -> list[str]:
 
 
 def scorer_of(
-    router: Router, intake: RequestPreprocessor, guard: ControlTokenGuard | None, folder: Path, log: RequestLog | None
+    router: Router,
+    intake: RequestPreprocessor,
+    guard: ControlTokenGuard | None,
+    folder: Path,
+    log: RequestLog | None,
+    settings: PoolerConfig,
 ) -> Scorer:
     """Makes the scorer of a process, and its embedder. `folder` is the checkpoint's."""
     encoder, has_priorities = intake.encoder, intake.has_priorities
-    embedder = Embedder(router, encoder, intake.limits.vocab_size, folder, has_priorities, log)
-    return Scorer(embedder, Reranker(encoder, guard, has_priorities), folder)
+    rules = EmbedderRules(intake.limits.vocab_size, folder, has_priorities, settings)
+    return Scorer(Embedder(router, encoder, rules, log), Reranker(encoder, guard, has_priorities), encoder, folder)

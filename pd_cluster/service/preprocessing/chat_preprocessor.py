@@ -156,6 +156,10 @@ class ChatPreprocessor:
         salt = caller.own_salt(getattr(request, "cache_salt", None)) if sources else ""
         return await self._pictures.place(token_ids, sources, "messages", pictures, salt)
 
+    async def text(self, request: ChatFields) -> str:
+        """Returns the text of the chat template's prompt. Raises RequestError."""
+        return (await self._prompts.render(request, guard=self.guard)).text
+
     async def _end_of(self, request: ChatCompletionRequest, token_ids: list[int]) -> str:
         """Returns the generation prompt's last mark of reasoning for a reader, "" if it has none.
 

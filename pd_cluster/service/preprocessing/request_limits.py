@@ -5,6 +5,7 @@ Every refusal is a RequestError that names the field, its value and the remedy. 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -35,13 +36,18 @@ class Limits(NamedTuple):
     eos_token_ids: frozenset[int]
     max_logprobs: int = DEFAULT_MAX_LOGPROBS  # -1: all
     max_beam_width: int = MAX_SEQUENCES
+    generates: bool = True  # False: the model is a classifier
 
     def check(
         self, request: GenerationRequest, sampling: Sampling, num_prompt_tokens: int, num_prompts: int = 1
     ) -> Sampling:
         """Returns the sampling within the limits, for one of `num_prompts` prompts. Raises RequestError."""
+        if not self.generates:
+            raise RequestError("model: a classifier, which generates nothing; ask /classify", param="model")
         self._check_ids("logit_bias", (token_id for token_id, _ in sampling.logit_bias))
         self._check_ids("allowed_token_ids", sampling.allowed_token_ids)
+        self._check_ids("logprob_token_ids", sampling.logprob_token_ids)
+        self._check_ids("prompt_logprob_token_ids", itertools.chain(*sampling.prompt_logprob_token_ids))
         name = "top_logprobs" if isinstance(request, ChatCompletionRequest) else "logprobs"
         logprobs = self._num_logprobs(name, sampling.logprobs)
         prompt_logprobs = self._num_logprobs("prompt_logprobs", sampling.prompt_logprobs)
@@ -115,8 +121,10 @@ def _check_size(request: GenerationRequest, sampling: Sampling, num_prompt_token
     if sampling.prompt_logprobs is not None:
         num_told = request.num_choices if isinstance(request, CompletionRequest) else 1
         num_entries += num_prompt_tokens * (sampling.prompt_logprobs + 1) * num_told
+        num_entries += sum(map(len, sampling.prompt_logprob_token_ids))
     if sampling.logprobs is not None:
-        num_entries += min(sampling.max_tokens, OUTPUT_TOKENS_COUNTED) * (sampling.logprobs + 1) * sampling.n
+        num_told = sampling.logprobs + len(sampling.logprob_token_ids) + 1
+        num_entries += min(sampling.max_tokens, OUTPUT_TOKENS_COUNTED) * num_told * sampling.n
     num_entries *= num_prompts
     if request.stream and sampling.prompt_logprobs is not None:  # they are echoed
         num_told = num_prompt_tokens * (sampling.prompt_logprobs + 1) * request.num_choices

@@ -133,6 +133,8 @@ class RequestPreprocessor:
         wanted = self._max_tokens(request, len(token_ids), default_max_tokens, param, shared)
         sampling = self._sampling(request, wanted, len(token_ids), shared)
         sequences = self._sequences(request, sampling, shared.markers, token_ids)
+        if num_virtual and (rows := sampling.prompt_logprob_token_ids):
+            sampling = msgspec.structs.replace(sampling, prompt_logprob_token_ids=((),) * num_virtual + rows)
         if wanted == 0:  # the engine computes at least one token, which is not shown
             sampling = msgspec.structs.replace(sampling, n=1, max_tokens=1, min_tokens=0, beam_width=0)
         order = RequestSpec(
@@ -245,7 +247,8 @@ def preprocessor_of(
     """Makes the intake of a process."""
     settings, eos_token_ids = config.settings, checkpoint.eos_token_ids
     vocab_size = int(checkpoint.config.get("vocab_size", encoder.tokenizer.vocab_size))
-    limits = Limits(vocab_size, eos_token_ids, settings.max_logprobs, settings.engine.max_num_seqs)
+    most, width, generates = settings.max_logprobs, settings.engine.max_num_seqs, not checkpoint.is_classifier
+    limits = Limits(vocab_size, eos_token_ids, most, width, generates)
     file = (checkpoint.tokenizer_path or checkpoint.path) / "tokenizer.json"
     guides = GuideCheck(file, vocab_size, eos_token_ids, settings.timeouts.guided_timeout_s)
     return RequestPreprocessor(encoder, guides, limits, names, config)

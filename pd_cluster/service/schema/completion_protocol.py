@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from pd_cluster.engine.step.engine_limits import MAX_LENGTH_PENALTY
+from pd_cluster.engine.step.engine_limits import MAX_LENGTH_PENALTY, MAX_LOGPROB_TOKEN_IDS
 from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.predicted_outputs import Prediction
 from pd_cluster.service.schema.structured_outputs.guide_fields import Asked, GuideFields, guide_of
@@ -51,18 +51,22 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "prompt_embeds": (),
-    "logprob_token_ids": ([],),
     "kv_transfer_params": ({},),
     "ec_transfer_params": ({},),
     "repetition_detection": (),
     "return_prompt_text": (False,),
-    "return_token_offsets": (False,),
     "routed_experts_prompt_start": (0,),
     "watermarking": (False,),
     "stream_interval": (1,),
     "media_io_kwargs": ({},),
     "moderation": (),
+}
+# Parameters that are not for this route, or not for this server -> the values that ask for nothing, and the way out.
+ELSEWHERE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "prompt_embeds": (([], ""), "is not supported, since prompts are never embeddings; give a text or token ids"),
+    "return_token_offsets": ((False,), "is for the routes that render a prompt, such as /v1/completions/render"),
+    "prompt_logprob_token_ids": (([],), "is for sampling_params of /inference/v1/generate"),
+    "prompt_logprob_start": ((0,), "is for sampling_params of /inference/v1/generate"),
 }
 # SGLang's names for what has another one here -> the values that ask for nothing, and the way out.
 SGLANGS: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -188,6 +192,7 @@ class GenerationRequest(BaseModel):
         Annotated[list[Id], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS, fail_fast=True)] | None
     ) = None
     prompt_logprobs: NumLogprobs | None = None
+    logprob_token_ids: Annotated[list[Id], Field(max_length=MAX_LOGPROB_TOKEN_IDS, fail_fast=True)] | None = None
     return_tokens_as_token_ids: bool | None = None
     stop_token_ids: Annotated[list[Id], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     include_stop_str_in_output: bool | None = None
@@ -213,6 +218,7 @@ class GenerationRequest(BaseModel):
     structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     return_token_ids: bool | None = None
+    return_token_offsets: bool | None = None  # of the routes that render a prompt
     include_metrics: bool | None = None
     prediction: Prediction | None = None
     speculative: bool | None = None
@@ -258,6 +264,11 @@ class GenerationRequest(BaseModel):
     @property
     def num_prompt_logprobs(self) -> int | None:
         return self.prompt_logprobs
+
+    @property
+    def named_prompt_token_ids(self) -> tuple[tuple[int, ...], ...]:
+        """The tokens whose logprobs are returned at each prompt token but the first, beside the most likely ones."""
+        return ()
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
         """Keeps values derived from the fields, unless one of these changes."""
@@ -307,6 +318,8 @@ class GenerationRequest(BaseModel):
         temperature = float(choose(self.temperature, "temperature", 0.0 if self.beam_width else 1.0))
         num_sequences = self.num_choices if self.beam_width else self.num_sequences
         num_logprobs = self.num_logprobs
+        named = tuple(dict.fromkeys(self.logprob_token_ids or ())) if num_logprobs is not None else ()
+        num_logprobs = 0 if named else num_logprobs  # as in vLLM, they take the place of the most likely ones
         return Sampling(
             n=num_sequences,
             max_tokens=max_tokens,
@@ -326,6 +339,8 @@ class GenerationRequest(BaseModel):
             # Ranking sequences needs the logprobs of their tokens.
             logprobs=0 if num_logprobs is None and num_sequences > self.num_choices else num_logprobs,
             prompt_logprobs=self.num_prompt_logprobs,
+            logprob_token_ids=named,
+            prompt_logprob_token_ids=self.named_prompt_token_ids,
             beam_width=self.beam_width,
             length_penalty=1.0 if self.length_penalty is None else float(self.length_penalty),
             early_stopping=self.early_stopping or False,
@@ -409,6 +424,41 @@ class CompletionRequest(GenerationRequest):
     def num_prompt_logprobs(self) -> int | None:
         """The prompt's logprobs to return; `echo` shows them too."""
         return self.logprobs if self.prompt_logprobs is None and self.echo else self.prompt_logprobs
+
+
+class TokensCompletionRequest(CompletionRequest):
+    """The completion that a request of /inference/v1/generate becomes.
+
+    `prompt_logprob_token_ids`: tokens to score behind each prompt token from `prompt_logprob_start` on but the last.
+    """
+
+    prompt_logprob_token_ids: Annotated[list[Annotated[list[Id], FAIL_FAST]], FAIL_FAST] | None = None
+    prompt_logprob_start: Count | None = None
+    output_mode: Literal["tokens", "text"] = "tokens"
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        found = super().num_prompt_logprobs
+        return 0 if found is None and self.prompt_logprob_token_ids else found
+
+    @property
+    def named_prompt_token_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Raises RequestError unless there is a row for each token that is scored."""
+        rows, start = self.prompt_logprob_token_ids, self.prompt_logprob_start or 0
+        if not rows:
+            return ()
+        if self.truncate_prompt_tokens is not None:
+            name = "truncate_prompt_tokens"
+            raise RequestError(f"{name}: not beside prompt_logprob_token_ids; leave out one of the two", param=name)
+        num_scored = max(0, len(self.prompt) - 1 - start)
+        if len(rows) != num_scored:
+            name = "prompt_logprob_token_ids"
+            raise RequestError(
+                f"{name}: {len(rows)} rows for {num_scored} scored rows, one for each token of the prompt behind "
+                f"number {start}; give as many",
+                param=name,
+            )
+        return ((),) * start + tuple(map(tuple, rows))
 
 
 class GenerateRequest(GenerationRequest):

@@ -21,7 +21,7 @@ from pd_cluster.errors import (
 MAX_BODY_NBYTES = 32 << 20  # also the most that is read and ignored of a body after the answer
 TOO_LARGE = f"the body is larger than {MAX_BODY_NBYTES >> 20} MiB"
 CLIENT_CLOSED_REQUEST = 499  # never seen by anybody: the client has left
-MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")  # with Anthropic's shapes
+MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens", "/v1/messages/render")  # with Anthropic's shapes
 NO_THREADS = "thread_unsupported_request"  # Anthropic's clients go on without a thread when its details say so
 MESSAGES_ERRORS = {  # status -> Anthropic's type of error
     400: "invalid_request_error",

@@ -13,6 +13,7 @@ from pd_cluster.errors import RequestError
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest, ChatFields
 from pd_cluster.service.schema.completion_protocol import (
     CHAT_ONLY,
+    ELSEWHERE,
     HARMLESS,
     MIN_TEMPERATURE,
     NOT_YET,
@@ -35,9 +36,10 @@ _NEUTRAL = {  # of fields that beam search, which draws nothing, refuses otherwi
 }
 _logged_fields: set[str] = set()
 HANDLE = "kv_transfer_params"  # refused by routes that do not honour it
+OFFSETS = "return_token_offsets"  # the same
 
 CHECKED = frozenset(
-    {*NOT_YET, *SGLANGS, *CHAT_ONLY, *HARMLESS}
+    {*NOT_YET, *ELSEWHERE, *SGLANGS, *CHAT_ONLY, *HARMLESS}
 )  # where such a name has been given, it asks for nothing
 _NOT_YET_BUT_HANDLES = {name: neutral for name, neutral in NOT_YET.items() if name != HANDLE}
 
@@ -48,22 +50,23 @@ def parse(
     body: bytes,
     kind: type[RequestT],
     has_own_names: bool = False,
-    takes_handles: bool = False,
+    takes: Collection[str] = (),
     vocab_size: int | None = None,
 ) -> RequestT:
     """Parses a body. Raises RequestError that names the field, for anything that is not a valid request.
 
-    `has_own_names`: its fields are another API's, so that the names of this one mean nothing in it. `takes_handles`:
-    the route honours kv_transfer_params. `vocab_size`: ids outside are then refused beside all that are none.
+    `has_own_names`: its fields are another API's, so that the names of this one mean nothing in it. `takes`: of
+    HANDLE and OFFSETS, those that the route honours. `vocab_size`: ids outside are then refused beside all that are
+    none.
     """
-    return checked(decoded(body), kind, has_own_names, takes_handles, vocab_size)
+    return checked(decoded(body), kind, has_own_names, takes, vocab_size)
 
 
 def checked(
     data: Any,
     kind: type[RequestT],
     has_own_names: bool = False,
-    takes_handles: bool = False,
+    takes: Collection[str] = (),
     vocab_size: int | None = None,
 ) -> RequestT:
     """Validates a decoded body."""
@@ -72,10 +75,14 @@ def checked(
     if len(data) > MAX_FIELDS:
         raise RequestError(f"the body has {len(data)} fields; at most {MAX_FIELDS} are allowed")
     if not has_own_names:
-        _refuse(data, _NOT_YET_BUT_HANDLES if takes_handles else NOT_YET, "is not supported yet by this server")
+        _refuse(data, _NOT_YET_BUT_HANDLES if HANDLE in takes else NOT_YET, "is not supported yet by this server")
         for name in [each for each in data if each in SGLANGS]:
             neutral, way_out = SGLANGS[name]
             _refuse(data, {name: neutral}, f"is not a name here; {way_out}")
+        own = {*kind.model_fields} - {OFFSETS} | {*takes}
+        for name in [each for each in data if each in ELSEWHERE and each not in own]:
+            neutral, way_out = ELSEWHERE[name]
+            _refuse(data, {name: neutral}, way_out)
         if not issubclass(kind, ChatFields):
             others = {name: neutral for name, neutral in CHAT_ONLY.items() if name not in kind.model_fields}
             _refuse(data, others, "is for chats; use /v1/chat/completions")
@@ -134,6 +141,7 @@ def _check_together(request: GenerationRequest, vocab_size: int | None) -> None:
             param="truncate_prompt_tokens",
         )
     _check_top_logprobs(request)
+    _check_named_logprobs(request)
 
 
 def _check_beams(request: GenerationRequest) -> None:
@@ -175,6 +183,20 @@ def _check_top_logprobs(request: GenerationRequest) -> None:
             )
     elif top := (request.model_extra or {}).get("top_logprobs"):
         raise RequestError(f"top_logprobs: {reprlib.repr(top)} is chat's; here use logprobs: N", param="top_logprobs")
+
+
+def _check_named_logprobs(request: GenerationRequest) -> None:
+    """Refuses logprobs of named tokens where no token of an answer is told. Raises RequestError."""
+    name = "logprob_token_ids"
+    if not request.logprob_token_ids:
+        return
+    if request.num_logprobs is None:
+        needed = "logprobs: true" if isinstance(request, ChatCompletionRequest) else "logprobs"
+        raise RequestError(f"{name}: needs {needed} beside it", param=name)
+    if request.beam_width:
+        raise RequestError(f"{name}: not for a beam search; leave out one of the two", param=name)
+    if request.max_tokens == 0:
+        raise RequestError(f"{name}: max_tokens 0 leaves no output token to tell them of; give prompt_logprobs", name)
 
 
 def _kin(value: Any) -> tuple[type, ...]:

@@ -168,7 +168,7 @@ class ResponsesRequest(BaseModel):
     speculative: bool | None = None  # this server's
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: bool | None = None
-    enable_response_messages: Off | None = None
+    enable_response_messages: bool | None = None
     previous_input_messages: Annotated[list[Any], Field(max_length=0)] | None = None
     kv_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None

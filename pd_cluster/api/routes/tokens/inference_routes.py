@@ -17,7 +17,6 @@ from msgspec import UNSET
 from pd_cluster.api.middleware.direct_routes import GeneratingRoute, PlainRoute
 from pd_cluster.api.middleware.http_bodies import (
     BODY,
-    json_of,
     json_response,
     read_body,
     read_request,
@@ -28,21 +27,26 @@ from pd_cluster.api.openapi import request_examples
 from pd_cluster.api.openapi.operations import Operation
 from pd_cluster.api.routes.load_header import load_header
 from pd_cluster.api.routes.openai_routes import answered, openai_routes, served_by
-from pd_cluster.api.routes.pooling_routes import Embeddings, Reranked, Scores, pooling_routes
+from pd_cluster.api.routes.pooling.score_routes import Reranked, Scores, score_routes
+from pd_cluster.api.routes.pooling.vector_routes import Embeddings, vector_routes
 from pd_cluster.api.routes.request_names import named
 from pd_cluster.errors import RequestError
 from pd_cluster.service.answers.chat_answer import ChatAnswer, ChatCompletion, ChatCompletionChunk
-from pd_cluster.service.answers.completion_answer import Completion, CompletionAnswer, CompletionChunk
+from pd_cluster.service.answers.completion_answer import Completion, CompletionChunk
 from pd_cluster.service.answers.tokens_answer import GeneratedTokens, GeneratedTokensChunk, TokensAnswer
 from pd_cluster.service.generation.prompt_generation import Generation, added_up
 from pd_cluster.service.generation.text_sequence import Piece
 from pd_cluster.service.schema.chat_protocol import ChatCompletionRequest
-from pd_cluster.service.schema.completion_protocol import CompletionRequest
+from pd_cluster.service.schema.completion_protocol import CompletionRequest, TokensCompletionRequest
 from pd_cluster.service.schema.error_bodies import CLIENT_CLOSED_REQUEST
 from pd_cluster.service.schema.error_field_names import with_field_names
-from pd_cluster.service.schema.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
-from pd_cluster.service.schema.request_parsing import parse
-from pd_cluster.service.schema.tokens_protocol import NAMES, BatchChatRequest, RenderedPrompt, TokensRequest, rendered
+from pd_cluster.service.schema.pooling.pooling_protocol import EmbeddingRequest, RerankRequest, ScoreRequest
+from pd_cluster.service.schema.request_parsing import HANDLE, parse
+from pd_cluster.service.schema.tokens.tokens_protocol import (
+    NAMES,
+    BatchChatRequest,
+    TokensRequest,
+)
 from pd_cluster.service.text_service import TextService
 
 NUM_CHATS_A_TURN = 16  # of a batch, between which other tasks have their turn
@@ -82,6 +86,8 @@ def inference_routes(service: TextService) -> APIRouter:
         received_s = time.monotonic()
         request = await read_request(http, _completion_of)
         name = service.names.check(request.model, caller_of(http))
+        if request.output_mode == "text" and not service.tokenizer.has_text:
+            raise RequestError('output_mode: "text" needs a tokenizer (--skip-tokenizer-init)', param="output_mode")
         with with_field_names(NAMES):
             generations = await service.completions(named(request, http), received_s, caller_of(http))
         return await answered(http, service, TokensAnswer(request, name, service, generations))
@@ -108,44 +114,8 @@ def inference_routes(service: TextService) -> APIRouter:
     return routes
 
 
-def render_routes(service: TextService) -> APIRouter:
-    """Makes the routes that return a request's prompt as tokens, with all else that /inference/v1/generate needs."""
-    routes, vocab_size = APIRouter(route_class=PlainRoute), service.vocab_size
-    of_chat = "The body of /inference/v1/generate that answers this conversation."
-    of_text = "The body of /inference/v1/generate for each prompt."
-    chat, text = {"plain": request_examples.CHAT["plain"]}, {"plain": request_examples.COMPLETION["plain"]}
-
-    @routes.post(
-        "/v1/chat/completions/render", openapi_extra=Operation(of_chat, RenderedPrompt, ChatCompletionRequest, chat)
-    )
-    async def render_chat(http: Request) -> Response:
-        request = await read_request(http, lambda body: parse(body, ChatCompletionRequest, vocab_size=vocab_size))
-        name = service.names.check(request.model, caller_of(http))
-        generation = await service.chat(named(request, http), caller=caller_of(http))
-        if generation.order.images:
-            raise RequestError(
-                "messages: token ids alone cannot carry images; send them to /v1/chat/completions", param="messages"
-            )
-        answer = rendered(request, generation.prompt_token_ids, generation.sampling, name, ChatAnswer.prefix)
-        return json_of(answer)
-
-    @routes.post("/v1/completions/render", openapi_extra=Operation(of_text, [RenderedPrompt], CompletionRequest, text))
-    async def render_completion(http: Request) -> Response:
-        request = await read_request(http, lambda body: parse(body, CompletionRequest, vocab_size=vocab_size))
-        name = service.names.check(request.model, caller_of(http))
-        if request.echo or request.max_tokens == 0:
-            field = "echo" if request.echo else "max_tokens"
-            raise RequestError(f"{field}: has no form in sampling_params; leave it out", param=field)
-        generations = await service.completions(named(request, http), caller=caller_of(http))
-        prefix = CompletionAnswer.prefix
-        answers = [rendered(request, each.prompt_token_ids, each.sampling, name, prefix) for each in generations]
-        return await json_response(lambda: answers, large=len(answers) > FEW_CHATS)
-
-    return routes
-
-
-def _completion_of(body: bytes) -> CompletionRequest:
-    return parse(body, TokensRequest, takes_handles=True).completion()
+def _completion_of(body: bytes) -> TokensCompletionRequest:
+    return parse(body, TokensRequest, takes=(HANDLE,)).completion()
 
 
 class _Chats(NamedTuple):
@@ -180,7 +150,7 @@ async def _answered_batch(http: Request, service: TextService, chats: _Chats) ->
 
 def _add_invocations(routes: APIRouter, service: TextService) -> None:
     """Adds SageMaker's route, which passes a body to the route that its fields belong to."""
-    known = [*openai_routes(service).routes, *pooling_routes(service).routes]
+    known = [*openai_routes(service).routes, *vector_routes(service).routes, *score_routes(service).routes]
     endpoints = {route.path: route.endpoint for route in known if isinstance(route, PlainRoute)}
 
     operation = Operation(

@@ -27,7 +27,6 @@ class PoolingRequest(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
-        "truncation_side": (("left",), "is not supported; texts lose their first tokens, and documents their last"),
         "mm_processor_kwargs": (({},), "is for images, which this server does not take"),
         "chat_template": ((), "is not supported here; send the text that the model shall see"),
         "chat_template_kwargs": (({},), "is not supported here; send the text that the model shall see"),
@@ -46,13 +45,22 @@ class PoolingRequest(BaseModel):
 
 OF_PAIRS: dict[str, tuple[tuple[Any, ...], str]] = {
     **PoolingRequest.REFUSED,
-    "max_tokens_per_doc": ((0,), "is not supported; truncate_prompt_tokens limits each pair"),
-    "max_tokens_per_query": ((0,), "is not supported; truncate_prompt_tokens limits each pair"),
+    "truncation_side": ((), "is not supported; a document loses its last tokens"),
 }
 
 
-class EmbeddingRequest(PoolingRequest):
-    """OpenAI's embeddings."""
+class PairsRequest(PoolingRequest):
+    """Fields that scores and ranks share. Each limit cuts a text behind so many tokens; 0: none."""
+
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = OF_PAIRS
+
+    max_tokens_per_query: int | None = Field(default=None, ge=0, le=INT32_MAX)
+    max_tokens_per_doc: int | None = Field(default=None, ge=0, le=INT32_MAX)
+    instruction: str | None = None
+
+
+class InputRequest(PoolingRequest):
+    """Texts, or lists of token ids, of which each is computed by itself."""
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         **PoolingRequest.REFUSED,
@@ -61,10 +69,8 @@ class EmbeddingRequest(PoolingRequest):
     }
 
     input: str | TokenIds | Texts | Annotated[list[TokenIds], FAIL_FAST]
-    encoding_format: Literal["float", "base64"] | None = None
-    dimensions: int | None = Field(default=None, ge=1, le=INT32_MAX)
-    normalize: bool | None = None
     add_special_tokens: bool | None = None
+    truncation_side: Literal["left", "right"] | None = None
 
     def inputs(self) -> list[str | list[int]]:
         """Returns one or many. Raises RequestError for none, and for too many."""
@@ -79,9 +85,20 @@ class EmbeddingRequest(PoolingRequest):
             )
         return several
 
+
+class EmbeddingRequest(InputRequest):
+    """OpenAI's embeddings."""
+
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(default=None, ge=1, le=INT32_MAX)
+    normalize: bool | None = None
+
     @property
-    def normalizes(self) -> bool:
-        """Raises RequestError if the two names of the switch differ."""
+    def normalizes(self) -> bool | None:
+        """Returns whether vectors have the length 1; None: the server's default.
+
+        Raises RequestError if the two names of the switch differ.
+        """
         given = {each for each in (self.normalize, self.use_activation) if each is not None}
         if len(given) == 2:
             raise RequestError(
@@ -89,13 +106,27 @@ class EmbeddingRequest(PoolingRequest):
                 f"vectors, give one of them",
                 param="use_activation",
             )
-        return False not in given
+        return given.pop() if given else None
 
 
-class ScoreRequest(PoolingRequest):
+class TaskRequest(EmbeddingRequest):
+    """vLLM's /pooling: vectors or classes, whichever the model has."""
+
+    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
+        **EmbeddingRequest.REFUSED,
+        "task": (("embed", "classify"), 'is not supported; give "embed" or "classify"'),
+        "data": ((), "is for plugins, which are not loaded; give input"),
+    }
+
+    task: Literal["embed", "classify"] | None = None
+
+
+class ClassifyRequest(InputRequest):
+    """vLLM's /classify. `use_activation` false gives the classes' own numbers in place of probabilities."""
+
+
+class ScoreRequest(PairsRequest):
     """vLLM's scores: of a text beside others, or of texts by pairs, under any of four pairs of names."""
-
-    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = OF_PAIRS
 
     text_1: str | Texts | None = None
     text_2: str | Texts | None = None
@@ -104,7 +135,6 @@ class ScoreRequest(PoolingRequest):
     items: str | Texts | None = None
     data_1: str | Texts | None = None
     data_2: str | Texts | None = None
-    instruction: str | None = None
 
     def pairs(self) -> tuple[list[tuple[str, str]], tuple[str, str]]:
         """Returns (query, document) of each pair, and the names of the two fields. Raises RequestError."""
@@ -133,16 +163,13 @@ class ScoreRequest(PoolingRequest):
         return list(zip(queries, documents, strict=True)), fields
 
 
-class RerankRequest(PoolingRequest):
+class RerankRequest(PairsRequest):
     """Cohere's and Jina's reranking: documents by how well they answer the query."""
-
-    REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = OF_PAIRS
 
     query: str
     documents: Texts
     top_n: int | None = Field(default=None, ge=0, le=INT32_MAX)
     return_documents: bool | None = None
-    instruction: str | None = None
 
     def pairs(self) -> list[tuple[str, str]]:
         """Raises RequestError."""

@@ -9,6 +9,7 @@ import secrets
 from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from pd_cluster.errors import RequestError
@@ -18,14 +19,14 @@ from pd_cluster.service.schema.completion_protocol import (
     MAX_PROMPTS,
     MAX_SALT_NUM_CHARS,
     REQUEST_ID,
-    CompletionRequest,
     GenerationRequest,
     SessionId,
     StreamOptions,
+    TokensCompletionRequest,
     few,
 )
 from pd_cluster.service.schema.error_field_names import with_field_names
-from pd_cluster.service.schema.request_parsing import checked
+from pd_cluster.service.schema.request_parsing import HANDLE, checked
 from pd_cluster.service.schema.structured_outputs.guide_fields import structured_outputs_of
 from pd_cluster.types import INT32_MAX, Sampling
 
@@ -44,7 +45,7 @@ OF_REQUEST = frozenset(
         "session_id",
         "priority",
     }
-    | {"return_token_ids", "return_tokens_as_token_ids", "truncation_side"}
+    | {"return_token_ids", "return_tokens_as_token_ids", "return_token_offsets", "truncation_side", "output_mode"}
 )
 OF_GUIDE = frozenset(
     {"guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_decoding_backend"}
@@ -53,7 +54,7 @@ OF_GUIDE = frozenset(
 OF_PROMPT = frozenset({"prompt", "messages", "echo", "add_special_tokens", "tools", "chat_template"})
 WITHOUT_MEANING = frozenset({"detokenize", "output_kind", "flat_logprobs"})  # vLLM's: how its engine is to answer
 RENDERED = frozenset(GenerationRequest.model_fields) - OF_REQUEST - OF_GUIDE - {"max_tokens", "truncate_prompt_tokens"}
-NAMES = {name: f"sampling_params.{name}" for name in {*CompletionRequest.model_fields} - OF_REQUEST} | {
+NAMES = {name: f"sampling_params.{name}" for name in {*TokensCompletionRequest.model_fields} - OF_REQUEST} | {
     "prompt": "token_ids"
 }
 
@@ -78,16 +79,26 @@ class TokensRequest(BaseModel):
     # vLLM's renderers add these.
     content_parts: Annotated[list[Any], Field(max_length=0)] | None = None
     ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
-    output_mode: Literal["tokens"] | None = None
-    return_token_ids: bool | None = None  # answers are token ids in any case
+    output_mode: Literal["tokens", "text", "derender"] | None = None
+    return_token_ids: bool | None = None  # they are part of every answer
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     token_offsets: list[Any] | None = None
+    parse_context: dict[str, Any] | None = None
 
-    def completion(self) -> CompletionRequest:
+    def completion(self) -> TokensCompletionRequest:
         """Returns the completion of these tokens. Without max_tokens it may fill the context. Raises RequestError."""
         if (self.model_extra or {}).get("features") is not None:
             raise RequestError("features: images, audio and video are not supported; leave it out", param="features")
+        name = "prompt_logprob_token_ids"
+        if self.stream and self.sampling_params.get(name):
+            raise RequestError(f"{name}: not available with stream; leave out one of the two", param=name)
+        if self.output_mode == "derender":
+            raise RequestError(
+                'output_mode: "derender" is not supported; give "tokens", and the answer to '
+                "/v1/chat/completions/derender",
+                param="output_mode",
+            )
         if self.reasoning_ended is False and self.sampling_params.get("structured_outputs") is not None:
             raise RequestError(
                 "reasoning_ended: false: structured_outputs holds from the first token here; leave out one of the two",
@@ -101,10 +112,12 @@ class TokensRequest(BaseModel):
                     param="sampling_params",
                 )
         sampling = {name: value for name, value in self.sampling_params.items() if name not in WITHOUT_MEANING}
-        own = self.model_dump(include=set(OF_REQUEST) - {"return_token_ids"}, exclude_unset=True)
+        if sampling.get("logprob_token_ids"):
+            sampling.setdefault("logprobs", 0)
+        own = self.model_dump(include=set(OF_REQUEST) - {"return_token_ids"}, exclude_unset=True, exclude_none=True)
         with with_field_names(NAMES):
             whole = {"max_tokens": None, **sampling, **own, "prompt": self.token_ids, "return_token_ids": True}
-            return checked(whole, CompletionRequest, takes_handles=True)
+            return checked(whole, TokensCompletionRequest, takes=(HANDLE,))
 
 
 class BatchChatRequest(ChatCompletionRequest):
@@ -135,11 +148,19 @@ class BatchChatRequest(ChatCompletionRequest):
         return [self.model_copy(update={"messages": each}) for each in self.messages]
 
 
+Place = Annotated[
+    list[int], Meta(min_length=2, max_length=2, description="Its first character, and the one behind its last.")
+]
+
+
 class RenderedPrompt(msgspec.Struct):
     """A body of /inference/v1/generate."""
 
     request_id: str | None
     token_ids: list[int]
+    token_offsets: Annotated[
+        list[Place] | None, Meta(description="With return_token_offsets: each token's place in the text.")
+    ]
     features: None
     sampling_params: dict[str, Any]
     model: str
@@ -151,11 +172,16 @@ class RenderedPrompt(msgspec.Struct):
 
 
 def rendered(
-    request: GenerationRequest, token_ids: list[int], sampling: Sampling, name: str, prefix: str
+    request: GenerationRequest,
+    token_ids: list[int],
+    sampling: Sampling,
+    name: str,
+    prefix: str,
+    offsets: list[list[int]] | None = None,
 ) -> RenderedPrompt:
     """Returns the body of /inference/v1/generate with which this prompt is answered as the request would be.
 
-    It gets an id that begins with `prefix` if the request has none.
+    It gets an id that begins with `prefix` if the request has none. `offsets`: of the tokens in their text.
 
     Raises RequestError for a guide that has no form there.
     """
@@ -168,6 +194,7 @@ def rendered(
     return RenderedPrompt(
         request_id=request.request_id or f"{prefix}-{secrets.token_hex(12)}",
         token_ids=token_ids,
+        token_offsets=offsets,
         features=None,
         sampling_params=params,
         model=name,

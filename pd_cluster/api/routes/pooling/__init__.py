@@ -1,0 +1,1 @@
+"""Routes whose prompts are computed and not continued: vectors, scores, classes."""

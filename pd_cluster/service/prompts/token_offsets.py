@@ -1,0 +1,21 @@
+"""Where a prompt's tokens stand in its text, as far as its plain tokenization has them."""
+
+from __future__ import annotations
+
+from pd_cluster.text.tokenizer import Tokenizer
+
+Offsets = list[list[int]]  # of each token, its first character and the one behind its last
+
+
+def offsets_of(tokenizer: Tokenizer, text: str, special: bool, token_ids: list[int]) -> Offsets | None:
+    """Returns each token's place.
+
+    `special`: the tokenizer adds its own tokens. `token_ids` may be the first or the last ones of the text alone. None:
+    the text has other tokens, because a control token's name in it is plain text.
+    """
+    whole, found = tokenizer.encode_with_offsets(text, special)
+    offsets = [[first, stop] for first, stop in found]
+    number = len(token_ids)
+    if number and whole[-number:] == token_ids:
+        return offsets[-number:]
+    return offsets[:number] if whole[:number] == token_ids else None

@@ -1,0 +1,1 @@
+"""Schemas of requests whose prompts are computed and not continued."""

@@ -1,0 +1,1 @@
+"""Schemas of requests that have token ids in place of text."""

@@ -1,0 +1,63 @@
+"""Logprobs of tokens that a request names, in chunks, after preemptions and of several sequences, as transformers'."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pd_cluster.types import Request, RequestSpec, Sampling
+from tests.support.checkpoints import reference_model
+from tests.support.engines import make_core, random_prompt, run
+
+Checkpoints = Callable[[str], Path]
+NAMED = (100, 20, 60)
+EXACT = 2e-4
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_they_are_those_of_the_model(checkpoint: Checkpoints) -> None:
+    folder, rng = checkpoint("llama"), random.Random(3)
+    few = {"num_blocks": 14, "max_model_len": 128}  # too few for all at once
+    core = make_core(folder, block_size=16, max_num_batched_tokens=40, **few)
+    requests = []
+    for at, length in enumerate((70, 3, 90)):
+        prompt = random_prompt(rng, length)
+        rows = tuple(tuple(rng.sample(range(256), at + 1)) for _ in prompt[1:])
+        sampling = Sampling(
+            max_tokens=12,
+            n=2,
+            temperature=1.0,
+            seed=at,
+            ignore_eos=True,
+            logprobs=0,
+            logprob_token_ids=NAMED,
+            prompt_logprobs=at % 2,
+            prompt_logprob_token_ids=rows,
+        )
+        requests.append(Request(f"r{at}", RequestSpec(prompt, sampling), arrival_s=float(at)))
+    found = run(core, requests)
+    for request in requests:
+        sampling, prompt = request.sampling, request.prompt_token_ids
+        for tokens in found[request.request_id].values():
+            expected = logprobs_after(folder, [*prompt, *(each.token_id for each in tokens)])
+            for at, token in enumerate(tokens, len(prompt) - 1):
+                assert token.logprobs is not None
+                assert dict(token.logprobs.top) == pytest.approx({n: float(expected[at, n]) for n in NAMED}, abs=EXACT)
+                assert [each for each, _ in token.logprobs.top] == [*NAMED]
+        assert len(request.prompt_logprobs) == len(prompt)
+        for at, (told, row) in enumerate(
+            zip(request.prompt_logprobs[1:], sampling.prompt_logprob_token_ids, strict=True)
+        ):
+            assert told is not None
+            named = told.top[sampling.prompt_logprobs or 0 :]
+            assert named == [(each, pytest.approx(float(expected[at, each]), abs=EXACT)) for each in row]
+
+
+def logprobs_after(folder: Path, token_ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return reference_model(folder)(torch.tensor([token_ids])).logits[0].log_softmax(-1)

@@ -5,21 +5,21 @@ PdClusterError
 │   └── ModelError         the model folder: missing, incomplete, of an architecture that is not supported
 ├── RequestError           the client must fix it: HTTP 4xx, never retried
 │   ├── ModelNotFound      404
-│   ├── RequestNotFound    404: not among the requests whose timelines are kept
+│   ├── RequestNotFound    404: no timeline of this request is kept
 │   ├── InstanceNotFound   404
 │   ├── Refused            409: the cluster's state does not allow it
-│   ├── RequestAborted     410: the operator has ended it
-│   ├── Unauthorized       401: without an API key, or the admin port's token
-│   └── Forbidden          403: under a name that the admin port does not answer to
-├── Unavailable            no instance can serve it right now: HTTP 503 with Retry-After
-│   └── NoCapacity         this process has no capacity left; some is freed soon
-├── Overloaded             too much to serve in time right now: HTTP 429 with Retry-After
-│   └── RateLimited        a key has used up its limit for this minute
-├── GenerationError        a request that had begun and cannot be finished
+│   ├── RequestAborted     410: the operator ended the request
+│   ├── Unauthorized       401: a valid API key or admin token is missing
+│   └── Forbidden          403: the admin port rejects this Host name
+├── Unavailable            no instance can serve the request now: HTTP 503 with Retry-After
+│   └── NoCapacity         this process has no capacity now
+├── Overloaded             the request could not be served in time: HTTP 429 with Retry-After
+│   └── RateLimited        an API key has used up its limit for this minute
+├── GenerationError        a request that was accepted cannot be finished
 │   ├── InstanceLost       its worker died, stalled or became unreachable
 │   ├── TransferFailed     its KV cache did not arrive
 │   └── DeadlineExceeded   HTTP 504
-├── GuideError             a schema, regex or grammar for the output cannot be followed
+├── GuideError             a schema, regex or grammar for the output cannot be used
 ├── Closed                 the engine has already ended
 ├── LinkError              two workers cannot exchange KV cache; `retry` says whether a later attempt may succeed
 └── OutOfBlocks            the pool has fewer free blocks than wanted; internal to the engine
@@ -31,8 +31,8 @@ import errno
 from collections.abc import Callable
 from typing import Self
 
-MARK = "\0"  # on both sides of a setting's name in an error's text; no argument, path or variable can have it
-KEEPS_MARKS = "PD_CLUSTER_KEEPS_MARKS"  # set in a process whose errors are shown by the one that started it
+MARK = "\0"  # on both sides of a setting's name in an error's text; no argument, path or variable contains it
+KEEPS_MARKS = "PD_CLUSTER_KEEPS_MARKS"  # set in a process whose parent shows its errors
 Naming = Callable[[str], str]  # a setting's name -> how its user wrote it
 
 
@@ -47,7 +47,7 @@ def flag_of(setting: str) -> str:
 
 
 def told(text: str, naming: Naming = flag_of) -> str:
-    """Returns the text with each `called` setting under its own name."""
+    """Returns the text with each `called` setting named by `naming`."""
     parts = text.split(MARK)
     parts[1::2] = map(naming, parts[1::2])
     return "".join(parts)
@@ -58,7 +58,7 @@ class PdClusterError(Exception):
 
     @property
     def text(self) -> str:
-        """Returns the text with settings as `called` leaves them, for use in another error's text."""
+        """Returns the text with the placeholders of `called`, for use in another error's text."""
         return Exception.__str__(self)
 
 
@@ -72,7 +72,7 @@ class NamesSettings(PdClusterError):
         return f"{type(self).__name__}({str(self)!r})"
 
     def named(self, naming: Naming) -> Self:
-        """Names the settings in its text for good, and returns the same error."""
+        """Replaces the placeholders in its text with names, and returns the same error."""
         self.args = (told(self.text, naming),)
         return self
 
@@ -133,7 +133,7 @@ class Unavailable(PdClusterError):
 
 
 class NoCapacity(Unavailable):
-    """This process has no room to prepare the request now; nothing has been computed of it."""
+    """This process has no capacity to prepare the request now; nothing of it has been computed."""
 
 
 class LeaseUnavailable(PdClusterError):
@@ -141,7 +141,7 @@ class LeaseUnavailable(PdClusterError):
 
 
 class Overloaded(PdClusterError):
-    """The request would be served too late now; it may not be after `retry_after_s`."""
+    """The request would be served too late now; after `retry_after_s` it may be served in time."""
 
     code = "overloaded"
 
@@ -151,7 +151,7 @@ class Overloaded(PdClusterError):
 
 
 class RateLimited(Overloaded):
-    """The API key's limit is exceeded; the same request alone is let in after `retry_after_s`."""
+    """The API key's limit is exceeded; after `retry_after_s` the same request alone is accepted."""
 
     code = "rate_limit_exceeded"
 
@@ -181,7 +181,7 @@ class Closed(PdClusterError):
 
 
 class LinkError(NamesSettings):
-    """Says why a prefill and a decode instance cannot be paired. `retry=False`: a retry cannot succeed by itself."""
+    """Says why a prefill and a decode instance cannot be linked. `retry=False`: a retry would fail, too."""
 
     def __init__(self, message: str, retry: bool = False) -> None:
         super().__init__(message)
@@ -189,12 +189,12 @@ class LinkError(NamesSettings):
 
 
 class QuarantineFull(NamesSettings):
-    """Too many blocks wait for peers that neither end nor go on: only this process's end gets them back."""
+    """Too many blocks wait for peers that neither end nor continue: only a restart reclaims them."""
 
     def __init__(self, num_blocks: int, most: int) -> None:
         super().__init__(
             f"{num_blocks} KV blocks may still be written by transfers that were given up, more than the {most} of "
-            f"{called('kv_max_quarantine')}: this process ends, and its memory with it"
+            f"{called('kv_max_quarantine')}: this process ends, which frees its memory"
         )
 
 
@@ -206,11 +206,11 @@ class OutOfBlocks(PdClusterError):
 
 
 def first_line(error: BaseException) -> str:
-    """Returns the first line of another library's error, cut to fit one line of an error of ours."""
+    """Returns the first line of another library's error, cut to fit into one line."""
     return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def listening_fault(error: Exception) -> str:
-    """Returns why an address cannot be listened at, and for a taken port the way out."""
+    """Returns why an address cannot be bound, and for a port in use the way out."""
     is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-    return "the port is taken; stop what listens there or choose another" if is_taken else str(error)
+    return "the port is in use; stop the process that listens there, or choose another port" if is_taken else str(error)

@@ -138,7 +138,7 @@ def test_leave_and_come_back(cluster: Elastic, stream: SteadyStream) -> None:
 def test_what_is_refused(cluster: Elastic) -> None:
     assert "does not take this token" in cluster.refuses("drain", "decode-0", env={})
     moved = cluster.refuses("drain", "decode-0", "--secret-file=cluster.secret")
-    assert moved.startswith("--secret-file: the admin token is a file of its own; give --admin-token-file FILE")
+    assert moved.startswith("--secret-file: the admin token is in a separate file; give --admin-token-file FILE")
     assert cluster.refuses("drain", "decode-7").endswith("there are prefill-0, prefill-1, decode-0, decode-1")
     assert cluster.refuses("add", "prefill-0", "--port=1").startswith("prefill-0 is there already, at port ")
     assert "has no prefill-2; it has prefill-0" in cluster.refuses("add", "prefill-2", "--port=1")

@@ -127,9 +127,7 @@ def up(
     prefill_data_parallel_size: Annotated[int | None, typer.Option(min=1, help="Prefill instances per unit.")] = None,
     decode_data_parallel_size: Annotated[int | None, typer.Option(min=1, help="Decode instances per unit.")] = None,
     enable_expert_parallel: WHOLE_EXPERTS = False,
-    adapter: Annotated[
-        bool, typer.Option("--adapter", help="Also serve the shipped LoRA adapter, as model pirate.")
-    ] = False,
+    adapter: Annotated[bool, typer.Option("--adapter", help="Also serve the shipped LoRA adapter, pirate.")] = False,
     restart: Annotated[str, typer.Option(help="Restart of dead workers: on-failure or no.")] = "on-failure",
     spawn: Annotated[bool, typer.Option("--spawn", help="Start rank processes by command line, without fork.")] = False,
     try_unlisted: Annotated[list[str] | None, typer.Option(metavar="TYPE", help="Serve unproven model_type.")] = None,

@@ -189,7 +189,7 @@ def test_a_revoked_key_is_never_trusted_again(world: World) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (("new", "a", "--folder", "{folder}"), "a.key: is there already; `pd-cluster keys node rotate a` makes"),
+        (("new", "a", "--folder", "{folder}"), "a.key: already exists; `pd-cluster keys node rotate a` makes"),
         (("new", "../x", "--folder", "{folder}"), "node '../x': expected 1 to 64 letters, digits"),
         (
             ("new", "c", "--folder", "{folder}", "--host", "c.example"),

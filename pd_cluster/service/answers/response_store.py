@@ -1,7 +1,7 @@
-"""Responses that are kept for their clients: an SQLite database in a folder that all API processes of a host share.
+"""Stores responses for their clients in an SQLite database, which all API processes of a host share.
 
-A response is found by its owner and its id only: another owner's id is as unknown as a made-up one. Knows nothing of
-HTTP, nor of what a response means.
+A lookup needs the owner and the id: another owner's id is as unknown as an invented one. Knows nothing of HTTP or of a
+response's contents.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ T = TypeVar("T")
 ID = re.compile(r"resp_[0-9a-f]{48}")
 FILE = "responses.sqlite3"
 NUM_THREADS = 4
-BUSY_TIMEOUT_S = 10.0  # for another process's write
-MOST_EXPIRED = 64  # removed by one call, so that none takes long
+BUSY_TIMEOUT_S = 10.0  # wait for another process's write
+MOST_EXPIRED = 64  # removed by one call, so that no call takes long
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS responses (owner BLOB, id TEXT, made_s REAL, nbytes INTEGER, body BLOB);
 CREATE UNIQUE INDEX IF NOT EXISTS by_id ON responses (owner, id);
@@ -54,7 +54,7 @@ Json = dict[str, Any]
 
 
 class KeptResponse(msgspec.Struct):
-    """`items`: all that the response answered, earlier turns included."""
+    """`items`: all input items of the response, including earlier turns."""
 
     response: Json
     items: list[Json]
@@ -65,14 +65,14 @@ class KeptResponse(msgspec.Struct):
 
 
 class ResponseStore:
-    """`keep`, `find` and `remove` wait for the disk: an event loop calls them through `on_thread`.
+    """`keep`, `find` and `remove` wait for the disk, so an event loop calls them through `on_thread`.
 
-    A call costs the same however many responses there are. A response is gone `ttl_s` after it was kept; each `keep`
-    removes some of those that have expired, of all owners.
+    The cost of a call does not depend on the number of responses. A response expires `ttl_s` after it was stored; each
+    `keep` removes some expired responses of all owners.
     """
 
     def __init__(self, config: KeptResponses, clock: Callable[[], float] = time.time) -> None:
-        """Makes the folder, or takes it over. Raises ConfigError if it is not this user's alone."""
+        """Makes the folder, or uses an existing one. Raises ConfigError unless it belongs to this user alone."""
         self._config, self._clock = config, clock
         self.file = Path(config.folder) / FILE
         self._local = threading.local()  # a connection for each thread
@@ -91,11 +91,11 @@ class ResponseStore:
             raise ConfigError(f"{named}: {FILE} cannot be used: {error}; remove it, or give another folder") from None
 
     async def on_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Returns the call's result; it runs on a thread of the store's own, and so delays nothing else."""
+        """Runs the call on the store's own thread, and returns its result."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: call(*args, **kwargs))
 
     def keep(self, owner: str, kept: KeptResponse) -> bool:
-        """Keeps a response under its id. Returns False if it has no room or cannot be written."""
+        """Stores a response under its id. Returns False if it is too large or cannot be written."""
         body, most_nbytes, key = msgspec.json.encode(kept), self._config.tenant_mib << 20, _key(owner)
         if len(body) > most_nbytes:
             return False
@@ -111,7 +111,7 @@ class ResponseStore:
         return True
 
     def find(self, owner: str, response_id: str) -> KeptResponse:
-        """Raises RequestNotFound for any id that is not a live one of this owner."""
+        """Returns an owner's response. Raises RequestNotFound for an unknown or expired id."""
         asked = "SELECT body FROM responses WHERE owner = ? AND id = ? AND made_s > ?"
         since_s = self._clock() - self._config.ttl_s
         with contextlib.suppress(sqlite3.Error, msgspec.MsgspecError):
@@ -121,7 +121,7 @@ class ResponseStore:
         raise not_found(response_id)
 
     def remove(self, owner: str, response_id: str) -> None:
-        """Raises RequestNotFound like `find`."""
+        """Removes a response. Raises RequestNotFound like `find`."""
         self.find(owner, response_id)
         with contextlib.suppress(sqlite3.Error), self._writing() as connection:
             asked = "DELETE FROM responses WHERE owner = ? AND id = ?"
@@ -130,13 +130,13 @@ class ResponseStore:
         raise not_found(response_id)
 
     def close(self) -> None:
-        """Ends the calling thread's use of the file."""
+        """Closes the calling thread's connection."""
         self._connection.close()
         del self._local.connection
 
     @property
     def _connection(self) -> sqlite3.Connection:
-        """This thread's own. Raises sqlite3.Error."""
+        """Returns the calling thread's connection. Raises sqlite3.Error."""
         found: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if found is None:
             found = sqlite3.connect(self.file, timeout=BUSY_TIMEOUT_S, isolation_level=None)
@@ -148,7 +148,7 @@ class ResponseStore:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
-        """One transaction, or nothing of it. Raises sqlite3.Error."""
+        """Runs a transaction, which is undone on an error. Raises sqlite3.Error."""
         connection = self._connection
         connection.execute("BEGIN IMMEDIATE")
         try:
@@ -159,13 +159,13 @@ class ResponseStore:
             raise
 
     def _evict_oldest(self, connection: sqlite3.Connection, key: bytes, most_nbytes: int) -> None:
-        """Removes an owner's oldest responses until the rest has room."""
+        """Removes an owner's oldest responses until the rest fits."""
         oldest = "SELECT rowid FROM responses WHERE owner = ? ORDER BY made_s, rowid LIMIT 1"
         while connection.execute("SELECT nbytes FROM owners WHERE owner = ?", (key,)).fetchone()[0] > most_nbytes:
             connection.execute(f"DELETE FROM responses WHERE rowid = ({oldest})", (key,))
 
     def _expire(self) -> int:
-        """Removes some of what has expired, of all owners; returns how many. Raises sqlite3.Error."""
+        """Removes some expired responses of all owners; returns how many. Raises sqlite3.Error."""
         expired = "SELECT rowid FROM responses WHERE made_s <= ? ORDER BY made_s LIMIT ?"
         bounds = (self._clock() - self._config.ttl_s, MOST_EXPIRED)
         if self._connection.execute(expired, bounds).fetchone() is None:

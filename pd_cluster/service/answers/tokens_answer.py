@@ -1,4 +1,4 @@
-"""The answers of /inference/v1/generate: token ids, and no text."""
+"""The answers of /inference/v1/generate: token ids without text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pd_cluster.service.text_service import TextService
 
 class TokensChoice(Struct, omit_defaults=True):
     index: int
-    logprobs: Annotated[ChatLogprobs | None, Meta(description='Tokens are named "token_id:5".')]
+    logprobs: Annotated[ChatLogprobs | None, Meta(description='Logprobs of tokens, which are named "token_id:5".')]
     finish_reason: Literal["stop", "length"] | None
     token_ids: list[int]
     stop_reason: StopReason = UNSET
@@ -34,7 +34,7 @@ class GeneratedTokens(Struct, omit_defaults=True, kw_only=True):
 
 
 class GeneratedTokensChunk(Struct, omit_defaults=True):
-    """One event of a stream. The one with the usage, if that was asked for, is the last and has no choices."""
+    """One event of a stream. If usage is requested, the last event has it, without choices."""
 
     request_id: str
     choices: list[TokensChoice]
@@ -43,7 +43,7 @@ class GeneratedTokensChunk(Struct, omit_defaults=True):
 
 
 class TokensAnswer(Answer):
-    """Logprobs have the shape of a chat's; tokens are named by their ids, as in vLLM."""
+    """Answers with token ids. Logprobs have the chat format, with ids as tokens, as in vLLM."""
 
     prefix = "generate-tokens"
 

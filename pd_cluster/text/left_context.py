@@ -69,7 +69,7 @@ class LeftContext:
         return places[len(raw) - len(decoder.getstate()[0]) :]
 
     def tail(self, token_ids: list[int], hidden: Collection[int], decode: Callable[[list[int]], str]) -> list[int]:
-        """Returns the shortest tail of the tokens after which any token decodes as it does after all of them."""
+        """Returns the last tokens with text, after which any token decodes as it does after all of them."""
         size = MIN_NUM_TOKENS
         while size < len(token_ids):
             start = len(token_ids) - size

@@ -102,7 +102,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"guided_json": "{"}, "guided_json", "no JSON"),
         ({"guided_json": json.dumps(nested(MAX_SCHEMA_DEPTH + 1))}, "guided_json", "more than 64 deep"),
         ({"guided_json": {"title": "x" * MAX_GUIDE_NUM_CHARS}}, "guided_json", "at most 262144"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex constrains the output too"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex also constrains the output"),
         ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "structured_outputs.regex"),
         ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
         (

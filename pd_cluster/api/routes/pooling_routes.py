@@ -1,6 +1,6 @@
-"""The routes whose prompts are computed and not continued: embeddings, scores, reranking.
+"""The routes of pooling requests: embeddings, scores, reranking.
 
-Instances that prefill do all of the work; no decode leg is taken.
+Prefill instances do all of the work; there is no decode leg.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class EmbeddingItem(Struct):
     object: Literal["embedding"]
     index: int
     embedding: Annotated[
-        list[float] | str, Meta(description="Numbers, or with base64 their float32 bytes, little endian.")
+        list[float] | str, Meta(description="The vector as numbers, or with base64 as float32 bytes, little endian.")
     ]
 
 
@@ -67,7 +67,7 @@ class Embeddings(Struct):
 class ScoreItem(Struct):
     object: Literal["score"]
     index: int
-    score: Annotated[float, Meta(description="A probability or a cosine; with `use_activation` false any number.")]
+    score: Annotated[float, Meta(description="A probability or a cosine; with `use_activation` false, any number.")]
 
 
 class Scores(Struct):
@@ -84,7 +84,7 @@ class RerankedText(Struct):
 
 
 class RerankItem(Struct, omit_defaults=True):
-    index: Annotated[int, Meta(description="The document's place in the request.")]
+    index: Annotated[int, Meta(description="The document's index in the request.")]
     relevance_score: float
     document: RerankedText | None = None
 
@@ -92,7 +92,7 @@ class RerankItem(Struct, omit_defaults=True):
 class Reranked(Struct):
     id: str
     model: str
-    results: Annotated[list[RerankItem], Meta(description="The best first.")]
+    results: Annotated[list[RerankItem], Meta(description="The documents, best first.")]
     usage: PoolingUsage
 
 
@@ -141,7 +141,7 @@ def _add_embeddings(routes: APIRouter, service: TextService) -> None:
 def _add_scores(routes: APIRouter, service: TextService) -> None:
     how_well = "How well documents answer a query, or how near texts are to each other."
     judged = Operation(how_well, Scores, ScoreRequest, SCORE)
-    ranked = Operation("Documents, those that answer a query best first.", Reranked, RerankRequest, RERANK)
+    ranked = Operation("Documents, sorted by how well they answer a query.", Reranked, RerankRequest, RERANK)
 
     @routes.post("/v1/score", operation_id="v1_score", openapi_extra=judged)
     @routes.post("/score", openapi_extra=judged)
@@ -213,16 +213,16 @@ def _terms(prefix: str, request: PoolingRequest, http: Request, received_s: floa
 
 
 def _judgement(request: ScoreRequest | RerankRequest) -> dict[str, Any]:
-    """Returns the fields of a ScoreInput that say how its pairs are judged."""
+    """Returns the fields of a ScoreInput that determine the scores of its pairs."""
     return {"instruction": request.instruction, "is_probability": request.use_activation is not False}
 
 
 def _usage(generations: list[Generation]) -> PoolingUsage:
     usage = usage_of(generations)
-    assert usage.prompt_tokens_details is not None, "told with the vectors"
+    assert usage.prompt_tokens_details is not None, "known with the vectors"
     return PoolingUsage(usage.prompt_tokens, usage.total_tokens, usage.prompt_tokens_details)
 
 
 def _base64(vector: bytes, dimensions: int | None) -> str:
-    numbers_of(vector, dimensions)  # raises for bytes that are none
+    numbers_of(vector, dimensions)  # raises for bytes that are not a vector
     return base64.b64encode(vector).decode()

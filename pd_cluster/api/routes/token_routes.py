@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the served model's tokenizer: /tokenize and /detokenize. No instance takes part."""
+"""/tokenize and /detokenize: text to token ids and back, with the served model's tokenizer, without instances."""
 
 from __future__ import annotations
 
@@ -53,7 +53,9 @@ class Tokenized(msgspec.Struct, omit_defaults=True):
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: Annotated[list[str] | None, Meta(description="Each token's text; U+FFFD for half a character.")] = None
+    token_strs: Annotated[list[str] | None, Meta(description="Each token's text; U+FFFD for part of a character.")] = (
+        None
+    )
 
 
 class Detokenized(msgspec.Struct):
@@ -61,7 +63,7 @@ class Detokenized(msgspec.Struct):
 
 
 class _Form(msgspec.Struct):
-    """The fields of a body that tell the two forms apart."""
+    """The fields of a body that distinguish the two forms."""
 
     prompt: msgspec.Raw = msgspec.Raw()
     messages: msgspec.Raw = msgspec.Raw()

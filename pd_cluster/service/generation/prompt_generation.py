@@ -41,7 +41,7 @@ class PromptTokensDetails(Struct):
 
 
 class CompletionTokensDetails(Struct, omit_defaults=True):
-    reasoning_tokens: Annotated[int | None, Meta(description="Tokens of the reasoning before the answer.")] = None
+    reasoning_tokens: Annotated[int | None, Meta(description="Tokens of the reasoning, tokenized separately.")] = None
     accepted_prediction_tokens: Annotated[
         int | None, Meta(description="Tokens of the prediction that were accepted; each saved a step.")
     ] = None

@@ -77,7 +77,7 @@ class Source(NamedTuple):
 
 
 class PromptWithMedia(NamedTuple):
-    """A prompt's tokens with its images. `hold` None: the prompt has no images."""
+    """A prompt's tokens with its images. `hold`: the memory of its images; None: it holds no memory."""
 
     prompt: PromptWithImages
     hold: PixelHold | None = None

@@ -1,4 +1,4 @@
-"""Prompts to vectors: tokens, limits, and the checkpoint's way to pool. Knows nothing of HTTP."""
+"""Converts prompts to vectors: tokens, limits, and the checkpoint's kind of pooling. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from pd_cluster.service.preprocessing.request_limits import check_priority
 from pd_cluster.service.prompts.prompt_encoder import PromptEncoder
 from pd_cluster.types import INT32_MAX, PooledOutput, Pooling, PoolingKind
 
-PROMPTS_A_TURN = 16  # that are prepared before other tasks have their turn
+PROMPTS_A_TURN = 16  # to prepare before other tasks get a turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingInput(PoolingInput):
     """A prompt to be pooled: text or token ids.
 
-    `dimensions`: how many of the first numbers are kept; None: all. `truncate_prompt_tokens`: how many of the last
-    tokens are kept; -1: as many as the context has; None: a prompt that is too long is refused. `field`: its name in
-    errors.
+    `dimensions`: how many of the vector's first values are kept; None: all. `truncate_prompt_tokens`: how many of the
+    last tokens are kept; -1: as many as the context has; None: a prompt that is too long is refused. `field`: the name
+    of the prompt's field in errors.
     """
 
     prompt: str | list[int]
@@ -46,7 +46,7 @@ class EmbeddingInput(PoolingInput):
 
 
 class Embedding(NamedTuple):
-    """`values`: [dimensions] float32 numbers."""
+    """`values`: float32 [dimensions]."""
 
     prompt_token_ids: list[int]
     values: list[float]
@@ -54,7 +54,7 @@ class Embedding(NamedTuple):
 
 
 class Embedder:
-    """`folder` is the checkpoint's."""
+    """Embeds prompts. `folder`: the checkpoint's."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Embedder:
             raise RequestError(f"this model cannot embed: {error}") from error
 
     async def token_ids(self, ask: EmbeddingInput) -> list[int]:
-        """Returns the prompt's tokens, cut where that is asked for. Raises RequestError."""
+        """Returns the prompt's tokens, truncated if requested. Raises RequestError."""
         limit, keep, prompt, place = self._encoder.limit(), ask.truncate_prompt_tokens, ask.prompt, ask.field
         if isinstance(prompt, str):
             param = place.partition("[")[0]

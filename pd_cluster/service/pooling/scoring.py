@@ -1,4 +1,4 @@
-"""How near a document is to a query: by a model that judges pairs (reranking.py), or by the angle of two vectors.
+"""Scores pairs of a query and a document: by a reranking model (reranking.py), or by the cosine of two vectors.
 
 A checkpoint with sentence-transformers' pooling file is an embedding model and compares vectors. Knows nothing of HTTP.
 """
@@ -24,7 +24,7 @@ from pd_cluster.types import PooledOutput
 
 
 class Scorer:
-    """`folder` is the checkpoint's."""
+    """Scores pairs with either kind of model. `folder`: the checkpoint's."""
 
     def __init__(self, embedder: Embedder, reranker: Reranker, folder: Path) -> None:
         self.embedder, self._reranker, self._folder = embedder, reranker, folder
@@ -90,7 +90,7 @@ def _texts(ask: ScoreInput) -> list[str]:
 def scorer_of(
     router: Router, intake: RequestPreprocessor, guard: ControlTokenGuard | None, folder: Path, log: RequestLog | None
 ) -> Scorer:
-    """Makes the scorer of a process, and its embedder. `folder` is the checkpoint's."""
+    """Makes the scorer of a process, and its embedder. `folder`: the checkpoint's."""
     encoder, has_priorities = intake.encoder, intake.has_priorities
     embedder = Embedder(router, encoder, intake.limits.vocab_size, folder, has_priorities, log)
     return Scorer(embedder, Reranker(encoder, guard, has_priorities), folder)

@@ -1,6 +1,6 @@
-"""The schema of requests whose prompts are computed and not continued: embeddings, scores, reranking.
+"""The schema of pooling requests: embeddings, scores, reranking.
 
-Names are OpenAI's, and vLLM's beyond those. Limits that need the model are in service/pooling/pooled_prompts.py.
+Fields are OpenAI's, and further ones of vLLM's. Limits that need the model are in service/pooling/pooled_prompts.py.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class PoolingRequest(BaseModel):
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = {
         "truncation_side": (("left",), "is not supported; texts lose their first tokens, and documents their last"),
         "mm_processor_kwargs": (({},), "is for images, which this server does not take"),
-        "chat_template": ((), "is not supported here; send the text that the model shall see"),
-        "chat_template_kwargs": (({},), "is not supported here; send the text that the model shall see"),
+        "chat_template": ((), "is not supported here; send the rendered text"),
+        "chat_template_kwargs": (({},), "is not supported here; send the rendered text"),
         "messages": ((), "is not supported here; send texts or token ids"),
         "padding": (("do_not_pad",), "is not supported; prompts are not padded"),
     }
@@ -67,7 +67,7 @@ class EmbeddingRequest(PoolingRequest):
     add_special_tokens: bool | None = None
 
     def inputs(self) -> list[str | list[int]]:
-        """Returns one or many. Raises RequestError for none, and for too many."""
+        """Returns the inputs. Raises RequestError if there are none or too many."""
         given = self.input
         if not given:
             raise RequestError("input: empty; give a text, a list of token ids, or a list of either", param="input")
@@ -81,19 +81,19 @@ class EmbeddingRequest(PoolingRequest):
 
     @property
     def normalizes(self) -> bool:
-        """Raises RequestError if the two names of the switch differ."""
+        """Whether vectors are normalized. Raises RequestError if the two names of the switch differ."""
         given = {each for each in (self.normalize, self.use_activation) if each is not None}
         if len(given) == 2:
             raise RequestError(
-                f"use_activation: {self.use_activation}, and normalize is {self.normalize}; they mean the same for "
-                f"vectors, give one of them",
+                f"use_activation: {self.use_activation}, but normalize is {self.normalize}; they mean the same for "
+                f"vectors; give one of them",
                 param="use_activation",
             )
         return False not in given
 
 
 class ScoreRequest(PoolingRequest):
-    """vLLM's scores: of a text beside others, or of texts by pairs, under any of four pairs of names."""
+    """vLLM's scores: of one text against others, or of pairs of texts, with any of four pairs of field names."""
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = OF_PAIRS
 
@@ -112,7 +112,7 @@ class ScoreRequest(PoolingRequest):
         names = [("text_1", "text_2"), ("queries", second), ("data_1", "data_2")]
         if self.items is not None and self.documents is not None:
             raise RequestError(
-                "items: another name of documents, which are given, too; give one of them", param="items"
+                "items: another name for documents, which are also given; give one of them", param="items"
             )
         given = [pair for pair in names if any(getattr(self, name) is not None for name in pair)]
         if len(given) != 1:
@@ -127,14 +127,14 @@ class ScoreRequest(PoolingRequest):
             queries *= len(documents)
         if len(queries) != len(documents):
             raise RequestError(
-                f"{one}: {len(queries)} texts, and {two} has {len(documents)}; give one, or as many", param=one
+                f"{one}: {len(queries)} texts, but {two} has {len(documents)}; give one, or as many", param=one
             )
         _check_pairs(len(documents), two)
         return list(zip(queries, documents, strict=True)), fields
 
 
 class RerankRequest(PoolingRequest):
-    """Cohere's and Jina's reranking: documents by how well they answer the query."""
+    """Cohere's and Jina's reranking: sorts documents by how well they answer the query."""
 
     REFUSED: ClassVar[dict[str, tuple[tuple[Any, ...], str]]] = OF_PAIRS
 

@@ -1,4 +1,4 @@
-"""From a request's body to a request: JSON, refusals by name, conflicting fields."""
+"""Parses a request's body: JSON, refused fields, conflicting fields."""
 
 from __future__ import annotations
 
@@ -26,19 +26,17 @@ from pd_cluster.types import Sampling, ShapesDraws
 
 log = logging.getLogger(__name__)
 
-MAX_FIELDS = 1024  # of a request: unknown ones are kept, too, one by one
-_NEUTRAL = {  # of fields that beam search, which draws nothing, refuses otherwise
+MAX_FIELDS = 1024  # of a request, including unknown fields, which are kept
+_NEUTRAL = {  # the values that beam search, which does not sample, accepts for sampling fields
     name: mark.neutral
     for name, hint in get_type_hints(Sampling, include_extras=True).items()
     for mark in getattr(hint, "__metadata__", ())
     if isinstance(mark, ShapesDraws)
 }
 _logged_fields: set[str] = set()
-HANDLE = "kv_transfer_params"  # refused by routes that do not honour it
+HANDLE = "kv_transfer_params"  # refused by routes that do not support it
 
-CHECKED = frozenset(
-    {*NOT_YET, *SGLANGS, *CHAT_ONLY, *HARMLESS}
-)  # where such a name has been given, it asks for nothing
+CHECKED = frozenset({*NOT_YET, *SGLANGS, *CHAT_ONLY, *HARMLESS})  # values of such fields that ask for nothing
 _NOT_YET_BUT_HANDLES = {name: neutral for name, neutral in NOT_YET.items() if name != HANDLE}
 
 RequestT = TypeVar("RequestT", bound=BaseModel)
@@ -53,8 +51,8 @@ def parse(
 ) -> RequestT:
     """Parses a body. Raises RequestError that names the field, for anything that is not a valid request.
 
-    `has_own_names`: its fields are another API's, so that the names of this one mean nothing in it. `takes_handles`:
-    the route honours kv_transfer_params. `vocab_size`: ids outside are then refused beside all that are none.
+    `has_own_names`: its fields are another API's, so names of this API are unknown in it. `takes_handles`: the route
+    supports kv_transfer_params. `vocab_size`: ids outside of it are refused together with keys that are not ids.
     """
     return checked(decoded(body), kind, has_own_names, takes_handles, vocab_size)
 
@@ -75,7 +73,7 @@ def checked(
         _refuse(data, _NOT_YET_BUT_HANDLES if takes_handles else NOT_YET, "is not supported yet by this server")
         for name in [each for each in data if each in SGLANGS]:
             neutral, way_out = SGLANGS[name]
-            _refuse(data, {name: neutral}, f"is not a name here; {way_out}")
+            _refuse(data, {name: neutral}, f"is not a parameter here; {way_out}")
         if not issubclass(kind, ChatFields):
             others = {name: neutral for name, neutral in CHAT_ONLY.items() if name not in kind.model_fields}
             _refuse(data, others, "is for chats; use /v1/chat/completions")
@@ -94,7 +92,7 @@ def checked(
 
 
 def _refuse(data: dict[str, Any], names: dict[str, tuple[Any, ...]], why: str) -> None:
-    """Raises RequestError for one of these parameters that asks for something."""
+    """Raises RequestError if one of these parameters asks for something."""
     for name, neutral in names.items() if not names.keys().isdisjoint(data) else ():
         value = data.get(name)
         if value is not None and not any(value == n and type(value) in _kin(n) for n in neutral):
@@ -111,7 +109,7 @@ def _check_together(request: GenerationRequest, vocab_size: int | None) -> None:
     _check_beams(request)
     if request.stream and best_of > n and not request.beam_width:
         raise RequestError(
-            f"best_of: {best_of} with n {n} cannot be streamed, since the best are known at the end; "
+            f"best_of: {best_of} with n {n} cannot be streamed, because the best are known only at the end; "
             f"leave out stream or best_of",
             param="best_of",
         )
@@ -121,15 +119,15 @@ def _check_together(request: GenerationRequest, vocab_size: int | None) -> None:
             param="prompt_logprobs",
         )
     if request.stream_options is not None and not request.stream:
-        raise RequestError("stream_options: only beside stream: true; leave it out", param="stream_options")
+        raise RequestError("stream_options: only with stream: true; leave it out", param="stream_options")
     if isinstance(request, GenerateRequest) and request.stream_options is not None:
         raise RequestError(
-            "stream_options: this API tells no usage; leave it out, or use a server with USE_OPENAI=1",
+            "stream_options: this API reports no usage; leave it out, or use a server with USE_OPENAI=1",
             param="stream_options",
         )
     if request.truncate_prompt_tokens == 0:
         raise RequestError(
-            "truncate_prompt_tokens: 0 would leave nothing; give how many of the last tokens to keep, or -1 for as "
+            "truncate_prompt_tokens: 0 would leave no prompt; give how many of the last tokens to keep, or -1 for as "
             "many as fit",
             param="truncate_prompt_tokens",
         )
@@ -137,7 +135,7 @@ def _check_together(request: GenerationRequest, vocab_size: int | None) -> None:
 
 
 def _check_beams(request: GenerationRequest) -> None:
-    """Refuses values that beam search determines itself, and values that mean nothing without it."""
+    """Refuses values that conflict with beam search, and values that need it."""
     if not request.use_beam_search:
         for name, neutral in (("length_penalty", 1.0), ("early_stopping", False)):
             if (value := getattr(request, name)) not in (None, neutral):
@@ -156,29 +154,30 @@ def _check_beams(request: GenerationRequest) -> None:
     if request.beam_width < 2:
         name = "best_of" if request.best_of is not None else "n" if request.n is not None else "use_beam_search"
         value = True if name == "use_beam_search" else request.beam_width
-        raise RequestError(f"{name}: {value} is no beam search without n or best_of of at least 2", param=name)
+        raise RequestError(f"{name}: {value} needs n or best_of of at least 2 for a beam search", param=name)
     for name, neutral in _NEUTRAL.items():
         value = getattr(request, name)
         is_greedy = name == "temperature" and value is not None and value < MIN_TEMPERATURE
         if value not in (None, neutral) and not is_greedy:
             raise RequestError(
-                f"{name}: {value} is not for beam search, which draws nothing; give {neutral:g}, or none", param=name
+                f"{name}: {value} is not for beam search, which does not sample; give {neutral:g}, or leave it out",
+                param=name,
             )
 
 
 def _check_top_logprobs(request: GenerationRequest) -> None:
-    """Checks chat's `logprobs`, a switch beside `top_logprobs`; elsewhere it is the number."""
+    """Checks `logprobs`: in chats it is a switch for `top_logprobs`, elsewhere the number of logprobs."""
     if isinstance(request, ChatCompletionRequest):
         if request.top_logprobs and not request.logprobs:
-            raise RequestError(
-                f"top_logprobs: {request.top_logprobs} needs logprobs: true beside it", param="top_logprobs"
-            )
+            raise RequestError(f"top_logprobs: {request.top_logprobs} needs logprobs: true", param="top_logprobs")
     elif top := (request.model_extra or {}).get("top_logprobs"):
-        raise RequestError(f"top_logprobs: {reprlib.repr(top)} is chat's; here use logprobs: N", param="top_logprobs")
+        raise RequestError(
+            f"top_logprobs: {reprlib.repr(top)} is for chats; here use logprobs: N", param="top_logprobs"
+        )
 
 
 def _kin(value: Any) -> tuple[type, ...]:
-    """Returns the types that equal values may have: JSON writes 0.0 as 0, but True is not 1."""
+    """Returns the types of values that count as equal: JSON writes 0.0 as 0, but True is not 1."""
     return (int, float) if isinstance(value, int | float) and not isinstance(value, bool) else (type(value),)
 
 

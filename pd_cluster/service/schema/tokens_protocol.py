@@ -1,6 +1,6 @@
-"""Tokens in, tokens out: vLLM's /inference/v1/generate, the requests that are rendered for it, and batches of chats.
+"""The schema of vLLM's /inference/v1/generate (tokens in, tokens out), of rendered requests, and of batches of chats.
 
-A request of tokens becomes a completion with the same parameters, so that all of them are checked in one place.
+A request of tokens becomes a completion with the same parameters, so that one place checks them all.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OF_GUIDE = frozenset(
     | {"guided_whitespace_pattern", "structured_outputs", "response_format"}
 )
 OF_PROMPT = frozenset({"prompt", "messages", "echo", "add_special_tokens", "tools", "chat_template"})
-WITHOUT_MEANING = frozenset({"detokenize", "output_kind", "flat_logprobs"})  # vLLM's: how its engine is to answer
+WITHOUT_MEANING = frozenset({"detokenize", "output_kind", "flat_logprobs"})  # vLLM's options for its engine's output
 RENDERED = frozenset(GenerationRequest.model_fields) - OF_REQUEST - OF_GUIDE - {"max_tokens", "truncate_prompt_tokens"}
 NAMES = {name: f"sampling_params.{name}" for name in {*CompletionRequest.model_fields} - OF_REQUEST} | {
     "prompt": "token_ids"
@@ -59,7 +59,7 @@ NAMES = {name: f"sampling_params.{name}" for name in {*CompletionRequest.model_f
 
 
 class TokensRequest(BaseModel):
-    """`sampling_params`: those of vLLM, by the names that they have in a completion."""
+    """A request of tokens. `sampling_params`: vLLM's, with the field names of a completion."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -79,7 +79,7 @@ class TokensRequest(BaseModel):
     content_parts: Annotated[list[Any], Field(max_length=0)] | None = None
     ec_transfer_params: Annotated[dict[str, Any], Field(max_length=0)] | None = None
     output_mode: Literal["tokens"] | None = None
-    return_token_ids: bool | None = None  # answers are token ids in any case
+    return_token_ids: bool | None = None  # has no effect: answers are always token ids
     reasoning_ended: bool | None = None
     reasoning_parser_kwargs: dict[str, Any] | None = None
     token_offsets: list[Any] | None = None
@@ -96,7 +96,7 @@ class TokensRequest(BaseModel):
         for name in self.sampling_params:
             if name in OF_REQUEST or name in OF_PROMPT:
                 raise RequestError(
-                    f"sampling_params.{name}: is no parameter of sampling; give it beside sampling_params, or leave "
+                    f"sampling_params.{name}: is not a sampling parameter; give it next to sampling_params, or leave "
                     f"it out",
                     param="sampling_params",
                 )
@@ -119,10 +119,10 @@ class BatchChatRequest(ChatCompletionRequest):
     def chats(self) -> list[ChatCompletionRequest]:
         """Returns one chat for each conversation. Raises RequestError."""
         for name, value, why in (
-            ("stream", bool(self.stream), "a batch is answered whole"),
+            ("stream", bool(self.stream), "a batch cannot be streamed"),
             ("n", self.num_choices > 1, "a batch has one answer for each conversation"),
-            ("prompt_logprobs", self.prompt_logprobs is not None, "a batch's answer has no place for them"),
-            ("prediction", self.prediction is not None, "a batch's conversations have answers of their own"),
+            ("prompt_logprobs", self.prompt_logprobs is not None, "a batch's answer cannot carry them"),
+            ("prediction", self.prediction is not None, "a batch's conversations have different answers"),
         ):
             if value:
                 raise RequestError(f"{name}: {why}; leave it out, or use /v1/chat/completions", param=name)
@@ -153,11 +153,11 @@ class RenderedPrompt(msgspec.Struct):
 def rendered(
     request: GenerationRequest, token_ids: list[int], sampling: Sampling, name: str, prefix: str
 ) -> RenderedPrompt:
-    """Returns the body of /inference/v1/generate with which this prompt is answered as the request would be.
+    """Returns the body of /inference/v1/generate that gives the same answer as the request.
 
-    It gets an id that begins with `prefix` if the request has none.
+    If the request has no id, the body gets one that begins with `prefix`.
 
-    Raises RequestError for a guide that has no form there.
+    Raises RequestError for a guide that the body cannot express.
     """
     params = request.model_dump(include=set(RENDERED), exclude_none=True)
     params["max_tokens"] = sampling.max_tokens

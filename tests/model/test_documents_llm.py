@@ -286,7 +286,7 @@ def test_what_changes_nothing_here_leaves_the_answers_as_they_are(path: Path, ca
     for said in (
         *("disable_async_output_proc", "disable_custom_all_reduce", "dtype", "metrics_port", "port"),
         "--cpu-offload-gb 2 changes nothing: on a CPU all weights are in host memory",
-        "max_context_len_to_capture is the older name of max_seq_len_to_capture, which goes before it",
+        "max_context_len_to_capture is the older name of max_seq_len_to_capture, which takes precedence",
     ):
         assert len([message for message in told if message.startswith(said + " ") or message == said]) == 1, told
 

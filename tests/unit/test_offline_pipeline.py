@@ -255,7 +255,7 @@ def test_templates_of_a_folder_and_of_a_model_name(make: Make) -> None:
         engine, offline = make(has_template=False)
     engine("hi")
     assert offline.prompts == ["hi"]
-    with pytest.raises(RequestError, match="a conversation needs a chat template, and there is none"):
+    with pytest.raises(RequestError, match="a conversation needs a chat template, but there is none"):
         engine([{"role": "user", "content": "hi"}])
     engine, offline = make(model_name="internlm-chat-7b", chat_template_config=ChatTemplateConfig(meta_instruction="s"))
     engine("hi")

@@ -100,7 +100,7 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def _skip_body(receive: Receive) -> None:
-    """Reads the body, because closing with unread input would reset the connection before the client reads the answer."""
+    """Reads the body: closing with unread input would reset the connection before the client reads the answer."""
     nbytes = 0
     try:
         async with asyncio.timeout(REFUSED_BODY_S):

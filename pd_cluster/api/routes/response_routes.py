@@ -217,7 +217,7 @@ def _check_store(request: ResponsesRequest, store: ResponseStore | None) -> None
     if store is not None:
         return
     if request.store:
-        raise RequestError(f"store: this server keeps no responses {FLAG}; leave it out, or give false", param="store")
+        raise RequestError(f"store: this server stores no responses {FLAG}; leave it out, or give false", param="store")
     if request.previous_response_id is not None:
         raise RequestError(
             f"previous_response_id: this server stores no responses {FLAG}; send the earlier items in input",

@@ -107,7 +107,7 @@ def nested(depth: int) -> dict[str, Any]:
         ({"structured_outputs": {}}, "structured_outputs", "needs one of"),
         (
             {"structured_outputs": {"json": SCHEMA, "disable_any_whitespace": True, "whitespace_pattern": " "}},
-            *("structured_outputs", "leaves no room"),
+            *("structured_outputs", "conflicts with"),
         ),
         ({"structured_outputs": {"structural_tag": {"format": {}}}}, "structured_outputs", "format.type: None"),
         ({"guided_whitespace_pattern": " ?"}, "guided_whitespace_pattern", "guided_json"),

@@ -63,7 +63,7 @@ def test_an_old_keyword_still_works_and_says_that_it_will_go(make: Make, name: s
         ("ignore_eos", "ignore_eos", True),
     ):
         given: dict[str, Any] = {option: value}
-        with pytest.warns(FutureWarning, match=f"{option}: will go away; use gen_config") as caught:
+        with pytest.warns(FutureWarning, match=f"{option}: deprecated; use gen_config") as caught:
             turn(engine, "hi", 1, **given) if name == "generate" else getattr(engine, name)("hi", **given)
         assert getattr(offline.router.requests[-1], field) == value
         assert caught[0].filename.endswith(("test_offline_pipeline.py", "lmdeploy_engine.py", "asyncio/events.py"))

@@ -41,7 +41,7 @@ class ChatTemplateConfig:
 
 @dataclass(frozen=True)
 class RoleMarkers:
-    """The texts around messages of each role. `opening` replaces a missing system prompt, `separator` ends an answer."""
+    """Texts around messages of each role. `opening` replaces a missing system prompt, `separator` ends an answer."""
 
     system: str = ""
     meta_instruction: str | None = None

@@ -115,7 +115,7 @@ class LogprobsFormat:
         return answer
 
     def _top(self, token_id: int, logprobs: Logprobs) -> dict[str, float]:
-        """Returns the chosen and the most likely tokens. Of two tokens with the same text, the likelier is kept."""
+        """Returns the chosen and the most likely tokens. Keeps the likelier of two tokens with the same text."""
         found = {self._text(token_id): finite(logprobs.logprob)}
         for other, value in logprobs.top:
             found.setdefault(self._text(other), finite(value))

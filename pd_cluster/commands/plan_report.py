@@ -58,7 +58,7 @@ class PlanReport:
         if self.plan.is_met:
             return f"the smallest layout that meets the goals: {first.candidate.name}, {_devices(first)}"
         strain = first.trial.strain
-        far = f"needs {strain:.3g} times the goals" if math.isfinite(strain) else "leaves too many requests unanswered"
+        far = f"takes {strain:.3g} times the goals" if math.isfinite(strain) else "leaves too many requests unanswered"
         return (
             f"no layout meets the goals; the nearest, {first.candidate.name}, {far}, and meets them up to "
             f"{self._load(first)}"

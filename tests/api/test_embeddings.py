@@ -112,7 +112,7 @@ def test_rerank_puts_the_nearest_first(cluster: LiveCluster, model: Path, tokeni
         ("/v1/embeddings", {"input": "x", "dimensions": 65}, "dimensions 65: this model's vectors have 64"),
         ("/v1/embeddings", {"input": "x", "encoding_format": "hex"}, "encoding_format: 'hex'"),
         ("/v1/embeddings", {"input": "x", "priority": 3}, "priority: 3; this server serves requests in order"),
-        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1: 2 texts, and text_2 has 3"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, "text_1: 2 texts, but text_2 has 3"),
         ("/rerank", {"query": "a", "documents": ["b", 5]}, "documents.1"),
     ],
 )
